@@ -1,0 +1,1 @@
+"""Calibration passes: one file per method."""

@@ -1,0 +1,1 @@
+"""Public-domain text that ships with kvconvert, for calibration and evaluation."""

@@ -1,0 +1,1 @@
+"""Numerics of kvconvert: pure functions on tensors."""

@@ -1,0 +1,1 @@
+"""The bundle: one directory with weights, KV plan and manifest."""

@@ -1,0 +1,51 @@
+"""The one family of exceptions that kvconvert raises on purpose.
+
+Each message is one sentence for a person: what is wrong, where, and what to do. The command line prints it and exits with
+`exit_code`; every other exception is a defect and keeps its traceback. This module imports nothing, so every room may import it.
+"""
+
+
+class KvconvertError(Exception):
+    """Something the user can understand and act on; also an ordinary failure of a command (exit code 1)."""
+
+    exit_code = 1
+
+
+class UsageError(KvconvertError):
+    """A command, an option, a recipe or an argument that cannot mean anything here (exit code 2)."""
+
+    exit_code = 2
+
+
+class RecipeError(UsageError):
+    """A recipe, scheme or combination of methods that is refused, with the reason."""
+
+
+class FidelityError(KvconvertError):
+    """A bundle that misses the limits its own recipe sets (exit code 3)."""
+
+    exit_code = 3
+
+
+class CheckpointError(KvconvertError):
+    """A source model whose files are missing, damaged, or of a kind that is refused."""
+
+
+class UnsupportedModelError(KvconvertError):
+    """An architecture, or a part of one, that kvconvert cannot treat; the message lists what is missing."""
+
+
+class DataError(KvconvertError):
+    """Calibration or evaluation data that cannot be read or does not suffice."""
+
+
+class NumericError(KvconvertError):
+    """NaN, infinity or a value beyond a format's range, met in weights or activations."""
+
+
+class BundleError(KvconvertError):
+    """A bundle that is damaged, unsafe, of an unknown version, or does not match its manifest."""
+
+
+class CacheError(KvconvertError):
+    """A key-value cache used in a way that would give wrong tokens, or out of the memory it was given."""

@@ -1,0 +1,1 @@
+"""Load a bundle and generate with its low-bit key-value cache."""
