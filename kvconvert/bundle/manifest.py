@@ -1,0 +1,222 @@
+"""The manifest of a bundle, `kvconvert.json`: what was converted, how, from what, and what every file has to look like.
+
+The manifest is data for readers in any language. Nothing in it varies between equal runs. Its last field, `manifest_sha256`,
+seals it: the SHA-256 of the file's own bytes with those 64 digits replaced by zeros.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvconvert.bundle.scheme import KVScheme
+
+FORMAT_VERSION = 0
+MANIFEST_NAME = "kvconvert.json"
+PLAN_NAME = "kv_plan.safetensors"
+_UNSEALED = "0" * 64
+
+Sha256 = str
+
+
+class _Record(BaseModel):
+    """A frozen record that refuses unknown fields and does not convert one type into another."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class SourceInfo(_Record):
+    """The checkpoint that was converted.
+
+    Attributes:
+        id: Hub id, or the directory name of a local checkpoint (never its full path, which would differ between machines).
+        revision: commit of the Hub repository, where known.
+        licence: the licence that the model's card or config states, where known.
+        config_sha256: SHA-256 of `config.json`.
+        weights_sha256: SHA-256 of each weight file, by name.
+    """
+
+    id: str
+    revision: str | None = None
+    licence: str | None = None
+    config_sha256: Sha256
+    weights_sha256: dict[str, Sha256]
+
+
+class DataInfo(_Record):
+    """Calibration or evaluation data, without any of its text.
+
+    Attributes:
+        source: as given on the command line, or the name of the embedded text.
+        samples, length: number of token sequences and tokens in each.
+        seed: seed of the choice of samples.
+        sha256: of the int64 token ids, little endian, in order.
+    """
+
+    source: str
+    samples: int
+    length: int
+    seed: int
+    sha256: Sha256
+
+
+class ModuleCoverage(_Record):
+    """What happened to one module: quantized how, or left as it was and why.
+
+    Attributes:
+        name: as in the checkpoint, for instance "model.layers.0.self_attn.q_proj".
+        kind: "linear", "embedding", "norm", ... in the words of the adapter.
+        treatment: "awq" or "rtn" (quantized), or "kept".
+        bits, group_size: of a quantized module.
+        in_features, out_features: of a Linear; the exporter fills them in from the tensors.
+        reason: why a module was kept, or which AWQ scaling pairs were skipped and why.
+    """
+
+    name: str
+    kind: str = "linear"
+    treatment: Literal["awq", "rtn", "kept"]
+    bits: int | None = None
+    group_size: int | None = None
+    in_features: int | None = None
+    out_features: int | None = None
+    reason: str = ""
+
+
+class LayerPlan(_Record):
+    """The key-value cache of one decoder layer.
+
+    Attributes:
+        index: number of the decoder layer.
+        kv: fields of a `KVScheme`, or None where the cache is left to the model's own class.
+        head_dim, num_key_value_heads: of this layer; None where `kv` is None.
+        value_group_size: channels per value group after fitting `kv["value_group_size"]` to the head size.
+        rotation: the rotation's convention, for instance "sylvester(64)"; None without rotation.
+        statistics: what calibration measured for this layer (plain numbers and strings).
+    """
+
+    index: int
+    kv: dict[str, Any] | None
+    head_dim: int | None = None
+    num_key_value_heads: int | None = None
+    value_group_size: int | None = None
+    rotation: str | None = None
+    statistics: dict[str, Any] = Field(default_factory=dict)
+
+
+class WeightsInfo(_Record):
+    """Size of the stored weights.
+
+    Attributes:
+        method, bits, group_size: how Linears were quantized; bits and group_size are None with method "none".
+        bytes: of all tensors in the weight files.
+        parameters: weights and biases that these tensors stand for.
+        bits_per_weight: 8 * bytes / parameters, over the whole checkpoint with embeddings and norms.
+        quantized_bytes, quantized_parameters: the same for the weights of quantized Linears alone (codes, zeros and scales).
+        quantized_bits_per_weight: their quotient in bits; None if nothing is quantized.
+    """
+
+    method: Literal["awq", "rtn", "none"]
+    bits: int | None = None
+    group_size: int | None = None
+    bytes: int
+    parameters: int
+    bits_per_weight: float
+    quantized_bytes: int = 0
+    quantized_parameters: int = 0
+    quantized_bits_per_weight: float | None = None
+
+
+class TensorInfo(_Record):
+    """Type and shape of a stored tensor: `dtype` in safetensors' words ("F16", "BF16", "I32", ...)."""
+
+    dtype: str
+    shape: list[int]
+
+
+class FileInfo(_Record):
+    """Size in bytes and SHA-256 of a file that loading depends on."""
+
+    size: int = Field(ge=0)
+    sha256: Sha256
+
+
+class Fidelity(_Record):
+    """A fidelity measurement of exactly this bundle.
+
+    Attributes:
+        measured_on: `Manifest.files_digest()` of the bundle that was measured; a reader refuses any other.
+        report: the figures, as `kvconvert eval --json` prints them.
+        limits: the recipe's limits.
+        missed: one sentence per limit that was missed; not empty only in a bundle whose export was forced.
+    """
+
+    measured_on: Sha256
+    report: dict[str, Any]
+    limits: dict[str, float]
+    missed: list[str] = Field(default_factory=list)
+
+
+class Manifest(_Record):
+    """Contents of `kvconvert.json`.
+
+    Attributes:
+        format_version: of the bundle; a reader refuses a newer one.
+        kvconvert_version, versions: the converter's version, and those of the libraries that shape its results.
+        source, recipe, data: what was converted, by which recipe, calibrated on what.
+        transforms: changes to the weights, in the order in which they were applied.
+        conventions: everything else that a reader needs to know to compute the same numbers.
+        layers: key-value cache of each decoder layer.
+        modules: coverage, one entry per Linear and per other tensor-owning module that was kept.
+        weights: how large.
+        tensors: every tensor of the weight files, by name.
+        plan: every tensor of `kv_plan.safetensors`, by name.
+        fidelity: measured on this bundle, or None.
+        files: every load-critical file besides the manifest.
+        informative: files for people, which loading ignores.
+        manifest_sha256: see the module's docstring.
+    """
+
+    format_version: int
+    kvconvert_version: str
+    versions: dict[str, str]
+    source: SourceInfo
+    recipe: dict[str, Any]
+    data: DataInfo | None
+    transforms: list[str]
+    conventions: dict[str, Any]
+    layers: list[LayerPlan]
+    modules: list[ModuleCoverage]
+    weights: WeightsInfo
+    tensors: dict[str, TensorInfo]
+    plan: dict[str, TensorInfo]
+    fidelity: Fidelity | None = None
+    files: dict[str, FileInfo]
+    informative: list[str] = Field(default_factory=list)
+    manifest_sha256: Sha256 = _UNSEALED
+
+    def schemes(self) -> list[KVScheme | None]:
+        """The KV scheme of each decoder layer; None where the cache is left to the model's own class."""
+        return [None if layer.kv is None else KVScheme.from_dict(layer.kv) for layer in self.layers]
+
+    def files_digest(self) -> str:
+        """One SHA-256 over names, sizes and hashes of all load-critical files: the identity of the bundle's contents."""
+        lines = [f"{name} {info.size} {info.sha256}\n" for name, info in sorted(self.files.items())]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """The manifest as sealed JSON."""
+        fields = self.model_dump(mode="json")
+        fields["manifest_sha256"] = _UNSEALED
+        text = json.dumps(fields, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
+        seal = hashlib.sha256(text.encode()).hexdigest()
+        head, tail = text.rsplit(_UNSEALED, 1)
+        return (head + seal + tail).encode()
+
+
+def unseal(content: bytes, seal: str) -> str:
+    """The SHA-256 that `content`, a manifest's bytes that claim `seal`, ought to claim."""
+    head, found, tail = content.rpartition(seal.encode())
+    return hashlib.sha256(head + _UNSEALED.encode() * bool(found) + tail).hexdigest()
