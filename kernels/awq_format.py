@@ -1,0 +1,137 @@
+"""AWQ "gemm" tensors: the 4-bit weight quantizer, its packing, and fake quantization of any width for searches.
+
+A Linear of `in` inputs and `out` outputs in groups of g inputs is stored as (AWQ, arXiv 2306.00978; its file layout):
+
+    qweight int32 [in, out / 8]    qzeros int32 [in / g, out / 8]    scales fp16 [in / g, out]    w = (q - z) scale
+
+Nibble i of column c, counted from the low end, belongs to output channel 8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]. Zeros z are
+the integers 0 to 15 themselves. A group's range always includes 0, so that z needs no clamp.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvconvert.errors import UsageError
+from kvconvert.kernels.quantizer import GroupRangeError
+
+NIBBLE_CHANNEL = (0, 2, 4, 6, 1, 3, 5, 7)
+_SMALLEST_HALF = 2.0**-24
+
+
+class AwqWeight(NamedTuple):
+    """The three tensors of one Linear in AWQ's file layout; see the module's docstring for shapes."""
+
+    qweight: Tensor
+    qzeros: Tensor
+    scales: Tensor
+
+
+def pack_awq(codes: Tensor) -> Tensor:
+    """Pack 4-bit codes [rows, out], integers 0 to 15, into int32 [rows, out / 8]; `out` is a multiple of 8."""
+    if codes.shape[-1] % 8:
+        raise UsageError(f"AWQ packs output channels by eight; {codes.shape[-1]} of them leave a part of a word empty.")
+    nibbles = codes.unflatten(-1, (-1, 8)).to(torch.int32)
+    words = nibbles[..., NIBBLE_CHANNEL[0]].clone()
+    for nibble in range(1, 8):
+        words |= nibbles[..., NIBBLE_CHANNEL[nibble]] << (4 * nibble)
+    return words
+
+
+def unpack_awq(words: Tensor) -> Tensor:
+    """The exact inverse of `pack_awq`: int32 [rows, out / 8] to uint8 codes [rows, out]."""
+    codes = words.new_empty((*words.shape, 8), dtype=torch.uint8)
+    for nibble in range(8):
+        codes[..., NIBBLE_CHANNEL[nibble]] = ((words >> (4 * nibble)) & 15).to(torch.uint8)
+    return codes.flatten(-2)
+
+
+def quantize_weight(weight: Tensor, bits: int, group_size: int, clip: Tensor | None = None) -> AwqWeight:
+    """Round a Linear's weight to the nearest 4-bit code per group of inputs, in AWQ's layout.
+
+    An all-zero group gets scale 1 and q = z = 0, because a scale of 0 would be indistinguishable from a damaged file.
+
+    Args:
+        weight: [out, in], any float dtype; `out` a multiple of 8, `in` of `group_size`.
+        bits: 4, the only width this layout has.
+        group_size: inputs that share one scale and zero.
+        clip: optional [out, in / group_size]: weights are first clamped to [-clip, clip].
+
+    Raises:
+        GroupRangeError: NaN, infinity, or a scale beyond fp16; its index is (output, group).
+    """
+    if bits != 4:
+        raise UsageError(f"AWQ's file layout holds 4-bit codes only, not {bits}; set bits = 4.")
+    groups = _clipped_groups(weight, group_size, clip)
+    scale, zero = _grid(groups, bits)
+    codes = groups.div(scale).round_().add_(zero).clamp_(0, 15).to(torch.uint8).flatten(1)
+    return AwqWeight(
+        qweight=pack_awq(codes.T),
+        qzeros=pack_awq(zero.squeeze(-1).to(torch.uint8).T),
+        scales=scale.squeeze(-1).T.to(torch.float16).contiguous(),
+    )
+
+
+def dequantize_weight(packed: AwqWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weight [out, in] that the packed tensors stand for: (q - z) scale in float32, rounded once to `dtype`."""
+    codes, zeros = unpack_awq(packed.qweight), unpack_awq(packed.qzeros)
+    groups = codes.unflatten(0, (zeros.shape[0], -1)).to(torch.float32)
+    values = groups.sub_(zeros.float().unsqueeze(1)).mul_(packed.scales.float().unsqueeze(1))
+    return values.flatten(0, 1).T.to(dtype).contiguous()
+
+
+def fake_quantize_weight(weight: Tensor, bits: int, group_size: int, clip: Tensor | None = None) -> Tensor:
+    """What the weight becomes when quantized and read back, without packing; made for searches, so any width.
+
+    At 4 bits this equals `dequantize_weight(quantize_weight(...))` exactly, in float32.
+
+    Args:
+        weight: [..., in], any float dtype; `in` a multiple of `group_size`.
+        bits: 2 to 8.
+        group_size: inputs that share one scale and zero.
+        clip: optional [..., in / group_size]: weights are first clamped to [-clip, clip].
+
+    Returns:
+        a new tensor of the same shape and dtype.
+    """
+    if not 2 <= bits <= 8:
+        raise UsageError(f"Weights cannot be quantized to {bits} bits; choose 2 to 8.")
+    groups = _clipped_groups(weight, group_size, clip)
+    scale, zero = _grid(groups, bits)
+    # clamp(q, 0, top) - z = clamp(q - z, -z, top - z): the zero never has to be added to every weight.
+    values = groups.div(scale).round_().clamp_(min=-zero, max=(2**bits - 1) - zero).mul_(scale)
+    return values.flatten(-2).to(weight.dtype)
+
+
+def _clipped_groups(weight: Tensor, group_size: int, clip: Tensor | None) -> Tensor:
+    if group_size < 1 or weight.shape[-1] % group_size:
+        raise UsageError(f"A group size of {group_size} does not divide the {weight.shape[-1]} inputs of this weight.")
+    groups = weight.to(torch.float32).unflatten(-1, (-1, group_size))
+    if clip is None:
+        return groups
+    bound = clip.to(torch.float32).unsqueeze(-1)
+    return groups.clamp(min=-bound, max=bound)
+
+
+def _grid(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Scale (as stored in fp16, widened to float32) and zero of each group: two float32 tensors [..., groups, 1]."""
+    low = groups.amin(-1, keepdim=True).clamp_(max=0)
+    high = groups.amax(-1, keepdim=True).clamp_(min=0)
+    extent = high - low
+    scale = (extent / (2**bits - 1)).clamp_(min=_SMALLEST_HALF).masked_fill_(extent == 0, 1.0).half().float()
+    if not scale.isfinite().all():
+        index = tuple(int(i) for i in (~scale.squeeze(-1).isfinite()).nonzero()[0])
+        reason = (
+            "holds NaN or infinity"
+            if not groups[index].isfinite().all()
+            else "spans more than fp16 scales can describe"
+        )
+        raise GroupRangeError(
+            f"Weight group {index} (output, group) {reason}; repair the source model or keep this module unquantized.",
+            index,
+        )
+    zero = (-low / scale).round_().clamp_(0, 2**bits - 1)
+    return scale, zero

@@ -1,0 +1,128 @@
+"""The affine group quantizer of the key-value cache: the formula every other implementation is measured against.
+
+    scale = (max - min) / (2^b - 1)      q = clamp(round((x - min) / scale), 0, 2^b - 1)      x_hat = q scale + min
+
+The asymmetric min/max quantizer of KIVI (arXiv 2402.02750) and OScaR, with scale and minimum stored in fp16 and the codes
+computed from those STORED values, so that writer and reader agree on what a code means.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvconvert.errors import NumericError, UsageError
+
+CODE_BITS = (1, 2, 4, 8)
+_HALF_MAX = torch.finfo(torch.float16).max
+
+
+class GroupRangeError(NumericError):
+    """A group that no fp16 scale and minimum can describe.
+
+    Attributes:
+        index: position of the first such group in the tensor of scales: the quantized tensor's own index, with the
+            quantized axis counting groups. The caller, who knows what the axes are, names layer and head.
+    """
+
+    def __init__(self, message: str, index: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+class Quantized(NamedTuple):
+    """Codes with the scale and minimum of each group; see `quantize` for shapes."""
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor
+
+
+def quantize(x: Tensor, bits: int, group_size: int, dim: int, value_range: float = 1.0) -> Quantized:
+    """Quantize groups of `group_size` consecutive entries along `dim`, in float32.
+
+    A constant group gets scale 0 and code 0: its values come back as their own fp16 rounding. So does a group so narrow
+    that its scale underflows fp16 (below 3e-8), which then comes back as its minimum.
+
+    Args:
+        x: any float tensor; `x.shape[dim]` is a multiple of `group_size`.
+        bits: width of a code: 1, 2, 4 or 8.
+        group_size: entries that share one scale and minimum.
+        dim: the quantized axis.
+        value_range: above 0 and at most 1; shrinks each group's (min, max) about its midpoint by this factor, values
+            outside being clamped.
+
+    Returns:
+        codes uint8 in the shape of `x`; scale and minimum fp16 in that shape with `dim` counting groups.
+
+    Raises:
+        GroupRangeError: a group holds NaN or infinity, or its minimum or scale is beyond fp16.
+        UsageError: arguments that do not fit together.
+    """
+    if bits not in CODE_BITS:
+        raise UsageError(f"A code of {bits} bits cannot be stored; choose one of {CODE_BITS}.")
+    if not 0 < value_range <= 1:
+        raise UsageError(f"value_range = {value_range} cannot shrink a range; choose a factor above 0 and at most 1.")
+    dim = dim % x.ndim
+    groups = _split(x, group_size, dim).to(torch.float32)
+    # Two reductions: torch.aminmax is about ten times slower than both together on a CPU.
+    low, high = groups.amin(dim + 1, keepdim=True), groups.amax(dim + 1, keepdim=True)
+    extent = high - low
+    if value_range < 1:
+        low = low + extent * ((1 - value_range) / 2)
+        extent = extent * value_range
+    levels = 2**bits - 1
+    scale, minimum = (extent / levels).half(), low.half()
+    if not (scale.isfinite() & minimum.isfinite()).all():
+        _raise_range_error(scale.squeeze(dim + 1), minimum.squeeze(dim + 1), groups, dim)
+    step = scale.float()
+    # Dividing by infinity makes every code of a zero-scale group 0, whatever the rounding of its minimum left over.
+    step.masked_fill_(step == 0, torch.inf)
+    codes = (groups - minimum.float()).div_(step).round_().clamp_(0, levels).to(torch.uint8)
+    return Quantized(codes.flatten(dim, dim + 1), scale.squeeze(dim + 1), minimum.squeeze(dim + 1))
+
+
+def dequantize(
+    codes: Tensor, scale: Tensor, minimum: Tensor, group_size: int, dim: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The values that codes stand for: `codes scale + minimum` in float32, rounded once to `dtype`.
+
+    Args:
+        codes: uint8.
+        scale, minimum: fp16, the shape of `codes` with `dim` counting groups.
+        group_size, dim: as given to `quantize`.
+        dtype: of the result; float16 saturates at its largest value instead of turning into infinity.
+    """
+    dim = dim % codes.ndim
+    groups = _split(codes, group_size, dim).to(torch.float32)
+    values = groups.mul_(scale.float().unsqueeze(dim + 1)).add_(minimum.float().unsqueeze(dim + 1))
+    if dtype == torch.float16:
+        # The fp16 rounding of a scale may lift the topmost code just over the largest fp16 number.
+        values = values.clamp_(-_HALF_MAX, _HALF_MAX)
+    return values.flatten(dim, dim + 1).to(dtype)
+
+
+def _split(x: Tensor, group_size: int, dim: int) -> Tensor:
+    if group_size < 1 or x.shape[dim] % group_size:
+        raise UsageError(
+            f"A group size of {group_size} does not divide axis {dim} of a tensor of shape {tuple(x.shape)}."
+        )
+    return x.unflatten(dim, (x.shape[dim] // group_size, group_size))
+
+
+def _raise_range_error(scale: Tensor, minimum: Tensor, groups: Tensor, dim: int) -> None:
+    index = tuple(int(i) for i in (~(scale.isfinite() & minimum.isfinite())).nonzero()[0])
+    members = groups.select(dim, index[dim])[(*index[:dim], slice(None), *index[dim + 1 :])]
+    if not members.isfinite().all():
+        raise GroupRangeError(
+            f"Group {index} cannot be quantized because it holds NaN or infinity; look for the cause where it was made.",
+            index,
+        )
+    low, high = float(members.min()), float(members.max())
+    raise GroupRangeError(
+        f"Group {index} cannot be quantized because it spans {low:.4g} to {high:.4g}, more than an fp16 scale and minimum "
+        f"can describe; keep this tensor unquantized.",
+        index,
+    )
