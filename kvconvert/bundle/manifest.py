@@ -1,7 +1,7 @@
 """The manifest of a bundle, `kvconvert.json`: what was converted, how, from what, and what every file has to look like.
 
-The manifest is data for readers in any language. Nothing in it varies between equal runs. Its last field, `manifest_sha256`,
-seals it: the SHA-256 of the file's own bytes with those 64 digits replaced by zeros.
+The manifest is data for readers in any language. Nothing in it varies between equal runs. Its last field,
+`manifest_sha256`, seals it: the SHA-256 of the file's own bytes with those 64 digits replaced by zeros.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SourceInfo(_Record):
     """The checkpoint that was converted.
 
     Attributes:
-        id: Hub id, or the directory name of a local checkpoint (never its full path, which would differ between machines).
+        id: Hub id, or the directory name of a local checkpoint (never its full path: machines differ).
         revision: commit of the Hub repository, where known.
         licence: the licence that the model's card or config states, where known.
         config_sha256: SHA-256 of `config.json`.
@@ -114,7 +114,8 @@ class WeightsInfo(_Record):
         bytes: of all tensors in the weight files.
         parameters: weights and biases that these tensors stand for.
         bits_per_weight: 8 * bytes / parameters, over the whole checkpoint with embeddings and norms.
-        quantized_bytes, quantized_parameters: the same for the weights of quantized Linears alone (codes, zeros and scales).
+        quantized_bytes, quantized_parameters: the same for the weights of quantized Linears alone
+            (codes, zeros and scales).
         quantized_bits_per_weight: their quotient in bits; None if nothing is quantized.
     """
 
@@ -202,7 +203,7 @@ class Manifest(_Record):
         return [None if layer.kv is None else KVScheme.from_dict(layer.kv) for layer in self.layers]
 
     def files_digest(self) -> str:
-        """One SHA-256 over names, sizes and hashes of all load-critical files: the identity of the bundle's contents."""
+        """One SHA-256 over names, sizes and hashes of all load-critical files: the identity of the contents."""
         lines = [f"{name} {info.size} {info.sha256}\n" for name, info in sorted(self.files.items())]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -214,6 +215,27 @@ class Manifest(_Record):
         seal = hashlib.sha256(text.encode()).hexdigest()
         head, tail = text.rsplit(_UNSEALED, 1)
         return (head + seal + tail).encode()
+
+
+def quantization_config(weights: WeightsInfo, modules: list[ModuleCoverage]) -> dict[str, Any]:
+    """The `quantization_config` of the bundle's config.json, which writer and reader derive alike.
+
+    Quantized weights are declared the way every AWQ engine reads them; the key `kvconvert` marks the rest.
+    """
+    mark = {"format_version": FORMAT_VERSION}
+    if weights.method == "none":
+        return {"quant_method": "kvconvert", "weights": "none", "kvconvert": mark}
+    return {
+        "quant_method": "awq",
+        "bits": weights.bits,
+        "group_size": weights.group_size,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": [
+            module.name for module in modules if module.kind == "linear" and module.treatment == "kept"
+        ],
+        "kvconvert": mark,
+    }
 
 
 def unseal(content: bytes, seal: str) -> str:

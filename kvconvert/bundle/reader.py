@@ -1,0 +1,378 @@
+"""Reading a bundle: everything is checked before a single tensor is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvconvert.bundle.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    PLAN_NAME,
+    FileInfo,
+    Manifest,
+    TensorInfo,
+    quantization_config,
+    unseal,
+)
+from kvconvert.bundle.tensorfile import mismatch, nbytes, read_header
+from kvconvert.errors import BundleError, RecipeError
+
+INDEX_NAME = "model.safetensors.index.json"
+MAX_JSON = 256_000_000
+
+# Files of these kinds are read by model and tokenizer loaders when they merely lie in the directory, so an unlisted one
+# could replace what was verified.
+_LOADED_SUFFIXES = {
+    ".json",
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".pkl",
+    ".pickle",
+    ".ckpt",
+    ".py",
+    ".jinja",
+    ".model",
+}
+_LOADED_NAMES = {"vocab.txt", "merges.txt"}
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle whose files were checked.
+
+    Attributes:
+        directory: where it lies.
+        manifest: what it says about itself.
+        config: contents of config.json.
+        plan: tensors of `kv_plan.safetensors`, named `layers.{i}.{what}`.
+        weight_files: the file of each weight tensor.
+        checks: one line per kind of check that was made, with counts.
+    """
+
+    directory: Path
+    manifest: Manifest
+    config: dict[str, Any]
+    plan: dict[str, Tensor]
+    weight_files: dict[str, Path]
+    checks: tuple[str, ...]
+
+
+def open_bundle(path: str | Path, verify: Literal["full", "headers"] = "full") -> Bundle:
+    """Open a bundle after validating it.
+
+    Checked: the manifest's version, schema and seal; names, kinds, sizes and, with "full", SHA-256 of every
+    load-critical file; no loadable file beside them; safetensors headers; the index; every tensor's presence, type and
+    shape against the manifest; coverage and packing of quantized modules; scales and KV-plan tensors finite, scales
+    positive; agreement of config.json.
+
+    Args:
+        path: the bundle's directory.
+        verify: "full" hashes every load-critical file; "headers" skips only that.
+
+    Raises:
+        BundleError: naming file, field, what was expected and what was found.
+    """
+    if verify not in ("full", "headers"):
+        raise BundleError(f'A bundle is verified with "full" or "headers", not {verify!r}.')
+    directory = Path(path)
+    checks: list[str] = []
+    try:
+        manifest = _read_manifest(directory)
+        checks.append(f"manifest: format {manifest.format_version}, schema and seal")
+        _check_files(directory, manifest, full=verify == "full")
+        total = sum(info.size for info in manifest.files.values())
+        how = "sizes and SHA-256" if verify == "full" else "sizes (not SHA-256)"
+        checks.append(f"files: {how} of {len(manifest.files)} files, {total:,} bytes")
+        weight_files = _check_tensors(directory, manifest)
+        checks.append(f"tensors: {len(manifest.tensors)} of the model, {len(manifest.plan)} of the KV plan")
+        _check_modules(manifest)
+        config = _check_config(directory, manifest)
+        quantized = [module for module in manifest.modules if module.treatment != "kept"]
+        checks.append(f"coverage: {len(quantized)} modules quantized, {len(manifest.modules) - len(quantized)} kept")
+        _check_layers(manifest, config)
+        checks.append(f"KV plan: {len(manifest.layers)} layers")
+        for name, scales in _tensors(weight_files, [f"{module.name}.scales" for module in quantized]):
+            _check_scales(weight_files[name].name, name, scales)
+        checks.append(f"scales: {len(quantized)} tensors, finite and above zero")
+        plan = _read_plan(directory, manifest)
+    except (OSError, SafetensorError) as error:
+        raise BundleError(
+            f"The bundle {directory} cannot be read ({error}); check the path and its permissions."
+        ) from error
+    return Bundle(directory, manifest, config, plan, weight_files, tuple(checks))
+
+
+def _read_manifest(directory: Path) -> Manifest:
+    if not directory.is_dir():
+        raise BundleError(f"There is no bundle at {directory}: it is not a directory; check the path.")
+    path = directory / MANIFEST_NAME
+    if not os.path.lexists(path):
+        raise BundleError(f"{directory} is not a bundle: it has no {MANIFEST_NAME}; make one with `kvconvert export`.")
+    _check_regular(path, MANIFEST_NAME)
+    content = path.read_bytes()
+    fields = _json(MANIFEST_NAME, content)
+    version = fields.get("format_version")
+    if type(version) is not int or version < 0:
+        raise mismatch(MANIFEST_NAME, "format_version", FORMAT_VERSION, repr(version))
+    if version > FORMAT_VERSION:
+        raise BundleError(
+            f"{MANIFEST_NAME} has format_version {version}, but this kvconvert reads up to {FORMAT_VERSION}; "
+            "install a newer kvconvert."
+        )
+    try:
+        manifest = Manifest.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "its content"
+        raise mismatch(MANIFEST_NAME, field, first["msg"], repr(first["input"])[:80]) from error
+    seal = unseal(content, manifest.manifest_sha256)
+    if seal != manifest.manifest_sha256:
+        raise mismatch(MANIFEST_NAME, "manifest_sha256", seal, manifest.manifest_sha256)
+    if manifest.fidelity is not None and manifest.fidelity.measured_on != manifest.files_digest():
+        raise mismatch(MANIFEST_NAME, "fidelity.measured_on", manifest.files_digest(), manifest.fidelity.measured_on)
+    return manifest
+
+
+def _check_files(directory: Path, manifest: Manifest, full: bool) -> None:
+    for name in (*manifest.files, *manifest.informative):
+        _check_name(name)
+    for required in ("config.json", PLAN_NAME):
+        if required not in manifest.files:
+            raise mismatch(MANIFEST_NAME, "files", f"an entry for {required}", "none")
+    for name, info in manifest.files.items():
+        path = directory / name
+        for part in [*path.relative_to(directory).parents][:-1]:
+            if (directory / part).is_symlink():
+                raise mismatch(name, "its directory", "a directory", "a symbolic link")
+        _check_regular(path, name)
+        _check_content(path, name, info, full)
+    known = {*manifest.files, *manifest.informative, MANIFEST_NAME}
+    for path in sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")]):
+        name = path.relative_to(directory).as_posix()
+        if name not in known and (path.suffix in _LOADED_SUFFIXES or name in _LOADED_NAMES):
+            raise BundleError(
+                f"{name} lies in the bundle {directory} but is not listed in {MANIFEST_NAME}, and loaders might read "
+                "it; remove it."
+            )
+
+
+def _check_name(name: str) -> None:
+    parts = name.split("/")
+    unsafe = any(part in ("", ".", "..") for part in parts) or not re.fullmatch(r"[\w.+@ -]+(/[\w.+@ -]+)*", name)
+    if unsafe or name == MANIFEST_NAME:
+        raise BundleError(
+            f"{MANIFEST_NAME} lists the file name {name!r}: expected a plain relative name inside the bundle, found one "
+            "that is not; do not use this bundle."
+        )
+
+
+def _check_regular(path: Path, name: str) -> None:
+    if not os.path.lexists(path):
+        raise mismatch(name, "the file", "present", "no such file")
+    mode = path.lstat().st_mode
+    if stat.S_ISLNK(mode):
+        raise BundleError(
+            f"{name} does not fit the bundle: the file should be a regular file, found a symbolic link; copy the bundle "
+            "with links followed (cp -rL)."
+        )
+    if not stat.S_ISREG(mode):
+        raise mismatch(name, "the file", "a regular file", "something else")
+
+
+def _check_content(path: Path, name: str, info: FileInfo, full: bool) -> None:
+    size = path.lstat().st_size
+    if size != info.size:
+        raise mismatch(name, "size", f"{info.size} bytes", f"{size} bytes")
+    if full:
+        with path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if digest != info.sha256:
+            raise mismatch(name, "sha256", info.sha256, digest)
+
+
+def _json(file: str, content: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(content) if len(content) <= MAX_JSON else None
+    except (ValueError, RecursionError) as error:
+        raise mismatch(file, "its content", "valid JSON", error) from error
+    if not isinstance(value, dict):
+        raise mismatch(file, "its content", "a JSON object", type(value).__name__)
+    return value
+
+
+def _check_tensors(directory: Path, manifest: Manifest) -> dict[str, Path]:
+    _compare(PLAN_NAME, manifest.plan, read_header(directory / PLAN_NAME))
+    files = [name for name in manifest.files if name.endswith(".safetensors") and name != PLAN_NAME]
+    if INDEX_NAME not in manifest.files and files != ["model.safetensors"]:
+        raise mismatch(
+            MANIFEST_NAME, "files", f"model.safetensors alone, or shards with {INDEX_NAME}", ", ".join(files)
+        )
+    found: dict[str, TensorInfo] = {}
+    where: dict[str, Path] = {}
+    for file in files:
+        for name, info in read_header(directory / file).items():
+            if name in found:
+                raise mismatch(file, f"tensor {name}", "in one file", f"also in {where[name].name}")
+            found[name] = info
+            where[name] = directory / file
+    if INDEX_NAME in manifest.files:
+        _check_index(directory, found, where)
+    _compare("The weights", manifest.tensors, found)
+    return where
+
+
+def _check_index(directory: Path, found: dict[str, TensorInfo], where: dict[str, Path]) -> None:
+    index = _json(INDEX_NAME, (directory / INDEX_NAME).read_bytes())
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise mismatch(INDEX_NAME, "weight_map", "files by tensor name", repr(weight_map)[:80])
+    for name in sorted(weight_map.keys() | where.keys()):
+        file = where[name].name if name in where else "no such tensor"
+        if weight_map.get(name) != file:
+            raise mismatch(INDEX_NAME, f"weight_map of {name}", file, weight_map.get(name, "no entry"))
+    metadata = index.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if total != sum(map(nbytes, found.values())):
+        raise mismatch(INDEX_NAME, "metadata.total_size", sum(map(nbytes, found.values())), total)
+
+
+def _compare(file: str, expected: dict[str, TensorInfo], found: dict[str, TensorInfo]) -> None:
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found:
+            raise mismatch(file, f"tensor {name}", "present", "missing")
+        if name not in expected:
+            raise mismatch(file, f"tensor {name}", "absent", "an extra tensor")
+        if expected[name] != found[name]:
+            raise mismatch(file, f"tensor {name}", _words(expected[name]), _words(found[name]))
+
+
+def _words(info: TensorInfo) -> str:
+    return f"{info.dtype} {info.shape}"
+
+
+def _check_modules(manifest: Manifest) -> None:
+    weights = manifest.weights
+    covered: dict[str, str] = {}
+    for module in manifest.modules:
+        where = f"modules: {module.name}"
+        if module.name in covered:
+            raise mismatch(MANIFEST_NAME, where, "listed once", "listed twice")
+        covered[module.name] = module.treatment
+        if module.treatment == "kept":
+            if f"{module.name}.qweight" in manifest.tensors:
+                raise mismatch(MANIFEST_NAME, where, "an unquantized module", f"{module.name}.qweight")
+            continue
+        settings = (module.treatment, module.bits, module.group_size)
+        if settings != (weights.method, weights.bits, weights.group_size):
+            raise mismatch(MANIFEST_NAME, where, (weights.method, weights.bits, weights.group_size), settings)
+        if module.bits != 4 or not module.in_features or not module.out_features or not module.group_size:
+            raise mismatch(MANIFEST_NAME, where, "4 bits, a group size, in_features and out_features", module)
+        if module.in_features % module.group_size or module.out_features % 8:
+            raise mismatch(
+                MANIFEST_NAME, f"{where}: group_size", f"a divisor of {module.in_features}", module.group_size
+            )
+        groups = module.in_features // module.group_size
+        packed = {
+            "qweight": TensorInfo(dtype="I32", shape=[module.in_features, module.out_features // 8]),
+            "qzeros": TensorInfo(dtype="I32", shape=[groups, module.out_features // 8]),
+            "scales": TensorInfo(dtype="F16", shape=[groups, module.out_features]),
+        }
+        for part, info in packed.items():
+            name = f"{module.name}.{part}"
+            if name not in manifest.tensors:
+                raise mismatch("The weights", f"tensor {name}", _words(info), "missing")
+            if manifest.tensors[name] != info:
+                raise mismatch("The weights", f"tensor {name}", _words(info), _words(manifest.tensors[name]))
+        if f"{module.name}.weight" in manifest.tensors:
+            raise mismatch("The weights", f"tensor {module.name}.weight", "absent", "beside its quantized form")
+    for name, info in manifest.tensors.items():
+        module_name, _, part = name.rpartition(".")
+        if part in ("qweight", "qzeros", "scales") and covered.get(module_name, "kept") == "kept":
+            raise mismatch("The weights", f"tensor {name}", "a module that the manifest lists as quantized", "none")
+        if len(info.shape) > 1 and module_name not in covered:
+            raise mismatch(MANIFEST_NAME, "modules", f"an entry for {module_name}", "none")
+
+
+def _check_config(directory: Path, manifest: Manifest) -> dict[str, Any]:
+    if "config.json" not in manifest.files:
+        raise mismatch(MANIFEST_NAME, "files", "an entry for config.json", "none")
+    config = _json("config.json", (directory / "config.json").read_bytes())
+    expected = quantization_config(manifest.weights, manifest.modules)
+    found = config.get("quantization_config")
+    if not isinstance(found, dict):
+        raise mismatch("config.json", "quantization_config", "an object", found)
+    for key in (*expected, *found):
+        if key not in found or key not in expected or expected[key] != found[key]:
+            raise mismatch(
+                "config.json", f"quantization_config.{key}", expected.get(key, "no such key"), found.get(key, "nothing")
+            )
+    if "auto_map" in config:
+        raise mismatch("config.json", "auto_map", "absent (bundles carry no code)", config["auto_map"])
+    return config
+
+
+def _check_layers(manifest: Manifest, config: dict[str, Any]) -> None:
+    text_config = config.get("text_config", config)
+    depth = text_config.get("num_hidden_layers") if isinstance(text_config, dict) else None
+    if depth is not None and depth != len(manifest.layers):
+        raise mismatch(MANIFEST_NAME, "layers", f"{depth} (config.json's num_hidden_layers)", len(manifest.layers))
+    try:
+        schemes = manifest.schemes()
+    except (RecipeError, TypeError) as error:
+        raise mismatch(MANIFEST_NAME, "layers: kv", "a KV scheme", error) from error
+    for number, (layer, scheme) in enumerate(zip(manifest.layers, schemes, strict=True)):
+        if layer.index != number:
+            raise mismatch(MANIFEST_NAME, "layers: index", number, layer.index)
+        if scheme is None:
+            continue
+        if not layer.head_dim or not layer.num_key_value_heads:
+            raise mismatch(MANIFEST_NAME, f"layers[{number}]", "head_dim and num_key_value_heads", "none")
+        group = scheme.value_group_for(layer.head_dim)
+        if layer.value_group_size != group:
+            raise mismatch(MANIFEST_NAME, f"layers[{number}].value_group_size", group, layer.value_group_size)
+
+
+def _tensors(files: dict[str, Path], names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        by_file.setdefault(files[name], []).append(name)
+    for path, inside in by_file.items():
+        with safe_open(path, framework="pt") as stream:
+            for name in inside:
+                yield name, stream.get_tensor(name)
+
+
+def _check_scales(file: str, name: str, scales: Tensor) -> None:
+    if not bool(torch.isfinite(scales).all()):
+        row, column = (~torch.isfinite(scales)).nonzero()[0].tolist()
+        raise mismatch(file, f"{name}[{row}, {column}]", "a finite scale", scales[row, column].item())
+    if not bool((scales > 0).all()):
+        row, column = (scales <= 0).nonzero()[0].tolist()
+        raise mismatch(file, f"{name}[{row}, {column}]", "a scale above zero", scales[row, column].item())
+
+
+def _read_plan(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
+    plan: dict[str, Tensor] = {}
+    for name, tensor in _tensors(dict.fromkeys(manifest.plan, directory / PLAN_NAME), list(manifest.plan)):
+        match = re.fullmatch(r"layers\.(\d+)\.[\w.]+", name)
+        if match is None or int(match[1]) >= len(manifest.layers):
+            raise mismatch(PLAN_NAME, f"tensor {name}", f"a name layers.0 to layers.{len(manifest.layers) - 1}", name)
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise mismatch(PLAN_NAME, f"tensor {name}", "finite values", "NaN or infinity")
+        plan[name] = tensor
+    return plan

@@ -1,0 +1,166 @@
+"""safetensors files: headers checked byte by byte, and a writer that streams one tensor at a time.
+
+Format: 8 bytes little-endian length of the header, a JSON header of that length (padded with spaces), then the
+tensors' bytes without gaps. `{"name": {"dtype": "F16", "shape": [2, 3], "data_offsets": [begin, end]}, ...}`, offsets
+relative to the end of the header.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvconvert.bundle.manifest import TensorInfo
+from kvconvert.errors import BundleError
+
+# A header larger than this is refused before it is read: the limit that the format's own reader has.
+MAX_HEADER = 100_000_000
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def mismatch(file: str, field: str, expected: object, found: object) -> BundleError:
+    """The error for a file that is not what it has to be, in one sentence."""
+    return BundleError(
+        f"{file} does not fit the bundle: {field} should be {expected}, found {found}; "
+        "the file is damaged or was changed, so fetch or export the bundle again."
+    )
+
+
+def tensor_info(tensor: Tensor) -> TensorInfo:
+    """Type and shape of `tensor` in safetensors' words."""
+    if tensor.dtype not in DTYPE_NAMES:
+        raise BundleError(f"A tensor of type {tensor.dtype} cannot be stored in a bundle.")
+    return TensorInfo(dtype=DTYPE_NAMES[tensor.dtype], shape=list(tensor.shape))
+
+
+def nbytes(info: TensorInfo) -> int:
+    """Bytes that a tensor takes in a file."""
+    return math.prod(info.shape) * DTYPES[info.dtype].itemsize
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Tensors of a safetensors file, after checking every rule of the format; no tensor data is read.
+
+    Raises:
+        BundleError: the file is truncated or longer than its header says, the header is no valid JSON, or an entry has
+            an unknown type, an impossible shape, or offsets that overlap, leave a gap or do not match its shape.
+    """
+    file = path.name
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        start = stream.read(8)
+        if len(start) < 8:
+            raise mismatch(file, "its length", "at least 8 bytes", f"{size} bytes")
+        (length,) = struct.unpack("<Q", start)
+        if length > min(MAX_HEADER, size - 8):
+            raise mismatch(file, "the length of its header", f"at most {min(MAX_HEADER, size - 8)} bytes", length)
+        text = stream.read(length)
+    header = _parse(file, text)
+    infos: dict[str, TensorInfo] = {}
+    spans: list[tuple[int, int, str]] = []
+    for name, entry in header.items():
+        infos[name], begin, end = _entry(file, name, entry)
+        spans.append((begin, end, name))
+    position = 0
+    for begin, end, name in sorted(spans):
+        if begin != position:
+            raise mismatch(file, f"the offset of tensor {name}", position, begin)
+        position = end
+    if position != size - 8 - length:
+        raise mismatch(file, "its length", f"{8 + length + position} bytes", f"{size} bytes")
+    return infos
+
+
+def _parse(file: str, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        entries = dict(pairs)
+        if len(entries) != len(pairs):
+            raise mismatch(file, "its header", "names that occur once", "a repeated name")
+        return entries
+
+    if not text.startswith(b"{"):
+        raise mismatch(file, "its header", "JSON that starts with {", repr(text[:1]))
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise mismatch(file, "its header", "valid JSON", error) from error
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise mismatch(file, "__metadata__", "text values by name", repr(metadata)[:80])
+    return header
+
+
+def _entry(file: str, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise mismatch(file, f"the entry of tensor {name}", "dtype, shape and data_offsets", repr(entry)[:80])
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in DTYPES:
+        raise mismatch(file, f"the dtype of tensor {name}", f"one of {', '.join(DTYPES)}", repr(dtype)[:80])
+    if not _is_counts(shape):
+        raise mismatch(file, f"the shape of tensor {name}", "a list of sizes", repr(shape)[:80])
+    if not _is_counts(offsets) or len(offsets) != 2:
+        raise mismatch(file, f"the data_offsets of tensor {name}", "begin and end", repr(offsets)[:80])
+    info = TensorInfo(dtype=dtype, shape=shape)
+    begin, end = offsets
+    if end - begin != nbytes(info):
+        raise mismatch(file, f"the bytes of tensor {name}", nbytes(info), end - begin)
+    return info, begin, end
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def write_tensors(path: Path, infos: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> None:
+    """Write a safetensors file, holding one tensor in memory at a time.
+
+    Tensors are laid out by item size, then in the order of `infos`, so that each starts at a multiple of its item size.
+
+    Args:
+        path: file to write.
+        infos: type and shape of each tensor by name.
+        read: gives a tensor by name; its type and shape have to be those of `infos`.
+    """
+    order = sorted(infos, key=lambda name: -DTYPES[infos[name].dtype].itemsize)  # the sort is stable
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without this mark
+    position = 0
+    for name in order:
+        end = position + nbytes(infos[name])
+        header[name] = {**infos[name].model_dump(), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)))
+        stream.write(text)
+        for name in order:
+            tensor = read(name)
+            if tensor_info(tensor) != infos[name]:
+                raise BundleError(
+                    f"Tensor {name} changed while it was being exported: expected {infos[name]}, "
+                    f"found {tensor_info(tensor)}."
+                )
+            if tensor.numel():
+                stream.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
