@@ -9,7 +9,7 @@ A recipe is a preset (a file in `kvconvert/presets`; dropping one in extends the
 
     [kv]
     preset = "oscar"      # a preset of kvconvert.bundle.scheme, or "none" for a cache left alone
-    key_group_size = 128  # any field of KVScheme, replacing the preset's value; without a preset, plain per-channel groups
+    key_group_size = 128  # any field of KVScheme replaces the preset's; without a preset, plain groups
 
     [limits]
     max_kl = 0.1                   # mean KL divergence from the source model, in nats per token
@@ -39,7 +39,7 @@ class _Table(BaseModel):
 
 
 class WeightsRecipe(_Table):
-    """How Linears are quantized; `bits` and `group_size` (input channels per scale and zero) mean nothing for "none"."""
+    """How Linears are quantized; `bits` and `group_size` (inputs per scale and zero) mean nothing for "none"."""
 
     method: Literal["awq", "rtn", "none"] = "awq"
     bits: int = 4
@@ -94,7 +94,8 @@ class Recipe(_Table):
             return cls._parse(text, where=name, name=path.stem)
         if name not in preset_names():
             raise RecipeError(
-                f"There is no recipe preset {name!r}; choose one of {', '.join(preset_names())}, or give the path of a .toml file."
+                f"There is no recipe preset {name!r}; choose one of {', '.join(preset_names())}, or give the path of "
+                "a .toml file."
             )
         text = (resources.files("kvconvert") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
         return cls._parse(text, where=f"preset {name}", name=name)
@@ -123,18 +124,18 @@ class Recipe(_Table):
         weights = recipe.weights
         if weights.method != "none" and weights.bits != 4:
             raise RecipeError(
-                f"The recipe {where} asks for [weights] bits = {weights.bits}, but bundles hold 4-bit weights in this version: "
-                "kvconvert's own layout for other widths is not available yet; set bits = 4."
+                f"The recipe {where} asks for [weights] bits = {weights.bits}, but bundles hold 4-bit weights in this "
+                "version: kvconvert's own layout for other widths is not available yet; set bits = 4."
             )
         if weights.method != "none" and weights.group_size not in WEIGHT_GROUP_SIZES:
             raise RecipeError(
-                f"The recipe {where} asks for [weights] group_size = {weights.group_size}, which is not possible; choose one of "
-                f"{', '.join(map(str, WEIGHT_GROUP_SIZES))}."
+                f"The recipe {where} asks for [weights] group_size = {weights.group_size}, which is not possible; "
+                f"choose one of {', '.join(map(str, WEIGHT_GROUP_SIZES))}."
             )
         if weights.method == "none" and recipe.kv is None:
             raise RecipeError(
-                f"The recipe {where} leaves both the weights and the cache alone, so there is nothing to convert; set [weights] "
-                'method = "awq" or a [kv] preset.'
+                f"The recipe {where} leaves both the weights and the cache alone, so there is nothing to convert; set "
+                '[weights] method = "awq" or a [kv] preset.'
             )
         return recipe
 
@@ -196,8 +197,8 @@ def _kv(values: dict[str, Any], where: str) -> KVScheme | None:
     if preset == "none":
         if fields:
             raise RecipeError(
-                f'The recipe {where} sets [kv] {next(iter(fields))} beside preset = "none", which leaves the cache alone; '
-                "remove one of them."
+                f'The recipe {where} sets [kv] {next(iter(fields))} beside preset = "none", which leaves the '
+                "cache alone; remove one of them."
             )
         return None
     if preset is not None and preset not in PRESETS:

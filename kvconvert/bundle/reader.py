@@ -176,8 +176,8 @@ def _check_name(name: str) -> None:
     unsafe = any(part in ("", ".", "..") for part in parts) or not re.fullmatch(r"[\w.+@ -]+(/[\w.+@ -]+)*", name)
     if unsafe or name == MANIFEST_NAME:
         raise BundleError(
-            f"{MANIFEST_NAME} lists the file name {name!r}: expected a plain relative name inside the bundle, found one "
-            "that is not; do not use this bundle."
+            f"{MANIFEST_NAME} lists the file name {name!r}: expected a plain relative name inside the bundle, found "
+            "one that is not; do not use this bundle."
         )
 
 
@@ -187,8 +187,8 @@ def _check_regular(path: Path, name: str) -> None:
     mode = path.lstat().st_mode
     if stat.S_ISLNK(mode):
         raise BundleError(
-            f"{name} does not fit the bundle: the file should be a regular file, found a symbolic link; copy the bundle "
-            "with links followed (cp -rL)."
+            f"{name} does not fit the bundle: the file should be a regular file, found a symbolic link; copy "
+            "the bundle with links followed (cp -rL)."
         )
     if not stat.S_ISREG(mode):
         raise mismatch(name, "the file", "a regular file", "something else")
