@@ -206,7 +206,7 @@ def _row_ids(
         columns = list(stream.features) if stream.features is not None else list(next(iter(stream), {}))
         column = _column(columns, hub.column if hub else None, place)
         empty = 0
-        for index, row in enumerate(stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)):
+        for index, row in enumerate(_shuffled(stream, seed)):
             ids = _encode_row(row.get(column), tokenizer, f"{place}, shuffled row {index}, column {column}")
             if ids:
                 yield ids
@@ -220,6 +220,20 @@ def _row_ids(
         cause = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         remedy = "check the file" if files else "check the name, the configuration, the split and the network"
         raise DataError(f"Data source {source} cannot be read through datasets ({cause}); {remedy}.") from error
+
+
+def _shuffled(rows: Iterable[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
+    """Rows in an order that depends on the seed and the rows alone, not on the version of `datasets`."""
+    chance, buffer = random.Random(seed), []
+    for row in rows:
+        if len(buffer) < SHUFFLE_BUFFER:
+            buffer.append(row)
+            continue
+        index = chance.randrange(SHUFFLE_BUFFER)
+        yield buffer[index]
+        buffer[index] = row
+    chance.shuffle(buffer)
+    yield from buffer
 
 
 def _column(columns: list[str], wanted: str | None, place: str) -> str:
