@@ -209,12 +209,7 @@ class Manifest(_Record):
 
     def to_bytes(self) -> bytes:
         """The manifest as sealed JSON."""
-        fields = self.model_dump(mode="json")
-        fields["manifest_sha256"] = _UNSEALED
-        text = json.dumps(fields, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
-        seal = hashlib.sha256(text.encode()).hexdigest()
-        head, tail = text.rsplit(_UNSEALED, 1)
-        return (head + seal + tail).encode()
+        return sealed(self.model_dump(mode="json"))
 
 
 def quantization_config(weights: WeightsInfo, modules: list[ModuleCoverage]) -> dict[str, Any]:
@@ -236,6 +231,15 @@ def quantization_config(weights: WeightsInfo, modules: list[ModuleCoverage]) -> 
         ],
         "kvconvert": mark,
     }
+
+
+def sealed(fields: dict[str, Any]) -> bytes:
+    """A manifest's fields as JSON that ends with its seal."""
+    fields = {name: value for name, value in fields.items() if name != "manifest_sha256"}
+    text = json.dumps(fields | {"manifest_sha256": _UNSEALED}, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
+    seal = hashlib.sha256(text.encode()).hexdigest()
+    head, tail = text.rsplit(_UNSEALED, 1)
+    return (head + seal + tail).encode()
 
 
 def unseal(content: bytes, seal: str) -> str:

@@ -116,7 +116,7 @@ def _entry(file: str, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise mismatch(file, f"the entry of tensor {name}", "dtype, shape and data_offsets", repr(entry)[:80])
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise mismatch(file, f"the dtype of tensor {name}", f"one of {', '.join(DTYPES)}", repr(dtype)[:80])
     if not _is_counts(shape):
         raise mismatch(file, f"the shape of tensor {name}", "a list of sizes", repr(shape)[:80])
