@@ -29,6 +29,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvconvert.bundle.scheme import PRESETS, KVScheme
+from kvconvert.bundle.summary import figure
 from kvconvert.errors import RecipeError
 
 WEIGHT_GROUP_SIZES = (16, 32, 64, 128, 256)
@@ -62,6 +63,25 @@ class Limits(_Table):
     def as_set(self) -> dict[str, float]:
         """The limits that are set, by name."""
         return {name: value for name, value in self.model_dump().items() if value is not None}
+
+    def missed(self, report: dict[str, Any]) -> list[str]:
+        """One clause per limit that a fidelity report misses; a figure not measured, or NaN, misses its limit."""
+        missed = []
+
+        def check(limit: str, bound: float | None, words: str, found: float | None, at_most: bool) -> None:
+            if bound is None:
+                return
+            if found is None:
+                missed.append(f"{words} could not be measured, {limit} is {bound:g}")
+            elif not (found <= bound if at_most else found >= bound):
+                missed.append(f"{words} is {found:.4g}, {limit} is {bound:g}")
+
+        before, after = figure(report, "perplexity.source"), figure(report, "perplexity.bundle")
+        increase = None if before is None or after is None else after / before - 1
+        check("max_kl", self.max_kl, "the mean KL divergence", figure(report, "kl.mean"), True)
+        check("max_perplexity_increase", self.max_perplexity_increase, "the perplexity's increase", increase, True)
+        check("min_passkey", self.min_passkey, "the share of passkeys found", figure(report, "passkey.bundle"), False)
+        return missed
 
 
 class Recipe(_Table):

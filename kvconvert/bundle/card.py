@@ -1,0 +1,158 @@
+"""The model card, README.md: what is in a bundle, for the people who find it."""
+
+from __future__ import annotations
+
+import json
+
+from kvconvert.bundle.manifest import Manifest
+from kvconvert.bundle.summary import coverage_rows, describe_scheme, figure, kv_line, layer_ranges, weights_line
+
+CARD_NAME = "README.md"
+
+_FIGURES = {
+    "perplexity.source": "perplexity, source model",
+    "perplexity.bundle": "perplexity, this bundle",
+    "kl.mean": "KL divergence, mean (nats per token)",
+    "kl.p99": "KL divergence, 99th percentile",
+    "top1_agreement": "top-1 agreement",
+    "passkey.source": "passkeys found, source model",
+    "passkey.bundle": "passkeys found, this bundle",
+    "recitation.source": "tables recited exactly, source model",
+    "recitation.bundle": "tables recited exactly, this bundle",
+    "kv.bits_per_value": "KV cache, bits per value (measured)",
+    "kv.bytes_per_token": "KV cache, bytes per token (measured)",
+}
+
+
+def model_card(manifest: Manifest) -> str:
+    """README.md with the Hub's YAML header; depends on the manifest alone."""
+    parts = (_header, _introduction, _warning, _usage, _coverage, _kv_plan, _fidelity, _provenance)
+    return "\n".join(line for part in parts for line in part(manifest))
+
+
+def _header(manifest: Manifest) -> list[str]:
+    source = manifest.source
+    tags = ["kvconvert"]
+    if manifest.weights.method != "none":
+        tags += ["awq", "4-bit"]
+    if any(layer.kv for layer in manifest.layers):
+        tags.append("kv-cache-quantization")
+    lines = ["---", "library_name: kvconvert", "pipeline_tag: text-generation"]
+    if source.licence:
+        lines.append(f"license: {json.dumps(source.licence)}")
+    if "/" in source.id:  # a local directory's name would not be a link
+        lines += [f"base_model: {json.dumps(source.id)}", "base_model_relation: quantized"]
+    return [*lines, "tags:", *(f"- {tag}" for tag in tags), "---", ""]
+
+
+def _introduction(manifest: Manifest) -> list[str]:
+    weights = {
+        "awq": "AWQ-quantized weights (4 bits)",
+        "rtn": "weights rounded to nearest (4 bits)",
+        "none": "weights in their original width",
+    }[manifest.weights.method]
+    cache = (
+        "a calibrated low-bit key-value cache"
+        if any(layer.kv for layer in manifest.layers)
+        else "the model's own cache"
+    )
+    return [
+        f"# {manifest.source.id.rsplit('/', 1)[-1]}, converted by kvconvert",
+        "",
+        f"{manifest.source.id} with {weights} and {cache}.",
+        "",
+    ]
+
+
+def _warning(manifest: Manifest) -> list[str]:
+    if manifest.fidelity is None or not manifest.fidelity.missed:
+        return []
+    return [
+        "> **This bundle misses the fidelity limits of its own recipe; it was exported by force.**",
+        *(f"> - {sentence}" for sentence in manifest.fidelity.missed),
+        "",
+    ]
+
+
+def _usage(manifest: Manifest) -> list[str]:
+    lines = [
+        "## Use",
+        "",
+        "```python",
+        "import kvconvert.runtime",
+        "",
+        'model, tokenizer = kvconvert.runtime.load("path/to/this/bundle")',
+        'inputs = tokenizer("Once upon a time", return_tensors="pt")',
+        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))",
+        "```",
+        "",
+    ]
+    if manifest.weights.method != "none":
+        lines += [
+            "The weights are a standard AWQ checkpoint: engines that know only AWQ load the same directory and keep "
+            "their own cache.",
+            "",
+        ]
+    return lines
+
+
+def _coverage(manifest: Manifest) -> list[str]:
+    rows = [f"| `{name}` | {count} | {how} | {why} |" for name, count, how, why in coverage_rows(manifest)]
+    return [
+        "## Coverage",
+        "",
+        f"{weights_line(manifest)}.",
+        "",
+        "| module | number | stored as | note |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+    ]
+
+
+def _kv_plan(manifest: Manifest) -> list[str]:
+    rows = [f"| {layers} | {describe_scheme(plan)} |" for layers, plan in layer_ranges(manifest.layers)]
+    return ["## Key-value cache", "", f"Size, {kv_line(manifest)}.", "", "| layers | plan |", "|---|---|", *rows, ""]
+
+
+def _fidelity(manifest: Manifest) -> list[str]:
+    if manifest.fidelity is None:
+        return ["## Fidelity", "", "Not measured when this bundle was exported; `kvconvert eval` measures it.", ""]
+    report, limits = manifest.fidelity.report, manifest.fidelity.limits
+    rows = [
+        f"| {words} | {value:.4g} |"
+        for name, words in _FIGURES.items()
+        if isinstance(value := figure(report, name), int | float)
+    ]
+    bounds = ", ".join(f"{name} = {value:g}" for name, value in limits.items())
+    verdict = "missed" if manifest.fidelity.missed else "met"
+    return [
+        "## Fidelity",
+        "",
+        f"Measured on exactly these files. Limits of the recipe ({bounds}): {verdict}.",
+        "",
+        "| figure | value |",
+        "|---|---|",
+        *rows,
+        "",
+    ]
+
+
+def _provenance(manifest: Manifest) -> list[str]:
+    source, data = manifest.source, manifest.data
+    revision = f" at revision {source.revision}" if source.revision else ""
+    lines = [
+        "## Where it comes from",
+        "",
+        f"- Source: {source.id}{revision}, config sha256 `{source.config_sha256}`",
+        f"- Recipe: {manifest.recipe['name']}; weights changed by: {', '.join(manifest.transforms) or 'nothing'}",
+    ]
+    if data is not None:
+        lines.append(
+            f"- Calibration: {data.samples} samples of {data.length} tokens from {data.source} (seed {data.seed}, "
+            f"sha256 of the token ids `{data.sha256}`)"
+        )
+    lines.append(
+        f"- kvconvert {manifest.kvconvert_version}, bundle format {manifest.format_version}; see `kvconvert.json`"
+    )
+    return [*lines, ""]

@@ -1,0 +1,45 @@
+"""Everything that would be open to interpretation, as data for the manifest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvconvert.bundle.manifest import LayerPlan
+
+
+def conventions(layers: list[LayerPlan], weights_method: str) -> dict[str, Any]:
+    """What a reader that shares no code with kvconvert has to know to compute the same numbers from this bundle."""
+    known: dict[str, Any] = {}
+    if weights_method != "none":
+        known["weights"] = {
+            "layout": "awq gemm: qweight [in, out/8], qzeros [in/group, out/8], scales [in/group, out]",
+            "value": "w = (q - z) * s, q and z integers 0 to 15",
+            "nibbles": "bits 4i to 4i+3 of the int32 in column c hold output channel 8c + [0,2,4,6,1,3,5,7][i]",
+        }
+    if any(layer.kv for layer in layers):
+        known["kv"] = {
+            "keys_stored": "after q/k norm, RoPE and rotation; in full precision until their page is complete",
+            "quantizer": "scale = (max - min) / (2^bits - 1), code = round((x - min) / scale), x = code * scale + min; "
+            "scale and min are float16, codes are computed from the stored float16 values; scale 0 gives code 0",
+            "key_groups": "per channel, over key_group_size consecutive tokens of a page",
+            "value_groups": "per token, over value_group_size consecutive channels of a head",
+            "lanes": "int16; of N codes along the packed axis (tokens for keys, channels for values) lane l holds in "
+            "its bits j*b to j*b+b-1 code j*L + l, with L = N*b/16",
+            "range": "(min, max) shrink about their midpoint by key_range and value_range before scale is computed",
+        }
+    if any(layer.rotation for layer in layers):
+        known["rotation"] = {
+            "matrix": {str(layer.head_dim): layer.rotation for layer in layers if layer.rotation},
+            "form": "row vectors, x' = x H with H orthonormal; queries and keys by the same H",
+            "folded_values": "W_V of each KV head became W_V H (as row vectors), W_O of each query head H^T W_O",
+        }
+    if any(layer.kv and layer.kv["token_norm"] != "none" for layer in layers):
+        known["token_norm"] = {
+            "joint": "one norm over all KV heads and channels of a token",
+            "per_head": "one norm for each KV head of a token",
+            "l2": "root mean square",
+            "mean_abs": "mean of magnitudes",
+            "use": "taken after rotation when a page is quantized; keys are divided by it, scores multiplied; float16; "
+            "a token of norm zero stores zeros",
+        }
+    return known

@@ -1,0 +1,145 @@
+"""What a manifest says, as plain text: coverage of the weights and the plan of the key-value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from kvconvert.bundle.manifest import LayerPlan, Manifest, ModuleCoverage
+from kvconvert.bundle.scheme import KVScheme
+
+PLAIN_BITS = 16  # a bfloat16 or float16 cache, with which sizes are compared
+
+
+@dataclass(frozen=True)
+class KVEstimate:
+    """Size of the cache in complete pages, computed from the plan and NOT measured.
+
+    Attributes:
+        bytes_per_token: of keys and values, over all layers.
+        plain_bytes_per_token: the same in 16 bits.
+        bits_per_value: average over all stored keys and values, with scales, minima and norms.
+    """
+
+    bytes_per_token: float
+    plain_bytes_per_token: float
+    bits_per_value: float
+
+
+def estimate_kv(layers: Iterable[LayerPlan]) -> KVEstimate | None:
+    """Size of the cache by arithmetic; None where a layer's shape is not known."""
+    bits = values = 0.0
+    for layer in layers:
+        if layer.head_dim is None or layer.num_key_value_heads is None:
+            return None
+        channels = layer.num_key_value_heads * layer.head_dim
+        bits += channels * 2 * PLAIN_BITS if layer.kv is None else _bits_per_token(layer, KVScheme.from_dict(layer.kv))
+        values += 2 * channels
+    return KVEstimate(bits / 8, values * PLAIN_BITS / 8, bits / values) if values else None
+
+
+def _bits_per_token(layer: LayerPlan, scheme: KVScheme) -> float:
+    heads, head_dim = layer.num_key_value_heads or 0, layer.head_dim or 0
+    value_group = layer.value_group_size or head_dim
+    # Scale and minimum are float16: 32 bits for each group; a norm is one float16 per token, or per token and head.
+    bits = heads * head_dim * (scheme.key_bits + (32 / scheme.key_group_size if scheme.key_bits < 16 else 0))
+    bits += heads * head_dim * (scheme.value_bits + (32 / value_group if scheme.value_bits < 16 else 0))
+    return bits + {"none": 0, "joint": 16, "per_head": 16 * heads}[scheme.token_norm]
+
+
+def layer_ranges(layers: Iterable[LayerPlan]) -> list[tuple[str, LayerPlan]]:
+    """Consecutive layers with the same plan, as ("0-5", plan of the first)."""
+
+    def plan(layer: LayerPlan) -> str:
+        return str(layer.model_copy(update={"index": 0, "statistics": {}}))
+
+    ranges = []
+    for _, group in groupby(layers, key=plan):
+        members = list(group)
+        first, last = members[0].index, members[-1].index
+        ranges.append((str(first) if first == last else f"{first}-{last}", members[0]))
+    return ranges
+
+
+def describe_scheme(layer: LayerPlan) -> str:
+    """One line about one layer's cache."""
+    if layer.kv is None:
+        return "left to the model's own cache"
+    scheme = KVScheme.from_dict(layer.kv)
+    parts = [
+        f"keys {scheme.key_bits} bit in groups of {scheme.key_group_size} tokens",
+        f"values {scheme.value_bits} bit in groups of {layer.value_group_size} channels",
+    ]
+    if scheme.rotate_keys != "none":
+        parts.append(f"keys rotated ({scheme.rotate_keys})")
+    if scheme.rotate_values != "none":
+        parts.append(f"values rotated ({scheme.rotate_values})")
+    if scheme.token_norm != "none":
+        parts.append(f"{scheme.token_norm} token norm ({scheme.token_norm_measure})")
+    if scheme.sink_tokens:
+        parts.append(f"first {scheme.sink_tokens} tokens in full precision")
+    if scheme.key_recent_tokens:
+        parts.append(f"last {scheme.key_recent_tokens} tokens in full precision")
+    if (scheme.key_range, scheme.value_range) != (1, 1):
+        parts.append(f"ranges shrunk to {scheme.key_range} (keys) and {scheme.value_range} (values)")
+    return ", ".join(parts)
+
+
+def treatment_of(module: ModuleCoverage) -> str:
+    """How a module is stored, in a few words."""
+    if module.treatment == "kept":
+        return "kept"
+    return f"{module.treatment} {module.bits} bit, groups of {module.group_size}"
+
+
+def coverage_rows(manifest: Manifest) -> list[tuple[str, str, str, str]]:
+    """Modules with the same name but for the layer number, gathered: (name, how many, treatment, reason)."""
+    rows: dict[tuple[str, str, str], int] = {}
+    for module in manifest.modules:
+        name = ".".join("*" if part.isdecimal() else part for part in module.name.split("."))
+        key = (name, treatment_of(module), module.reason)
+        rows[key] = rows.get(key, 0) + 1
+    return [(name, str(count), treatment, reason) for (name, treatment, reason), count in rows.items()]
+
+
+def text_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Columns padded to their widest cell."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *rows)
+    ]
+    return "\n".join(lines)
+
+
+def weights_line(manifest: Manifest) -> str:
+    """Size of the weights in one sentence."""
+    weights = manifest.weights
+    line = f"{weights.bytes:,} bytes for {weights.parameters:,} parameters, {weights.bits_per_weight:.2f} bits each"
+    if weights.quantized_bits_per_weight is not None:
+        line += (
+            f"; {weights.quantized_parameters:,} of them in quantized Linears at "
+            f"{weights.quantized_bits_per_weight:.2f} bits"
+        )
+    return line
+
+
+def kv_line(manifest: Manifest) -> str:
+    """Estimated size of the cache in one sentence that says that it is an estimate."""
+    estimate = estimate_kv(manifest.layers)
+    if estimate is None:
+        return "not estimated: the plan does not state the shape of every layer"
+    return (
+        f"estimated from the plan, not measured: {estimate.bytes_per_token:,.1f} bytes per token in complete pages, "
+        f"{estimate.bits_per_value:.2f} bits per value ({estimate.plain_bytes_per_token:,.0f} bytes in 16 bits)"
+    )
+
+
+def figure(report: dict[str, Any], name: str) -> Any:
+    """A figure of a fidelity report by its dotted name, or None where it was not measured."""
+    value: Any = report
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
