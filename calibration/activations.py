@@ -1,0 +1,128 @@
+"""What a weight search needs to know of a decoder layer's activations, gathered by hooks in one pass over the data.
+
+Means and second moments take in every calibration token. Inputs that a search evaluates again and again are a sample
+of at most `LOSS_TOKENS` tokens: evenly spaced whole sequences for attention, which mixes tokens, and else every n-th
+token. So memory does not grow with the data, and the sample depends only on the number and length of sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvconvert.calibration.protocol import LayerStructure
+from kvconvert.errors import NumericError
+
+LOSS_TOKENS = 4096
+
+
+@dataclass
+class Observed:
+    """What the search needs to know of a layer's activations. Keys are Linear names.
+
+    Attributes:
+        mean_abs: mean |x| per input channel over all tokens, [in]; one entry per distinct input, under its first
+            reader.
+        second_moment: E[x x^T] within each group of inputs, float32 [in / group_size, group_size, group_size]; same
+            keys.
+        sequences: inputs of the attention module, [n, T, hidden].
+        tokens: inputs of other modules at sampled tokens, [n, in], under the same keys as `mean_abs`.
+        attention_kwargs: the attention module's other arguments, for a batch of one.
+    """
+
+    mean_abs: dict[str, Tensor] = field(default_factory=dict)
+    second_moment: dict[str, Tensor] = field(default_factory=dict)
+    sequences: Tensor | None = None
+    tokens: dict[str, Tensor] = field(default_factory=dict)
+    attention_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class ActivationRecorder:
+    """Gathers `Observed` from a layer while calibration sequences run through it, in batches of any size.
+
+    Args:
+        structure: names of the layer's parts.
+        num_samples, seq_len: sequences that will run through the layer, and tokens in each.
+        group_size: of the weights' inputs.
+    """
+
+    def __init__(self, structure: LayerStructure, num_samples: int, seq_len: int, group_size: int) -> None:
+        self.structure, self.group_size = structure, group_size
+        self.seq_len = seq_len
+        self.num_tokens = num_samples * seq_len
+        wanted = min(num_samples, max(1, LOSS_TOKENS // seq_len))
+        self._wanted = {i * num_samples // wanted for i in range(wanted)}
+        self._stride = -(-self.num_tokens // LOSS_TOKENS)
+        self._abs: dict[str, Tensor] = {}
+        self._moment: dict[str, Tensor] = {}
+        self._tokens: dict[str, list[Tensor]] = {}
+        self._sequences: list[Tensor] = []
+        self._seen: dict[str, int] = {}
+        self._attention_kwargs: dict[str, Any] = {}
+
+    @contextmanager
+    def attached(self, layer: nn.Module) -> Iterator[None]:
+        """Hooks on the layer, removed on leaving."""
+        with ExitStack() as hooks:
+            for point in input_points(self.structure):
+                handle = layer.get_submodule(point).register_forward_pre_hook(self._linear_hook(point))
+                hooks.callback(handle.remove)
+            attention = layer.get_submodule(self.structure.attention)
+            hooks.callback(attention.register_forward_pre_hook(self._attention_hook, with_kwargs=True).remove)
+            yield
+
+    def _linear_hook(self, point: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            x = args[0].detach().flatten(0, -2).float()
+            groups = x.unflatten(-1, (-1, self.group_size)).transpose(0, 1)  # [groups, tokens, group_size]
+            for sums, values in ((self._abs, x.abs().sum(0)), (self._moment, groups.transpose(1, 2) @ groups)):
+                sums[point] = sums[point] + values.double() if point in sums else values.double()
+            seen = self._seen.get(point, 0)
+            index = torch.arange(seen, seen + x.shape[0], device=x.device)
+            # Each sequence starts one token later, lest a stride that divides their length meets the same positions in
+            # all.
+            kept = (index + index // self.seq_len) % self._stride == 0
+            self._tokens.setdefault(point, []).append(x[kept])
+            self._seen[point] = seen + x.shape[0]
+
+        return record
+
+    def _attention_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kwargs = dict(kwargs)
+        hidden = args[0] if args else kwargs.pop("hidden_states")
+        first = self._seen.get("", 0)
+        keep = [i for i in range(hidden.shape[0]) if first + i in self._wanted]
+        self._sequences.append(hidden[keep].detach().float().clone())
+        self._seen[""] = first + hidden.shape[0]
+        self._attention_kwargs = kwargs
+
+    def result(self) -> Observed:
+        """The gathered activations; raises NumericError where one of them is NaN or infinite."""
+        for point, total in self._abs.items():
+            if not total.isfinite().all():
+                raise NumericError(
+                    f"the input of {point} holds NaN or infinity on the calibration data; check the source model."
+                )
+        return Observed(
+            mean_abs={point: (total / self._seen[point]).float() for point, total in self._abs.items()},
+            second_moment={point: (total / self._seen[point]).float() for point, total in self._moment.items()},
+            sequences=torch.cat(self._sequences),
+            tokens={point: torch.cat(parts) for point, parts in self._tokens.items()},
+            attention_kwargs=self._attention_kwargs,
+        )
+
+
+def input_points(structure: LayerStructure) -> tuple[str, ...]:
+    """One Linear per distinct input of the layer's Linears."""
+    points = [group.readers[0] for group in structure.norm_groups] + [structure.output]
+    return (*points, structure.up_down[1]) if structure.up_down else tuple(points)
+
+
+def point_of(structure: LayerStructure, linear: str) -> str:
+    """The input point that a Linear reads."""
+    return next((group.readers[0] for group in structure.norm_groups if linear in group.readers), linear)

@@ -1,0 +1,396 @@
+"""AWQ (Lin et al., "Activation-aware Weight Quantization"): per-input-channel scales and clipping, found by search.
+
+Scaling (section 3.2, equations 4 and 5). Multiplying input channel c of a Linear by s_c, and dividing whatever
+produces that channel by s_c, leaves the function as it is but makes salient channels lose less to rounding. With the
+activation statistic a_c = mean |x_c|, the candidates are
+
+    s = clamp(a^r, 1e-4) / sqrt(max(.) min(.)),   r = 0, 1/20, ..., 1,
+
+and the one with the least squared error of the inspected module's output, || f(x; Q(W s) / s) - f(x; W) ||^2, is kept.
+r = 0 is the identity, so the search never loses to plain rounding on what it inspects. Producers and readers:
+
+    norm -> every Linear that reads the norm     (inspected: attention, MLP)
+    value -> output projection                   (inspected: output; one scale per channel of a KV head)
+    up -> down projection                        (inspected: down)
+
+Clipping. Then each group of each output channel of every Linear but the query and key projections is clamped to
++- max |w| (1 - i/20), i = 0..9, taking the i with the least squared error of that group's share of the output. The
+error needs no activations, only the group's second moment E[x x^T], so all calibration tokens count.
+
+Cost. Statistics use all tokens. The scale search evaluates its 21 candidates on at most `LOSS_TOKENS` tokens: evenly
+spaced whole sequences for attention, which mixes tokens, and tokens at a constant stride otherwise.
+
+Rounding of norms. A scaled norm is stored in the model's dtype, at most 8 bits of precision in bfloat16. So every
+candidate s is first replaced by weight / round(weight / s): the norm's rounding is absorbed exactly by the readers'
+weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kvconvert.calibration.activations import ActivationRecorder, Observed, point_of
+from kvconvert.calibration.protocol import CalibrationPass, LayerStructure, LayerWork, NormGroup, PassResult
+from kvconvert.errors import NumericError
+from kvconvert.kernels.awq_format import fake_quantize_weight
+from kvconvert.kernels.quantizer import GroupRangeError
+
+RATIO_STEPS = 20
+CLIP_STEPS = 10
+_CHUNK_TOKENS = 1024  # of a search's forward pass: bounds its memory
+_CHUNK_WEIGHTS = 2**22  # of a clip search
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """One chosen scale: the producer's output channels are divided, the readers' input channels multiplied.
+
+    Attributes:
+        producer: a norm or Linear; readers: Linears.
+        producer_scale: float32 [producer's outputs]; reader_scale: float32 [readers' inputs].
+        ratio: the exponent r.
+        loss_before, loss_after: mean squared error of the inspected output at r = 0 and at `ratio`.
+    """
+
+    producer: str
+    readers: tuple[str, ...]
+    producer_scale: Tensor
+    reader_scale: Tensor
+    ratio: float
+    loss_before: float
+    loss_after: float
+
+    @property
+    def label(self) -> str:
+        """Producer and readers, for people."""
+        return f"{self.producer} -> {', '.join(self.readers)}"
+
+
+def candidate_scale(statistic: Tensor, ratio: float) -> Tensor:
+    """The scale that exponent `ratio` gives for a statistic [in]: float32, geometric middle of its extremes at 1."""
+    scale = statistic.float().pow(ratio).clamp(min=1e-4)
+    return scale / (scale.max() * scale.min()).sqrt()
+
+
+def representable_scale(norm: nn.Module, scale: Tensor, unit_offset: bool, dtype: torch.dtype) -> Tensor:
+    """The scale nearest to `scale` for which the scaled norm weight is exact in `dtype`; 1 where the norm is 0."""
+    offset = 1.0 if unit_offset else 0.0
+    weight = norm.weight.float() + offset
+    rounded = (weight / scale - offset).to(dtype).float() + offset
+    exact = weight / rounded
+    return torch.where((weight != 0) & (rounded != 0) & exact.isfinite(), exact, 1.0)
+
+
+@torch.no_grad()
+def search_scales(
+    layer: nn.Module,
+    structure: LayerStructure,
+    observed: Observed,
+    bits: int,
+    group_size: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    quantize_values: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[list[Scaling], dict[str, str]]:
+    """Search the scale of every pair of a layer. The layer comes back as it was.
+
+    Args:
+        layer: decoder layer in float32.
+        structure: its names.
+        observed: its activations. Only `mean_abs` decides on the candidates, so statistics from elsewhere, or shuffled
+            ones, may take its place.
+        bits, group_size: of the weights, 2 to 8 bits.
+        dtype: in which norms will be stored.
+        quantize_values: what the KV cache makes of values [tokens, KV heads, head_dim]. With it, candidates for value
+            -> output which raise the mean squared error of the values are passed over.
+
+    Returns:
+        the scalings, and for each pair that was skipped (by label) the reason.
+    """
+    scalings, skipped = [], dict(structure.skipped_pairs)
+    for group in structure.norm_groups:
+        scalings.append(_search_norm_group(layer, structure, group, observed, bits, group_size, dtype))
+    scaling, reason = _search_value_output(layer, structure, observed, bits, group_size, quantize_values)
+    scalings.append(scaling)
+    if reason:
+        skipped[scaling.label] = reason
+    if structure.up_down is not None:
+        up, down = structure.up_down
+        loss = _linear_loss(layer.get_submodule(down), observed.tokens[down], bits, group_size)
+        chosen = _best_ratio(lambda r: candidate_scale(observed.mean_abs[down], r), loss)
+        scalings.append(Scaling(up, (down,), chosen[0], chosen[0], *chosen[1:]))
+    return scalings, skipped
+
+
+@torch.no_grad()
+def apply_scales(layer: nn.Module, structure: LayerStructure, scalings: list[Scaling], dtype: torch.dtype) -> None:
+    """Scale the layer's parameters in place; its function stays the same up to float32 rounding.
+
+    Norm weights become exact in `dtype`; norm biases are rounded to it.
+    """
+    offsets = {group.norm: float(group.unit_offset) for group in structure.norm_groups}
+    for scaling in scalings:
+        producer = layer.get_submodule(scaling.producer)
+        bias = getattr(producer, "bias", None)
+        if scaling.producer in offsets:
+            offset = offsets[scaling.producer]
+            rescaled = ((producer.weight + offset) / scaling.producer_scale - offset).to(dtype)
+            # Where the scale is 1 the weight stays as it is, even if it was finer than `dtype`.
+            producer.weight.copy_(torch.where(scaling.producer_scale == 1, producer.weight, rescaled.float()))
+            if bias is not None:
+                bias.copy_((bias / scaling.producer_scale).to(dtype))
+        else:
+            producer.weight.div_(scaling.producer_scale[:, None])
+            if bias is not None:
+                bias.div_(scaling.producer_scale)
+        for reader in scaling.readers:
+            layer.get_submodule(reader).weight.mul_(scaling.reader_scale)
+
+
+@torch.no_grad()
+def search_clips(
+    layer: nn.Module,
+    structure: LayerStructure,
+    observed: Observed,
+    scalings: list[Scaling],
+    bits: int,
+    group_size: int,
+) -> dict[str, tuple[Tensor, float, float]]:
+    """Search how far to clamp each group of each Linear but query and key, for weights that `scalings` were applied to.
+
+    Args:
+        observed: activations as they were BEFORE scaling.
+
+    Returns:
+        by Linear: the bound [out, in / group_size] for |w|, and the mean squared error of the output, summed over
+        groups as if they were independent, without and with it.
+    """
+    reader_scale = {reader: scaling.reader_scale for scaling in scalings for reader in scaling.readers}
+    clips = {}
+    for name in structure.linears:
+        if name in (structure.query, structure.key):
+            continue
+        moment = observed.second_moment[point_of(structure, name)]
+        if name in reader_scale:
+            scale = reader_scale[name].unflatten(0, (-1, group_size))
+            moment = moment / (scale.unsqueeze(2) * scale.unsqueeze(1))
+        clips[name] = _search_clip(layer.get_submodule(name).weight, moment, bits, group_size)
+    return clips
+
+
+def _search_clip(weight: Tensor, moment: Tensor, bits: int, group_size: int) -> tuple[Tensor, float, float]:
+    bounds, before, after = [], 0.0, 0.0
+    for rows in weight.split(max(1, _CHUNK_WEIGHTS // weight.shape[1])):
+        largest = rows.unflatten(-1, (-1, group_size)).abs().amax(-1)
+        best_error, best_bound = None, largest
+        for step in range(CLIP_STEPS):
+            bound = largest * (1 - step / (2 * CLIP_STEPS))
+            delta = fake_quantize_weight(rows, bits, group_size, bound) - rows
+            delta = delta.unflatten(-1, (-1, group_size)).transpose(0, 1)  # [groups, rows, group_size]
+            error = ((delta @ moment) * delta).sum(-1).T
+            if best_error is None:
+                best_error = error
+                before += float(error.double().sum())
+            else:
+                better = error < best_error
+                best_error = torch.where(better, error, best_error)
+                best_bound = torch.where(better, bound, best_bound)
+        bounds.append(best_bound)
+        after += float(best_error.double().sum())
+    return torch.cat(bounds), before / weight.shape[0], after / weight.shape[0]
+
+
+@torch.no_grad()
+def apply_clips(layer: nn.Module, clips: dict[str, tuple[Tensor, float, float]], group_size: int) -> None:
+    """Clamp the layer's weights to the bounds that `search_clips` found, in place."""
+    for name, (bound, _, _) in clips.items():
+        groups = layer.get_submodule(name).weight.unflatten(-1, (-1, group_size))
+        groups.copy_(groups.clamp(min=-bound.unsqueeze(-1), max=bound.unsqueeze(-1)))
+
+
+def _best_ratio(
+    scale_of: Callable[[float], Tensor],
+    loss_of: Callable[[Tensor], float],
+    admissible: Callable[[Tensor], bool] = lambda scale: True,
+) -> tuple[Tensor, float, float, float]:
+    """Scale, ratio, loss at ratio 0, loss at the chosen ratio. Ties go to the smaller ratio; 0 always competes."""
+    best_scale, best_ratio = scale_of(0.0), 0.0
+    before = best = loss_of(best_scale)
+    for step in range(1, RATIO_STEPS + 1):
+        scale = scale_of(step / RATIO_STEPS)
+        try:
+            loss = loss_of(scale)
+            better = loss < best and admissible(scale)
+        except GroupRangeError:  # this candidate, unlike ratio 0, leaves the range of fp16
+            continue
+        if better:
+            best_scale, best_ratio, best = scale, step / RATIO_STEPS, loss
+    return best_scale, best_ratio, before, best
+
+
+def _search_norm_group(
+    layer: nn.Module,
+    structure: LayerStructure,
+    group: NormGroup,
+    observed: Observed,
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Scaling:
+    point = group.readers[0]
+    inspected = layer.get_submodule(group.inspected)
+    if group.inspected == structure.attention:
+        inputs, kwargs = observed.sequences, observed.attention_kwargs
+        chunks = inputs.split(max(1, _CHUNK_TOKENS // inputs.shape[1]))
+    else:
+        inputs, kwargs = observed.tokens[point], {}
+        chunks = [chunk.unsqueeze(0) for chunk in inputs.split(_CHUNK_TOKENS)]
+    readers = [layer.get_submodule(reader) for reader in group.readers]
+    norm = layer.get_submodule(group.norm)
+
+    def forward(chunk: Tensor) -> Tensor:
+        output = inspected(chunk, **kwargs)
+        return output[0] if isinstance(output, tuple) else output
+
+    expected = [forward(chunk) for chunk in chunks]
+    count = sum(reference.numel() for reference in expected)
+
+    def loss(scale: Tensor) -> float:
+        originals = [reader.weight.data for reader in readers]
+        try:
+            for reader, original in zip(readers, originals, strict=True):
+                reader.weight.data = fake_quantize_weight(original * scale, bits, group_size).div_(scale)
+            errors = [
+                (forward(chunk) - reference).square_().sum(dtype=torch.float64)
+                for chunk, reference in zip(chunks, expected, strict=True)
+            ]
+        finally:
+            for reader, original in zip(readers, originals, strict=True):
+                reader.weight.data = original
+        return float(torch.stack(errors).sum()) / count
+
+    def scale_of(ratio: float) -> Tensor:
+        scale = candidate_scale(observed.mean_abs[point], ratio)
+        return representable_scale(norm, scale, group.unit_offset, dtype) if ratio else scale
+
+    scale, ratio, before, after = _best_ratio(scale_of, loss)
+    return Scaling(group.norm, group.readers, scale, scale, ratio, before, after)
+
+
+def _search_value_output(
+    layer: nn.Module,
+    structure: LayerStructure,
+    observed: Observed,
+    bits: int,
+    group_size: int,
+    quantize_values: Callable[[Tensor], Tensor] | None,
+) -> tuple[Scaling, str]:
+    kv_heads, d = structure.num_key_value_heads, structure.head_dim
+
+    def per_query_head(scale: Tensor) -> Tensor:
+        repeats = structure.num_attention_heads // kv_heads
+        return scale.view(kv_heads, 1, d).expand(kv_heads, repeats, d).flatten()
+
+    statistic = observed.mean_abs[structure.output].view(kv_heads, -1, d).mean(1).flatten()
+    loss = _linear_loss(layer.get_submodule(structure.output), observed.tokens[structure.output], bits, group_size)
+    passed_over: list[float] = []
+    admissible: Callable[[Tensor], bool] = lambda scale: True  # noqa: E731
+    if quantize_values is not None:
+        value = layer.get_submodule(structure.value)
+        values = value(observed.tokens[point_of(structure, structure.value)]).unflatten(-1, (kv_heads, d))
+
+        def value_error(scale: Tensor) -> float:
+            scale = scale.view(kv_heads, d)
+            return float((quantize_values(values / scale) * scale - values).square().mean(dtype=torch.float64))
+
+        unscaled_error = value_error(torch.ones_like(statistic))
+
+        def admissible(scale: Tensor) -> bool:
+            error = value_error(scale)
+            if error > unscaled_error:
+                passed_over.append(error)
+            return error <= unscaled_error
+
+    scale, ratio, before, after = _best_ratio(
+        lambda r: candidate_scale(statistic, r), lambda s: loss(per_query_head(s)), admissible
+    )
+    reason = ""
+    if ratio == 0 and passed_over:
+        raised = f"from {unscaled_error:.4g} to {min(passed_over):.4g} or more"
+        reason = f"each better scale raises the error of the quantized values ({raised})"
+    return Scaling(structure.value, (structure.output,), scale, per_query_head(scale), ratio, before, after), reason
+
+
+def _linear_loss(linear: nn.Module, tokens: Tensor, bits: int, group_size: int) -> Callable[[Tensor], float]:
+    def loss(scale: Tensor) -> float:
+        delta = fake_quantize_weight(linear.weight * scale, bits, group_size).div_(scale).sub_(linear.weight)
+        return float((tokens @ delta.T).square_().mean(dtype=torch.float64))
+
+    return loss
+
+
+class AwqPass(CalibrationPass):
+    """Scale search, then clip search; the layer's Linears are left ready for rounding to nearest.
+
+    Args:
+        bits, group_size: of the weights.
+        quantize_values: see `search_scales`.
+    """
+
+    name = "awq"
+
+    def __init__(self, bits: int, group_size: int, quantize_values: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.bits, self.group_size, self.quantize_values = bits, group_size, quantize_values
+        self._recorder: ActivationRecorder | None = None
+        self._result = PassResult()
+
+    @contextmanager
+    def observe(self, work: LayerWork) -> Iterator[None]:
+        """Record what the search needs of the Linears' and the attention's inputs."""
+        self._recorder = ActivationRecorder(work.structure, work.num_samples, work.seq_len, self.group_size)
+        with self._recorder.attached(work.layer):
+            yield
+
+    def solve(self, work: LayerWork) -> None:
+        """Search the scales."""
+        try:
+            self._observed = self._recorder.result()
+            self._scalings, self._skipped = search_scales(
+                work.layer,
+                work.structure,
+                self._observed,
+                self.bits,
+                self.group_size,
+                dtype=work.dtype,
+                quantize_values=self.quantize_values,
+            )
+        except NumericError as error:
+            raise NumericError(f"AWQ cannot treat {work.name}: {error}") from error
+
+    def apply(self, work: LayerWork) -> None:
+        """Scale the layer, search the clips on the scaled weights, and clamp them."""
+        apply_scales(work.layer, work.structure, self._scalings, work.dtype)
+        clips = search_clips(work.layer, work.structure, self._observed, self._scalings, self.bits, self.group_size)
+        apply_clips(work.layer, clips, self.group_size)
+        statistics = {
+            "scales": {
+                s.label: {"ratio": s.ratio, "loss_before": s.loss_before, "loss_after": s.loss_after}
+                for s in self._scalings
+            },
+            "clips": {name: {"loss_before": before, "loss_after": after} for name, (_, before, after) in clips.items()},
+        }
+        reasons = {}
+        for label, reason in self._skipped.items():
+            for linear in work.structure.linears:
+                if linear in label:
+                    reasons[linear] = f"AWQ scaling {label} skipped: {reason}"
+        self._result = PassResult(statistics=statistics, reasons=reasons)
+
+    def result(self) -> PassResult:
+        """Chosen ratio and loss of every scale, loss of every clip, and the pairs that were skipped."""
+        return self._result

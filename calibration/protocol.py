@@ -1,0 +1,172 @@
+"""What a calibration pass is, and how a decoder layer describes itself to one.
+
+The pipeline takes decoder layers one at a time. For each it makes a `LayerWork` and takes every pass through the same
+four steps: `prepare` (changes that need no data), `observe` (hooks while calibration data runs through the layer),
+`solve`, `apply`. Then it asks for the `result` and commits it. A pass knows nothing of files, models or the command
+line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+RECORDING_ATTENTION = "kvconvert_record"
+_OBSERVER = "kvconvert_attention_observer"
+
+AttentionObserver = Callable[[Tensor, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class NormGroup:
+    """A norm and EVERY module that reads its output: scaling the norm is only sound if all readers are scaled back.
+
+    Attributes:
+        norm: module name within the layer.
+        readers: Linears fed by the norm.
+        inspected: module whose output error the scale search minimises; its input is the norm's output.
+        unit_offset: the norm multiplies by (1 + weight) instead of weight.
+    """
+
+    norm: str
+    readers: tuple[str, ...]
+    inspected: str
+    unit_offset: bool = False
+
+
+@dataclass(frozen=True)
+class LayerStructure:
+    """The names of a decoder layer's parts, relative to the layer, and what may be done to them.
+
+    Attributes:
+        attention: the attention module; it calls transformers' attention interface.
+        query, key, value, output: its four Linears.
+        norm_groups: see `NormGroup`.
+        up_down: the Linear whose output enters `down` linearly, and `down`; None where no such pair exists.
+        num_attention_heads, num_key_value_heads, head_dim: shape of the attention.
+        fold_obstacle: why W_V and W_O may not carry a rotation of the values; None where they may.
+        skipped_pairs: scaling pairs that this architecture rules out, with the reason.
+    """
+
+    attention: str
+    query: str
+    key: str
+    value: str
+    output: str
+    norm_groups: tuple[NormGroup, ...]
+    up_down: tuple[str, str] | None
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    fold_obstacle: str | None = None
+    skipped_pairs: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Every Linear of the layer that is named here, each once, in reading order."""
+        names = [self.query, self.key, self.value, self.output]
+        names += [reader for group in self.norm_groups for reader in group.readers]
+        names += self.up_down or ()
+        return tuple(dict.fromkeys(names))
+
+
+@dataclass
+class LayerWork:
+    """One decoder layer while the passes work on it.
+
+    Attributes:
+        name: of the layer in the checkpoint, for messages ("model.layers.3").
+        layer: the layer in float32, the passes' own copy: they change its parameters in place.
+        structure: names of its parts.
+        num_samples, seq_len: calibration sequences, all of equal length; they run through the layer in order.
+        dtype: in which the converted model's norms and biases will be stored and loaded.
+    """
+
+    name: str
+    layer: nn.Module
+    structure: LayerStructure
+    num_samples: int
+    seq_len: int
+    dtype: torch.dtype
+
+
+@dataclass
+class PassResult:
+    """What a pass found out about one layer.
+
+    Attributes:
+        plan: tensors for the bundle's KV plan, by the names that the pass declares.
+        statistics: plain numbers, strings, lists and dicts of them.
+        reasons: per Linear (name within the layer), what was not done to it and why.
+    """
+
+    plan: dict[str, Tensor] = field(default_factory=dict)
+    statistics: dict[str, Any] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+class CalibrationPass:
+    """One method's calibration of one layer; a new object for every layer. Every step is optional.
+
+    Attributes:
+        name: of the method.
+        plan_tensors: names of the plan tensors that `result` may hold.
+        modifies_before_observing: `prepare` changes the layer, so that the source layer has to be kept beside it.
+    """
+
+    name: ClassVar[str]
+    plan_tensors: ClassVar[tuple[str, ...]] = ()
+    modifies_before_observing: bool = False
+
+    def prepare(self, work: LayerWork) -> None:
+        """Change the layer before any data is seen."""
+
+    def observe(self, work: LayerWork) -> AbstractContextManager[None]:
+        """Hooks on the layer, in place while calibration data runs through it, removed afterwards."""
+        return nullcontext()
+
+    def solve(self, work: LayerWork) -> None:
+        """Choose parameters from what was observed; changes nothing."""
+
+    def apply(self, work: LayerWork) -> None:
+        """Change the layer by the chosen parameters."""
+
+    def result(self) -> PassResult:
+        """What to record."""
+        return PassResult()
+
+
+@contextmanager
+def attention_observed(attention: nn.Module, observer: AttentionObserver) -> Iterator[None]:
+    """Call `observer(query, key, value)` with what the attention computes on: after q/k norms and RoPE.
+
+    Shapes [B, heads, T, head_dim], with the number of KV heads for key and value. The model has to run with
+    `attn_implementation=RECORDING_ATTENTION`.
+    """
+    previous = getattr(attention, _OBSERVER, None)
+    setattr(attention, _OBSERVER, observer)
+    try:
+        yield
+    finally:
+        setattr(attention, _OBSERVER, previous)
+
+
+def _recording_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    observer = getattr(module, _OBSERVER, None)
+    if observer is not None:
+        observer(query, key, value)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+AttentionInterface.register(RECORDING_ATTENTION, _recording_attention)
+AttentionMaskInterface.register(RECORDING_ATTENTION, sdpa_mask)

@@ -1,0 +1,401 @@
+"""`calibrate`: from a checkpoint to a working directory of converted layers, one decoder layer in memory at a time.
+
+The model is built without weights. For each decoder layer in turn: read its weights, run the calibration sequences
+through it in float32 while the passes observe, let them solve and apply, write the result, free the layer. What goes
+on to the next layer is the output of the UNCHANGED layer, kept on disk. Peak memory is a couple of layers, the
+embeddings and one small batch of activations, whatever the number of layers and samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import logging
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+import kvconvert
+from kvconvert.adapters import find_adapter, head_dim, require_adapter
+from kvconvert.bundle.manifest import ModuleCoverage
+from kvconvert.bundle.scheme import KVScheme
+from kvconvert.calibration.awq import AwqPass
+from kvconvert.calibration.oscar import OscarPass, simulate_value_cache
+from kvconvert.calibration.protocol import (
+    CalibrationPass,
+    LayerStructure,
+    LayerWork,
+)
+from kvconvert.data import TokenData, load_token_samples
+from kvconvert.errors import CheckpointError, DataError, NumericError, RecipeError, UsageError
+from kvconvert.kernels.awq_format import quantize_weight
+from kvconvert.kernels.hadamard import hadamard_kind
+from kvconvert.kernels.quantizer import GroupRangeError
+from kvconvert.layers import LayerRunner
+from kvconvert.recipe import Recipe, WeightsRecipe
+from kvconvert.source import SourceModel, float_dtype, open_source
+from kvconvert.workdir import HiddenStates, LayerRecord, WorkDir, WorkState
+
+logger = logging.getLogger(__name__)
+
+KV_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+def calibrate(
+    model: str,
+    work: Path | str,
+    recipe: Recipe,
+    data: str | None = None,
+    samples: int = 64,
+    seq_len: int = 512,
+    seed: int = 0,
+    device: str = "cpu",
+    restart: bool = False,
+    progress: bool = True,
+) -> WorkDir:
+    """Convert every decoder layer of a model into a working directory, or go on where an earlier run stopped.
+
+    Args:
+        model: directory or Hub id.
+        work: working directory, absent, empty, or begun from the same inputs.
+        recipe: what to do.
+        data: calibration data, None for the text that ships with kvconvert.
+        samples, seq_len: calibration sequences and tokens in each.
+        seed: of the choice of samples.
+        device: on which layers are computed.
+        restart: discard what is in `work`.
+        progress: show bars and a closing line on stderr.
+
+    Returns:
+        the finished working directory.
+
+    Raises:
+        KvconvertError: one of its children, for everything that can be wrong with the input; nothing half written
+            stays.
+    """
+    target = _device(device)
+    source = open_source(model)
+    adapter = find_adapter(source.config) if recipe.weights.method == "none" else require_adapter(source.config)
+    runner = LayerRunner(source, adapter, target)
+    if adapter is not None:
+        _check_group_size(runner, recipe.weights)
+    tokens = _load_tokens(source, data, samples, seq_len, seed)
+    directory = WorkDir.create(work, _initial_state(model, runner, recipe, tokens, seed, target, progress), restart)
+    first = directory.first_uncommitted()
+    if directory.state.complete:
+        _say(f"{directory.path} is already complete ({directory.state.num_layers} layers); nothing to do.", progress)
+        return directory
+    if first:
+        _say(f"Going on at layer {first} of {directory.state.num_layers} in {directory.path}.", progress)
+    source.check_finite(directory.state.kept_tensors)
+    layers = range(first, directory.state.num_layers)
+    for index in tqdm(
+        layers, desc="layers", unit="layer", initial=first, total=directory.state.num_layers, disable=not progress
+    ):
+        if adapter is None:
+            directory.commit_layer(index, {}, {}, _untouched_record(runner, recipe, index))
+        else:
+            _calibrate_layer(runner, directory, recipe, tokens.ids, index)
+    directory.finish()
+    return directory
+
+
+def make_passes(recipe: Recipe, scheme: KVScheme | None, structure: LayerStructure) -> list[CalibrationPass]:
+    """The passes that a recipe asks for, in the order in which they work: fold first, AWQ's search after it."""
+    passes: list[CalibrationPass] = []
+    quantize_values = None
+    if scheme is not None and scheme.key_bits < 16:
+        passes.append(
+            OscarPass(
+                fold_values=scheme.rotate_values == "folded",
+                group_size=scheme.key_group_size,
+                token_norm="per_head" if scheme.token_norm == "per_head" else "joint",
+                measure=scheme.token_norm_measure,
+            )
+        )
+    if scheme is not None and scheme.value_bits < 16:
+        group_size, rotate = scheme.value_group_for(structure.head_dim), scheme.rotate_values == "online"
+
+        def quantize_values(values: Tensor) -> Tensor:
+            return simulate_value_cache(values, scheme.value_bits, group_size, scheme.value_range, rotate)
+
+    if recipe.weights.method == "awq":
+        passes.append(AwqPass(recipe.weights.bits, recipe.weights.group_size, quantize_values))
+    return passes
+
+
+@torch.no_grad()
+def _calibrate_layer(runner: LayerRunner, directory: WorkDir, recipe: Recipe, ids: Tensor, index: int) -> None:
+    structure = runner.structure
+    scheme, reason = _layer_scheme(runner, recipe, index)
+    passes = make_passes(recipe, scheme, structure)
+    layer, dtypes = runner.layer(index)
+    separate = any(calibration_pass.modifies_before_observing for calibration_pass in passes)
+    work = LayerWork(
+        name=runner.layer_name(index),
+        layer=copy.deepcopy(layer) if separate else layer,
+        structure=structure,
+        num_samples=ids.shape[0],
+        seq_len=ids.shape[1],
+        dtype=float_dtype(runner.source),
+    )
+    for calibration_pass in passes:
+        calibration_pass.prepare(work)
+    with ExitStack() as stack:
+        writer = None
+        if passes:
+            inputs = _hidden_input(runner, directory, ids, index)
+            if index + 1 < runner.num_layers:
+                writer = stack.enter_context(directory.hidden(index + 1, runner.config.hidden_size).writing())
+            with ExitStack() as hooks:
+                for calibration_pass in passes:
+                    hooks.enter_context(calibration_pass.observe(work))
+                for batch, output in runner.forward(layer, inputs, index):
+                    if separate:
+                        work.layer(batch, **runner.arguments(index, ids.shape[1]))
+                    if writer is not None:
+                        writer.append(output)
+        del layer
+        for calibration_pass in passes:
+            calibration_pass.solve(work)
+            calibration_pass.apply(work)
+        results = {calibration_pass.name: calibration_pass.result() for calibration_pass in passes}
+        reasons = {name: text for result in results.values() for name, text in result.reasons.items()}
+        record = LayerRecord(
+            index=index,
+            modules=_layer_coverage(work, recipe.weights, reasons),
+            statistics={name: result.statistics for name, result in results.items()},
+            reason=reason,
+            **_resolved(scheme, structure.head_dim, structure.num_key_value_heads),
+        )
+        plan = {f"layers.{index}.{name}": t for result in results.values() for name, t in result.plan.items()}
+        directory.commit_layer(index, _converted_tensors(work, dtypes, recipe.weights), plan, record)
+        # Only now: a kill in between leaves the layer committed and its input in place, from which `_hidden_input`
+        # goes on.
+        if writer is not None:
+            writer.commit()
+    directory.hidden(index, runner.config.hidden_size).remove()
+
+
+def _hidden_input(runner: LayerRunner, directory: WorkDir, ids: Tensor, index: int) -> HiddenStates:
+    """The input of layer `index`, recomputed through source layers from the latest input that is still there."""
+    width = runner.config.hidden_size
+    available = next((i for i in range(index, -1, -1) if directory.hidden(i, width).exists()), None)
+    if available is None:
+        available, first = 0, directory.hidden(0, width)
+        with first.writing() as writer:
+            for batch in runner.embed(ids):
+                writer.append(batch)
+            writer.commit()
+    for i in range(available, index):
+        layer, _ = runner.layer(i)
+        with directory.hidden(i + 1, width).writing() as writer:
+            for _, output in runner.forward(layer, directory.hidden(i, width), i):
+                writer.append(output)
+            writer.commit()
+        directory.hidden(i, width).remove()
+    return directory.hidden(index, width)
+
+
+def _converted_tensors(work: LayerWork, dtypes: dict[str, torch.dtype], weights: WeightsRecipe) -> dict[str, Tensor]:
+    """The layer's tensors under their checkpoint names, Linears in AWQ's layout unless the recipe keeps weights.
+
+    Everything else is stored in the source's dtype: exactly the source's bytes where no pass changed it.
+    """
+    tensors = {}
+    for name, parameter in work.layer.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        full = f"{work.name}.{module}"
+        if weights.method != "none" and kind == "weight" and module in work.structure.linears:
+            try:
+                packed = quantize_weight(parameter, weights.bits, weights.group_size)
+            except GroupRangeError as error:
+                raise NumericError(f"{full} cannot be quantized: {error}") from error
+            tensors.update({f"{full}.{field}": value.cpu() for field, value in packed._asdict().items()})
+        else:
+            tensors[f"{full}.{kind}"] = parameter.to(dtypes[name]).cpu()
+    return tensors
+
+
+def _layer_coverage(work: LayerWork, weights: WeightsRecipe, reasons: dict[str, str]) -> list[ModuleCoverage]:
+    coverage = []
+    for name, module in work.layer.named_modules():
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
+        full, linear = f"{work.name}.{name}", name in work.structure.linears
+        if linear and weights.method != "none":
+            coverage.append(
+                ModuleCoverage(
+                    name=full,
+                    treatment=weights.method,
+                    bits=weights.bits,
+                    group_size=weights.group_size,
+                    reason=reasons.get(name, ""),
+                )
+            )
+        else:
+            reason = "the recipe keeps weights" if linear else "norms and other vectors keep the source's dtype"
+            coverage.append(ModuleCoverage(name=full, kind=_kind(module), treatment="kept", reason=reason))
+    return coverage
+
+
+def _layer_scheme(runner: LayerRunner, recipe: Recipe, index: int) -> tuple[KVScheme | None, str]:
+    """The recipe's scheme resolved for one layer, and why it differs."""
+    scheme, config = recipe.kv, runner.config
+    if scheme is None:
+        return None, ""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types and layer_types[index] not in KV_LAYER_TYPES:
+        return None, f"a {layer_types[index]} layer has no keys and values; its state is left to transformers"
+    if getattr(config, "kv_lora_rank", None):
+        return None, "latent attention stores no keys and values per head; its cache is left to transformers"
+    if scheme.rotate_values == "folded":
+        obstacle = (
+            "no adapter says that this architecture's values may be rotated in the weights"
+            if runner.structure is None
+            else runner.structure.fold_obstacle
+        )
+        if obstacle:
+            return scheme.with_online_rotation(), f"values are rotated on line: {obstacle}"
+    return scheme, ""
+
+
+def _resolved(scheme: KVScheme | None, channels: int, kv_heads: int) -> dict[str, Any]:
+    """Fields of a `LayerRecord` that describe the scheme."""
+    if scheme is None:
+        return {"scheme": None}
+    rotates = scheme.rotate_keys != "none" or scheme.rotate_values != "none"
+    return {
+        "scheme": scheme.to_dict(),
+        "head_dim": channels,
+        "num_key_value_heads": kv_heads,
+        "value_group_size": scheme.value_group_for(channels),
+        "rotation": hadamard_kind(channels) if rotates else None,
+    }
+
+
+def _untouched_record(runner: LayerRunner, recipe: Recipe, index: int) -> LayerRecord:
+    """A layer of an architecture without adapter: weights stay in the source, only the cache is described."""
+    scheme, reason = _layer_scheme(runner, recipe, index)
+    heads = getattr(runner.config, "num_key_value_heads", None) or runner.config.num_attention_heads
+    return LayerRecord(index=index, modules=[], reason=reason, **_resolved(scheme, head_dim(runner.config), heads))
+
+
+def _initial_state(
+    model: str,
+    runner: LayerRunner,
+    recipe: Recipe,
+    tokens: TokenData,
+    seed: int,
+    device: torch.device,
+    progress: bool,
+) -> WorkState:
+    source, adapter = runner.source, runner.adapter
+    prefix = f"{adapter.layers}." if adapter else None
+    kept = [name for name in source.weight_map if prefix is None or not name.startswith(prefix)]
+    modules = [
+        ModuleCoverage(
+            name=name,
+            kind=_kind(module),
+            treatment="kept",
+            reason="the recipe keeps weights" if prefix is None else "outside the decoder layers",
+        )
+        for name, module in runner.model.named_modules()
+        if (prefix is None or not name.startswith(prefix)) and any(True for _ in module.parameters(recurse=False))
+    ]
+    transforms = []
+    if adapter and recipe.kv is not None and recipe.kv.rotate_values == "folded" and not adapter.fold_obstacle:
+        transforms.append("fold_value_rotation")
+    if recipe.weights.method == "awq":
+        transforms += ["awq_scale", "awq_clip"]
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")}
+    return WorkState(
+        versions={"kvconvert": kvconvert.__version__, **versions},
+        recipe=recipe.to_dict(),
+        source=source.info(progress),
+        model=model,
+        directory=str(source.directory.resolve()),
+        data=tokens.info,
+        seed=seed,
+        device=device.type,
+        num_layers=runner.num_layers,
+        adapter=adapter.model_type if adapter else None,
+        kept_tensors=kept,
+        kept_modules=modules,
+        transforms=transforms,
+    )
+
+
+def _check_group_size(runner: LayerRunner, weights: WeightsRecipe) -> None:
+    """Refuse, before any work, weights that the recipe's groups do not fit."""
+    if weights.method == "none":
+        return
+    layer = runner.model.get_submodule(runner.layer_name(0))
+    linears = {name: layer.get_submodule(name) for name in runner.structure.linears}
+    for name, linear in linears.items():
+        if linear.in_features % weights.group_size:
+            fitting = [g for g in (128, 64, 32, 16) if all(x.in_features % g == 0 for x in linears.values())]
+            advice = f"set group_size = {fitting[0]}" if fitting else "no group size from 16 to 128 fits all of them"
+            raise RecipeError(
+                f"[weights] group_size = {weights.group_size} does not divide the {linear.in_features} inputs of "
+                f"{runner.layer_name(0)}.{name}; {advice}."
+            )
+        if linear.out_features % 8:
+            raise RecipeError(
+                f"{runner.layer_name(0)}.{name} has {linear.out_features} outputs, which AWQ's layout cannot pack by "
+                'eight; set [weights] method = "none".'
+            )
+
+
+def _load_tokens(source: SourceModel, data: str | None, samples: int, seq_len: int, seed: int) -> TokenData:
+    for name, value in (("--samples", samples), ("--seq-len", seq_len)):
+        if value < 1:
+            raise UsageError(f"{name} is {value}; calibration needs at least 1.")
+    config = source.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and seq_len > positions:
+        raise UsageError(
+            f"--seq-len is {seq_len}, more than the {positions} positions this model has; choose a shorter one."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.directory, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise CheckpointError(f"{source.directory} has no tokenizer that transformers can load ({reason}).") from error
+    tokens = load_token_samples(data, tokenizer, samples, seq_len, seed)
+    if int(tokens.ids.max()) >= config.vocab_size:
+        raise DataError(
+            f"The tokenizer of {source.directory} gives token {int(tokens.ids.max())}, beyond the model's "
+            f"{config.vocab_size}; they do not belong together."
+        )
+    return tokens
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device {name} is not a device; give cpu or cuda.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {name} asks for a GPU that torch does not find; give cpu.")
+    return device
+
+
+def _kind(module: nn.Module) -> str:
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    return "norm" if "norm" in type(module).__name__.lower() else "other"
+
+
+def _say(message: str, progress: bool) -> None:
+    logger.info(message)
+    if progress:
+        tqdm.write(message, file=sys.stderr)
