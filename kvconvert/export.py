@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from kvconvert.bundle.manifest import (
     quantization_config,
 )
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.bundle.tensorfile import nbytes, read_header, tensor_info, write_tensors
 from kvconvert.bundle.writer import (
     MAX_SHARD_BYTES,
@@ -40,7 +38,6 @@ from kvconvert.bundle.writer import (
     write_weights,
 )
 from kvconvert.errors import BundleError, CheckpointError, FidelityError
-from kvconvert.kernels.hadamard import hadamard_kind
 from kvconvert.recipe import Limits, Recipe
 from kvconvert.source import SourceModel, open_source
 from kvconvert.workdir import WorkDir
@@ -88,13 +85,15 @@ def export(
     """
     check_output(output, force)
     store = WorkDir.open(work)
-    source = open_source(store.state.model)
+    # A Hub id may have moved on since; the directory that was calibrated is then still in the Hub's cache.
+    location = store.state.directory if Path(store.state.directory).is_dir() else store.state.model
+    source = open_source(location)
     recipe = Recipe.from_dict(store.state.recipe)
     contents = _Contents.gather(store, source)
     _check_source(source, store.state.source, contents.copied)
     with replacing(output, force) as directory:
         files = _write_files(directory, store, source, contents, max_shard_bytes, progress)
-        manifest = _manifest(store, source, recipe, contents)
+        manifest = _manifest(store, recipe, contents)
         config = json.loads((source.directory / "config.json").read_text(encoding="utf-8"))
         config.pop("auto_map", None)  # it points to the source's own code, which a bundle never carries or runs
         config["quantization_config"] = quantization_config(manifest.weights, manifest.modules)
@@ -108,7 +107,7 @@ def export(
         limits = recipe.limits.as_set()
         if limits:
             manifest = manifest.model_copy(
-                update={"fidelity": _measure(directory, store.state.model, recipe.limits, manifest, progress)}
+                update={"fidelity": _measure(directory, location, recipe.limits, manifest, progress)}
             )
             if manifest.fidelity is not None and manifest.fidelity.missed and not force:
                 raise FidelityError(
@@ -155,18 +154,13 @@ class _Contents:
                 plan[name] = tensor_info(tensor)
                 plan_layer_of[name] = layer
             covered += store.layer_record(layer).modules
-        made = {name.rpartition(".")[0] for name in infos}
-        copied = [
-            name
-            for name in source.weight_map
-            if name not in infos and not (name.endswith(".weight") and f"{name.removesuffix('weight')}qweight" in infos)
-        ]
+        copied = store.state.kept_tensors
         headers = {
             file: read_header(source.directory / file) for file in sorted({source.weight_map[name] for name in copied})
         }
         infos.update({name: headers[source.weight_map[name]][name] for name in copied})
-        modules = [_with_shape(module, infos) for module in covered]
-        modules += _kept_modules(infos, copied, {module.name for module in modules}, made, source)
+        modules = [_with_shape(module, infos) for module in [*covered, *store.state.kept_modules]]
+        modules += _uncovered(infos, copied, {module.name for module in modules})
         return cls(infos, layer_of, copied, modules, plan, plan_layer_of)
 
 
@@ -179,28 +173,23 @@ def _with_shape(module: ModuleCoverage, infos: dict[str, TensorInfo]) -> ModuleC
                 f"{module.name} is recorded as {module.treatment}, but has no packed weights; calibrate again."
             )
         return module.model_copy(update={"in_features": codes.shape[0], "out_features": scales.shape[1]})
+    if not any(name.startswith(f"{module.name}.") for name in infos):
+        return module.model_copy(update={"reason": "stores no tensor of its own: shares the embedding's weight"})
     weight = infos.get(f"{module.name}.weight")
     if module.kind == "linear" and weight is not None and len(weight.shape) == 2:
         return module.model_copy(update={"in_features": weight.shape[1], "out_features": weight.shape[0]})
     return module
 
 
-def _kept_modules(
-    infos: dict[str, TensorInfo], copied: list[str], covered: set[str], made: set[str], source: SourceModel
-) -> Iterator[ModuleCoverage]:
-    """Coverage of what calibration did not touch."""
-    reason = "outside the decoder layers" if made else "weights are left alone by this recipe"
-    names = dict.fromkeys(name.rpartition(".")[0] for name in copied)
-    for name in names:
-        if name in covered:
-            continue
-        rank = max(len(infos[tensor].shape) for tensor in copied if tensor.rpartition(".")[0] == name)
-        leaf = name.rpartition(".")[2]
-        kind = "norm" if rank < 2 else "embedding" if any(part in leaf for part in ("emb", "wte", "wpe")) else "linear"
-        yield _with_shape(ModuleCoverage(name=name, kind=kind, treatment="kept", reason=reason), infos)
-    tied = getattr(source.config.get_text_config(), "tie_word_embeddings", False)
-    if tied and "lm_head" not in names and "lm_head" not in covered:
-        yield ModuleCoverage(name="lm_head", treatment="kept", reason="shares the embedding's weight")
+def _uncovered(infos: dict[str, TensorInfo], copied: list[str], covered: set[str]) -> list[ModuleCoverage]:
+    """Coverage of copied matrices whose names the model's own modules do not have: some checkpoints differ."""
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in copied if len(infos[name].shape) > 1)
+    reason = "copied from the source as it is"
+    return [
+        ModuleCoverage(name=name, kind="other", treatment="kept", reason=reason)
+        for name in owners
+        if name not in covered
+    ]
 
 
 def _check_source(source: SourceModel, recorded: SourceInfo, copied: list[str]) -> None:
@@ -253,14 +242,11 @@ def _copy(source: Path, directory: Path, patterns: tuple[str, ...]) -> list[str]
     return names
 
 
-def _manifest(store: WorkDir, source: SourceModel, recipe: Recipe, contents: _Contents) -> Manifest:
+def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents) -> Manifest:
     """The manifest without files and fidelity."""
     state = store.state
-    layers = [_layer_plan(store, index, source) for index in range(state.num_layers)]
-    transforms = []
-    if any(layer.kv and layer.kv["rotate_values"] == "folded" for layer in layers):
-        transforms.append("fold_value_rotation")
-    transforms += {"awq": ["awq_scale", "awq_clip", "quantize"], "rtn": ["quantize"], "none": []}[recipe.weights.method]
+    layers = [_layer_plan(store, index) for index in range(state.num_layers)]
+    quantizing = [] if recipe.weights.method == "none" else ["quantize_weights"]
     return Manifest(
         format_version=FORMAT_VERSION,
         kvconvert_version=__version__,
@@ -268,7 +254,7 @@ def _manifest(store: WorkDir, source: SourceModel, recipe: Recipe, contents: _Co
         source=state.source,
         recipe=recipe.to_dict(),
         data=state.data,
-        transforms=transforms,
+        transforms=[*state.transforms, *quantizing],
         conventions=conventions(layers, recipe.weights.method),
         layers=layers,
         modules=contents.modules,
@@ -279,22 +265,16 @@ def _manifest(store: WorkDir, source: SourceModel, recipe: Recipe, contents: _Co
     )
 
 
-def _layer_plan(store: WorkDir, index: int, source: SourceModel) -> LayerPlan:
+def _layer_plan(store: WorkDir, index: int) -> LayerPlan:
     record = store.layer_record(index)
-    config = source.config.get_text_config()
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    shape = {"head_dim": head_dim, "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads}
-    if record.scheme is None:
-        return LayerPlan(index=index, kv=None, **shape, statistics=record.statistics)
-    scheme = KVScheme.from_dict(record.scheme)
-    rotated = scheme.rotate_keys != "none" or scheme.rotate_values != "none"
     return LayerPlan(
         index=index,
-        kv=scheme.to_dict(),
-        **shape,
-        value_group_size=scheme.value_group_for(head_dim),
-        rotation=hadamard_kind(head_dim) if rotated else None,
+        kv=record.scheme,
+        head_dim=record.head_dim,
+        num_key_value_heads=record.num_key_value_heads,
+        value_group_size=record.value_group_size,
+        rotation=record.rotation,
+        reason=record.reason,
         statistics=record.statistics,
     )
 

@@ -112,7 +112,7 @@ def _coverage(manifest: Manifest) -> list[str]:
 
 def _kv_plan(manifest: Manifest) -> list[str]:
     rows = [f"| {layers} | {describe_scheme(plan)} |" for layers, plan in layer_ranges(manifest.layers)]
-    return ["## Key-value cache", "", f"Size, {kv_line(manifest)}.", "", "| layers | plan |", "|---|---|", *rows, ""]
+    return ["## Key-value cache", "", f"Size: {kv_line(manifest)}.", "", "| layers | plan |", "|---|---|", *rows, ""]
 
 
 def _fidelity(manifest: Manifest) -> list[str]:

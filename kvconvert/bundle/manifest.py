@@ -94,6 +94,7 @@ class LayerPlan(_Record):
         head_dim, num_key_value_heads: of this layer; None where `kv` is None.
         value_group_size: channels per value group after fitting `kv["value_group_size"]` to the head size.
         rotation: the rotation's convention, for instance "sylvester(64)"; None without rotation.
+        reason: why the plan differs from the recipe's scheme, or "".
         statistics: what calibration measured for this layer (plain numbers and strings).
     """
 
@@ -103,6 +104,7 @@ class LayerPlan(_Record):
     num_key_value_heads: int | None = None
     value_group_size: int | None = None
     rotation: str | None = None
+    reason: str = ""
     statistics: dict[str, Any] = Field(default_factory=dict)
 
 

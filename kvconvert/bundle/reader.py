@@ -184,7 +184,7 @@ def _check_name(name: str) -> None:
 def _check_regular(path: Path, name: str) -> None:
     if not os.path.lexists(path):
         raise mismatch(name, "the file", "present", "no such file")
-    mode = path.lstat().st_mode
+    mode = path.stat().st_mode if _is_hub_blob(path) else path.lstat().st_mode
     if stat.S_ISLNK(mode):
         raise BundleError(
             f"{name} does not fit the bundle: the file should be a regular file, found a symbolic link; copy "
@@ -194,8 +194,15 @@ def _check_regular(path: Path, name: str) -> None:
         raise mismatch(name, "the file", "a regular file", "something else")
 
 
+def _is_hub_blob(path: Path) -> bool:
+    """Whether a link is one of the Hub's cache: from snapshots/{commit} to blobs of the same repository."""
+    snapshot = path.parent.resolve()
+    inside_hub_cache = snapshot.parent.name == "snapshots" and path.is_symlink()
+    return inside_hub_cache and path.resolve().parent == snapshot.parent.parent / "blobs"
+
+
 def _check_content(path: Path, name: str, info: FileInfo, full: bool) -> None:
-    size = path.lstat().st_size
+    size = path.stat().st_size
     if size != info.size:
         raise mismatch(name, "size", f"{info.size} bytes", f"{size} bytes")
     if full:

@@ -18,7 +18,7 @@ class KVEstimate:
     """Size of the cache in complete pages, computed from the plan and NOT measured.
 
     Attributes:
-        bytes_per_token: of keys and values, over all layers.
+        bytes_per_token: of keys and values, over all layers with a plan.
         plain_bytes_per_token: the same in 16 bits.
         bits_per_value: average over all stored keys and values, with scales, minima and norms.
     """
@@ -29,14 +29,12 @@ class KVEstimate:
 
 
 def estimate_kv(layers: Iterable[LayerPlan]) -> KVEstimate | None:
-    """Size of the cache by arithmetic; None where a layer's shape is not known."""
+    """Size of the planned layers' cache by arithmetic; None where every layer is left to the model's own cache."""
     bits = values = 0.0
     for layer in layers:
-        if layer.head_dim is None or layer.num_key_value_heads is None:
-            return None
-        channels = layer.num_key_value_heads * layer.head_dim
-        bits += channels * 2 * PLAIN_BITS if layer.kv is None else _bits_per_token(layer, KVScheme.from_dict(layer.kv))
-        values += 2 * channels
+        if layer.kv is not None:
+            bits += _bits_per_token(layer, KVScheme.from_dict(layer.kv))
+            values += 2 * (layer.num_key_value_heads or 0) * (layer.head_dim or 0)
     return KVEstimate(bits / 8, values * PLAIN_BITS / 8, bits / values) if values else None
 
 
@@ -66,7 +64,7 @@ def layer_ranges(layers: Iterable[LayerPlan]) -> list[tuple[str, LayerPlan]]:
 def describe_scheme(layer: LayerPlan) -> str:
     """One line about one layer's cache."""
     if layer.kv is None:
-        return "left to the model's own cache"
+        return f"left to the model's own cache{f' ({layer.reason})' if layer.reason else ''}"
     scheme = KVScheme.from_dict(layer.kv)
     parts = [
         f"keys {scheme.key_bits} bit in groups of {scheme.key_group_size} tokens",
@@ -84,7 +82,7 @@ def describe_scheme(layer: LayerPlan) -> str:
         parts.append(f"last {scheme.key_recent_tokens} tokens in full precision")
     if (scheme.key_range, scheme.value_range) != (1, 1):
         parts.append(f"ranges shrunk to {scheme.key_range} (keys) and {scheme.value_range} (values)")
-    return ", ".join(parts)
+    return ", ".join(parts) + (f" ({layer.reason})" if layer.reason else "")
 
 
 def treatment_of(module: ModuleCoverage) -> str:
@@ -130,9 +128,11 @@ def kv_line(manifest: Manifest) -> str:
     """Estimated size of the cache in one sentence that says that it is an estimate."""
     estimate = estimate_kv(manifest.layers)
     if estimate is None:
-        return "not estimated: the plan does not state the shape of every layer"
+        return "left to the model's own cache"
+    planned = sum(layer.kv is not None for layer in manifest.layers)
     return (
-        f"estimated from the plan, not measured: {estimate.bytes_per_token:,.1f} bytes per token in complete pages, "
+        f"{planned} of {len(manifest.layers)} layers; estimated from the plan, not measured: "
+        f"{estimate.bytes_per_token:,.1f} bytes per token in complete pages, "
         f"{estimate.bits_per_value:.2f} bits per value ({estimate.plain_bytes_per_token:,.0f} bytes in 16 bits)"
     )
 
@@ -143,3 +143,31 @@ def figure(report: dict[str, Any], name: str) -> Any:
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """A manifest for people: origin, weights and their coverage, the cache's plan, fidelity."""
+    source, data = manifest.source, manifest.data
+    lines = [
+        f"source    {source.id}{f' at {source.revision}' if source.revision else ''}",
+        f"licence   {source.licence or 'not stated'}",
+        f"recipe    {manifest.recipe.get('name')}",
+        f"format    {manifest.format_version}, written by kvconvert {manifest.kvconvert_version}",
+        f"changes   {', '.join(manifest.transforms) or 'none'}",
+    ]
+    if data is not None:
+        lines.append(f"data      {data.samples} samples of {data.length} tokens, {data.source}, seed {data.seed}")
+    lines += ["", f"Weights: {weights_line(manifest)}"]
+    lines.append(text_table(("module", "number", "stored as", "note"), coverage_rows(manifest)))
+    lines += ["", f"Key-value cache: {kv_line(manifest)}"]
+    rows = [(layers, describe_scheme(plan)) for layers, plan in layer_ranges(manifest.layers)]
+    lines += [text_table(("layers", "plan"), rows), "", f"Fidelity: {_fidelity_line(manifest)}"]
+    return "\n".join(lines)
+
+
+def _fidelity_line(manifest: Manifest) -> str:
+    if manifest.fidelity is None:
+        return "not measured at export; kvconvert eval measures it"
+    kl = figure(manifest.fidelity.report, "kl.mean")
+    verdict = "; ".join(manifest.fidelity.missed) or "all limits of the recipe met"
+    return f"mean KL {kl:.4g} nats per token; {verdict}" if isinstance(kl, int | float) else verdict

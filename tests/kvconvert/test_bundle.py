@@ -119,6 +119,19 @@ def test_symbolic_links_are_refused(bundle, name):
     assert "symbolic link" in message
 
 
+def test_the_links_of_the_hubs_own_cache_are_followed_but_only_to_its_blobs(pristine, tmp_path):
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(pristine, blobs)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    open_bundle(snapshot)
+    (blobs / "config.json").rename(tmp_path / "elsewhere")
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to(tmp_path / "elsewhere")
+    assert "symbolic link" in refusal(snapshot)
+
+
 @pytest.mark.parametrize(
     "name", ["../evil", "/etc/passwd", "a/../../b", "a\\b", "C:\\x", "", ".", "a//b", "a\nb", "a\0b", MANIFEST_NAME]
 )

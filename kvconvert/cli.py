@@ -1,0 +1,192 @@
+"""The command line. Commands import what they need when they run, so that `kvconvert --help` answers at once."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvconvert import __version__
+from kvconvert.errors import KvconvertError, UsageError
+
+
+class _Commands(click.Group):
+    """Commands in the order of their use; kvconvert's own errors become one sentence and their exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KvconvertError as error:
+            click.echo(f"Error: {' '.join(str(error).splitlines())}", err=True)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("Error: Interrupted; nothing half written was left behind.", err=True)
+            ctx.exit(1)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kvconvert")
+def cli() -> None:
+    """Convert Hugging Face models into bundles with quantized weights and a calibrated low-bit key-value cache.
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 fidelity limit not met.
+    """
+
+
+@cli.command()
+@click.argument("model")
+@click.option("-o", "work", metavar="WORK", required=True, type=click.Path(path_type=Path), help="Working directory.")
+@click.option("--recipe", metavar="PRESET|FILE.toml", default="default", show_default=True, help="What to do.")
+@click.option("--data", metavar="SOURCE", help="Calibration data; the text that ships with kvconvert by default.")
+@click.option("--samples", metavar="N", type=click.IntRange(min=1), default=64, show_default=True, help="Sequences.")
+@click.option(
+    "--seq-len", metavar="L", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens in each."
+)
+@click.option("--seed", metavar="S", type=int, default=0, show_default=True, help="Seed of the choice of samples.")
+@click.option("--device", metavar="D", default="cpu", show_default=True, help="Where layers are computed.")
+@click.option("--restart", is_flag=True, help="Discard what WORK holds instead of going on from there.")
+def calibrate(
+    model: str,
+    work: Path,
+    recipe: str,
+    data: str | None,
+    samples: int,
+    seq_len: int,
+    seed: int,
+    device: str,
+    restart: bool,
+) -> None:
+    """Calibrate MODEL, a directory or Hub id, layer by layer into WORK; run again to resume.
+
+    SOURCE is a .txt, .jsonl or .parquet file, a directory of them, or a Hub data set id with optional
+    :config:split:column.
+    """
+    from kvconvert.recipe import Recipe
+
+    loaded = Recipe.load(recipe)  # a wrong recipe is refused before anything slow is imported
+    from kvconvert.pipeline import calibrate as run
+
+    run(model, work, loaded, data, samples, seq_len, seed, device, restart)
+    click.echo(f"Calibrated {model} in {work}; next: kvconvert export {work} -o BUNDLE")
+
+
+@cli.command()
+@click.argument("work", type=click.Path(path_type=Path))
+@click.option("-o", "bundle", metavar="BUNDLE", required=True, type=click.Path(path_type=Path), help="Bundle to write.")
+@click.option("--force", is_flag=True, help="Replace an existing bundle, and accept missed fidelity limits.")
+def export(work: Path, bundle: Path, force: bool) -> None:
+    """Write the bundle of a finished calibration."""
+    from kvconvert.bundle.writer import check_output
+
+    check_output(bundle, force)
+    from kvconvert.export import export as run
+
+    run(work, bundle, force)
+    size = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
+    click.echo(f"Exported {bundle}, {size:,} bytes; next: kvconvert generate {bundle} --prompt TEXT")
+
+
+@cli.command("eval")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--against", metavar="MODEL", help="Model to compare with; the bundle's source by default.")
+@click.option("--data", metavar="SOURCE", help="Held-out text; the text that ships with kvconvert by default.")
+@click.option("--tokens", metavar="N", type=click.IntRange(min=1), help="Tokens to score.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def evaluate(bundle: Path, against: str | None, data: str | None, tokens: int | None, as_json: bool) -> None:
+    """Measure what BUNDLE lost against its source, through the low-bit cache as decoding sees it."""
+    from kvconvert.fidelity import evaluate as run
+
+    report = run(bundle, against=against, data=data, **({} if tokens is None else {"tokens": tokens})).to_dict()
+    click.echo(json.dumps(report, indent=2) if as_json else "\n".join(_flat(report)))
+
+
+@cli.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--prompt", metavar="TEXT", help="Text to continue.")
+@click.option("--chat", is_flag=True, help="Converse, one line of input a turn.")
+@click.option(
+    "--max-new-tokens", metavar="N", type=click.IntRange(min=1), default=256, show_default=True, help="At most."
+)
+def generate(bundle: Path, prompt: str | None, chat: bool, max_new_tokens: int) -> None:
+    """Generate text with BUNDLE and its low-bit cache."""
+    if chat == (prompt is not None):
+        raise UsageError("kvconvert generate needs either --prompt TEXT or --chat, and not both.")
+    _quiet()
+    from kvconvert.console import Console
+
+    console = Console(bundle, max_new_tokens)
+    if prompt is not None:
+        console.complete(prompt)
+    else:
+        console.chat(sys.stdin)
+
+
+@cli.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
+def inspect(bundle: Path, as_json: bool) -> None:
+    """Show what BUNDLE holds: coverage of the weights and the plan of the cache."""
+    from dataclasses import asdict
+
+    from kvconvert.bundle.reader import open_bundle
+    from kvconvert.bundle.summary import estimate_kv, manifest_text
+
+    manifest = open_bundle(bundle, verify="headers").manifest
+    if as_json:
+        estimate = estimate_kv(manifest.layers)
+        fields = manifest.model_dump(mode="json")
+        fields["kv_estimate_not_measured"] = None if estimate is None else asdict(estimate)
+        click.echo(json.dumps(fields, indent=2))
+    else:
+        click.echo(manifest_text(manifest))
+
+
+@cli.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+def verify(bundle: Path) -> None:
+    """Check every file of BUNDLE: hashes, headers, tensors, scales, and that all of it agrees."""
+    from kvconvert.bundle.reader import open_bundle
+
+    for line in open_bundle(bundle, verify="full").checks:
+        click.echo(f"ok  {line}")
+    click.echo(f"{bundle} is intact.")
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> list[str]:
+    """Nested values as `dotted.name  value` lines."""
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            lines += _flat(value, f"{prefix}{name}.")
+        else:
+            shown = f"{value:.6g}" if isinstance(value, float) else str(value)
+            lines.append(f"{prefix + name:<40} {shown}")
+    return lines
+
+
+def _quiet() -> None:
+    """Keep transformers' loading bars out of generated text."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def _terminate(signum: int, frame: object) -> None:
+    raise SystemExit(128 + signum)
+
+
+def main() -> None:
+    """Entry point: a terminated process cleans up like an interrupted one."""
+    signal.signal(signal.SIGTERM, _terminate)
+    cli(prog_name="kvconvert")
+
+
+if __name__ == "__main__":
+    main()
