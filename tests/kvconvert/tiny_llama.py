@@ -1,0 +1,41 @@
+"""A random Llama of some hundred kilobytes with the reference model's tokenizer, for tests of the whole path."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+TOKENIZER = Path(__file__).parents[2] / "examples" / "reference-lm"
+RECIPE = '[weights]\nmethod = "{method}"\ngroup_size = 16\n\n[kv]\npreset = "{kv}"\n'
+
+
+def write_tiny_llama(directory: Path, tied: bool = False) -> Path:
+    """Save a two-layer model with its tokenizer into `directory`."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=0,
+        dtype="bfloat16",
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copyfile(TOKENIZER / name, directory / name)
+    return directory
+
+
+def write_recipe(path: Path, method: str = "rtn", kv: str = "oscar", limits: str = "") -> Path:
+    """A recipe whose groups fit the tiny model."""
+    path.write_text(RECIPE.format(method=method, kv=kv) + limits)
+    return path
