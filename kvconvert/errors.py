@@ -1,7 +1,8 @@
 """The one family of exceptions that kvconvert raises on purpose.
 
-Each message is one sentence for a person: what is wrong, where, and what to do. The command line prints it and exits with
-`exit_code`; every other exception is a defect and keeps its traceback. This module imports nothing, so every room may import it.
+Each message is one sentence for a person: what is wrong, where, and what to do. The command line prints it and exits
+with `exit_code`; every other exception is a defect and keeps its traceback. This module imports nothing, so every room
+may import it.
 """
 
 

@@ -30,23 +30,25 @@ NOT_YET = (
 class KVScheme:
     """How one attention layer stores keys and values once they leave the full-precision residual.
 
-    Keys are quantized per channel over groups of `key_group_size` tokens, values per token over groups of channels. Sixteen
-    bits mean unquantized pages. All counts are tokens per sequence.
+    Keys are quantized per channel over groups of `key_group_size` tokens, values per token over groups of channels.
+    Sixteen bits mean unquantized pages. All counts are tokens per sequence.
 
     Attributes:
         key_bits, value_bits: width of a stored code: 1, 2, 4, 8, or 16 for the model's own dtype.
-        key_group_size: tokens that share one scale and minimum of a key channel: 16, 32, 64 or 128; divides `page_size`.
-        value_group_size: channels that share one scale and minimum of a value token; see `value_group_for` for head sizes
-            that it does not divide.
-        rotate_keys: "hadamard" multiplies q and k by the head's orthonormal Hadamard matrix after RoPE (OScaR, section 4.2).
+        key_group_size: tokens that share one scale and minimum of a key channel: 16, 32, 64 or 128; divides
+            `page_size`.
+        value_group_size: channels that share one scale and minimum of a value token; see `value_group_for` for head
+            sizes that it does not divide.
+        rotate_keys: "hadamard" multiplies q and k by the head's orthonormal Hadamard matrix after RoPE (OScaR, section
+            4.2).
         rotate_values: "folded" says that W_V and W_O carry the rotation; "online" rotates V on write and rotates the
             attention output back; "none".
         token_norm: "joint" divides each key token by one RMS over all KV heads before quantization (OScaR's omni-token
             scaling); "per_head" takes one RMS per head; "none".
         token_norm_measure: "l2" (root mean square) or "mean_abs" (OScaR, table 10).
         sink_tokens: first tokens of a sequence that stay in full precision.
-        key_recent_tokens, value_recent_tokens: newest tokens guaranteed to stay in full precision besides the page being
-            filled. They have to be equal in this version.
+        key_recent_tokens, value_recent_tokens: newest tokens guaranteed to stay in full precision besides the page
+            being filled. They have to be equal in this version.
         key_range, value_range: shrink each group's (min, max) about its midpoint by this factor before quantizing.
         page_size: tokens flushed together.
     """
@@ -87,7 +89,8 @@ class KVScheme:
         require(
             self.key_recent_tokens == self.value_recent_tokens,
             "value_recent_tokens",
-            f"it has to equal key_recent_tokens ({self.key_recent_tokens}); separate windows for K and V are not available yet",
+            f"it has to equal key_recent_tokens ({self.key_recent_tokens}); separate windows for K and V are not "
+            "available yet",
         )
         for field in ("key_range", "value_range"):
             value = getattr(self, field)
@@ -104,7 +107,7 @@ class KVScheme:
         known = {field.name for field in fields(cls)}
         for name in values:
             if name in NOT_YET:
-                raise RecipeError(f"[kv] {name} belongs to a method that this version of kvconvert does not have yet; remove it.")
+                raise RecipeError(f"[kv] {name} belongs to a method that this version does not have yet; remove it.")
             if name not in known:
                 raise RecipeError(f"[kv] {name} is not a field of a KV scheme; known are {', '.join(sorted(known))}.")
         return cls(**values)
@@ -127,9 +130,9 @@ class KVScheme:
     def value_group_for(self, head_dim: int) -> int:
         """Channels per value group for a head size: `value_group_size`, or the largest fitting divisor.
 
-        A group cannot be larger than the head, and has to divide it. Where `value_group_size` does not, the largest multiple
-        of 8 below it that divides the head size is taken (for instance 24 for head size 48 and a group of 32), because codes
-        are packed eight to a 16-bit lane at 2 bits. The manifest records the result.
+        A group cannot be larger than the head, and has to divide it. Where `value_group_size` does not, the largest
+        multiple of 8 below it that divides the head size is taken (for instance 24 for head size 48 and a group of
+        32), because codes are packed eight to a 16-bit lane at 2 bits. The manifest records the result.
         """
         if head_dim <= self.value_group_size:
             return head_dim
@@ -137,7 +140,8 @@ class KVScheme:
             if head_dim % size == 0 and (size % 8 == 0):
                 return size
         raise RecipeError(
-            f"[kv] value_group_size = {self.value_group_size} does not suit a head size of {head_dim}: no multiple of 8 up to it "
+            f"[kv] value_group_size = {self.value_group_size} does not suit a head size of {head_dim}: no multiple "
+            "of 8 up to it "
             f"divides the head size; the model's cache cannot be quantized in groups."
         )
 

@@ -1,0 +1,161 @@
+"""`KVCache`: a transformers cache whose attention layers hold low-bit pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequence_
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
+
+from kvconvert.bundle.scheme import KVScheme
+from kvconvert.errors import RecipeError, UnsupportedModelError
+from kvconvert.runtime.layer import PagedLayer
+
+ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+# What a layer without a scheme holds when its neighbours have one: pages of the model's own dtype.
+UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What a cache holds, measured from its tensors.
+
+    Attributes:
+        tokens: tokens stored by the longest layer, over all sequences.
+        residual_tokens: how many of them are in full precision (sinks and residual).
+        pages: pages in use over all layers.
+        flushes: pages quantized so far.
+        fallbacks: operations served by a slower path than the one meant for them; 0 in this version, whose one path is
+            the CPU's.
+        values: numbers that the stored keys and values stand for, over all layers.
+        bytes_used, bytes_allocated: of pages with their metadata and of full-precision tokens, over all layers.
+        other_layers: layers that keep transformers' own cache (linear attention and the like), not counted above.
+    """
+
+    tokens: int
+    residual_tokens: int
+    pages: int
+    flushes: int
+    fallbacks: int
+    values: int
+    bytes_used: int
+    bytes_allocated: int
+    other_layers: int
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits per stored key or value number, metadata and full-precision tokens included."""
+        return 8 * self.bytes_used / self.values if self.values else 0.0
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes per token over all layers."""
+        return self.bytes_used / self.tokens if self.tokens else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain values."""
+        return asdict(self) | {"bits_per_value": self.bits_per_value, "bytes_per_token": self.bytes_per_token}
+
+
+class KVCache(Cache):
+    """A low-bit key-value cache for any model whose attention goes through transformers' attention interface.
+
+    Use it as `past_key_values`, with the model's attention implementation set to "kvconvert". On a model that is not a
+    kvconvert bundle, a preset's folded value rotation becomes an online one; results are the same up to rounding.
+
+    Args:
+        config: the model's config.
+        scheme: a preset's name, one scheme for all layers, or one per layer (None leaves a layer unquantized).
+        kv_memory: bytes for pages, over all layers, taken at once and never exceeded; None grows as needed.
+            Full-precision tokens (sinks, residuals, the prompt being read) come on top.
+
+    Raises:
+        RecipeError: a scheme says that weights are folded and the model's are not, or the number of schemes is wrong.
+        UnsupportedModelError: the model's cache is not made of keys and values.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        scheme: KVScheme | str | Sequence_[KVScheme | None],
+        *,
+        kv_memory: int | None = None,
+    ):
+        text_config = config.get_text_config(decoder=True)
+        if getattr(text_config, "kv_lora_rank", None):
+            raise UnsupportedModelError(
+                f"{text_config.model_type} keeps latent vectors (MLA) instead of keys and values, which this cache "
+                "cannot hold; use the "
+                f"model without a KV scheme."
+            )
+        layer_types, layer_kwargs = get_layer_types_and_kwargs(text_config)
+        self.schemes = _per_layer(scheme, len(layer_types), _folded_layers(config))
+        paged = [i for i, kind in enumerate(layer_types) if kind in ATTENTION_TYPES]
+        page_bytes = kv_memory // max(1, len(paged)) if kv_memory is not None else None
+        shared = bool(getattr(text_config, "num_kv_shared_layers", 0)) or "dummy" in layer_types
+        layers = []
+        for index, (kind, kwargs) in enumerate(zip(layer_types, layer_kwargs, strict=True)):
+            if kind in ATTENTION_TYPES:
+                window = kwargs.get("sliding_window")
+                layers.append(PagedLayer(self.schemes[index] or UNQUANTIZED, index, window, page_bytes, shared))
+            else:
+                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs))
+        super().__init__(layers=layers)
+
+    def seal(self) -> None:
+        """Say that the prompt is complete.
+
+        Schemes that compress page by page have nothing left to do; methods that compress a whole prompt do it here.
+        """
+
+    def paged_layers(self) -> list[PagedLayer]:
+        """The attention layers."""
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    def stats(self) -> CacheStats:
+        """Measure the cache; cheap enough for every step."""
+        layers = [layer for layer in self.paged_layers() if layer.is_initialized]
+
+        def width(layer: PagedLayer) -> int:
+            return layer.format.num_key_value_heads * (layer.format.key_head_dim + layer.format.value_head_dim)
+
+        return CacheStats(
+            tokens=max((layer.tokens() for layer in layers), default=0),
+            residual_tokens=max((sum(s.dense for s in layer.sequences) for layer in layers), default=0),
+            pages=sum(layer.pool.pages_used for layer in layers),
+            flushes=sum(layer.flushes for layer in layers),
+            fallbacks=0,
+            values=sum(layer.tokens() * width(layer) for layer in layers),
+            bytes_used=sum(layer.bytes_used() for layer in layers),
+            bytes_allocated=sum(layer.bytes_allocated() for layer in layers),
+            other_layers=len(self.layers) - len(self.paged_layers()),
+        )
+
+
+def _folded_layers(config: PretrainedConfig) -> frozenset[int]:
+    """Layers whose weights carry the value rotation: known from a bundle's quantization config, none otherwise."""
+    schemes = getattr(getattr(config, "quantization_config", None), "kv_schemes", None) or []
+    return frozenset(i for i, scheme in enumerate(schemes) if scheme is not None and scheme.rotate_values == "folded")
+
+
+def _per_layer(
+    scheme: KVScheme | str | Sequence_[KVScheme | None], count: int, folded: frozenset[int]
+) -> tuple[KVScheme | None, ...]:
+    if isinstance(scheme, str):
+        preset = KVScheme.preset(scheme)
+        return tuple(preset if i in folded else preset.with_online_rotation() for i in range(count))
+    schemes = (scheme,) * count if isinstance(scheme, KVScheme) else tuple(scheme)
+    if len(schemes) != count:
+        raise RecipeError(
+            f"{len(schemes)} KV schemes were given for a model of {count} layers; give one, or one per layer."
+        )
+    for index, layer_scheme in enumerate(schemes):
+        if layer_scheme is not None and layer_scheme.rotate_values == "folded" and index not in folded:
+            raise RecipeError(
+                f'The scheme of layer {index} says rotate_values = "folded", but the model\'s weights carry no '
+                "rotation; use "
+                f'"online" (KVScheme.with_online_rotation()).'
+            )
+    return schemes

@@ -1,0 +1,125 @@
+"""The page pool of one layer: room for pages, a free list and reference counts."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import torch
+
+from kvconvert.errors import CacheError
+from kvconvert.kernels.pages import PageFormat, Pages, empty_pages
+
+# A pool grows by a sixteenth of what it holds, at least four pages: few chunks at any length, little unused room.
+SMALLEST_CHUNK = 4
+GROWTH = 16
+
+
+class PagePool:
+    """Pages of one layer, addressed by number and shared between sequences by reference counts.
+
+    The pool grows chunk by chunk and never moves a page, so growing copies nothing; with `capacity` it takes all its
+    room at once and refuses to grow.
+    """
+
+    def __init__(
+        self,
+        format: PageFormat,
+        dtype: torch.dtype,
+        device: torch.device,
+        capacity: int | None = None,
+        name: str = "the cache",
+    ):
+        self.format, self.dtype, self.device, self.capacity, self.name = format, dtype, device, capacity, name
+        self._chunks: list[Pages] = []
+        self._starts: list[int] = []
+        self._references: list[int] = []
+        self._free: list[int] = []
+        if capacity is not None:
+            self._grow(capacity)
+
+    @property
+    def pages_used(self) -> int:
+        """Pages that some sequence refers to."""
+        return len(self._references) - len(self._free)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page with its metadata."""
+        return empty_pages(1, self.format, self.dtype, torch.device("meta")).nbytes
+
+    @property
+    def bytes_allocated(self) -> int:
+        """Bytes of all chunks."""
+        return sum(chunk.nbytes for chunk in self._chunks)
+
+    def _grow(self, count: int) -> None:
+        start = len(self._references)
+        self._chunks.append(empty_pages(count, self.format, self.dtype, self.device))
+        self._starts.append(start)
+        self._references += [0] * count
+        # Popped from the end: low numbers first, so that pages written one after another lie one after another.
+        self._free = list(range(start + count - 1, start - 1, -1)) + self._free
+
+    def write(self, pages: Pages) -> list[int]:
+        """Store pages and return their numbers, each with one reference.
+
+        Raises:
+            CacheError: the pool has a fixed capacity and no room left.
+        """
+        missing = len(pages) - len(self._free)
+        if missing > 0:
+            if self.capacity is not None:
+                raise CacheError(
+                    f"{self.name} is out of pages: {self.pages_used} of {self.capacity} are in use and {len(pages)} "
+                    "more are "
+                    f"needed; give the cache more kv_memory, or run fewer or shorter sequences."
+                )
+            self._grow(max(missing, SMALLEST_CHUNK, (len(self._references) + missing) // GROWTH))
+        numbers = [self._free.pop() for _ in range(len(pages))]
+        taken = 0
+        for chunk, where in self._places(numbers):
+            count = where.stop - where.start if isinstance(where, slice) else len(where)
+            for name, target in self._chunks[chunk].tensors():
+                target[where] = getattr(pages, name)[taken : taken + count]
+            taken += count
+        for number in numbers:
+            self._references[number] = 1
+        return numbers
+
+    def retain(self, numbers: list[int]) -> None:
+        """Add a reference to each page."""
+        for number in numbers:
+            self._references[number] += 1
+
+    def release(self, numbers: list[int]) -> None:
+        """Drop a reference to each page; pages without any are free again."""
+        for number in numbers:
+            self._references[number] -= 1
+            if self._references[number] == 0:
+                self._free.append(number)
+
+    def read(self, numbers: list[int]) -> Pages:
+        """The pages of these numbers, in order; a view where they lie in one run, else a copy of their codes."""
+        parts = [self._chunks[chunk].select(where) for chunk, where in self._places(numbers)]
+        if len(parts) == 1:
+            return parts[0]
+        names = [name for name, _ in parts[0].tensors()]
+        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        return Pages(**{field: joined.get(field) for field in Pages.__dataclass_fields__})
+
+    def _places(self, numbers: list[int]) -> list[tuple[int, slice | torch.Tensor]]:
+        """Consecutive stretches of `numbers` within one chunk, as slots: a slice where they are consecutive."""
+        places: list[tuple[int, slice | torch.Tensor]] = []
+        begin = 0
+        while begin < len(numbers):
+            chunk = bisect_right(self._starts, numbers[begin]) - 1
+            low, high = self._starts[chunk], self._starts[chunk] + len(self._chunks[chunk])
+            end = begin + 1
+            while end < len(numbers) and low <= numbers[end] < high:
+                end += 1
+            slots = [number - low for number in numbers[begin:end]]
+            consecutive = slots[-1] - slots[0] == len(slots) - 1 and slots == sorted(slots)
+            where = slice(slots[0], slots[-1] + 1) if consecutive else torch.tensor(slots, device=self.device)
+            places.append((chunk, where))
+            begin = end
+        return places
