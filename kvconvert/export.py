@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from tqdm import tqdm
@@ -288,7 +290,7 @@ def _weights_info(recipe: Recipe, contents: _Contents) -> WeightsInfo:
         if module in quantized and part in ("qweight", "qzeros", "scales"):
             packed += nbytes(info)
         else:
-            parameters += _numel(info)
+            parameters += math.prod(info.shape)
     quantized_parameters = sum((module.in_features or 0) * (module.out_features or 0) for module in quantized.values())
     parameters += quantized_parameters
     plain = recipe.weights.method == "none"
@@ -305,18 +307,23 @@ def _weights_info(recipe: Recipe, contents: _Contents) -> WeightsInfo:
     )
 
 
-def _numel(info: TensorInfo) -> int:
-    count = 1
-    for size in info.shape:
-        count *= size
-    return count
-
-
 def _measure(directory: Path, source: str, limits: Limits, manifest: Manifest, progress: bool) -> Fidelity:
     """Fidelity of the bundle in `directory`, and which limits it misses."""
     from kvconvert.fidelity import evaluate
 
     report = evaluate(directory, against=source, data=None, progress=progress).to_dict()
     return Fidelity(
-        measured_on=manifest.files_digest(), report=report, limits=limits.as_set(), missed=limits.missed(report)
+        measured_on=manifest.files_digest(),
+        report=_finite(report),
+        limits=limits.as_set(),
+        missed=limits.missed(report),
     )
+
+
+def _finite(value: Any) -> Any:
+    """The same report with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

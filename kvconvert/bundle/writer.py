@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -56,11 +58,13 @@ def replacing(output: Path, force: bool) -> Iterator[Path]:
     temporary: Path | None = None
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(output)
         temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
-        yield temporary
-        _sync(temporary)
-        check_output(output, force)
-        _put_in_place(temporary, output)
+        with _locked(temporary):
+            yield temporary
+            _sync(temporary)
+            check_output(output, force)
+            _put_in_place(temporary, output)
         created.clear()
     except OSError as error:
         place = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
@@ -74,6 +78,29 @@ def replacing(output: Path, force: bool) -> Iterator[Path]:
         for folder in created:  # deepest first
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[bool]:
+    """Hold a lock on a directory, which the system releases however the process ends; False where it cannot be had."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = True
+        except OSError:  # held by another process, or a file system without locks
+            held = False
+        yield held
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(output: Path) -> None:
+    """Remove temporary directories that killed exports to the same place left; one still at work holds its lock."""
+    for directory in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
+        with _locked(directory) as held:
+            if held:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _put_in_place(temporary: Path, output: Path) -> None:

@@ -236,6 +236,15 @@ def test_an_old_bundle_comes_back_if_the_new_one_cannot_be_put_in_its_place(expo
     assert os.listdir(tmp_path) == ["bundle"]
 
 
+def test_what_a_killed_export_left_is_removed_but_not_what_a_running_one_writes(tmp_path):
+    (tmp_path / ".bundle.partial-dead").mkdir()
+    with replacing(tmp_path / "bundle", force=False) as running:
+        assert os.listdir(tmp_path) == [running.name]
+        with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "bundle", force=False):
+            raise KeyboardInterrupt
+        assert os.listdir(tmp_path) == [running.name]
+
+
 def test_an_unfinished_calibration_is_not_exported(work, tmp_path):
     unfinished = shutil.copytree(work, tmp_path / "work")
     state = json.loads((unfinished / "state.json").read_text()) | {"complete": False}
@@ -295,6 +304,12 @@ def test_a_bundle_that_misses_a_limit_is_refused(limited, tmp_path):
         limited(0.2, force=False)
     assert caught.value.exit_code == 3
     assert not (tmp_path / "bundle").exists()
+
+
+def test_a_figure_that_is_not_a_number_misses_its_limit_and_is_recorded_as_null(limited):
+    fidelity, _ = limited(float("nan"), force=True)
+    assert fidelity.report == {"kl": {"mean": None}}
+    assert len(fidelity.missed) == 1
 
 
 def test_a_forced_bundle_says_which_limit_it_misses(limited):
