@@ -35,7 +35,7 @@ def pack_awq(codes: Tensor) -> Tensor:
     if codes.shape[-1] % 8:
         raise UsageError(f"AWQ packs output channels by eight; {codes.shape[-1]} of them leave a part of a word empty.")
     nibbles = codes.unflatten(-1, (-1, 8)).to(torch.int32)
-    words = nibbles[..., NIBBLE_CHANNEL[0]].clone()
+    words = nibbles[..., NIBBLE_CHANNEL[0]].clone(memory_format=torch.contiguous_format)
     for nibble in range(1, 8):
         words |= nibbles[..., NIBBLE_CHANNEL[nibble]] << (4 * nibble)
     return words
@@ -67,10 +67,10 @@ def quantize_weight(weight: Tensor, bits: int, group_size: int, clip: Tensor | N
         raise UsageError(f"AWQ's file layout holds 4-bit codes only, not {bits}; set bits = 4.")
     groups = _clipped_groups(weight, group_size, clip)
     scale, zero = _grid(groups, bits)
-    codes = groups.div(scale).round_().add_(zero).clamp_(0, 15).to(torch.uint8).flatten(1)
+    values = groups.div(scale).round_().add_(zero).clamp_(0, 15).flatten(1)
     return AwqWeight(
-        qweight=pack_awq(codes.T),
-        qzeros=pack_awq(zero.squeeze(-1).to(torch.uint8).T),
+        qweight=pack_awq(values.to(torch.int32).T),
+        qzeros=pack_awq(zero.squeeze(-1).to(torch.int32).T),
         scales=scale.squeeze(-1).T.to(torch.float16).contiguous(),
     )
 
@@ -101,8 +101,7 @@ def fake_quantize_weight(weight: Tensor, bits: int, group_size: int, clip: Tenso
         raise UsageError(f"Weights cannot be quantized to {bits} bits; choose 2 to 8.")
     groups = _clipped_groups(weight, group_size, clip)
     scale, zero = _grid(groups, bits)
-    # clamp(q, 0, top) - z = clamp(q - z, -z, top - z): the zero never has to be added to every weight.
-    values = groups.div(scale).round_().clamp_(min=-zero, max=(2**bits - 1) - zero).mul_(scale)
+    values = groups.div(scale).round_().add_(zero).clamp_(0, 2**bits - 1).sub_(zero).mul_(scale)
     return values.flatten(-2).to(weight.dtype)
 
 

@@ -2,8 +2,8 @@
 
     scale = (max - min) / (2^b - 1)      q = clamp(round((x - min) / scale), 0, 2^b - 1)      x_hat = q scale + min
 
-The asymmetric min/max quantizer of KIVI (arXiv 2402.02750) and OScaR, with scale and minimum stored in fp16 and the codes
-computed from those STORED values, so that writer and reader agree on what a code means.
+The asymmetric min/max quantizer of KIVI (arXiv 2402.02750) and OScaR, with scale and minimum stored in fp16 and the
+codes computed from those STORED values, so that writer and reader agree on what a code means.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def quantize(x: Tensor, bits: int, group_size: int, dim: int, value_range: float
     step = scale.float()
     # Dividing by infinity makes every code of a zero-scale group 0, whatever the rounding of its minimum left over.
     step.masked_fill_(step == 0, torch.inf)
-    codes = (groups - minimum.float()).div_(step).round_().clamp_(0, levels).to(torch.uint8)
+    values = (groups - minimum.float()).div_(step).round_().clamp_(0, levels)
+    # By way of int16, because torch vectorises that conversion and not the one to uint8: four times faster on a CPU.
+    codes = values.to(torch.int16).to(torch.uint8)
     return Quantized(codes.flatten(dim, dim + 1), scale.squeeze(dim + 1), minimum.squeeze(dim + 1))
 
 
@@ -117,12 +119,12 @@ def _raise_range_error(scale: Tensor, minimum: Tensor, groups: Tensor, dim: int)
     members = groups.select(dim, index[dim])[(*index[:dim], slice(None), *index[dim + 1 :])]
     if not members.isfinite().all():
         raise GroupRangeError(
-            f"Group {index} cannot be quantized because it holds NaN or infinity; look for the cause where it was made.",
+            f"Group {index} cannot be quantized because it holds NaN or infinity; look for the cause where it arose.",
             index,
         )
     low, high = float(members.min()), float(members.max())
     raise GroupRangeError(
-        f"Group {index} cannot be quantized because it spans {low:.4g} to {high:.4g}, more than an fp16 scale and minimum "
-        f"can describe; keep this tensor unquantized.",
+        f"Group {index} cannot be quantized because it spans {low:.4g} to {high:.4g}, more than fp16 scales and "
+        f"minima can describe; keep this tensor unquantized.",
         index,
     )
