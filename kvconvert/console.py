@@ -57,9 +57,10 @@ class Console:
             line = next(iter(lines), "")
             if not line:
                 return
-            if not line.strip():
+            line = line.strip()
+            if not line:
                 continue
-            messages.append({"role": "user", "content": line.rstrip("\n")})
+            messages.append({"role": "user", "content": line})
             ids = self._render(messages) if templated else self._append(sequence, line)
             if cache is not None and not _continues(ids, sequence, cache.get_seq_length()):
                 cache = None
