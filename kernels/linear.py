@@ -29,11 +29,12 @@ logger = logging.getLogger(__name__)
 
 Path = Literal["int4pack", "tiled", "reference"]
 
-# Measured by benchmarks/cpu_linear.py: up to here torch's int4 product beats dequantizing, whose cost the rows share.
+# Measured by benchmarks/cpu_linear.py: for large weights torch's int4 product costs as much as dequantizing between 48 and
+# 64 rows, for small ones later.
 INT4PACK_ROWS = 48
 INT4PACK_GROUP_SIZES = (32, 64, 128, 256)
-# Weights dequantized at a time, measured: smaller tiles drown in call overhead, larger ones leave the cache. A tile
-# has at least 128 channels, because narrower ones read half cache lines of `qweight`.
+# Weights dequantized at a time. Measured: anything from 2^18 to 2^21 is within a tenth, more leaves the cache. A tile has
+# at least 128 channels all the same, because narrower ones read half cache lines of `qweight`.
 TILE_WEIGHTS = 1 << 20
 TILE_CHANNELS = 128
 # Channels of the four bytes of an AWQ word, counted from the low end: the low nibbles', then the high nibbles'.
@@ -162,7 +163,7 @@ class QuantizedLinear(nn.Module):
     def _tiled_product(self, rows: Tensor) -> Tensor:
         """`x W` by tiles of output channels, which come out in the order their nibbles lie in ("lanes")."""
         inputs, groups = self.in_features, self.in_features // self.group_size
-        packed, qweight = self.int4pack, self.qweight
+        qweight, packed = self.qweight, self.int4pack
         tiling = _tiling(inputs, self.out_features, None if packed is None else int4pack_block())
         scales = self.scales.index_select(1, tiling.channel).float()
         zero_bytes = self.qzeros.view(torch.uint8)
@@ -202,7 +203,7 @@ class QuantizedLinear(nn.Module):
                 torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_awq(words).T.contiguous().int(), 1)
                 for words in self.qweight.split(step // 8, dim=1)
             ]
-            # Readers look at int4pack first, so that it has to be there before qweight goes.
+            # Other threads read qweight, then int4pack: the new layout has to be there before the old one goes.
             self.int4pack = torch.cat(chunks)
             self.qweight = None
 
