@@ -33,8 +33,8 @@ Path = Literal["int4pack", "tiled", "reference"]
 # and 64 rows, for small ones later.
 INT4PACK_ROWS = 48
 INT4PACK_GROUP_SIZES = (32, 64, 128, 256)
-# Weights dequantized at a time. Measured: from 2^18 to 2^21 all are within a tenth, more leaves the cache. A tile has at
-# least 128 channels all the same, because narrower ones read half cache lines of `qweight`.
+# Weights dequantized at a time. Measured: from 2^18 to 2^21 all are within a tenth, more leaves the cache. A tile has
+# at least 128 channels all the same, because narrower ones read half cache lines of `qweight`.
 TILE_WEIGHTS = 1 << 20
 TILE_CHANNELS = 128
 # Channels of the four bytes of an AWQ word, counted from the low end: the low nibbles', then the high nibbles'.
