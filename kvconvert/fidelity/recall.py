@@ -1,0 +1,272 @@
+"""Recall: does a model still find, in its quantized past, what it found at full precision?
+
+Perplexity alone hides damage to lookups that generation shows. Three drills, all greedy, with the question or cue read
+after the context, so that everything looked up is in quantized pages (contexts are whole pages long):
+
+- passkey: prose with two people's five-digit codes stated once; one is asked for. Exact match of the five digits.
+- recitation: tables of key-value pairs, each said again in another order; the last one is left for the model to say
+  again, in free-running generation. A pair counts when its key is recited and its value is exact.
+- free running: the model continues held-out text; tokens until source and bundle first differ.
+
+The words are those that the reference model was trained on; any model may be asked.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from kvconvert.fidelity.scoring import PAGE, Decoder, batches, generate_greedily
+
+NAMES = """
+    Alice Boris Clara Daniel Emma Felix Grace Henry Irene Jacob Karen Louis Maria Nathan Olive Peter Quinn Rosa Simon
+    Tara Ursula Victor Wendy Xavier Yvonne Zachary
+""".split()  # noqa: SIM905 (words are easier to read so)
+ITEMS = """
+    apple anchor basket bottle candle castle dagger feather garden hammer island jewel kettle ladder mirror needle
+    orange pencil quiver ribbon saddle table umbrella violin window yarn
+""".split()  # noqa: SIM905
+
+PASSKEY_CONTEXTS = (2 * PAGE, 4 * PAGE, 7 * PAGE)
+PASSKEY_DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+PASSKEY_TRIALS = 4  # of each context length and depth
+PASSKEY_ANSWER_TOKENS = 10
+TABLE_CONTEXT = 4 * PAGE
+TABLE_ROWS = 16
+TABLES = 16
+FREE_CONTEXT = 4 * PAGE
+FREE_TOKENS = PAGE
+BATCH = 16
+
+Answer = Callable[[Sequence["Drill"], int], list[str]]
+
+
+@dataclass(frozen=True)
+class Drill:
+    """A prompt in two parts and what is expected after it.
+
+    Attributes:
+        context, cue: token ids.
+        expected: five digits (passkey), or by key the value of each row (table).
+        depth: of the fact asked for, as a share of the prose; 0 for tables.
+    """
+
+    context: list[int]
+    cue: list[int]
+    expected: str | dict[str, str]
+    depth: float = 0.0
+
+
+@dataclass(frozen=True)
+class PasskeyResult:
+    """Exact recall of five digits.
+
+    Attributes:
+        source, bundle: share of prompts answered exactly.
+        prompts: how many.
+        by_length: context length in tokens to (source, bundle).
+        by_depth: depth of the fact to (source, bundle).
+    """
+
+    source: float | None
+    bundle: float | None
+    prompts: int
+    by_length: dict[str, tuple[float, float]]
+    by_depth: dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class RecitationResult:
+    """Tables said again in free-running generation.
+
+    Attributes:
+        source, bundle: share of all rows that were recited with the exact value.
+        source_precision, bundle_precision: share of the distinct keys recited whose value was exact; None if none was.
+        pairs: rows of all tables.
+        context: tokens before generation begins.
+    """
+
+    source: float | None
+    bundle: float | None
+    source_precision: float | None
+    bundle_precision: float | None
+    pairs: int
+    context: int
+
+
+@dataclass(frozen=True)
+class FreeRunningResult:
+    """Greedy continuations of held-out text.
+
+    Attributes:
+        agreement_tokens: mean number of tokens until source and bundle first differ, `generated` where they never do.
+        median_agreement_tokens: the median.
+        identical: share of continuations that never differ.
+        prompts, context, generated: how many, tokens before each and tokens generated after each.
+    """
+
+    agreement_tokens: float | None
+    median_agreement_tokens: float | None
+    identical: float | None
+    prompts: int
+    context: int
+    generated: int
+
+
+class DrillBook:
+    """Writes drills in the form that the reference model was trained on.
+
+    Args:
+        tokenizer: of the model.
+        prose: token ids of held-out text, the filler.
+        seed: of names, codes, tables and filler.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prose: list[int], seed: int):
+        self.tokenizer, self.prose, self.random = tokenizer, prose, random.Random(seed)
+        self.start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids without special tokens."""
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def passkey(self, context: int, depth: float) -> Drill:
+        """Prose of `context` tokens in which two codes are stated; the one at `depth` is asked for."""
+        names = self.random.sample(NAMES, 2)
+        codes = ["".join(self.random.choices("0123456789", k=5)) for _ in names]
+        facts = [
+            self.encode(f" The secret code of {name} is {code}. ") for name, code in zip(names, codes, strict=True)
+        ]
+        length = context - len(self.start) - sum(map(len, facts))
+        begin = self.random.randrange(len(self.prose) - length + 1)
+        body = self.prose[begin : begin + length]
+        places = [round(depth * length), self.random.randrange(length + 1)]
+        for place, fact in sorted(zip(places, facts, strict=True), reverse=True):
+            body[place:place] = fact
+        cue = self.encode(f"\nQuestion: what is the secret code of {names[0]}?\nAnswer:")
+        return Drill(self.start + body, cue, codes[0], depth)
+
+    def table(self, context: int, rows: int) -> Drill:
+        """Tables and their repetitions, the newest whole, as much as fits; the last table awaits its repetition."""
+
+        def pairs() -> list[tuple[str, str]]:
+            return [(key, f"{self.random.randrange(1000):03d}") for key in self.random.sample(ITEMS, rows)]
+
+        def line(table: list[tuple[str, str]]) -> str:
+            return "".join(f"{key} = {value}; " for key, value in table)
+
+        asked = pairs()
+        body = self.encode(line(asked))
+        while len(body) < context:
+            shown = pairs()
+            body = self.encode(f"{line(shown)}\n{line(self.random.sample(shown, rows))}\n") + body
+        return Drill(self.start + body[len(body) - context + len(self.start) :], self.encode("\n"), dict(asked))
+
+
+def answer_with(decoder: Decoder, tokenizer: PreTrainedTokenizerBase, progress: bool = False, name: str = "") -> Answer:
+    """How a decoder answers drills: text generated greedily after each."""
+
+    def answer(drills: Sequence[Drill], new_tokens: int) -> list[str]:
+        prompts = [(drill.context, drill.cue) for drill in drills]
+        texts = [""] * len(drills)
+        with tqdm(total=len(drills), desc=f"recall, {name}", unit="prompt", disable=not progress) as bar:
+            for indices in batches(prompts, BATCH):
+                context, cue = (torch.tensor([prompts[i][part] for i in indices]) for part in (0, 1))
+                for index, ids in zip(indices, generate_greedily(decoder, context, cue, new_tokens), strict=True):
+                    texts[index] = tokenizer.decode(ids)
+                bar.update(len(indices))
+        return texts
+
+    return answer
+
+
+def passkey(source: Answer, bundle: Answer, book: DrillBook, max_length: int) -> PasskeyResult:
+    """Ask source and bundle the same passkeys, over all depths and the context lengths that fit `max_length` tokens."""
+    room = PASSKEY_ANSWER_TOKENS + len(book.encode("\nQuestion: what is the secret code of Zachary?\nAnswer:")) + 4
+    lengths = [n for n in PASSKEY_CONTEXTS if n + room <= max_length and n <= len(book.prose)]
+    drills = [book.passkey(n, depth) for n in lengths for depth in PASSKEY_DEPTHS for _ in range(PASSKEY_TRIALS)]
+    if not drills:
+        return PasskeyResult(None, None, 0, {}, {})
+    right = [
+        [_passkey_right(d, text) for d, text in zip(drills, answer(drills, PASSKEY_ANSWER_TOKENS), strict=True)]
+        for answer in (source, bundle)
+    ]
+
+    def share(keep: Callable[[Drill], bool]) -> tuple[float, float]:
+        chosen = [i for i, drill in enumerate(drills) if keep(drill)]
+        return tuple(sum(answers[i] for i in chosen) / len(chosen) for answers in right)
+
+    return PasskeyResult(
+        *share(lambda drill: True),
+        prompts=len(drills),
+        by_length={str(n): share(lambda drill, n=n: len(drill.context) == n) for n in lengths},
+        by_depth={str(depth): share(lambda drill, depth=depth: drill.depth == depth) for depth in PASSKEY_DEPTHS},
+    )
+
+
+def recitation(source: Answer, bundle: Answer, book: DrillBook, max_length: int) -> RecitationResult:
+    """Let source and bundle recite the same tables."""
+    drills = [book.table(TABLE_CONTEXT, TABLE_ROWS) for _ in range(TABLES)]
+    longest = max(len(book.encode("".join(f"{k} = {v}; " for k, v in drill.expected.items()))) for drill in drills)
+    new_tokens = longest + longest // 4
+    if TABLE_CONTEXT + new_tokens + 1 > max_length:
+        return RecitationResult(None, None, None, None, 0, TABLE_CONTEXT)
+    counts = []
+    for answer in (source, bundle):
+        scored = [_recited(drill, text) for drill, text in zip(drills, answer(drills, new_tokens), strict=True)]
+        counts.append(tuple(map(sum, zip(*scored, strict=True))))
+    pairs = TABLES * TABLE_ROWS
+    return RecitationResult(
+        *(exact / pairs for exact, _ in counts),
+        *(exact / keys if keys else None for exact, keys in counts),
+        pairs=pairs,
+        context=TABLE_CONTEXT,
+    )
+
+
+def free_running(
+    source: Decoder, bundle: Decoder, ids: torch.Tensor, max_length: int, progress: bool = False
+) -> FreeRunningResult:
+    """Let source and bundle continue the beginnings of the segments `ids` [segments, length]."""
+    if max_length < FREE_CONTEXT + 1 + FREE_TOKENS or ids.shape[1] <= FREE_CONTEXT:
+        return FreeRunningResult(None, None, None, 0, FREE_CONTEXT, 0)
+    ids = ids[:BATCH]
+    context, cue = ids[:, :FREE_CONTEXT], ids[:, FREE_CONTEXT : FREE_CONTEXT + 1]
+    texts = [
+        generate_greedily(decoder, context, cue, FREE_TOKENS)
+        for decoder in tqdm((source, bundle), desc="free running", unit="model", disable=not progress)
+    ]
+    until = agreement(*texts)
+    return FreeRunningResult(
+        float(until.double().mean()),
+        float(until.double().quantile(0.5)),
+        float((until == FREE_TOKENS).double().mean()),
+        len(ids),
+        FREE_CONTEXT,
+        FREE_TOKENS,
+    )
+
+
+def agreement(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Tokens of each row of [B, n] before the two differ, n where they never do; int64 [B]."""
+    return (first == second).long().cumprod(1).sum(1)
+
+
+def _passkey_right(drill: Drill, text: str) -> bool:
+    found = re.match(r"\s*(\d+)", text)
+    return found is not None and found[1] == drill.expected
+
+
+def _recited(drill: Drill, text: str) -> tuple[int, int]:
+    """Rows recited exactly and distinct table keys recited; only the first line counts, a key's first value counts."""
+    first_value: dict[str, str] = {}
+    for key, value in re.findall(r"(\w+) = (\d+)", text.split("\n")[0]):
+        if key in drill.expected:
+            first_value.setdefault(key, value)
+    return sum(drill.expected[key] == value for key, value in first_value.items()), len(first_value)
