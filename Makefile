@@ -1,0 +1,37 @@
+# make quickstart   convert the reference model and show the result
+# make test         run the test suite (what CI runs)
+# make test-full    run the slow groups too and record their result for CI
+# make readme       run the quickstart and write its output into README.md
+# make lint         ruff
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test test-full readme lint clean
+
+quickstart: $(VENV)/ready
+	$(BIN)/python examples/quickstart.py
+
+readme: $(VENV)/ready
+	$(BIN)/python examples/quickstart.py --write README.md
+
+test: $(VENV)/ready
+	$(BIN)/pytest -m "not full"
+
+test-full: $(VENV)/ready
+	$(BIN)/pytest
+	$(BIN)/python tests/full_results.py --record
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# torch goes first: with it in place nothing that depends on torch chooses another build.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build quickstart-out *.egg-info

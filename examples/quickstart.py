@@ -1,0 +1,138 @@
+"""Convert the reference model and show what that does: commands, text before and after, fidelity, memory.
+
+    python examples/quickstart.py                      run everything and print it
+    python examples/quickstart.py --write README.md    also put the output between the README's quickstart markers
+    python examples/quickstart.py --check README.md    also compare its figures with the README's
+
+No network is needed: the model and the text lie in this repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = "examples/reference-lm"
+OUT = "quickstart-out"
+PROMPT = "It was a dark night, and the old house stood"
+BEGIN, END = "<!-- quickstart: written by `make readme` -->", "<!-- end of quickstart -->"
+# Relative difference from the README's figures that --check allows: other processors round differently, and 4-bit codes and
+# greedy recall amplify it. Sizes do not depend on the processor.
+TOLERANCE = {"perplexity": 0.02, "KL": 0.15, "recall": 0.35, "bytes": 0.0}
+
+
+def run(*command: str) -> str:
+    """Run one kvconvert command, shown as a user would type it, and return what it prints."""
+    print("$ " + shlex.join(["kvconvert", *command]), flush=True)
+    program = [sys.executable, "-m", "kvconvert", *command]
+    return subprocess.run(program, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def continuation(directory: str) -> str:
+    """Forty greedy tokens after the prompt, by the source model or by a bundle."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import kvconvert.runtime  # noqa: F401  (makes from_pretrained read bundles)
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / directory)
+    model = AutoModelForCausalLM.from_pretrained(ROOT / directory)
+    ids = tokenizer(PROMPT, return_tensors="pt")
+    tokens = model.generate(**ids, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    return tokenizer.decode(tokens[0])
+
+
+def table(report: dict, source_bytes: int, kv_bytes: float) -> list[tuple[str, str, str, str]]:
+    """Rows of (kind for the tolerance, measure, source, bundle)."""
+
+    def percent(x: float) -> str:
+        return f"{100 * x:.0f} %"
+
+    return [
+        (
+            "perplexity",
+            "perplexity, held-out novels",
+            f"{report['perplexity']['source']:.2f}",
+            f"{report['perplexity']['bundle']:.2f}",
+        ),
+        ("KL", "KL divergence from the source, mean", "0", f"{report['kl']['mean']:.4f}"),
+        ("recall", "same most likely token", "100 %", percent(report["top1_agreement"])),
+        ("recall", "passkey recalled", percent(report["passkey"]["source"]), percent(report["passkey"]["bundle"])),
+        ("recall", "table recited", percent(report["recitation"]["source"]), percent(report["recitation"]["bundle"])),
+        ("bytes", "KV cache, bytes per token", f"{kv_bytes:,.0f}", f"{report['kv']['bytes_per_token']:,.0f}"),
+        ("bytes", "weights, bytes", f"{source_bytes:,}", f"{report['weights']['bytes']:,}"),
+    ]
+
+
+def quickstart() -> tuple[str, list[tuple[str, str, str, str]]]:
+    """Convert, evaluate, generate; returns the README block and its rows."""
+    shutil.rmtree(ROOT / OUT, ignore_errors=True)
+    begun = time.monotonic()
+    work, bundle = f"{OUT}/work", f"{OUT}/bundle"
+    commands = [
+        ("calibrate", MODEL, "-o", work),
+        ("export", work, "-o", bundle),
+        ("verify", bundle),
+        ("eval", bundle, "--against", MODEL, "--json"),
+    ]
+    report = json.loads([run(*command) for command in commands][-1])
+    config = json.loads((ROOT / MODEL / "config.json").read_text())
+    kv_bytes = config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2 * 2
+    source_bytes = (ROOT / MODEL / "model.safetensors").stat().st_size
+    rows = table(report, source_bytes, kv_bytes)
+    lines = ["```console", *("$ " + shlex.join(["kvconvert", *command]) for command in commands), "```", ""]
+    lines += ["| | source (bf16) | bundle |", "|---|---|---|"]
+    lines += [f"| {measure} | {source} | {converted} |" for _, measure, source, converted in rows]
+    lines += ["", "Greedy continuation of the source, then of the bundle:", ""]
+    for directory in (MODEL, bundle):
+        lines += ["> " + " ".join(continuation(directory).split()), ""]
+    block = "\n".join(lines)
+    print("\n" + block)
+    print(f"Converted, verified and evaluated in {time.monotonic() - begun:.0f} s; the bundle is in {bundle}.")
+    return block, rows
+
+
+def compare(readme: Path, rows: list[tuple[str, str, str, str]]) -> list[str]:
+    """Figures that differ from the README's by more than the tolerance, one sentence each."""
+
+    def number(text: str) -> float:
+        return float(re.sub(r"[ ,%]", "", text))
+
+    written = readme.read_text(encoding="utf8")
+    wrong = []
+    for kind, measure, source, converted in rows:
+        found = re.search(rf"^\| {re.escape(measure)} \| (.*?) \| (.*?) \|$", written, re.MULTILINE)
+        if not found:
+            wrong.append(f"{readme.name} has no row {measure!r}.")
+            continue
+        for what, now, then in zip(("source", "bundle"), (source, converted), found.groups(), strict=True):
+            if abs(number(now) - number(then)) > TOLERANCE[kind] * abs(number(then)):
+                wrong.append(f"{measure}, {what}: {readme.name} says {then}, measured {now}.")
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, metavar="README")
+    parser.add_argument("--check", type=Path, metavar="README")
+    args = parser.parse_args()
+    block, rows = quickstart()
+    if args.write:
+        text = args.write.read_text(encoding="utf8")
+        if BEGIN not in text or END not in text:
+            sys.exit(f"{args.write} has no quickstart markers; add the lines {BEGIN} and {END}.")
+        head, tail = text.split(BEGIN)[0], text.split(END)[1]
+        args.write.write_text(f"{head}{BEGIN}\n{block}{END}{tail}", encoding="utf8")
+    if args.check and (wrong := compare(args.check, rows)):
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Streaming attention over pages and dense runs equals float64 attention over the same dequantized tokens."""
+
+import pytest
+import torch
+
+from kvconvert.kernels import attention
+from kvconvert.kernels.attention import DenseRun, PageTile, attention_reference, paged_attention, prompt_attention
+from kvconvert.kernels.pages import PageFormat, page_keys, page_values, quantize_pages
+
+# (heads, query heads per KV head, key dim, value dim, key bits, value bits, key group, value group, norm, queries)
+CASES = [
+    (2, 2, 64, 64, 2, 2, 32, 32, "joint", 1),
+    (2, 1, 64, 64, 2, 2, 128, 64, "joint", 1),
+    (1, 16, 128, 128, 2, 2, 32, 32, "per_head", 1),
+    (3, 4, 80, 80, 4, 2, 64, 16, "none", 3),
+    (2, 2, 48, 96, 1, 8, 16, 24, "none", 1),
+    (2, 3, 96, 48, 8, 1, 128, 48, "joint", 129),
+    (1, 1, 256, 256, 2, 4, 32, 32, "joint", 63),
+    (2, 2, 64, 64, 16, 2, 128, 32, "none", 5),
+    (2, 2, 64, 64, 2, 16, 32, 64, "joint", 1),
+]
+
+
+def build(case, pages_per_row=(3, 1, 0), dense_per_row=(70, 0, 33), seed=0):
+    """Rows with their own numbers of pages and dense tokens; also each row's dequantized keys and values."""
+    heads, group, key_dim, value_dim, key_bits, value_bits, key_group, value_group, norm, length = case
+    generator = torch.Generator().manual_seed(seed)
+    format = PageFormat(heads, key_dim, value_dim, 128, key_bits, value_bits, key_group, value_group, norm)
+    count = sum(pages_per_row)
+    keys = torch.randn(count, heads, 128, key_dim, generator=generator)
+    values = torch.randn(count, heads, 128, value_dim, generator=generator)
+    pages = quantize_pages(keys, values, format)
+    rows = torch.tensor([row for row, n in enumerate(pages_per_row) for _ in range(n)])
+    dense = [
+        DenseRun(
+            row,
+            torch.randn(heads, n, key_dim, generator=generator),
+            torch.randn(heads, n, value_dim, generator=generator),
+        )
+        for row, n in enumerate(dense_per_row)
+        if n
+    ]
+    queries = torch.randn(len(pages_per_row), heads * group, length, key_dim, generator=generator)
+    stored = []
+    for row in range(len(pages_per_row)):
+        own = pages.select((rows == row).nonzero().flatten())
+        k = page_keys(own, format).permute(1, 0, 3, 2).reshape(heads, -1, key_dim)
+        v = page_values(own, format).permute(1, 0, 2, 3).reshape(heads, -1, value_dim)
+        for run in dense:
+            if run.row == row:
+                k, v = torch.cat([k, run.keys], 1), torch.cat([v, run.values], 1)
+        stored.append((k, v))
+    return format, pages, rows, dense, queries, stored
+
+
+def tiles_of(pages, rows, sizes):
+    start = 0
+    for size in sizes:
+        part = slice(start, start + size)
+        yield PageTile(pages.select(part), rows[part])
+        start += size
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
+@pytest.mark.parametrize("sizes", [(4,), (1, 2, 1)], ids=["one tile", "three tiles"])
+def test_equals_the_reference(case, sizes):
+    format, pages, rows, dense, queries, stored = build(case)
+    scaling = case[2] ** -0.5
+    got = paged_attention(queries, tiles_of(pages, rows, sizes), dense, format, scaling)
+    for row, (keys, values) in enumerate(stored):
+        expected = attention_reference(queries[row], keys, values, None, scaling)
+        # float32 dot products of up to 256 terms
+        torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(None, True), (5.0, False), (2.0, True)])
+def test_softcap_and_sinks(softcap, with_sinks):
+    format, pages, rows, dense, queries, stored = build(CASES[3])
+    sinks = torch.randn(12) * 3 if with_sinks else None
+    got = paged_attention(queries, tiles_of(pages, rows, (4,)), dense, format, 0.3, softcap, sinks)
+    for row, (keys, values) in enumerate(stored):
+        expected = attention_reference(queries[row], keys, values, None, 0.3, softcap, sinks)
+        torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
+
+
+def test_masks_hide_tokens_in_pages_and_runs():
+    case = CASES[3]
+    format, pages, rows, dense, queries, stored = build(case)
+    length = case[-1]
+    generator = torch.Generator().manual_seed(3)
+    page_mask = torch.rand(len(rows), length, 128, generator=generator) < 0.5
+    page_mask[0] = False  # a page that nobody sees
+    masked = [
+        DenseRun(r.row, r.keys, r.values, torch.rand(length, r.keys.shape[1], generator=generator) < 0.5) for r in dense
+    ]
+    got = paged_attention(queries, [PageTile(pages, rows, page_mask)], masked, format, 0.2)
+    for row, (keys, values) in enumerate(stored):
+        parts = [page_mask[i] for i in range(len(rows)) if rows[i] == row] + [r.visible for r in masked if r.row == row]
+        expected = attention_reference(queries[row], keys, values, torch.cat(parts, 1), 0.2)
+        torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
+
+
+def test_a_query_that_sees_nothing_gives_zeros():
+    format, pages, rows, _, queries, _ = build(CASES[0], pages_per_row=(1, 0), dense_per_row=(0, 0))
+    hidden = torch.zeros(1, 1, 128, dtype=torch.bool)
+    got = paged_attention(queries, [PageTile(pages, rows, hidden)], [], format, 1.0)
+    assert torch.equal(got, torch.zeros_like(got))
+
+
+def test_large_scores_do_not_overflow():
+    format, pages, rows, dense, queries, stored = build(CASES[0])
+    got = paged_attention(queries * 1e3, tiles_of(pages, rows, (2, 2)), dense, format, 1.0)
+    assert torch.isfinite(got).all()
+    expected = attention_reference(queries[0] * 1e3, *stored[0], None, 1.0)
+    torch.testing.assert_close(got[0].double(), expected, rtol=1e-3, atol=1e-3)  # scores of 1e4: float32 leaves 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [1, 63, 129])
+def test_prompts_attend_causally_to_themselves(dtype, length):
+    queries, keys, values = torch.randn(6, length, 80), torch.randn(2, length, 80), torch.randn(2, length, 80)
+    got = prompt_attention(queries.to(dtype), keys.to(dtype), values.to(dtype), 0.1)
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    expected = attention_reference(queries.to(dtype), keys.to(dtype), values.to(dtype), causal, 0.1)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_tiles_stay_within_their_budget():
+    format = PageFormat(8, 128, 128, 128, 2, 2, 32, 32)
+    assert attention.pages_per_tile(32, 1, format) * 8 * 128 * 128 * 4 <= attention.TILE_BYTES
+    assert attention.pages_per_tile(32, 10**6, format) == 1
