@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from kvconvert.errors import CacheError, UnsupportedModelError
 from kvconvert.kernels.attention import DenseRun, paged_attention
@@ -25,17 +25,29 @@ def mask_function(
     kv_length: int,
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable | None = None,
+    mask_function: Callable = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
-    **_: Any,
+    **kwargs: Any,
 ) -> MaskHandle:
-    """A mask handle [B, 1, T, 1] of query columns; see `runtime/seam.py`. The signature is transformers' mask
-    interface.
+    """A mask handle [B, 1, T, 1] of query columns; see `runtime/seam.py`.
+
+    The signature is transformers' mask interface.
     """
-    columns = torch.arange(q_length, device=device) + q_offset
-    columns = columns.view(1, 1, -1, 1).expand(batch_size, 1, q_length, 1)
-    return MaskHandle.wrap(columns, attention_mask, mask_function, (kv_length, kv_offset))
+    # Static caches advance their offset tensor in place before the mask is needed.
+    offset = int(q_offset)
+    columns = (torch.arange(q_length, device=device) + offset).view(1, 1, -1, 1).expand(batch_size, 1, q_length, 1)
+    arguments = kwargs | {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "device": device,
+    }
+    return MaskHandle.wrap(columns, arguments)
 
 
 def attention_function(
@@ -107,10 +119,11 @@ def _without_cache(
     sinks: torch.Tensor | None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Ordinary attention over the given keys: SDPA, or the streaming softmax for soft caps and sinks, which SDPA lacks."""
+    """Ordinary attention over the given keys: SDPA, or the streaming softmax for soft caps and sinks, which SDPA lacks.
+    """
     plain = softcap is None and sinks is None
     if isinstance(attention_mask, MaskHandle):
-        attention_mask = attention_mask.materialise(query.shape[0], plain)
+        attention_mask = attention_mask.materialise(allow_causal_skip=plain)
     if plain:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

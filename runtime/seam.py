@@ -143,26 +143,14 @@ _CASTS = frozenset({"to", "type", "contiguous", "detach", "float", "half", "bflo
 class MaskHandle(torch.Tensor):
     """Query columns [B, 1, T, 1] that carry what a mask would say; attributes survive slicing, moving and casting."""
 
-    padding_mask: torch.Tensor | None
-    mask_function: Callable | None
-    extent: tuple[int, int]
+    arguments: dict[str, Any]
     cached: dict
 
     @staticmethod
-    def wrap(
-        columns: torch.Tensor,
-        padding_mask: torch.Tensor | None,
-        mask_function: Callable | None,
-        extent: tuple[int, int],
-    ) -> MaskHandle:
-        """Columns [B, 1, T, 1] as a handle; `extent` is (key length, key offset) of the mask it stands for."""
+    def wrap(columns: torch.Tensor, arguments: dict[str, Any]) -> MaskHandle:
+        """Columns [B, 1, T, 1] as a handle; `arguments` are what transformers asked its mask function for."""
         handle = columns.as_subclass(MaskHandle)
-        handle.padding_mask, handle.mask_function, handle.extent, handle.cached = (
-            padding_mask,
-            mask_function,
-            extent,
-            {},
-        )
+        handle.arguments, handle.cached = arguments, {}
         return handle
 
     @classmethod
@@ -170,8 +158,7 @@ class MaskHandle(torch.Tensor):
         result = super().__torch_function__(func, types, args, kwargs or {})
         source = next((a for a in args if isinstance(a, MaskHandle) and "cached" in a.__dict__), None)
         if isinstance(result, MaskHandle) and source is not None and result is not source:
-            result.padding_mask, result.mask_function = source.padding_mask, source.mask_function
-            result.extent, result.cached = source.extent, source.cached
+            result.arguments, result.cached = source.arguments, source.cached
         return result
 
     def columns(self) -> torch.Tensor:
@@ -179,28 +166,23 @@ class MaskHandle(torch.Tensor):
         return self.as_subclass(torch.Tensor)[0, 0, :, 0]
 
     def chunk(self, device: torch.device, length: int) -> Chunk:
-        """The columns of this forward pass on `device`; one object for all layers that share the mask and its queries."""
+        """The columns of this forward pass on `device`; one object for all layers that share the mask and its queries.
+        """
         key = (str(device), length)
         if key not in self.cached:
             columns = self.columns()
             if len(columns) != length:
                 raise CacheError(f"The mask speaks of {len(columns)} queries and attention received {length}.")
-            padding_mask = None if self.padding_mask is None else self.padding_mask.to(device)
-            self.cached[key] = Chunk(columns.to(device), padding_mask, self.mask_function)
+            padding_mask = self.arguments["attention_mask"]
+            padding_mask = None if padding_mask is None else padding_mask.to(device)
+            self.cached[key] = Chunk(columns.to(device), padding_mask, self.arguments["mask_function"])
         return self.cached[key]
 
-    def materialise(self, batch: int, allow_causal_skip: bool) -> torch.Tensor | None:
-        """The boolean mask [B, 1, T, n] that the handle stands for, or None where causality alone says it all."""
-        columns = self.columns()
-        return sdpa_mask(
-            batch_size=batch,
-            q_length=len(columns),
-            kv_length=self.extent[0],
-            q_offset=int(columns[0]),
-            kv_offset=self.extent[1],
-            mask_function=self.mask_function or causal_mask_function,
-            attention_mask=self.padding_mask,
-            allow_is_causal_skip=allow_causal_skip
-            and (self.mask_function or causal_mask_function) is causal_mask_function,
-            device=columns.device,
-        )
+    def materialise(self, allow_causal_skip: bool) -> torch.Tensor | None:
+        """The boolean mask [B, 1, T, n] that the handle stands for, or None where SDPA's own causality says it all."""
+        arguments, columns = self.arguments, self.columns()
+        sliced = len(columns) != arguments["q_length"]
+        if sliced or not allow_causal_skip:
+            arguments = arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        mask = sdpa_mask(**arguments)
+        return mask[:, :, columns - arguments["q_offset"]] if sliced else mask

@@ -168,3 +168,14 @@ def test_four_dimensional_masks_and_other_batches_are_refused():
     model(random_ids(1, 4), past_key_values=cache)
     with pytest.raises(CacheError, match=r"holds 1 sequences.*given 2"):
         model(random_ids(2, 1), past_key_values=cache)
+
+
+def test_a_sliced_mask_stands_for_its_slice():
+    from kvconvert.runtime.attention import mask_function
+
+    padding = torch.ones(2, 8, dtype=torch.bool)
+    padding[0, :3] = False
+    whole = mask_function(2, 8, 8, attention_mask=padding)
+    expected = whole.materialise(allow_causal_skip=True)
+    assert torch.equal(whole[:, :, -2:].materialise(allow_causal_skip=True), expected[:, :, -2:])
+    assert whole[:, :, -2:].chunk(torch.device("cpu"), 2).query_columns.tolist() == [6, 7]
