@@ -125,7 +125,7 @@ def generate(bundle: Path, prompt: str | None, chat: bool, max_new_tokens: int) 
     if prompt is not None:
         console.complete(prompt)
     else:
-        console.chat(sys.stdin)
+        console.chat(iter(sys.stdin))
 
 
 @cli.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Console:
             raise UsageError("The prompt has no tokens; give some text.")
         self._generate(ids, None)
 
-    def chat(self, lines: Iterable[str]) -> None:
+    def chat(self, lines: Iterator[str]) -> None:
         """Answer line after line until the input ends.
 
         With a chat template each turn renders the whole conversation, otherwise the text simply grows. The cache of the
@@ -54,7 +54,7 @@ class Console:
         while True:
             if interactive:
                 print("> ", end="", file=sys.stderr, flush=True)
-            line = next(iter(lines), "")
+            line = next(lines, "")
             if not line:
                 return
             line = line.strip()

@@ -58,6 +58,8 @@ COPIED_FILES = (
     "generation_config.json",
     "*processor_config.json",
 )
+SHARED = "shares the embedding's weight"
+ELSEWHERE = "stored under the checkpoint's own names, which are listed too"
 LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 
@@ -161,13 +163,14 @@ class _Contents:
             file: read_header(source.directory / file) for file in sorted({source.weight_map[name] for name in copied})
         }
         infos.update({name: headers[source.weight_map[name]][name] for name in copied})
-        modules = [_with_shape(module, infos) for module in [*covered, *store.state.kept_modules]]
+        tied = bool(getattr(source.config.get_text_config(), "tie_word_embeddings", False))
+        modules = [_with_shape(module, infos, tied) for module in [*covered, *store.state.kept_modules]]
         modules += _uncovered(infos, copied, {module.name for module in modules})
         return cls(infos, layer_of, copied, modules, plan, plan_layer_of)
 
 
-def _with_shape(module: ModuleCoverage, infos: dict[str, TensorInfo]) -> ModuleCoverage:
-    """Coverage of a Linear with its shape, from its own tensors."""
+def _with_shape(module: ModuleCoverage, infos: dict[str, TensorInfo], tied: bool) -> ModuleCoverage:
+    """Coverage of a Linear with its shape, from its own tensors; a module without any says where they are."""
     if module.treatment != "kept":
         scales, codes = infos.get(f"{module.name}.scales"), infos.get(f"{module.name}.qweight")
         if scales is None or codes is None:
@@ -176,7 +179,7 @@ def _with_shape(module: ModuleCoverage, infos: dict[str, TensorInfo]) -> ModuleC
             )
         return module.model_copy(update={"in_features": codes.shape[0], "out_features": scales.shape[1]})
     if not any(name.startswith(f"{module.name}.") for name in infos):
-        return module.model_copy(update={"reason": "stores no tensor of its own: shares the embedding's weight"})
+        return module.model_copy(update={"reason": SHARED if module.kind == "linear" and tied else ELSEWHERE})
     weight = infos.get(f"{module.name}.weight")
     if module.kind == "linear" and weight is not None and len(weight.shape) == 2:
         return module.model_copy(update={"in_features": weight.shape[1], "out_features": weight.shape[0]})

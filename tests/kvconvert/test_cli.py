@@ -71,7 +71,13 @@ def test_a_fresh_bundle_verifies_and_says_what_was_checked(folder):
 def test_inspect_shows_coverage_and_labels_its_estimate(folder):
     result = kvconvert("inspect", folder / "bundle")
     assert result.exit_code == 0, result.output
-    for words in ("model.layers.*.mlp.down_proj", "awq 4 bit, groups of 16", "lm_head", "keys 2 bit", "not measured"):
+    for words in (
+        "model.layers.*.mlp.down_proj",
+        "awq 4 bit, groups of 16",
+        "shares the embedding",
+        "keys 2 bit",
+        "not measured",
+    ):
         assert words in result.stdout
 
 
