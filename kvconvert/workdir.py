@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -32,8 +33,11 @@ from torch import Tensor
 from kvconvert.bundle.manifest import DataInfo, ModuleCoverage, SourceInfo
 from kvconvert.errors import KvconvertError, UsageError
 
+logger = logging.getLogger(__name__)
+
 WORK_FORMAT = 0
 _STATE = "state.json"
+_FOLDERS = ("layers", "hidden")
 _TEMPORARY = ".partial"
 
 
@@ -174,16 +178,31 @@ class WorkDir:
                 raise UsageError(
                     f"{_changes(previous, state)}; give --restart to calibrate {path} anew, or another -o."
                 )
-            return cls(path, previous)
+            state = previous
         with _disk_errors(path):
-            if begun:
-                # The state goes first: without it the rest means nothing.
-                (path / _STATE).unlink()
-            for folder in ("layers", "hidden"):
-                shutil.rmtree(path / folder, ignore_errors=True)
-                (path / folder).mkdir(parents=True, exist_ok=True)
-            _write_text(path / _STATE, _to_json(state))
+            path.mkdir(parents=True, exist_ok=True)
+            if begun and restart:
+                cls._set_aside(path)
+            if restart or not begun:
+                _write_text(path / _STATE, _to_json(state))
+            shutil.rmtree(path / f"layers{_TEMPORARY}", ignore_errors=True)
+            for folder in () if state.complete else ("layers", "hidden"):
+                (path / folder).mkdir(exist_ok=True)
         return cls(path, state)
+
+    @staticmethod
+    def _set_aside(path: Path) -> None:
+        """Undo an earlier calibration in steps of which each leaves a state that tells the truth."""
+        shutil.rmtree(path / "hidden", ignore_errors=True)
+        try:
+            previous = _read_state(path)
+        except UsageError:
+            logger.warning("%s cannot be read; starting anew as asked.", path / _STATE)
+        else:
+            _write_text(path / _STATE, _to_json(previous.model_copy(update={"complete": False})))
+        shutil.rmtree(path / f"layers{_TEMPORARY}", ignore_errors=True)
+        if (path / "layers").exists():
+            os.replace(path / "layers", path / f"layers{_TEMPORARY}")
 
     def is_committed(self, index: int) -> bool:
         """Whether a layer's result is complete."""
