@@ -3,6 +3,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -170,19 +171,30 @@ def test_an_existing_output_is_wrong_usage(folder):
     assert "--force" in refusal(2, "export", folder / "work", "-o", folder / "bundle")
 
 
-def test_a_missed_limit_is_exit_code_3_and_force_writes_the_bundle_all_the_same(folder, tmp_path, monkeypatch):
-    import types
-
+@pytest.fixture
+def limited_work(folder, tmp_path):
+    """The calibration with a limit that no quantized model meets."""
     work = shutil.copytree(folder / "work", tmp_path / "work")
     state = json.loads((work / "state.json").read_text())
-    state["recipe"]["limits"]["max_kl"] = 0.1
+    state["recipe"]["limits"]["max_kl"] = 1e-9
     (work / "state.json").write_text(json.dumps(state))
+    return work
+
+
+def test_a_missed_limit_is_exit_code_3_and_writes_nothing(limited_work, tmp_path, monkeypatch):
     report = types.SimpleNamespace(to_dict=lambda: {"kl": {"mean": 0.5}})
     monkeypatch.setitem(sys.modules, "kvconvert.fidelity", types.SimpleNamespace(evaluate=lambda *a, **k: report))
-    assert "max_kl is 0.1" in refusal(3, "export", work, "-o", tmp_path / "bundle")
+    assert "max_kl is 1e-09" in refusal(3, "export", limited_work, "-o", tmp_path / "bundle")
     assert os.listdir(tmp_path) == ["work"]
-    assert kvconvert("export", work, "-o", tmp_path / "bundle", "--force").exit_code == 0
-    assert "max_kl is 0.1" in kvconvert("inspect", tmp_path / "bundle").stdout
+
+
+def test_force_writes_a_bundle_that_misses_its_limit_with_what_was_measured(limited_work, tmp_path):
+    bundle = tmp_path / "bundle"
+    assert kvconvert("export", limited_work, "-o", bundle, "--force").exit_code == 0
+    assert "max_kl is 1e-09" in kvconvert("inspect", bundle).stdout
+    assert "exported by force" in (bundle / "README.md").read_text()
+    assert kvconvert("verify", bundle).exit_code == 0
+    assert json.loads((bundle / "kvconvert.json").read_text())["fidelity"]["report"]["kl"]["mean"] > 0
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])
