@@ -13,7 +13,16 @@ from dataclasses import dataclass
 import torch
 
 from kvconvert.kernels.packing import unpack_codes
-from kvconvert.kernels.pages import PageFormat, Pages, page_keys, page_values
+from kvconvert.kernels.pages import (
+    KeyFormat,
+    KeyPages,
+    ValueFormat,
+    ValuePages,
+    dequantize_keys,
+    dequantize_values,
+    key_codes,
+)
+from kvconvert.kernels.spans import Span, SpanFormat, shift_extremes, span_scores, weighted_span_values
 
 # Bytes of scores and gathered queries that one tile may take; measured: larger tiles leave the last-level cache.
 TILE_BYTES = 8 << 20
@@ -23,13 +32,17 @@ TILE_BYTES = 8 << 20
 class PageTile:
     """Some pages of some sequences.
 
+    Keys and values of the same tokens; either may still be in full precision where their windows differ.
+
     Attributes:
-        pages: N pages.
+        keys: N key pages, or full-precision keys [N, H, P, D].
+        values: N value pages, or full-precision values [N, H, P, E].
         rows: int64 [N], the batch row that each page belongs to.
-        visible: bool [N, T, P], which tokens each of the T queries may see; None when all may see all.
+        visible: bool [N, H or 1, T, P], which tokens each of the T queries may see; None when all may see all.
     """
 
-    pages: Pages
+    keys: KeyPages | torch.Tensor
+    values: ValuePages | torch.Tensor
     rows: torch.Tensor
     visible: torch.Tensor | None = None
 
@@ -41,7 +54,7 @@ class DenseRun:
     Attributes:
         row: the batch row.
         keys: [H, n, D]; values: [H, n, E].
-        visible: bool [T, n]; None when all queries may see all tokens.
+        visible: bool [H or 1, T, n]; None when all queries may see all tokens.
     """
 
     row: int
@@ -99,10 +112,44 @@ def prompt_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Te
     )[0]
 
 
-def pages_per_tile(num_query_heads: int, num_queries: int, format: PageFormat) -> int:
+@dataclass(frozen=True)
+class SpanRun:
+    """All spans of one sequence, whose scores are shifted together (CalibQuant).
+
+    Attributes:
+        row: the batch row.
+        spans: in order; format: of all of them.
+        tau1, tau2: see `shift_extremes`.
+        visible: bool [1, T, n] over the tokens of all spans; None when all queries may see all.
+    """
+
+    row: int
+    spans: list[Span]
+    format: SpanFormat
+    tau1: float = 0.0
+    tau2: float = 0.0
+    visible: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerFormat:
+    """How one layer's pages are to be read.
+
+    Attributes:
+        keys, values: their formats.
+        boosted: int64 [H, boosted], the key channels with more bits where these are fixed for the layer.
+    """
+
+    keys: KeyFormat
+    values: ValueFormat
+    boosted: torch.Tensor | None = None
+
+
+def pages_per_tile(num_query_heads: int, num_queries: int, format: LayerFormat) -> int:
     """How many pages one tile should hold, so that its scores and dequantized codes stay within `TILE_BYTES`."""
-    scores = num_query_heads * num_queries * (format.page_size + format.key_head_dim)
-    codes = format.num_key_value_heads * format.page_size * max(format.key_head_dim, format.value_head_dim)
+    keys, values = format.keys, format.values
+    scores = num_query_heads * num_queries * (keys.page_size + keys.head_dim)
+    codes = keys.heads * keys.page_size * max(keys.head_dim, values.head_dim)
     return max(1, TILE_BYTES // (4 * (scores + codes)))
 
 
@@ -110,10 +157,11 @@ def paged_attention(
     queries: torch.Tensor,
     tiles: Iterable[PageTile],
     dense: Iterable[DenseRun],
-    format: PageFormat,
+    format: LayerFormat,
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    spans: Iterable[SpanRun] = (),
 ) -> torch.Tensor:
     """Attention of a batch of ragged sequences, each query over its own sequence's pages and dense tokens.
 
@@ -121,27 +169,39 @@ def paged_attention(
         queries: [B, Hq, T, D], rotated if the keys are.
         tiles: the pages, in any order and grouping.
         dense: the full-precision tokens, at most one softmax block per run.
-        format: the layer's page format.
+        format: of the layer's pages.
         scaling, softcap, sinks: as in `attention_reference`.
+        spans: at most one run per row.
 
     Returns:
         float32 [B, Hq, T, E]; zeros where a query sees nothing.
     """
     batch, query_heads, length, _ = queries.shape
-    heads = format.num_key_value_heads
+    heads = format.keys.heads
     # All queries that read one KV head are rows of one matrix, so a code is unpacked once for the whole group.
     grouped = queries.float().reshape(batch, heads, query_heads // heads * length, -1)
-    state = _Softmax(grouped, format.value_head_dim)
+    state = _Softmax(grouped, format.values.head_dim)
     for tile in tiles:
-        scores = _page_scores(grouped[tile.rows], tile.pages, format)
+        scores = _page_scores(grouped[tile.rows], tile.keys, format)
         weights, maximum = _exponentials(scores, scaling, softcap, tile.visible, length)
-        state.add(tile.rows, maximum, weights.sum(-1), _weighted_page_values(weights, tile.pages, format))
+        state.add(tile.rows, maximum, weights.sum(-1), _weighted_page_values(weights, tile.values, format.values))
     for run in dense:
         scores = grouped[run.row] @ run.keys.float().transpose(1, 2)
         visible = None if run.visible is None else run.visible[None]
         weights, maximum = _exponentials(scores[None], scaling, softcap, visible, length)
         row = torch.tensor([run.row], device=queries.device)
         state.add(row, maximum, weights.sum(-1), weights @ run.values.float())
+    for run in spans:
+        scores = torch.cat([span_scores(grouped[run.row], span, run.format) for span in run.spans], -1).mul_(scaling)
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        if run.tau1 or run.tau2:
+            scores = shift_extremes(scores, run.tau1, run.tau2)
+        visible = None if run.visible is None else run.visible[None]
+        weights, maximum = _exponentials(scores[None], 1.0, None, visible, length)
+        parts = weights[0].split([span.tokens for span in run.spans], -1)
+        output = sum(weighted_span_values(w, span, run.format) for w, span in zip(parts, run.spans, strict=True))
+        state.add(torch.tensor([run.row], device=queries.device), maximum, weights.sum(-1), output[None])
     return state.finish(sinks, length).reshape(batch, query_heads, length, -1)
 
 
@@ -156,7 +216,7 @@ def _exponentials(
         scores.div_(softcap).tanh_().mul_(softcap)
     if visible is not None:
         n, heads, rows, tokens = scores.shape
-        scores.view(n, heads, rows // length, length, tokens).masked_fill_(~visible[:, None, None], float("-inf"))
+        scores.view(n, heads, rows // length, length, tokens).masked_fill_(~visible.unsqueeze(2), float("-inf"))
     maximum = scores.amax(-1)
     # A query that sees nothing here has maximum -inf; subtracting 0 instead keeps its exponentials at 0, not NaN.
     return scores.sub_(maximum.nan_to_num(neginf=0.0).unsqueeze(-1)).exp_(), maximum
@@ -197,38 +257,40 @@ class _Softmax:
         return self.output / self.total.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
 
 
-def _page_scores(queries: torch.Tensor, pages: Pages, format: PageFormat) -> torch.Tensor:
+def _page_scores(queries: torch.Tensor, pages: KeyPages | torch.Tensor, format: LayerFormat) -> torch.Tensor:
     """Dot products of queries [N, H, R, D] with page keys: [N, H, R, P].
 
     With few queries the scales are folded into the query, which leaves the codes as they are; with many, one
     dequantized page serves them all.
     """
-    f = format
-    groups = f.page_size // f.key_group_size
-    if f.key_bits == 16 or queries.shape[2] * groups > f.page_size:
-        return queries @ page_keys(pages, f)
-    codes = unpack_codes(pages.key_codes, f.key_bits, 3, f.page_size).float()
-    scale, offset = pages.key_scale.float(), queries @ pages.key_minimum.float()
+    if isinstance(pages, torch.Tensor):
+        return queries @ pages.float().transpose(2, 3)
+    f = format.keys
+    groups = f.page_size // f.group_size
+    if f.bits == 16 or queries.shape[2] * groups > f.page_size:
+        return queries @ dequantize_keys(pages, f, format.boosted)
+    codes = key_codes(pages, f, format.boosted).float()
+    scale, offset = pages.scale.float(), queries @ pages.minimum.float()
     scores = torch.empty(*queries.shape[:3], f.page_size, device=queries.device)
     for g in range(groups):
-        tokens = slice(g * f.key_group_size, (g + 1) * f.key_group_size)
+        tokens = slice(g * f.group_size, (g + 1) * f.group_size)
         scores[..., tokens] = (queries * scale[..., g].unsqueeze(2)) @ codes[..., tokens]
         scores[..., tokens] += offset[..., g : g + 1]
-    return scores if pages.key_norm is None else scores.mul_(pages.key_norm.float().unsqueeze(2))
+    return scores if pages.norm is None else scores.mul_(pages.norm.float().unsqueeze(2))
 
 
-def _weighted_page_values(weights: torch.Tensor, pages: Pages, format: PageFormat) -> torch.Tensor:
-    """Sum of page values by weights [N, H, R, P]: [N, H, R, E]; scales are folded into the weights when these are few.
-    """
-    f = format
-    groups = f.value_head_dim // f.value_group_size
-    if f.value_bits == 16 or weights.shape[2] * groups > f.value_head_dim:
-        return weights @ page_values(pages, f)
-    codes = unpack_codes(pages.value_codes, f.value_bits, 3, f.value_head_dim).float()
-    scale, offset = pages.value_scale.float(), weights @ pages.value_minimum.float()
-    output = torch.empty(*weights.shape[:3], f.value_head_dim, device=weights.device)
+def _weighted_page_values(weights: torch.Tensor, pages: ValuePages | torch.Tensor, f: ValueFormat) -> torch.Tensor:
+    """Sum of page values by weights [N, H, R, P]: [N, H, R, E]; scales go into the weights when these are few."""
+    if isinstance(pages, torch.Tensor):
+        return weights @ pages.float()
+    groups = f.head_dim // f.group_size
+    if f.bits == 16 or weights.shape[2] * groups > f.head_dim:
+        return weights @ dequantize_values(pages, f)
+    codes = unpack_codes(pages.codes, f.bits, 3, f.head_dim).float()
+    scale, offset = pages.scale.float(), weights @ pages.minimum.float()
+    output = torch.empty(*weights.shape[:3], f.head_dim, device=weights.device)
     for g in range(groups):
-        channels = slice(g * f.value_group_size, (g + 1) * f.value_group_size)
+        channels = slice(g * f.group_size, (g + 1) * f.group_size)
         output[..., channels] = (weights * scale[..., g].unsqueeze(2)) @ codes[..., channels]
         output[..., channels] += offset[..., g : g + 1]
     return output

@@ -1,16 +1,19 @@
-"""Pages: fixed runs of tokens whose keys and values are quantized together and never touched again.
+"""Pages: fixed runs of tokens whose keys or values are quantized together and never touched again.
 
-A page holds `page_size` tokens of every KV head of one layer. Keys are quantized per channel over groups of tokens and
-packed along the tokens; values are quantized per token over groups of channels and packed along the channels. Both are
-what the
-decode kernels read: the axis that is contracted with the probabilities or the query is not the packed one.
+A page holds `page_size` tokens of every KV head of one layer. Keys and values have pages of their own, because their
+full-precision windows may differ. Keys are quantized per channel over groups of tokens and packed along the tokens;
+values are quantized per token over groups of channels and packed along the channels. Both are what the decode kernels
+read: the axis that is contracted with the probabilities or the query is not the packed one.
+
+Kitty's boosted key channels have twice the bits: their low bits lie in the dense plane with everybody's, their high bits
+in a second plane, so that the dense plane has one shape whatever is boosted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 
@@ -20,56 +23,54 @@ from kvconvert.kernels.quantizer import dequantize, quantize
 
 
 @dataclass(frozen=True)
-class PageFormat:
-    """The meaning of one layer's page bytes.
+class KeyFormat:
+    """The meaning of one layer's key-page bytes.
 
     Attributes:
-        num_key_value_heads, key_head_dim, value_head_dim: shape of the layer's K and V.
+        heads, head_dim: KV heads and channels of the layer's keys.
         page_size: tokens per page.
-        key_bits, value_bits: 1, 2, 4, 8, or 16 for unquantized.
-        key_group_size: tokens per key group; divides `page_size`.
-        value_group_size: channels per value group; divides `value_head_dim`.
+        bits: 1, 2, 4, 8, or 16 for unquantized.
+        group_size: tokens per group; divides `page_size`.
         token_norm: whether keys are divided by a norm before quantization, over all heads jointly or each head alone.
         token_norm_measure: root mean square ("l2") or mean magnitude.
-        key_range, value_range: factor applied to each group's (min, max) about its midpoint.
+        range: factor applied to each group's (min, max) about its midpoint.
+        boosted: channels per head that get twice the bits (Kitty).
+        boost_select: "dynamic" ranks channels by mean magnitude in each page and stores their indices there;
+            "calibrated" takes the fixed channels given to `quantize_keys`.
     """
 
-    num_key_value_heads: int
-    key_head_dim: int
-    value_head_dim: int
+    heads: int
+    head_dim: int
     page_size: int
-    key_bits: int
-    value_bits: int
-    key_group_size: int
-    value_group_size: int
+    bits: int
+    group_size: int
     token_norm: Literal["none", "joint", "per_head"] = "none"
     token_norm_measure: Literal["l2", "mean_abs"] = "l2"
-    key_range: float = 1.0
-    value_range: float = 1.0
+    range: float = 1.0
+    boosted: int = 0
+    boost_select: Literal["dynamic", "calibrated"] = "dynamic"
 
 
 @dataclass(frozen=True)
-class Pages:
-    """N pages; the first dimension of every tensor counts pages. H KV heads, D key and E value channels, P tokens.
+class ValueFormat:
+    """The meaning of one layer's value-page bytes.
 
     Attributes:
-        key_codes: int16 [N, H, D, P * key_bits / 16], or the model's dtype [N, H, D, P] at 16 bits.
-        key_scale, key_minimum: float16 [N, H, D, P / key_group_size], None at 16 bits.
-        key_norm: float16 [N, H or 1, P], None without a token norm.
-        value_codes: int16 [N, H, P, E * value_bits / 16], or the model's dtype [N, H, P, E] at 16 bits.
-        value_scale, value_minimum: float16 [N, H, P, E / value_group_size], None at 16 bits.
+        heads, head_dim: KV heads and channels of the layer's values.
+        page_size, bits, range: as for keys.
+        group_size: channels per group; divides `head_dim`.
     """
 
-    key_codes: torch.Tensor
-    key_scale: torch.Tensor | None
-    key_minimum: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    value_codes: torch.Tensor
-    value_scale: torch.Tensor | None
-    value_minimum: torch.Tensor | None
+    heads: int
+    head_dim: int
+    page_size: int
+    bits: int
+    group_size: int
+    range: float = 1.0
 
-    def __len__(self) -> int:
-        return self.key_codes.shape[0]
+
+class _Tensors:
+    """A record of tensors whose first dimension counts pages; absent parts are None."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that this format has, with their names."""
@@ -78,9 +79,19 @@ class Pages:
             if tensor is not None:
                 yield field.name, tensor
 
-    def select(self, index: slice | torch.Tensor) -> Pages:
+    def select(self, index: slice | torch.Tensor) -> Self:
         """Some of the pages: a view for a slice, a copy for an index tensor."""
-        return Pages(*(None if (t := getattr(self, field.name)) is None else t[index] for field in fields(self)))
+        return type(self)(*(None if (t := getattr(self, f.name)) is None else t[index] for f in fields(self)))
+
+    @classmethod
+    def cat(cls, parts: list[Self]) -> Self:
+        """Pages of one format, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        names = {name for name, _ in parts[0].tensors()}
+        return cls(
+            *(torch.cat([getattr(p, f.name) for p in parts]) if f.name in names else None for f in fields(parts[0]))
+        )
 
     @property
     def nbytes(self) -> int:
@@ -88,32 +99,75 @@ class Pages:
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
 
-def empty_pages(count: int, format: PageFormat, dtype: torch.dtype, device: torch.device) -> Pages:
-    """Uninitialised room for `count` pages; `dtype` is the model's, used by 16-bit codes."""
-    f = format
-    shape = (count, f.num_key_value_heads)
+@dataclass(frozen=True)
+class KeyPages(_Tensors):
+    """N key pages of H heads, D channels, P tokens.
 
-    def codes(rows: int, length: int, bits: int) -> torch.Tensor:
-        if bits == 16:
-            return torch.empty(*shape, rows, length, dtype=dtype, device=device)
-        return torch.empty(*shape, rows, length * bits // 16, dtype=torch.int16, device=device)
+    Attributes:
+        codes: int16 [N, H, D, P * bits / 16], or the model's dtype [N, H, D, P] at 16 bits.
+        scale, minimum: float16 [N, H, D, P / group_size], None at 16 bits.
+        norm: float16 [N, H or 1, P], None without a token norm.
+        high: int16 [N, H, boosted, P * bits / 16], the upper bits of boosted channels, None without boost.
+        channels: uint8 [N, H, boosted], which channels those are, ascending; None where they are fixed per layer.
+    """
 
-    def metadata(rows: int, groups: int, bits: int) -> torch.Tensor | None:
-        return None if bits == 16 else torch.empty(*shape, rows, groups, dtype=torch.float16, device=device)
+    codes: torch.Tensor
+    scale: torch.Tensor | None
+    minimum: torch.Tensor | None
+    norm: torch.Tensor | None = None
+    high: torch.Tensor | None = None
+    channels: torch.Tensor | None = None
 
-    key_groups, value_groups = f.page_size // f.key_group_size, f.value_head_dim // f.value_group_size
-    norm_heads = {"none": 0, "joint": 1, "per_head": f.num_key_value_heads}[f.token_norm]
-    return Pages(
-        key_codes=codes(f.key_head_dim, f.page_size, f.key_bits),
-        key_scale=metadata(f.key_head_dim, key_groups, f.key_bits),
-        key_minimum=metadata(f.key_head_dim, key_groups, f.key_bits),
-        key_norm=torch.empty(count, norm_heads, f.page_size, dtype=torch.float16, device=device)
-        if norm_heads
-        else None,
-        value_codes=codes(f.page_size, f.value_head_dim, f.value_bits),
-        value_scale=metadata(f.page_size, value_groups, f.value_bits),
-        value_minimum=metadata(f.page_size, value_groups, f.value_bits),
+    def __len__(self) -> int:
+        return self.codes.shape[0]
+
+
+@dataclass(frozen=True)
+class ValuePages(_Tensors):
+    """N value pages of H heads, P tokens, E channels.
+
+    Attributes:
+        codes: int16 [N, H, P, E * bits / 16], or the model's dtype [N, H, P, E] at 16 bits.
+        scale, minimum: float16 [N, H, P, E / group_size], None at 16 bits.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor | None
+    minimum: torch.Tensor | None
+
+    def __len__(self) -> int:
+        return self.codes.shape[0]
+
+
+def empty_keys(count: int, f: KeyFormat, dtype: torch.dtype, device: torch.device) -> KeyPages:
+    """Uninitialised room for `count` key pages; `dtype` is the model's, used by 16-bit codes."""
+    lanes = f.page_size * f.bits // 16
+    rows = (count, f.heads, f.head_dim)
+    if f.bits == 16:
+        return KeyPages(torch.empty(*rows, f.page_size, dtype=dtype, device=device), None, None)
+    scale, minimum = (
+        torch.empty(*rows, f.page_size // f.group_size, dtype=torch.float16, device=device) for _ in range(2)
     )
+    norm_heads = {"none": 0, "joint": 1, "per_head": f.heads}[f.token_norm]
+    norm = torch.empty(count, norm_heads, f.page_size, dtype=torch.float16, device=device) if norm_heads else None
+    high = channels = None
+    if f.boosted:
+        high = torch.empty(count, f.heads, f.boosted, lanes, dtype=torch.int16, device=device)
+        if f.boost_select == "dynamic":
+            channels = torch.empty(count, f.heads, f.boosted, dtype=torch.uint8, device=device)
+    codes = torch.empty(*rows, lanes, dtype=torch.int16, device=device)
+    return KeyPages(codes, scale, minimum, norm, high, channels)
+
+
+def empty_values(count: int, f: ValueFormat, dtype: torch.dtype, device: torch.device) -> ValuePages:
+    """Uninitialised room for `count` value pages."""
+    rows = (count, f.heads, f.page_size)
+    if f.bits == 16:
+        return ValuePages(torch.empty(*rows, f.head_dim, dtype=dtype, device=device), None, None)
+    groups = f.head_dim // f.group_size
+    scale, minimum = (torch.empty(*rows, groups, dtype=torch.float16, device=device) for _ in range(2))
+    codes = torch.empty(*rows, f.head_dim * f.bits // 16, dtype=torch.int16, device=device)
+    return ValuePages(codes, scale, minimum)
 
 
 def token_norms(
@@ -137,55 +191,91 @@ def token_norms(
     return norms
 
 
-def quantize_pages(keys: torch.Tensor, values: torch.Tensor, format: PageFormat) -> Pages:
-    """Quantize whole pages.
+def rank_channels(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` channels of largest mean magnitude per page and head: int64 [N, H, count], ascending.
+
+    From keys [N, H, P, D]; Kitty's score (page-wise mean |K|), ties to the lower index.
+    """
+    score = keys.float().abs().mean(2)
+    order = torch.sort(score, dim=-1, descending=True, stable=True).indices
+    return order[..., :count].sort(-1).values
+
+
+def quantize_keys(keys: torch.Tensor, f: KeyFormat, channels: torch.Tensor | None = None) -> KeyPages:
+    """Quantize whole pages of keys [N, H, P, D], any float dtype, after RoPE and the scheme's rotation.
 
     Args:
-        keys: [N, H, P, D], any float dtype, after RoPE and after the rotation if the scheme has one.
-        values: [N, H, P, E].
-        format: what to store; `page_size` equals P.
+        keys: what to store.
+        f: how.
+        channels: int64 [H, boosted], the channels to boost with `boost_select="calibrated"`.
 
     Returns:
-        N pages. Key codes are computed from the stored norm, scale and minimum.
+        N pages. Codes are computed from the stored norm, scale and minimum. A boosted channel's scale and minimum are
+        those of its own finer grid.
 
     Raises:
         NumericError: NaN, infinity, or a norm, scale or minimum beyond float16.
     """
-    key_norm = None
-    transposed = keys.transpose(2, 3)
-    if format.token_norm != "none":
-        key_norm = token_norms(keys, format.token_norm, format.token_norm_measure).half()
+    if f.bits == 16:
+        return KeyPages(keys.transpose(2, 3).contiguous(), None, None)
+    norm = None
+    if f.token_norm != "none":
+        norm = token_norms(keys, f.token_norm, f.token_norm_measure).half()
         # Zero-norm tokens (all-zero keys, or below float16's range) store zeros and come back as zeros.
-        reciprocal = torch.where(key_norm > 0, key_norm.float().reciprocal(), 0.0)
-        transposed = transposed.float() * reciprocal.unsqueeze(2)
-    if format.key_bits == 16:
-        key_codes, key_scale, key_minimum = transposed.to(keys.dtype).contiguous(), None, None
-    else:
-        quantized = quantize(transposed, format.key_bits, format.key_group_size, dim=3, value_range=format.key_range)
-        key_codes = pack_codes(quantized.codes, format.key_bits, dim=3)
-        key_scale, key_minimum = quantized.scale, quantized.minimum
-    if format.value_bits == 16:
-        value_codes, value_scale, value_minimum = values.contiguous(), None, None
-    else:
-        quantized = quantize(values, format.value_bits, format.value_group_size, dim=3, value_range=format.value_range)
-        value_codes = pack_codes(quantized.codes, format.value_bits, dim=3)
-        value_scale, value_minimum = quantized.scale, quantized.minimum
-    return Pages(key_codes, key_scale, key_minimum, key_norm, value_codes, value_scale, value_minimum)
+        keys = keys.float() * torch.where(norm > 0, norm.float().reciprocal(), 0.0).unsqueeze(3)
+    transposed = keys.transpose(2, 3)
+    plain = quantize(transposed, f.bits, f.group_size, dim=3, value_range=f.range)
+    if not f.boosted:
+        return KeyPages(pack_codes(plain.codes, f.bits, dim=3), plain.scale, plain.minimum, norm)
+    chosen = rank_channels(keys, f.boosted) if f.boost_select == "dynamic" else channels.expand(len(keys), -1, -1)
+
+    def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+        return chosen.unsqueeze(3).expand(-1, -1, -1, tensor.shape[3])
+
+    fine = quantize(
+        transposed.gather(2, rows_of(transposed)), 2 * f.bits, f.group_size, dim=3, value_range=f.range
+    )
+    low_mask = 2**f.bits - 1
+    codes = plain.codes.scatter(2, rows_of(plain.codes), fine.codes & low_mask)
+    return KeyPages(
+        codes=pack_codes(codes, f.bits, dim=3),
+        scale=plain.scale.scatter(2, rows_of(plain.scale), fine.scale),
+        minimum=plain.minimum.scatter(2, rows_of(plain.minimum), fine.minimum),
+        norm=norm,
+        high=pack_codes(fine.codes >> f.bits, f.bits, dim=3),
+        channels=chosen.to(torch.uint8) if f.boost_select == "dynamic" else None,
+    )
 
 
-def page_keys(pages: Pages, format: PageFormat) -> torch.Tensor:
+def quantize_values(values: torch.Tensor, f: ValueFormat) -> ValuePages:
+    """Quantize whole pages of values [N, H, P, E], any float dtype. NumericError as for keys."""
+    if f.bits == 16:
+        return ValuePages(values.contiguous(), None, None)
+    quantized = quantize(values, f.bits, f.group_size, dim=3, value_range=f.range)
+    return ValuePages(pack_codes(quantized.codes, f.bits, dim=3), quantized.scale, quantized.minimum)
+
+
+def key_codes(pages: KeyPages, f: KeyFormat, channels: torch.Tensor | None = None) -> torch.Tensor:
+    """Unpacked codes, uint8 [N, H, D, P], boosted channels with their upper bits."""
+    codes = unpack_codes(pages.codes, f.bits, 3, f.page_size)
+    if not f.boosted:
+        return codes
+    high = unpack_codes(pages.high, f.bits, 3, f.page_size) << f.bits
+    chosen = pages.channels.long() if pages.channels is not None else channels.expand(len(pages), -1, -1)
+    return codes.scatter_add(2, chosen.unsqueeze(3).expand_as(high), high)
+
+
+def dequantize_keys(pages: KeyPages, f: KeyFormat, channels: torch.Tensor | None = None) -> torch.Tensor:
     """Dequantized keys, float32 [N, H, D, P], token norms applied."""
-    if format.key_bits == 16:
-        keys = pages.key_codes.float()
-    else:
-        codes = unpack_codes(pages.key_codes, format.key_bits, 3, format.page_size)
-        keys = dequantize(codes, pages.key_scale, pages.key_minimum, format.key_group_size, 3)
-    return keys if pages.key_norm is None else keys * pages.key_norm.float().unsqueeze(2)
+    if f.bits == 16:
+        return pages.codes.float()
+    keys = dequantize(key_codes(pages, f, channels), pages.scale, pages.minimum, f.group_size, 3)
+    return keys if pages.norm is None else keys * pages.norm.float().unsqueeze(2)
 
 
-def page_values(pages: Pages, format: PageFormat) -> torch.Tensor:
+def dequantize_values(pages: ValuePages, f: ValueFormat) -> torch.Tensor:
     """Dequantized values, float32 [N, H, P, E]."""
-    if format.value_bits == 16:
-        return pages.value_codes.float()
-    codes = unpack_codes(pages.value_codes, format.value_bits, 3, format.value_head_dim)
-    return dequantize(codes, pages.value_scale, pages.value_minimum, format.value_group_size, 3)
+    if f.bits == 16:
+        return pages.codes.float()
+    codes = unpack_codes(pages.codes, f.bits, 3, f.head_dim)
+    return dequantize(codes, pages.scale, pages.minimum, f.group_size, 3)

@@ -11,8 +11,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from kvconvert.errors import CacheError, UnsupportedModelError
-from kvconvert.kernels.attention import DenseRun, paged_attention
-from kvconvert.kernels.pages import PageFormat
+from kvconvert.kernels.attention import DenseRun, LayerFormat, paged_attention
+from kvconvert.kernels.pages import KeyFormat, ValueFormat
 from kvconvert.runtime.layer import PagedLayer
 from kvconvert.runtime.seam import KeyHandle, MaskHandle
 
@@ -134,8 +134,9 @@ def _without_cache(
             key.shape[2] - length
         )[None, None]
     visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
-    visible = visible.expand(batch, 1, length, key.shape[2])[:, 0]
-    no_pages = PageFormat(key.shape[1], dim, value.shape[-1], 128, 16, 16, 128, value.shape[-1])
+    visible = visible.expand(batch, 1, length, key.shape[2])
+    heads, e = key.shape[1], value.shape[-1]
+    no_pages = LayerFormat(KeyFormat(heads, dim, 128, 16, 128), ValueFormat(heads, e, 128, 16, e))
     runs = [DenseRun(row, key[row], value[row], visible[row]) for row in range(batch)]
     output = paged_attention(query, [], runs, no_pages, scaling, softcap, sinks)
     return output.to(query.dtype).transpose(1, 2).contiguous()

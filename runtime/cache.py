@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Sequence_
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
 
 from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import RecipeError, UnsupportedModelError
+from kvconvert.kernels.selection import clamp_ratios, pyramid_ratios
 from kvconvert.runtime.layer import PagedLayer
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -68,6 +71,7 @@ class KVCache(Cache):
     Args:
         config: the model's config.
         scheme: a preset's name, one scheme for all layers, or one per layer (None leaves a layer unquantized).
+        plan: calibrated tensors by the names of a bundle's KV plan, `layers.{i}.boosted_channels` among them.
         kv_memory: bytes for pages, over all layers, taken at once and never exceeded; None grows as needed.
             Full-precision tokens (sinks, residuals, the prompt being read) come on top.
 
@@ -81,6 +85,7 @@ class KVCache(Cache):
         config: PretrainedConfig,
         scheme: KVScheme | str | Sequence_[KVScheme | None],
         *,
+        plan: Mapping[str, torch.Tensor] | None = None,
         kv_memory: int | None = None,
     ):
         text_config = config.get_text_config(decoder=True)
@@ -91,7 +96,7 @@ class KVCache(Cache):
                 f"model without a KV scheme."
             )
         layer_types, layer_kwargs = get_layer_types_and_kwargs(text_config)
-        self.schemes = _per_layer(scheme, len(layer_types), _folded_layers(config))
+        self.schemes = spread_ratios(_per_layer(scheme, len(layer_types), _folded_layers(config)))
         paged = [i for i, kind in enumerate(layer_types) if kind in ATTENTION_TYPES]
         page_bytes = kv_memory // max(1, len(paged)) if kv_memory is not None else None
         shared = bool(getattr(text_config, "num_kv_shared_layers", 0)) or "dummy" in layer_types
@@ -99,7 +104,9 @@ class KVCache(Cache):
         for index, (kind, kwargs) in enumerate(zip(layer_types, layer_kwargs, strict=True)):
             if kind in ATTENTION_TYPES:
                 window = kwargs.get("sliding_window")
-                layers.append(PagedLayer(self.schemes[index] or UNQUANTIZED, index, window, page_bytes, shared))
+                boosted = None if plan is None else plan.get(f"layers.{index}.boosted_channels")
+                layer_scheme = self.schemes[index] or UNQUANTIZED
+                layers.append(PagedLayer(layer_scheme, index, window, page_bytes, shared, boosted))
             else:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs))
         super().__init__(layers=layers)
@@ -107,8 +114,20 @@ class KVCache(Cache):
     def seal(self) -> None:
         """Say that the prompt is complete.
 
-        Schemes that compress page by page have nothing left to do; methods that compress a whole prompt do it here.
+        Schemes that treat whole prompts (spans, eviction) compress it here, or by themselves at the first single-token
+        step; page methods have nothing left to do.
         """
+        for layer in self.paged_layers():
+            layer.seal()
+
+    def expect_whole_prompt(self) -> None:
+        """Say that the next forward pass holds the whole prompt.
+
+        Each layer then compresses it before the next layer runs, so that the prefill's peak is one layer's keys and
+        values.
+        """
+        for layer in self.paged_layers():
+            layer.seal_at_once = True
 
     def paged_layers(self) -> list[PagedLayer]:
         """The attention layers."""
@@ -119,12 +138,12 @@ class KVCache(Cache):
         layers = [layer for layer in self.paged_layers() if layer.is_initialized]
 
         def width(layer: PagedLayer) -> int:
-            return layer.format.num_key_value_heads * (layer.format.key_head_dim + layer.format.value_head_dim)
+            return layer.format.keys.heads * (layer.format.keys.head_dim + layer.format.values.head_dim)
 
         return CacheStats(
             tokens=max((layer.tokens() for layer in layers), default=0),
-            residual_tokens=max((sum(s.dense for s in layer.sequences) for layer in layers), default=0),
-            pages=sum(layer.pool.pages_used for layer in layers),
+            residual_tokens=max((layer.residual_tokens() for layer in layers), default=0),
+            pages=sum(layer.pages() for layer in layers),
             flushes=sum(layer.flushes for layer in layers),
             fallbacks=0,
             values=sum(layer.tokens() * width(layer) for layer in layers),
@@ -159,3 +178,29 @@ def _per_layer(
                 f'"online" (KVScheme.with_online_rotation()).'
             )
     return schemes
+
+
+def spread_ratios(schemes: Sequence_[KVScheme | None]) -> tuple[KVScheme | None, ...]:
+    """Give each layer its own heavy ratio, where the schemes state the mean over layers and how to spread it.
+
+    A pyramid is a formula; calibrated allocations arrive spread already, as layers of allocation "uniform" with ratios of
+    their own. Layers whose heavy and recent shares exceed the prompt pass the excess on to the others.
+
+    Raises:
+        RecipeError: an allocation that needs calibration.
+    """
+    schemes = list(schemes)
+    evicting = [i for i, scheme in enumerate(schemes) if scheme is not None and scheme.evicts]
+    for i in evicting:
+        if schemes[i].allocation not in ("uniform", "pyramid"):
+            raise RecipeError(
+                f"[kv] allocation = {schemes[i].allocation!r} spreads the budget by what calibration measured; use it in a "
+                f"recipe and load the bundle, or choose uniform or pyramid."
+            )
+    pyramid = [i for i in evicting if schemes[i].allocation == "pyramid"]
+    if pyramid:
+        first = schemes[pyramid[0]]
+        ratios = pyramid_ratios(first.heavy_ratio, len(pyramid), first.pyramid_depth)
+        for i, ratio in zip(pyramid, clamp_ratios(ratios, first.recent_ratio), strict=True):
+            schemes[i] = replace(schemes[i], heavy_ratio=ratio, allocation="uniform")
+    return tuple(schemes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,11 @@ class BundleModel:
     """Mixed into the class of a model that was loaded from a bundle with a KV plan."""
 
     kv_schemes: Sequence[KVScheme | None]
+    kv_plan: Mapping[str, torch.Tensor]
 
     def new_kv_cache(self, *, kv_memory: int | None = None) -> KVCache:
         """An empty cache after the bundle's KV plan; see `KVCache` for `kv_memory` in bytes."""
-        return KVCache(self.config, self.kv_schemes, kv_memory=kv_memory)
+        return KVCache(self.config, self.kv_schemes, plan=self.kv_plan, kv_memory=kv_memory)
 
     def _prepare_cache_for_generation(
         self,
@@ -54,6 +55,8 @@ class BundleModel:
             cache = self.new_kv_cache()
             if generation_config.is_assistant:
                 cache.activate_past_recording()
+            elif generation_config.prefill_chunk_size is None:
+                cache.expect_whole_prompt()
             model_kwargs["past_key_values"] = cache
             return None
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
@@ -78,12 +81,14 @@ class BundleModel:
     push_to_hub = save_pretrained
 
 
-def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None]) -> None:
+def adopt(
+    model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapping[str, torch.Tensor]
+) -> None:
     """Give a loaded model the bundle's attention, caches and refusals."""
     if not any(scheme is not None for scheme in schemes):
         return
     base = type(model)
-    model.kv_schemes = tuple(schemes)
+    model.kv_schemes, model.kv_plan = tuple(schemes), dict(plan)
     model.__class__ = type(base.__name__, (BundleModel, base), {"__module__": base.__module__, "__doc__": base.__doc__})
     model.set_attn_implementation(NAME)
     parameters = list(inspect.signature(base.forward).parameters)[1:]

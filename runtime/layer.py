@@ -1,138 +1,100 @@
-"""One attention layer of the cache: per sequence sink, pages and residual, behind transformers' cache-layer protocol.
+"""One attention layer of the cache: per sequence sinks, pages, spans and residual, behind transformers' layer protocol.
 
 `update()` only parks new keys and values; the attention function commits them once it knows which columns are padding
 (`runtime/attention.py`). Pages are flushed after the attention of the tokens that fill them, so a prompt attends to
-itself in full precision, and a page, once written, is never quantized again.
+itself in full precision, and a page, once written, is never quantized again. Schemes that treat whole prompts leave a
+prompt in full precision until it is sealed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import CacheError, NumericError, RecipeError
-from kvconvert.kernels.attention import DenseRun, PageTile, paged_attention, pages_per_tile, prompt_attention
+from kvconvert.kernels.attention import (
+    DenseRun,
+    LayerFormat,
+    PageTile,
+    SpanRun,
+    paged_attention,
+    pages_per_tile,
+    prompt_attention,
+)
 from kvconvert.kernels.hadamard import hadamard_transform
-from kvconvert.kernels.pages import PageFormat, quantize_pages
-from kvconvert.runtime.columns import TokenColumns
+from kvconvert.kernels.pages import (
+    KeyFormat,
+    KeyPages,
+    ValueFormat,
+    ValuePages,
+    empty_keys,
+    empty_values,
+    quantize_keys,
+    quantize_values,
+)
+from kvconvert.kernels.selection import column_sums, select_tokens
+from kvconvert.kernels.spans import Span, SpanFormat, quantize_span
 from kvconvert.runtime.pool import PagePool
 from kvconvert.runtime.seam import Chunk, KeyHandle
+from kvconvert.runtime.sequence import Sequence, Side
 
-# The full-precision buffer of a sequence grows in steps of this many tokens, which bounds its unused room.
-DENSE_STEP = 16
 # Pages quantized in one call: bounds the float32 copies that a long prompt's flush needs.
 FLUSH_PAGES = 32
 
 
-def page_format(scheme: KVScheme, num_key_value_heads: int, key_head_dim: int, value_head_dim: int) -> PageFormat:
-    """The page format of a scheme for a layer's shape.
+def layer_format(
+    scheme: KVScheme, heads: int, key_dim: int, value_dim: int, boosted: torch.Tensor | None = None
+) -> LayerFormat:
+    """The page formats of a scheme for a layer's shape; `boosted` int64 [H, n] are its fixed boosted channels.
 
     Raises:
-        RecipeError: the head size cannot be packed at these bits.
+        RecipeError: the head size cannot be packed at these bits, or calibrated channels are missing or too many.
     """
-    for name, bits, dim in (
-        ("key_bits", scheme.key_bits, key_head_dim),
-        ("value_bits", scheme.value_bits, value_head_dim),
-    ):
+    for name, bits, dim in (("key_bits", scheme.key_bits, key_dim), ("value_bits", scheme.value_bits, value_dim)):
         if bits < 16 and dim % (16 // bits):
             raise RecipeError(
                 f"[kv] {name} = {bits} needs a head size that is a multiple of {16 // bits}; this model has {dim}."
             )
-    return PageFormat(
-        num_key_value_heads=num_key_value_heads,
-        key_head_dim=key_head_dim,
-        value_head_dim=value_head_dim,
-        page_size=scheme.page_size,
-        key_bits=scheme.key_bits,
-        value_bits=scheme.value_bits,
-        key_group_size=scheme.key_group_size,
-        value_group_size=scheme.value_group_for(value_head_dim) if scheme.value_bits < 16 else value_head_dim,
-        token_norm=scheme.token_norm,
-        token_norm_measure=scheme.token_norm_measure,
-        key_range=scheme.key_range,
-        value_range=scheme.value_range,
+    count = scheme.boosted_for(key_dim)
+    if count and scheme.boost_select == "calibrated":
+        shape = None if boosted is None else tuple(boosted.shape)
+        if shape != (heads, count):
+            raise RecipeError(
+                f"[kv] boost_select = 'calibrated' needs {count} channels for each of {heads} heads from a KV plan, and "
+                f"found {'none' if shape is None else shape}; use a bundle calibrated so, or select dynamically."
+            )
+    keys = KeyFormat(
+        heads,
+        key_dim,
+        scheme.page_size,
+        scheme.key_bits,
+        scheme.key_group_size,
+        scheme.token_norm,
+        scheme.token_norm_measure,
+        scheme.key_range,
+        count,
+        scheme.boost_select,
     )
-
-
-@dataclass
-class Sequence:
-    """The stored tokens of one sequence: [sinks | dropped pages | pages | residual], columns ascending.
-
-    Sinks and residual share one buffer, sinks first. `dropped` counts pages that left a sliding window for good.
-    """
-
-    keys: torch.Tensor  # [H, capacity, D]
-    values: torch.Tensor  # [H, capacity, E]
-    dense: int = 0  # tokens in the buffer
-    sinks: int = 0  # how many of them are sinks
-    dropped: int = 0
-    pages: list[int] = field(default_factory=list)
-    columns: TokenColumns = field(default_factory=TokenColumns)
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor, sink_tokens: int) -> None:
-        """Append tokens [H, n, D], [H, n, E]; the first `sink_tokens` of the sequence become sinks."""
-        n = keys.shape[1]
-        if self.dense + n > self.keys.shape[1]:
-            self.resize(self.dense + n)
-        self.keys[:, self.dense : self.dense + n] = keys
-        self.values[:, self.dense : self.dense + n] = values
-        self.dense += n
-        self.sinks = min(sink_tokens, max(self.sinks, self.dense if not self.pages and not self.dropped else 0))
-
-    def resize(self, tokens: int) -> None:
-        """Reallocate the buffer for `tokens` tokens, rounded up to a step."""
-        capacity = -(-tokens // DENSE_STEP) * DENSE_STEP
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = old.new_empty(old.shape[0], capacity, old.shape[2])
-            new[:, : self.dense] = old[:, : self.dense]
-            setattr(self, name, new)
-
-    def remove_dense(self, start: int, stop: int) -> None:
-        """Take tokens start..stop-1 out of the buffer and shrink it to what remains."""
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            kept = self.dense - (stop - start)
-            new = old.new_empty(old.shape[0], -(-kept // DENSE_STEP) * DENSE_STEP, old.shape[2])
-            new[:, :start] = old[:, :start]
-            new[:, start:kept] = old[:, stop : self.dense]
-            setattr(self, name, new)
-        self.dense -= stop - start
-
-    def dense_columns(self, device: torch.device) -> torch.Tensor:
-        """Columns of the buffer's tokens, int64 [dense]."""
-        residual = len(self.columns) - (self.dense - self.sinks)
-        return torch.cat(
-            [self.columns.span(0, self.sinks, device), self.columns.span(residual, len(self.columns), device)]
-        )
-
-    def copy(self) -> Sequence:
-        """A copy that shares the pages (whose references the caller counts) and owns its buffer."""
-        return Sequence(
-            self.keys.clone(),
-            self.values.clone(),
-            self.dense,
-            self.sinks,
-            self.dropped,
-            self.pages.copy(),
-            self.columns.copy(),
-        )
+    group = scheme.value_group_for(value_dim) if scheme.value_bits < 16 else value_dim
+    values = ValueFormat(heads, value_dim, scheme.page_size, scheme.value_bits, group, scheme.value_range)
+    return LayerFormat(keys, values, boosted if scheme.boost_select == "calibrated" else None)
 
 
 class PagedLayer(CacheLayerMixin):
     """The low-bit cache of one attention layer.
 
     Args:
-        scheme: how tokens are stored; `rotate_values="folded"` asserts that the layer's weights carry the rotation.
+        scheme: how tokens are stored; `rotate_values="folded"` asserts that the layer's weights carry the rotation, and
+            `heavy_ratio` is this layer's own.
         index: the layer's index in the model, for messages.
         sliding_window: the layer's window in tokens, or None.
         page_bytes: room for pages in bytes, taken at the first update and never exceeded; None grows as needed.
         keep_for_sharing: later layers read this layer's keys again within one forward pass, so pages are flushed one
             step late.
+        boosted: int64 [H, n], key channels to boost with `boost_select="calibrated"`.
     """
 
     is_compileable = False
@@ -146,22 +108,30 @@ class PagedLayer(CacheLayerMixin):
         sliding_window: int | None = None,
         page_bytes: int | None = None,
         keep_for_sharing: bool = False,
+        boosted: torch.Tensor | None = None,
     ):
         super().__init__()
         self.scheme, self.index, self.page_bytes, self.keep_for_sharing = scheme, index, page_bytes, keep_for_sharing
+        self.boosted = boosted
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
         self.record_past = False
-        self.sequences: list[Sequence] = []
+        self.seal_at_once = False  # the next forward pass holds the whole prompt
         self.reset()
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.scheme.page_size
 
     def reset(self) -> None:
         """Forget everything; the next update starts anew."""
         self.logical = 0  # columns seen, padding included
+        self.attended = 0  # columns whose own attention is over
         self.real: torch.Tensor | None = None  # bool [B, logical] of committed columns; None while no padding was seen
         self.flushes = 0
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.sequences = []
+        self.sequences: list[Sequence] = []
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -169,16 +139,28 @@ class PagedLayer(CacheLayerMixin):
         batch, heads, _, key_dim = key_states.shape
         value_dim = value_states.shape[-1]
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.format = page_format(self.scheme, heads, key_dim, value_dim)
+        boosted = None if self.boosted is None else self.boosted.to(self.device)
+        self.format = layer_format(self.scheme, heads, key_dim, value_dim, boosted)
+        s = self.scheme
+        self.span_format = SpanFormat(s.key_bits, s.value_bits, s.key_range, s.value_range) if s.is_span else None
         name = f"layer {self.index} of the KV cache"
-        self.pool = PagePool(self.format, self.dtype, self.device, name=name)
+        capacity = None
         if self.page_bytes is not None:
-            self.pool = PagePool(self.format, self.dtype, self.device, self.page_bytes // self.pool.page_bytes, name)
+            meta = torch.device("meta")
+            capacity = self.page_bytes // (self._room_for_keys(1, meta).nbytes + self._room_for_values(1, meta).nbytes)
+        self.key_pool: PagePool[KeyPages] = PagePool(self._room_for_keys, self.device, capacity, name)
+        self.value_pool: PagePool[ValuePages] = PagePool(self._room_for_values, self.device, capacity, name)
         self.sequences = [
-            Sequence(key_states.new_empty(heads, 0, key_dim), value_states.new_empty(heads, 0, value_dim))
+            Sequence(Side(key_states.new_empty(heads, 0, key_dim)), Side(value_states.new_empty(heads, 0, value_dim)))
             for _ in range(batch)
         ]
         self.is_initialized = True
+
+    def _room_for_keys(self, count: int, device: torch.device) -> KeyPages:
+        return empty_keys(count, self.format.keys, self.dtype, device)
+
+    def _room_for_values(self, count: int, device: torch.device) -> ValuePages:
+        return empty_values(count, self.format.values, self.dtype, device)
 
     # --- transformers' cache-layer protocol
 
@@ -230,7 +212,7 @@ class PagedLayer(CacheLayerMixin):
         """Remove the newest columns; `tokens_to_remove` is zero or negative, as transformers passes it.
 
         Raises:
-            CacheError: the tokens are in pages already, or have left a sliding window that would need them again.
+            CacheError: the tokens are compressed already, or have left a sliding window that would need them again.
         """
         if tokens_to_remove > 0:
             raise CacheError(
@@ -240,34 +222,40 @@ class PagedLayer(CacheLayerMixin):
             return
         length = self.logical + tokens_to_remove
         for row, sequence in enumerate(self.sequences):
-            kept = sequence.columns.before(length)
-            removed = len(sequence.columns) - kept
-            if removed > sequence.dense - (sequence.sinks if sequence.pages or sequence.dropped else 0):
-                raise CacheError(
-                    f"Sequence {row} cannot give back its newest {removed} tokens: layer {self.index} has already "
-                    "quantized some of "
-                    "them; call activate_past_recording() before the tokens are added, and crop at most a page at a "
-                    "time."
-                )
-            if removed and sequence.dropped and self.sliding_window:
-                oldest = sequence.columns.column(sequence.sinks + sequence.dropped * self.format.page_size)
-                if oldest > length - self.sliding_window:
-                    raise CacheError(
-                        f"Sequence {row} cannot give back its newest {removed} tokens: layer {self.index} has "
-                        "dropped tokens that its "
-                        f"sliding window would need again; call activate_past_recording() before the tokens are added."
-                    )
+            self._check_crop(row, sequence, length)
         for sequence in self.sequences:
             kept = sequence.columns.before(length)
-            sequence.dense -= len(sequence.columns) - kept
-            sequence.sinks = min(sequence.sinks, sequence.dense)
+            removed = len(sequence.columns) - kept
+            for side in (sequence.keys, sequence.values):
+                side.truncate(side.dense - removed)
+            sequence.sinks = min(sequence.sinks, sequence.keys.dense)
             sequence.columns.truncate(kept)
-            if sequence.keys.shape[1] - sequence.dense >= DENSE_STEP:
-                sequence.resize(sequence.dense)
-        self.logical = length
+            if sequence.received is not None:
+                sequence.received = sequence.received[:, : sequence.keys.dense]
+        self.logical = self.attended = length
         if self.real is not None:
             self.real = self.real[:, :length]
         self._flush(0)
+
+    def _check_crop(self, row: int, sequence: Sequence, length: int) -> None:
+        removed = len(sequence.columns) - sequence.columns.before(length)
+        free = 0 if sequence.untouched else sequence.sinks
+        loose = min(sequence.keys.dense, sequence.values.dense) - free
+        in_span = any(columns.before(length) < len(columns) for _, columns in sequence.spans)
+        if removed > loose or in_span:
+            raise CacheError(
+                f"Sequence {row} cannot give back its newest {removed} tokens: layer {self.index} has already "
+                f"quantized some of them; call activate_past_recording() before the tokens are added, and crop at most "
+                f"a page at a time."
+            )
+        if removed and sequence.dropped and self.sliding_window:
+            oldest = sequence.columns.column(sequence.sinks + sequence.dropped * self.page_size)
+            if oldest > length - self.sliding_window:
+                raise CacheError(
+                    f"Sequence {row} cannot give back its newest {removed} tokens: layer {self.index} has dropped "
+                    f"tokens that its sliding window would need again; call activate_past_recording() before the "
+                    f"tokens are added."
+                )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Keep the sequences of `beam_idx`, in its order; pages are shared, residuals copied."""
@@ -275,14 +263,16 @@ class PagedLayer(CacheLayerMixin):
             return
         chosen = [int(i) for i in beam_idx]
         for row in chosen:
-            self.pool.retain(self.sequences[row].pages)
+            self.key_pool.retain(self.sequences[row].keys.pages)
+            self.value_pool.retain(self.sequences[row].values.pages)
         for sequence in self.sequences:
-            self.pool.release(sequence.pages)
-        first_use = set()
+            self.key_pool.release(sequence.keys.pages)
+            self.value_pool.release(sequence.values.pages)
+        seen = set()
         reordered = []
         for row in chosen:
-            reordered.append(self.sequences[row].copy() if row in first_use else self.sequences[row])
-            first_use.add(row)
+            reordered.append(self.sequences[row].copy() if row in seen else self.sequences[row])
+            seen.add(row)
         self.sequences = reordered
         if self.real is not None:
             self.real = self.real[torch.tensor(chosen, device=self.real.device)]
@@ -316,6 +306,10 @@ class PagedLayer(CacheLayerMixin):
         start = self.logical - n
         chunk.check_past(self.real, start, f"layer {self.index}")
         self.real = chunk.real
+        # Decoding goes on, so the prompt is complete. The drafts of assisted decoding are decoding too.
+        decoding = n == 1 or self.record_past
+        if decoding:
+            self.seal()
         if self.scheme.rotate_keys == "hadamard":
             keys = hadamard_transform(keys)
         if self.scheme.rotate_values == "online":
@@ -324,16 +318,22 @@ class PagedLayer(CacheLayerMixin):
             runs = chunk.runs(row, start, n)
             if not runs:
                 continue
-            whole = len(runs) == 1
-            first, last = runs[0][0] - start, runs[-1][0] - start + runs[-1][1]
-            if whole:
-                new_keys, new_values = keys[row, :, first:last], values[row, :, first:last]
+            self._open_prompt(sequence, decoding)
+            if len(runs) == 1:
+                at: slice | torch.Tensor = slice(runs[0][0] - start, sum(runs[0]) - start)
             else:
-                kept = torch.cat([torch.arange(c - start, c - start + m, device=keys.device) for c, m in runs])
-                new_keys, new_values = keys[row][:, kept], values[row][:, kept]
-            sequence.append(new_keys, new_values, self.scheme.sink_tokens)
+                at = torch.cat([torch.arange(c - start, c - start + m, device=keys.device) for c, m in runs])
+            sequence.append(keys[row][:, at].detach(), values[row][:, at].detach(), self.scheme.sink_tokens)
             for column, count in runs:
                 sequence.columns.append(column, count)
+
+    def _open_prompt(self, sequence: Sequence, decoding: bool) -> None:
+        """Remember where a prompt begins that will be compressed as a whole: the first one, or for spans any one."""
+        first = sequence.untouched and not sequence.keys.dense
+        if sequence.open_from is None and (
+            (first and (self.scheme.is_span or self.scheme.evicts)) or (self.scheme.is_span and not decoding)
+        ):
+            sequence.open_from = sequence.keys.dense
 
     def attend(
         self,
@@ -350,146 +350,266 @@ class PagedLayer(CacheLayerMixin):
         if self.scheme.rotate_keys == "hadamard":
             queries = hadamard_transform(queries)
         length = queries.shape[2]
-        columns = chunk.query_columns
-        output = queries.new_zeros(*queries.shape[:3], self.format.value_head_dim)
-        plain = chunk.is_causal
+        first = self.logical - length
+        output = queries.new_zeros(*queries.shape[:3], self.format.values.head_dim)
         others = []
         for row, sequence in enumerate(self.sequences):
-            tokens = len(sequence.columns)
-            fresh = tokens == sequence.dense and length > 1 and sequence.columns.before(self.logical - length) == 0
-            if not (fresh and plain and softcap is None and sinks is None):
+            if sequence.open_from is not None and self.scheme.evicts:
+                self._receive(row, sequence, queries[row], chunk, scaling, softcap, sinks)
+            tokens = sequence.keys.dense
+            fresh = sequence.untouched and length > 1 and sequence.columns.before(first) == 0
+            if not (fresh and chunk.is_causal and softcap is None and sinks is None):
                 others.append(row)
             elif tokens:
                 # A prompt with nothing behind it: its real columns attend to each other and nothing else.
-                at = sequence.columns.span(0, tokens, queries.device) - (self.logical - length)
-                keys, values = sequence.keys[:, :tokens], sequence.values[:, :tokens]
+                at = sequence.columns.span(0, tokens, queries.device) - first
+                keys, values = sequence.keys.tokens(0, tokens), sequence.values.tokens(0, tokens)
                 output[row, :, at] = prompt_attention(queries[row][:, at], keys, values, scaling).to(output.dtype)
         if others:
-            tiles, dense = (
-                self._tiles(others, columns, chunk, length, queries.shape[1]),
-                self._dense(others, columns, chunk, length),
+            attended = paged_attention(
+                queries,
+                self._tiles(others, chunk, length, queries.shape[1]),
+                self._dense(others, chunk, length),
+                self.format,
+                scaling,
+                softcap,
+                sinks,
+                self._spans(others, chunk),
             )
-            attended = paged_attention(queries, tiles, dense, self.format, scaling, softcap, sinks)
             output[others] = attended[others].to(output.dtype)
         return hadamard_transform(output, inverse=True) if self.scheme.rotate_values == "online" else output
 
-    def _visible(self, chunk: Chunk, row: int, query_columns: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        return chunk.visible(row, query_columns, columns.to(query_columns.device))
+    def _receive(
+        self,
+        row: int,
+        sequence: Sequence,
+        queries: torch.Tensor,
+        chunk: Chunk,
+        scaling: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """Add what the open prompt's tokens receive from these queries [Hq, T, D]; padding queries ask nothing."""
+        tokens, first = sequence.keys.dense, self.logical - queries.shape[1]
+        columns = sequence.columns.span(0, tokens, queries.device)
+        own = columns[sequence.columns.before(first) :]
+        visible = None
+        if not chunk.is_causal:
 
-    def _dense(self, rows: list[int], query_columns: torch.Tensor, chunk: Chunk, length: int) -> Iterator[DenseRun]:
+            def visible(block: slice, keys: slice) -> torch.Tensor:
+                return chunk.visible(row, own[block], columns[keys])[0]
+
+        stored = sequence.keys.tokens(0, tokens)
+        sums = column_sums(queries[:, own - first], stored, visible, scaling, softcap, sinks)
+        if sequence.received is not None:
+            sums[:, : sequence.received.shape[1]] += sequence.received
+        sequence.received = sums
+
+    def _dense(self, rows: list[int], chunk: Chunk, length: int) -> Iterator[DenseRun]:
         for row in rows:
-            sequence = self.sequences[row]
-            if not sequence.dense:
+            sequence, size = self.sequences[row], self.page_size
+            keys, values = sequence.tail(sequence.keys, size), sequence.tail(sequence.values, size)
+            if not keys.shape[1]:
                 continue
             visible = None
             if length > 1 or not chunk.is_causal:
-                visible = self._visible(chunk, row, query_columns, sequence.dense_columns(query_columns.device))
-            yield DenseRun(row, sequence.keys[:, : sequence.dense], sequence.values[:, : sequence.dense], visible)
+                visible = chunk.visible(row, chunk.query_columns, sequence.tail_columns(size, self.device))
+            yield DenseRun(row, keys, values, visible)
 
-    def _tiles(
-        self, rows: list[int], query_columns: torch.Tensor, chunk: Chunk, length: int, query_heads: int
-    ) -> Iterator[PageTile]:
-        size = self.format.page_size
-        entries = [(row, position) for row in rows for position in range(len(self.sequences[row].pages))]
-        step = pages_per_tile(query_heads, length, self.format)
-        for begin in range(0, len(entries), step):
-            part = entries[begin : begin + step]
-            pages = self.pool.read([self.sequences[row].pages[position] for row, position in part])
+    def _spans(self, rows: list[int], chunk: Chunk) -> Iterator[SpanRun]:
+        for row in rows:
+            spans = self.sequences[row].spans
+            if not spans:
+                continue
+            visible = None
+            if not chunk.is_causal:
+                columns = torch.cat([c.span(0, len(c), self.device) for _, c in spans])
+                visible = chunk.visible(row, chunk.query_columns, columns)
+            yield SpanRun(row, [s for s, _ in spans], self.span_format, self.scheme.tau1, self.scheme.tau2, visible)
+
+    def _tiles(self, rows: list[int], chunk: Chunk, length: int, query_heads: int) -> Iterator[PageTile]:
+        """Pages of all rows: first those quantized on both sides, then those whose other side is still dense."""
+        size, step = self.page_size, pages_per_tile(query_heads, length, self.format)
+        both: list[tuple[int, int]] = []
+        half: list[tuple[int, int]] = []
+        for row in rows:
+            sequence = self.sequences[row]
+            shared = min(len(sequence.keys.pages), len(sequence.values.pages))
+            both += [(row, page) for page in range(shared)]
+            half += [(row, page) for page in range(shared, sequence.pages)]
+        for part in [both[i : i + step] for i in range(0, len(both), step)] + [[entry] for entry in half]:
             visible = None
             # Pages are older than every query, so only windows and other special masks can hide them.
             if not chunk.is_causal:
-                masks = []
-                for row, position in part:
-                    sequence = self.sequences[row]
-                    first = sequence.sinks + (sequence.dropped + position) * size
-                    masks.append(self._visible(chunk, row, query_columns, sequence.columns.span(first, first + size)))
-                visible = torch.stack(masks)
-            yield PageTile(pages, torch.tensor([row for row, _ in part], device=self.device), visible)
+                visible = torch.stack(
+                    [
+                        chunk.visible(
+                            row, chunk.query_columns, self.sequences[row].page_columns(page, size, self.device)
+                        )
+                        for row, page in part
+                    ]
+                )
+            keys = self._read(self.key_pool, [self.sequences[row].keys for row, _ in part], part)
+            values = self._read(self.value_pool, [self.sequences[row].values for row, _ in part], part)
+            yield PageTile(keys, values, torch.tensor([row for row, _ in part], device=self.device), visible)
+
+    def _read(
+        self, pool: PagePool, sides: list[Side], part: list[tuple[int, int]]
+    ) -> KeyPages | ValuePages | torch.Tensor:
+        row, page = part[0]
+        if page >= len(sides[0].pages):
+            return self.sequences[row].buffer_tokens(sides[0], page, 1, self.page_size)[None]
+        return pool.read([side.pages[page] for side, (_, page) in zip(sides, part, strict=True)])
 
     def settle(self) -> None:
-        """After the attention of committed tokens: quantize the pages that are complete."""
+        """After the attention of committed tokens: compress what is complete."""
+        self.attended = self.logical
+        if self.seal_at_once:
+            self.seal_at_once = False
+            self.seal()
         if not self.keep_for_sharing:
-            self._flush(self.format.page_size if self.record_past else 0)
+            self._flush(self.page_size if self.record_past else 0)
+
+    def seal(self) -> None:
+        """The prompt is complete: quantize it as a span, or keep what it needs; nothing to do for page methods."""
+        for sequence in self.sequences:
+            if sequence.open_from is None:
+                continue
+            if self.scheme.is_span:
+                self._seal_span(sequence)
+            else:
+                self._evict(sequence)
+            sequence.open_from = None
+        if not self.keep_for_sharing:
+            self._flush(self.page_size if self.record_past else 0)
+
+    def _seal_span(self, sequence: Sequence) -> None:
+        start, stop = max(sequence.open_from, sequence.sinks), sequence.keys.dense
+        if stop <= start:
+            return
+        with _NamedErrors(self.index, 0):
+            span = quantize_span(
+                sequence.keys.tokens(start, stop), sequence.values.tokens(start, stop), self.span_format
+            )
+        sequence.spans.append((span, sequence.columns.take(start, stop)))
+        for side in (sequence.keys, sequence.values):
+            side.remove(start, stop)
+
+    def _evict(self, sequence: Sequence) -> None:
+        """Keep sinks, heavy hitters and the newest tokens of each KV head."""
+        n, received = sequence.keys.dense, sequence.received
+        sequence.received = None
+        heavy, recent = round(self.scheme.heavy_ratio * n), round(self.scheme.recent_ratio * n)
+        if sequence.sinks + heavy + recent >= n:
+            return
+        index = select_tokens(received, heavy, recent, sequence.sinks)
+        sequence.columns.keep(index)
+        for side in (sequence.keys, sequence.values):
+            tokens = side.tokens(0, n)
+            side.replace(tokens.gather(1, index.unsqueeze(2).expand(-1, -1, tokens.shape[2])))
 
     def _flush(self, held_back: int) -> None:
-        """Quantize complete pages of all sequences but for the newest tokens that the scheme, or the caller, holds
-        back.
-        """
-        if not self.is_initialized:
+        """Quantize complete pages of all sequences but for the newest tokens that scheme or caller hold back."""
+        if self.scheme.is_span:
             return
-        size = self.format.page_size
-        held_back = max(held_back, self.scheme.key_recent_tokens)
-        batch: list[tuple[Sequence, int, int]] = []  # sequence, first token in its buffer, pages
         for sequence in self.sequences:
-            count = max(0, (sequence.dense - sequence.sinks - held_back) // size)
-            self._drop_pages_outside_window(sequence, count)
-            skipped = self._pages_outside_window(sequence, count)
-            if skipped:
-                sequence.dropped += skipped
-                sequence.remove_dense(sequence.sinks, sequence.sinks + skipped * size)
-                count -= skipped
-            if count:
-                batch.append((sequence, sequence.sinks, count))
-        for sequence, start, count in batch:
-            for first in range(0, count, FLUSH_PAGES):
-                pages = min(FLUSH_PAGES, count - first)
-                tokens = slice(start + first * size, start + (first + pages) * size)
-                sequence.pages += self.pool.write(self._quantize(sequence.keys[:, tokens], sequence.values[:, tokens]))
-            sequence.remove_dense(start, start + count * size)
+            if sequence.open_from is not None:
+                continue
+            self._drop_outside_window(sequence)
+            self._flush_side(
+                sequence, sequence.keys, self.key_pool, max(held_back, self.scheme.key_recent_tokens)
+            )
+            self._flush_side(
+                sequence, sequence.values, self.value_pool, max(held_back, self.scheme.value_recent_tokens)
+            )
+
+    def _flush_side(self, sequence: Sequence, side: Side, pool: PagePool, held_back: int) -> None:
+        size, start = self.page_size, sequence.sinks
+        count = max(0, (side.dense - start - held_back) // size)
+        for first in range(0, count, FLUSH_PAGES):
+            tokens = side.tokens(start + first * size, start + min(first + FLUSH_PAGES, count) * size)
+            pages = tokens.unflatten(1, (-1, size)).transpose(0, 1)
+            with _NamedErrors(self.index, 1):
+                if side is sequence.keys:
+                    quantized = quantize_keys(pages, self.format.keys, self.format.boosted)
+                else:
+                    quantized = quantize_values(pages, self.format.values)
+            side.pages += pool.write(quantized)
+        if count:
+            side.remove(start, start + count * size)
             self.flushes += count
 
-    def _quantize(self, keys: torch.Tensor, values: torch.Tensor):
-        def paged(x: torch.Tensor) -> torch.Tensor:
-            return x.unflatten(1, (-1, self.format.page_size)).transpose(0, 1)
-
-        try:
-            return quantize_pages(paged(keys), paged(values), self.format)
-        except NumericError as error:
-            index = getattr(error, "index", None)
-            head = f", KV head {index[1]}" if index is not None and len(index) > 1 else ""
-            raise NumericError(
-                f"Layer {self.index}{head}: the cache cannot store these keys or values: {error}"
-            ) from error
-
-    def _horizon(self) -> int:
-        """Columns below this one are invisible to every later query of a sliding layer."""
-        slack = self.format.page_size if self.record_past else 0
-        return self.logical - self.sliding_window + 1 - slack if self.sliding_window else 0
-
-    def _drop_pages_outside_window(self, sequence: Sequence, coming: int) -> None:
-        """Release leading pages that no later query can see."""
-        size, outside = self.format.page_size, 0
-        while outside < len(sequence.pages):
+    def _drop_outside_window(self, sequence: Sequence) -> None:
+        """Forget leading pages that no later query can see, quantized or not."""
+        if not self.sliding_window:
+            return
+        size = self.page_size
+        slack = size if self.record_past else 0
+        horizon = self.attended - self.sliding_window + 1 - slack  # columns below it are invisible from now on
+        whole = (len(sequence.columns) - sequence.sinks) // size - sequence.dropped
+        outside = 0
+        while outside < whole:
             last = sequence.sinks + (sequence.dropped + outside + 1) * size - 1
-            if sequence.columns.column(last) >= self._horizon():
+            if sequence.columns.column(last) >= horizon:
                 break
             outside += 1
-        if outside:
-            self.pool.release(sequence.pages[:outside])
-            del sequence.pages[:outside]
-            sequence.dropped += outside
-
-    def _pages_outside_window(self, sequence: Sequence, count: int) -> int:
-        """How many of the `count` pages about to be written are invisible already (only once no older page is left)."""
-        if sequence.pages or not self.sliding_window:
-            return 0
-        size, outside = self.format.page_size, 0
-        first = sequence.sinks + sequence.dropped * size
-        while outside < count and sequence.columns.column(first + (outside + 1) * size - 1) < self._horizon():
-            outside += 1
-        return outside
+        for side, pool in ((sequence.keys, self.key_pool), (sequence.values, self.value_pool)):
+            paged = min(outside, len(side.pages))
+            pool.release(side.pages[:paged])
+            del side.pages[:paged]
+            if outside > paged:
+                side.remove(sequence.sinks, sequence.sinks + (outside - paged) * size)
+        sequence.dropped += outside
 
     # --- measurement
 
     def tokens(self) -> int:
         """Tokens stored over all sequences, shared pages counted once per sequence."""
-        return sum(len(s.pages) * self.format.page_size + s.dense for s in self.sequences)
+        return sum(sequence.stored(self.page_size) for sequence in self.sequences)
+
+    def residual_tokens(self) -> int:
+        """Tokens over all sequences whose key or value is in full precision."""
+        return sum(max(sequence.keys.dense, sequence.values.dense) for sequence in self.sequences)
+
+    def pages(self) -> int:
+        """Key and value pages in use; one page's worth of tokens counts 1."""
+        return max(self.key_pool.pages_used, self.value_pool.pages_used)
 
     def bytes_used(self) -> int:
-        """Bytes of pages in use and of full-precision tokens, from the tensors' own sizes."""
-        dense = sum(s.dense * (s.keys.shape[0] * (s.keys.shape[2] + s.values.shape[2])) for s in self.sequences)
-        return self.pool.pages_used * self.pool.page_bytes + dense * self.dtype.itemsize
+        """Bytes of pages in use, spans, full-precision tokens and kept columns, from the tensors' own sizes."""
+        dense = sum(
+            side.dense * side.buffer.shape[0] * side.buffer.shape[2]
+            for sequence in self.sequences
+            for side in (sequence.keys, sequence.values)
+        )
+        pages = sum(pool.pages_used * pool.page_bytes for pool in (self.key_pool, self.value_pool))
+        return pages + dense * self.dtype.itemsize + self._other_bytes()
 
     def bytes_allocated(self) -> int:
-        """Bytes of the pool's chunks and of the full-precision buffers."""
-        return self.pool.bytes_allocated + sum(s.keys.nbytes + s.values.nbytes for s in self.sequences)
+        """Bytes of the pools' chunks, spans and full-precision buffers."""
+        buffers = sum(s.keys.buffer.nbytes + s.values.buffer.nbytes for s in self.sequences)
+        return self.key_pool.bytes_allocated + self.value_pool.bytes_allocated + buffers + self._other_bytes()
+
+    def _other_bytes(self) -> int:
+        # Beams share spans.
+        spans: dict[int, Span] = {id(span): span for sequence in self.sequences for span, _ in sequence.spans}
+        extra = [t for s in self.sequences for t in (s.columns.kept, s.received) if t is not None]
+        return sum(span.nbytes for span in spans.values()) + sum(tensor.nbytes for tensor in extra)
+
+
+class _NamedErrors:
+    """Adds layer and head to a numeric error; `position` is the head's place in the quantized tensor's shape."""
+
+    def __init__(self, layer: int, position: int):
+        self.layer, self.position = layer, position
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, NumericError):
+            index = getattr(error, "index", None)
+            head = f", KV head {index[self.position]}" if index is not None and len(index) > self.position else ""
+            raise NumericError(
+                f"Layer {self.layer}{head}: the cache cannot store these keys or values: {error}"
+            ) from error

@@ -1,40 +1,50 @@
-"""The page pool of one layer: room for pages, a free list and reference counts."""
+"""The page pool of one layer: room for key or value pages, a free list and reference counts."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.pages import PageFormat, Pages, empty_pages
+from kvconvert.kernels.pages import KeyPages, ValuePages
 
 # A pool grows by a sixteenth of what it holds, at least four pages: few chunks at any length, little unused room.
 SMALLEST_CHUNK = 4
 GROWTH = 16
 
+Pages = TypeVar("Pages", KeyPages, ValuePages)
 
-class PagePool:
+
+class PagePool(Generic[Pages]):
     """Pages of one layer, addressed by number and shared between sequences by reference counts.
 
     The pool grows chunk by chunk and never moves a page, so growing copies nothing; with `capacity` it takes all its
     room at once and refuses to grow.
+
+    Args:
+        empty: makes room for so many pages on a device.
+        device: where.
+        capacity: pages, or None to grow.
+        name: of the pool, for messages.
     """
 
     def __init__(
         self,
-        format: PageFormat,
-        dtype: torch.dtype,
+        empty: Callable[[int, torch.device], Pages],
         device: torch.device,
         capacity: int | None = None,
         name: str = "the cache",
     ):
-        self.format, self.dtype, self.device, self.capacity, self.name = format, dtype, device, capacity, name
+        self.empty, self.device, self.capacity, self.name = empty, device, capacity, name
+        self.page_bytes = empty(1, torch.device("meta")).nbytes
         self._chunks: list[Pages] = []
         self._starts: list[int] = []
         self._references: list[int] = []
         self._free: list[int] = []
-        if capacity is not None:
+        if capacity:
             self._grow(capacity)
 
     @property
@@ -43,18 +53,13 @@ class PagePool:
         return len(self._references) - len(self._free)
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of one page with its metadata."""
-        return empty_pages(1, self.format, self.dtype, torch.device("meta")).nbytes
-
-    @property
     def bytes_allocated(self) -> int:
         """Bytes of all chunks."""
         return sum(chunk.nbytes for chunk in self._chunks)
 
     def _grow(self, count: int) -> None:
         start = len(self._references)
-        self._chunks.append(empty_pages(count, self.format, self.dtype, self.device))
+        self._chunks.append(self.empty(count, self.device))
         self._starts.append(start)
         self._references += [0] * count
         # Popped from the end: low numbers first, so that pages written one after another lie one after another.
@@ -71,8 +76,7 @@ class PagePool:
             if self.capacity is not None:
                 raise CacheError(
                     f"{self.name} is out of pages: {self.pages_used} of {self.capacity} are in use and {len(pages)} "
-                    "more are "
-                    f"needed; give the cache more kv_memory, or run fewer or shorter sequences."
+                    f"more are needed; give the cache more kv_memory, or run fewer or shorter sequences."
                 )
             self._grow(max(missing, SMALLEST_CHUNK, (len(self._references) + missing) // GROWTH))
         numbers = [self._free.pop() for _ in range(len(pages))]
@@ -101,11 +105,7 @@ class PagePool:
     def read(self, numbers: list[int]) -> Pages:
         """The pages of these numbers, in order; a view where they lie in one run, else a copy of their codes."""
         parts = [self._chunks[chunk].select(where) for chunk, where in self._places(numbers)]
-        if len(parts) == 1:
-            return parts[0]
-        names = [name for name, _ in parts[0].tensors()]
-        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-        return Pages(**{field: joined.get(field) for field in Pages.__dataclass_fields__})
+        return type(parts[0]).cat(parts)
 
     def _places(self, numbers: list[int]) -> list[tuple[int, slice | torch.Tensor]]:
         """Consecutive stretches of `numbers` within one chunk, as slots: a slice where they are consecutive."""

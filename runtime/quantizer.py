@@ -74,14 +74,14 @@ class BundleQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         bundle = open_bundle(_directory(model, kwargs["checkpoint_files"]), verify=self.verify)
-        self.schemes = bundle.manifest.schemes()
+        self.schemes, self.plan = bundle.manifest.schemes(), bundle.plan
         self.quantization_config.kv_schemes = tuple(self.schemes)
         # The model was built from a copy of the config, made before the plan was known.
         model.config.quantization_config = self.quantization_config
         place_packed_linears(model, bundle)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        adopt(model, self.schemes)
+        adopt(model, self.schemes, self.plan)
         return model
 
     def is_serializable(self) -> bool:

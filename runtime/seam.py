@@ -80,11 +80,12 @@ class Chunk:
         return runs
 
     def visible(self, row: int, query_columns: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """bool [T, n]: which of the tokens at `columns` each query may see."""
+        """bool [H or 1, T, n]: which of the tokens at `columns` [n] or [H, n] each query may see."""
         device = query_columns.device
         batch, head = torch.tensor(row, device=device), torch.tensor(0, device=device)
-        seen = self.mask_function(batch, head, query_columns[:, None], columns[None, :])
-        return seen.expand(len(query_columns), len(columns))
+        columns = columns.to(device).reshape(-1, 1, columns.shape[-1])
+        seen = self.mask_function(batch, head, query_columns[None, :, None], columns)
+        return seen.expand(columns.shape[0], len(query_columns), columns.shape[2])
 
 
 class KeyHandle(torch.Tensor):

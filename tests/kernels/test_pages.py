@@ -4,11 +4,26 @@ import pytest
 import torch
 
 from kvconvert.errors import NumericError
-from kvconvert.kernels.pages import PageFormat, empty_pages, page_keys, page_values, quantize_pages, token_norms
+from kvconvert.kernels.pages import (
+    KeyFormat,
+    ValueFormat,
+    dequantize_keys,
+    dequantize_values,
+    empty_keys,
+    empty_values,
+    quantize_keys,
+    quantize_values,
+    rank_channels,
+    token_norms,
+)
 
 
-def make_format(bits=(2, 2), heads=2, dims=(64, 64), groups=(32, 32), norm="none", **more) -> PageFormat:
-    return PageFormat(heads, *dims, 128, *bits, *groups, norm, **more)
+def key_format(bits=2, heads=2, dim=64, group=32, **more) -> KeyFormat:
+    return KeyFormat(heads, dim, 128, bits, group, **more)
+
+
+def value_format(bits=2, heads=2, dim=64, group=32, **more) -> ValueFormat:
+    return ValueFormat(heads, dim, 128, bits, group, **more)
 
 
 def by_hand(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
@@ -29,21 +44,20 @@ def test_pages_come_back_as_the_formula_says(dim, bits):
     torch.manual_seed(0)
     keys, values = torch.randn(2, 2, 128, dim), torch.randn(2, 2, 128, dim)
     group = 16 if dim % 32 else 32
-    format = make_format(bits, dims=(dim, dim), groups=(64, group))
-    pages = quantize_pages(keys, values, format)
+    keys_as, values_as = key_format(bits[0], dim=dim, group=64), value_format(bits[1], dim=dim, group=group)
+    got_keys = dequantize_keys(quantize_keys(keys, keys_as), keys_as)
+    got_values = dequantize_values(quantize_values(values, values_as), values_as)
     # float32 against float64: a value on the edge between two codes may fall either way, so nearly all rather than all
-    expected = by_hand(keys.transpose(2, 3), bits[0], 64)
-    assert ((page_keys(pages, format) - expected).abs() < 1e-4).float().mean() > 0.999
-    assert ((page_values(pages, format) - by_hand(values, bits[1], group)).abs() < 1e-4).float().mean() > 0.999
+    assert ((got_keys - by_hand(keys.transpose(2, 3), bits[0], 64)).abs() < 1e-4).float().mean() > 0.999
+    assert ((got_values - by_hand(values, bits[1], group)).abs() < 1e-4).float().mean() > 0.999
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sixteen_bits_store_the_input_exactly(dtype):
     keys, values = torch.randn(1, 2, 128, 48).to(dtype), torch.randn(1, 2, 128, 32).to(dtype)
-    format = make_format((16, 16), dims=(48, 32), groups=(128, 32))
-    pages = quantize_pages(keys, values, format)
-    assert torch.equal(page_keys(pages, format), keys.transpose(2, 3).float())
-    assert torch.equal(page_values(pages, format), values.float())
+    keys_as, values_as = key_format(16, dim=48), value_format(16, dim=32)
+    assert torch.equal(dequantize_keys(quantize_keys(keys, keys_as), keys_as), keys.transpose(2, 3).float())
+    assert torch.equal(dequantize_values(quantize_values(values, values_as), values_as), values.float())
 
 
 @pytest.mark.parametrize("scope", ["joint", "per_head"])
@@ -52,12 +66,11 @@ def test_norms_survive_tokens_of_very_different_size(scope, measure):
     torch.manual_seed(1)
     size = torch.logspace(-2, 2, 128)[torch.randperm(128)].view(1, 1, 128, 1)
     keys = torch.randn(1, 2, 128, 64) * size
-    with_norm = make_format((4, 4), norm=scope, token_norm_measure=measure)
-    without = make_format((4, 4))
+    with_norm, without = key_format(4, token_norm=scope, token_norm_measure=measure), key_format(4)
 
     def relative_error(format):
-        pages = quantize_pages(keys, keys, format)
-        return ((page_keys(pages, format).transpose(2, 3) - keys).norm(dim=-1) / keys.norm(dim=-1)).max()
+        stored = dequantize_keys(quantize_keys(keys, format), format)
+        return ((stored.transpose(2, 3) - keys).norm(dim=-1) / keys.norm(dim=-1)).max()
 
     assert relative_error(with_norm) < 0.25
     assert relative_error(without) > 1
@@ -72,26 +85,35 @@ def test_norms_are_means_over_the_stated_scope():
 
 
 @pytest.mark.parametrize("norm", ["none", "joint", "per_head"])
-def test_stored_tensors_are_those_that_empty_pages_makes_room_for(norm):
-    format = make_format((2, 4), heads=3, dims=(80, 48), groups=(32, 24), norm=norm)
-    pages = quantize_pages(torch.randn(5, 3, 128, 80), torch.randn(5, 3, 128, 48), format)
-    room = empty_pages(5, format, torch.float32, torch.device("cpu"))
-    assert [(n, t.shape, t.dtype) for n, t in pages.tensors()] == [(n, t.shape, t.dtype) for n, t in room.tensors()]
-    assert pages.nbytes == room.nbytes
-    assert pages.select(slice(1, 3)).nbytes * 5 == pages.nbytes * 2
+@pytest.mark.parametrize(("boosted", "select"), [(0, "dynamic"), (10, "dynamic"), (10, "calibrated")])
+def test_stored_tensors_are_those_that_empty_pages_make_room_for(norm, boosted, select):
+    keys_as = key_format(heads=3, dim=80, token_norm=norm, boosted=boosted, boost_select=select)
+    values_as = value_format(4, heads=3, dim=48, group=24)
+    fixed = torch.arange(10).expand(3, 10)
+    keys = quantize_keys(torch.randn(5, 3, 128, 80), keys_as, fixed)
+    values = quantize_values(torch.randn(5, 3, 128, 48), values_as)
+    device = torch.device("cpu")
+    for pages, room in (
+        (keys, empty_keys(5, keys_as, torch.float32, device)),
+        (values, empty_values(5, values_as, torch.float32, device)),
+    ):
+        assert [(n, t.shape, t.dtype) for n, t in pages.tensors()] == [(n, t.shape, t.dtype) for n, t in room.tensors()]
+        assert pages.nbytes == room.nbytes
+        assert pages.select(slice(1, 3)).nbytes * 5 == pages.nbytes * 2
 
 
 def test_two_bit_pages_cost_what_the_layout_promises():
-    format = make_format(groups=(128, 64), norm="joint")
-    codes = 2 * (2 * 128 * 64 * 2 // 8)
-    metadata = 2 * 64 * 4 + 2 * 128 * 4 + 128 * 2
-    assert empty_pages(1, format, torch.bfloat16, torch.device("cpu")).nbytes == codes + metadata
+    meta = torch.device("meta")
+    codes = 2 * 128 * 64 * 2 // 8
+    assert empty_keys(1, key_format(group=128, token_norm="joint"), torch.bfloat16, meta).nbytes == codes + 512 + 256
+    assert empty_values(1, value_format(group=64), torch.bfloat16, meta).nbytes == codes + 2 * 128 * 4
+    boosted = key_format(group=128, boosted=16)
+    assert empty_keys(1, boosted, torch.bfloat16, meta).nbytes == codes + 512 + 2 * (16 * 32 + 16)
 
 
 def test_a_norm_beyond_float16_is_an_error():
-    keys = torch.full((1, 2, 128, 64), 1e5)
     with pytest.raises(NumericError, match="exceeds float16"):
-        quantize_pages(keys, torch.zeros_like(keys), make_format(norm="joint"))
+        quantize_keys(torch.full((1, 2, 128, 64), 1e5), key_format(token_norm="joint"))
 
 
 def test_a_shrunk_range_clamps_outliers_and_refines_the_rest():
@@ -99,9 +121,47 @@ def test_a_shrunk_range_clamps_outliers_and_refines_the_rest():
     x = torch.randn(4, 2, 128, 64)
 
     def error(r):
-        format = make_format(groups=(128, 64), key_range=r, value_range=r)
-        return (page_values(quantize_pages(x, x, format), format) - x).square().mean()
+        format = value_format(group=64, range=r)
+        return (dequantize_values(quantize_values(x, format), format) - x).square().mean()
 
     # For 64 near-Gaussian values at 2 bits the best uniform range is well inside (min, max) and well above nothing.
     assert error(0.75) < error(1.0)
     assert error(0.75) < error(0.2)
+
+
+def test_channels_are_ranked_by_mean_magnitude_with_ties_to_the_lower_index():
+    keys = torch.zeros(1, 1, 128, 8)
+    keys[..., 5], keys[..., 2], keys[..., 6] = 3.0, -4.0, 3.0
+    assert rank_channels(keys, 2).tolist() == [[[2, 5]]]
+    assert rank_channels(keys, 4).tolist() == [[[0, 2, 5, 6]]]
+    assert rank_channels(keys, 0).shape == (1, 1, 0)
+
+
+@pytest.mark.parametrize("boosted", [1, 8, 15, 64])
+def test_boosted_channels_come_back_at_four_bits_and_the_others_at_two(boosted):
+    torch.manual_seed(0)
+    keys = torch.randn(2, 2, 128, 64) * torch.linspace(0.1, 2, 64)
+    format = key_format(group=128, boosted=boosted)
+    pages = quantize_keys(keys, format)
+    got, expected = dequantize_keys(pages, format), keys.transpose(2, 3)
+    fine, coarse = by_hand(expected, 4, 128), by_hand(expected, 2, 128)
+    chosen = torch.zeros(2, 2, 64, dtype=torch.bool).scatter(2, pages.channels.long(), True)
+    want = torch.where(chosen.unsqueeze(3), fine, coarse)
+    # a scale that float64 rounds to the neighbouring float16 moves its whole channel by a code times 2^-11
+    assert ((got - want).abs() < 5e-3).float().mean() > 0.999
+    assert chosen.sum(-1).unique().tolist() == [boosted]
+
+
+def test_boosting_by_score_beats_boosting_other_channels():
+    torch.manual_seed(0)
+    size = torch.logspace(-1, 1, 64)[torch.randperm(64)]
+    keys, queries = torch.randn(4, 2, 128, 64) * size, torch.randn(4, 2, 16, 64)
+    exact = queries @ keys.transpose(2, 3)
+    fixed = key_format(group=128, boosted=8, boost_select="calibrated")
+
+    def error(channels):
+        return (queries @ dequantize_keys(quantize_keys(keys, fixed, channels), fixed, channels) - exact).square().mean()
+
+    by_score = rank_channels(keys.transpose(0, 1).flatten(1, 2)[None], 8)[0]
+    others = [torch.stack([torch.randperm(64)[:8] for _ in range(2)]) for _ in range(5)]
+    assert all(error(by_score) < 0.7 * error(channels) for channels in others)

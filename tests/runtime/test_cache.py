@@ -63,8 +63,8 @@ def test_reported_bytes_are_those_of_the_tensors():
     cache = KVCache(REFERENCE_SHAPE, "oscar")
     feed(cache, 1000)
     layer = cache.layers[0]
-    tensors = [t for chunk in layer.pool._chunks for _, t in chunk.tensors()]
-    tensors += [t for s in layer.sequences for t in (s.keys, s.values)]
+    tensors = [t for pool in (layer.key_pool, layer.value_pool) for chunk in pool._chunks for _, t in chunk.tensors()]
+    tensors += [t for s in layer.sequences for t in (s.keys.buffer, s.values.buffer)]
     assert layer.bytes_allocated() == sum(t.untyped_storage().nbytes() for t in tensors)
 
 
@@ -102,7 +102,7 @@ def test_sinks_and_recent_tokens_stay_in_full_precision():
     assert cache.stats().pages == 0
     feed(cache, 1)
     assert (cache.stats().pages, cache.stats().residual_tokens) == (2, 4 + 64)
-    assert cache.layers[0].sequences[0].dense_columns(torch.device("cpu")).tolist() == [0, 1, 2, 3, *range(132, 196)]
+    assert cache.layers[0].sequences[0].tail_columns(128, torch.device("cpu")).tolist() == [0, 1, 2, 3, *range(132, 196)]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 400])
@@ -152,7 +152,8 @@ def test_a_preallocated_cache_runs_out_of_pages_by_name():
     )  # codes, key and value metadata, norms of `oscar` at G = 32
     cache = KVCache(REFERENCE_SHAPE, "oscar", kv_memory=2 * 3 * page)
     feed(cache, 3 * 128)
-    assert cache.layers[0].pool.bytes_allocated == 3 * page
+    layer = cache.layers[0]
+    assert layer.key_pool.bytes_allocated + layer.value_pool.bytes_allocated == 3 * page
     with pytest.raises(CacheError, match=r"layer 0 of the KV cache is out of pages: 3 of 3 are in use.*kv_memory"):
         feed(cache, 128)
 
@@ -184,9 +185,9 @@ def test_a_token_of_zeros_comes_back_as_zeros():
     layer.update(keys, values)
     layer.commit(Chunk(torch.arange(128), None, None))
     layer.settle()
-    pages = layer.pool.read(layer.sequences[0].pages)
-    assert pages.key_norm[0, 0, 17] == 0
-    assert torch.isfinite(pages.key_scale).all()
+    pages = layer.key_pool.read(layer.sequences[0].keys.pages)
+    assert pages.norm[0, 0, 17] == 0
+    assert torch.isfinite(pages.scale).all()
 
 
 def test_a_copied_cache_goes_its_own_way():
@@ -226,17 +227,17 @@ def test_one_layer_may_stay_unquantized_beside_others():
     model = tiny_model("llama", "kvconvert", num_hidden_layers=2)
     cache = KVCache(model.config, [None, KVScheme()])
     model(random_ids(1, 128), past_key_values=cache)
-    assert cache.layers[0].pool.page_bytes == 128 * 2 * 2 * 16 * 4
-    assert cache.layers[1].pool.page_bytes < 128 * 2 * 2 * 16
+    assert cache.layers[0].key_pool.page_bytes == 128 * 2 * 16 * 4
+    assert cache.layers[1].key_pool.page_bytes < 128 * 2 * 16
 
 
 def test_a_cache_quantizes_nothing_twice():
     model = tiny_model("llama", "kvconvert", num_hidden_layers=1)
     cache = KVCache(model.config, "oscar")
     model(random_ids(1, 256), past_key_values=cache)
-    before = {name: tensor.clone() for name, tensor in cache.layers[0].pool.read([0, 1]).tensors()}
+    before = {name: tensor.clone() for name, tensor in cache.layers[0].key_pool.read([0, 1]).tensors()}
     for step in range(140):
         model(random_ids(1, 1, seed=step), past_key_values=cache)
     assert cache.stats().pages == 3
-    for name, tensor in cache.layers[0].pool.read([0, 1]).tensors():
+    for name, tensor in cache.layers[0].key_pool.read([0, 1]).tensors():
         assert torch.equal(tensor, before[name]), name

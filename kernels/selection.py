@@ -1,0 +1,140 @@
+"""Which prompt tokens a layer keeps (MiniKV): heavy hitters by attention received, and the newest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+# Scores held at once, in numbers: bounds memory whatever the prompt's length.
+BLOCK_SCORES = 1 << 22
+
+
+def column_sums_reference(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    visible: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention that each token receives, summed over queries and over the query heads of its KV head (MiniKV, sec. 4).
+
+    Args:
+        queries: [Hq, T, D]; keys: [H, n, D].
+        visible: bool [T, n].
+        scaling, softcap, sinks: as in attention.
+
+    Returns:
+        float64 [H, n].
+    """
+    heads = keys.shape[0]
+    scores = queries.double() @ keys.double().repeat_interleave(queries.shape[0] // heads, 0).transpose(1, 2) * scaling
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, scores.shape[1], 1)], -1)
+    weights = scores.softmax(-1).nan_to_num(0.0)[..., : keys.shape[1]]
+    return weights.unflatten(0, (heads, -1)).sum((1, 2))
+
+
+def column_sums(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    visible: Callable[[slice, slice], torch.Tensor] | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`column_sums_reference` in float32, block of queries by block of queries, so that memory is linear in n.
+
+    Args:
+        queries: [Hq, T, D]; keys: [H, n, D], the T queries belonging to the last T keys.
+        visible: gives bool [queries of the slice, keys of the slice]; None for causal attention.
+        scaling, softcap, sinks: as in attention.
+
+    Returns:
+        float32 [H, n].
+    """
+    heads, n, _ = keys.shape
+    length = queries.shape[1]
+    grouped = queries.float().unflatten(0, (heads, -1))
+    keys = keys.float()
+    sums = keys.new_zeros(heads, n)
+    step = max(1, BLOCK_SCORES // (queries.shape[0] * n))
+    for start in range(0, length, step):
+        block = slice(start, min(start + step, length))
+        # Causal blocks need no keys beyond their last query's own.
+        reach = n if visible is not None else n - length + block.stop
+        scores = grouped[:, :, block] @ keys[:, None, :reach].transpose(2, 3) * scaling
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        if visible is None:
+            hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=keys.device).triu(reach - scores.shape[2] + 1)
+        else:
+            hidden = ~visible(block, slice(0, n))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is None:
+            weights = scores.softmax(-1).nan_to_num(0.0)
+        else:
+            logits = sinks.float().view(heads, -1, 1, 1).expand(*scores.shape[:3], 1)
+            weights = torch.cat([scores, logits], -1).softmax(-1)[..., :-1]
+        sums[:, :reach] += weights.sum((1, 2))
+    return sums
+
+
+def select_tokens(scores: torch.Tensor, heavy: int, recent: int, sinks: int = 0) -> torch.Tensor:
+    """The tokens that each KV head keeps: int64 [H, kept], ascending.
+
+    The first `sinks`, the newest `recent`, and of the others the `heavy` with the highest score [H, n], ties to the
+    older token. Counts that exceed what there is keep everything.
+    """
+    heads, n = scores.shape
+    sinks = min(sinks, n)
+    recent = min(recent, n - sinks)
+    heavy = min(heavy, n - sinks - recent)
+    middle = scores[:, sinks : n - recent]
+    order = torch.sort(middle, dim=-1, descending=True, stable=True).indices[:, :heavy] + sinks
+    every = torch.arange(n, device=scores.device).expand(heads, n)
+    return torch.cat([every[:, :sinks], order.sort(-1).values, every[:, n - recent :]], 1)
+
+
+def pyramid_ratios(ratio: float, num_layers: int, depth: float) -> list[float]:
+    """Heavy ratio of each layer: 2x - x/depth in layer 0, x/depth in the last, linear between (MiniKV, section 4.1).
+
+    The mean is x. Appendix H of the paper prints the formula reversed.
+    """
+    if num_layers == 1:
+        return [ratio]
+    top, bottom = 2 * ratio - ratio / depth, ratio / depth
+    return [top + (bottom - top) * i / (num_layers - 1) for i in range(num_layers)]
+
+
+def proportional_ratios(ratio: float, weights: list[float]) -> list[float]:
+    """Heavy ratios with mean `ratio`, in proportion to non-negative `weights`; uniform when these are all zero."""
+    total = sum(weights)
+    return [ratio * len(weights) * w / total for w in weights] if total > 0 else [ratio] * len(weights)
+
+
+def clamp_ratios(ratios: list[float], recent_ratio: float) -> list[float]:
+    """Limit heavy + recent to 1 in each layer and give the excess to the others in proportion to what they have.
+
+    The mean stays what it was unless every layer is full.
+    """
+    limit = max(0.0, 1.0 - recent_ratio)
+    ratios = list(ratios)
+    excess = 0.0
+    for _ in range(len(ratios)):
+        full = [r >= limit for r in ratios]
+        excess = sum(r - limit for r in ratios if r > limit)
+        ratios = [min(r, limit) for r in ratios]
+        room = sum(r for r, f in zip(ratios, full, strict=True) if not f)
+        if excess <= 1e-12 or all(full):
+            break
+        if room > 0:
+            ratios = [r if f else r + excess * r / room for r, f in zip(ratios, full, strict=True)]
+        else:
+            empty = full.count(False)
+            ratios = [r if f else excess / empty for r, f in zip(ratios, full, strict=True)]
+    return ratios

@@ -1,0 +1,152 @@
+"""The stored tokens of one sequence in one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kvconvert.kernels.spans import Span
+from kvconvert.runtime.columns import TokenColumns
+
+# The full-precision buffer of a sequence grows in steps of this many tokens, which bounds its unused room.
+STEP = 16
+
+
+@dataclass
+class Side:
+    """Keys or values: [sinks | tokens after the last page] in full precision, and numbers of pages.
+
+    Attributes:
+        buffer: [H, capacity, channels].
+        dense: tokens in the buffer.
+        pages: their numbers, oldest first.
+    """
+
+    buffer: torch.Tensor
+    dense: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    def append(self, tokens: torch.Tensor) -> None:
+        """Append [H, n, channels]."""
+        n = tokens.shape[1]
+        if self.dense + n > self.buffer.shape[1]:
+            self._reallocate(self.dense + n)
+        self.buffer[:, self.dense : self.dense + n] = tokens
+        self.dense += n
+
+    def _reallocate(self, tokens: int) -> None:
+        new = self.buffer.new_empty(self.buffer.shape[0], -(-tokens // STEP) * STEP, self.buffer.shape[2])
+        new[:, : self.dense] = self.buffer[:, : self.dense]
+        self.buffer = new
+
+    def truncate(self, tokens: int) -> None:
+        """Keep the first `tokens` tokens of the buffer, and no more room than they need."""
+        self.dense = tokens
+        if self.buffer.shape[1] - tokens >= STEP:
+            self._reallocate(tokens)
+
+    def remove(self, start: int, stop: int) -> None:
+        """Take tokens start..stop-1 out of the buffer and shrink it to what remains."""
+        kept = self.dense - (stop - start)
+        new = self.buffer.new_empty(self.buffer.shape[0], -(-kept // STEP) * STEP, self.buffer.shape[2])
+        new[:, :start] = self.buffer[:, :start]
+        new[:, start:kept] = self.buffer[:, stop : self.dense]
+        self.buffer, self.dense = new, kept
+
+    def replace(self, tokens: torch.Tensor) -> None:
+        """Let the buffer hold exactly these tokens [H, n, channels]."""
+        self.buffer, self.dense = self.buffer.new_empty(self.buffer.shape[0], 0, self.buffer.shape[2]), 0
+        self.append(tokens)
+
+    def tokens(self, start: int, stop: int) -> torch.Tensor:
+        """Tokens start..stop-1 of the buffer, a view [H, n, channels]."""
+        return self.buffer[:, start:stop]
+
+    def copy(self) -> Side:
+        """A copy with a buffer of its own, sharing the pages (whose references the caller counts)."""
+        return Side(self.buffer.clone(), self.dense, self.pages.copy())
+
+
+@dataclass
+class Sequence:
+    """All stored tokens of one sequence: [sinks | dropped pages | pages | residual], columns ascending; and spans.
+
+    Attributes:
+        keys, values: pages and buffer of each; their full-precision windows may differ.
+        sinks: sink tokens at the beginning of both buffers.
+        dropped: pages that left a sliding window for good.
+        columns: of sinks, pages and residual, dropped pages included.
+        spans: whole prompts, each with the columns of its tokens.
+        open_from: buffer index at which a prompt begins that is not sealed yet; None when there is none.
+        received: attention received so far by the open prompt's tokens, float32 [H, n]; None when nobody asks.
+    """
+
+    keys: Side
+    values: Side
+    sinks: int = 0
+    dropped: int = 0
+    columns: TokenColumns = field(default_factory=TokenColumns)
+    spans: list[tuple[Span, TokenColumns]] = field(default_factory=list)
+    open_from: int | None = None
+    received: torch.Tensor | None = None
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, sink_tokens: int) -> None:
+        """Append tokens [H, n, D], [H, n, E]; the first `sink_tokens` of the sequence become sinks."""
+        self.keys.append(keys)
+        self.values.append(values)
+        if self.untouched:
+            self.sinks = min(sink_tokens, self.keys.dense)
+
+    @property
+    def untouched(self) -> bool:
+        """Whether every token is still in full precision and in its place."""
+        return not (self.keys.pages or self.values.pages or self.dropped or self.spans or self.columns.kept_count)
+
+    @property
+    def pages(self) -> int:
+        """Pages that exist for keys or for values."""
+        return max(len(self.keys.pages), len(self.values.pages))
+
+    def stored(self, size: int) -> int:
+        """Tokens stored, for pages of `size`; one whose key and value are in different stores counts once."""
+        return len(self.columns) - self.dropped * size + sum(span.tokens for span, _ in self.spans)
+
+    def buffer_tokens(self, side: Side, page: int, count: int, size: int) -> torch.Tensor:
+        """Tokens of `count` pages from position `page` (0 is the first one not dropped) out of a side's buffer."""
+        start = self.sinks + (page - len(side.pages)) * size
+        return side.tokens(start, start + count * size)
+
+    def tail(self, side: Side, size: int) -> torch.Tensor:
+        """Sinks, and the tokens after the last page of either side: [H, n, channels]."""
+        start = self.sinks + (self.pages - len(side.pages)) * size
+        if start == self.sinks:
+            return side.tokens(0, side.dense)
+        return torch.cat([side.tokens(0, self.sinks), side.tokens(start, side.dense)], 1)
+
+    def tail_columns(self, size: int, device: torch.device) -> torch.Tensor:
+        """Columns of `tail`: int64 [n] or [H, n]."""
+        first = self.columns.span(0, self.sinks, device)
+        rest = self.columns.span(self.sinks + (self.dropped + self.pages) * size, len(self.columns), device)
+        if first.dim() != rest.dim():
+            heads = max(first, rest, key=torch.Tensor.dim).shape[0]
+            first, rest = (x if x.dim() == 2 else x.expand(heads, -1) for x in (first, rest))
+        return torch.cat([first, rest], -1)
+
+    def page_columns(self, page: int, size: int, device: torch.device) -> torch.Tensor:
+        """Columns of the page at position `page`: int64 [P] or [H, P]."""
+        first = self.sinks + (self.dropped + page) * size
+        return self.columns.span(first, first + size, device)
+
+    def copy(self) -> Sequence:
+        """A copy that shares pages and spans and owns its buffers."""
+        return Sequence(
+            self.keys.copy(),
+            self.values.copy(),
+            self.sinks,
+            self.dropped,
+            self.columns.copy(),
+            self.spans.copy(),
+            self.open_from,
+            None if self.received is None else self.received.clone(),
+        )
