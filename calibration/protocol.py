@@ -19,8 +19,11 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from kvconvert.kernels.attention import LayerFormat
+from kvconvert.kernels.spans import SpanFormat
+
 RECORDING_ATTENTION = "kvconvert_record"
-_OBSERVER = "kvconvert_attention_observer"
+_OBSERVERS = "kvconvert_attention_observers"
 
 AttentionObserver = Callable[[Tensor, Tensor, Tensor], None]
 
@@ -78,6 +81,27 @@ class LayerStructure:
         return tuple(dict.fromkeys(names))
 
 
+@dataclass(frozen=True)
+class CacheFormat:
+    """How the layer's cache will store keys and values: a KV scheme in the terms of kernels.
+
+    Attributes:
+        pages: of the layer's pages.
+        span: of its spans (CalibQuant), or None where the cache is made of pages.
+        rotate_keys: queries and keys are rotated after RoPE.
+        rotate_values: values are rotated on write; False where weights carry the rotation.
+        sink_tokens, key_recent_tokens, value_recent_tokens: tokens in full precision, see `KVScheme`.
+    """
+
+    pages: LayerFormat
+    span: SpanFormat | None = None
+    rotate_keys: bool = False
+    rotate_values: bool = False
+    sink_tokens: int = 0
+    key_recent_tokens: int = 0
+    value_recent_tokens: int = 0
+
+
 @dataclass
 class LayerWork:
     """One decoder layer while the passes work on it.
@@ -88,6 +112,7 @@ class LayerWork:
         structure: names of its parts.
         num_samples, seq_len: calibration sequences, all of equal length; they run through the layer in order.
         dtype: in which the converted model's norms and biases will be stored and loaded.
+        cache: how its cache will store keys and values, as far as passes have chosen; None where it stays as it is.
     """
 
     name: str
@@ -96,6 +121,7 @@ class LayerWork:
     num_samples: int
     seq_len: int
     dtype: torch.dtype
+    cache: CacheFormat | None = None
 
 
 @dataclass
@@ -106,11 +132,15 @@ class PassResult:
         plan: tensors for the bundle's KV plan, by the names that the pass declares.
         statistics: plain numbers, strings, lists and dicts of them.
         reasons: per Linear (name within the layer), what was not done to it and why.
+        scheme: fields of the layer's KV scheme that the pass chose.
+        notes: clauses that say what could not be calibrated and why.
     """
 
     plan: dict[str, Tensor] = field(default_factory=dict)
     statistics: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    scheme: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 class CalibrationPass:
@@ -137,7 +167,7 @@ class CalibrationPass:
         """Choose parameters from what was observed; changes nothing."""
 
     def apply(self, work: LayerWork) -> None:
-        """Change the layer by the chosen parameters."""
+        """Change the layer, or the format of its cache, by the chosen parameters."""
 
     def result(self) -> PassResult:
         """What to record."""
@@ -149,21 +179,20 @@ def attention_observed(attention: nn.Module, observer: AttentionObserver) -> Ite
     """Call `observer(query, key, value)` with what the attention computes on: after q/k norms and RoPE.
 
     Shapes [B, heads, T, head_dim], with the number of KV heads for key and value. The model has to run with
-    `attn_implementation=RECORDING_ATTENTION`.
+    `attn_implementation=RECORDING_ATTENTION`. Several observers see the same, in the order of their contexts.
     """
-    previous = getattr(attention, _OBSERVER, None)
-    setattr(attention, _OBSERVER, observer)
+    previous: tuple[AttentionObserver, ...] = getattr(attention, _OBSERVERS, ())
+    setattr(attention, _OBSERVERS, (*previous, observer))
     try:
         yield
     finally:
-        setattr(attention, _OBSERVER, previous)
+        setattr(attention, _OBSERVERS, previous)
 
 
 def _recording_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    observer = getattr(module, _OBSERVER, None)
-    if observer is not None:
+    for observer in getattr(module, _OBSERVERS, ()):
         observer(query, key, value)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 

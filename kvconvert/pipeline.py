@@ -13,6 +13,7 @@ import importlib.metadata
 import logging
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,20 @@ import kvconvert
 from kvconvert.adapters import find_adapter, head_dim, require_adapter
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.bundle.scheme import KVScheme
+from kvconvert.calibration.attention_sample import AttentionSampler
 from kvconvert.calibration.awq import AwqPass
+from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.oscar import OscarPass, simulate_value_cache
-from kvconvert.calibration.protocol import (
-    CalibrationPass,
-    LayerStructure,
-    LayerWork,
-)
+from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerStructure, LayerWork
+from kvconvert.calibration.ranges import RangePass
 from kvconvert.data import TokenData, load_token_samples
 from kvconvert.errors import CheckpointError, DataError, NumericError, RecipeError, UsageError
 from kvconvert.kernels.awq_format import quantize_weight
 from kvconvert.kernels.hadamard import hadamard_kind
 from kvconvert.kernels.quantizer import GroupRangeError
 from kvconvert.layers import LayerRunner
-from kvconvert.recipe import Recipe, WeightsRecipe
+from kvconvert.recipe import KVCalibration, Recipe, WeightsRecipe
+from kvconvert.runtime.layer import layer_format, span_format
 from kvconvert.source import SourceModel, float_dtype, open_source
 from kvconvert.workdir import HiddenStates, LayerRecord, WorkDir, WorkState
 
@@ -83,6 +84,7 @@ def calibrate(
     source = open_source(model)
     adapter = find_adapter(source.config) if recipe.weights.method == "none" else require_adapter(source.config)
     runner = LayerRunner(source, adapter, target)
+    _check_recipe(runner, recipe)
     if adapter is not None:
         _check_group_size(runner, recipe.weights)
     tokens = _load_tokens(source, data, samples, seq_len, seed)
@@ -106,8 +108,13 @@ def calibrate(
     return directory
 
 
-def make_passes(recipe: Recipe, scheme: KVScheme | None, structure: LayerStructure) -> list[CalibrationPass]:
-    """The passes that a recipe asks for, in the order in which they work: fold first, AWQ's search after it."""
+def make_passes(
+    weights: WeightsRecipe, scheme: KVScheme | None, calibration: KVCalibration, structure: LayerStructure
+) -> list[CalibrationPass]:
+    """The passes that a recipe asks for in one layer, in the order in which they work.
+
+    Fold first, AWQ's search after it, and what depends on the values that the cache will see after both.
+    """
     passes: list[CalibrationPass] = []
     quantize_values = None
     if scheme is not None and scheme.key_bits < 16:
@@ -119,22 +126,51 @@ def make_passes(recipe: Recipe, scheme: KVScheme | None, structure: LayerStructu
                 measure=scheme.token_norm_measure,
             )
         )
+    if scheme is not None and scheme.boosted_for(structure.head_dim):
+        passes.append(KittyPass(scheme.boost_select))
     if scheme is not None and scheme.value_bits < 16:
         group_size, rotate = scheme.value_group_for(structure.head_dim), scheme.rotate_values == "online"
 
         def quantize_values(values: Tensor) -> Tensor:
             return simulate_value_cache(values, scheme.value_bits, group_size, scheme.value_range, rotate)
 
-    if recipe.weights.method == "awq":
-        passes.append(AwqPass(recipe.weights.bits, recipe.weights.group_size, quantize_values))
+    if weights.method == "awq":
+        passes.append(AwqPass(weights.bits, weights.group_size, quantize_values))
+    if scheme is not None:
+        passes += _cache_searches(scheme, calibration)
     return passes
+
+
+def _cache_searches(scheme: KVScheme, calibration: KVCalibration) -> list[CalibrationPass]:
+    """Passes that try formats of the cache on a sample of the finished layer's attention, with the sampler."""
+    sampler = AttentionSampler()
+    searches: list[CalibrationPass] = []
+    sides = {"key": scheme.key_bits < 16, "value": scheme.value_bits < 16}
+    ranges = {side: quantized and calibration.searches_range(side) for side, quantized in sides.items()}
+    if not scheme.is_span and any(ranges.values()):
+        searches.append(RangePass(sampler, ranges["key"], ranges["value"]))
+    return [sampler, *searches] if searches else []
+
+
+def _cache_format(scheme: KVScheme, structure: LayerStructure) -> CacheFormat:
+    """A scheme in the terms of kernels; channels that calibration will fix are ranked page by page until then."""
+    heads, channels = structure.num_key_value_heads, structure.head_dim
+    return CacheFormat(
+        pages=layer_format(replace(scheme, boost_select="dynamic"), heads, channels, channels),
+        span=span_format(scheme),
+        rotate_keys=scheme.rotate_keys == "hadamard",
+        rotate_values=scheme.rotate_values == "online",
+        sink_tokens=scheme.sink_tokens,
+        key_recent_tokens=scheme.key_recent_tokens,
+        value_recent_tokens=scheme.value_recent_tokens,
+    )
 
 
 @torch.no_grad()
 def _calibrate_layer(runner: LayerRunner, directory: WorkDir, recipe: Recipe, ids: Tensor, index: int) -> None:
     structure = runner.structure
     scheme, reason = _layer_scheme(runner, recipe, index)
-    passes = make_passes(recipe, scheme, structure)
+    passes = make_passes(recipe.weights, scheme, recipe.calibration_of(index), structure)
     layer, dtypes = runner.layer(index)
     separate = any(calibration_pass.modifies_before_observing for calibration_pass in passes)
     work = LayerWork(
@@ -144,6 +180,7 @@ def _calibrate_layer(runner: LayerRunner, directory: WorkDir, recipe: Recipe, id
         num_samples=ids.shape[0],
         seq_len=ids.shape[1],
         dtype=float_dtype(runner.source),
+        cache=None if scheme is None else _cache_format(scheme, structure),
     )
     for calibration_pass in passes:
         calibration_pass.prepare(work)
@@ -167,11 +204,15 @@ def _calibrate_layer(runner: LayerRunner, directory: WorkDir, recipe: Recipe, id
             calibration_pass.apply(work)
         results = {calibration_pass.name: calibration_pass.result() for calibration_pass in passes}
         reasons = {name: text for result in results.values() for name, text in result.reasons.items()}
+        for result in results.values():
+            if result.scheme:
+                scheme = replace(scheme, **result.scheme)
+        notes = [reason, *(note for result in results.values() for note in result.notes)]
         record = LayerRecord(
             index=index,
             modules=_layer_coverage(work, recipe.weights, reasons),
-            statistics={name: result.statistics for name, result in results.items()},
-            reason=reason,
+            statistics={name: result.statistics for name, result in results.items() if result.statistics},
+            reason="; ".join(filter(None, notes)),
             **_resolved(scheme, structure.head_dim, structure.num_key_value_heads),
         )
         plan = {f"layers.{index}.{name}": t for result in results.values() for name, t in result.plan.items()}
@@ -247,7 +288,7 @@ def _layer_coverage(work: LayerWork, weights: WeightsRecipe, reasons: dict[str, 
 
 def _layer_scheme(runner: LayerRunner, recipe: Recipe, index: int) -> tuple[KVScheme | None, str]:
     """The recipe's scheme resolved for one layer, and why it differs."""
-    scheme, config = recipe.kv, runner.config
+    scheme, config = recipe.scheme(index), runner.config
     if scheme is None:
         return None, ""
     layer_types = getattr(config, "layer_types", None)
@@ -283,6 +324,9 @@ def _resolved(scheme: KVScheme | None, channels: int, kv_heads: int) -> dict[str
 def _untouched_record(runner: LayerRunner, recipe: Recipe, index: int) -> LayerRecord:
     """A layer of an architecture without adapter: weights stay in the source, only the cache is described."""
     scheme, reason = _layer_scheme(runner, recipe, index)
+    calibration = recipe.calibration_of(index)
+    if scheme is not None and any(calibration.searches_range(side) for side in ("key", "value")):
+        reason = "; ".join(filter(None, (reason, "ranges are not calibrated: no adapter describes this architecture")))
     heads = getattr(runner.config, "num_key_value_heads", None) or runner.config.num_attention_heads
     return LayerRecord(index=index, modules=[], reason=reason, **_resolved(scheme, head_dim(runner.config), heads))
 
@@ -310,7 +354,8 @@ def _initial_state(
         if (prefix is None or not name.startswith(prefix)) and any(True for _ in module.parameters(recurse=False))
     ]
     transforms = []
-    if adapter and recipe.kv is not None and recipe.kv.rotate_values == "folded" and not adapter.fold_obstacle:
+    folds = any(scheme.rotate_values == "folded" for scheme in recipe.schemes())
+    if adapter and folds and not adapter.fold_obstacle:
         transforms.append("fold_value_rotation")
     if recipe.weights.method == "awq":
         transforms += ["awq_scale", "awq_clip"]
@@ -330,6 +375,26 @@ def _initial_state(
         kept_modules=modules,
         transforms=transforms,
     )
+
+
+def _check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
+    """Refuse, before any work, a cache that this model cannot have or whose calibration it does not allow."""
+    listed = max((index for override in recipe.layers for index in override.index), default=0)
+    if listed >= runner.num_layers:
+        raise RecipeError(f"[[kv.layers]] lists layer {listed}, but this model has layers 0 to {runner.num_layers - 1}.")
+    channels = head_dim(runner.config)
+    for scheme in recipe.schemes():
+        layer_format(replace(scheme, boost_select="dynamic"), 1, channels, channels)
+        measured = {
+            "boost_select": scheme.boost_select == "calibrated",
+            "allocation": scheme.allocation in ("var_prop", "var_inv", "calibrated"),
+        }
+        field = next((name for name, asked in measured.items() if asked), None)
+        if runner.adapter is None and field is not None:
+            raise RecipeError(
+                f"[kv] {field} = {getattr(scheme, field)!r} follows from calibration, and no adapter describes this "
+                "architecture's layers; choose a value that needs none."
+            )
 
 
 def _check_group_size(runner: LayerRunner, weights: WeightsRecipe) -> None:

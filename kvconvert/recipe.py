@@ -10,6 +10,13 @@ A recipe is a preset (a file in `kvconvert/presets`; dropping one in extends the
     [kv]
     preset = "oscar"      # a preset of kvconvert.bundle.scheme, or "none" for a cache left alone
     key_group_size = 128  # any field of KVScheme replaces the preset's; without a preset, plain groups
+    calibrate_ranges = true    # choose key_range and value_range of each layer, but for the one that is given here
+    tau_grid = [0, 1, 2, 3]    # values tried for tau1 and tau2 of spans, unless one of these is given here
+    tau_per_layer = false      # one pair for all layers
+
+    [[kv.layers]]         # layers that differ: any of the above but the tau search, over what [kv] says
+    index = [0, 1]
+    key_bits = 4
 
     [limits]
     max_kl = 0.1                   # mean KL divergence from the source model, in nats per token
@@ -45,6 +52,39 @@ class WeightsRecipe(_Table):
     method: Literal["awq", "rtn", "none"] = "awq"
     bits: int = 4
     group_size: int = 128
+
+
+class KVCalibration(_Table):
+    """What calibration chooses for the cache; it lives here because a `KVScheme` describes the outcome alone.
+
+    Attributes:
+        calibrate_ranges: choose `key_range` and `value_range` of each layer.
+        tau_grid: values to try for tau1 and tau2 of spans (CalibQuant).
+        tau_per_layer: one pair (tau1, tau2) for each layer instead of one for all.
+        given: those of key_range, value_range, tau1 and tau2 that the recipe states, which are not searched.
+    """
+
+    calibrate_ranges: bool = True
+    tau_grid: list[float] = Field(default=[0.0, 1.0, 2.0, 3.0], min_length=1)
+    tau_per_layer: bool = False
+    given: list[str] = []
+
+    def searches_range(self, side: Literal["key", "value"]) -> bool:
+        """Whether the range of keys or values is to be chosen."""
+        return self.calibrate_ranges and f"{side}_range" not in self.given
+
+    @property
+    def searches_tau(self) -> bool:
+        """Whether tau1 and tau2 are to be chosen."""
+        return not {"tau1", "tau2"} & {*self.given}
+
+
+class LayerOverride(_Table):
+    """Layers whose cache differs from the recipe's: `index` lists them; the rest is as in `Recipe`."""
+
+    index: list[int] = Field(min_length=1)
+    kv: KVScheme | None
+    calibration: KVCalibration
 
 
 class Limits(_Table):
@@ -91,12 +131,29 @@ class Recipe(_Table):
         name: of the preset, or of the file without its ending.
         weights, limits: see there.
         kv: scheme of every layer's cache, or None where the cache is left alone.
+        calibration: what calibration chooses for it.
+        layers: layers that differ.
     """
 
     name: str = "default"
     weights: WeightsRecipe = WeightsRecipe()
     kv: KVScheme | None = PRESETS["oscar"]
+    calibration: KVCalibration = KVCalibration()
+    layers: list[LayerOverride] = []
     limits: Limits = Limits()
+
+    def scheme(self, index: int) -> KVScheme | None:
+        """The scheme of one layer's cache."""
+        return next((override.kv for override in self.layers if index in override.index), self.kv)
+
+    def calibration_of(self, index: int) -> KVCalibration:
+        """What calibration chooses for one layer's cache."""
+        return next((o.calibration for o in self.layers if index in o.index), self.calibration)
+
+    def schemes(self) -> list[KVScheme]:
+        """The distinct schemes that some layer may have."""
+        every = [self.kv, *(override.kv for override in self.layers)]
+        return [scheme for i, scheme in enumerate(every) if scheme is not None and scheme not in every[:i]]
 
     @classmethod
     def load(cls, name: str) -> Recipe:
@@ -135,9 +192,10 @@ class Recipe(_Table):
             if not isinstance(keys, dict):
                 raise RecipeError(f"The recipe {where} has a value named {table} where a table [{table}] belongs.")
         weights = _table(WeightsRecipe, tables.get("weights", {}), "weights", where)
-        kv = _kv(tables["kv"], where) if "kv" in tables else PRESETS["oscar"]
+        kv, calibration, layers = _kv_table(tables.get("kv", {"preset": "oscar"}), where)
         limits = _table(Limits, tables.get("limits", {}), "limits", where)
-        return cls._checked(cls(name=name, weights=weights, kv=kv, limits=limits), where)
+        recipe = cls(name=name, weights=weights, kv=kv, calibration=calibration, layers=layers, limits=limits)
+        return cls._checked(recipe, where)
 
     @classmethod
     def _checked(cls, recipe: Recipe, where: str) -> Recipe:
@@ -152,23 +210,32 @@ class Recipe(_Table):
                 f"The recipe {where} asks for [weights] group_size = {weights.group_size}, which is not possible; "
                 f"choose one of {', '.join(map(str, WEIGHT_GROUP_SIZES))}."
             )
-        if weights.method == "none" and recipe.kv is None:
+        if weights.method == "none" and not recipe.schemes():
             raise RecipeError(
                 f"The recipe {where} leaves both the weights and the cache alone, so there is nothing to convert; set "
                 '[weights] method = "awq" or a [kv] preset.'
             )
+        _check_layers(recipe, where)
         return recipe
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Recipe:
         """Rebuild a recipe from `to_dict()`, as a working directory or a manifest records it."""
         try:
-            kv = values["kv"]
             return cls._checked(
                 cls(
                     name=values["name"],
                     weights=_table(WeightsRecipe, values["weights"], "weights", "recorded"),
-                    kv=None if kv is None else KVScheme.from_dict(kv),
+                    kv=_recorded_scheme(values["kv"]),
+                    calibration=_table(KVCalibration, values["calibration"], "kv", "recorded"),
+                    layers=[
+                        LayerOverride(
+                            index=layer["index"],
+                            kv=_recorded_scheme(layer["kv"]),
+                            calibration=_table(KVCalibration, layer["calibration"], "kv.layers", "recorded"),
+                        )
+                        for layer in values["layers"]
+                    ],
                     limits=_table(Limits, values["limits"], "limits", "recorded"),
                 ),
                 "recorded",
@@ -182,6 +249,15 @@ class Recipe(_Table):
             "name": self.name,
             "weights": self.weights.model_dump(),
             "kv": None if self.kv is None else self.kv.to_dict(),
+            "calibration": self.calibration.model_dump(),
+            "layers": [
+                {
+                    "index": layer.index,
+                    "kv": None if layer.kv is None else layer.kv.to_dict(),
+                    "calibration": layer.calibration.model_dump(),
+                }
+                for layer in self.layers
+            ],
             "limits": self.limits.model_dump(),
         }
 
@@ -211,23 +287,92 @@ def _table(model: type[T], values: dict[str, Any], table: str, where: str) -> T:
         ) from error
 
 
-def _kv(values: dict[str, Any], where: str) -> KVScheme | None:
+def _kv_table(
+    values: dict[str, Any], where: str
+) -> tuple[KVScheme | None, KVCalibration, list[LayerOverride]]:
+    """The [kv] table with its [[kv.layers]]."""
+    values = dict(values)
+    entries = values.pop("layers", [])
+    base = {} if "preset" in values else KVScheme().to_dict()
+    kv, calibration = _kv(values, base, KVCalibration(), "[kv]", where)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise RecipeError(f"The recipe {where} has kv.layers where [[kv.layers]] tables belong.")
+    layers = []
+    for entry in entries:
+        entry = dict(entry)
+        index = entry.pop("index", None)
+        whole = isinstance(index, list) and all(type(i) is int and i >= 0 for i in index)
+        if not whole or not index:
+            raise RecipeError(
+                f"The recipe {where} has [[kv.layers]] index = {index!r}; list the numbers of the layers, from 0."
+            )
+        for field in ("tau_grid", "tau_per_layer"):
+            if field in entry:
+                raise RecipeError(f"The recipe {where} sets {field} in [[kv.layers]]; it belongs to [kv], for all layers.")
+        if not entry:
+            raise RecipeError(f"The recipe {where} has a [[kv.layers]] table that changes nothing; remove it.")
+        fields = {} if kv is None else kv.to_dict()
+        if kv is None and "preset" not in entry:
+            raise RecipeError(
+                f'The recipe {where} has [[kv.layers]] without a preset, and [kv] preset = "none" has no fields to '
+                "change; give a preset."
+            )
+        scheme, choices = _kv(entry, fields, calibration, "[[kv.layers]]", where)
+        layers.append(LayerOverride(index=index, kv=scheme, calibration=choices))
+    return kv, calibration, layers
+
+
+def _kv(
+    values: dict[str, Any], base: dict[str, Any], calibration: KVCalibration, table: str, where: str
+) -> tuple[KVScheme | None, KVCalibration]:
+    """A scheme and what is calibrated, from one table over what holds without it."""
     fields = dict(values)
     preset = fields.pop("preset", None)
+    options = {name: fields.pop(name) for name in ("calibrate_ranges", "tau_grid", "tau_per_layer") if name in fields}
+    if "tau_grid" in options and isinstance(options["tau_grid"], list):
+        options["tau_grid"] = [float(v) if type(v) is int else v for v in options["tau_grid"]]
     if preset == "none":
-        if fields:
+        if fields or options:
             raise RecipeError(
-                f'The recipe {where} sets [kv] {next(iter(fields))} beside preset = "none", which leaves the '
-                "cache alone; remove one of them."
+                f'The recipe {where} sets {table} {next(iter(fields or options))} beside preset = "none", which leaves '
+                "the cache alone; remove one of them."
             )
-        return None
+        return None, calibration
     if preset is not None and preset not in PRESETS:
         raise RecipeError(
-            f"The recipe {where} asks for [kv] preset = {preset!r}, which is not available; choose one of none, "
+            f"The recipe {where} asks for {table} preset = {preset!r}, which is not available; choose one of none, "
             f"{', '.join(PRESETS)}."
         )
-    base = KVScheme() if preset is None else PRESETS[preset]
+    given = {*fields} & {"key_range", "value_range", "tau1", "tau2"} | ({*calibration.given} if preset is None else set())
+    choices = _table(
+        KVCalibration, calibration.model_dump() | options | {"given": sorted(given)}, table.strip("[]"), where
+    )
     try:
-        return KVScheme.from_dict({**base.to_dict(), **fields})
+        scheme = KVScheme.from_dict({**(base if preset is None else PRESETS[preset].to_dict()), **fields})
     except RecipeError as error:
         raise RecipeError(f"The recipe {where} cannot be used: {error}") from error
+    for option in ("tau_grid", "tau_per_layer"):
+        if option in options and not (scheme.is_span and choices.searches_tau):
+            reason = "tau1 or tau2 is given" if scheme.is_span else "scores are shifted for spans only"
+            raise RecipeError(f"The recipe {where} sets {table} {option}, but nothing searches it: {reason}.")
+    return scheme, choices
+
+
+def _check_layers(recipe: Recipe, where: str) -> None:
+    """Refuse layers that are listed twice, and budgets that cannot be spread over layers that differ."""
+    listed = [index for override in recipe.layers for index in override.index]
+    twice = next((index for index in listed if listed.count(index) > 1), None)
+    if twice is not None:
+        raise RecipeError(f"The recipe {where} lists layer {twice} twice in [[kv.layers]]; say once what it should be.")
+    budgets = {
+        (s.allocation, s.heavy_ratio, s.recent_ratio, s.pyramid_depth) for s in recipe.schemes() if s.allocation != "uniform"
+    }
+    if len(budgets) > 1:
+        raise RecipeError(
+            f"The recipe {where} spreads several budgets over its layers (allocation, heavy_ratio and recent_ratio "
+            "differ in [[kv.layers]]); a budget that is spread has to be one for all layers that share it."
+        )
+
+
+def _recorded_scheme(values: dict[str, Any] | None) -> KVScheme | None:
+    return None if values is None else KVScheme.from_dict(values)

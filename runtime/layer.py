@@ -83,6 +83,13 @@ def layer_format(
     return LayerFormat(keys, values, boosted if scheme.boost_select == "calibrated" else None)
 
 
+def span_format(scheme: KVScheme) -> SpanFormat | None:
+    """The span format of a scheme, or None for pages."""
+    if not scheme.is_span:
+        return None
+    return SpanFormat(scheme.key_bits, scheme.value_bits, scheme.key_range, scheme.value_range)
+
+
 class PagedLayer(CacheLayerMixin):
     """The low-bit cache of one attention layer.
 
@@ -94,7 +101,7 @@ class PagedLayer(CacheLayerMixin):
         page_bytes: room for pages in bytes, taken at the first update and never exceeded; None grows as needed.
         keep_for_sharing: later layers read this layer's keys again within one forward pass, so pages are flushed one
             step late.
-        boosted: int64 [H, n], key channels to boost with `boost_select="calibrated"`.
+        boosted: integers [H, n], key channels to boost with `boost_select="calibrated"`.
     """
 
     is_compileable = False
@@ -139,10 +146,9 @@ class PagedLayer(CacheLayerMixin):
         batch, heads, _, key_dim = key_states.shape
         value_dim = value_states.shape[-1]
         self.dtype, self.device = key_states.dtype, key_states.device
-        boosted = None if self.boosted is None else self.boosted.to(self.device)
+        boosted = None if self.boosted is None else self.boosted.to(self.device, torch.long)
         self.format = layer_format(self.scheme, heads, key_dim, value_dim, boosted)
-        s = self.scheme
-        self.span_format = SpanFormat(s.key_bits, s.value_bits, s.key_range, s.value_range) if s.is_span else None
+        self.span_format = span_format(self.scheme)
         name = f"layer {self.index} of the KV cache"
         capacity = None
         if self.page_bytes is not None:

@@ -1,0 +1,123 @@
+"""A bounded sample of one layer's attention as its cache sees it: what searches evaluate again and again.
+
+Whole sequences, evenly spaced over the calibration data, at most `SAMPLE_SEQUENCES`: attention mixes tokens, and pages
+are whole. The sample is taken from the finished layer (weights folded, scaled and clipped), because AWQ's scaling of
+values changes what a cache has to store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWork, attention_observed
+from kvconvert.kernels.hadamard import hadamard_transform
+
+SAMPLE_SEQUENCES = 4
+
+
+@dataclass(frozen=True)
+class AttentionSample:
+    """Attention of n sequences of T tokens, float32, after q/k norms, RoPE and the cache's rotations.
+
+    Attributes:
+        queries: [n, Hq, T, D]; keys: [n, H, T, D]; values: [n, H, T, E].
+        scaling: factor of the dot products.
+        visible: bool [T, T], which keys (columns) a query (row) may see.
+        output_weight: [hidden, Hq * E], the output projection of concatenated heads, or None; what an error in a
+            head's output amounts to in the layer's output. Undoes the rotation of folded values; for those rotated on
+            line it is rotated too.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scaling: float
+    visible: Tensor
+    output_weight: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of each sequence."""
+        return self.queries.shape[2]
+
+    def grouped_queries(self, sequence: int) -> Tensor:
+        """Queries of one sequence, [H, Hq / H, T, D], the query heads of a KV head together."""
+        return self.queries[sequence].unflatten(0, (self.keys.shape[1], -1))
+
+
+def causal(num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
+    """Bool [T, T]: each query sees itself and what came before."""
+    return torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
+
+
+def as_cached(queries: Tensor, keys: Tensor, values: Tensor, cache: CacheFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [..., head_dim] in float32, rotated as the cache rotates them."""
+    queries, keys, values = queries.float(), keys.float(), values.float()
+    if cache.rotate_keys:
+        queries, keys = hadamard_transform(queries), hadamard_transform(keys)
+    if cache.rotate_values:
+        values = hadamard_transform(values)
+    return queries, keys, values
+
+
+class AttentionSampler(CalibrationPass):
+    """Keeps a few of the layer's inputs and, once earlier passes have changed the layer, runs them through it.
+
+    Stands in the list of passes after those that change weights and before those that read `sample`.
+
+    Attributes:
+        sample: there from `solve` on.
+    """
+
+    name = "attention_sample"
+
+    def __init__(self, sequences: int = SAMPLE_SEQUENCES) -> None:
+        self.sequences = sequences
+        self.sample: AttentionSample | None = None
+        self._inputs: list[Tensor] = []
+        self._arguments: dict[str, Any] = {}
+        self._seen = 0
+
+    @contextmanager
+    def observe(self, work: LayerWork) -> Iterator[None]:
+        """Keep every so-many-th sequence of the layer's input."""
+        wanted = min(self.sequences, work.num_samples)
+        chosen = {i * work.num_samples // wanted for i in range(wanted)}
+
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = args[0]
+            self._inputs += [hidden[i : i + 1].clone() for i in range(len(hidden)) if self._seen + i in chosen]
+            self._seen += len(hidden)
+            self._arguments = kwargs
+
+        handle = work.layer.register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def solve(self, work: LayerWork) -> None:
+        """Run the kept inputs through the layer as it is now."""
+        seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        attention = work.layer.get_submodule(work.structure.attention)
+        with attention_observed(attention, lambda q, k, v: seen.append((q, k, v))):
+            for hidden in self._inputs:
+                work.layer(hidden, **self._arguments)
+        queries, keys, values = (torch.cat(parts) for parts in zip(*seen, strict=True))
+        mask = self._arguments.get("attention_mask")
+        weight = work.layer.get_submodule(work.structure.output).weight
+        if work.cache.rotate_values:
+            weight = hadamard_transform(weight.unflatten(1, (-1, values.shape[3]))).flatten(1)
+        self.sample = AttentionSample(
+            *as_cached(queries, keys, values, work.cache),
+            scaling=getattr(attention, "scaling", queries.shape[3] ** -0.5),
+            visible=causal(queries.shape[2], queries.device) if mask is None else mask[0, 0].bool(),
+            output_weight=weight,
+        )
+        self._inputs.clear()

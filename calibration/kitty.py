@@ -1,0 +1,137 @@
+"""Kitty (MLSys 2026): which key channels deserve twice the bits.
+
+A key channel d with step Delta_d puts at most |q_d| Delta_d / 2 of error into a score, and Delta_d = R_d / (2^b - 1)
+with the channel's range R_d over a page (equations 4 and 5). The paper's released code ranks each page's channels by
+mean |K| alone, when the page is written, because the queries to come are unknown. Calibration knows queries, so that
+fixed channels per layer and head can be chosen by the bound itself:
+
+    key_sensitivity_d = E|q_d| E[R_d]
+
+with E|q_d| averaged over tokens and over the query heads of a KV head, and R_d = max_t k_td - min_t k_td averaged over
+pages. Keys enter as the quantizer sees them: after RoPE, the scheme's rotation and its token norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvconvert.calibration.attention_sample import as_cached
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult, attention_observed
+from kvconvert.errors import NumericError
+from kvconvert.kernels.pages import token_norms
+
+
+class ChannelStatistics:
+    """Running statistics of key channels over calibration sequences.
+
+    Args:
+        page_size: tokens over which a range is taken; a last incomplete page is left out, and a sequence shorter than
+            one page is one page.
+        sink_tokens: first tokens of a sequence, which stay in full precision and are left out.
+    """
+
+    def __init__(self, page_size: int = 128, sink_tokens: int = 0) -> None:
+        self.page_size, self.sink_tokens = page_size, sink_tokens
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+
+    def update(self, queries: Tensor, keys: Tensor) -> None:
+        """Add queries [B, Hq, T, D] and keys [B, H, T, D]."""
+        sinks = min(self.sink_tokens, keys.shape[2] - 1)
+        stored = keys[:, :, sinks:].float()
+        length = stored.shape[2]
+        page = min(self.page_size, length)
+        pages = stored[:, :, : length // page * page].unflatten(2, (-1, page))
+        grouped = queries.float().unflatten(1, (keys.shape[1], -1))
+        self._add("key_mean_abs", stored.abs(), (0, 2))
+        self._add("key_range", pages.amax(3) - pages.amin(3), (0, 2))
+        self._add("query_mean_abs", grouped.abs(), (0, 2, 3))
+
+    def _add(self, name: str, values: Tensor, dims: tuple[int, ...]) -> None:
+        total = values.sum(dims, dtype=torch.float64)
+        self._sums[name] = self._sums[name] + total if name in self._sums else total
+        self._counts[name] = self._counts.get(name, 0) + values.numel() // total.numel()
+
+    def result(self) -> dict[str, Tensor]:
+        """`key_mean_abs`, `key_range`, `query_mean_abs` and `key_sensitivity`, each float32 [H, D]."""
+        means = {name: total / self._counts[name] for name, total in self._sums.items()}
+        means["key_sensitivity"] = means["query_mean_abs"] * means["key_range"]
+        return {name: mean.float().cpu() for name, mean in means.items()}
+
+
+def choose_channels(score: Tensor, count: int) -> Tensor:
+    """The `count` channels of highest score of each head: from [H, D], int64 [H, count], ascending.
+
+    Ties go to the lower index, as in the runtime's own ranking.
+    """
+    order = torch.sort(score, dim=-1, descending=True, stable=True).indices
+    return order[:, :count].sort(-1).values
+
+
+class KittyPass(CalibrationPass):
+    """Statistics of the layer's key channels and, if asked for, the fixed channels to boost.
+
+    Args:
+        select: "calibrated" fixes the channels, "dynamic" leaves them to each page.
+    """
+
+    name = "kitty"
+    plan_tensors = ("key_mean_abs", "key_range", "query_mean_abs", "key_sensitivity", "boosted_channels")
+
+    def __init__(self, select: Literal["dynamic", "calibrated"]) -> None:
+        self.select = select
+        self._statistics: ChannelStatistics | None = None
+        self._tensors: dict[str, Tensor] = {}
+
+    @contextmanager
+    def observe(self, work: LayerWork) -> Iterator[None]:
+        """Record queries and keys as the page quantizer sees them."""
+        cache, f = work.cache, work.cache.pages.keys
+        self._statistics = ChannelStatistics(f.page_size, cache.sink_tokens)
+
+        def record(query: Tensor, key: Tensor, value: Tensor) -> None:
+            queries, keys, _ = as_cached(query, key, value, cache)
+            if f.token_norm != "none":
+                norms = token_norms(keys, f.token_norm, f.token_norm_measure).unsqueeze(3)
+                keys = torch.where(norms > 0, keys / norms, 0.0)
+            self._statistics.update(queries, keys)
+
+        with attention_observed(work.layer.get_submodule(work.structure.attention), record):
+            yield
+
+    def solve(self, work: LayerWork) -> None:
+        """Average what was recorded and choose channels by sensitivity."""
+        self._tensors = self._statistics.result()
+        for name, values in self._tensors.items():
+            if not values.isfinite().all():
+                raise NumericError(
+                    f"The queries or keys of {work.name}.{work.structure.attention} hold NaN or infinity on the "
+                    f"calibration data ({name}); check the source model's weights."
+                )
+        if self.select == "calibrated":
+            chosen = choose_channels(self._tensors["key_sensitivity"], work.cache.pages.keys.boosted)
+            self._tensors["boosted_channels"] = chosen.int()
+
+    def apply(self, work: LayerWork) -> None:
+        """Fix the channels in the format of the layer's pages."""
+        if self.select == "calibrated":
+            pages = work.cache.pages
+            keys = replace(pages.keys, boost_select="calibrated")
+            chosen = self._tensors["boosted_channels"].long().to(next(work.layer.parameters()).device)
+            work.cache = replace(work.cache, pages=replace(pages, keys=keys, boosted=chosen))
+
+    def result(self) -> PassResult:
+        """The statistics as plan tensors, and what share of all sensitivity the most sensitive channels have."""
+        sensitivity = self._tensors["key_sensitivity"].sort(-1, descending=True).values
+        top = max(1, sensitivity.shape[1] // 8)
+        share = sensitivity[:, :top].sum(-1) / sensitivity.sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+        return PassResult(
+            plan=self._tensors,
+            statistics={"sensitivity_share_of_top_eighth": [round(float(value), 6) for value in share]},
+        )
