@@ -232,9 +232,7 @@ def quantize_keys(keys: torch.Tensor, f: KeyFormat, channels: torch.Tensor | Non
     def rows_of(tensor: torch.Tensor) -> torch.Tensor:
         return chosen.unsqueeze(3).expand(-1, -1, -1, tensor.shape[3])
 
-    fine = quantize(
-        transposed.gather(2, rows_of(transposed)), 2 * f.bits, f.group_size, dim=3, value_range=f.range
-    )
+    fine = quantize(transposed.gather(2, rows_of(transposed)), 2 * f.bits, f.group_size, dim=3, value_range=f.range)
     low_mask = 2**f.bits - 1
     codes = plain.codes.scatter(2, rows_of(plain.codes), fine.codes & low_mask)
     return KeyPages(

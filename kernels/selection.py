@@ -71,7 +71,9 @@ def column_sums(
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
         if visible is None:
-            hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=keys.device).triu(reach - scores.shape[2] + 1)
+            hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=keys.device).triu(
+                reach - scores.shape[2] + 1
+            )
         else:
             hidden = ~visible(block, slice(0, n))
         scores = scores.masked_fill(hidden, float("-inf"))

@@ -100,7 +100,9 @@ class TokenColumns:
         parts = TokenColumns()
         parts._extend(self, max(0, start - offset), max(0, stop - offset))
         runs = [
-            torch.arange(column, column + (parts._firsts[i + 1] if i + 1 < len(parts._firsts) else parts._count) - first)
+            torch.arange(
+                column, column + (parts._firsts[i + 1] if i + 1 < len(parts._firsts) else parts._count) - first
+            )
             for i, (first, column) in enumerate(zip(parts._firsts, parts._columns, strict=True))
         ]
         plain = (torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)).to(device)

@@ -81,9 +81,7 @@ class BundleModel:
     push_to_hub = save_pretrained
 
 
-def adopt(
-    model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapping[str, torch.Tensor]
-) -> None:
+def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapping[str, torch.Tensor]) -> None:
     """Give a loaded model the bundle's attention, caches and refusals."""
     if not any(scheme is not None for scheme in schemes):
         return

@@ -522,9 +522,7 @@ class PagedLayer(CacheLayerMixin):
             if sequence.open_from is not None:
                 continue
             self._drop_outside_window(sequence)
-            self._flush_side(
-                sequence, sequence.keys, self.key_pool, max(held_back, self.scheme.key_recent_tokens)
-            )
+            self._flush_side(sequence, sequence.keys, self.key_pool, max(held_back, self.scheme.key_recent_tokens))
             self._flush_side(
                 sequence, sequence.values, self.value_pool, max(held_back, self.scheme.value_recent_tokens)
             )

@@ -101,7 +101,8 @@ class Sequence:
     @property
     def untouched(self) -> bool:
         """Whether every token is still in full precision and in its place."""
-        return not (self.keys.pages or self.values.pages or self.dropped or self.spans or self.columns.kept_count)
+        compressed = self.keys.pages or self.values.pages or self.dropped or self.spans
+        return not compressed and self.columns.kept is None
 
     @property
     def pages(self) -> int:

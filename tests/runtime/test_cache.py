@@ -102,7 +102,13 @@ def test_sinks_and_recent_tokens_stay_in_full_precision():
     assert cache.stats().pages == 0
     feed(cache, 1)
     assert (cache.stats().pages, cache.stats().residual_tokens) == (2, 4 + 64)
-    assert cache.layers[0].sequences[0].tail_columns(128, torch.device("cpu")).tolist() == [0, 1, 2, 3, *range(132, 196)]
+    assert cache.layers[0].sequences[0].tail_columns(128, torch.device("cpu")).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        *range(132, 196),
+    ]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 400])
