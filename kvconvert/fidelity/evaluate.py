@@ -33,7 +33,7 @@ from kvconvert.fidelity.recall import (
     passkey,
     recitation,
 )
-from kvconvert.fidelity.scoring import PAGE, Comparison, Decoder, compare, feed
+from kvconvert.fidelity.scoring import PAGE, Comparison, Decoder, compare, feed, seal, treats_whole_prompts
 from kvconvert.runtime import KVCache, load
 from kvconvert.source import SourceModel, open_source
 
@@ -192,7 +192,7 @@ def evaluate(
             f"with the model it was made from."
         )
     source, decoder = Decoder.plain(source_model), decoder_of(model.eval())
-    length, prefill, scored = _segment_shape(source_model)
+    length, prefill, scored = _segment_shape(source_model, treats_whole_prompts(decoder.new_cache()))
     samples = load_token_samples(data, tokenizer, -(-tokens // scored), length, seed, default="evaluation")
     comparison = compare(source, {"bundle": decoder}, samples.ids, prefill, progress=progress)["bundle"]
 
@@ -287,6 +287,7 @@ def measure_cache(decoder: Decoder, ids: torch.Tensor, checkpoint: SourceModel, 
     cache, plain = decoder.new_cache(), Decoder.plain(model).new_cache()
     for start in range(0, tokens, SEGMENT_TOKENS):
         feed(decoder, cache, filler[:, start : start + SEGMENT_TOKENS], logits_to_keep=1)
+    seal(cache)
     # The source's cache holds as many numbers, all of them in the model's dtype: one page tells the size of a token.
     feed(Decoder.plain(model), plain, filler[:, :PAGE], logits_to_keep=1)
     source_bytes = sum(_nbytes(layer) for layer in plain.layers) / plain.get_seq_length()
@@ -314,10 +315,13 @@ def measure_cache(decoder: Decoder, ids: torch.Tensor, checkpoint: SourceModel, 
     )
 
 
-def _segment_shape(model: PreTrainedModel) -> tuple[int, int, int]:
-    """Tokens of a segment, tokens prefilled, tokens scored."""
-    length = min(SEGMENT_TOKENS, _max_length(model))
-    prefill = min(PAGE, length // 2)
+def _segment_shape(model: PreTrainedModel, whole_prompts: bool) -> tuple[int, int, int]:
+    """Tokens of a segment, tokens prefilled, tokens scored.
+
+    A cache that compresses whole prompts reads half the segment first, at least four pages where there is room.
+    """
+    length = min(SEGMENT_TOKENS + 1 if whole_prompts else SEGMENT_TOKENS, _max_length(model))
+    prefill = min(SEGMENT_TOKENS // 2 if whole_prompts else PAGE, length // 2)
     return length, prefill, length - prefill - 1
 
 

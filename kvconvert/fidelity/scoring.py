@@ -2,7 +2,8 @@
 
 The first page of a segment is prefilled; the continuation follows in chunks of one page. After each chunk the cache
 quantizes the page that became complete, so a token of the next chunk attends to quantized pages and, in full precision,
-to its own page up to itself: what it would attend to if it had been decoded alone, at a hundredth of the time.
+to its own page up to itself: what it would attend to if it had been decoded alone, at a hundredth of the time. Caches
+that compress whole prompts are given a longer prompt, which is sealed before scoring begins.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ def compare(
         streams = {name: _Stream(decoder, name) for name, decoder in (("source", source), *others.items())}
         for stream in streams.values():
             stream.read(segments[:, :prefill])
+            seal(stream.cache)
         parts: dict[str, list[tuple[torch.Tensor, ...]]] = {name: [] for name in others}
         for start in range(prefill, ids.shape[1] - 1, chunk):
             stop = min(start + chunk, ids.shape[1] - 1)
@@ -151,6 +153,17 @@ def feed(decoder: Decoder, cache: Cache, ids: torch.Tensor, **kwargs):
     )
 
 
+def seal(cache: Cache) -> None:
+    """Say that what was read is the whole prompt, for caches that compress whole prompts."""
+    if isinstance(cache, KVCache):
+        cache.seal()
+
+
+def treats_whole_prompts(cache: Cache) -> bool:
+    """Whether the cache compresses a prompt as a whole instead of page by page."""
+    return isinstance(cache, KVCache) and any(s is not None and (s.is_span or s.evicts) for s in cache.schemes)
+
+
 @torch.no_grad()
 def generate_greedily(decoder: Decoder, context: torch.Tensor, cue: torch.Tensor, new_tokens: int) -> torch.Tensor:
     """Continue greedily, past any end-of-sequence token, reading the cue through what the cache made of the context.
@@ -168,6 +181,7 @@ def generate_greedily(decoder: Decoder, context: torch.Tensor, cue: torch.Tensor
     """
     cache = decoder.new_cache()
     feed(decoder, cache, context, logits_to_keep=1)
+    seal(cache)
     generated: list[torch.Tensor] = []
     step = cue
     for _ in range(new_tokens):
