@@ -109,7 +109,8 @@ def test_masks_hide_tokens_in_pages_and_runs():
     page_mask = torch.rand(len(rows), 1, length, 128, generator=generator) < 0.5
     page_mask[0] = False  # a page that nobody sees
     masked = [
-        DenseRun(r.row, r.keys, r.values, torch.rand(1, length, r.keys.shape[1], generator=generator) < 0.5) for r in dense
+        DenseRun(r.row, r.keys, r.values, torch.rand(1, length, r.keys.shape[1], generator=generator) < 0.5)
+        for r in dense
     ]
     got = paged_attention(queries, [PageTile(*pages, rows, page_mask)], masked, format, 0.2)
     for row, (keys, values) in enumerate(stored):
@@ -177,7 +178,9 @@ def shifted_by_hand(scores, tau1, tau2):
 
 
 @pytest.mark.parametrize(("tau1", "tau2"), [(0.0, 0.0), (0.0, 1.5), (1.0, 0.5), (0.0, 50.0)])
-@pytest.mark.parametrize(("bits", "dims", "length"), [((1, 2), (48, 80), 1), ((4, 1), (64, 64), 3), ((8, 8), (32, 32), 1)])
+@pytest.mark.parametrize(
+    ("bits", "dims", "length"), [((1, 2), (48, 80), 1), ((4, 1), (64, 64), 3), ((8, 8), (32, 32), 1)]
+)
 def test_spans_beside_dense_tokens_equal_float64_attention_over_shifted_scores(tau1, tau2, bits, dims, length):
     torch.manual_seed(0)
     heads, group, scaling = 2, 2, 0.3

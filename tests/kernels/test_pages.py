@@ -160,7 +160,9 @@ def test_boosting_by_score_beats_boosting_other_channels():
     fixed = key_format(group=128, boosted=8, boost_select="calibrated")
 
     def error(channels):
-        return (queries @ dequantize_keys(quantize_keys(keys, fixed, channels), fixed, channels) - exact).square().mean()
+        return (
+            (queries @ dequantize_keys(quantize_keys(keys, fixed, channels), fixed, channels) - exact).square().mean()
+        )
 
     by_score = rank_channels(keys.transpose(0, 1).flatten(1, 2)[None], 8)[0]
     others = [torch.stack([torch.randperm(64)[:8] for _ in range(2)]) for _ in range(5)]
