@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWork, attention_observed
 from kvconvert.kernels.hadamard import hadamard_transform
 
-SAMPLE_SEQUENCES = 4
+SAMPLE_SEQUENCES = 8
 
 
 @dataclass(frozen=True)

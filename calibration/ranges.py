@@ -2,20 +2,23 @@
 
 The best uniform quantizer of b bits does not reach to the extremes. Of 128 near-Gaussian values, min and max are about
 5.3 standard deviations apart, while the range that minimises the mean squared error spans about 3 at 2 bits and 1.6 at
-1 bit: clamping a few values costs less than a coarse step costs all. A factor r shrinks (min, max) about their midpoint.
-It is chosen per layer, for keys and for values, on a sample of the layer's attention,
+1 bit: clamping a few values costs less than a coarse step costs all. A factor r shrinks (min, max) about their
+midpoint. It is chosen per layer, for keys and for values, on a sample of the layer's attention,
 
     r* = argmin over the grid of  E || (o_r(t) - o(t)) W_O^T ||^2
 
 o(t) being the heads' attention outputs of query t in full precision and o_r(t) the same where every complete page that
-precedes t is quantized as the runtime would, with t's own page in full precision. First keys with exact values, then
-values with the keys so chosen.
+precedes t is quantized as the runtime would, with t's own page in full precision. Keys are searched with exact values,
+values with exact attention weights: searched with the quantized keys, values make up for the keys' error on the sample,
+which did not carry over to held-out text. Without W_O, or by the error of the attention weights alone, the chosen
+ranges served held-out text less well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,13 +79,13 @@ def stored_values(values: Tensor, cache: CacheFormat, value_range: float) -> Ten
 
 @dataclass(frozen=True)
 class _Block:
-    """Some queries of one sequence, everything they attend to in full precision.
+    """Some queries of one sequence, with what they attend to in full precision.
 
     Attributes:
-        rows: of the queries in their sequence; `keys` is the number of tokens up to the last of them.
+        sequence: number of the sequence; rows: the queries in it; keys: tokens up to the last of them.
         queries: [H, Hq / H, q, D].
         scores, weights: [H, Hq / H, q, keys]; output: [H, Hq / H, q, E].
-        visible, keys_stored, values_stored: bool [q, keys].
+        visible: bool [q, keys].
     """
 
     sequence: int
@@ -90,116 +93,94 @@ class _Block:
     keys: int
     queries: Tensor
     scores: Tensor
+    weights: Tensor
     output: Tensor
     visible: Tensor
-    keys_stored: Tensor
-    values_stored: Tensor
 
 
-def _blocks(sample: AttentionSample, cache: CacheFormat) -> Iterator[_Block]:
-    """The queries that read at least one quantized page."""
-    page = cache.pages.keys.page_size
-    sinks, recents = cache.sink_tokens, (cache.key_recent_tokens, cache.value_recent_tokens)
+def _blocks(sample: AttentionSample, first: int) -> Iterator[_Block]:
+    """The queries from token `first` on."""
     for sequence in range(len(sample.queries)):
         keys, values = sample.keys[sequence].unsqueeze(1), sample.values[sequence].unsqueeze(1)
-        for start in range(sinks + page + min(recents), sample.num_tokens, QUERY_BLOCK):
+        for start in range(first, sample.num_tokens, QUERY_BLOCK):
             rows = slice(start, min(start + QUERY_BLOCK, sample.num_tokens))
             reach = rows.stop
             queries = sample.grouped_queries(sequence)[:, :, rows]
             scores = queries @ keys[:, :, :reach].transpose(2, 3) * sample.scaling
             visible = sample.visible[rows, :reach]
-            stored = (reads_quantized(rows, reach, sinks, recent, page, scores.device) for recent in recents)
-            output = _weights(scores, visible) @ values[:, :, :reach]
-            yield _Block(sequence, rows, reach, queries, scores, output, visible, *stored)
+            weights = _weights(scores, visible)
+            yield _Block(sequence, rows, reach, queries, scores, weights, weights @ values[:, :, :reach], visible)
 
 
 def _weights(scores: Tensor, visible: Tensor) -> Tensor:
     return scores.masked_fill(~visible, float("-inf")).softmax(-1)
 
 
-def output_error(difference: Tensor, output_weight: Tensor | None) -> float:
-    """Sum over queries of the squared error in the layer's output, from heads' output differences [H, Hq / H, q, E]."""
+def squared_output(heads: Tensor, output_weight: Tensor | None) -> float:
+    """Squared size of the layer's output, summed over queries, for heads' outputs (or errors) [H, Hq / H, q, E]."""
     if output_weight is None:
-        return float(difference.square().sum(dtype=torch.float64))
-    rows = difference.flatten(0, 1).transpose(0, 1).flatten(1)
+        return float(heads.square().sum(dtype=torch.float64))
+    rows = heads.flatten(0, 1).transpose(0, 1).flatten(1)
     return float((rows @ output_weight.T).square().sum(dtype=torch.float64))
 
 
-@dataclass(frozen=True)
-class RangeChoice:
-    """What a range search found.
+def key_range_errors(sample: AttentionSample, cache: CacheFormat, grid: tuple[float, ...]) -> Tensor:
+    """Error of the attention output with quantized keys and exact values, relative to its mean square.
 
-    Attributes:
-        key_range, value_range: the chosen factors.
-        key_error, value_error: relative error of the attention output for every factor of the grid, float64 [grid]:
-            keys quantized and values exact; both quantized, keys with `key_range`. None where nothing was searched.
+    Returns:
+        float64 [grid], over the queries that read at least one quantized page; zeros where there are none.
     """
+    recent, page = cache.key_recent_tokens, cache.pages.keys.page_size
 
-    key_range: float
-    value_range: float
-    key_error: Tensor | None
-    value_error: Tensor | None
+    def output(block: _Block, stored: Tensor) -> Tensor:
+        device = stored.device
+        quantized = reads_quantized(block.rows, block.keys, cache.sink_tokens, recent, page, device)
+        scores = block.queries @ stored[:, None, : block.keys].transpose(2, 3) * sample.scaling
+        weights = _weights(torch.where(quantized, scores, block.scores), block.visible)
+        return weights @ sample.values[block.sequence][:, None, : block.keys] - block.output
+
+    candidates = [partial(stored_keys, cache=cache, value_range=r) for r in grid]
+    return _errors(sample, sample.keys, cache.sink_tokens + page + recent, candidates, output)
 
 
-def search_ranges(
-    sample: AttentionSample,
-    cache: CacheFormat,
-    search_keys: bool = True,
-    search_values: bool = True,
-    grid: tuple[float, ...] = RANGE_GRID,
-) -> RangeChoice:
-    """Choose the ranges of a layer's pages; see the module's docstring.
+def value_range_errors(sample: AttentionSample, cache: CacheFormat, grid: tuple[float, ...]) -> Tensor:
+    """The same with quantized values and exact attention weights."""
+    recent, page = cache.value_recent_tokens, cache.pages.values.page_size
 
-    Args:
-        sample: attention of the layer.
-        cache: its format; a side that is not searched keeps the range that this gives.
-        search_keys, search_values: what to search. Sixteen-bit sides are never searched.
-        grid: factors to try, descending; ties go to the larger factor.
-    """
-    f = cache.pages
-    key_range, value_range = f.keys.range, f.values.range
-    key_error = value_error = None
-    if search_keys and f.keys.bits < 16:
-        key_error = _errors(sample, cache, grid, lambda r: (r, None))
-        key_range = grid[int(key_error.argmin())]
-    if search_values and f.values.bits < 16:
-        value_error = _errors(sample, cache, grid, lambda r: (key_range, r))
-        value_range = grid[int(value_error.argmin())]
-    return RangeChoice(key_range, value_range, key_error, value_error)
+    def output(block: _Block, stored: Tensor) -> Tensor:
+        quantized = reads_quantized(block.rows, block.keys, cache.sink_tokens, recent, page, stored.device)
+        difference = stored[:, : block.keys] - sample.values[block.sequence][:, : block.keys]
+        return (block.weights * quantized) @ difference.unsqueeze(1)
+
+    candidates = [partial(stored_values, cache=cache, value_range=r) for r in grid]
+    return _errors(sample, sample.values, cache.sink_tokens + page + recent, candidates, output)
 
 
 def _errors(
     sample: AttentionSample,
-    cache: CacheFormat,
-    grid: tuple[float, ...],
-    ranges: Callable[[float], tuple[float, float | None]],
+    exact: Tensor,
+    first: int,
+    candidates: list[Callable[[Tensor], Tensor]],
+    error: Callable[[_Block, Tensor], Tensor],
 ) -> Tensor:
-    """Error of each candidate's (key, value) ranges, None standing for exact values; relative to the output's size."""
-    errors, size = torch.zeros(len(grid), dtype=torch.float64), 0.0
-    stored: list[tuple[Tensor, Tensor | None]] = []
-    current = -1
-    for block in _blocks(sample, cache):
+    """Each candidate's squared output error over the queries from `first` on.
+
+    Args:
+        sample: attention of the layer.
+        exact: the keys or values that candidates store, [n, H, T, channels].
+        first: the first query that may read a quantized page.
+        candidates: what the runtime reads back of one sequence.
+        error: of the heads' outputs of a block, given what was read back.
+    """
+    errors, size = torch.zeros(len(candidates), dtype=torch.float64), 0.0
+    current, stored = -1, []
+    for block in _blocks(sample, first):
         if block.sequence != current:
             current = block.sequence
-            keys, values = sample.keys[current], sample.values[current]
-            stored = []
-            for r in grid:
-                key_range, value_range = ranges(r)
-                # Values searched with one key range: quantize the keys once.
-                repeated = bool(stored) and ranges(grid[0])[0] == key_range
-                stored_k = stored[0][0] if repeated else stored_keys(keys, cache, key_range)
-                stored.append((stored_k, None if value_range is None else stored_values(values, cache, value_range)))
-        size += output_error(block.output, sample.output_weight)
-        exact = sample.values[current][:, None, : block.keys]
-        weights = None
-        for i, (k, v) in enumerate(stored):
-            if weights is None or k is not stored[i - 1][0]:
-                scores = block.queries @ k[:, None, : block.keys].transpose(2, 3) * sample.scaling
-                weights = _weights(torch.where(block.keys_stored, scores, block.scores), block.visible)
-            output = weights @ exact
-            if v is not None:
-                output += (weights * block.values_stored) @ (v[:, None, : block.keys] - exact)
-            errors[i] += output_error(output - block.output, sample.output_weight)
+            stored = [candidate(exact[current]) for candidate in candidates]
+        size += squared_output(block.output, sample.output_weight)
+        for i, tokens in enumerate(stored):
+            errors[i] += squared_output(error(block, tokens), sample.output_weight)
     return errors / size if size else errors
 
 
@@ -216,7 +197,7 @@ class RangePass(CalibrationPass):
 
     def __init__(self, sampler: AttentionSampler, search_keys: bool = True, search_values: bool = True) -> None:
         self.sampler, self.search_keys, self.search_values = sampler, search_keys, search_values
-        self._choice: RangeChoice | None = None
+        self._errors: dict[str, Tensor] = {}
         self._note = ""
 
     def solve(self, work: LayerWork) -> None:
@@ -229,32 +210,44 @@ class RangePass(CalibrationPass):
                 missing.append(f"{side}_range ({cache.sink_tokens + page + recent + 1} tokens are needed)")
         if missing:
             self._note = f"sequences of {work.seq_len} tokens are too short to calibrate {' and '.join(missing)}"
-        self._choice = search_ranges(self.sampler.sample, cache, search["key"], search["value"])
-        for errors in (self._choice.key_error, self._choice.value_error):
-            if errors is not None and not errors.isfinite().all():
+        for side, measure in (("key", key_range_errors), ("value", value_range_errors)):
+            if not search[side]:
+                continue
+            errors = measure(self.sampler.sample, cache, RANGE_GRID)
+            if not errors.isfinite().all():
                 raise NumericError(
                     f"The attention of {work.name} holds NaN or infinity on the calibration data; check the source "
                     "model's weights."
                 )
+            self._errors[side] = errors
 
     def apply(self, work: LayerWork) -> None:
         """Put the chosen ranges into the format of the layer's pages."""
-        pages = work.cache.pages
-        keys = replace(pages.keys, range=self._choice.key_range)
-        values = replace(pages.values, range=self._choice.value_range)
+        chosen, pages = self._chosen(), work.cache.pages
+        keys = replace(pages.keys, range=chosen.get("key", pages.keys.range))
+        values = replace(pages.values, range=chosen.get("value", pages.values.range))
         work.cache = replace(work.cache, pages=replace(pages, keys=keys, values=values))
+
+    def _chosen(self) -> dict[str, float]:
+        """The best factor of each searched side; ties go to the larger one."""
+        return {side: RANGE_GRID[int(errors.argmin())] for side, errors in self._errors.items()}
 
     def result(self) -> PassResult:
         """The chosen ranges, their error curves, and the error with r = 1 beside that of the choice."""
-        plan, statistics, scheme = {}, {}, {}
-        for side in ("key", "value"):
-            errors, chosen = getattr(self._choice, f"{side}_error"), getattr(self._choice, f"{side}_range")
-            if errors is not None:
-                scheme[f"{side}_range"] = chosen
-                plan["range_grid"] = torch.tensor(RANGE_GRID)
-                plan[f"{side}_range_error"] = errors.float()
-                statistics[f"{side}_output_error"] = {
-                    "full_range": round(float(errors[0]), 8),
-                    "chosen": round(float(errors.min()), 8),
-                }
-        return PassResult(plan=plan, statistics=statistics, scheme=scheme, notes=(self._note,) if self._note else ())
+        plan = {f"{side}_range_error": errors.float() for side, errors in self._errors.items()}
+        if plan:
+            plan["range_grid"] = torch.tensor(RANGE_GRID)
+        statistics = {
+            f"{side}_output_error": {"full_range": _rounded(errors[0]), "chosen": _rounded(errors.min())}
+            for side, errors in self._errors.items()
+        }
+        return PassResult(
+            plan=plan,
+            statistics=statistics,
+            scheme={f"{side}_range": factor for side, factor in self._chosen().items()},
+            notes=(self._note,) if self._note else (),
+        )
+
+
+def _rounded(value: Tensor) -> float:
+    return float(f"{float(value):.6g}")
