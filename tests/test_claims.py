@@ -45,7 +45,3 @@ def test_oscar_has_a_significantly_lower_kl_than_kivi(report, group):
 def test_cache_fidelity_is_near_the_fake_quantization_probe(report, scheme, kl):
     # the probe scored other segments of the same books
     assert report["cache"]["methods"][scheme]["kl"]["mean"] == pytest.approx(kl, rel=0.25)
-
-
-def test_the_quickstarts_output_is_the_readmes():
-    subprocess.run([sys.executable, "examples/quickstart.py", "--check", "README.md"], cwd=ROOT, check=True)
