@@ -24,8 +24,8 @@ MODEL = "examples/reference-lm"
 OUT = "quickstart-out"
 PROMPT = "It was a dark night, and the old house stood"
 BEGIN, END = "<!-- quickstart: written by `make readme` -->", "<!-- end of quickstart -->"
-# Relative difference from the README's figures that --check allows: other processors round differently, and 4-bit codes and
-# greedy recall amplify it. Sizes do not depend on the processor.
+# Relative difference from the README's figures that --check allows: other processors round differently, and 4-bit
+# codes and greedy recall amplify it. Sizes do not depend on the processor.
 TOLERANCE = {"perplexity": 0.02, "KL": 0.15, "recall": 0.35, "bytes": 0.0}
 
 
@@ -117,6 +117,7 @@ def compare(readme: Path, rows: list[tuple[str, str, str, str]]) -> list[str]:
 
 
 def main() -> None:
+    """Run, and write or check if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, metavar="README")
     parser.add_argument("--check", type=Path, metavar="README")

@@ -1,4 +1,4 @@
-"""The README's quickstart, run again: its commands work and its figures are the README's within the stated tolerance."""
+"""The README's quickstart, run again: its commands work, its figures are the README's within the stated tolerance."""
 
 import subprocess
 import sys

@@ -55,7 +55,9 @@ def bundle(source, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unquantized_weights(source, tmp_path_factory):
-    return convert(tmp_path_factory.mktemp("none"), "bundle", source, '[weights]\nmethod = "none"\n[kv]\npreset = "oscar"\n')
+    return convert(
+        tmp_path_factory.mktemp("none"), "bundle", source, '[weights]\nmethod = "none"\n[kv]\npreset = "oscar"\n'
+    )
 
 
 def test_load_gives_packed_weights_and_a_cache_after_the_plan(bundle):
@@ -102,10 +104,14 @@ def test_a_forward_pass_without_a_cache_argument_builds_the_bundles(bundle):
 def test_a_full_precision_cache_is_used_when_asked_for(bundle):
     model, _ = load(bundle, dtype=torch.float32)
     ids = random_ids(2, 20)
-    dynamic = model.generate(ids, max_new_tokens=5, cache_implementation="dynamic", return_dict_in_generate=True, **GREEDY)
+    dynamic = model.generate(
+        ids, max_new_tokens=5, cache_implementation="dynamic", return_dict_in_generate=True, **GREEDY
+    )
     assert type(dynamic.past_key_values) is DynamicCache
     static = StaticCache(config=model.config, max_cache_len=32)
-    assert model.generate(ids, max_new_tokens=5, past_key_values=static, **GREEDY).tolist() == dynamic.sequences.tolist()
+    assert (
+        model.generate(ids, max_new_tokens=5, past_key_values=static, **GREEDY).tolist() == dynamic.sequences.tolist()
+    )
     assert model.generate(ids, max_new_tokens=5, use_cache=False, **GREEDY).tolist() == dynamic.sequences.tolist()
 
 
@@ -147,7 +153,9 @@ def test_beams_samples_lookup_and_assistants_run_with_the_bundles_cache(bundle):
     assert model.generate(ids, max_new_tokens=6, assistant_model=model, **GREEDY).tolist() == greedy.tolist()
     beams = model.generate(ids, max_new_tokens=6, num_beams=3, num_return_sequences=2, **GREEDY)
     assert beams.shape == (2, 156)
-    sampled = model.generate(ids, max_new_tokens=6, do_sample=True, num_return_sequences=3, eos_token_id=None, pad_token_id=0)
+    sampled = model.generate(
+        ids, max_new_tokens=6, do_sample=True, num_return_sequences=3, eos_token_id=None, pad_token_id=0
+    )
     assert sampled.shape == (3, 156)
 
 
@@ -172,9 +180,14 @@ def test_layers_offloaded_to_disk_generate_the_same(unquantized_weights, tmp_pat
     model, _ = load(unquantized_weights, verify="headers")
     device_map = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu", "model.rotary_emb": "cpu"}
     device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
-    offloaded = AutoModelForCausalLM.from_pretrained(unquantized_weights, device_map=device_map, offload_folder=tmp_path)
+    offloaded = AutoModelForCausalLM.from_pretrained(
+        unquantized_weights, device_map=device_map, offload_folder=tmp_path
+    )
     ids = random_ids(1, 140)
-    assert offloaded.generate(ids, max_new_tokens=4, **GREEDY).tolist() == model.generate(ids, max_new_tokens=4, **GREEDY).tolist()
+    assert (
+        offloaded.generate(ids, max_new_tokens=4, **GREEDY).tolist()
+        == model.generate(ids, max_new_tokens=4, **GREEDY).tolist()
+    )
 
 
 def test_what_is_no_bundle_is_said_to_be_none(tmp_path, source):
