@@ -218,7 +218,7 @@ def _page_scores(queries: torch.Tensor, pages: Pages, format: PageFormat) -> tor
 
 
 def _weighted_page_values(weights: torch.Tensor, pages: Pages, format: PageFormat) -> torch.Tensor:
-    """Sum of page values by weights [N, H, R, P]: [N, H, R, E]; scales are folded into the weights when these are few."""
+    """Sum of page values by weights [N, H, R, P]: [N, H, R, E]; few weights take the scales into themselves."""
     f = format
     groups = f.value_head_dim // f.value_group_size
     if f.value_bits == 16 or weights.shape[2] * groups > f.value_head_dim:

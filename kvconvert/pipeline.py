@@ -110,7 +110,7 @@ def make_passes(recipe: Recipe, scheme: KVScheme | None, structure: LayerStructu
     """The passes that a recipe asks for, in the order in which they work: fold first, AWQ's search after it."""
     passes: list[CalibrationPass] = []
     quantize_values = None
-    if scheme is not None and scheme.key_bits < 16:
+    if scheme is not None and (scheme.key_bits < 16 or scheme.rotate_values == "folded"):
         passes.append(
             OscarPass(
                 fold_values=scheme.rotate_values == "folded",

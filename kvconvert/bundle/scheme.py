@@ -124,7 +124,7 @@ class KVScheme:
         return asdict(self)
 
     def with_online_rotation(self) -> KVScheme:
-        """The same scheme for a model whose weights carry no fold: values are rotated on write, outputs rotated back."""
+        """The same scheme for a model whose weights carry no fold: values rotated on write, outputs rotated back."""
         return replace(self, rotate_values="online") if self.rotate_values == "folded" else self
 
     def value_group_for(self, head_dim: int) -> int:

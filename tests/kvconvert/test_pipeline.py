@@ -91,6 +91,14 @@ def test_folded_weights_compute_the_same_function_from_the_stored_tensors(place,
     assert work.state.transforms == ["fold_value_rotation"]
 
 
+def test_values_are_folded_under_sixteen_bit_keys_too(tmp_path, model, text):
+    scheme = KVScheme(key_bits=16, rotate_keys="hadamard", rotate_values="folded")
+    work = run(model, tmp_path / "work", text, KV_ONLY.model_copy(update={"kv": scheme}))
+    name = "model.layers.0.self_attn.v_proj.weight"
+    assert work.layer_record(0).scheme["rotate_values"] == "folded"
+    assert not torch.equal(work.layer_tensors(0)[name], open_source(str(model)).read([name])[name])
+
+
 def test_awq_comes_closer_to_the_source_than_rounding(place, model, text, finished):
     rounded = run(model, place / "rtn", text, Recipe(weights=WeightsRecipe(method="rtn", group_size=32)))
     expected = logits(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval())
