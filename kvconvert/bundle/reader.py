@@ -155,8 +155,8 @@ def _check_files(directory: Path, manifest: Manifest, full: bool) -> None:
         _check_name(name)
         if Path(name).suffix in _CODE_SUFFIXES:
             raise BundleError(
-                f"{MANIFEST_NAME} lists {name}: expected safetensors, JSON and text only, found a file that loading could "
-                "execute; do not use this bundle."
+                f"{MANIFEST_NAME} lists {name}: expected safetensors, JSON and text only, found a file that loading "
+                "could execute; do not use this bundle."
             )
     for required in ("config.json", PLAN_NAME):
         if required not in manifest.files:
