@@ -1,9 +1,11 @@
-"""Decode attention over quantized pages against torch's SDPA over full-precision keys and values, on this machine's CPU.
+"""Decode attention over quantized pages against torch's SDPA over full-precision keys and values, on this machine's
+CPU.
 
     python benchmarks/cpu_attention.py [--json benchmarks/results/cpu_attention.json]
 
-Everything is measured in one run and one thread, as CPU time of the process, by turns; the figure is the ratio of medians. SDPA
-reads bfloat16 K and V, which is what an unconverted model would hold. Quantizing the prompt's pages is timed as well.
+Everything is measured in one run and one thread, as CPU time of the process, by turns; the figure is the ratio of
+medians. SDPA reads bfloat16 K and V, which is what an unconverted model would hold. Quantizing the prompt's pages is
+timed as well.
 """
 
 from __future__ import annotations

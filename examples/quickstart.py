@@ -24,8 +24,8 @@ MODEL = "examples/reference-lm"
 OUT = "quickstart-out"
 PROMPT = "It was a dark night, and the old house stood"
 BEGIN, END = "<!-- quickstart: written by `make readme` -->", "<!-- end of quickstart -->"
-# Relative difference from the README's figures that --check allows: other processors round differently, and 4-bit codes and
-# greedy recall amplify it. Sizes do not depend on the processor.
+# Relative difference from the README's figures that --check allows: other processors round differently, and 4-bit
+# codes and greedy recall amplify it. Sizes do not depend on the processor.
 TOLERANCE = {"perplexity": 0.02, "KL": 0.15, "recall": 0.35, "bytes": 0.0}
 
 
@@ -49,8 +49,9 @@ def continuation(directory: str) -> str:
     return tokenizer.decode(tokens[0])
 
 
-def table(report: dict, source_bytes: int, kv_bytes: float) -> list[tuple[str, str, str, str]]:
+def table(report: dict) -> list[tuple[str, str, str, str]]:
     """Rows of (kind for the tolerance, measure, source, bundle)."""
+    kv, weights = report["kv"], report["weights"]
 
     def percent(x: float) -> str:
         return f"{100 * x:.0f} %"
@@ -66,8 +67,8 @@ def table(report: dict, source_bytes: int, kv_bytes: float) -> list[tuple[str, s
         ("recall", "same most likely token", "100 %", percent(report["top1_agreement"])),
         ("recall", "passkey recalled", percent(report["passkey"]["source"]), percent(report["passkey"]["bundle"])),
         ("recall", "table recited", percent(report["recitation"]["source"]), percent(report["recitation"]["bundle"])),
-        ("bytes", "KV cache, bytes per token", f"{kv_bytes:,.0f}", f"{report['kv']['bytes_per_token']:,.0f}"),
-        ("bytes", "weights, bytes", f"{source_bytes:,}", f"{report['weights']['bytes']:,}"),
+        ("bytes", "KV cache, bytes per token", f"{kv['source_bytes_per_token']:,.0f}", f"{kv['bytes_per_token']:,.0f}"),
+        ("bytes", "weights, bytes", f"{weights['source_bytes']:,}", f"{weights['bytes']:,}"),
     ]
 
 
@@ -83,10 +84,7 @@ def quickstart() -> tuple[str, list[tuple[str, str, str, str]]]:
         ("eval", bundle, "--against", MODEL, "--json"),
     ]
     report = json.loads([run(*command) for command in commands][-1])
-    config = json.loads((ROOT / MODEL / "config.json").read_text())
-    kv_bytes = config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2 * 2
-    source_bytes = (ROOT / MODEL / "model.safetensors").stat().st_size
-    rows = table(report, source_bytes, kv_bytes)
+    rows = table(report)
     lines = ["```console", *("$ " + shlex.join(["kvconvert", *command]) for command in commands), "```", ""]
     lines += ["| | source (bf16) | bundle |", "|---|---|---|"]
     lines += [f"| {measure} | {source} | {converted} |" for _, measure, source, converted in rows]
@@ -119,6 +117,7 @@ def compare(readme: Path, rows: list[tuple[str, str, str, str]]) -> list[str]:
 
 
 def main() -> None:
+    """Run, and write or check if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, metavar="README")
     parser.add_argument("--check", type=Path, metavar="README")

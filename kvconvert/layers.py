@@ -113,9 +113,9 @@ class LayerRunner:
             batch = inputs.read(start, stop).to(self.device)
             output = layer(batch, **arguments)
             if not output.isfinite().all():
-                module = _first_overflow(layer, batch, arguments)
+                place = f"{self.layer_name(index)}.{_first_overflow(layer, batch, arguments)}".rstrip(".")
                 raise NumericError(
-                    f"{self.layer_name(index)}.{module} computes NaN or infinity on the calibration data; "
+                    f"{place} computes NaN or infinity on the calibration data; "
                     "check that the source model generates sensible text."
                 )
             yield batch, output

@@ -117,7 +117,7 @@ def make_passes(
     """
     passes: list[CalibrationPass] = []
     quantize_values = None
-    if scheme is not None and scheme.key_bits < 16:
+    if scheme is not None and (scheme.key_bits < 16 or scheme.rotate_values == "folded"):
         passes.append(
             OscarPass(
                 fold_values=scheme.rotate_values == "folded",

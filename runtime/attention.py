@@ -119,7 +119,7 @@ def _without_cache(
     sinks: torch.Tensor | None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Ordinary attention over the given keys: SDPA, or the streaming softmax for soft caps and sinks, which SDPA lacks."""
+    """Ordinary attention over the given keys: SDPA, or the streaming softmax for soft caps and sinks."""
     plain = softcap is None and sinks is None
     if isinstance(attention_mask, MaskHandle):
         attention_mask = attention_mask.materialise(allow_causal_skip=plain)

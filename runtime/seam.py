@@ -167,7 +167,7 @@ class MaskHandle(torch.Tensor):
         return self.as_subclass(torch.Tensor)[0, 0, :, 0]
 
     def chunk(self, device: torch.device, length: int) -> Chunk:
-        """The columns of this forward pass on `device`; one object for all layers that share the mask and its queries."""
+        """The columns of this forward pass on `device`; one object for all layers that share the mask."""
         key = (str(device), length)
         if key not in self.cached:
             columns = self.columns()

@@ -68,5 +68,6 @@ def test_every_package_is_declared_for_installation():
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {project["package-dir"].get(name, name.replace(".", "/")) for name in project["packages"]}
-    found = {str(p.parent.relative_to(ROOT)) for top in ("kvconvert", *ROOMS) for p in (ROOT / top).rglob("__init__.py")}
+    packages = [path for top in ("kvconvert", *ROOMS) for path in (ROOT / top).rglob("__init__.py")]
+    found = {str(path.parent.relative_to(ROOT)) for path in packages}
     assert found <= folders

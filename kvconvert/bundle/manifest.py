@@ -246,5 +246,5 @@ def sealed(fields: dict[str, Any]) -> bytes:
 
 def unseal(content: bytes, seal: str) -> str:
     """The SHA-256 that `content`, a manifest's bytes that claim `seal`, ought to claim."""
-    head, found, tail = content.rpartition(seal.encode())
+    head, found, tail = content.rpartition(seal.encode()) if seal else (content, b"", b"")
     return hashlib.sha256(head + _UNSEALED.encode() * bool(found) + tail).hexdigest()

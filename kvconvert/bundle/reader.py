@@ -48,6 +48,8 @@ _LOADED_SUFFIXES = {
     ".jinja",
     ".model",
 }
+# Of these, the ones that run code when they are loaded; a bundle holds none, listed or not.
+_CODE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".py"}
 _LOADED_NAMES = {"vocab.txt", "merges.txt"}
 
 
@@ -151,6 +153,11 @@ def _read_manifest(directory: Path) -> Manifest:
 def _check_files(directory: Path, manifest: Manifest, full: bool) -> None:
     for name in (*manifest.files, *manifest.informative):
         _check_name(name)
+        if Path(name).suffix in _CODE_SUFFIXES:
+            raise BundleError(
+                f"{MANIFEST_NAME} lists {name}: expected safetensors, JSON and text only, found a file that loading "
+                "could execute; do not use this bundle."
+            )
     for required in ("config.json", PLAN_NAME):
         if required not in manifest.files:
             raise mismatch(MANIFEST_NAME, "files", f"an entry for {required}", "none")
@@ -196,9 +203,11 @@ def _check_regular(path: Path, name: str) -> None:
 
 def _is_hub_blob(path: Path) -> bool:
     """Whether a link is one of the Hub's cache: from snapshots/{commit} to blobs of the same repository."""
-    snapshot = path.parent.resolve()
-    inside_hub_cache = snapshot.parent.name == "snapshots" and path.is_symlink()
-    return inside_hub_cache and path.resolve().parent == snapshot.parent.parent / "blobs"
+    if not path.is_symlink():
+        return False
+    target = path.resolve()
+    snapshots = next((parent for parent in path.parent.resolve().parents if parent.name == "snapshots"), None)
+    return snapshots is not None and target.parent == snapshots.parent / "blobs"
 
 
 def _check_content(path: Path, name: str, info: FileInfo, full: bool) -> None:

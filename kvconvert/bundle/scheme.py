@@ -157,9 +157,7 @@ class KVScheme:
             "boost_fraction",
             "boosted channels have twice the bits of 1-, 2- or 4-bit keys",
         )
-        require(
-            self.boost_fraction > 0 or self.boost_select == "dynamic", "boost_select", "no channel is boosted"
-        )
+        require(self.boost_fraction > 0 or self.boost_select == "dynamic", "boost_select", "no channel is boosted")
         shifts = self.tau1 != 0 or self.tau2 != 0
         require(spans or not shifts, "tau2" if self.tau2 else "tau1", "scores are shifted for spans only")
         if spans:
@@ -193,9 +191,7 @@ class KVScheme:
             if name in NOT_YET:
                 raise RecipeError(f"[kv] {name} belongs to a method that this version does not have yet; remove it.")
             if name not in known:
-                raise RecipeError(
-                    f"[kv] {name} is not a field of a KV scheme; known are {', '.join(sorted(known))}."
-                )
+                raise RecipeError(f"[kv] {name} is not a field of a KV scheme; known are {', '.join(sorted(known))}.")
         return cls(**values)
 
     @classmethod
@@ -210,10 +206,7 @@ class KVScheme:
         return asdict(self)
 
     def with_online_rotation(self) -> KVScheme:
-        """The same scheme for a model whose weights carry no fold.
-
-        Values are rotated on write, outputs rotated back.
-        """
+        """The same scheme for a model whose weights carry no fold: values rotated on write, outputs rotated back."""
         return replace(self, rotate_values="online") if self.rotate_values == "folded" else self
 
     def value_group_for(self, head_dim: int) -> int:

@@ -67,6 +67,8 @@ def replacing(output: Path, force: bool) -> Iterator[Path]:
             _put_in_place(temporary, output)
         created.clear()
     except OSError as error:
+        if error.errno is None:  # not the system's: libraries use the class for their own messages
+            raise
         place = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
         raise KvconvertError(
             f"The bundle {output} could not be written ({place}); nothing was left behind and nothing was replaced, so "

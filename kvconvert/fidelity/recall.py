@@ -214,7 +214,7 @@ def recitation(source: Answer, bundle: Answer, book: DrillBook, max_length: int)
     """Let source and bundle recite the same tables."""
     drills = [book.table(TABLE_CONTEXT, TABLE_ROWS) for _ in range(TABLES)]
     longest = max(len(book.encode("".join(f"{k} = {v}; " for k, v in drill.expected.items()))) for drill in drills)
-    new_tokens = longest + longest // 4
+    new_tokens = longest + 8
     if TABLE_CONTEXT + new_tokens + 1 > max_length:
         return RecitationResult(None, None, None, None, 0, TABLE_CONTEXT)
     counts = []

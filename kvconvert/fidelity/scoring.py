@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import NumericError
 from kvconvert.runtime import KVCache
 
@@ -138,7 +139,7 @@ class _Stream:
     def score(self, ids: torch.Tensor) -> torch.Tensor:
         """`read`, counting what its queries attend to."""
         full = self.length
-        if isinstance(self.cache, KVCache):
+        if isinstance(self.cache, KVCache) and any(map(_quantizes, self.cache.schemes)):
             full = self.cache.stats().residual_tokens // ids.shape[0]
         own = ids.shape[1] * (ids.shape[1] + 1) // 2
         exact, every = (ids.shape[1] * tokens + own for tokens in (full, self.length))
@@ -198,6 +199,10 @@ def batches(prompts: list[tuple[list[int], list[int]]], size: int) -> Iterator[l
     for group in groups.values():
         for start in range(0, len(group), size):
             yield group[start : start + size]
+
+
+def _quantizes(scheme: KVScheme | None) -> bool:
+    return scheme is not None and min(scheme.key_bits, scheme.value_bits) < 16
 
 
 def _nll(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
 import ast
+import hashlib
 import json
 import os
 import shutil
@@ -126,6 +127,14 @@ def test_the_links_of_the_hubs_own_cache_are_followed_but_only_to_its_blobs(pris
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
     open_bundle(snapshot)
+    fields = json.loads((blobs / MANIFEST_NAME).read_text())
+    nested = "additional_chat_templates/extra.jinja"
+    (blobs / "extra").write_bytes(b"x")
+    (snapshot / nested).parent.mkdir()
+    (snapshot / nested).symlink_to("../../../blobs/extra")
+    digest = hashlib.sha256(b"x").hexdigest()
+    reseal(blobs, files=fields["files"] | {nested: {"size": 1, "sha256": digest}})
+    open_bundle(snapshot)
     (blobs / "config.json").rename(tmp_path / "elsewhere")
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to(tmp_path / "elsewhere")
@@ -160,6 +169,20 @@ def test_a_linked_folder_inside_the_bundle_is_refused(bundle):
 def test_an_unlisted_file_that_a_loader_would_read_is_refused(bundle, name):
     (bundle / name).write_bytes(b"")
     assert name in refusal(bundle)
+
+
+def test_a_listed_file_that_loading_could_execute_is_refused(bundle):
+    fields = json.loads((bundle / MANIFEST_NAME).read_text())
+    (bundle / "modeling.py").write_bytes(b"x")
+    reseal(bundle, files=fields["files"] | {"modeling.py": {"size": 1, "sha256": "0" * 64}})
+    assert "could execute" in refusal(bundle)
+
+
+def test_a_manifest_without_seal_is_refused(bundle):
+    text = (bundle / MANIFEST_NAME).read_text()
+    seal = json.loads(text)["manifest_sha256"]
+    (bundle / MANIFEST_NAME).write_text(text.replace(seal, ""))
+    assert "manifest_sha256" in refusal(bundle)
 
 
 def test_files_for_people_may_be_added_or_removed(bundle):

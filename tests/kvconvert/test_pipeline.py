@@ -1,5 +1,6 @@
 """Calibrating a model end to end: what is stored, that a kill costs nothing, and what is refused."""
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -14,11 +15,13 @@ from tiny_checkpoints import save_checkpoint, save_text
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from kvconvert import workdir
+from kvconvert.adapters import ADAPTERS
 from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import CheckpointError, DataError, KvconvertError, NumericError, RecipeError, UsageError
 from kvconvert.kernels.awq_format import AwqWeight, dequantize_weight, quantize_weight
 from kvconvert.pipeline import calibrate
 from kvconvert.recipe import Recipe, WeightsRecipe
+from kvconvert.source import float_dtype, open_source
 from kvconvert.workdir import WorkDir
 
 AWQ = Recipe(weights=WeightsRecipe(method="awq", group_size=32))
@@ -86,6 +89,14 @@ def test_folded_weights_compute_the_same_function_from_the_stored_tensors(place,
     expected, found = logits(source), logits(converted)
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert work.state.transforms == ["fold_value_rotation"]
+
+
+def test_values_are_folded_under_sixteen_bit_keys_too(tmp_path, model, text):
+    scheme = KVScheme(key_bits=16, rotate_keys="hadamard", rotate_values="folded")
+    work = run(model, tmp_path / "work", text, KV_ONLY.model_copy(update={"kv": scheme}))
+    name = "model.layers.0.self_attn.v_proj.weight"
+    assert work.layer_record(0).scheme["rotate_values"] == "folded"
+    assert not torch.equal(work.layer_tensors(0)[name], open_source(str(model)).read([name])[name])
 
 
 def test_awq_comes_closer_to_the_source_than_rounding(place, model, text, finished):
@@ -365,6 +376,30 @@ def test_a_layer_that_does_not_fit_its_configuration_is_refused(tmp_path, text, 
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj"):
         run(model, tmp_path / "work", text)
+
+
+def test_where_the_fold_is_not_legal_values_rotate_on_line_and_weights_stay(tmp_path, model, text, monkeypatch):
+    obstacle = "a gate lies between values and output projection"
+    adapter = dataclasses.replace(ADAPTERS["llama"], fold_obstacle=obstacle)
+    monkeypatch.setitem(ADAPTERS, "llama", adapter)
+    work = run(model, tmp_path / "work", text, KV_ONLY)
+    record = work.layer_record(0)
+    assert record.scheme["rotate_values"] == "online"
+    assert obstacle in record.reason
+    assert work.state.transforms == []
+    source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    assert all(torch.equal(tensor, source[name]) for name, tensor in work.layer_tensors(0).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_no_pass_changes_keeps_the_sources_bytes_and_dtype(tmp_path, text, dtype):
+    model = save_checkpoint(tmp_path / "model", "qwen3", dtype=dtype)
+    assert float_dtype(open_source(str(model))) == dtype
+    kept = load_file(model / "model.safetensors")
+    tensors = run(model, tmp_path / "work", text, KV_ONLY).layer_tensors(1)
+    changed = {name for name in tensors if not torch.equal(tensors[name], kept[name])}
+    assert changed == {f"model.layers.1.self_attn.{name}.weight" for name in ("v_proj", "o_proj")}
+    assert all(tensor.dtype == dtype for tensor in tensors.values())
 
 
 def test_head_sizes_that_the_value_group_does_not_divide_are_resolved(tmp_path, text):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from tiny_models import GREEDY, random_ids, tiny_model
-from transformers import LlamaConfig
+from transformers import DeepseekV3Config, LlamaConfig
 
 from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import CacheError, NumericError, RecipeError, UnsupportedModelError
@@ -224,8 +224,6 @@ def test_schemes_that_do_not_fit_the_model_are_refused():
     with pytest.raises(RecipeError, match="multiple of 16; this model has 24"):
         feed(narrow, 4, dim=24)
     with pytest.raises(UnsupportedModelError, match="MLA"):
-        from transformers import DeepseekV3Config
-
         KVCache(DeepseekV3Config(), "kivi")
 
 

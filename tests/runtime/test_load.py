@@ -35,9 +35,19 @@ def source(tmp_path_factory):
     directory = tmp_path_factory.mktemp("source")
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
-        num_key_value_heads=2, attention_bias=True, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=4096,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        head_dim=16,
+        num_key_value_heads=2,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
     model = LlamaForCausalLM(config)
     for parameter in model.parameters():
         parameter.data.mul_(3) if parameter.dim() > 1 else parameter.data.add_(0.05 * torch.randn_like(parameter))
