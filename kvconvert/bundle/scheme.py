@@ -232,7 +232,7 @@ class KVScheme:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value  # noqa: PLR0124 (NaN)
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
 _OSCAR = KVScheme(rotate_keys="hadamard", rotate_values="folded", token_norm="joint")

@@ -1,5 +1,7 @@
 """Column sums, selection of prompt tokens and budgets, against small independent oracles."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -76,7 +78,7 @@ def test_pyramids_follow_the_papers_formula_and_keep_the_mean():
     ratios = pyramid_ratios(0.25, 7, 7)
     assert ratios[0] == pytest.approx(0.5 - 0.25 / 7)
     assert ratios[-1] == pytest.approx(0.25 / 7)
-    steps = [a - b for a, b in zip(ratios, ratios[1:], strict=False)]
+    steps = [a - b for a, b in pairwise(ratios)]
     assert steps == pytest.approx([steps[0]] * 6)
     assert sum(ratios) / 7 == pytest.approx(0.25)
     assert pyramid_ratios(0.3, 1, 7) == [0.3]

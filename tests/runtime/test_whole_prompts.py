@@ -140,9 +140,11 @@ def test_a_left_padded_batch_equals_each_sequence_alone(llama, scheme):
     rows = [random_ids(1, n, seed=n)[0] for n in lengths]
     ids = torch.stack([torch.cat([torch.zeros(300 - len(row), dtype=torch.long), row]) for row in rows])
     mask = torch.stack([torch.cat([torch.zeros(300 - n), torch.ones(n)]) for n in lengths]).long()
-    run = lambda i, **k: llama.generate(
-        i, max_new_tokens=12, past_key_values=KVCache(llama.config, scheme), **k, **GREEDY
-    )  # noqa: E731
+
+    def run(tokens, **arguments):
+        cache = KVCache(llama.config, scheme)
+        return llama.generate(tokens, max_new_tokens=12, past_key_values=cache, **arguments, **GREEDY)
+
     together = run(ids, attention_mask=mask)
     for row, answer in zip(rows, together, strict=True):
         assert run(row[None])[0, -12:].tolist() == answer[-12:].tolist()
