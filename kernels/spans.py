@@ -127,3 +127,9 @@ def shift_extremes(scores: torch.Tensor, tau1: float, tau2: float) -> torch.Tens
     width = delta - gamma
     slope = torch.where(width > 0, 1 - (tau2 - tau1) / width.clamp(min=torch.finfo(width.dtype).tiny), 0.0)
     return (scores - gamma) * slope.clamp(min=0.0) + (gamma - tau1)
+
+
+def flattened(scores: torch.Tensor, tau1: float, tau2: float) -> torch.Tensor:
+    """Where `shift_extremes` has to clamp its slope at 0 and makes different scores equal: bool [...] for [..., n]."""
+    width = scores.amax(-1) - scores.amin(-1)
+    return (width > 0) & (width <= tau2 - tau1)
