@@ -1,0 +1,75 @@
+"""Every preset on the reference model: calibrate, export, verify, load, generate, eval. Minutes: `make test-full`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvconvert.bundle.reader import open_bundle
+from kvconvert.bundle.scheme import PRESETS
+from kvconvert.export import export
+from kvconvert.fidelity import evaluate, recall
+from kvconvert.pipeline import calibrate
+from kvconvert.recipe import Recipe
+from kvconvert.runtime import KVCache, load
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = "examples/reference-lm"
+RECIPES = sorted(path.stem for path in (ROOT / "kvconvert" / "presets").glob("*.toml"))
+# KL of the whole bundle, weights included, that only a broken method would exceed; several times what was measured.
+WORST_KL = {"calibquant-1bit": 0.4, "minikv": 0.4, "minikv-pyramid": 0.4}
+
+pytestmark = pytest.mark.full
+
+
+def test_every_scheme_preset_has_a_recipe():
+    named = {"oscar": "default"}
+    assert {named.get(name, name) for name in PRESETS} <= set(RECIPES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_preset_goes_all_the_way_in_process(recipe, tmp_path, monkeypatch):
+    # fewer drills: whether recall survives is the benchmark's question
+    monkeypatch.setattr(recall, "PASSKEY_TRIALS", 1)
+    monkeypatch.setattr(recall, "TABLES", 2)
+    monkeypatch.setattr(recall, "FREE_TOKENS", 16)
+    model = str(ROOT / MODEL)
+    calibrate(model, tmp_path / "work", Recipe.load(recipe), None, 8, 512, 0, "cpu", False, progress=False)
+    bundle = export(tmp_path / "work", tmp_path / "bundle", False, progress=False)
+    open_bundle(bundle, verify="full")
+    converted, tokenizer = load(bundle)
+    prompt = tokenizer((ROOT / "examples" / "text" / "books-val.txt").read_text()[:3000], return_tensors="pt")
+    result = converted.generate(
+        **prompt, max_new_tokens=20, do_sample=False, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0
+    )
+    assert result.sequences.shape[1] == prompt["input_ids"].shape[1] + 20
+    cache = result.past_key_values
+    if isinstance(cache, KVCache):
+        stats, seen = cache.stats(), prompt["input_ids"].shape[1]
+        evicts = any(scheme is not None and scheme.evicts for scheme in cache.schemes)
+        assert (stats.tokens < seen) == evicts
+        assert stats.bytes_used < stats.values * 2  # smaller than bfloat16, even with its residual
+    report = evaluate(bundle, model, None, 1024, 0, progress=False).to_dict()
+    assert report["text"]["scored_per_segment"] >= 512
+    assert report["text"]["scored_per_segment"] + report["text"]["prefill"] >= 4 * 128
+    assert 0 < report["kl"]["mean"] < WORST_KL.get(recipe, 0.1)
+
+
+@pytest.mark.parametrize("recipe", ["kitty-pro", "minikv-pyramid"])
+def test_a_preset_goes_all_the_way_by_command_line(recipe, tmp_path):
+    def kvconvert(*arguments: str) -> str:
+        command = [sys.executable, "-m", "kvconvert", *arguments]
+        return subprocess.run(
+            command, cwd=ROOT, check=True, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        ).stdout
+
+    work, bundle = str(tmp_path / "work"), str(tmp_path / "bundle")
+    kvconvert("calibrate", MODEL, "-o", work, "--recipe", recipe, "--samples", "8")
+    kvconvert("export", work, "-o", bundle)
+    kvconvert("verify", bundle)
+    assert kvconvert("generate", bundle, "--prompt", "It was", "--max-new-tokens", "5").strip()
+    report = json.loads(kvconvert("eval", bundle, "--against", MODEL, "--tokens", "1024", "--json"))
+    assert report["kv"]["bits_per_value"] < 8
