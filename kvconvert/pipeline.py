@@ -28,7 +28,9 @@ from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.bundle.scheme import KVScheme
 from kvconvert.calibration.attention_sample import AttentionSampler
 from kvconvert.calibration.awq import AwqPass
+from kvconvert.calibration.calibquant import CalibQuantPass
 from kvconvert.calibration.kitty import KittyPass
+from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass, simulate_value_cache
 from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerStructure, LayerWork
 from kvconvert.calibration.ranges import RangePass
@@ -39,6 +41,7 @@ from kvconvert.kernels.hadamard import hadamard_kind
 from kvconvert.kernels.quantizer import GroupRangeError
 from kvconvert.layers import LayerRunner
 from kvconvert.recipe import KVCalibration, Recipe, WeightsRecipe
+from kvconvert.resolve import resolve_layers
 from kvconvert.runtime.layer import layer_format, span_format
 from kvconvert.source import SourceModel, float_dtype, open_source
 from kvconvert.workdir import HiddenStates, LayerRecord, WorkDir, WorkState
@@ -104,6 +107,9 @@ def calibrate(
             directory.commit_layer(index, {}, {}, _untouched_record(runner, recipe, index))
         else:
             _calibrate_layer(runner, directory, recipe, tokens.ids, index)
+    records = [directory.layer_record(index) for index in range(directory.state.num_layers)]
+    for record in resolve_layers(recipe, records, directory.layer_plan):
+        directory.replace_record(record.index, record)
     directory.finish()
     return directory
 
@@ -149,6 +155,12 @@ def _cache_searches(scheme: KVScheme, calibration: KVCalibration) -> list[Calibr
     ranges = {side: quantized and calibration.searches_range(side) for side, quantized in sides.items()}
     if not scheme.is_span and any(ranges.values()):
         searches.append(RangePass(sampler, ranges["key"], ranges["value"]))
+    if scheme.is_span and (calibration.searches_tau or any(ranges.values())):
+        grid = calibration.tau_grid if calibration.searches_tau else None
+        taus = (scheme.tau1, scheme.tau2)
+        searches.append(CalibQuantPass(sampler, grid, taus, ranges["key"], ranges["value"]))
+    if scheme.evicts:
+        searches.append(MiniKVPass(sampler, scheme.recent_ratio))
     return [sampler, *searches] if searches else []
 
 

@@ -3,7 +3,8 @@
     WORK/state.json                      inputs, their fingerprint, and whether all layers are done
     WORK/layers/00000.safetensors        a layer's tensors under their final checkpoint names
     WORK/layers/00000.plan.safetensors   its KV-plan tensors, named layers.{i}.{what}
-    WORK/layers/00000.json               its record; written last: where it is, the layer is committed
+    WORK/layers/00000.json               its record; written last: where it is, the layer is committed;
+                                         once all are, it is replaced where the last decisions change it
     WORK/hidden/00000.f32                input of a layer, raw float32 [samples, length, hidden], while it is needed
 
 Every file is written under a temporary name, flushed to the disk and renamed, so that after a kill at any moment each
@@ -221,6 +222,12 @@ class WorkDir:
                 with _replacing(self._layer(index, suffix)) as partial:
                     save_file({name: content[name].contiguous() for name in sorted(content)}, partial, {"format": "pt"})
             _write_text(self._layer(index, "json"), _to_json(record))
+
+    def replace_record(self, index: int, record: LayerRecord) -> None:
+        """Write a committed layer's record anew, if it changed."""
+        if record != self.layer_record(index):
+            with _disk_errors(self.path):
+                _write_text(self._layer(index, "json"), _to_json(record))
 
     def layer_tensors(self, index: int) -> dict[str, Tensor]:
         """A committed layer's tensors by checkpoint name; the first call for a layer reads its file."""

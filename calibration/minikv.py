@@ -1,0 +1,185 @@
+"""MiniKV (arXiv 2411.18077), section 3.1.3: how many heavy hitters each layer keeps.
+
+Two measurements say how hard eviction is on a layer. The variance of attention received is the paper's (var_prop,
+var_inv): with column sums c_j = sum_i w_ij of causal attention over a sequence, summed over the query heads of a KV head
+and divided by their mean, it is the variance over tokens j, averaged over KV heads and sequences. The curve of lost
+attention is ours: of each sequence the first half is the prompt; each KV head keeps its sinks, its newest tokens and, of
+the others, those with the largest column sums within the prompt, as the runtime does; and
+
+    lost(f) = mean over the queries after the prompt of the attention weight that falls on prompt tokens not kept
+
+when a share f of the prompt is kept as heavy hitters. The allocation `calibrated` minimises the sum of lost(f_l) over
+layers l at the nominal mean of f_l: budgets grow in the order of the attention that the next token saves, along each
+curve's convex hull, until the total is spent. No layer gets more than its recent window leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult
+from kvconvert.errors import NumericError
+from kvconvert.kernels.selection import clamp_ratios, column_sums, proportional_ratios, pyramid_ratios
+
+CURVE_POINTS = 33  # heavy ratios 0, 1/32 ... 1
+Allocation = Literal["uniform", "pyramid", "var_prop", "var_inv", "calibrated"]
+
+
+def attention_variance(sample: AttentionSample) -> float:
+    """Variance over tokens of the attention they receive, which has mean 1; averaged over KV heads and sequences."""
+    variances = []
+    for sequence in range(len(sample.queries)):
+        received = _received(sample, sequence, sample.num_tokens).double()
+        received = received / received.mean(1, keepdim=True)
+        variances.append(received.var(1, correction=0).mean())
+    return float(torch.stack(variances).mean())
+
+
+def lost_attention(sample: AttentionSample, recent_ratio: float, sinks: int = 0, points: int = CURVE_POINTS) -> Tensor:
+    """The curve lost(i / (points - 1)), i = 0 ... points - 1; float64 [points], never rising, 0 at its end.
+
+    Args:
+        sample: attention of the layer; at least two tokens.
+        recent_ratio: share of the prompt kept as its newest tokens.
+        sinks: first tokens kept by themselves.
+        points: of the curve.
+    """
+    prompt = sample.num_tokens // 2
+    recent = min(round(recent_ratio * prompt), prompt)
+    middle = slice(min(sinks, prompt - recent), prompt - recent)
+    kept = torch.tensor([round(i / (points - 1) * prompt) for i in range(points)])
+    curve = torch.zeros(points, dtype=torch.float64)
+    for sequence in range(len(sample.queries)):
+        received = _received(sample, sequence, prompt)[:, middle]
+        order = torch.sort(received, dim=-1, descending=True, stable=True).indices
+        later = _later_attention(sample, sequence, prompt)[:, middle].gather(1, order)
+        # Entry k: what falls on all but the first k tokens in the order of keeping.
+        beyond = torch.nn.functional.pad(later.flip(1).cumsum(1).flip(1), (0, 1))
+        curve += beyond[:, kept.clamp(max=beyond.shape[1] - 1)].mean(0).cpu()
+    return curve / len(sample.queries)
+
+
+def _received(sample: AttentionSample, sequence: int, tokens: int) -> Tensor:
+    """Column sums of the first `tokens` tokens' attention to each other, [H, tokens]."""
+    queries, keys = sample.queries[sequence][:, :tokens], sample.keys[sequence][:, :tokens]
+    return column_sums(queries, keys, lambda rows, columns: sample.visible[rows, columns], sample.scaling)
+
+
+def _later_attention(sample: AttentionSample, sequence: int, prompt: int) -> Tensor:
+    """Mean attention weight of the queries after the prompt on each of its tokens, float64 [H, prompt]."""
+    queries, keys = sample.grouped_queries(sequence)[:, :, prompt:], sample.keys[sequence].unsqueeze(1)
+    scores = queries @ keys.transpose(2, 3) * sample.scaling
+    weights = scores.masked_fill(~sample.visible[prompt:], float("-inf")).softmax(-1)
+    return weights[..., :prompt].mean((1, 2), dtype=torch.float64)
+
+
+def allocate(
+    allocation: Allocation,
+    heavy_ratio: float,
+    recent_ratio: float,
+    variances: Sequence[float],
+    curves: Sequence[Tensor],
+    pyramid_depth: float = 7.0,
+) -> list[float]:
+    """Heavy ratio of each layer, with mean `heavy_ratio` as far as recent windows leave room for it.
+
+    Args:
+        allocation: how to spread.
+        heavy_ratio, recent_ratio: nominal shares of the prompt.
+        variances: `attention_variance` of each layer; read by var_prop and var_inv.
+        curves: `lost_attention` of each layer; read by calibrated.
+        pyramid_depth: see `KVScheme`.
+    """
+    layers = len(variances)
+    if allocation == "pyramid":
+        ratios = pyramid_ratios(heavy_ratio, layers, pyramid_depth)
+    elif allocation == "var_prop":
+        ratios = proportional_ratios(heavy_ratio, list(variances))
+    elif allocation == "var_inv":
+        # A layer without any variance would take everything; it counts as a millionth of the largest.
+        floor = 1e-6 * max(variances)
+        ratios = proportional_ratios(heavy_ratio, [1 / max(v, floor) if floor else 1.0 for v in variances])
+    elif allocation == "calibrated":
+        ratios = spend_by_marginal_loss(curves, heavy_ratio * layers, max(0.0, 1 - recent_ratio))
+    else:
+        ratios = [heavy_ratio] * layers
+    return clamp_ratios(ratios, recent_ratio)
+
+
+def spend_by_marginal_loss(curves: Sequence[Tensor], budget: float, limit: float) -> list[float]:
+    """Shares, at most `limit` each and `budget` together, that minimise the sum of the curves' convex hulls.
+
+    Args:
+        curves: per layer, falling values over equally spaced shares from 0 to 1.
+        budget: sum of shares to spend.
+        limit: of each share.
+    """
+    segments: dict[float, list[tuple[int, float]]] = {}
+    for layer, curve in enumerate(curves):
+        for slope, length in _hull(curve.double().tolist(), limit):
+            segments.setdefault(slope, []).append((layer, length))
+    shares = [0.0] * len(curves)
+    for slope in sorted(segments):
+        # Layers that would gain alike share what is left alike.
+        wanted = sum(length for _, length in segments[slope])
+        part = min(1.0, budget / wanted) if wanted > 0 else 0.0
+        for layer, length in segments[slope]:
+            shares[layer] += part * length
+        budget = max(0.0, budget - wanted)
+    return shares
+
+
+def _hull(values: list[float], limit: float) -> list[tuple[float, float]]:
+    """Lower convex hull up to `limit` of a curve over [0, 1]: (slope, length) of its segments, steepest fall first."""
+    step = 1 / (len(values) - 1)
+    points = [(i * step, value) for i, value in enumerate(values) if i * step < limit]
+    last = min(int(limit / step), len(values) - 2)
+    share = limit / step - last
+    points.append((limit, values[last] * (1 - share) + values[last + 1] * share))
+    hull: list[tuple[float, float]] = []
+    for x, y in points:
+        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (x - hull[-1][0]) >= (y - hull[-1][1]) * (
+            hull[-1][0] - hull[-2][0]
+        ):
+            hull.pop()
+        hull.append((x, y))
+    return [((y1 - y0) / (x1 - x0), x1 - x0) for (x0, y0), (x1, y1) in zip(hull, hull[1:], strict=False)]
+
+
+class MiniKVPass(CalibrationPass):
+    """Measure how hard eviction is on the layer; what it may keep is decided when every layer is measured.
+
+    Args:
+        sampler: takes the sample, earlier in the list of passes.
+        recent_ratio: share of the prompt kept as its newest tokens.
+    """
+
+    name = "minikv"
+    plan_tensors = ("attention_variance", "lost_attention")
+
+    def __init__(self, sampler: AttentionSampler, recent_ratio: float) -> None:
+        self.sampler, self.recent_ratio = sampler, recent_ratio
+        self._plan: dict[str, Tensor] = {}
+
+    def solve(self, work: LayerWork) -> None:
+        """Measure the variance and the curve; sequences too short to be divided lose nothing."""
+        sample = self.sampler.sample
+        curve = lost_attention(sample, self.recent_ratio, work.cache.sink_tokens)
+        self._plan = {
+            "attention_variance": torch.tensor([attention_variance(sample)]),
+            "lost_attention": curve.float(),
+        }
+        if not all(tensor.isfinite().all() for tensor in self._plan.values()):
+            raise NumericError(
+                f"The attention of {work.name} holds NaN or infinity on the calibration data; check the source model's "
+                "weights."
+            )
+
+    def result(self) -> PassResult:
+        """The measurements."""
+        return PassResult(plan=self._plan)
