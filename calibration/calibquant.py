@@ -29,7 +29,7 @@ from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResul
 from kvconvert.errors import NumericError
 from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, span_keys, span_values
 
-SPAN_RANGE_GRID = tuple(round(1 - 0.1 * i, 1) for i in range(9))  # 1.0, 0.9 ... 0.2
+SPAN_RANGE_GRID = tuple(round(1 - 0.1 * i, 1) for i in range(10))  # 1.0, 0.9 ... 0.1
 DECODING_QUERIES = 128
 
 
@@ -157,9 +157,7 @@ def search_taus(
     )
 
 
-def _best_value_range(
-    sample: AttentionSample, span: SpanFormat, value_ranges: Sequence[float], sinks: int
-) -> float:
+def _best_value_range(sample: AttentionSample, span: SpanFormat, value_ranges: Sequence[float], sinks: int) -> float:
     """The factor whose values, weighted exactly, give the smallest squared error."""
     if len(value_ranges) == 1:
         return value_ranges[0]

@@ -1,10 +1,10 @@
 """MiniKV (arXiv 2411.18077), section 3.1.3: how many heavy hitters each layer keeps.
 
 Two measurements say how hard eviction is on a layer. The variance of attention received is the paper's (var_prop,
-var_inv): with column sums c_j = sum_i w_ij of causal attention over a sequence, summed over the query heads of a KV head
-and divided by their mean, it is the variance over tokens j, averaged over KV heads and sequences. The curve of lost
-attention is ours: of each sequence the first half is the prompt; each KV head keeps its sinks, its newest tokens and, of
-the others, those with the largest column sums within the prompt, as the runtime does; and
+var_inv): with column sums c_j = sum_i w_ij of causal attention over a sequence, summed over the query heads of a KV
+head and divided by their mean, it is the variance over tokens j, averaged over KV heads and sequences. The curve of
+lost attention is ours: of each sequence the first half is the prompt; each KV head keeps its sinks, its newest tokens
+and, of the others, those with the largest column sums within the prompt, as the runtime does; and
 
     lost(f) = mean over the queries after the prompt of the attention weight that falls on prompt tokens not kept
 
@@ -16,6 +16,7 @@ curve's convex hull, until the total is spent. No layer gets more than its recen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -148,7 +149,7 @@ def _hull(values: list[float], limit: float) -> list[tuple[float, float]]:
         ):
             hull.pop()
         hull.append((x, y))
-    return [((y1 - y0) / (x1 - x0), x1 - x0) for (x0, y0), (x1, y1) in zip(hull, hull[1:], strict=False)]
+    return [((y1 - y0) / (x1 - x0), x1 - x0) for (x0, y0), (x1, y1) in pairwise(hull)]
 
 
 class MiniKVPass(CalibrationPass):

@@ -134,7 +134,8 @@ def make_passes(
         )
     if scheme is not None and scheme.boosted_for(structure.head_dim):
         passes.append(KittyPass(scheme.boost_select))
-    if scheme is not None and scheme.value_bits < 16:
+    # A span's values have one scale per channel, so that scaling channels changes nothing about their error.
+    if scheme is not None and scheme.value_bits < 16 and not scheme.is_span:
         group_size, rotate = scheme.value_group_for(structure.head_dim), scheme.rotate_values == "online"
 
         def quantize_values(values: Tensor) -> Tensor:
@@ -337,8 +338,11 @@ def _untouched_record(runner: LayerRunner, recipe: Recipe, index: int) -> LayerR
     """A layer of an architecture without adapter: weights stay in the source, only the cache is described."""
     scheme, reason = _layer_scheme(runner, recipe, index)
     calibration = recipe.calibration_of(index)
-    if scheme is not None and any(calibration.searches_range(side) for side in ("key", "value")):
-        reason = "; ".join(filter(None, (reason, "ranges are not calibrated: no adapter describes this architecture")))
+    searched = [f"{side}_range" for side in ("key", "value") if calibration.searches_range(side)]
+    searched += ["tau1 and tau2"] if scheme is not None and scheme.is_span and calibration.searches_tau else []
+    if scheme is not None and searched:
+        note = f"{', '.join(searched)} are the scheme's own, for no adapter describes this architecture's layers"
+        reason = "; ".join(filter(None, (reason, note)))
     heads = getattr(runner.config, "num_key_value_heads", None) or runner.config.num_attention_heads
     return LayerRecord(index=index, modules=[], reason=reason, **_resolved(scheme, head_dim(runner.config), heads))
 
@@ -393,7 +397,9 @@ def _check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
     """Refuse, before any work, a cache that this model cannot have or whose calibration it does not allow."""
     listed = max((index for override in recipe.layers for index in override.index), default=0)
     if listed >= runner.num_layers:
-        raise RecipeError(f"[[kv.layers]] lists layer {listed}, but this model has layers 0 to {runner.num_layers - 1}.")
+        raise RecipeError(
+            f"[[kv.layers]] lists layer {listed}, but this model has layers 0 to {runner.num_layers - 1}."
+        )
     channels = head_dim(runner.config)
     for scheme in recipe.schemes():
         layer_format(replace(scheme, boost_select="dynamic"), 1, channels, channels)

@@ -287,9 +287,7 @@ def _table(model: type[T], values: dict[str, Any], table: str, where: str) -> T:
         ) from error
 
 
-def _kv_table(
-    values: dict[str, Any], where: str
-) -> tuple[KVScheme | None, KVCalibration, list[LayerOverride]]:
+def _kv_table(values: dict[str, Any], where: str) -> tuple[KVScheme | None, KVCalibration, list[LayerOverride]]:
     """The [kv] table with its [[kv.layers]]."""
     values = dict(values)
     entries = values.pop("layers", [])
@@ -308,7 +306,9 @@ def _kv_table(
             )
         for field in ("tau_grid", "tau_per_layer"):
             if field in entry:
-                raise RecipeError(f"The recipe {where} sets {field} in [[kv.layers]]; it belongs to [kv], for all layers.")
+                raise RecipeError(
+                    f"The recipe {where} sets {field} in [[kv.layers]]; it belongs to [kv], for all layers."
+                )
         if not entry:
             raise RecipeError(f"The recipe {where} has a [[kv.layers]] table that changes nothing; remove it.")
         fields = {} if kv is None else kv.to_dict()
@@ -343,10 +343,11 @@ def _kv(
             f"The recipe {where} asks for {table} preset = {preset!r}, which is not available; choose one of none, "
             f"{', '.join(PRESETS)}."
         )
-    given = {*fields} & {"key_range", "value_range", "tau1", "tau2"} | ({*calibration.given} if preset is None else set())
-    choices = _table(
-        KVCalibration, calibration.model_dump() | options | {"given": sorted(given)}, table.strip("[]"), where
-    )
+    given = {*fields} & {"key_range", "value_range", "tau1", "tau2"}
+    if preset is None:  # a layer's own table adds to what [kv] states
+        given |= {*calibration.given}
+    stated = calibration.model_dump() | options | {"given": sorted(given)}
+    choices = _table(KVCalibration, stated, table.strip("[]"), where)
     try:
         scheme = KVScheme.from_dict({**(base if preset is None else PRESETS[preset].to_dict()), **fields})
     except RecipeError as error:
@@ -365,7 +366,9 @@ def _check_layers(recipe: Recipe, where: str) -> None:
     if twice is not None:
         raise RecipeError(f"The recipe {where} lists layer {twice} twice in [[kv.layers]]; say once what it should be.")
     budgets = {
-        (s.allocation, s.heavy_ratio, s.recent_ratio, s.pyramid_depth) for s in recipe.schemes() if s.allocation != "uniform"
+        (s.allocation, s.heavy_ratio, s.recent_ratio, s.pyramid_depth)
+        for s in recipe.schemes()
+        if s.allocation != "uniform"
     }
     if len(budgets) > 1:
         raise RecipeError(

@@ -83,9 +83,7 @@ def _spread_budgets(
     )
     resolved = list(records)
     for index, ratio in zip(spread, ratios, strict=True):
-        scheme = replace(
-            KVScheme.from_dict(records[index].scheme), heavy_ratio=min(1.0, ratio), allocation="uniform"
-        )
+        scheme = replace(KVScheme.from_dict(records[index].scheme), heavy_ratio=min(1.0, ratio), allocation="uniform")
         resolved[index] = _updated(records[index], scheme, "minikv", {"allocation": nominal.allocation})
     return resolved
 

@@ -42,4 +42,27 @@ def conventions(layers: list[LayerPlan], weights_method: str) -> dict[str, Any]:
             "use": "taken after rotation when a page is quantized; keys are divided by it, scores multiplied; float16; "
             "a token of norm zero stores zeros",
         }
+    if any(layer.kv and layer.kv["boost_fraction"] for layer in layers):
+        known["boost"] = {
+            "count": "boosted channels of a head = round(boost_fraction * head_dim), halves to even",
+            "dynamic": "of each page and head, those with the largest mean |k| over the page's tokens, after rotation "
+            "and token norm; ties to the lower index",
+            "calibrated": "layers.{i}.boosted_channels of the KV plan, per KV head",
+            "code": "2 * key_bits bits on the channel's own grid: low half with everybody's codes, high half in a "
+            "second plane of the boosted channels in ascending order",
+        }
+    if any(layer.kv and layer.kv["key_granularity"] == "span" for layer in layers):
+        known["span"] = {
+            "tokens": "a whole prompt after its sinks, per sequence; later tokens stay in full precision",
+            "groups": "keys and values per channel over all tokens of the span",
+            "tau": "a query's span scores x (after scaling) become (x - g) * max(0, 1 - (tau2 - tau1) / (d - g)) + g - "
+            "tau1, g and d being their minimum and maximum over all spans; x - tau1 where d = g",
+        }
+    if any(layer.kv and layer.kv["heavy_ratio"] is not None for layer in layers):
+        known["eviction"] = {
+            "score": "attention that a token receives from all queries of the prompt, summed over the query heads of "
+            "its KV head",
+            "kept": "sinks, the newest round(recent_ratio * n) and, of the others, the round(heavy_ratio * n) with the "
+            "highest score, ties to the older; n = the sequence's unpadded prompt, halves to even",
+        }
     return known

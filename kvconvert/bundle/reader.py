@@ -22,11 +22,13 @@ from kvconvert.bundle.manifest import (
     MANIFEST_NAME,
     PLAN_NAME,
     FileInfo,
+    LayerPlan,
     Manifest,
     TensorInfo,
     quantization_config,
     unseal,
 )
+from kvconvert.bundle.scheme import KVScheme
 from kvconvert.bundle.tensorfile import mismatch, nbytes, read_header
 from kvconvert.errors import BundleError, RecipeError
 
@@ -391,4 +393,20 @@ def _read_plan(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise mismatch(PLAN_NAME, f"tensor {name}", "finite values", "NaN or infinity")
         plan[name] = tensor
+    for number, (layer, scheme) in enumerate(zip(manifest.layers, manifest.schemes(), strict=True)):
+        if scheme is not None and scheme.boost_select == "calibrated" and scheme.boosted_for(layer.head_dim):
+            _check_boosted(f"layers.{number}.boosted_channels", plan, layer, scheme)
     return plan
+
+
+def _check_boosted(name: str, plan: dict[str, Tensor], layer: LayerPlan, scheme: KVScheme) -> None:
+    """The channels that get more bits: int32 [KV heads, boosted], ascending in each head."""
+    if name not in plan:
+        raise mismatch(PLAN_NAME, f"tensor {name}", 'present (boost_select = "calibrated")', "missing")
+    channels = plan[name]
+    shape = [layer.num_key_value_heads, scheme.boosted_for(layer.head_dim)]
+    if channels.dtype != torch.int32 or [*channels.shape] != shape:
+        raise mismatch(PLAN_NAME, f"tensor {name}", f"I32 {shape}", f"{channels.dtype} {[*channels.shape]}")
+    if bool((channels < 0).any() | (channels >= layer.head_dim).any() | (channels.diff(dim=1) <= 0).any()):
+        expected = f"channels 0 to {layer.head_dim - 1}, ascending in each head"
+        raise mismatch(PLAN_NAME, f"tensor {name}", expected, channels.tolist())

@@ -18,7 +18,8 @@ class KVEstimate:
     """Size of the cache in complete pages, computed from the plan and NOT measured.
 
     Attributes:
-        bytes_per_token: of keys and values, over all layers with a plan.
+        bytes_per_token: of keys and values, over all layers with a plan; per token of the prompt where only some are
+            kept.
         plain_bytes_per_token: the same in 16 bits.
         bits_per_value: average over all stored keys and values, with scales, minima and norms.
     """
@@ -40,11 +41,17 @@ def estimate_kv(layers: Iterable[LayerPlan]) -> KVEstimate | None:
 
 def _bits_per_token(layer: LayerPlan, scheme: KVScheme) -> float:
     heads, head_dim = layer.num_key_value_heads or 0, layer.head_dim or 0
+    if scheme.is_span:  # scales and minima are per channel: none per token
+        return heads * head_dim * (scheme.key_bits + scheme.value_bits)
     value_group = layer.value_group_size or head_dim
     # Scale and minimum are float16: 32 bits for each group; a norm is one float16 per token, or per token and head.
     bits = heads * head_dim * (scheme.key_bits + (32 / scheme.key_group_size if scheme.key_bits < 16 else 0))
     bits += heads * head_dim * (scheme.value_bits + (32 / value_group if scheme.value_bits < 16 else 0))
-    return bits + {"none": 0, "joint": 16, "per_head": 16 * heads}[scheme.token_norm]
+    bits += {"none": 0, "joint": 16, "per_head": 16 * heads}[scheme.token_norm]
+    # Boosted channels take as many bits again, and a byte each for their number where every page ranks anew.
+    index_bits = 8 / scheme.page_size if scheme.boost_select == "dynamic" else 0
+    bits += heads * scheme.boosted_for(head_dim) * (scheme.key_bits + index_bits)
+    return bits * min(1.0, scheme.heavy_ratio + scheme.recent_ratio) if scheme.evicts else bits
 
 
 def layer_ranges(layers: Iterable[LayerPlan]) -> list[tuple[str, LayerPlan]]:
@@ -66,10 +73,20 @@ def describe_scheme(layer: LayerPlan) -> str:
     if layer.kv is None:
         return f"left to the model's own cache{f' ({layer.reason})' if layer.reason else ''}"
     scheme = KVScheme.from_dict(layer.kv)
-    parts = [
-        f"keys {scheme.key_bits} bit in groups of {scheme.key_group_size} tokens",
-        f"values {scheme.value_bits} bit in groups of {layer.value_group_size} channels",
-    ]
+    if scheme.is_span:
+        parts = [f"prompts as spans, keys {scheme.key_bits} bit and values {scheme.value_bits} bit per channel"]
+    else:
+        parts = [
+            f"keys {scheme.key_bits} bit in groups of {scheme.key_group_size} tokens",
+            f"values {scheme.value_bits} bit in groups of {layer.value_group_size} channels",
+        ]
+    if scheme.boost_fraction:
+        channels = f"{scheme.boosted_for(layer.head_dim or 0)} key channels of each head"
+        parts.append(f"{channels} at {2 * scheme.key_bits} bit ({scheme.boost_select})")
+    if scheme.evicts:
+        parts.append(
+            f"of the prompt {scheme.heavy_ratio:.3g} kept as heavy hitters and {scheme.recent_ratio:.3g} as its newest"
+        )
     if scheme.rotate_keys != "none":
         parts.append(f"keys rotated ({scheme.rotate_keys})")
     if scheme.rotate_values != "none":
@@ -78,8 +95,11 @@ def describe_scheme(layer: LayerPlan) -> str:
         parts.append(f"{scheme.token_norm} token norm ({scheme.token_norm_measure})")
     if scheme.sink_tokens:
         parts.append(f"first {scheme.sink_tokens} tokens in full precision")
-    if scheme.key_recent_tokens:
-        parts.append(f"last {scheme.key_recent_tokens} tokens in full precision")
+    for side, recent in (("keys", scheme.key_recent_tokens), ("values", scheme.value_recent_tokens)):
+        if recent:
+            parts.append(f"{side} of the last {recent} tokens in full precision")
+    if scheme.tau1 or scheme.tau2:
+        parts.append(f"scores shifted by tau1 = {scheme.tau1:g}, tau2 = {scheme.tau2:g}")
     if (scheme.key_range, scheme.value_range) != (1, 1):
         parts.append(f"ranges shrunk to {scheme.key_range} (keys) and {scheme.value_range} (values)")
     return ", ".join(parts) + (f" ({layer.reason})" if layer.reason else "")

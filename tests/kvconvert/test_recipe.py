@@ -57,7 +57,7 @@ def test_limits_accept_whole_numbers(tmp_path):
         ('[kv]\npreset = "oskar"\n', ["mine.toml", "'oskar'", "oscar"]),
         ("[kv]\nkey_bit = 2\n", ["mine.toml", "[kv] key_bit", "key_bits"]),
         ("[kv]\nkey_bits = 3\n", ["mine.toml", "[kv] key_bits = 3"]),
-        ("[kv]\nboost_fraction = 0.125\n", ["mine.toml", "boost_fraction", "does not have yet"]),
+        ("[kv]\nmodality = 'visual'\n", ["mine.toml", "modality", "does not have yet"]),
         ('[kv]\npreset = "none"\nkey_bits = 2\n', ["mine.toml", "[kv] key_bits", "none"]),
         ("[limits]\nmax_kl = -1\n", ["mine.toml", "[limits] max_kl", "-1"]),
         ("[limits]\nmax_kl = nan\n", ["mine.toml", "[limits] max_kl", "nan"]),
