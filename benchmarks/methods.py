@@ -54,6 +54,8 @@ METHODS = {
     "kitty-pro": 'preset = "kitty-pro"\n' + FIXED,
     "kitty-pro, no value window": 'preset = "kitty-pro"\nvalue_recent_tokens = 0\n' + FIXED,
     "kitty on oscar": ('preset = "oscar-g128"\nboost_fraction = 0.125\nsink_tokens = 32\nvalue_recent_tokens = 128\n'),
+    "static, 8 bit": 'key_bits = 8\nvalue_bits = 8\nstatic_scales = "calibrated"\n',
+    "static, 4 bit": 'key_bits = 4\nvalue_bits = 4\nstatic_scales = "calibrated"\n',
     "calibquant-2bit": 'preset = "calibquant-2bit"\n',
     "calibquant-1bit": 'preset = "calibquant-1bit"\n',
     "calibquant-1bit, no tau": 'preset = "calibquant-1bit"\ntau1 = 0.0\ntau2 = 0.0\n',

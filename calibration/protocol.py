@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvconvert.kernels.attention import LayerFormat
+from kvconvert.kernels.pages import ChannelScales
+from kvconvert.kernels.quantizer import affine_grid
 from kvconvert.kernels.spans import SpanFormat
 
 RECORDING_ATTENTION = "kvconvert_record"
@@ -81,6 +83,17 @@ class LayerStructure:
         return tuple(dict.fromkeys(names))
 
 
+class ChannelBounds(NamedTuple):
+    """Smallest and largest number of each channel of a layer's keys or values: float32 [H, channels]."""
+
+    low: Tensor
+    high: Tensor
+
+    def scales(self, bits: int, value_range: float) -> ChannelScales:
+        """The grid from `low` to `high`, shrunk about its middle by `value_range`."""
+        return ChannelScales(*affine_grid(self.low, self.high, bits, value_range))
+
+
 @dataclass(frozen=True)
 class CacheFormat:
     """How the layer's cache will store keys and values: a KV scheme in the terms of kernels.
@@ -91,6 +104,7 @@ class CacheFormat:
         rotate_keys: queries and keys are rotated after RoPE.
         rotate_values: values are rotated on write; False where weights carry the rotation.
         sink_tokens, key_recent_tokens, value_recent_tokens: tokens in full precision, see `KVScheme`.
+        key_bounds, value_bounds: smallest and largest number of each channel, where pages are static and it is known.
     """
 
     pages: LayerFormat
@@ -100,6 +114,16 @@ class CacheFormat:
     sink_tokens: int = 0
     key_recent_tokens: int = 0
     value_recent_tokens: int = 0
+    key_bounds: ChannelBounds | None = None
+    value_bounds: ChannelBounds | None = None
+
+    def static_keys(self, value_range: float) -> ChannelScales | None:
+        """Scales of the layer's static key pages with this range; None for other pages."""
+        return None if self.key_bounds is None else self.key_bounds.scales(self.pages.keys.bits, value_range)
+
+    def static_values(self, value_range: float) -> ChannelScales | None:
+        """The same for values."""
+        return None if self.value_bounds is None else self.value_bounds.scales(self.pages.values.bits, value_range)
 
 
 @dataclass
@@ -113,6 +137,7 @@ class LayerWork:
         num_samples, seq_len: calibration sequences, all of equal length; they run through the layer in order.
         dtype: in which the converted model's norms and biases will be stored and loaded.
         cache: how its cache will store keys and values, as far as passes have chosen; None where it stays as it is.
+        replay: runs all calibration data once more through the layer as it then is; there from `solve` on.
     """
 
     name: str
@@ -122,6 +147,7 @@ class LayerWork:
     seq_len: int
     dtype: torch.dtype
     cache: CacheFormat | None = None
+    replay: Callable[[], None] | None = None
 
 
 @dataclass

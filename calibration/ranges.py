@@ -58,7 +58,8 @@ def stored_keys(keys: Tensor, cache: CacheFormat, value_range: float) -> Tensor:
     if f.bits == 16 or not count:
         return keys
     pages = keys[:, part].unflatten(1, (count, f.page_size)).transpose(0, 1)
-    read = dequantize_keys(quantize_keys(pages, f, cache.pages.boosted), f, cache.pages.boosted)
+    fixed = cache.pages.boosted, cache.static_keys(value_range)
+    read = dequantize_keys(quantize_keys(pages, f, *fixed), f, *fixed)
     result = keys.clone()
     result[:, part] = read.permute(1, 0, 3, 2).flatten(1, 2)
     return result
@@ -72,8 +73,9 @@ def stored_values(values: Tensor, cache: CacheFormat, value_range: float) -> Ten
     if f.bits == 16 or not count:
         return values
     pages = values[:, part].unflatten(1, (count, f.page_size)).transpose(0, 1)
+    static = cache.static_values(value_range)
     result = values.clone()
-    result[:, part] = dequantize_values(quantize_values(pages, f), f).transpose(0, 1).flatten(1, 2)
+    result[:, part] = dequantize_values(quantize_values(pages, f, static), f, static).transpose(0, 1).flatten(1, 2)
     return result
 
 

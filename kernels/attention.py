@@ -14,6 +14,7 @@ import torch
 
 from kvconvert.kernels.packing import unpack_codes
 from kvconvert.kernels.pages import (
+    ChannelScales,
     KeyFormat,
     KeyPages,
     ValueFormat,
@@ -21,6 +22,7 @@ from kvconvert.kernels.pages import (
     dequantize_keys,
     dequantize_values,
     key_codes,
+    key_scales,
 )
 from kvconvert.kernels.spans import Span, SpanFormat, shift_extremes, span_scores, weighted_span_values
 
@@ -138,11 +140,14 @@ class LayerFormat:
     Attributes:
         keys, values: their formats.
         boosted: int64 [H, boosted], the key channels with more bits where these are fixed for the layer.
+        static_keys, static_values: the scales of all pages, where the formats say that these are static.
     """
 
     keys: KeyFormat
     values: ValueFormat
     boosted: torch.Tensor | None = None
+    static_keys: ChannelScales | None = None
+    static_values: ChannelScales | None = None
 
 
 def pages_per_tile(num_query_heads: int, num_queries: int, format: LayerFormat) -> int:
@@ -184,7 +189,7 @@ def paged_attention(
     for tile in tiles:
         scores = _page_scores(grouped[tile.rows], tile.keys, format)
         weights, maximum = _exponentials(scores, scaling, softcap, tile.visible, length)
-        state.add(tile.rows, maximum, weights.sum(-1), _weighted_page_values(weights, tile.values, format.values))
+        state.add(tile.rows, maximum, weights.sum(-1), _weighted_page_values(weights, tile.values, format))
     for run in dense:
         scores = grouped[run.row] @ run.keys.float().transpose(1, 2)
         visible = None if run.visible is None else run.visible[None]
@@ -268,9 +273,10 @@ def _page_scores(queries: torch.Tensor, pages: KeyPages | torch.Tensor, format: 
     f = format.keys
     groups = f.page_size // f.group_size
     if f.bits == 16 or queries.shape[2] * groups > f.page_size:
-        return queries @ dequantize_keys(pages, f, format.boosted)
+        return queries @ dequantize_keys(pages, f, format.boosted, format.static_keys)
     codes = key_codes(pages, f, format.boosted).float()
-    scale, offset = pages.scale.float(), queries @ pages.minimum.float()
+    scale, minimum = (part.float() for part in key_scales(pages, format.static_keys))
+    offset = queries @ minimum
     scores = torch.empty(*queries.shape[:3], f.page_size, device=queries.device)
     for g in range(groups):
         tokens = slice(g * f.group_size, (g + 1) * f.group_size)
@@ -279,10 +285,18 @@ def _page_scores(queries: torch.Tensor, pages: KeyPages | torch.Tensor, format: 
     return scores if pages.norm is None else scores.mul_(pages.norm.float().unsqueeze(2))
 
 
-def _weighted_page_values(weights: torch.Tensor, pages: ValuePages | torch.Tensor, f: ValueFormat) -> torch.Tensor:
-    """Sum of page values by weights [N, H, R, P]: [N, H, R, E]; scales go into the weights when these are few."""
+def _weighted_page_values(weights: torch.Tensor, pages: ValuePages | torch.Tensor, format: LayerFormat) -> torch.Tensor:
+    """Sum of page values by weights [N, H, R, P]: [N, H, R, E].
+
+    Scales go into the weights when these are few. Those of static pages, which tokens share, leave the product.
+    """
     if isinstance(pages, torch.Tensor):
         return weights @ pages.float()
+    f, static = format.values, format.static_values
+    if f.static:
+        codes = unpack_codes(pages.codes, f.bits, 3, f.head_dim).float()
+        offset = weights.sum(-1, keepdim=True) * static.minimum.float().unsqueeze(1)
+        return (weights @ codes).mul_(static.scale.float().unsqueeze(1)).add_(offset)
     groups = f.head_dim // f.group_size
     if f.bits == 16 or weights.shape[2] * groups > f.head_dim:
         return weights @ dequantize_values(pages, f)

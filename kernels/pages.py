@@ -7,19 +7,28 @@ read: the axis that is contracted with the probabilities or the query is not the
 
 Kitty's boosted key channels have twice the bits: their low bits lie in the dense plane with everybody's, their high bits
 in a second plane, so that the dense plane has one shape whatever is boosted.
+
+Static pages have codes alone: one scale and minimum per channel, keys' and values' alike, belong to the layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 import torch
 
 from kvconvert.errors import NumericError
 from kvconvert.kernels.packing import pack_codes, unpack_codes
-from kvconvert.kernels.quantizer import dequantize, quantize
+from kvconvert.kernels.quantizer import dequantize, quantize, quantize_static
+
+
+class ChannelScales(NamedTuple):
+    """One scale and minimum for each channel of each head of a layer: float16 [H, channels], finite."""
+
+    scale: torch.Tensor
+    minimum: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,8 @@ class KeyFormat:
         boosted: channels per head that get twice the bits (Kitty).
         boost_select: "dynamic" ranks channels by mean magnitude in each page and stores their indices there;
             "calibrated" takes the fixed channels given to `quantize_keys`.
+        static: the layer's `ChannelScales` describe every page, which holds none of its own. `range` then has no part
+            in quantization, `group_size` is `page_size`, and there is no norm and no boost.
     """
 
     heads: int
@@ -49,6 +60,7 @@ class KeyFormat:
     range: float = 1.0
     boosted: int = 0
     boost_select: Literal["dynamic", "calibrated"] = "dynamic"
+    static: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,8 +69,8 @@ class ValueFormat:
 
     Attributes:
         heads, head_dim: KV heads and channels of the layer's values.
-        page_size, bits, range: as for keys.
-        group_size: channels per group; divides `head_dim`.
+        page_size, bits, range, static: as for keys.
+        group_size: channels per group; divides `head_dim`, and is `head_dim` where scales are static.
     """
 
     heads: int
@@ -67,6 +79,7 @@ class ValueFormat:
     bits: int
     group_size: int
     range: float = 1.0
+    static: bool = False
 
 
 class _Tensors:
@@ -105,7 +118,7 @@ class KeyPages(_Tensors):
 
     Attributes:
         codes: int16 [N, H, D, P * bits / 16], or the model's dtype [N, H, D, P] at 16 bits.
-        scale, minimum: float16 [N, H, D, P / group_size], None at 16 bits.
+        scale, minimum: float16 [N, H, D, P / group_size], None at 16 bits or where scales are static.
         norm: float16 [N, H or 1, P], None without a token norm.
         high: int16 [N, H, boosted, P * bits / 16], the upper bits of boosted channels, None without boost.
         channels: uint8 [N, H, boosted], which channels those are, ascending; None where they are fixed per layer.
@@ -128,7 +141,7 @@ class ValuePages(_Tensors):
 
     Attributes:
         codes: int16 [N, H, P, E * bits / 16], or the model's dtype [N, H, P, E] at 16 bits.
-        scale, minimum: float16 [N, H, P, E / group_size], None at 16 bits.
+        scale, minimum: float16 [N, H, P, E / group_size], None at 16 bits or where scales are static.
     """
 
     codes: torch.Tensor
@@ -145,6 +158,8 @@ def empty_keys(count: int, f: KeyFormat, dtype: torch.dtype, device: torch.devic
     rows = (count, f.heads, f.head_dim)
     if f.bits == 16:
         return KeyPages(torch.empty(*rows, f.page_size, dtype=dtype, device=device), None, None)
+    if f.static:
+        return KeyPages(torch.empty(*rows, lanes, dtype=torch.int16, device=device), None, None)
     scale, minimum = (
         torch.empty(*rows, f.page_size // f.group_size, dtype=torch.float16, device=device) for _ in range(2)
     )
@@ -164,9 +179,11 @@ def empty_values(count: int, f: ValueFormat, dtype: torch.dtype, device: torch.d
     rows = (count, f.heads, f.page_size)
     if f.bits == 16:
         return ValuePages(torch.empty(*rows, f.head_dim, dtype=dtype, device=device), None, None)
+    codes = torch.empty(*rows, f.head_dim * f.bits // 16, dtype=torch.int16, device=device)
+    if f.static:
+        return ValuePages(codes, None, None)
     groups = f.head_dim // f.group_size
     scale, minimum = (torch.empty(*rows, groups, dtype=torch.float16, device=device) for _ in range(2))
-    codes = torch.empty(*rows, f.head_dim * f.bits // 16, dtype=torch.int16, device=device)
     return ValuePages(codes, scale, minimum)
 
 
@@ -201,13 +218,16 @@ def rank_channels(keys: torch.Tensor, count: int) -> torch.Tensor:
     return order[..., :count].sort(-1).values
 
 
-def quantize_keys(keys: torch.Tensor, f: KeyFormat, channels: torch.Tensor | None = None) -> KeyPages:
+def quantize_keys(
+    keys: torch.Tensor, f: KeyFormat, channels: torch.Tensor | None = None, static: ChannelScales | None = None
+) -> KeyPages:
     """Quantize whole pages of keys [N, H, P, D], any float dtype, after RoPE and the scheme's rotation.
 
     Args:
         keys: what to store.
         f: how.
         channels: int64 [H, boosted], the channels to boost with `boost_select="calibrated"`.
+        static: of the layer, where `f.static`.
 
     Returns:
         N pages. Codes are computed from the stored norm, scale and minimum. A boosted channel's scale and minimum are
@@ -218,6 +238,9 @@ def quantize_keys(keys: torch.Tensor, f: KeyFormat, channels: torch.Tensor | Non
     """
     if f.bits == 16:
         return KeyPages(keys.transpose(2, 3).contiguous(), None, None)
+    if f.static:
+        codes = quantize_static(keys, f.bits, static.scale.unsqueeze(1), static.minimum.unsqueeze(1))
+        return KeyPages(pack_codes(codes.transpose(2, 3), f.bits, dim=3), None, None)
     norm = None
     if f.token_norm != "none":
         norm = token_norms(keys, f.token_norm, f.token_norm_measure).half()
@@ -245,10 +268,13 @@ def quantize_keys(keys: torch.Tensor, f: KeyFormat, channels: torch.Tensor | Non
     )
 
 
-def quantize_values(values: torch.Tensor, f: ValueFormat) -> ValuePages:
-    """Quantize whole pages of values [N, H, P, E], any float dtype. NumericError as for keys."""
+def quantize_values(values: torch.Tensor, f: ValueFormat, static: ChannelScales | None = None) -> ValuePages:
+    """Quantize whole pages of values [N, H, P, E], any float dtype. `static` and NumericError as for keys."""
     if f.bits == 16:
         return ValuePages(values.contiguous(), None, None)
+    if f.static:
+        codes = quantize_static(values, f.bits, static.scale.unsqueeze(1), static.minimum.unsqueeze(1))
+        return ValuePages(pack_codes(codes, f.bits, dim=3), None, None)
     quantized = quantize(values, f.bits, f.group_size, dim=3, value_range=f.range)
     return ValuePages(pack_codes(quantized.codes, f.bits, dim=3), quantized.scale, quantized.minimum)
 
@@ -263,17 +289,29 @@ def key_codes(pages: KeyPages, f: KeyFormat, channels: torch.Tensor | None = Non
     return codes.scatter_add(2, chosen.unsqueeze(3).expand_as(high), high)
 
 
-def dequantize_keys(pages: KeyPages, f: KeyFormat, channels: torch.Tensor | None = None) -> torch.Tensor:
+def key_scales(pages: KeyPages, static: ChannelScales | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and minimum of the pages' groups, float16 [N or 1, H, D, groups]; the layer's make one group of a page."""
+    if static is None:
+        return pages.scale, pages.minimum
+    return static.scale[None, :, :, None], static.minimum[None, :, :, None]
+
+
+def dequantize_keys(
+    pages: KeyPages, f: KeyFormat, channels: torch.Tensor | None = None, static: ChannelScales | None = None
+) -> torch.Tensor:
     """Dequantized keys, float32 [N, H, D, P], token norms applied."""
     if f.bits == 16:
         return pages.codes.float()
-    keys = dequantize(key_codes(pages, f, channels), pages.scale, pages.minimum, f.group_size, 3)
+    keys = dequantize(key_codes(pages, f, channels), *key_scales(pages, static), f.group_size, 3)
     return keys if pages.norm is None else keys * pages.norm.float().unsqueeze(2)
 
 
-def dequantize_values(pages: ValuePages, f: ValueFormat) -> torch.Tensor:
+def dequantize_values(pages: ValuePages, f: ValueFormat, static: ChannelScales | None = None) -> torch.Tensor:
     """Dequantized values, float32 [N, H, P, E]."""
     if f.bits == 16:
         return pages.codes.float()
     codes = unpack_codes(pages.codes, f.bits, 3, f.head_dim)
+    if f.static:
+        # Per channel over the tokens: along that axis a page is one group.
+        return dequantize(codes, static.scale[None, :, None], static.minimum[None, :, None], f.page_size, 2)
     return dequantize(codes, pages.scale, pages.minimum, f.group_size, 3)

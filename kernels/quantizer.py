@@ -69,21 +69,55 @@ def quantize(x: Tensor, bits: int, group_size: int, dim: int, value_range: float
     groups = _split(x, group_size, dim).to(torch.float32)
     # Two reductions: torch.aminmax is about ten times slower than both together on a CPU.
     low, high = groups.amin(dim + 1, keepdim=True), groups.amax(dim + 1, keepdim=True)
+    scale, minimum = affine_grid(low, high, bits, value_range)
+    if not (scale.isfinite() & minimum.isfinite()).all():
+        _raise_range_error(scale.squeeze(dim + 1), minimum.squeeze(dim + 1), groups, dim)
+    codes = _nearest_codes(groups, bits, scale, minimum)
+    return Quantized(codes.flatten(dim, dim + 1), scale.squeeze(dim + 1), minimum.squeeze(dim + 1))
+
+
+def affine_grid(low: Tensor, high: Tensor, bits: int, value_range: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Scale and minimum, fp16, of groups that span `low` to `high` (float32), shrunk by `value_range`.
+
+    What fp16 cannot describe comes back as infinity or NaN, which the caller, who knows the groups, has to refuse.
+    """
     extent = high - low
     if value_range < 1:
         low = low + extent * ((1 - value_range) / 2)
         extent = extent * value_range
-    levels = 2**bits - 1
-    scale, minimum = (extent / levels).half(), low.half()
-    if not (scale.isfinite() & minimum.isfinite()).all():
-        _raise_range_error(scale.squeeze(dim + 1), minimum.squeeze(dim + 1), groups, dim)
+    return (extent / (2**bits - 1)).half(), low.half()
+
+
+def quantize_static(x: Tensor, bits: int, scale: Tensor, minimum: Tensor) -> Tensor:
+    """Codes of values by a scale and minimum that are known beforehand; values outside their range are clamped.
+
+    Args:
+        x: any float tensor.
+        bits: width of a code: 1, 2, 4 or 8.
+        scale, minimum: fp16, finite, broadcast against `x`. Where the scale is 0 the code is 0.
+
+    Returns:
+        uint8 in the shape of `x`.
+
+    Raises:
+        GroupRangeError: `x` holds NaN or infinity; its `index` is that of the first such number.
+        UsageError: no such width.
+    """
+    if bits not in CODE_BITS:
+        raise UsageError(f"A code of {bits} bits cannot be stored; choose one of {CODE_BITS}.")
+    if not x.isfinite().all():
+        index = tuple(int(i) for i in (~x.isfinite()).nonzero()[0])
+        raise GroupRangeError(f"the number at {index} is NaN or infinity; look for the cause where it arose.", index)
+    return _nearest_codes(x.float(), bits, scale, minimum)
+
+
+def _nearest_codes(x: Tensor, bits: int, scale: Tensor, minimum: Tensor) -> Tensor:
     step = scale.float()
-    # Dividing by infinity makes every code of a zero-scale group 0, whatever the rounding of its minimum left over.
-    step.masked_fill_(step == 0, torch.inf)
-    values = (groups - minimum.float()).div_(step).round_().clamp_(0, levels)
+    # Dividing by infinity makes every code of a zero scale 0, whatever the rounding of its minimum left over.
+    step = step.masked_fill(step == 0, torch.inf)
+    values = (x - minimum.float()).div_(step).round_().clamp_(0, 2**bits - 1)
     # By way of int16, because torch vectorises that conversion and not the one to uint8: four times faster on a CPU.
-    codes = values.to(torch.int16).to(torch.uint8)
-    return Quantized(codes.flatten(dim, dim + 1), scale.squeeze(dim + 1), minimum.squeeze(dim + 1))
+    return values.to(torch.int16).to(torch.uint8)
 
 
 def dequantize(

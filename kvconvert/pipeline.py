@@ -34,6 +34,7 @@ from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass, simulate_value_cache
 from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerStructure, LayerWork
 from kvconvert.calibration.ranges import RangePass
+from kvconvert.calibration.static_scales import StaticScalesPass
 from kvconvert.data import TokenData, load_token_samples
 from kvconvert.errors import CheckpointError, DataError, NumericError, RecipeError, UsageError
 from kvconvert.kernels.awq_format import quantize_weight
@@ -134,8 +135,8 @@ def make_passes(
         )
     if scheme is not None and scheme.boosted_for(structure.head_dim):
         passes.append(KittyPass(scheme.boost_select))
-    # A span's values have one scale per channel, so that scaling channels changes nothing about their error.
-    if scheme is not None and scheme.value_bits < 16 and not scheme.is_span:
+    # Values of spans and static pages have one scale per channel: scaling channels changes nothing about their error.
+    if scheme is not None and scheme.value_bits < 16 and not scheme.is_span and scheme.static_scales == "none":
         group_size, rotate = scheme.value_group_for(structure.head_dim), scheme.rotate_values == "online"
 
         def quantize_values(values: Tensor) -> Tensor:
@@ -143,6 +144,8 @@ def make_passes(
 
     if weights.method == "awq":
         passes.append(AwqPass(weights.bits, weights.group_size, quantize_values))
+    if scheme is not None and scheme.static_scales == "calibrated":
+        passes.append(StaticScalesPass())
     if scheme is not None:
         passes += _cache_searches(scheme, calibration)
     return passes
@@ -201,6 +204,12 @@ def _calibrate_layer(runner: LayerRunner, directory: WorkDir, recipe: Recipe, id
         writer = None
         if passes:
             inputs = _hidden_input(runner, directory, ids, index)
+
+            def replay() -> None:
+                for _ in runner.forward(work.layer, inputs, index):
+                    pass
+
+            work.replay = replay
             if index + 1 < runner.num_layers:
                 writer = stack.enter_context(directory.hidden(index + 1, runner.config.hidden_size).writing())
             with ExitStack() as hooks:
@@ -405,6 +414,7 @@ def _check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
         layer_format(replace(scheme, boost_select="dynamic"), 1, channels, channels)
         measured = {
             "boost_select": scheme.boost_select == "calibrated",
+            "static_scales": scheme.static_scales == "calibrated",
             "allocation": scheme.allocation in ("var_prop", "var_inv", "calibrated"),
         }
         field = next((name for name, asked in measured.items() if asked), None)

@@ -17,6 +17,14 @@ from kvconvert.kernels.selection import clamp_ratios, pyramid_ratios
 from kvconvert.runtime.layer import PagedLayer
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+# The tensors of a KV plan that layers read.
+PLAN_TENSORS = (
+    "boosted_channels",
+    "static_key_scale",
+    "static_key_minimum",
+    "static_value_scale",
+    "static_value_minimum",
+)
 # What a layer without a scheme holds when its neighbours have one: pages of the model's own dtype.
 UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)
 
@@ -71,7 +79,7 @@ class KVCache(Cache):
     Args:
         config: the model's config.
         scheme: a preset's name, one scheme for all layers, or one per layer (None leaves a layer unquantized).
-        plan: calibrated tensors by the names of a bundle's KV plan, `layers.{i}.boosted_channels` among them.
+        plan: calibrated tensors by the names of a bundle's KV plan, `layers.{i}.` before each of `PLAN_TENSORS`.
         kv_memory: bytes for pages, over all layers, taken at once and never exceeded; None grows as needed.
             Full-precision tokens (sinks, residuals, the prompt being read) come on top.
 
@@ -104,9 +112,9 @@ class KVCache(Cache):
         for index, (kind, kwargs) in enumerate(zip(layer_types, layer_kwargs, strict=True)):
             if kind in ATTENTION_TYPES:
                 window = kwargs.get("sliding_window")
-                boosted = None if plan is None else plan.get(f"layers.{index}.boosted_channels")
+                tensors = {name: (plan or {}).get(f"layers.{index}.{name}") for name in PLAN_TENSORS}
                 layer_scheme = self.schemes[index] or UNQUANTIZED
-                layers.append(PagedLayer(layer_scheme, index, window, page_bytes, shared, boosted))
+                layers.append(PagedLayer(layer_scheme, index, window, page_bytes, shared, tensors))
             else:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs))
         super().__init__(layers=layers)

@@ -8,7 +8,9 @@ prompt in full precision until it is sealed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -26,6 +28,7 @@ from kvconvert.kernels.attention import (
 )
 from kvconvert.kernels.hadamard import hadamard_transform
 from kvconvert.kernels.pages import (
+    ChannelScales,
     KeyFormat,
     KeyPages,
     ValueFormat,
@@ -50,6 +53,8 @@ def layer_format(
 ) -> LayerFormat:
     """The page formats of a scheme for a layer's shape; `boosted` int64 [H, n] are its fixed boosted channels.
 
+    Its static scales are left to `static_scales`.
+
     Raises:
         RecipeError: the head size cannot be packed at these bits, or calibrated channels are missing or too many.
     """
@@ -66,21 +71,54 @@ def layer_format(
                 f"[kv] boost_select = 'calibrated' needs {count} channels for each of {heads} heads from a KV plan, and "
                 f"found {'none' if shape is None else shape}; use a bundle calibrated so, or select dynamically."
             )
+    static = scheme.static_scales == "calibrated"
     keys = KeyFormat(
         heads,
         key_dim,
         scheme.page_size,
         scheme.key_bits,
-        scheme.key_group_size,
+        scheme.page_size if static else scheme.key_group_size,
         scheme.token_norm,
         scheme.token_norm_measure,
         scheme.key_range,
         count,
         scheme.boost_select,
+        static and scheme.key_bits < 16,
     )
-    group = scheme.value_group_for(value_dim) if scheme.value_bits < 16 else value_dim
-    values = ValueFormat(heads, value_dim, scheme.page_size, scheme.value_bits, group, scheme.value_range)
+    values = ValueFormat(
+        heads,
+        value_dim,
+        scheme.page_size,
+        scheme.value_bits,
+        value_dim if static or scheme.value_bits == 16 else scheme.value_group_for(value_dim),
+        scheme.value_range,
+        static and scheme.value_bits < 16,
+    )
     return LayerFormat(keys, values, boosted if scheme.boost_select == "calibrated" else None)
+
+
+def static_scales(
+    side: Literal["key", "value"], f: KeyFormat | ValueFormat, plan: Mapping[str, torch.Tensor], device: torch.device
+) -> ChannelScales | None:
+    """The scales that static pages of one side need, from a layer's part of the KV plan; None for other pages.
+
+    Raises:
+        RecipeError: they are missing or do not fit the layer's shape.
+    """
+    if not f.static:
+        return None
+    parts = []
+    for part in ChannelScales._fields:
+        tensor = plan.get(f"static_{side}_{part}")
+        shape = None if tensor is None else tuple(tensor.shape)
+        if shape != (f.heads, f.head_dim):
+            raise RecipeError(
+                f"[kv] static_scales = 'calibrated' needs static_{side}_{part} for {f.heads} heads of {f.head_dim} "
+                f"channels from a KV plan, and found {'none' if shape is None else shape}; use a bundle calibrated so, "
+                'or static_scales = "none".'
+            )
+        parts.append(tensor.to(device, torch.float16))
+    return ChannelScales(*parts)
 
 
 def span_format(scheme: KVScheme) -> SpanFormat | None:
@@ -101,7 +139,9 @@ class PagedLayer(CacheLayerMixin):
         page_bytes: room for pages in bytes, taken at the first update and never exceeded; None grows as needed.
         keep_for_sharing: later layers read this layer's keys again within one forward pass, so pages are flushed one
             step late.
-        boosted: integers [H, n], key channels to boost with `boost_select="calibrated"`.
+        plan: this layer's part of the KV plan, as far as the scheme asks for it: `boosted_channels` integers [H, n];
+            `static_key_scale`, `static_key_minimum` float16 [H, D], `static_value_scale`, `static_value_minimum`
+            float16 [H, E].
     """
 
     is_compileable = False
@@ -115,11 +155,11 @@ class PagedLayer(CacheLayerMixin):
         sliding_window: int | None = None,
         page_bytes: int | None = None,
         keep_for_sharing: bool = False,
-        boosted: torch.Tensor | None = None,
+        plan: Mapping[str, torch.Tensor] | None = None,
     ):
         super().__init__()
         self.scheme, self.index, self.page_bytes, self.keep_for_sharing = scheme, index, page_bytes, keep_for_sharing
-        self.boosted = boosted
+        self.plan = plan or {}
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
         self.record_past = False
@@ -146,8 +186,14 @@ class PagedLayer(CacheLayerMixin):
         batch, heads, _, key_dim = key_states.shape
         value_dim = value_states.shape[-1]
         self.dtype, self.device = key_states.dtype, key_states.device
-        boosted = None if self.boosted is None else self.boosted.to(self.device, torch.long)
-        self.format = layer_format(self.scheme, heads, key_dim, value_dim, boosted)
+        boosted = self.plan.get("boosted_channels")
+        boosted = None if boosted is None else boosted.to(self.device, torch.long)
+        format = layer_format(self.scheme, heads, key_dim, value_dim, boosted)
+        self.format = replace(
+            format,
+            static_keys=static_scales("key", format.keys, self.plan, self.device),
+            static_values=static_scales("value", format.values, self.plan, self.device),
+        )
         self.span_format = span_format(self.scheme)
         name = f"layer {self.index} of the KV cache"
         capacity = None
@@ -535,9 +581,9 @@ class PagedLayer(CacheLayerMixin):
             pages = tokens.unflatten(1, (-1, size)).transpose(0, 1)
             with _NamedErrors(self.index, 1):
                 if side is sequence.keys:
-                    quantized = quantize_keys(pages, self.format.keys, self.format.boosted)
+                    quantized = quantize_keys(pages, self.format.keys, self.format.boosted, self.format.static_keys)
                 else:
-                    quantized = quantize_values(pages, self.format.values)
+                    quantized = quantize_values(pages, self.format.values, self.format.static_values)
             side.pages += pool.write(quantized)
         if count:
             side.remove(start, start + count * size)

@@ -42,6 +42,13 @@ def conventions(layers: list[LayerPlan], weights_method: str) -> dict[str, Any]:
             "use": "taken after rotation when a page is quantized; keys are divided by it, scores multiplied; float16; "
             "a token of norm zero stores zeros",
         }
+    if any(layer.kv and layer.kv["static_scales"] == "calibrated" for layer in layers):
+        known["static_scales"] = {
+            "place": "layers.{i}.static_key_scale, static_key_minimum, static_value_scale and static_value_minimum of "
+            "the KV plan, float16 [KV heads, channels], ranges included; pages hold codes alone",
+            "use": "x = code * scale + minimum for every token of the channel, keys after RoPE and rotation; codes are "
+            "packed as elsewhere; numbers outside are clamped to the first or last code",
+        }
     if any(layer.kv and layer.kv["boost_fraction"] for layer in layers):
         known["boost"] = {
             "count": "boosted channels of a head = round(boost_fraction * head_dim), halves to even",

@@ -396,6 +396,9 @@ def _read_plan(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
     for number, (layer, scheme) in enumerate(zip(manifest.layers, manifest.schemes(), strict=True)):
         if scheme is not None and scheme.boost_select == "calibrated" and scheme.boosted_for(layer.head_dim):
             _check_boosted(f"layers.{number}.boosted_channels", plan, layer, scheme)
+        if scheme is not None and scheme.static_scales == "calibrated":
+            for side in (side for side in ("key", "value") if getattr(scheme, f"{side}_bits") < 16):
+                _check_static(f"layers.{number}.static_{side}", plan, layer)
     return plan
 
 
@@ -410,3 +413,16 @@ def _check_boosted(name: str, plan: dict[str, Tensor], layer: LayerPlan, scheme:
     if bool((channels < 0).any() | (channels >= layer.head_dim).any() | (channels.diff(dim=1) <= 0).any()):
         expected = f"channels 0 to {layer.head_dim - 1}, ascending in each head"
         raise mismatch(PLAN_NAME, f"tensor {name}", expected, channels.tolist())
+
+
+def _check_static(stem: str, plan: dict[str, Tensor], layer: LayerPlan) -> None:
+    """The scales and minima of one side's channels: float16 [KV heads, head_dim], scales not negative."""
+    shape = [layer.num_key_value_heads, layer.head_dim]
+    for name in (f"{stem}_scale", f"{stem}_minimum"):
+        if name not in plan:
+            raise mismatch(PLAN_NAME, f"tensor {name}", 'present (static_scales = "calibrated")', "missing")
+        if plan[name].dtype != torch.float16 or [*plan[name].shape] != shape:
+            found = f"{plan[name].dtype} {[*plan[name].shape]}"
+            raise mismatch(PLAN_NAME, f"tensor {name}", f"F16 {shape}", found)
+    if bool((plan[f"{stem}_scale"] < 0).any()):
+        raise mismatch(PLAN_NAME, f"tensor {stem}_scale", "scales of 0 or more", float(plan[f"{stem}_scale"].min()))

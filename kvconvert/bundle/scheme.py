@@ -17,10 +17,11 @@ CHOICES = {
     "token_norm": ("none", "joint", "per_head"),
     "token_norm_measure": ("l2", "mean_abs"),
     "boost_select": ("dynamic", "calibrated"),
+    "static_scales": ("none", "calibrated"),
     "allocation": ("uniform", "pyramid", "var_prop", "var_inv", "calibrated"),
 }
 # Fields of later methods: named, so that a recipe which asks for one is told that it is not there rather than misspelt.
-NOT_YET = ("static_scales", "modality")
+NOT_YET = ("modality",)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ class KVScheme:
         boost_fraction: share of each head's key channels that get twice the bits (Kitty); 0 for none.
         boost_select: "dynamic" ranks the channels of each page by mean |K| (Kitty); "calibrated" takes fixed channels
             per layer and head from the KV plan.
+        static_scales: "calibrated" takes one scale and minimum for each key and each value channel of the layer from
+            the KV plan, so that pages hold codes alone and the group sizes mean nothing; 4 or 8 bits, or 16 on one
+            side.
         sink_tokens: first tokens of a sequence that stay in full precision.
         key_recent_tokens, value_recent_tokens: newest tokens guaranteed to stay in full precision besides the page
             being filled.
@@ -76,6 +80,7 @@ class KVScheme:
     token_norm_measure: Literal["l2", "mean_abs"] = "l2"
     boost_fraction: float = 0.0
     boost_select: Literal["dynamic", "calibrated"] = "dynamic"
+    static_scales: Literal["none", "calibrated"] = "none"
     sink_tokens: int = 0
     key_recent_tokens: int = 0
     value_recent_tokens: int = 0
@@ -158,6 +163,8 @@ class KVScheme:
             "boosted channels have twice the bits of 1-, 2- or 4-bit keys",
         )
         require(self.boost_fraction > 0 or self.boost_select == "dynamic", "boost_select", "no channel is boosted")
+        if self.static_scales == "calibrated":
+            self._check_static()
         shifts = self.tau1 != 0 or self.tau2 != 0
         require(spans or not shifts, "tau2" if self.tau2 else "tau1", "scores are shifted for spans only")
         if spans:
@@ -172,6 +179,29 @@ class KVScheme:
                 require(getattr(self, field) in ("none", 0, None), field, reason)
             for field in ("key_bits", "value_bits"):
                 require(getattr(self, field) < 16, field, "a span is quantized; choose 1, 2, 4 or 8")
+
+    def _check_static(self) -> None:
+        require = self._require
+        for field in ("key_bits", "value_bits"):
+            require(
+                getattr(self, field) in (4, 8, 16),
+                field,
+                "static_scales, which hold for all tokens, are too coarse for it; choose 4 or 8, or 16 on one side",
+            )
+        require(
+            min(self.key_bits, self.value_bits) < 16,
+            "static_scales",
+            "keys and values of 16 bits have no scales at all",
+        )
+        require(
+            not self.is_span, "static_scales", "a span takes its scales from its own tokens; keep group granularity"
+        )
+        require(self.token_norm == "none", "static_scales", "a norm is stored with each token; set token_norm to none")
+        require(
+            self.boost_fraction == 0,
+            "static_scales",
+            "channels of a static page all have one width; set boost_fraction to 0",
+        )
 
     @property
     def is_span(self) -> bool:

@@ -44,6 +44,8 @@ def _bits_per_token(layer: LayerPlan, scheme: KVScheme) -> float:
     if scheme.is_span:  # scales and minima are per channel: none per token
         return heads * head_dim * (scheme.key_bits + scheme.value_bits)
     value_group = layer.value_group_size or head_dim
+    if scheme.static_scales == "calibrated":
+        return heads * head_dim * (scheme.key_bits + scheme.value_bits)
     # Scale and minimum are float16: 32 bits for each group; a norm is one float16 per token, or per token and head.
     bits = heads * head_dim * (scheme.key_bits + (32 / scheme.key_group_size if scheme.key_bits < 16 else 0))
     bits += heads * head_dim * (scheme.value_bits + (32 / value_group if scheme.value_bits < 16 else 0))
@@ -75,6 +77,8 @@ def describe_scheme(layer: LayerPlan) -> str:
     scheme = KVScheme.from_dict(layer.kv)
     if scheme.is_span:
         parts = [f"prompts as spans, keys {scheme.key_bits} bit and values {scheme.value_bits} bit per channel"]
+    elif scheme.static_scales == "calibrated":
+        parts = [f"keys {scheme.key_bits} bit and values {scheme.value_bits} bit with static scales per channel"]
     else:
         parts = [
             f"keys {scheme.key_bits} bit in groups of {scheme.key_group_size} tokens",

@@ -1,0 +1,107 @@
+"""Static scales: one grid per channel of a layer for all tokens, fixed by calibration.
+
+With m_c and M_c the smallest and largest number of channel c over all calibration tokens, as the cache stores them
+(after RoPE and rotation, weights folded, scaled and clipped), each KV head's keys and values get
+
+    scale_c = r (M_c - m_c) / (2^b - 1)      minimum_c = m_c + (1 - r) (M_c - m_c) / 2
+
+in float16, r being `key_range` or `value_range`, given or chosen by the search for ranges. Pages then hold codes alone.
+Sinks never reach a page and are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvconvert.calibration.attention_sample import as_cached
+from kvconvert.calibration.protocol import CalibrationPass, ChannelBounds, LayerWork, PassResult, attention_observed
+from kvconvert.errors import NumericError
+
+
+class RunningBounds:
+    """Smallest and largest number of each channel over all that was seen.
+
+    Args:
+        sink_tokens: first tokens of each sequence to leave out; a sequence no longer than that counts with its last.
+    """
+
+    def __init__(self, sink_tokens: int = 0) -> None:
+        self.sink_tokens = sink_tokens
+        self.bounds: ChannelBounds | None = None
+
+    def update(self, x: Tensor) -> None:
+        """Add keys or values [B, H, T, channels]."""
+        stored = x[:, :, min(self.sink_tokens, x.shape[2] - 1) :].float()
+        low, high = stored.amin((0, 2)), stored.amax((0, 2))
+        if self.bounds is not None:
+            low, high = torch.minimum(low, self.bounds.low), torch.maximum(high, self.bounds.high)
+        self.bounds = ChannelBounds(low, high)
+
+
+class StaticScalesPass(CalibrationPass):
+    """Measure the channels of the finished layer, which costs one more run of the calibration data through it.
+
+    Stands after passes that change weights and before those that choose ranges: these shrink the measured bounds.
+    """
+
+    name = "static_scales"
+    plan_tensors = ("static_key_scale", "static_key_minimum", "static_value_scale", "static_value_minimum")
+
+    def __init__(self) -> None:
+        self._work: LayerWork | None = None
+        self._bounds: dict[str, RunningBounds] = {}
+
+    def solve(self, work: LayerWork) -> None:
+        """Find the bounds of all calibration tokens."""
+        cache = work.cache
+        self._work = work
+        self._bounds = {side: RunningBounds(cache.sink_tokens) for side in ("key", "value")}
+
+        def record(query: Tensor, key: Tensor, value: Tensor) -> None:
+            _, keys, values = as_cached(query, key, value, cache)
+            self._bounds["key"].update(keys)
+            self._bounds["value"].update(values)
+
+        with attention_observed(work.layer.get_submodule(work.structure.attention), record):
+            work.replay()
+
+    def apply(self, work: LayerWork) -> None:
+        """Put the bounds of the sides with static pages into the format of the layer's cache.
+
+        Raises:
+            NumericError: a channel that float16 scales cannot describe.
+        """
+        pages = work.cache.pages
+        work.cache = replace(
+            work.cache,
+            key_bounds=self._bounds["key"].bounds if pages.keys.static else None,
+            value_bounds=self._bounds["value"].bounds if pages.values.static else None,
+        )
+        for side, scales in (("key", work.cache.static_keys(1.0)), ("value", work.cache.static_values(1.0))):
+            unfit = None if scales is None else ~(scales.scale.isfinite() & scales.minimum.isfinite())
+            if unfit is not None and unfit.any():
+                head, channel = unfit.nonzero()[0].tolist()
+                raise NumericError(
+                    f"Channel {channel} of {side} head {head} of {work.name}.{work.structure.attention} takes values "
+                    "on the calibration data that no float16 scale and minimum can describe; keep this layer's "
+                    f"{side}s in 16 bits."
+                )
+
+    def result(self) -> PassResult:
+        """The scales with the ranges that later passes chose."""
+        cache = self._work.cache
+        sides = {
+            "key": cache.static_keys(cache.pages.keys.range),
+            "value": cache.static_values(cache.pages.values.range),
+        }
+        return PassResult(
+            plan={
+                f"static_{side}_{part}": tensor.cpu()
+                for side, scales in sides.items()
+                if scales is not None
+                for part, tensor in scales._asdict().items()
+            }
+        )
