@@ -6,7 +6,8 @@ With m_c and M_c the smallest and largest number of channel c over all calibrati
     scale_c = r (M_c - m_c) / (2^b - 1)      minimum_c = m_c + (1 - r) (M_c - m_c) / 2
 
 in float16, r being `key_range` or `value_range`, given or chosen by the search for ranges. Pages then hold codes alone.
-Sinks never reach a page and are left out.
+Sinks never reach a page and are left out. Keys hold for the positions that were seen: RoPE takes slow channels beyond
+their bounds at later ones, so calibrate at the length to be served.
 """
 
 from __future__ import annotations
