@@ -24,7 +24,7 @@ from kvconvert.kernels.pages import (
     key_codes,
     key_scales,
 )
-from kvconvert.kernels.spans import Span, SpanFormat, shift_extremes, span_scores, weighted_span_values
+from kvconvert.kernels.spans import Span, SpanFormat, flattened, shift_extremes, span_scores, weighted_span_values
 
 # Bytes of scores and gathered queries that one tile may take; measured: larger tiles leave the last-level cache.
 TILE_BYTES = 8 << 20
@@ -123,6 +123,7 @@ class SpanRun:
         spans: in order; format: of all of them.
         tau1, tau2: see `shift_extremes`.
         visible: bool [1, T, n] over the tokens of all spans; None when all queries may see all.
+        flattened: int64 scalar, to which the number of rows is added whose different scores the shift made equal.
     """
 
     row: int
@@ -131,6 +132,7 @@ class SpanRun:
     tau1: float = 0.0
     tau2: float = 0.0
     visible: torch.Tensor | None = None
+    flattened: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,8 @@ def paged_attention(
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
         if run.tau1 or run.tau2:
+            if run.flattened is not None:
+                run.flattened.add_(flattened(scores, run.tau1, run.tau2).sum())
             scores = shift_extremes(scores, run.tau1, run.tau2)
         visible = None if run.visible is None else run.visible[None]
         weights, maximum = _exponentials(scores[None], 1.0, None, visible, length)

@@ -38,6 +38,7 @@ class CacheStats:
         residual_tokens: how many of them are in full precision (sinks and residual).
         pages: pages in use over all layers.
         flushes: pages quantized so far.
+        flattened: query rows for which CalibQuant's shift had to make different scores of a span equal, so far.
         fallbacks: operations served by a slower path than the one meant for them; 0 in this version, whose one path is
             the CPU's.
         values: numbers that the stored keys and values stand for, over all layers.
@@ -49,6 +50,7 @@ class CacheStats:
     residual_tokens: int
     pages: int
     flushes: int
+    flattened: int
     fallbacks: int
     values: int
     bytes_used: int
@@ -153,6 +155,7 @@ class KVCache(Cache):
             residual_tokens=max((layer.residual_tokens() for layer in layers), default=0),
             pages=sum(layer.pages() for layer in layers),
             flushes=sum(layer.flushes for layer in layers),
+            flattened=sum(int(layer.flattened) for layer in layers),
             fallbacks=0,
             values=sum(layer.tokens() * width(layer) for layer in layers),
             bytes_used=sum(layer.bytes_used() for layer in layers),

@@ -206,6 +206,7 @@ class PagedLayer(CacheLayerMixin):
             Sequence(Side(key_states.new_empty(heads, 0, key_dim)), Side(value_states.new_empty(heads, 0, value_dim)))
             for _ in range(batch)
         ]
+        self.flattened = torch.zeros((), dtype=torch.int64, device=self.device)
         self.is_initialized = True
 
     def _room_for_keys(self, count: int, device: torch.device) -> KeyPages:
@@ -477,7 +478,8 @@ class PagedLayer(CacheLayerMixin):
             if not chunk.is_causal:
                 columns = torch.cat([c.span(0, len(c), self.device) for _, c in spans])
                 visible = chunk.visible(row, chunk.query_columns, columns)
-            yield SpanRun(row, [s for s, _ in spans], self.span_format, self.scheme.tau1, self.scheme.tau2, visible)
+            tau1, tau2 = self.scheme.tau1, self.scheme.tau2
+            yield SpanRun(row, [s for s, _ in spans], self.span_format, tau1, tau2, visible, self.flattened)
 
     def _tiles(self, rows: list[int], chunk: Chunk, length: int, query_heads: int) -> Iterator[PageTile]:
         """Pages of all rows: first those quantized on both sides, then those whose other side is still dense."""

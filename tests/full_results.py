@@ -19,7 +19,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tests" / "full-results.json"
-SOURCES = ("kernels", "calibration", "runtime", "kvconvert", "benchmarks/fidelity.py", "tests/test_claims.py", "tests/test_presets.py")
+SOURCES = (
+    "kernels",
+    "calibration",
+    "runtime",
+    "kvconvert",
+    "benchmarks/fidelity.py",
+    "tests/test_claims.py",
+    "tests/test_presets.py",
+)
 # Nothing that these do can change a figure.
 EXCEPT = ("kvconvert/cli.py", "kvconvert/console.py", "kvconvert/__main__.py", "kvconvert/bundle/summary.py")
 

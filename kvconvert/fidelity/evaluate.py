@@ -74,6 +74,8 @@ class CacheSize:
         dtype: of full-precision tokens.
         residual_share: share of the attended context that was in full precision while fidelity was scored; the
             longer the context, the smaller it gets.
+        flattened_rows: queries, per layer and head, for which CalibQuant's shift made different scores equal while
+            fidelity was scored.
     """
 
     bits_per_value: float
@@ -85,6 +87,7 @@ class CacheSize:
     residual_tokens: int
     dtype: str
     residual_share: float
+    flattened_rows: int
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,7 @@ def evaluate(
     recited = recitation(*answers, DrillBook(tokenizer, prose, seed), reach)
     continued = free_running(source, decoder, samples.ids, reach, progress)
     del source_model, source, answers
-    cache = measure_cache(decoder, samples.ids, checkpoint, comparison.residual_share)
+    cache = measure_cache(decoder, samples.ids, checkpoint, comparison)
 
     notes = [f"fidelity computed in float32 on the CPU, the cache's size in {cache.dtype}"]
     if scored < SCORED_TOKENS_WANTED:
@@ -273,7 +276,7 @@ def text_figures(comparison: Comparison, seed: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def measure_cache(decoder: Decoder, ids: torch.Tensor, checkpoint: SourceModel, residual_share: float) -> CacheSize:
+def measure_cache(decoder: Decoder, ids: torch.Tensor, checkpoint: SourceModel, comparison: Comparison) -> CacheSize:
     """Fill the bundle's cache with whole pages, in the dtype that the bundle serves, and measure its tensors.
 
     The model is left in that dtype.
@@ -311,7 +314,8 @@ def measure_cache(decoder: Decoder, ids: torch.Tensor, checkpoint: SourceModel, 
         tokens=tokens,
         residual_tokens=residual,
         dtype=str(dtype).removeprefix("torch."),
-        residual_share=residual_share,
+        residual_share=comparison.residual_share,
+        flattened_rows=comparison.flattened_rows,
     )
 
 

@@ -49,6 +49,7 @@ class Comparison:
         kl: Kullback-Leibler divergence source || other of the next-token distributions, float64 [segments, scored].
         agrees: whether both rank the same token first, bool [segments, scored].
         residual_share: share of the attended tokens, over all scored queries, that `other` held in full precision.
+        flattened_rows: queries, per layer and head, for which CalibQuant's shift made different scores equal.
     """
 
     source_nll: torch.Tensor
@@ -56,6 +57,7 @@ class Comparison:
     kl: torch.Tensor
     agrees: torch.Tensor
     residual_share: float
+    flattened_rows: int = 0
 
 
 @torch.no_grad()
@@ -86,6 +88,7 @@ def compare(
     """
     rows: dict[str, list[tuple[torch.Tensor, ...]]] = {name: [] for name in others}
     shares = dict.fromkeys(others, (0, 0))
+    flattened = dict.fromkeys(others, 0)
     count = -(-ids.shape[0] // batch)
     bar = tqdm(ids.split(batch), total=count, desc="scoring", unit="batch", disable=not progress)
     for segments in bar:
@@ -108,9 +111,13 @@ def compare(
             if name in others:
                 rows[name].append(tuple(torch.cat(column, 1) for column in zip(*parts[name], strict=True)))
                 shares[name] = tuple(a + b for a, b in zip(shares[name], stream.attended, strict=True))
+                if isinstance(stream.cache, KVCache):
+                    flattened[name] += stream.cache.stats().flattened
     return {
         name: Comparison(
-            *(torch.cat(column) for column in zip(*rows[name], strict=True)), shares[name][0] / shares[name][1]
+            *(torch.cat(column) for column in zip(*rows[name], strict=True)),
+            residual_share=shares[name][0] / shares[name][1],
+            flattened_rows=flattened[name],
         )
         for name in others
     }

@@ -126,6 +126,15 @@ def test_a_span_cannot_be_cropped(llama):
         cache.crop(-1)
 
 
+def test_rows_whose_scores_the_shift_makes_equal_are_counted(llama):
+    for tau2, counted in ((0.0, 0), (1e3, 3 * 2 * 4)):
+        scheme = KVScheme(key_granularity="span", value_granularity="span", tau2=tau2)
+        cache = KVCache(llama.config, scheme)
+        llama.generate(random_ids(1, 20), max_new_tokens=4, past_key_values=cache, **GREEDY)
+        # three steps, two layers, four query heads
+        assert cache.stats().flattened == counted
+
+
 def test_one_bit_spans_cost_one_bit_and_scales_per_channel(llama):
     cache = KVCache(llama.config, KVScheme(key_granularity="span", value_granularity="span", key_bits=1, value_bits=1))
     llama(random_ids(1, 640), past_key_values=cache)
