@@ -5,8 +5,8 @@ full-precision windows may differ. Keys are quantized per channel over groups of
 values are quantized per token over groups of channels and packed along the channels. Both are what the decode kernels
 read: the axis that is contracted with the probabilities or the query is not the packed one.
 
-Kitty's boosted key channels have twice the bits: their low bits lie in the dense plane with everybody's, their high bits
-in a second plane, so that the dense plane has one shape whatever is boosted.
+Kitty's boosted key channels have twice the bits: their low bits lie in the dense plane with everybody's, their high
+bits in a second plane, so that the dense plane has one shape whatever is boosted.
 
 Static pages have codes alone: one scale and minimum per channel, keys' and values' alike, belong to the layer.
 """

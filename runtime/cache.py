@@ -194,8 +194,8 @@ def _per_layer(
 def spread_ratios(schemes: Sequence_[KVScheme | None]) -> tuple[KVScheme | None, ...]:
     """Give each layer its own heavy ratio, where the schemes state the mean over layers and how to spread it.
 
-    A pyramid is a formula; calibrated allocations arrive spread already, as layers of allocation "uniform" with ratios of
-    their own. Layers whose heavy and recent shares exceed the prompt pass the excess on to the others.
+    A pyramid is a formula; calibrated allocations arrive spread already, as layers of allocation "uniform" with ratios
+    of their own. Layers whose heavy and recent shares exceed the prompt pass the excess on to the others.
 
     Raises:
         RecipeError: an allocation that needs calibration.
@@ -205,7 +205,8 @@ def spread_ratios(schemes: Sequence_[KVScheme | None]) -> tuple[KVScheme | None,
     for i in evicting:
         if schemes[i].allocation not in ("uniform", "pyramid"):
             raise RecipeError(
-                f"[kv] allocation = {schemes[i].allocation!r} spreads the budget by what calibration measured; use it in a "
+                f"[kv] allocation = {schemes[i].allocation!r} spreads the budget by what calibration measured; use "
+                "it in a "
                 f"recipe and load the bundle, or choose uniform or pyramid."
             )
     pyramid = [i for i in evicting if schemes[i].allocation == "pyramid"]

@@ -68,7 +68,8 @@ def layer_format(
         shape = None if boosted is None else tuple(boosted.shape)
         if shape != (heads, count):
             raise RecipeError(
-                f"[kv] boost_select = 'calibrated' needs {count} channels for each of {heads} heads from a KV plan, and "
+                f"[kv] boost_select = 'calibrated' needs {count} channels for each of {heads} heads from a KV plan, "
+                "and "
                 f"found {'none' if shape is None else shape}; use a bundle calibrated so, or select dynamically."
             )
     static = scheme.static_scales == "calibrated"

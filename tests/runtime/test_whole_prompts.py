@@ -1,4 +1,6 @@
-"""Schemes that treat a whole prompt: spans (CalibQuant), eviction (MiniKV), and windows that differ for K and V (Kitty)."""
+"""Schemes that treat a whole prompt: spans (CalibQuant), eviction (MiniKV), and windows that differ for K and V
+(Kitty).
+"""
 
 import copy
 
