@@ -56,6 +56,14 @@ def causal(num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
 
 
+def squared_output(heads: Tensor, output_weight: Tensor | None) -> float:
+    """Squared size of the layer's output, summed over queries, for heads' outputs (or errors) [H, Hq / H, q, E]."""
+    if output_weight is None:
+        return float(heads.square().sum(dtype=torch.float64))
+    rows = heads.flatten(0, 1).transpose(0, 1).flatten(1)
+    return float((rows @ output_weight.T).square().sum(dtype=torch.float64))
+
+
 def as_cached(queries: Tensor, keys: Tensor, values: Tensor, cache: CacheFormat) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [..., head_dim] in float32, rotated as the cache rotates them."""
     queries, keys, values = queries.float(), keys.float(), values.float()

@@ -2,27 +2,32 @@
 
 Two measurements say how hard eviction is on a layer. The variance of attention received is the paper's (var_prop,
 var_inv): with column sums c_j = sum_i w_ij of causal attention over a sequence, summed over the query heads of a KV
-head and divided by their mean, it is the variance over tokens j, averaged over KV heads and sequences. The curve of
-lost attention is ours: of each sequence the first half is the prompt; each KV head keeps its sinks, its newest tokens
-and, of the others, those with the largest column sums within the prompt, as the runtime does; and
+head and divided by their mean, it is the variance over tokens j, averaged over KV heads and sequences. The curves of
+loss are ours: of each sequence the first half is the prompt; each KV head keeps its sinks, its newest tokens and, of
+the others, a share f of the prompt with the largest column sums within it, as the runtime does; then, for the queries q
+after the prompt, o_f(q) being the heads' outputs over the kept tokens,
 
-    lost(f) = mean over the queries after the prompt of the attention weight that falls on prompt tokens not kept
+    lost_attention(f) = mean over q of the attention weight that fell on tokens not kept
+    lost_output(f)    = mean over q of || (o_f(q) - o(q)) W_O^T ||^2, relative to that of || o(q) W_O^T ||^2
 
-when a share f of the prompt is kept as heavy hitters. The allocation `calibrated` minimises the sum of lost(f_l) over
-layers l at the nominal mean of f_l: budgets grow in the order of the attention that the next token saves, along each
-curve's convex hull, until the total is spent. No layer gets more than its recent window leaves.
+The allocation `calibrated` minimises the sum of lost_output(f_l) over layers l at the nominal mean of f_l: budgets grow
+in the order of the loss that the next token saves, along each curve's convex hull, until the total is spent. Lost
+attention itself is no objective: a layer that spreads its attention thinly loses most of it and little of its output.
+On the reference model, budgets by lost attention go to layer 0 and serve held-out text worse than uniform ones, those
+by lost output far better. No layer gets more than its recent window leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler
+from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, squared_output
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult
 from kvconvert.errors import NumericError
 from kvconvert.kernels.selection import clamp_ratios, column_sums, proportional_ratios, pyramid_ratios
@@ -41,42 +46,61 @@ def attention_variance(sample: AttentionSample) -> float:
     return float(torch.stack(variances).mean())
 
 
-def lost_attention(sample: AttentionSample, recent_ratio: float, sinks: int = 0, points: int = CURVE_POINTS) -> Tensor:
-    """The curve lost(i / (points - 1)), i = 0 ... points - 1; float64 [points], never rising, 0 at its end.
+@dataclass(frozen=True)
+class EvictionLoss:
+    """What a layer loses when its prompts keep a share i / (points - 1) of heavy hitters, i = 0 ... points - 1.
+
+    Attributes:
+        attention: mean attention weight that later queries would have put on evicted tokens, float64 [points].
+        output: squared error of the layer's attention output at later queries, relative to its square, float64
+            [points].
+    """
+
+    attention: Tensor
+    output: Tensor
+
+
+def eviction_loss(
+    sample: AttentionSample, recent_ratio: float, sinks: int = 0, points: int = CURVE_POINTS
+) -> EvictionLoss:
+    """Both curves; see the module's docstring. They end at 0: a whole prompt is no loss.
 
     Args:
         sample: attention of the layer; at least two tokens.
         recent_ratio: share of the prompt kept as its newest tokens.
         sinks: first tokens kept by themselves.
-        points: of the curve.
+        points: of the curves.
     """
     prompt = sample.num_tokens // 2
     recent = min(round(recent_ratio * prompt), prompt)
     middle = slice(min(sinks, prompt - recent), prompt - recent)
-    kept = torch.tensor([round(i / (points - 1) * prompt) for i in range(points)])
-    curve = torch.zeros(points, dtype=torch.float64)
+    kept = [min(round(i / (points - 1) * prompt), middle.stop - middle.start) for i in range(points)]
+    attention, output = torch.zeros(points, dtype=torch.float64), torch.zeros(points, dtype=torch.float64)
+    size = 0.0
     for sequence in range(len(sample.queries)):
-        received = _received(sample, sequence, prompt)[:, middle]
-        order = torch.sort(received, dim=-1, descending=True, stable=True).indices
-        later = _later_attention(sample, sequence, prompt)[:, middle].gather(1, order)
-        # Entry k: what falls on all but the first k tokens in the order of keeping.
-        beyond = torch.nn.functional.pad(later.flip(1).cumsum(1).flip(1), (0, 1))
-        curve += beyond[:, kept.clamp(max=beyond.shape[1] - 1)].mean(0).cpu()
-    return curve / len(sample.queries)
+        order = torch.sort(_received(sample, sequence, prompt)[:, middle], dim=-1, descending=True, stable=True).indices
+        rank = order.argsort(-1)  # [H, middle], place of each token in the order of keeping
+        keys, values = sample.keys[sequence].unsqueeze(1), sample.values[sequence].unsqueeze(1)
+        scores = sample.grouped_queries(sequence)[:, :, prompt:] @ keys.transpose(2, 3) * sample.scaling
+        scores = scores.masked_fill(~sample.visible[prompt:], float("-inf"))
+        exact = scores.softmax(-1)
+        size += squared_output(exact @ values, sample.output_weight)
+        for i, count in enumerate(kept):
+            if count == rank.shape[1]:
+                break  # nothing is evicted from here on
+            evicted = torch.zeros(len(rank), sample.num_tokens, dtype=torch.bool, device=rank.device)
+            evicted[:, middle] = rank >= count
+            evicted = evicted[:, None, None]
+            weights = scores.masked_fill(evicted, float("-inf")).softmax(-1)
+            attention[i] += float((exact * evicted).sum(-1).mean(dtype=torch.float64))
+            output[i] += squared_output((weights - exact) @ values, sample.output_weight)
+    return EvictionLoss(attention / len(sample.queries), output / size if size else output)
 
 
 def _received(sample: AttentionSample, sequence: int, tokens: int) -> Tensor:
     """Column sums of the first `tokens` tokens' attention to each other, [H, tokens]."""
     queries, keys = sample.queries[sequence][:, :tokens], sample.keys[sequence][:, :tokens]
     return column_sums(queries, keys, lambda rows, columns: sample.visible[rows, columns], sample.scaling)
-
-
-def _later_attention(sample: AttentionSample, sequence: int, prompt: int) -> Tensor:
-    """Mean attention weight of the queries after the prompt on each of its tokens, float64 [H, prompt]."""
-    queries, keys = sample.grouped_queries(sequence)[:, :, prompt:], sample.keys[sequence].unsqueeze(1)
-    scores = queries @ keys.transpose(2, 3) * sample.scaling
-    weights = scores.masked_fill(~sample.visible[prompt:], float("-inf")).softmax(-1)
-    return weights[..., :prompt].mean((1, 2), dtype=torch.float64)
 
 
 def allocate(
@@ -93,7 +117,7 @@ def allocate(
         allocation: how to spread.
         heavy_ratio, recent_ratio: nominal shares of the prompt.
         variances: `attention_variance` of each layer; read by var_prop and var_inv.
-        curves: `lost_attention` of each layer; read by calibrated.
+        curves: `EvictionLoss.output` of each layer; read by calibrated.
         pyramid_depth: see `KVScheme`.
     """
     layers = len(variances)
@@ -161,19 +185,20 @@ class MiniKVPass(CalibrationPass):
     """
 
     name = "minikv"
-    plan_tensors = ("attention_variance", "lost_attention")
+    plan_tensors = ("attention_variance", "lost_attention", "lost_output")
 
     def __init__(self, sampler: AttentionSampler, recent_ratio: float) -> None:
         self.sampler, self.recent_ratio = sampler, recent_ratio
         self._plan: dict[str, Tensor] = {}
 
     def solve(self, work: LayerWork) -> None:
-        """Measure the variance and the curve; sequences too short to be divided lose nothing."""
+        """Measure the variance and the curves."""
         sample = self.sampler.sample
-        curve = lost_attention(sample, self.recent_ratio, work.cache.sink_tokens)
+        loss = eviction_loss(sample, self.recent_ratio, work.cache.sink_tokens)
         self._plan = {
             "attention_variance": torch.tensor([attention_variance(sample)]),
-            "lost_attention": curve.float(),
+            "lost_attention": loss.attention.float(),
+            "lost_output": loss.output.float(),
         }
         if not all(tensor.isfinite().all() for tensor in self._plan.values()):
             raise NumericError(

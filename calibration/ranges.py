@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler
+from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, squared_output
 from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWork, PassResult
 from kvconvert.errors import NumericError
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, quantize_keys, quantize_values
@@ -116,14 +116,6 @@ def _blocks(sample: AttentionSample, first: int) -> Iterator[_Block]:
 
 def _weights(scores: Tensor, visible: Tensor) -> Tensor:
     return scores.masked_fill(~visible, float("-inf")).softmax(-1)
-
-
-def squared_output(heads: Tensor, output_weight: Tensor | None) -> float:
-    """Squared size of the layer's output, summed over queries, for heads' outputs (or errors) [H, Hq / H, q, E]."""
-    if output_weight is None:
-        return float(heads.square().sum(dtype=torch.float64))
-    rows = heads.flatten(0, 1).transpose(0, 1).flatten(1)
-    return float((rows @ output_weight.T).square().sum(dtype=torch.float64))
 
 
 def key_range_errors(sample: AttentionSample, cache: CacheFormat, grid: tuple[float, ...]) -> Tensor:

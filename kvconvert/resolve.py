@@ -78,7 +78,7 @@ def _spread_budgets(
         nominal.recent_ratio,
         # A pyramid is a formula, which needs no measurement and may have none.
         [float(measured[i].get(f"layers.{i}.attention_variance", 0.0)) for i in spread],
-        [measured[i].get(f"layers.{i}.lost_attention") for i in spread],
+        [measured[i].get(f"layers.{i}.lost_output") for i in spread],
         nominal.pyramid_depth,
     )
     resolved = list(records)
