@@ -1,11 +1,13 @@
 """Every cache method on the reference model: calibrated, exported, loaded, scored through its own cache, and measured.
 
-    python benchmarks/methods.py [--segments N] [--output FILE]
+    python benchmarks/methods.py [--segments N] [--output FILE] [--only NAME ...]
 
 Weights stay in full precision, so that figures are the cache's. Parameters are calibrated on books-calib, figures are
 of books-val. Page methods read one page and are scored on the rest of 1,024 tokens, chunk by chunk; methods that treat
 whole prompts, and `oscar` beside them, read 512 tokens, seal them, and are scored on the next 512. The two columns of
-KL are therefore not to be compared with each other. Writes JSON and prints the table of docs/methods.md.
+KL are therefore not to be compared with each other. "Exact" is the share of attended tokens that were in full precision
+while scoring. Writes JSON and prints the table of docs/methods.md; `--only` measures some methods again and keeps the
+others' figures.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ CALIBRATION = (32, 512)
 MEASURED_TOKENS = 2048
 FIXED = "calibrate_ranges = false\n"
 ONE_BIT = "key_bits = 1\nvalue_bits = 1\nkey_group_size = 128\nvalue_group_size = 128\n"
+# What CalibQuant's released code hard-codes at 1 bit.
+RELEASED = 'preset = "calibquant-1bit"\nkey_range = 0.5\nvalue_range = 0.3\n'
 # Name to the [kv] table of its recipe.
 METHODS = {
     "kivi": 'preset = "kivi"\n' + FIXED,
@@ -59,6 +63,8 @@ METHODS = {
     "calibquant-2bit": 'preset = "calibquant-2bit"\n',
     "calibquant-1bit": 'preset = "calibquant-1bit"\n',
     "calibquant-1bit, no tau": 'preset = "calibquant-1bit"\ntau1 = 0.0\ntau2 = 0.0\n',
+    "calibquant-1bit, released ranges": RELEASED + "tau1 = 0.0\ntau2 = 0.0\n",
+    "calibquant-1bit, released ranges and tau": RELEASED + "tau1 = 0.0\ntau2 = 3.0\n",
     "minikv": 'preset = "minikv"\n',
     "minikv-pyramid": 'preset = "minikv-pyramid"\n',
     "minikv, calibrated budgets": 'preset = "minikv"\nallocation = "calibrated"\n',
@@ -106,16 +112,15 @@ def figures(comparison: Comparison, decoder: Decoder, ids: torch.Tensor, seed: i
 
 def markdown(report: dict) -> str:
     lines = [
-        "| scheme | KL, page by page | KL after a sealed prompt | 99 % | same first token | bits per prompt value |",
-        "|---|---|---|---|---|---|",
+        "| scheme | KL, page by page | KL after a sealed prompt | 99 % | same first token | exact | bits per value |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, row in report["methods"].items():
         kl = f"{row['kl']:.4f}"
         pages, prompts = ("", kl) if row["whole_prompt"] else (kl, "")
-        share = f"{100 * row['top1_agreement']:.1f} %"
-        lines.append(
-            f"| {name} | {pages} | {prompts} | {row['kl_p99']:.3f} | {share} | {row['bits_per_prompt_value']:.2f} |"
-        )
+        share, exact = (f"{100 * row[key]:.1f} %" for key in ("top1_agreement", "full_precision_share"))
+        bits = f"{row['bits_per_prompt_value']:.2f}"
+        lines.append(f"| {name} | {pages} | {prompts} | {row['kl_p99']:.3f} | {share} | {exact} | {bits} |")
     return "\n".join(lines)
 
 
@@ -125,20 +130,27 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--only", nargs="+", choices=METHODS, metavar="NAME", help="measure these and keep the rest")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     source = Decoder.plain(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval())
     held_out = load_token_samples(None, tokenizer, args.segments, 1025, args.seed, "evaluation")
     report: dict = {
-        "command": " ".join(["python benchmarks/methods.py", *sys.argv[1:]]),
+        "command": (
+            f"python benchmarks/methods.py --segments {args.segments} --seed {args.seed} --threads {args.threads}"
+        ),
         "seed": args.seed,
         "versions": versions(),
         "calibrated_on": {"samples": CALIBRATION[0], "length": CALIBRATION[1], "text": "books-calib"},
         "measured_on": held_out.info.model_dump(),
         "methods": {},
     }
+    if args.only:
+        report["methods"] = json.loads(args.output.read_text(encoding="utf-8"))["methods"]
     for name, table in METHODS.items():
+        if args.only and name not in args.only:
+            continue
         with tempfile.TemporaryDirectory() as directory:
             decoder = converted(name, table, Path(directory), args.seed)
         whole = treats_whole_prompts(decoder.new_cache())
