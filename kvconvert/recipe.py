@@ -31,7 +31,7 @@ from __future__ import annotations
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -65,7 +65,7 @@ class KVCalibration(_Table):
     """
 
     calibrate_ranges: bool = True
-    tau_grid: list[float] = Field(default=[0.0, 1.0, 2.0, 3.0], min_length=1)
+    tau_grid: list[Annotated[float, Field(gt=-1e4, lt=1e4)]] = Field(default=[0.0, 1.0, 2.0, 3.0], min_length=1)
     tau_per_layer: bool = False
     given: list[str] = []
 
@@ -319,6 +319,12 @@ def _kv_table(values: dict[str, Any], where: str) -> tuple[KVScheme | None, KVCa
             )
         scheme, choices = _kv(entry, fields, calibration, "[[kv.layers]]", where)
         layers.append(LayerOverride(index=index, kv=scheme, calibration=choices))
+    searched = [(kv, calibration), *((layer.kv, layer.calibration) for layer in layers)]
+    spans = [choices.searches_tau for scheme, choices in searched if scheme is not None and scheme.is_span]
+    for option in ("tau_grid", "tau_per_layer"):
+        if option in values and not any(spans):
+            reason = "tau1 or tau2 is given" if spans else "scores are shifted for spans only"
+            raise RecipeError(f"The recipe {where} sets [kv] {option}, but nothing searches it: {reason}.")
     return kv, calibration, layers
 
 
@@ -352,10 +358,6 @@ def _kv(
         scheme = KVScheme.from_dict({**(base if preset is None else PRESETS[preset].to_dict()), **fields})
     except RecipeError as error:
         raise RecipeError(f"The recipe {where} cannot be used: {error}") from error
-    for option in ("tau_grid", "tau_per_layer"):
-        if option in options and not (scheme.is_span and choices.searches_tau):
-            reason = "tau1 or tau2 is given" if scheme.is_span else "scores are shifted for spans only"
-            raise RecipeError(f"The recipe {where} sets {table} {option}, but nothing searches it: {reason}.")
     return scheme, choices
 
 

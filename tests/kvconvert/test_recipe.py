@@ -35,6 +35,24 @@ def test_fields_replace_the_values_of_a_kv_preset(tmp_path):
     assert (recipe.kv.key_bits, recipe.kv.key_range, recipe.kv.rotate_keys) == (4, 0.85, "hadamard")
 
 
+def test_what_a_recipe_states_itself_is_not_searched(tmp_path):
+    recipe = load(
+        tmp_path,
+        '[kv]\npreset = "calibquant-1bit"\nvalue_range = 0.4\ntau_grid = [0, 0.5]\ntau_per_layer = true\n'
+        "[[kv.layers]]\nindex = [2, 3]\ntau2 = 1.0\n[[kv.layers]]\nindex = [5]\npreset = \"kivi\"\n",
+    )
+    own = recipe.calibration
+    assert (own.tau_grid, own.tau_per_layer, own.given, own.searches_tau) == ([0.0, 0.5], True, ["value_range"], True)
+    assert (own.searches_range("key"), own.searches_range("value")) == (True, False)
+    assert recipe.kv.key_range == 0.5  # the preset's, replaced by what calibration finds
+    override = recipe.calibration_of(3)
+    assert (override.given, override.searches_tau, recipe.scheme(3).tau2) == (["tau2", "value_range"], False, 1.0)
+    assert recipe.scheme(3).value_range == 0.4
+    assert (recipe.scheme(5), recipe.calibration_of(5).given) == (PRESETS["kivi"], [])
+    assert (recipe.scheme(4), recipe.calibration_of(4)) == (recipe.kv, own)
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+
+
 def test_kv_none_leaves_the_cache_alone(tmp_path):
     assert load(tmp_path, '[kv]\npreset = "none"\n').kv is None
 
@@ -59,6 +77,26 @@ def test_limits_accept_whole_numbers(tmp_path):
         ("[kv]\nkey_bits = 3\n", ["mine.toml", "[kv] key_bits = 3"]),
         ("[kv]\nmodality = 'visual'\n", ["mine.toml", "modality", "does not have yet"]),
         ('[kv]\npreset = "none"\nkey_bits = 2\n', ["mine.toml", "[kv] key_bits", "none"]),
+        ('[kv]\npreset = "none"\ncalibrate_ranges = true\n', ["mine.toml", "[kv] calibrate_ranges", "none"]),
+        ("[kv]\ncalibrate_ranges = 1\n", ["mine.toml", "[kv] calibrate_ranges = 1"]),
+        ("[kv]\ntau_grid = [0, 1]\n", ["mine.toml", "[kv] tau_grid", "spans only"]),
+        ("[kv]\ntau_per_layer = true\n", ["mine.toml", "[kv] tau_per_layer", "spans only"]),
+        ('[kv]\npreset = "calibquant-2bit"\ntau1 = 1.0\ntau_grid = [0]\n', ["mine.toml", "tau_grid", "is given"]),
+        ('[kv]\npreset = "calibquant-2bit"\ntau_grid = []\n', ["mine.toml", "[kv] tau_grid"]),
+        ('[kv]\npreset = "calibquant-2bit"\ntau_grid = [0, inf]\n', ["mine.toml", "[kv] tau_grid", "inf"]),
+        ("[kv]\nlayers = 3\n", ["mine.toml", "kv.layers", "[[kv.layers]]"]),
+        ("[[kv.layers]]\nkey_bits = 4\n", ["mine.toml", "[[kv.layers]] index = None"]),
+        ("[[kv.layers]]\nindex = [-1]\nkey_bits = 4\n", ["mine.toml", "[[kv.layers]] index = [-1]"]),
+        ("[[kv.layers]]\nindex = 1\nkey_bits = 4\n", ["mine.toml", "[[kv.layers]] index = 1"]),
+        ("[[kv.layers]]\nindex = [1]\n", ["mine.toml", "changes nothing"]),
+        ("[[kv.layers]]\nindex = [1]\ntau_grid = [1]\n", ["mine.toml", "tau_grid", "for all layers"]),
+        ("[[kv.layers]]\nindex = [1]\nkey_bit = 4\n", ["mine.toml", "key_bit is not a field"]),
+        ("[[kv.layers]]\nindex = [1, 1]\nkey_bits = 4\n", ["mine.toml", "layer 1 twice"]),
+        ('[kv]\npreset = "none"\n[[kv.layers]]\nindex = [1]\nkey_bits = 4\n', ["mine.toml", "without a preset"]),
+        (
+            '[kv]\npreset = "minikv-pyramid"\n[[kv.layers]]\nindex = [1]\nheavy_ratio = 0.1\n',
+            ["mine.toml", "several budgets"],
+        ),
         ("[limits]\nmax_kl = -1\n", ["mine.toml", "[limits] max_kl", "-1"]),
         ("[limits]\nmax_kl = nan\n", ["mine.toml", "[limits] max_kl", "nan"]),
         ("[limits]\nmin_passkey = 1.5\n", ["mine.toml", "[limits] min_passkey"]),
