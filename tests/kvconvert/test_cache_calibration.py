@@ -251,8 +251,6 @@ def test_recipes_that_do_not_fit_the_model_are_refused_before_any_work(tmp_path,
     ],
 )
 def test_what_only_calibration_can_say_is_refused_without_an_adapter(tmp_path, text, change, said):
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
     config = GPTNeoXConfig(
         vocab_size=4096, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
     )
