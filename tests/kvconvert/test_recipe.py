@@ -39,7 +39,7 @@ def test_what_a_recipe_states_itself_is_not_searched(tmp_path):
     recipe = load(
         tmp_path,
         '[kv]\npreset = "calibquant-1bit"\nvalue_range = 0.4\ntau_grid = [0, 0.5]\ntau_per_layer = true\n'
-        "[[kv.layers]]\nindex = [2, 3]\ntau2 = 1.0\n[[kv.layers]]\nindex = [5]\npreset = \"kivi\"\n",
+        '[[kv.layers]]\nindex = [2, 3]\ntau2 = 1.0\n[[kv.layers]]\nindex = [5]\npreset = "kivi"\n',
     )
     own = recipe.calibration
     assert (own.tau_grid, own.tau_per_layer, own.given, own.searches_tau) == ([0.0, 0.5], True, ["value_range"], True)
