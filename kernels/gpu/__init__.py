@@ -1,0 +1,1 @@
+"""The Triton kernels: one module per operation, imported only where they run."""

@@ -1,0 +1,67 @@
+"""Where Triton kernels run, and what is said and counted where they do not."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from functools import lru_cache
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+# Tensor cores with fp16 and bf16, and asynchronous copies to shared memory.
+LOWEST_CAPABILITY = (8, 0)
+
+fallbacks: Counter[tuple[str, str]] = Counter()
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter stands in for a GPU, so that kernels run on CPU tensors (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether the kernels serve tensors of this device: NVIDIA GPUs from Ampere on, or the interpreter."""
+    if device.type == "cpu":
+        return interpreting()
+    return device.type == "cuda" and torch.version.hip is None and capability(device) >= LOWEST_CAPABILITY
+
+
+def why_not(device: torch.device) -> str:
+    """The reason for which `runs_triton` is False, for messages."""
+    if device.type != "cuda":
+        return f"there are no kernels for {device.type}"
+    if torch.version.hip is not None:
+        return "there are no kernels for AMD GPUs"
+    major, minor = capability(device)
+    return f"compute capability {major}.{minor} is below {LOWEST_CAPABILITY[0]}.{LOWEST_CAPABILITY[1]}"
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU; what the kernels are tuned for stands in for it under the interpreter."""
+    return _capability(device.index or 0) if device.type == "cuda" else (9, 0)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; a small number under the interpreter, so that splits are exercised."""
+    return _properties(device.index or 0).multi_processor_count if device.type == "cuda" else 4
+
+
+@lru_cache(maxsize=16)
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+@lru_cache(maxsize=16)
+def _properties(index: int):  # noqa: ANN202 - torch does not export the type
+    return torch.cuda.get_device_properties(index)
+
+
+def fall_back(operation: str, reason: str) -> None:
+    """Count a call that a slower path serves, and say so once per operation and reason."""
+    key = (operation, reason)
+    if not fallbacks[key]:
+        logger.warning("%s runs on the slower reference path: %s.", operation, reason)
+    fallbacks[key] += 1

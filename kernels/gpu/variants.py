@@ -1,0 +1,35 @@
+"""What ahead-of-time compilation has to know of a kernel's specialisations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of a kernel that its dispatch can choose.
+
+    Attributes:
+        name: unique within the kernel's module.
+        function: the `triton.jit` function.
+        signature: type of each argument that is not a constant: "*fp16", "*i16", "*i64", "i32", "fp32" and so on.
+            Pointers are taken as 16-byte aligned.
+        constants: values of the `tl.constexpr` arguments.
+        num_warps, num_stages: launch options.
+        axes: what varies between variants, for choosing a covering subset.
+        codes: low-bit codes that one program handles per iteration of its main loop; 0 where there are none.
+        tensor_cores: whether matrix instructions are a must.
+        wide_loads: whether codes must be read 16 bytes at a time.
+    """
+
+    name: str
+    function: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    axes: dict[str, Any] = field(default_factory=dict)
+    codes: int = 0
+    tensor_cores: bool = False
+    wide_loads: bool = False
