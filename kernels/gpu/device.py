@@ -5,9 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
+
+from kvconvert.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -15,17 +20,29 @@ logger = logging.getLogger(__name__)
 LOWEST_CAPABILITY = (8, 0)
 
 fallbacks: Counter[tuple[str, str]] = Counter()
+_interpreted = False
 
 
-def interpreting() -> bool:
-    """Whether Triton's interpreter stands in for a GPU, so that kernels run on CPU tensors (TRITON_INTERPRET=1)."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Let Triton's interpreter stand in for a GPU: within the context, CPU tensors go to the kernels.
+
+    Slow, for tests. The kernels' modules must have been imported with TRITON_INTERPRET=1.
+    """
+    global _interpreted
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise UsageError("Kernels run on a CPU only under Triton's interpreter; set TRITON_INTERPRET=1 and start anew.")
+    before, _interpreted = _interpreted, True
+    try:
+        yield
+    finally:
+        _interpreted = before
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether the kernels serve tensors of this device: NVIDIA GPUs from Ampere on, or the interpreter."""
+    """Whether the kernels serve tensors of this device: NVIDIA GPUs from Ampere on, or the interpreter's."""
     if device.type == "cpu":
-        return interpreting()
+        return _interpreted
     return device.type == "cuda" and torch.version.hip is None and capability(device) >= LOWEST_CAPABILITY
 
 
@@ -55,7 +72,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=16)
-def _properties(index: int):  # noqa: ANN202 - torch does not export the type
+def _properties(index: int) -> Any:
     return torch.cuda.get_device_properties(index)
 
 

@@ -1,6 +1,7 @@
-"""Kernels run on a GPU where there is one, else under Triton's interpreter, which has to be chosen before their import."""
+"""Kernels run on a GPU where there is one, else under Triton's interpreter, chosen before they are imported."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,6 +10,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-@pytest.fixture(scope="session")
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """The device whose tensors the dispatch gives to the kernels during a test."""
+    if torch.cuda.is_available():
+        yield torch.device("cuda")
+        return
+    from kvconvert.kernels.gpu.device import interpreted
+
+    with interpreted():
+        yield torch.device("cpu")
