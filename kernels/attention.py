@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from kvconvert.kernels.packing import unpack_codes
 from kvconvert.kernels.pages import (
     ChannelScales,
     KeyFormat,
@@ -23,6 +22,7 @@ from kvconvert.kernels.pages import (
     dequantize_values,
     key_codes,
     key_scales,
+    value_codes,
 )
 from kvconvert.kernels.spans import Span, SpanFormat, flattened, shift_extremes, span_scores, weighted_span_values
 
@@ -298,13 +298,13 @@ def _weighted_page_values(weights: torch.Tensor, pages: ValuePages | torch.Tenso
         return weights @ pages.float()
     f, static = format.values, format.static_values
     if f.static:
-        codes = unpack_codes(pages.codes, f.bits, 3, f.head_dim).float()
+        codes = value_codes(pages, f).float()
         offset = weights.sum(-1, keepdim=True) * static.minimum.float().unsqueeze(1)
         return (weights @ codes).mul_(static.scale.float().unsqueeze(1)).add_(offset)
     groups = f.head_dim // f.group_size
     if f.bits == 16 or weights.shape[2] * groups > f.head_dim:
         return weights @ dequantize_values(pages, f)
-    codes = unpack_codes(pages.codes, f.bits, 3, f.head_dim).float()
+    codes = value_codes(pages, f).float()
     scale, offset = pages.scale.float(), weights @ pages.minimum.float()
     output = torch.empty(*weights.shape[:3], f.head_dim, device=weights.device)
     for g in range(groups):

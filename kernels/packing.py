@@ -1,8 +1,12 @@
 """Codes packed into 16-bit lanes, plane-interleaved.
 
-With n = 16 / b codes of b bits per lane, N codes along the packed axis become L = N / n lanes. Bit-field j of lane l
-(bits j b to j b + b - 1, counted from the low end) holds code j L + l: plane j is a contiguous block of the axis.
-Unpacking is therefore one shift and mask per plane and no shuffling.
+A lane holds n = 16 / w bit-fields of w bits. With N fields along the packed axis there are L = N / n lanes, and field j
+of lane l (bits j w to j w + w - 1, counted from the low end) is number j L + l: plane j is a contiguous block of the
+axis. Unpacking is therefore one shift and mask per plane and no shuffling.
+
+A code of 2, 4 or 8 bits is a field. Codes of 1 bit come in pairs that make a field of 2: of the M codes along another
+axis, the one that a product contracts, bit 0 belongs to number i and bit 1 to number i + M / 2. A page of 128 tokens
+then has 16 lanes at 1 bit as at 2, which fill a tensor core's tile.
 """
 
 from __future__ import annotations
@@ -15,54 +19,79 @@ from kvconvert.errors import UsageError
 LANE_BITS = 16
 
 
-def codes_per_lane(bits: int) -> int:
-    """How many codes of this width (1, 2, 4 or 8) share one 16-bit lane."""
+def field_bits(bits: int) -> int:
+    """Width of the bit-field that holds codes of this width (1, 2, 4 or 8): their own, or 2 for a pair of 1 bit."""
     if bits not in (1, 2, 4, 8):
         raise UsageError(f"Codes of {bits} bits cannot be packed; choose 1, 2, 4 or 8.")
-    return LANE_BITS // bits
+    return max(bits, 2)
 
 
-def pack_codes(codes: Tensor, bits: int, dim: int) -> Tensor:
+def fields_per_lane(bits: int) -> int:
+    """How many bit-fields of codes of this width share one 16-bit lane."""
+    return LANE_BITS // field_bits(bits)
+
+
+def packed_rows(count: int, bits: int) -> int:
+    """How many rows of fields `count` rows of codes become: half as many, rounded up, at 1 bit."""
+    return -(-count // 2) if field_bits(bits) != bits else count
+
+
+def pack_codes(codes: Tensor, bits: int, dim: int, across: int) -> Tensor:
     """Pack uint8 codes, each below 2^bits, along `dim` into int16 lanes.
 
     Args:
-        codes: uint8; `codes.shape[dim]` is a multiple of 16 / bits. Values of 2^bits and more would spill into their
-            neighbours and are not looked for.
+        codes: uint8; `codes.shape[dim]` is a multiple of `fields_per_lane(bits)`. Values of 2^bits and more would spill
+            into their neighbours and are not looked for.
         bits: width of a code: 1, 2, 4 or 8.
         dim: the packed axis.
+        across: the other axis, along which codes of 1 bit are paired; an odd number is completed by zeros.
 
     Returns:
-        int16 in the shape of `codes`, `dim` shortened by a factor 16 / bits.
+        int16 in the shape of `codes`, `dim` shortened by a factor `fields_per_lane(bits)` and `across`, at 1 bit, by 2.
     """
-    planes = codes_per_lane(bits)
-    dim = dim % codes.ndim
+    planes, width = fields_per_lane(bits), field_bits(bits)
+    dim, across = dim % codes.ndim, across % codes.ndim
     if codes.shape[dim] % planes:
         raise UsageError(
             f"{codes.shape[dim]} codes of {bits} bits do not fill 16-bit lanes; a multiple of {planes} would."
         )
+    if width != bits:
+        half = packed_rows(codes.shape[across], bits)
+        first, second = codes.narrow(across, 0, half), codes.narrow(across, half, codes.shape[across] - half)
+        codes = first.clone()
+        codes.narrow(across, 0, second.shape[across]).bitwise_or_(second << bits)
     blocks = codes.unflatten(dim, (planes, codes.shape[dim] // planes))
     words = blocks.select(dim, 0).to(torch.int16)
     for plane in range(1, planes):
-        words |= blocks.select(dim, plane).to(torch.int16) << (plane * bits)
+        words |= blocks.select(dim, plane).to(torch.int16) << (plane * width)
     return words
 
 
-def unpack_codes(words: Tensor, bits: int, dim: int, length: int) -> Tensor:
-    """The exact inverse of `pack_codes`: uint8 codes, `length` of them along `dim`.
+def unpack_codes(words: Tensor, bits: int, dim: int, length: int, across: int) -> Tensor:
+    """The inverse of `pack_codes`: uint8 codes, `length` of them along `dim`.
 
     Args:
         words: int16 lanes.
         bits: width of a code: 1, 2, 4 or 8.
         dim: the packed axis.
         length: number of codes along `dim`; has to be what the lanes hold.
+        across: the axis along which codes of 1 bit are paired. It comes back doubled, including the zero that completed
+            an odd number.
     """
-    planes = codes_per_lane(bits)
-    dim = dim % words.ndim
+    planes, width = fields_per_lane(bits), field_bits(bits)
+    dim, across = dim % words.ndim, across % words.ndim
     lanes = words.shape[dim]
     if length != lanes * planes:
         raise UsageError(f"{lanes} lanes hold {lanes * planes} codes of {bits} bits along axis {dim}, not {length}.")
-    codes = words.new_empty((*words.shape[:dim], planes, *words.shape[dim:]), dtype=torch.uint8)
+    parts = range(width // bits)
+    rows = words.shape[across]
+    shape = list(words.shape)
+    shape[across] *= len(parts)
+    codes = words.new_empty((*shape[:dim], planes, *shape[dim:]), dtype=torch.uint8)
     for plane in range(planes):
-        # The shift is arithmetic; the mask removes the sign it drags in.
-        codes.select(dim, plane).copy_((words >> (plane * bits)) & (2**bits - 1))
+        target = codes.select(dim, plane)
+        for part in parts:
+            # The shift is arithmetic; the mask removes the sign it drags in.
+            fields = (words >> (plane * width + part * bits)) & (2**bits - 1)
+            target.narrow(across, part * rows, rows).copy_(fields)
     return codes.flatten(dim, dim + 1)

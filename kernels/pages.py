@@ -14,13 +14,14 @@ Static pages have codes alone: one scale and minimum per channel, keys' and valu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, Self
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import torch
 
 from kvconvert.errors import NumericError
 from kvconvert.kernels.packing import pack_codes, unpack_codes
+from kvconvert.kernels.page_layout import KeyLayout, ValueLayout
 from kvconvert.kernels.quantizer import dequantize, quantize, quantize_static
 
 
@@ -82,109 +83,120 @@ class ValueFormat:
     static: bool = False
 
 
-class _Tensors:
-    """A record of tensors whose first dimension counts pages; absent parts are None."""
+class _Pages:
+    """Tensors whose first dimension counts pages; absent parts are None."""
+
+    _fields: ClassVar[tuple[str, ...]] = ()
+
+    def __len__(self) -> int:
+        return self.codes.shape[0]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that this format has, with their names."""
-        for field in fields(self):
-            tensor = getattr(self, field.name)
+        for name in self._fields:
+            tensor = getattr(self, name)
             if tensor is not None:
-                yield field.name, tensor
+                yield name, tensor
 
     def select(self, index: slice | torch.Tensor) -> Self:
-        """Some of the pages: a view for a slice, a copy for an index tensor."""
-        return type(self)(*(None if (t := getattr(self, f.name)) is None else t[index] for f in fields(self)))
+        """Some of the pages: views for a slice, a copy for an index tensor."""
+        return pages_of(self.buffer[index], self.format)
 
     @classmethod
     def cat(cls, parts: list[Self]) -> Self:
         """Pages of one format, one after another."""
         if len(parts) == 1:
             return parts[0]
-        names = {name for name, _ in parts[0].tensors()}
-        return cls(
-            *(torch.cat([getattr(p, f.name) for p in parts]) if f.name in names else None for f in fields(parts[0]))
-        )
+        return pages_of(torch.cat([part.buffer for part in parts]), parts[0].format)
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """What holds one page after another: the records, int16 [N, size], or 16-bit codes."""
+        return self.codes if self.record is None else self.record
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for _, tensor in self.tensors())
+        """Bytes of all pages, the padding of their records included."""
+        return self.buffer.nbytes
 
 
 @dataclass(frozen=True)
-class KeyPages(_Tensors):
+class KeyPages(_Pages):
     """N key pages of H heads, D channels, P tokens.
 
     Attributes:
-        codes: int16 [N, H, D, P * bits / 16], or the model's dtype [N, H, D, P] at 16 bits.
+        codes: int16 [N, H, D, P * bits / 16] ([N, H, D / 2, P / 8] at 1 bit, see `kernels/packing.py`), or the model's
+            dtype [N, H, D, P] at 16 bits.
         scale, minimum: float16 [N, H, D, P / group_size], None at 16 bits or where scales are static.
         norm: float16 [N, H or 1, P], None without a token norm.
-        high: int16 [N, H, boosted, P * bits / 16], the upper bits of boosted channels, None without boost.
+        high: int16 [N, H, boosted, P * bits / 16], the upper bits of boosted channels (at 1 bit [N, H, boosted / 2, P /
+            8], boosted rounded up), None without boost.
         channels: uint8 [N, H, boosted], which channels those are, ascending; None where they are fixed per layer.
+        record: int16 [N, size], of which all others are views, see `KeyLayout`; None at 16 bits.
+        format: what the bytes mean.
     """
 
+    _fields = ("codes", "scale", "minimum", "norm", "high", "channels")
+
     codes: torch.Tensor
-    scale: torch.Tensor | None
-    minimum: torch.Tensor | None
+    format: KeyFormat
+    scale: torch.Tensor | None = None
+    minimum: torch.Tensor | None = None
     norm: torch.Tensor | None = None
     high: torch.Tensor | None = None
     channels: torch.Tensor | None = None
-
-    def __len__(self) -> int:
-        return self.codes.shape[0]
+    record: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
-class ValuePages(_Tensors):
+class ValuePages(_Pages):
     """N value pages of H heads, P tokens, E channels.
 
     Attributes:
-        codes: int16 [N, H, P, E * bits / 16], or the model's dtype [N, H, P, E] at 16 bits.
+        codes: int16 [N, H, P, E * bits / 16] ([N, H, P / 2, E / 8] at 1 bit), or the model's dtype [N, H, P, E] at 16
+            bits.
         scale, minimum: float16 [N, H, P, E / group_size], None at 16 bits or where scales are static.
+        record: int16 [N, size], of which all others are views, see `ValueLayout`; None at 16 bits.
+        format: what the bytes mean.
     """
 
-    codes: torch.Tensor
-    scale: torch.Tensor | None
-    minimum: torch.Tensor | None
+    _fields = ("codes", "scale", "minimum")
 
-    def __len__(self) -> int:
-        return self.codes.shape[0]
+    codes: torch.Tensor
+    format: ValueFormat
+    scale: torch.Tensor | None = None
+    minimum: torch.Tensor | None = None
+    record: torch.Tensor | None = None
+
+
+def pages_of(buffer: torch.Tensor, f: KeyFormat | ValueFormat) -> KeyPages | ValuePages:
+    """The pages that a buffer holds, as views: records int16 [N, size], or the codes of 16-bit pages."""
+    kind, layout = (KeyPages, KeyLayout) if isinstance(f, KeyFormat) else (ValuePages, ValueLayout)
+    return kind(buffer, f) if f.bits == 16 else kind(format=f, record=buffer, **layout.of(f).fields(buffer, f))
 
 
 def empty_keys(count: int, f: KeyFormat, dtype: torch.dtype, device: torch.device) -> KeyPages:
-    """Uninitialised room for `count` key pages; `dtype` is the model's, used by 16-bit codes."""
-    lanes = f.page_size * f.bits // 16
-    rows = (count, f.heads, f.head_dim)
-    if f.bits == 16:
-        return KeyPages(torch.empty(*rows, f.page_size, dtype=dtype, device=device), None, None)
-    if f.static:
-        return KeyPages(torch.empty(*rows, lanes, dtype=torch.int16, device=device), None, None)
-    scale, minimum = (
-        torch.empty(*rows, f.page_size // f.group_size, dtype=torch.float16, device=device) for _ in range(2)
-    )
-    norm_heads = {"none": 0, "joint": 1, "per_head": f.heads}[f.token_norm]
-    norm = torch.empty(count, norm_heads, f.page_size, dtype=torch.float16, device=device) if norm_heads else None
-    high = channels = None
-    if f.boosted:
-        high = torch.empty(count, f.heads, f.boosted, lanes, dtype=torch.int16, device=device)
-        if f.boost_select == "dynamic":
-            channels = torch.empty(count, f.heads, f.boosted, dtype=torch.uint8, device=device)
-    codes = torch.empty(*rows, lanes, dtype=torch.int16, device=device)
-    return KeyPages(codes, scale, minimum, norm, high, channels)
+    """Uninitialised room for `count` key pages in one buffer; `dtype` is the model's, used by 16-bit codes."""
+    shape = (f.heads, f.head_dim, f.page_size) if f.bits == 16 else (KeyLayout.of(f).size,)
+    dtype = dtype if f.bits == 16 else torch.int16
+    return pages_of(torch.empty(count, *shape, dtype=dtype, device=device), f)
 
 
 def empty_values(count: int, f: ValueFormat, dtype: torch.dtype, device: torch.device) -> ValuePages:
-    """Uninitialised room for `count` value pages."""
-    rows = (count, f.heads, f.page_size)
-    if f.bits == 16:
-        return ValuePages(torch.empty(*rows, f.head_dim, dtype=dtype, device=device), None, None)
-    codes = torch.empty(*rows, f.head_dim * f.bits // 16, dtype=torch.int16, device=device)
-    if f.static:
-        return ValuePages(codes, None, None)
-    groups = f.head_dim // f.group_size
-    scale, minimum = (torch.empty(*rows, groups, dtype=torch.float16, device=device) for _ in range(2))
-    return ValuePages(codes, scale, minimum)
+    """Uninitialised room for `count` value pages in one buffer."""
+    shape = (f.heads, f.page_size, f.head_dim) if f.bits == 16 else (ValueLayout.of(f).size,)
+    dtype = dtype if f.bits == 16 else torch.int16
+    return pages_of(torch.empty(count, *shape, dtype=dtype, device=device), f)
+
+
+def _record(f: KeyFormat | ValueFormat, **tensors: torch.Tensor | None) -> KeyPages | ValuePages:
+    """Pages whose tensors were computed one by one, in records of their own; padding is zero."""
+    layout = KeyLayout.of(f) if isinstance(f, KeyFormat) else ValueLayout.of(f)
+    codes = tensors["codes"]
+    pages = pages_of(codes.new_zeros(len(codes), layout.size), f)
+    for name, target in pages.tensors():
+        target.copy_(tensors[name])
+    return pages
 
 
 def token_norms(
@@ -237,10 +249,10 @@ def quantize_keys(
         NumericError: NaN, infinity, or a norm, scale or minimum beyond float16.
     """
     if f.bits == 16:
-        return KeyPages(keys.transpose(2, 3).contiguous(), None, None)
+        return KeyPages(keys.transpose(2, 3).contiguous(), f)
     if f.static:
         codes = quantize_static(keys, f.bits, static.scale.unsqueeze(1), static.minimum.unsqueeze(1))
-        return KeyPages(pack_codes(codes.transpose(2, 3), f.bits, dim=3), None, None)
+        return _record(f, codes=pack_codes(codes.transpose(2, 3), f.bits, dim=3, across=2))
     norm = None
     if f.token_norm != "none":
         norm = token_norms(keys, f.token_norm, f.token_norm_measure).half()
@@ -249,7 +261,8 @@ def quantize_keys(
     transposed = keys.transpose(2, 3)
     plain = quantize(transposed, f.bits, f.group_size, dim=3, value_range=f.range)
     if not f.boosted:
-        return KeyPages(pack_codes(plain.codes, f.bits, dim=3), plain.scale, plain.minimum, norm)
+        codes = pack_codes(plain.codes, f.bits, dim=3, across=2)
+        return _record(f, codes=codes, scale=plain.scale, minimum=plain.minimum, norm=norm)
     chosen = rank_channels(keys, f.boosted) if f.boost_select == "dynamic" else channels.expand(len(keys), -1, -1)
 
     def rows_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -258,35 +271,42 @@ def quantize_keys(
     fine = quantize(transposed.gather(2, rows_of(transposed)), 2 * f.bits, f.group_size, dim=3, value_range=f.range)
     low_mask = 2**f.bits - 1
     codes = plain.codes.scatter(2, rows_of(plain.codes), fine.codes & low_mask)
-    return KeyPages(
-        codes=pack_codes(codes, f.bits, dim=3),
+    return _record(
+        f,
+        codes=pack_codes(codes, f.bits, dim=3, across=2),
         scale=plain.scale.scatter(2, rows_of(plain.scale), fine.scale),
         minimum=plain.minimum.scatter(2, rows_of(plain.minimum), fine.minimum),
         norm=norm,
-        high=pack_codes(fine.codes >> f.bits, f.bits, dim=3),
-        channels=chosen.to(torch.uint8) if f.boost_select == "dynamic" else None,
+        high=pack_codes(fine.codes >> f.bits, f.bits, dim=3, across=2),
+        channels=chosen,
     )
 
 
 def quantize_values(values: torch.Tensor, f: ValueFormat, static: ChannelScales | None = None) -> ValuePages:
     """Quantize whole pages of values [N, H, P, E], any float dtype. `static` and NumericError as for keys."""
     if f.bits == 16:
-        return ValuePages(values.contiguous(), None, None)
+        return ValuePages(values.contiguous(), f)
     if f.static:
         codes = quantize_static(values, f.bits, static.scale.unsqueeze(1), static.minimum.unsqueeze(1))
-        return ValuePages(pack_codes(codes, f.bits, dim=3), None, None)
+        return _record(f, codes=pack_codes(codes, f.bits, dim=3, across=2))
     quantized = quantize(values, f.bits, f.group_size, dim=3, value_range=f.range)
-    return ValuePages(pack_codes(quantized.codes, f.bits, dim=3), quantized.scale, quantized.minimum)
+    codes = pack_codes(quantized.codes, f.bits, dim=3, across=2)
+    return _record(f, codes=codes, scale=quantized.scale, minimum=quantized.minimum)
 
 
 def key_codes(pages: KeyPages, f: KeyFormat, channels: torch.Tensor | None = None) -> torch.Tensor:
     """Unpacked codes, uint8 [N, H, D, P], boosted channels with their upper bits."""
-    codes = unpack_codes(pages.codes, f.bits, 3, f.page_size)
+    codes = unpack_codes(pages.codes, f.bits, 3, f.page_size, across=2)
     if not f.boosted:
         return codes
-    high = unpack_codes(pages.high, f.bits, 3, f.page_size) << f.bits
+    high = unpack_codes(pages.high, f.bits, 3, f.page_size, across=2)[:, :, : f.boosted] << f.bits
     chosen = pages.channels.long() if pages.channels is not None else channels.expand(len(pages), -1, -1)
     return codes.scatter_add(2, chosen.unsqueeze(3).expand_as(high), high)
+
+
+def value_codes(pages: ValuePages, f: ValueFormat) -> torch.Tensor:
+    """Unpacked codes, uint8 [N, H, P, E]."""
+    return unpack_codes(pages.codes, f.bits, 3, f.head_dim, across=2)
 
 
 def key_scales(pages: KeyPages, static: ChannelScales | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -310,7 +330,7 @@ def dequantize_values(pages: ValuePages, f: ValueFormat, static: ChannelScales |
     """Dequantized values, float32 [N, H, P, E]."""
     if f.bits == 16:
         return pages.codes.float()
-    codes = unpack_codes(pages.codes, f.bits, 3, f.head_dim)
+    codes = value_codes(pages, f)
     if f.static:
         # Per channel over the tokens: along that axis a page is one group.
         return dequantize(codes, static.scale[None, :, None], static.minimum[None, :, None], f.page_size, 2)

@@ -4,6 +4,8 @@ Keys and values are quantized per channel over all tokens of the span, so that s
 and leave both products: q k becomes (q * scale) codes + q minimum, and w v becomes (w codes) * scale + sum(w) minimum
 (CalibQuant, section 4.2, "post-scaling"). At 1 and 2 bits the scores of the span are then mapped onto a smaller
 interval (section 4.3), see `shift_extremes`.
+
+Codes lie in blocks of 128 tokens, packed as those of pages are, so that one decode kernel reads both.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from kvconvert.kernels.packing import codes_per_lane, pack_codes, unpack_codes
+from kvconvert.kernels.packing import pack_codes, unpack_codes
 from kvconvert.kernels.quantizer import dequantize, quantize
 
-# Tokens unpacked at a time.
-TILE_TOKENS = 8192
+BLOCK = 128
+# Blocks unpacked at a time.
+TILE_BLOCKS = 64
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,10 @@ class Span:
 
     Attributes:
         tokens: n.
-        key_codes: int16 [H, D, lanes], packed along the tokens, which are padded to whole lanes.
+        key_codes: int16 [blocks, H, D, 128 * bits / 16], packed along a block's tokens, those after the last one with
+            code 0; [blocks, H, D / 2, 16] at 1 bit, see `kernels/packing.py`.
         key_scale, key_minimum: float16 [H, D].
-        value_codes: int16 [H, n, E * bits / 16], packed along the channels.
+        value_codes: int16 [blocks, H, 128, E * bits / 16], packed along the channels; [blocks, H, 64, E / 8] at 1 bit.
         value_scale, value_minimum: float16 [H, E].
     """
 
@@ -66,15 +70,17 @@ def quantize_span(keys: torch.Tensor, values: torch.Tensor, f: SpanFormat) -> Sp
     n = keys.shape[1]
     key = quantize(keys, f.key_bits, n, dim=1, value_range=f.key_range)
     value = quantize(values, f.value_bits, n, dim=1, value_range=f.value_range)
-    # Lanes are filled up with code 0; whoever unpacks them cuts the padding off.
-    padding = -n % codes_per_lane(f.key_bits)
-    codes = torch.nn.functional.pad(key.codes.transpose(1, 2), (0, padding))
+    # The last block is filled up with code 0; whoever unpacks it cuts the padding off.
+    key_codes, value_codes = (
+        torch.nn.functional.pad(part.codes, (0, 0, 0, -n % BLOCK)).unflatten(1, (-1, BLOCK)).transpose(0, 1)
+        for part in (key, value)
+    )
     return Span(
         n,
-        pack_codes(codes, f.key_bits, dim=2),
+        pack_codes(key_codes.transpose(2, 3), f.key_bits, dim=3, across=2),
         key.scale[:, 0],
         key.minimum[:, 0],
-        pack_codes(value.codes, f.value_bits, dim=2),
+        pack_codes(value_codes, f.value_bits, dim=3, across=2),
         value.scale[:, 0],
         value.minimum[:, 0],
     )
@@ -88,14 +94,20 @@ def span_keys(span: Span, f: SpanFormat) -> torch.Tensor:
 
 def span_values(span: Span, f: SpanFormat) -> torch.Tensor:
     """Dequantized values, float32 [H, n, E]."""
-    codes = unpack_codes(span.value_codes, f.value_bits, 2, span.value_scale.shape[1])
+    codes = _value_codes(span, f, slice(None))
     return dequantize(codes, span.value_scale.unsqueeze(1), span.value_minimum.unsqueeze(1), span.tokens, 1)
 
 
 def _key_codes(span: Span, f: SpanFormat) -> torch.Tensor:
     """Unpacked key codes, uint8 [H, D, n]."""
-    padded = span.key_codes.shape[2] * codes_per_lane(f.key_bits)
-    return unpack_codes(span.key_codes, f.key_bits, 2, padded)[..., : span.tokens]
+    codes = unpack_codes(span.key_codes, f.key_bits, 3, BLOCK, across=2)
+    return codes.permute(1, 2, 0, 3).flatten(2)[..., : span.tokens]
+
+
+def _value_codes(span: Span, f: SpanFormat, blocks: slice) -> torch.Tensor:
+    """Unpacked value codes of some blocks, uint8 [H, their tokens, E]."""
+    codes = unpack_codes(span.value_codes[blocks], f.value_bits, 3, span.value_scale.shape[1], across=2)
+    return codes.transpose(0, 1).flatten(1, 2)[:, : span.tokens - (blocks.start or 0) * BLOCK]
 
 
 def span_scores(queries: torch.Tensor, span: Span, f: SpanFormat) -> torch.Tensor:
@@ -108,10 +120,9 @@ def span_scores(queries: torch.Tensor, span: Span, f: SpanFormat) -> torch.Tenso
 def weighted_span_values(weights: torch.Tensor, span: Span, f: SpanFormat) -> torch.Tensor:
     """Sum of the span's values by weights [H, R, n], float32 [H, R, E]."""
     output = 0.0
-    for start in range(0, span.tokens, TILE_TOKENS):
-        part = slice(start, start + TILE_TOKENS)
-        codes = unpack_codes(span.value_codes[:, part], f.value_bits, 2, span.value_scale.shape[1]).float()
-        output = output + weights[..., part] @ codes
+    for block in range(0, len(span.value_codes), TILE_BLOCKS):
+        codes = _value_codes(span, f, slice(block, block + TILE_BLOCKS)).float()
+        output = output + weights[..., block * BLOCK : (block + TILE_BLOCKS) * BLOCK] @ codes
     offset = weights.sum(-1, keepdim=True) * span.value_minimum.float().unsqueeze(1)
     return output * span.value_scale.float().unsqueeze(1) + offset
 

@@ -23,8 +23,11 @@ def conventions(layers: list[LayerPlan], weights_method: str) -> dict[str, Any]:
             "scale and min are float16, codes are computed from the stored float16 values; scale 0 gives code 0",
             "key_groups": "per channel, over key_group_size consecutive tokens of a page",
             "value_groups": "per token, over value_group_size consecutive channels of a head",
-            "lanes": "int16; of N codes along the packed axis (tokens for keys, channels for values) lane l holds in "
-            "its bits j*b to j*b+b-1 code j*L + l, with L = N*b/16",
+            "lanes": "int16; of N fields of w bits along the packed axis (tokens for keys, channels for values) lane l "
+            "holds in its bits j*w to j*w+w-1 field j*L + l, with L = N*w/16",
+            "fields": "a code of 2, 4 or 8 bits is a field of w = bits; codes of 1 bit are paired to fields of w = 2: "
+            "of M rows across the packed axis (channels for keys, tokens for values, an odd number completed by zeros) "
+            "bit 0 belongs to row i and bit 1 to row i + M/2",
             "range": "(min, max) shrink about their midpoint by key_range and value_range before scale is computed",
         }
     if any(layer.rotation for layer in layers):

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from kvconvert.errors import NumericError
+from kvconvert.kernels.page_layout import KeyLayout, ValueLayout
 from kvconvert.kernels.pages import (
     KeyFormat,
+    KeyPages,
     ValueFormat,
     dequantize_keys,
     dequantize_values,
@@ -111,6 +113,78 @@ def test_two_bit_pages_cost_what_the_layout_promises():
     assert empty_keys(1, boosted, torch.bfloat16, meta).nbytes == codes + 512 + 2 * (16 * 32 + 16)
 
 
+def test_padding_counts_as_bytes():
+    # 12 float16 scales and minima are padded to 16, 3 channels to 16 bytes
+    odd = key_format(heads=3, dim=12, group=128, boosted=3)
+    assert empty_keys(1, odd, torch.bfloat16, torch.device("meta")).nbytes == 3 * (12 * 32 + 3 * 32 + 2 * 32 + 16)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("norm", ["none", "joint", "per_head"])
+@pytest.mark.parametrize(("boosted", "select"), [(0, "dynamic"), (5, "dynamic"), (5, "calibrated")])
+def test_key_fields_lie_where_the_layout_says_and_nowhere_twice(bits, norm, boosted, select):
+    f = key_format(bits, heads=3, dim=20, token_norm=norm, boosted=boosted, boost_select=select)
+    layout = KeyLayout.of(f)
+    pages = empty_keys(2, f, torch.float32, torch.device("cpu"))
+    rows, high_rows = (10, 3 if boosted else 0) if bits == 1 else (20, boosted)
+    assert (layout.rows, layout.high_rows, layout.lanes) == (rows, high_rows, 8 * max(bits, 2))
+    assert pages.codes.shape == (2, 3, rows, layout.lanes)
+    heads = [page * layout.size + head * layout.head_stride for page in range(2) for head in range(3)]
+    starts = {"codes": layout.codes, "high": layout.high, "scale": layout.scale, "minimum": layout.minimum}
+    starts |= {"norm": layout.norm, "channels": layout.channels}
+    check_places(pages, heads, starts, {"norm": layout.joint_norm} if norm == "joint" else {}, layout.size)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_value_fields_lie_where_the_layout_says_and_nowhere_twice(bits):
+    f = value_format(bits, heads=3, dim=40, group=40)
+    layout = ValueLayout.of(f)
+    pages = empty_values(2, f, torch.float32, torch.device("cpu"))
+    rows = 64 if bits == 1 else 128
+    assert pages.codes.shape == (2, 3, rows, 40 * max(bits, 2) // 16)
+    heads = [page * layout.size + head * layout.head_stride for page in range(2) for head in range(3)]
+    starts = {"codes": layout.codes, "scale": layout.scale, "minimum": layout.minimum}
+    check_places(pages, heads, starts, {}, layout.size)
+
+
+def check_places(pages, heads, starts, once_per_page, size):
+    """Each field begins at the stated unit, its items lie one after another, and no byte belongs to two fields."""
+    pages.record.zero_()
+    assert pages.record.shape == (2, size)
+    assert size % 8 == 0
+    raw = pages.record.flatten().view(torch.uint8)
+    taken = torch.zeros_like(raw)
+    for name, tensor in pages.tensors():
+        begins = [page * size + once_per_page[name] for page in range(2)] if name in once_per_page else None
+        begins = begins or [head + starts[name] for head in heads]
+        # not flatten: it would copy where a joint norm follows the heads
+        for part, begin in zip([head for page in tensor for head in page], begins, strict=True):
+            assert begin % 8 == 0
+            pattern = torch.randint(0, 256, (part.nbytes,), dtype=torch.uint8)
+            part.copy_(pattern.view(part.dtype).view(part.shape))
+            assert torch.equal(raw[2 * begin : 2 * begin + part.nbytes], pattern)
+            taken[2 * begin : 2 * begin + part.nbytes] += 1
+    assert taken.max() == 1
+
+
+def test_sixteen_bit_pages_are_one_tensor_without_a_record():
+    pages = empty_keys(3, key_format(16), torch.bfloat16, torch.device("cpu"))
+    assert pages.record is None
+    assert pages.buffer is pages.codes
+    assert (pages.codes.shape, pages.codes.dtype) == ((3, 2, 64, 128), torch.bfloat16)
+
+
+def test_chosen_pages_are_copies_and_slices_views_with_all_their_fields():
+    f = key_format(token_norm="joint", boosted=7)
+    keys = torch.randn(4, 2, 128, 64)
+    pages = quantize_keys(keys, f)
+    for index in (slice(1, 3), torch.tensor([3, 0, 3])):
+        assert torch.equal(dequantize_keys(pages.select(index), f), dequantize_keys(quantize_keys(keys[index], f), f))
+    assert pages.select(slice(1, 3)).codes.data_ptr() == pages.codes[1].data_ptr()
+    both = KeyPages.cat([pages.select(slice(2, 4)), pages.select(slice(0, 2))])
+    assert torch.equal(dequantize_keys(both, f), dequantize_keys(quantize_keys(keys.roll(2, 0), f), f))
+
+
 def test_a_norm_beyond_float16_is_an_error():
     with pytest.raises(NumericError, match="exceeds float16"):
         quantize_keys(torch.full((1, 2, 128, 64), 1e5), key_format(token_norm="joint"))
@@ -138,13 +212,14 @@ def test_channels_are_ranked_by_mean_magnitude_with_ties_to_the_lower_index():
 
 
 @pytest.mark.parametrize("boosted", [1, 8, 15, 64])
-def test_boosted_channels_come_back_at_four_bits_and_the_others_at_two(boosted):
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_boosted_channels_come_back_at_twice_the_bits(bits, boosted):
     torch.manual_seed(0)
     keys = torch.randn(2, 2, 128, 64) * torch.linspace(0.1, 2, 64)
-    format = key_format(group=128, boosted=boosted)
+    format = key_format(bits, group=128, boosted=boosted)
     pages = quantize_keys(keys, format)
     got, expected = dequantize_keys(pages, format), keys.transpose(2, 3)
-    fine, coarse = by_hand(expected, 4, 128), by_hand(expected, 2, 128)
+    fine, coarse = by_hand(expected, 2 * bits, 128), by_hand(expected, bits, 128)
     chosen = torch.zeros(2, 2, 64, dtype=torch.bool).scatter(2, pages.channels.long(), True)
     want = torch.where(chosen.unsqueeze(3), fine, coarse)
     # a scale that float64 rounds to the neighbouring float16 moves its whole channel by a code times 2^-11

@@ -31,7 +31,7 @@ def by_hand(x: torch.Tensor, bits: int, shrink: float) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 200])
+@pytest.mark.parametrize("tokens", [1, 2, 17, 127, 128, 129, 300])
 @pytest.mark.parametrize(("key_bits", "value_bits"), [(1, 2), (2, 1), (4, 8), (8, 4)])
 def test_spans_come_back_as_the_formula_says(tokens, key_bits, value_bits):
     torch.manual_seed(tokens)
@@ -43,11 +43,11 @@ def test_spans_come_back_as_the_formula_says(tokens, key_bits, value_bits):
     assert ((span_values(span, format) - by_hand(values, value_bits, 0.7)).abs() < 2e-3).float().mean() > 0.995
 
 
-@pytest.mark.parametrize("tokens", [1, 37, 130])
+@pytest.mark.parametrize("tokens", [1, 37, 256, 300, 513])
 def test_post_scaled_products_equal_products_of_dequantized_tensors(monkeypatch, tokens):
     from kvconvert.kernels import spans
 
-    monkeypatch.setattr(spans, "TILE_TOKENS", 50)
+    monkeypatch.setattr(spans, "TILE_BLOCKS", 2)
     torch.manual_seed(0)
     format = SpanFormat(2, 1)
     span = quantize_span(torch.randn(3, tokens, 64), torch.randn(3, tokens, 32), format)

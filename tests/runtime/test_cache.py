@@ -63,7 +63,7 @@ def test_reported_bytes_are_those_of_the_tensors():
     cache = KVCache(REFERENCE_SHAPE, "oscar")
     feed(cache, 1000)
     layer = cache.layers[0]
-    tensors = [t for pool in (layer.key_pool, layer.value_pool) for chunk in pool._chunks for _, t in chunk.tensors()]
+    tensors = [chunk.buffer for pool in (layer.key_pool, layer.value_pool) for chunk in pool._chunks]
     tensors += [t for s in layer.sequences for t in (s.keys.buffer, s.values.buffer)]
     assert layer.bytes_allocated() == sum(t.untyped_storage().nbytes() for t in tensors)
 

@@ -1,0 +1,190 @@
+"""Where the parts of a page lie in memory.
+
+All fields of a page lie in one record of 16-bit units, so that one base pointer and one offset address everything a
+kernel reads of it:
+
+    key record   = of each head: [codes | high | scale | minimum | norm (per head) | channels], then [norm (joint)]
+    value record = of each head: [codes | scale | minimum]
+
+Every field begins at a multiple of 8 units (16 bytes), and so does every record. What a format has not takes no room.
+Pages of 16 bits have no record: they are tensors of the model's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvconvert.kernels.packing import field_bits, packed_rows
+
+if TYPE_CHECKING:
+    from kvconvert.kernels.pages import KeyFormat, ValueFormat
+
+# Units of 2 bytes: what one 16-byte load reads.
+ALIGNMENT = 8
+
+
+def _align(units: int) -> int:
+    return -(-units // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class KeyLayout:
+    """The record of a key page; offsets and sizes in units of 2 bytes.
+
+    Attributes:
+        heads: H.
+        rows, lanes: codes of one head are int16 [rows, lanes]: D rows of P * bits / 16 lanes, D / 2 of P / 8 at 1 bit.
+        high_rows: the upper bits of boosted channels are int16 [high_rows, lanes]: as many rows as boosted channels, at
+            1 bit half as many, rounded up.
+        groups: scale and minimum of one head are float16 [D, groups]; 0 where pages have none.
+        codes, high, scale, minimum, norm, channels: offsets within a head's part. `norm` float16 [P] is there with
+            norms per head, `channels` uint8 [boosted] where they are stored.
+        head_stride: from one head's part to the next.
+        joint_norm: offset of the joint norm float16 [P] within the record.
+        size: of the record.
+    """
+
+    heads: int
+    rows: int
+    lanes: int
+    high_rows: int
+    groups: int
+    codes: int
+    high: int
+    scale: int
+    minimum: int
+    norm: int
+    channels: int
+    head_stride: int
+    joint_norm: int
+    size: int
+
+    @staticmethod
+    @lru_cache
+    def of(f: KeyFormat) -> KeyLayout:
+        """The layout of a format of 8 bits or fewer.
+
+        Raises:
+            UsageError: another number of bits.
+        """
+        rows, high_rows = packed_rows(f.head_dim, f.bits), packed_rows(f.boosted, f.bits)
+        lanes = f.page_size * field_bits(f.bits) // 16
+        groups = 0 if f.static else f.page_size // f.group_size
+        stored_channels = f.boosted if f.boost_select == "dynamic" else 0
+        high = _align(rows * lanes)
+        scale = high + _align(high_rows * lanes)
+        minimum = scale + _align(f.head_dim * groups)
+        norm = minimum + _align(f.head_dim * groups)
+        channels = norm + _align(f.page_size if f.token_norm == "per_head" else 0)
+        head_stride = channels + _align(-(-stored_channels // 2))
+        joint_norm = f.heads * head_stride
+        size = joint_norm + _align(f.page_size if f.token_norm == "joint" else 0)
+        return KeyLayout(
+            heads=f.heads,
+            rows=rows,
+            lanes=lanes,
+            high_rows=high_rows,
+            groups=groups,
+            codes=0,
+            high=high,
+            scale=scale,
+            minimum=minimum,
+            norm=norm,
+            channels=channels,
+            head_stride=head_stride,
+            joint_norm=joint_norm,
+            size=size,
+        )
+
+    def fields(self, record: torch.Tensor, f: KeyFormat) -> dict[str, torch.Tensor]:
+        """The fields that the format has, views of records int16 [N, size] in the shapes that `KeyPages` states."""
+        heads = _heads(record, self.heads, self.head_stride)
+        found = {"codes": heads[..., : self.rows * self.lanes].unflatten(2, (self.rows, self.lanes))}
+        if self.groups:
+            found["scale"], found["minimum"] = (
+                _half(heads, offset, f.head_dim, self.groups) for offset in (self.scale, self.minimum)
+            )
+        if f.token_norm == "per_head":
+            found["norm"] = heads[..., self.norm : self.norm + f.page_size].view(torch.float16)
+        elif f.token_norm == "joint":
+            joint = record[:, None, self.joint_norm : self.joint_norm + f.page_size]
+            found["norm"] = joint.view(torch.float16)
+        if f.boosted:
+            high = heads[..., self.high : self.high + self.high_rows * self.lanes]
+            found["high"] = high.unflatten(2, (self.high_rows, self.lanes))
+            if f.boost_select == "dynamic":
+                found["channels"] = heads[..., self.channels :].view(torch.uint8)[..., : f.boosted]
+        return found
+
+
+@dataclass(frozen=True)
+class ValueLayout:
+    """The record of a value page; offsets and sizes in units of 2 bytes.
+
+    Attributes:
+        heads: H.
+        rows, lanes: codes of one head are int16 [rows, lanes]: P rows of E * bits / 16 lanes, P / 2 of E / 8 at 1 bit.
+        groups: scale and minimum of one head are float16 [P, groups]; 0 where pages have none.
+        codes, scale, minimum: offsets within a head's part.
+        head_stride: from one head's part to the next.
+        size: of the record.
+    """
+
+    heads: int
+    rows: int
+    lanes: int
+    groups: int
+    codes: int
+    scale: int
+    minimum: int
+    head_stride: int
+    size: int
+
+    @staticmethod
+    @lru_cache
+    def of(f: ValueFormat) -> ValueLayout:
+        """The layout of a format of 8 bits or fewer.
+
+        Raises:
+            UsageError: another number of bits.
+        """
+        rows, lanes = packed_rows(f.page_size, f.bits), f.head_dim * field_bits(f.bits) // 16
+        groups = 0 if f.static else f.head_dim // f.group_size
+        scale = _align(rows * lanes)
+        minimum = scale + _align(f.page_size * groups)
+        head_stride = minimum + _align(f.page_size * groups)
+        return ValueLayout(
+            heads=f.heads,
+            rows=rows,
+            lanes=lanes,
+            groups=groups,
+            codes=0,
+            scale=scale,
+            minimum=minimum,
+            head_stride=head_stride,
+            size=f.heads * head_stride,
+        )
+
+    def fields(self, record: torch.Tensor, f: ValueFormat) -> dict[str, torch.Tensor]:
+        """The fields that the format has, views of records int16 [N, size] in the shapes that `ValuePages` states."""
+        heads = _heads(record, self.heads, self.head_stride)
+        found = {"codes": heads[..., : self.rows * self.lanes].unflatten(2, (self.rows, self.lanes))}
+        if self.groups:
+            found["scale"], found["minimum"] = (
+                _half(heads, offset, f.page_size, self.groups) for offset in (self.scale, self.minimum)
+            )
+        return found
+
+
+def _heads(record: torch.Tensor, heads: int, stride: int) -> torch.Tensor:
+    """Every head's part: int16 [N, heads, stride]."""
+    return record[:, : heads * stride].unflatten(1, (heads, stride))
+
+
+def _half(heads: torch.Tensor, offset: int, rows: int, groups: int) -> torch.Tensor:
+    """Float16 [N, heads, rows, groups] at an offset of each head's part."""
+    return heads[..., offset : offset + rows * groups].view(torch.float16).unflatten(2, (rows, groups))
