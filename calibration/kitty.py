@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.calibration.attention_sample import as_cached
-from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult, attention_observed
-from kvconvert.errors import NumericError
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult, attention_observed, require_finite
 from kvconvert.kernels.pages import token_norms
 
 
@@ -108,12 +107,7 @@ class KittyPass(CalibrationPass):
     def solve(self, work: LayerWork) -> None:
         """Average what was recorded and choose channels by sensitivity."""
         self._tensors = self._statistics.result()
-        for name, values in self._tensors.items():
-            if not values.isfinite().all():
-                raise NumericError(
-                    f"The queries or keys of {work.name}.{work.structure.attention} hold NaN or infinity on the "
-                    f"calibration data ({name}); check the source model's weights."
-                )
+        require_finite(self._tensors, "queries or keys", work)
         if self.select == "calibrated":
             chosen = choose_channels(self._tensors["key_sensitivity"], work.cache.pages.keys.boosted)
             self._tensors["boosted_channels"] = chosen.int()

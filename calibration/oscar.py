@@ -28,8 +28,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from kvconvert.calibration.protocol import CalibrationPass, LayerStructure, LayerWork, PassResult, attention_observed
-from kvconvert.errors import NumericError
+from kvconvert.calibration.protocol import (
+    CalibrationPass,
+    LayerStructure,
+    LayerWork,
+    PassResult,
+    attention_observed,
+    require_finite,
+)
 from kvconvert.kernels.hadamard import hadamard_matrix, hadamard_transform
 from kvconvert.kernels.quantizer import dequantize, quantize
 
@@ -162,12 +168,7 @@ class OscarPass(CalibrationPass):
     def solve(self, work: LayerWork) -> None:
         """Average what was recorded."""
         self._tensors = self._statistics.result()
-        for name, values in self._tensors.items():
-            if not values.isfinite().all():
-                raise NumericError(
-                    f"The keys of {work.name}.{work.structure.attention} hold NaN or infinity on the calibration data "
-                    f"({name}); check the source model's weights."
-                )
+        require_finite(self._tensors, "keys", work)
 
     def result(self) -> PassResult:
         """The four statistics as plan tensors, and their means over heads for reading."""

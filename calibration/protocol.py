@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from kvconvert.errors import NumericError
 from kvconvert.kernels.attention import LayerFormat
 from kvconvert.kernels.pages import ChannelScales
 from kvconvert.kernels.quantizer import affine_grid
@@ -198,6 +199,20 @@ class CalibrationPass:
     def result(self) -> PassResult:
         """What to record."""
         return PassResult()
+
+
+def require_finite(statistics: dict[str, Tensor], what: str, work: LayerWork) -> None:
+    """Refuse statistics of a layer's attention that are not numbers; `what` they describe is named in the message.
+
+    Raises:
+        NumericError: NaN or infinity among them.
+    """
+    for name, values in statistics.items():
+        if not values.isfinite().all():
+            raise NumericError(
+                f"The {what} of {work.name}.{work.structure.attention} hold NaN or infinity on the calibration data "
+                f"({name}); check the source model's weights."
+            )
 
 
 @contextmanager

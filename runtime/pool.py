@@ -14,6 +14,8 @@ from kvconvert.kernels.pages import KeyPages, ValuePages
 # A pool grows by a sixteenth of what it holds, at least four pages: few chunks at any length, little unused room.
 SMALLEST_CHUNK = 4
 GROWTH = 16
+# Bytes: what offsets of pages count.
+UNIT = 2
 
 Pages = TypeVar("Pages", KeyPages, ValuePages)
 
@@ -21,8 +23,8 @@ Pages = TypeVar("Pages", KeyPages, ValuePages)
 class PagePool(Generic[Pages]):
     """Pages of one layer, addressed by number and shared between sequences by reference counts.
 
-    The pool grows chunk by chunk and never moves a page, so growing copies nothing; with `capacity` it takes all its
-    room at once and refuses to grow.
+    The pool grows chunk by chunk and never moves a page, so growing copies nothing and addresses last; with `capacity`
+    it takes all its room at once and refuses to grow.
 
     Args:
         empty: makes room for so many pages on a device.
@@ -65,29 +67,37 @@ class PagePool(Generic[Pages]):
         # Popped from the end: low numbers first, so that pages written one after another lie one after another.
         self._free = list(range(start + count - 1, start - 1, -1)) + self._free
 
+    def reserve(self, count: int) -> list[int]:
+        """Take `count` pages, uninitialised and each with one reference, and return their numbers.
+
+        Raises:
+            CacheError: the pool has a fixed capacity and no room left.
+        """
+        missing = count - len(self._free)
+        if missing > 0:
+            if self.capacity is not None:
+                raise CacheError(
+                    f"{self.name} is out of pages: {self.pages_used} of {self.capacity} are in use and {count} more "
+                    f"are needed; give the cache more kv_memory, or run fewer or shorter sequences."
+                )
+            self._grow(max(missing, SMALLEST_CHUNK, (len(self._references) + missing) // GROWTH))
+        numbers = [self._free.pop() for _ in range(count)]
+        for number in numbers:
+            self._references[number] = 1
+        return numbers
+
     def write(self, pages: Pages) -> list[int]:
         """Store pages and return their numbers, each with one reference.
 
         Raises:
             CacheError: the pool has a fixed capacity and no room left.
         """
-        missing = len(pages) - len(self._free)
-        if missing > 0:
-            if self.capacity is not None:
-                raise CacheError(
-                    f"{self.name} is out of pages: {self.pages_used} of {self.capacity} are in use and {len(pages)} "
-                    f"more are needed; give the cache more kv_memory, or run fewer or shorter sequences."
-                )
-            self._grow(max(missing, SMALLEST_CHUNK, (len(self._references) + missing) // GROWTH))
-        numbers = [self._free.pop() for _ in range(len(pages))]
+        numbers = self.reserve(len(pages))
         taken = 0
         for chunk, where in self._places(numbers):
             count = where.stop - where.start if isinstance(where, slice) else len(where)
-            for name, target in self._chunks[chunk].tensors():
-                target[where] = getattr(pages, name)[taken : taken + count]
+            self._chunks[chunk].buffer[where] = pages.buffer[taken : taken + count]
             taken += count
-        for number in numbers:
-            self._references[number] = 1
         return numbers
 
     def retain(self, numbers: list[int]) -> None:
@@ -107,12 +117,42 @@ class PagePool(Generic[Pages]):
         parts = [self._chunks[chunk].select(where) for chunk, where in self._places(numbers)]
         return type(parts[0]).cat(parts)
 
+    def views(self, numbers: list[int]) -> list[Pages]:
+        """The pages of these numbers as views to read or write in place, in order: one for each run in memory."""
+        views = []
+        begin = 0
+        for end in range(1, len(numbers) + 1):
+            if end == len(numbers) or numbers[end] != numbers[end - 1] + 1 or numbers[end] in self._starts:
+                chunk = self._chunk(numbers[begin])
+                first = numbers[begin] - self._starts[chunk]
+                views.append(self._chunks[chunk].select(slice(first, first + end - begin)))
+                begin = end
+        return views
+
+    def offsets(self, numbers: list[int], base: torch.Tensor) -> list[int]:
+        """Where each page's record begins, in units of 2 bytes from the first byte of `base`, on the same device.
+
+        Chunks are separate allocations, so offsets may lie far outside of `base` and be negative; they need 64 bits.
+        They stay what they are as long as the page is in use. Records, and so differences of addresses of aligned
+        tensors, are multiples of 16 bytes.
+        """
+        origin = base.data_ptr()
+        buffers = [chunk.buffer for chunk in self._chunks]
+        begins = [(buffer.data_ptr() - origin) // UNIT for buffer in buffers]
+        sizes = [buffer.stride(0) * buffer.element_size() // UNIT for buffer in buffers]
+        chunks = [self._chunk(number) for number in numbers]
+        return [begins[c] + (n - self._starts[c]) * sizes[c] for n, c in zip(numbers, chunks, strict=True)]
+
+    def _chunk(self, number: int) -> int:
+        """The chunk that holds a page."""
+        return bisect_right(self._starts, number) - 1
+
     def _places(self, numbers: list[int]) -> list[tuple[int, slice | torch.Tensor]]:
         """Consecutive stretches of `numbers` within one chunk, as slots: a slice where they are consecutive."""
         places: list[tuple[int, slice | torch.Tensor]] = []
         begin = 0
         while begin < len(numbers):
-            chunk = bisect_right(self._starts, numbers[begin]) - 1
+            chunk = self._chunk(numbers[begin])
             low, high = self._starts[chunk], self._starts[chunk] + len(self._chunks[chunk])
             end = begin + 1
             while end < len(numbers) and low <= numbers[end] < high:
