@@ -6,8 +6,9 @@ kernel reads of it:
     key record   = of each head: [codes | high | scale | minimum | norm (per head) | channels], then [norm (joint)]
     value record = of each head: [codes | scale | minimum]
 
-Every field begins at a multiple of 8 units (16 bytes), and so does every record. What a format has not takes no room.
-Pages of 16 bits have no record: they are tensors of the model's dtype.
+Every field begins at a multiple of 8 units (16 bytes), and so does every record. Scales and minima lie group after
+group, so that all of one group are read at once. Pages of 16 bits have no record: they are tensors of the model's
+dtype.
 """
 
 from __future__ import annotations
@@ -31,6 +32,15 @@ def _align(units: int) -> int:
     return -(-units // ALIGNMENT) * ALIGNMENT
 
 
+def _offsets(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
+    """Where fields of these sizes begin when they follow one another, -1 for empty ones; and where they end."""
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end if size else -1
+        end += _align(size)
+    return offsets, end
+
+
 @dataclass(frozen=True)
 class KeyLayout:
     """The record of a key page; offsets and sizes in units of 2 bytes.
@@ -40,12 +50,12 @@ class KeyLayout:
         rows, lanes: codes of one head are int16 [rows, lanes]: D rows of P * bits / 16 lanes, D / 2 of P / 8 at 1 bit.
         high_rows: the upper bits of boosted channels are int16 [high_rows, lanes]: as many rows as boosted channels, at
             1 bit half as many, rounded up.
-        groups: scale and minimum of one head are float16 [D, groups]; 0 where pages have none.
-        codes, high, scale, minimum, norm, channels: offsets within a head's part. `norm` float16 [P] is there with
-            norms per head, `channels` uint8 [boosted] where they are stored.
+        groups: scale and minimum of one head are float16 [groups, D]; 0 where pages have none.
+        codes, high, scale, minimum, norm, channels: offsets within a head's part, -1 of what pages have not. `norm`
+            float16 [P] is there with norms per head, `channels` uint8 [boosted] where they are stored.
         head_stride: from one head's part to the next.
-        joint_norm: offset of the joint norm float16 [P] within the record.
-        size: of the record.
+        joint_norm: offset of the joint norm float16 [P] within the record, or -1.
+        record: size of the record.
     """
 
     heads: int
@@ -61,7 +71,7 @@ class KeyLayout:
     channels: int
     head_stride: int
     joint_norm: int
-    size: int
+    record: int
 
     @staticmethod
     @lru_cache
@@ -74,34 +84,30 @@ class KeyLayout:
         rows, high_rows = packed_rows(f.head_dim, f.bits), packed_rows(f.boosted, f.bits)
         lanes = f.page_size * field_bits(f.bits) // 16
         groups = 0 if f.static else f.page_size // f.group_size
-        stored_channels = f.boosted if f.boost_select == "dynamic" else 0
-        high = _align(rows * lanes)
-        scale = high + _align(high_rows * lanes)
-        minimum = scale + _align(f.head_dim * groups)
-        norm = minimum + _align(f.head_dim * groups)
-        channels = norm + _align(f.page_size if f.token_norm == "per_head" else 0)
-        head_stride = channels + _align(-(-stored_channels // 2))
-        joint_norm = f.heads * head_stride
-        size = joint_norm + _align(f.page_size if f.token_norm == "joint" else 0)
+        sizes = {
+            "codes": rows * lanes,
+            "high": high_rows * lanes,
+            "scale": f.head_dim * groups,
+            "minimum": f.head_dim * groups,
+            "norm": f.page_size if f.token_norm == "per_head" else 0,
+            "channels": -(-f.boosted // 2) if f.boost_select == "dynamic" else 0,
+        }
+        offsets, head_stride = _offsets(sizes)
+        joint_norm = f.heads * head_stride if f.token_norm == "joint" else -1
         return KeyLayout(
             heads=f.heads,
             rows=rows,
             lanes=lanes,
             high_rows=high_rows,
             groups=groups,
-            codes=0,
-            high=high,
-            scale=scale,
-            minimum=minimum,
-            norm=norm,
-            channels=channels,
+            **offsets,
             head_stride=head_stride,
             joint_norm=joint_norm,
-            size=size,
+            record=f.heads * head_stride + (_align(f.page_size) if f.token_norm == "joint" else 0),
         )
 
     def fields(self, record: torch.Tensor, f: KeyFormat) -> dict[str, torch.Tensor]:
-        """The fields that the format has, views of records int16 [N, size] in the shapes that `KeyPages` states."""
+        """The fields that the format has, views of records int16 [N, record] in the shapes that `KeyPages` states."""
         heads = _heads(record, self.heads, self.head_stride)
         found = {"codes": heads[..., : self.rows * self.lanes].unflatten(2, (self.rows, self.lanes))}
         if self.groups:
@@ -128,10 +134,10 @@ class ValueLayout:
     Attributes:
         heads: H.
         rows, lanes: codes of one head are int16 [rows, lanes]: P rows of E * bits / 16 lanes, P / 2 of E / 8 at 1 bit.
-        groups: scale and minimum of one head are float16 [P, groups]; 0 where pages have none.
-        codes, scale, minimum: offsets within a head's part.
+        groups: scale and minimum of one head are float16 [groups, P]; 0 where pages have none.
+        codes, scale, minimum: offsets within a head's part, -1 of what pages have not.
         head_stride: from one head's part to the next.
-        size: of the record.
+        record: size of the record.
     """
 
     heads: int
@@ -142,7 +148,7 @@ class ValueLayout:
     scale: int
     minimum: int
     head_stride: int
-    size: int
+    record: int
 
     @staticmethod
     @lru_cache
@@ -154,23 +160,20 @@ class ValueLayout:
         """
         rows, lanes = packed_rows(f.page_size, f.bits), f.head_dim * field_bits(f.bits) // 16
         groups = 0 if f.static else f.head_dim // f.group_size
-        scale = _align(rows * lanes)
-        minimum = scale + _align(f.page_size * groups)
-        head_stride = minimum + _align(f.page_size * groups)
+        scales = f.page_size * groups
+        offsets, head_stride = _offsets({"codes": rows * lanes, "scale": scales, "minimum": scales})
         return ValueLayout(
             heads=f.heads,
             rows=rows,
             lanes=lanes,
             groups=groups,
-            codes=0,
-            scale=scale,
-            minimum=minimum,
+            **offsets,
             head_stride=head_stride,
-            size=f.heads * head_stride,
+            record=f.heads * head_stride,
         )
 
     def fields(self, record: torch.Tensor, f: ValueFormat) -> dict[str, torch.Tensor]:
-        """The fields that the format has, views of records int16 [N, size] in the shapes that `ValuePages` states."""
+        """The fields that the format has, views of records int16 [N, record] in the shapes that `ValuePages` states."""
         heads = _heads(record, self.heads, self.head_stride)
         found = {"codes": heads[..., : self.rows * self.lanes].unflatten(2, (self.rows, self.lanes))}
         if self.groups:
@@ -186,5 +189,6 @@ def _heads(record: torch.Tensor, heads: int, stride: int) -> torch.Tensor:
 
 
 def _half(heads: torch.Tensor, offset: int, rows: int, groups: int) -> torch.Tensor:
-    """Float16 [N, heads, rows, groups] at an offset of each head's part."""
-    return heads[..., offset : offset + rows * groups].view(torch.float16).unflatten(2, (rows, groups))
+    """Float16 [N, heads, rows, groups], which lie group after group at an offset of each head's part."""
+    field = heads[..., offset : offset + rows * groups].view(torch.float16)
+    return field.unflatten(2, (groups, rows)).transpose(2, 3)

@@ -111,7 +111,7 @@ class _Pages:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """What holds one page after another: the records, int16 [N, size], or 16-bit codes."""
+        """What holds one page after another: the records, int16 [N, units], or 16-bit codes."""
         return self.codes if self.record is None else self.record
 
     @property
@@ -127,12 +127,13 @@ class KeyPages(_Pages):
     Attributes:
         codes: int16 [N, H, D, P * bits / 16] ([N, H, D / 2, P / 8] at 1 bit, see `kernels/packing.py`), or the model's
             dtype [N, H, D, P] at 16 bits.
-        scale, minimum: float16 [N, H, D, P / group_size], None at 16 bits or where scales are static.
+        scale, minimum: float16 [N, H, D, P / group_size], group after group in memory; None at 16 bits or where scales
+            are static.
         norm: float16 [N, H or 1, P], None without a token norm.
         high: int16 [N, H, boosted, P * bits / 16], the upper bits of boosted channels (at 1 bit [N, H, boosted / 2, P /
             8], boosted rounded up), None without boost.
         channels: uint8 [N, H, boosted], which channels those are, ascending; None where they are fixed per layer.
-        record: int16 [N, size], of which all others are views, see `KeyLayout`; None at 16 bits.
+        record: int16 [N, units], of which all others are views, see `KeyLayout`; None at 16 bits.
         format: what the bytes mean.
     """
 
@@ -155,8 +156,9 @@ class ValuePages(_Pages):
     Attributes:
         codes: int16 [N, H, P, E * bits / 16] ([N, H, P / 2, E / 8] at 1 bit), or the model's dtype [N, H, P, E] at 16
             bits.
-        scale, minimum: float16 [N, H, P, E / group_size], None at 16 bits or where scales are static.
-        record: int16 [N, size], of which all others are views, see `ValueLayout`; None at 16 bits.
+        scale, minimum: float16 [N, H, P, E / group_size], group after group in memory; None at 16 bits or where scales
+            are static.
+        record: int16 [N, units], of which all others are views, see `ValueLayout`; None at 16 bits.
         format: what the bytes mean.
     """
 
@@ -170,21 +172,21 @@ class ValuePages(_Pages):
 
 
 def pages_of(buffer: torch.Tensor, f: KeyFormat | ValueFormat) -> KeyPages | ValuePages:
-    """The pages that a buffer holds, as views: records int16 [N, size], or the codes of 16-bit pages."""
+    """The pages that a buffer holds, as views: records int16 [N, units], or the codes of 16-bit pages."""
     kind, layout = (KeyPages, KeyLayout) if isinstance(f, KeyFormat) else (ValuePages, ValueLayout)
     return kind(buffer, f) if f.bits == 16 else kind(format=f, record=buffer, **layout.of(f).fields(buffer, f))
 
 
 def empty_keys(count: int, f: KeyFormat, dtype: torch.dtype, device: torch.device) -> KeyPages:
     """Uninitialised room for `count` key pages in one buffer; `dtype` is the model's, used by 16-bit codes."""
-    shape = (f.heads, f.head_dim, f.page_size) if f.bits == 16 else (KeyLayout.of(f).size,)
+    shape = (f.heads, f.head_dim, f.page_size) if f.bits == 16 else (KeyLayout.of(f).record,)
     dtype = dtype if f.bits == 16 else torch.int16
     return pages_of(torch.empty(count, *shape, dtype=dtype, device=device), f)
 
 
 def empty_values(count: int, f: ValueFormat, dtype: torch.dtype, device: torch.device) -> ValuePages:
     """Uninitialised room for `count` value pages in one buffer."""
-    shape = (f.heads, f.page_size, f.head_dim) if f.bits == 16 else (ValueLayout.of(f).size,)
+    shape = (f.heads, f.page_size, f.head_dim) if f.bits == 16 else (ValueLayout.of(f).record,)
     dtype = dtype if f.bits == 16 else torch.int16
     return pages_of(torch.empty(count, *shape, dtype=dtype, device=device), f)
 
@@ -193,7 +195,7 @@ def _record(f: KeyFormat | ValueFormat, **tensors: torch.Tensor | None) -> KeyPa
     """Pages whose tensors were computed one by one, in records of their own; padding is zero."""
     layout = KeyLayout.of(f) if isinstance(f, KeyFormat) else ValueLayout.of(f)
     codes = tensors["codes"]
-    pages = pages_of(codes.new_zeros(len(codes), layout.size), f)
+    pages = pages_of(codes.new_zeros(len(codes), layout.record), f)
     for name, target in pages.tensors():
         target.copy_(tensors[name])
     return pages

@@ -129,10 +129,16 @@ def test_key_fields_lie_where_the_layout_says_and_nowhere_twice(bits, norm, boos
     rows, high_rows = (10, 3 if boosted else 0) if bits == 1 else (20, boosted)
     assert (layout.rows, layout.high_rows, layout.lanes) == (rows, high_rows, 8 * max(bits, 2))
     assert pages.codes.shape == (2, 3, rows, layout.lanes)
-    heads = [page * layout.size + head * layout.head_stride for page in range(2) for head in range(3)]
+    assert (layout.high < 0, layout.norm < 0, layout.joint_norm < 0) == (
+        not boosted,
+        norm != "per_head",
+        norm != "joint",
+    )
+    assert (layout.channels < 0) == (not boosted or select == "calibrated")
+    heads = [page * layout.record + head * layout.head_stride for page in range(2) for head in range(3)]
     starts = {"codes": layout.codes, "high": layout.high, "scale": layout.scale, "minimum": layout.minimum}
     starts |= {"norm": layout.norm, "channels": layout.channels}
-    check_places(pages, heads, starts, {"norm": layout.joint_norm} if norm == "joint" else {}, layout.size)
+    check_places(pages, heads, starts, {"norm": layout.joint_norm} if norm == "joint" else {}, layout.record)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
@@ -142,9 +148,9 @@ def test_value_fields_lie_where_the_layout_says_and_nowhere_twice(bits):
     pages = empty_values(2, f, torch.float32, torch.device("cpu"))
     rows = 64 if bits == 1 else 128
     assert pages.codes.shape == (2, 3, rows, 40 * max(bits, 2) // 16)
-    heads = [page * layout.size + head * layout.head_stride for page in range(2) for head in range(3)]
+    heads = [page * layout.record + head * layout.head_stride for page in range(2) for head in range(3)]
     starts = {"codes": layout.codes, "scale": layout.scale, "minimum": layout.minimum}
-    check_places(pages, heads, starts, {}, layout.size)
+    check_places(pages, heads, starts, {}, layout.record)
 
 
 def check_places(pages, heads, starts, once_per_page, size):
@@ -161,7 +167,9 @@ def check_places(pages, heads, starts, once_per_page, size):
         for part, begin in zip([head for page in tensor for head in page], begins, strict=True):
             assert begin % 8 == 0
             pattern = torch.randint(0, 256, (part.nbytes,), dtype=torch.uint8)
-            part.copy_(pattern.view(part.dtype).view(part.shape))
+            # scales and minima lie group after group
+            stored = part.T if name in ("scale", "minimum") else part
+            stored.copy_(pattern.view(part.dtype).view(stored.shape))
             assert torch.equal(raw[2 * begin : 2 * begin + part.nbytes], pattern)
             taken[2 * begin : 2 * begin + part.nbytes] += 1
     assert taken.max() == 1
