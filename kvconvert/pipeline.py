@@ -44,7 +44,7 @@ from kvconvert.kernels.quantizer import GroupRangeError
 from kvconvert.layers import LayerRunner
 from kvconvert.recipe import KVCalibration, Recipe, WeightsRecipe
 from kvconvert.resolve import resolve_layers
-from kvconvert.runtime.layer import layer_format, span_format
+from kvconvert.runtime.formats import layer_format, span_format
 from kvconvert.source import SourceModel, float_dtype, open_source
 from kvconvert.workdir import HiddenStates, LayerRecord, WorkDir, WorkState
 

@@ -39,8 +39,8 @@ class CacheStats:
         pages: pages in use over all layers.
         flushes: pages quantized so far.
         flattened: query rows for which CalibQuant's shift had to make different scores of a span equal, so far.
-        fallbacks: operations served by a slower path than the one meant for them; 0 in this version, whose one path is
-            the CPU's.
+        fallbacks: calls served by a slower path than the one meant for the device, over all layers; a warning named the
+            reason of the first. 0 on a CPU, whose one path is the one meant for it.
         values: numbers that the stored keys and values stand for, over all layers.
         bytes_used, bytes_allocated: of pages with their metadata and of full-precision tokens, over all layers.
         other_layers: layers that keep transformers' own cache (linear attention and the like), not counted above.
@@ -156,7 +156,7 @@ class KVCache(Cache):
             pages=sum(layer.pages() for layer in layers),
             flushes=sum(layer.flushes for layer in layers),
             flattened=sum(int(layer.flattened) for layer in layers),
-            fallbacks=0,
+            fallbacks=sum(layer.fallbacks for layer in layers),
             values=sum(layer.tokens() * width(layer) for layer in layers),
             bytes_used=sum(layer.bytes_used() for layer in layers),
             bytes_allocated=sum(layer.bytes_allocated() for layer in layers),

@@ -9,8 +9,10 @@ import torch
 from kvconvert.kernels.spans import Span
 from kvconvert.runtime.columns import TokenColumns
 
-# The full-precision buffer of a sequence grows in steps of this many tokens, which bounds its unused room.
+# The full-precision buffer of a sequence grows in steps of this many tokens, which bounds its unused room. On a GPU
+# steps are as long as a page, and one step may stay unused: kernels keep the addresses of buffers.
 STEP = 16
+GPU_STEP = 128
 
 
 @dataclass
@@ -27,37 +29,56 @@ class Side:
     dense: int = 0
     pages: list[int] = field(default_factory=list)
 
-    def append(self, tokens: torch.Tensor) -> None:
-        """Append [H, n, channels]."""
-        n = tokens.shape[1]
-        if self.dense + n > self.buffer.shape[1]:
-            self._reallocate(self.dense + n)
-        self.buffer[:, self.dense : self.dense + n] = tokens
-        self.dense += n
+    @property
+    def step(self) -> int:
+        """Tokens by which the buffer grows."""
+        return GPU_STEP if self.buffer.is_cuda else STEP
 
-    def _reallocate(self, tokens: int) -> None:
-        new = self.buffer.new_empty(self.buffer.shape[0], -(-tokens // STEP) * STEP, self.buffer.shape[2])
-        new[:, : self.dense] = self.buffer[:, : self.dense]
+    @property
+    def spare(self) -> int:
+        """Unused tokens, beyond those of the last step, with which a shrinking buffer stays where it is."""
+        return GPU_STEP if self.buffer.is_cuda else 0
+
+    def extend(self, count: int) -> int:
+        """Make room for `count` more tokens, count them as stored, and return the index of the first."""
+        first, self.dense = self.dense, self.dense + count
+        if self.dense > self.buffer.shape[1]:
+            self._move(self.dense, [slice(0, first)])
+        return first
+
+    def _move(self, tokens: int, kept: list[slice]) -> None:
+        """Copy what is kept, one part after another, to a new buffer with room for so many tokens."""
+        new = self.buffer.new_empty(self.buffer.shape[0], self._room(tokens), self.buffer.shape[2])
+        at = 0
+        for part in kept:
+            count = part.stop - part.start
+            new[:, at : at + count] = self.buffer[:, part]
+            at += count
         self.buffer = new
 
+    def _room(self, tokens: int) -> int:
+        return -(-tokens // self.step) * self.step
+
     def truncate(self, tokens: int) -> None:
-        """Keep the first `tokens` tokens of the buffer, and no more room than they need."""
+        """Keep the first `tokens` tokens of the buffer, and little more room than they need."""
         self.dense = tokens
-        if self.buffer.shape[1] - tokens >= STEP:
-            self._reallocate(tokens)
+        if self.buffer.shape[1] > self._room(tokens) + self.spare:
+            self._move(tokens, [slice(0, tokens)])
 
     def remove(self, start: int, stop: int) -> None:
-        """Take tokens start..stop-1 out of the buffer and shrink it to what remains."""
+        """Take tokens start..stop-1 out of the buffer and shrink it to little more than what remains."""
         kept = self.dense - (stop - start)
-        new = self.buffer.new_empty(self.buffer.shape[0], -(-kept // STEP) * STEP, self.buffer.shape[2])
-        new[:, :start] = self.buffer[:, :start]
-        new[:, start:kept] = self.buffer[:, stop : self.dense]
-        self.buffer, self.dense = new, kept
+        if self.buffer.shape[1] > self._room(kept) + self.spare:
+            self._move(kept, [slice(0, start), slice(stop, self.dense)])
+        elif self.dense > stop:
+            self.buffer[:, start:kept] = self.buffer[:, stop : self.dense].clone()
+        self.dense = kept
 
     def replace(self, tokens: torch.Tensor) -> None:
         """Let the buffer hold exactly these tokens [H, n, channels]."""
-        self.buffer, self.dense = self.buffer.new_empty(self.buffer.shape[0], 0, self.buffer.shape[2]), 0
-        self.append(tokens)
+        self.buffer = self.buffer.new_empty(self.buffer.shape[0], self._room(tokens.shape[1]), self.buffer.shape[2])
+        self.dense = tokens.shape[1]
+        self.buffer[:, : self.dense] = tokens
 
     def tokens(self, start: int, stop: int) -> torch.Tensor:
         """Tokens start..stop-1 of the buffer, a view [H, n, channels]."""
@@ -91,12 +112,15 @@ class Sequence:
     open_from: int | None = None
     received: torch.Tensor | None = None
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor, sink_tokens: int) -> None:
-        """Append tokens [H, n, D], [H, n, E]; the first `sink_tokens` of the sequence become sinks."""
-        self.keys.append(keys)
-        self.values.append(values)
+    def extend(self, count: int, sink_tokens: int) -> tuple[int, int]:
+        """Make room for `count` tokens in both buffers and return the index of the first in each.
+
+        The first `sink_tokens` of the sequence become sinks.
+        """
+        first = self.keys.extend(count), self.values.extend(count)
         if self.untouched:
             self.sinks = min(sink_tokens, self.keys.dense)
+        return first
 
     @property
     def untouched(self) -> bool:

@@ -1,0 +1,97 @@
+"""Storing the new tokens of a forward pass in full precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvconvert.kernels.hadamard import hadamard_transform
+from kvconvert.runtime.compression import seal
+from kvconvert.runtime.seam import Chunk
+from kvconvert.runtime.sequence import Sequence
+
+if TYPE_CHECKING:
+    from kvconvert.runtime.layer import PagedLayer
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where one row's new tokens go: room that is reserved and counted as stored, to be written before it is read.
+
+    Attributes:
+        row: the batch row.
+        runs: (first, how many) of the row's real tokens among the new ones, padding left out.
+        keys, values: buffers [H, capacity, D] and [H, capacity, E].
+        first_key, first_value: the first free token in each; all runs follow one another from there.
+    """
+
+    row: int
+    runs: list[tuple[int, int]]
+    keys: torch.Tensor
+    values: torch.Tensor
+    first_key: int
+    first_value: int
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy the row's tokens out of all new keys [B, H, T, D] and values [B, H, T, E], as they are to be stored."""
+        for buffer, at, tokens in ((self.keys, self.first_key, keys), (self.values, self.first_value, values)):
+            for first, count in self.runs:
+                buffer[:, at : at + count] = tokens[self.row, :, first : first + count].detach()
+                at += count
+
+
+def make_room(layer: PagedLayer, chunk: Chunk, start: int, count: int, decoding: bool) -> list[Destination]:
+    """Room for the real tokens among columns start..start+count-1, of all rows that have any.
+
+    Lengths, columns and sinks are those after the tokens are written, which is left to the caller: one copy per row, or
+    one launch for all.
+    """
+    destinations = []
+    for row, sequence in enumerate(layer.sequences):
+        runs = chunk.runs(row, start, count)
+        if not runs:
+            continue
+        _open_prompt(layer, sequence, decoding)
+        first_key, first_value = sequence.extend(sum(n for _, n in runs), layer.scheme.sink_tokens)
+        for column, n in runs:
+            sequence.columns.append(column, n)
+        own = [(column - start, n) for column, n in runs]
+        keys, values = sequence.keys.buffer, sequence.values.buffer
+        destinations.append(Destination(row, own, keys, values, first_key, first_value))
+    return destinations
+
+
+def commit(layer: PagedLayer, chunk: Chunk) -> None:
+    """Store the parked tokens whose columns are real; later calls in the same forward pass do nothing.
+
+    Raises:
+        CacheError: the mask changed its mind about columns that are already stored.
+    """
+    if layer.pending is None:
+        return
+    (keys, values), layer.pending = layer.pending, None
+    n = keys.shape[2]
+    start = layer.logical - n
+    chunk.check_past(layer.real, start, f"layer {layer.index}")
+    layer.real = chunk.real
+    # Decoding goes on, so the prompt is complete. The drafts of assisted decoding are decoding too.
+    decoding = n == 1 or layer.record_past
+    if decoding:
+        seal(layer)
+    if layer.scheme.rotate_keys == "hadamard":
+        keys = hadamard_transform(keys)
+    if layer.scheme.rotate_values == "online":
+        values = hadamard_transform(values)
+    for destination in make_room(layer, chunk, start, n, decoding):
+        destination.write(keys, values)
+
+
+def _open_prompt(layer: PagedLayer, sequence: Sequence, decoding: bool) -> None:
+    """Remember where a prompt begins that will be compressed as a whole: the first one, or for spans any one."""
+    first = sequence.untouched and not sequence.keys.dense
+    if sequence.open_from is None and (
+        (first and (layer.scheme.is_span or layer.scheme.evicts)) or (layer.scheme.is_span and not decoding)
+    ):
+        sequence.open_from = sequence.keys.dense

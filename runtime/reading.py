@@ -1,0 +1,161 @@
+"""Attention over everything that a layer stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvconvert.kernels.attention import (
+    DenseRun,
+    PageTile,
+    SpanRun,
+    paged_attention,
+    pages_per_tile,
+)
+from kvconvert.kernels.gpu.device import runs_triton, why_not
+from kvconvert.kernels.hadamard import hadamard_transform
+from kvconvert.kernels.pages import KeyPages, ValuePages
+from kvconvert.kernels.prompt import prompt_attention
+from kvconvert.kernels.selection import column_sums
+from kvconvert.runtime.pool import PagePool
+from kvconvert.runtime.seam import Chunk
+from kvconvert.runtime.sequence import Sequence, Side
+
+if TYPE_CHECKING:
+    from kvconvert.runtime.layer import PagedLayer
+
+
+def attend(
+    layer: PagedLayer,
+    queries: torch.Tensor,
+    chunk: Chunk,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of queries [B, Hq, T, D] over everything stored: [B, Hq, T, E] in the queries' dtype.
+
+    The last T columns are the queries'; outputs at padding columns are zeros or meaningless, as with every mask.
+    """
+    if layer.scheme.rotate_keys == "hadamard":
+        queries = hadamard_transform(queries)
+    length = queries.shape[2]
+    first = layer.logical - length
+    output = queries.new_zeros(*queries.shape[:3], layer.format.values.head_dim)
+    others = []
+    for row, sequence in enumerate(layer.sequences):
+        if sequence.open_from is not None and layer.scheme.evicts:
+            _receive(layer, row, sequence, queries[row], chunk, scaling, softcap, sinks)
+        tokens = sequence.keys.dense
+        fresh = sequence.untouched and length > 1 and sequence.columns.before(first) == 0
+        if not (fresh and chunk.is_causal and softcap is None and sinks is None):
+            others.append(row)
+        elif tokens:
+            # A prompt with nothing behind it: its real columns attend to each other and nothing else.
+            at = sequence.columns.span(0, tokens, queries.device) - first
+            keys, values = sequence.keys.tokens(0, tokens), sequence.values.tokens(0, tokens)
+            output[row, :, at] = prompt_attention(queries[row][:, at], keys, values, scaling).to(output.dtype)
+    if others:
+        if queries.is_cuda or runs_triton(queries.device):
+            reason = "no fused kernel serves this layer" if runs_triton(queries.device) else why_not(queries.device)
+            layer.fall_back("attention over the cache", reason)
+        attended = paged_attention(
+            queries,
+            _tiles(layer, others, chunk, length, queries.shape[1]),
+            _dense(layer, others, chunk, length),
+            layer.format,
+            scaling,
+            softcap,
+            sinks,
+            _spans(layer, others, chunk),
+        )
+        output[others] = attended[others].to(output.dtype)
+    return hadamard_transform(output, inverse=True) if layer.scheme.rotate_values == "online" else output
+
+
+def _receive(
+    layer: PagedLayer,
+    row: int,
+    sequence: Sequence,
+    queries: torch.Tensor,
+    chunk: Chunk,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Add what the open prompt's tokens receive from these queries [Hq, T, D]; padding queries ask nothing."""
+    tokens, first = sequence.keys.dense, layer.logical - queries.shape[1]
+    columns = sequence.columns.span(0, tokens, queries.device)
+    own = columns[sequence.columns.before(first) :]
+    visible = None
+    if not chunk.is_causal:
+
+        def visible(block: slice, keys: slice) -> torch.Tensor:
+            return chunk.visible(row, own[block], columns[keys])[0]
+
+    stored = sequence.keys.tokens(0, tokens)
+    sums = column_sums(queries[:, own - first], stored, visible, scaling, softcap, sinks)
+    if sequence.received is not None:
+        sums[:, : sequence.received.shape[1]] += sequence.received
+    sequence.received = sums
+
+
+def _dense(layer: PagedLayer, rows: list[int], chunk: Chunk, length: int) -> Iterator[DenseRun]:
+    for row in rows:
+        sequence, size = layer.sequences[row], layer.page_size
+        keys, values = sequence.tail(sequence.keys, size), sequence.tail(sequence.values, size)
+        if not keys.shape[1]:
+            continue
+        visible = None
+        if length > 1 or not chunk.is_causal:
+            visible = chunk.visible(row, chunk.query_columns, sequence.tail_columns(size, layer.device))
+        yield DenseRun(row, keys, values, visible)
+
+
+def _spans(layer: PagedLayer, rows: list[int], chunk: Chunk) -> Iterator[SpanRun]:
+    for row in rows:
+        spans = layer.sequences[row].spans
+        if not spans:
+            continue
+        visible = None
+        if not chunk.is_causal:
+            columns = torch.cat([c.span(0, len(c), layer.device) for _, c in spans])
+            visible = chunk.visible(row, chunk.query_columns, columns)
+        tau1, tau2 = layer.scheme.tau1, layer.scheme.tau2
+        yield SpanRun(row, [s for s, _ in spans], layer.span_format, tau1, tau2, visible, layer.flattened)
+
+
+def _tiles(layer: PagedLayer, rows: list[int], chunk: Chunk, length: int, query_heads: int) -> Iterator[PageTile]:
+    """Pages of all rows: first those quantized on both sides, then those whose other side is still dense."""
+    size, step = layer.page_size, pages_per_tile(query_heads, length, layer.format)
+    both: list[tuple[int, int]] = []
+    half: list[tuple[int, int]] = []
+    for row in rows:
+        sequence = layer.sequences[row]
+        shared = min(len(sequence.keys.pages), len(sequence.values.pages))
+        both += [(row, page) for page in range(shared)]
+        half += [(row, page) for page in range(shared, sequence.pages)]
+    for part in [both[i : i + step] for i in range(0, len(both), step)] + [[entry] for entry in half]:
+        visible = None
+        # Pages are older than every query, so only windows and other special masks can hide them.
+        if not chunk.is_causal:
+            visible = torch.stack(
+                [
+                    chunk.visible(row, chunk.query_columns, layer.sequences[row].page_columns(page, size, layer.device))
+                    for row, page in part
+                ]
+            )
+        keys = _read(layer, layer.key_pool, [layer.sequences[row].keys for row, _ in part], part)
+        values = _read(layer, layer.value_pool, [layer.sequences[row].values for row, _ in part], part)
+        yield PageTile(keys, values, torch.tensor([row for row, _ in part], device=layer.device), visible)
+
+
+def _read(
+    layer: PagedLayer, pool: PagePool, sides: list[Side], part: list[tuple[int, int]]
+) -> KeyPages | ValuePages | torch.Tensor:
+    row, page = part[0]
+    if page >= len(sides[0].pages):
+        return layer.sequences[row].buffer_tokens(sides[0], page, 1, layer.page_size)[None]
+    return pool.read([side.pages[page] for side, (_, page) in zip(sides, part, strict=True)])
