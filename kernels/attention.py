@@ -2,7 +2,7 @@
 
 `attention_reference` is the oracle. `paged_attention` streams: every tile of pages and every dense run contributes a
 partial (maximum, sum of exponentials, weighted values) per sequence, and partials are merged, so that nothing larger
-than a tile is ever dequantized. `prompt_attention` serves prompts that have nothing behind them.
+than a tile is ever dequantized. Prompts that have nothing quantized behind them go to `kernels/prompt.py`.
 """
 
 from __future__ import annotations
@@ -98,20 +98,6 @@ def attention_reference(
         scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, scores.shape[1], 1)], -1)
     weights = torch.softmax(scores, -1).nan_to_num(0.0)
     return weights[..., : keys.shape[1]] @ values
-
-
-def prompt_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Causal attention of one sequence over itself: [Hq, n, D], [H, n, D], [H, n, E] to [Hq, n, E] in the queries'
-    dtype.
-    """
-    return torch.nn.functional.scaled_dot_product_attention(
-        queries[None],
-        keys[None],
-        values[None],
-        is_causal=True,
-        scale=scaling,
-        enable_gqa=queries.shape[0] != keys.shape[0],
-    )[0]
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+
+from kvconvert.kernels.gpu.device import fall_back, runs_triton, why_not
 
 # Scores held at once, in numbers: bounds memory whatever the prompt's length.
 BLOCK_SCORES = 1 << 22
@@ -46,44 +48,93 @@ def column_sums(
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    window: int | None = None,
+    log_sum_exp: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`column_sums_reference` in float32, block of queries by block of queries, so that memory is linear in n.
+
+    On a GPU causal attention takes the kernels of `kernels/gpu/prompt.py`.
 
     Args:
         queries: [Hq, T, D]; keys: [H, n, D], the T queries belonging to the last T keys.
         visible: gives bool [queries of the slice, keys of the slice]; None for causal attention.
         scaling, softcap, sinks: as in attention.
+        window: tokens that a query sees, its own included, where `visible` is None; None for all before it.
+        log_sum_exp: float32 [Hq, T], that of the same attention if it is known; it saves the kernels a pass.
 
     Returns:
         float32 [H, n].
+    """
+    reason = no_kernel(queries, keys, None, scaling) if visible is None else ""
+    if reason is None:
+        from kvconvert.kernels.gpu import prompt as kernels
+
+        if log_sum_exp is None:
+            _, log_sum_exp = kernels.attention(queries, keys, None, scaling, softcap, sinks, window)
+        return kernels.column_sums(queries, keys, log_sum_exp, scaling, softcap, window)
+    if reason:
+        fall_back("The attention that tokens receive", reason)
+    sums = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
+    for _, seen, weights in weight_blocks(queries, keys, visible, scaling, softcap, sinks, window):
+        sums[:, seen] += weights.sum((1, 2))
+    return sums
+
+
+def no_kernel(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, scaling: float) -> str | None:
+    """Why no kernel of `kernels/gpu/prompt.py` serves these: None if one does, "" where none is to be expected."""
+    device = queries.device
+    if not queries.shape[1] or (device.type == "cpu" and not runs_triton(device)):
+        return ""
+    if not runs_triton(device):
+        return why_not(device)
+    from kvconvert.kernels.gpu.prompt import unsupported
+
+    return unsupported(queries, keys, values, scaling)
+
+
+def weight_blocks(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    visible: Callable[[slice, slice], torch.Tensor] | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    window: int | None = None,
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Attention weights of one block of queries after another, for paths without a kernel; arguments as above.
+
+    Yields:
+        which queries, over which keys, and float32 [H, Hq / H, queries, keys]; zeros where a query sees nothing.
     """
     heads, n, _ = keys.shape
     length = queries.shape[1]
     grouped = queries.float().unflatten(0, (heads, -1))
     keys = keys.float()
-    sums = keys.new_zeros(heads, n)
     step = max(1, BLOCK_SCORES // (queries.shape[0] * n))
     for start in range(0, length, step):
         block = slice(start, min(start + step, length))
-        # Causal blocks need no keys beyond their last query's own.
-        reach = n if visible is not None else n - length + block.stop
-        scores = grouped[:, :, block] @ keys[:, None, :reach].transpose(2, 3) * scaling
+        # Causal blocks need no keys beyond their last query's own, nor any before their first query's window.
+        seen = (
+            slice(0, n) if visible else slice(max(0, n - length + start + 1 - (window or n)), n - length + block.stop)
+        )
+        scores = grouped[:, :, block] @ keys[:, None, seen].transpose(2, 3) * scaling
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
         if visible is None:
-            hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=keys.device).triu(
-                reach - scores.shape[2] + 1
-            )
+            own = torch.arange(n - length + start, n - length + block.stop, device=keys.device).unsqueeze(1)
+            columns = torch.arange(seen.start, seen.stop, device=keys.device)
+            hidden = columns > own
+            if window is not None:
+                hidden |= columns <= own - window
         else:
-            hidden = ~visible(block, slice(0, n))
+            hidden = ~visible(block, seen)
         scores = scores.masked_fill(hidden, float("-inf"))
         if sinks is None:
             weights = scores.softmax(-1).nan_to_num(0.0)
         else:
             logits = sinks.float().view(heads, -1, 1, 1).expand(*scores.shape[:3], 1)
             weights = torch.cat([scores, logits], -1).softmax(-1)[..., :-1]
-        sums[:, :reach] += weights.sum((1, 2))
-    return sums
+        yield block, seen, weights
 
 
 def select_tokens(scores: torch.Tensor, heavy: int, recent: int, sinks: int = 0) -> torch.Tensor:

@@ -1,0 +1,96 @@
+"""Causal attention of a prompt over itself and what is in full precision before it, and what each token receives.
+
+The T queries belong to the last T of n tokens, so a prompt may come in chunks. `attention_reference` and
+`column_sums_reference` are the oracles. On a CPU torch's own attention serves plain prompts and blocks of queries serve
+the rest; on a GPU the kernels of `kernels/gpu/prompt.py` do, and their log-sum-exp is reused for what tokens receive.
+Memory is linear in n on every path but torch's float32 attention on some GPUs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvconvert.kernels.gpu.device import fall_back
+from kvconvert.kernels.selection import column_sums, no_kernel, weight_blocks
+
+
+def prompt_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Causal attention of one sequence's last T of n tokens.
+
+    Sequences of one length may share a call: their heads, and sinks, one after another.
+
+    Args:
+        queries: [Hq, T, D], T <= n; query head h reads KV head h // (Hq / H).
+        keys: [H, n, D]; values: [H, n, E].
+        scaling: factor of the dot products, usually 1 / sqrt(D).
+        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
+        sinks: [Hq] logits of a virtual token with no value (gpt-oss).
+        window: tokens that a query sees, its own included; None for all before it.
+
+    Returns:
+        [Hq, T, E] in the queries' dtype.
+    """
+    return _attend(queries, keys, values, scaling, softcap, sinks, window)[0]
+
+
+def selective_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`prompt_attention`, and the attention that each token receives (MiniKV, section 4).
+
+    Arguments as there.
+
+    Returns:
+        the output [Hq, T, E], and float32 [H, n], summed over the T queries and the query heads of each KV head.
+    """
+    output, log_sum_exp = _attend(queries, keys, values, scaling, softcap, sinks, window)
+    return output, column_sums(queries, keys, None, scaling, softcap, sinks, window, log_sum_exp)
+
+
+def _attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The output, and the log-sum-exp [Hq, T] where the path gives it."""
+    reason = no_kernel(queries, keys, values, scaling)
+    if reason is None:
+        from kvconvert.kernels.gpu import prompt as kernels
+
+        return kernels.attention(queries, keys, values, scaling, softcap, sinks, window)
+    if not softcap and sinks is None and window is None and queries.shape[1] == keys.shape[1]:
+        output = torch.nn.functional.scaled_dot_product_attention(
+            queries[None],
+            keys[None],
+            values[None],
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=queries.shape[0] != keys.shape[0],
+        )[0]
+        return output, None
+    if reason:
+        fall_back("The attention of prompts", reason)
+    heads = keys.shape[0]
+    output = queries.new_empty(*queries.shape[:2], values.shape[2])
+    grouped, values = output.unflatten(0, (heads, -1)), values.float()
+    for block, seen, weights in weight_blocks(queries, keys, None, scaling, softcap, sinks, window):
+        grouped[:, :, block] = (weights @ values[:, None, seen]).to(output.dtype)
+    return output, None
