@@ -6,9 +6,9 @@ kernel reads of it:
     key record   = of each head: [codes | high | scale | minimum | norm (per head) | channels], then [norm (joint)]
     value record = of each head: [codes | scale | minimum]
 
-Every field begins at a multiple of 8 units (16 bytes), and so does every record. Scales and minima lie group after
-group, so that all of one group are read at once. Pages of 16 bits have no record: they are tensors of the model's
-dtype.
+Every field begins at a multiple of 8 units (16 bytes), and so does every record. Codes lie lane after lane, scales and
+minima group after group, so that what one step of a product needs of all channels (of keys) or tokens (of values) is
+read at once. Pages of 16 bits have no record: they are tensors of the model's dtype.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class KeyLayout:
 
     Attributes:
         heads: H.
-        rows, lanes: codes of one head are int16 [rows, lanes]: D rows of P * bits / 16 lanes, D / 2 of P / 8 at 1 bit.
-        high_rows: the upper bits of boosted channels are int16 [high_rows, lanes]: as many rows as boosted channels, at
+        lanes, rows: codes of one head are int16 [lanes, rows]: [P * bits / 16, D], [P / 8, D / 2] at 1 bit.
+        high_rows: the upper bits of boosted channels are int16 [lanes, high_rows]: as many rows as boosted channels, at
             1 bit half as many, rounded up.
         groups: scale and minimum of one head are float16 [groups, D]; 0 where pages have none.
         codes, high, scale, minimum, norm, channels: offsets within a head's part, -1 of what pages have not. `norm`
@@ -59,8 +59,8 @@ class KeyLayout:
     """
 
     heads: int
-    rows: int
     lanes: int
+    rows: int
     high_rows: int
     groups: int
     codes: int
@@ -96,8 +96,8 @@ class KeyLayout:
         joint_norm = f.heads * head_stride if f.token_norm == "joint" else -1
         return KeyLayout(
             heads=f.heads,
-            rows=rows,
             lanes=lanes,
+            rows=rows,
             high_rows=high_rows,
             groups=groups,
             **offsets,
@@ -109,7 +109,7 @@ class KeyLayout:
     def fields(self, record: torch.Tensor, f: KeyFormat) -> dict[str, torch.Tensor]:
         """The fields that the format has, views of records int16 [N, record] in the shapes that `KeyPages` states."""
         heads = _heads(record, self.heads, self.head_stride)
-        found = {"codes": heads[..., : self.rows * self.lanes].unflatten(2, (self.rows, self.lanes))}
+        found = {"codes": heads[..., : self.rows * self.lanes].unflatten(2, (self.lanes, self.rows))}
         if self.groups:
             found["scale"], found["minimum"] = (
                 _half(heads, offset, f.head_dim, self.groups) for offset in (self.scale, self.minimum)
@@ -121,7 +121,7 @@ class KeyLayout:
             found["norm"] = joint.view(torch.float16)
         if f.boosted:
             high = heads[..., self.high : self.high + self.high_rows * self.lanes]
-            found["high"] = high.unflatten(2, (self.high_rows, self.lanes))
+            found["high"] = high.unflatten(2, (self.lanes, self.high_rows))
             if f.boost_select == "dynamic":
                 found["channels"] = heads[..., self.channels :].view(torch.uint8)[..., : f.boosted]
         return found
@@ -133,7 +133,7 @@ class ValueLayout:
 
     Attributes:
         heads: H.
-        rows, lanes: codes of one head are int16 [rows, lanes]: P rows of E * bits / 16 lanes, P / 2 of E / 8 at 1 bit.
+        lanes, rows: codes of one head are int16 [lanes, rows]: [E * bits / 16, P], [E / 8, P / 2] at 1 bit.
         groups: scale and minimum of one head are float16 [groups, P]; 0 where pages have none.
         codes, scale, minimum: offsets within a head's part, -1 of what pages have not.
         head_stride: from one head's part to the next.
@@ -141,8 +141,8 @@ class ValueLayout:
     """
 
     heads: int
-    rows: int
     lanes: int
+    rows: int
     groups: int
     codes: int
     scale: int
@@ -164,8 +164,8 @@ class ValueLayout:
         offsets, head_stride = _offsets({"codes": rows * lanes, "scale": scales, "minimum": scales})
         return ValueLayout(
             heads=f.heads,
-            rows=rows,
             lanes=lanes,
+            rows=rows,
             groups=groups,
             **offsets,
             head_stride=head_stride,
@@ -175,7 +175,7 @@ class ValueLayout:
     def fields(self, record: torch.Tensor, f: ValueFormat) -> dict[str, torch.Tensor]:
         """The fields that the format has, views of records int16 [N, record] in the shapes that `ValuePages` states."""
         heads = _heads(record, self.heads, self.head_stride)
-        found = {"codes": heads[..., : self.rows * self.lanes].unflatten(2, (self.rows, self.lanes))}
+        found = {"codes": heads[..., : self.rows * self.lanes].unflatten(2, (self.lanes, self.rows))}
         if self.groups:
             found["scale"], found["minimum"] = (
                 _half(heads, offset, f.page_size, self.groups) for offset in (self.scale, self.minimum)

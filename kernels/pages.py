@@ -3,7 +3,8 @@
 A page holds `page_size` tokens of every KV head of one layer. Keys and values have pages of their own, because their
 full-precision windows may differ. Keys are quantized per channel over groups of tokens and packed along the tokens;
 values are quantized per token over groups of channels and packed along the channels. Both are what the decode kernels
-read: the axis that is contracted with the probabilities or the query is not the packed one.
+read: the axis that is contracted with the probabilities or the query is not the packed one, and neighbours along it lie
+side by side.
 
 Kitty's boosted key channels have twice the bits: their low bits lie in the dense plane with everybody's, their high
 bits in a second plane, so that the dense plane has one shape whatever is boosted.
@@ -125,13 +126,13 @@ class KeyPages(_Pages):
     """N key pages of H heads, D channels, P tokens.
 
     Attributes:
-        codes: int16 [N, H, D, P * bits / 16] ([N, H, D / 2, P / 8] at 1 bit, see `kernels/packing.py`), or the model's
-            dtype [N, H, D, P] at 16 bits.
+        codes: int16 [N, H, P * bits / 16, D] ([N, H, P / 8, D / 2] at 1 bit, see `kernels/packing.py`), or the model's
+            dtype [N, H, P, D] at 16 bits.
         scale, minimum: float16 [N, H, D, P / group_size], group after group in memory; None at 16 bits or where scales
             are static.
         norm: float16 [N, H or 1, P], None without a token norm.
-        high: int16 [N, H, boosted, P * bits / 16], the upper bits of boosted channels (at 1 bit [N, H, boosted / 2, P /
-            8], boosted rounded up), None without boost.
+        high: int16 [N, H, P * bits / 16, boosted], the upper bits of boosted channels ([N, H, P / 8, boosted / 2] at
+            1 bit, boosted rounded up to an even number), None without boost.
         channels: uint8 [N, H, boosted], which channels those are, ascending; None where they are fixed per layer.
         record: int16 [N, units], of which all others are views, see `KeyLayout`; None at 16 bits.
         format: what the bytes mean.
@@ -154,7 +155,7 @@ class ValuePages(_Pages):
     """N value pages of H heads, P tokens, E channels.
 
     Attributes:
-        codes: int16 [N, H, P, E * bits / 16] ([N, H, P / 2, E / 8] at 1 bit), or the model's dtype [N, H, P, E] at 16
+        codes: int16 [N, H, E * bits / 16, P] ([N, H, E / 8, P / 2] at 1 bit), or the model's dtype [N, H, P, E] at 16
             bits.
         scale, minimum: float16 [N, H, P, E / group_size], group after group in memory; None at 16 bits or where scales
             are static.
@@ -179,7 +180,7 @@ def pages_of(buffer: torch.Tensor, f: KeyFormat | ValueFormat) -> KeyPages | Val
 
 def empty_keys(count: int, f: KeyFormat, dtype: torch.dtype, device: torch.device) -> KeyPages:
     """Uninitialised room for `count` key pages in one buffer; `dtype` is the model's, used by 16-bit codes."""
-    shape = (f.heads, f.head_dim, f.page_size) if f.bits == 16 else (KeyLayout.of(f).record,)
+    shape = (f.heads, f.page_size, f.head_dim) if f.bits == 16 else (KeyLayout.of(f).record,)
     dtype = dtype if f.bits == 16 else torch.int16
     return pages_of(torch.empty(count, *shape, dtype=dtype, device=device), f)
 
@@ -251,10 +252,10 @@ def quantize_keys(
         NumericError: NaN, infinity, or a norm, scale or minimum beyond float16.
     """
     if f.bits == 16:
-        return KeyPages(keys.transpose(2, 3).contiguous(), f)
+        return KeyPages(keys.contiguous(), f)
     if f.static:
         codes = quantize_static(keys, f.bits, static.scale.unsqueeze(1), static.minimum.unsqueeze(1))
-        return _record(f, codes=pack_codes(codes.transpose(2, 3), f.bits, dim=3, across=2))
+        return _record(f, codes=pack_codes(codes, f.bits, dim=2, across=3))
     norm = None
     if f.token_norm != "none":
         norm = token_norms(keys, f.token_norm, f.token_norm_measure).half()
@@ -263,7 +264,7 @@ def quantize_keys(
     transposed = keys.transpose(2, 3)
     plain = quantize(transposed, f.bits, f.group_size, dim=3, value_range=f.range)
     if not f.boosted:
-        codes = pack_codes(plain.codes, f.bits, dim=3, across=2)
+        codes = pack_codes(plain.codes.transpose(2, 3), f.bits, dim=2, across=3)
         return _record(f, codes=codes, scale=plain.scale, minimum=plain.minimum, norm=norm)
     chosen = rank_channels(keys, f.boosted) if f.boost_select == "dynamic" else channels.expand(len(keys), -1, -1)
 
@@ -275,11 +276,11 @@ def quantize_keys(
     codes = plain.codes.scatter(2, rows_of(plain.codes), fine.codes & low_mask)
     return _record(
         f,
-        codes=pack_codes(codes, f.bits, dim=3, across=2),
+        codes=pack_codes(codes.transpose(2, 3), f.bits, dim=2, across=3),
         scale=plain.scale.scatter(2, rows_of(plain.scale), fine.scale),
         minimum=plain.minimum.scatter(2, rows_of(plain.minimum), fine.minimum),
         norm=norm,
-        high=pack_codes(fine.codes >> f.bits, f.bits, dim=3, across=2),
+        high=pack_codes((fine.codes >> f.bits).transpose(2, 3), f.bits, dim=2, across=3),
         channels=chosen,
     )
 
@@ -290,25 +291,25 @@ def quantize_values(values: torch.Tensor, f: ValueFormat, static: ChannelScales 
         return ValuePages(values.contiguous(), f)
     if f.static:
         codes = quantize_static(values, f.bits, static.scale.unsqueeze(1), static.minimum.unsqueeze(1))
-        return _record(f, codes=pack_codes(codes, f.bits, dim=3, across=2))
+        return _record(f, codes=pack_codes(codes.transpose(2, 3), f.bits, dim=2, across=3))
     quantized = quantize(values, f.bits, f.group_size, dim=3, value_range=f.range)
-    codes = pack_codes(quantized.codes, f.bits, dim=3, across=2)
+    codes = pack_codes(quantized.codes.transpose(2, 3), f.bits, dim=2, across=3)
     return _record(f, codes=codes, scale=quantized.scale, minimum=quantized.minimum)
 
 
 def key_codes(pages: KeyPages, f: KeyFormat, channels: torch.Tensor | None = None) -> torch.Tensor:
     """Unpacked codes, uint8 [N, H, D, P], boosted channels with their upper bits."""
-    codes = unpack_codes(pages.codes, f.bits, 3, f.page_size, across=2)
+    codes = unpack_codes(pages.codes, f.bits, 2, f.page_size, across=3)
     if not f.boosted:
-        return codes
-    high = unpack_codes(pages.high, f.bits, 3, f.page_size, across=2)[:, :, : f.boosted] << f.bits
+        return codes.transpose(2, 3)
+    high = unpack_codes(pages.high, f.bits, 2, f.page_size, across=3)[..., : f.boosted] << f.bits
     chosen = pages.channels.long() if pages.channels is not None else channels.expand(len(pages), -1, -1)
-    return codes.scatter_add(2, chosen.unsqueeze(3).expand_as(high), high)
+    return codes.scatter_add(3, chosen.unsqueeze(2).expand_as(high), high).transpose(2, 3)
 
 
 def value_codes(pages: ValuePages, f: ValueFormat) -> torch.Tensor:
     """Unpacked codes, uint8 [N, H, P, E]."""
-    return unpack_codes(pages.codes, f.bits, 3, f.head_dim, across=2)
+    return unpack_codes(pages.codes, f.bits, 2, f.head_dim, across=3).transpose(2, 3)
 
 
 def key_scales(pages: KeyPages, static: ChannelScales | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -323,7 +324,7 @@ def dequantize_keys(
 ) -> torch.Tensor:
     """Dequantized keys, float32 [N, H, D, P], token norms applied."""
     if f.bits == 16:
-        return pages.codes.float()
+        return pages.codes.float().transpose(2, 3)
     keys = dequantize(key_codes(pages, f, channels), *key_scales(pages, static), f.group_size, 3)
     return keys if pages.norm is None else keys * pages.norm.float().unsqueeze(2)
 

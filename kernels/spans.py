@@ -38,10 +38,10 @@ class Span:
 
     Attributes:
         tokens: n.
-        key_codes: int16 [blocks, H, D, 128 * bits / 16], packed along a block's tokens, those after the last one with
-            code 0; [blocks, H, D / 2, 16] at 1 bit, see `kernels/packing.py`.
+        key_codes: int16 [blocks, H, 128 * bits / 16, D], packed along a block's tokens, those after the last one with
+            code 0; [blocks, H, 16, D / 2] at 1 bit, see `kernels/packing.py`.
         key_scale, key_minimum: float16 [H, D].
-        value_codes: int16 [blocks, H, 128, E * bits / 16], packed along the channels; [blocks, H, 64, E / 8] at 1 bit.
+        value_codes: int16 [blocks, H, E * bits / 16, 128], packed along the channels; [blocks, H, E / 8, 64] at 1 bit.
         value_scale, value_minimum: float16 [H, E].
     """
 
@@ -77,10 +77,10 @@ def quantize_span(keys: torch.Tensor, values: torch.Tensor, f: SpanFormat) -> Sp
     )
     return Span(
         n,
-        pack_codes(key_codes.transpose(2, 3), f.key_bits, dim=3, across=2),
+        pack_codes(key_codes, f.key_bits, dim=2, across=3),
         key.scale[:, 0],
         key.minimum[:, 0],
-        pack_codes(value_codes, f.value_bits, dim=3, across=2),
+        pack_codes(value_codes.transpose(2, 3), f.value_bits, dim=2, across=3),
         value.scale[:, 0],
         value.minimum[:, 0],
     )
@@ -100,14 +100,14 @@ def span_values(span: Span, f: SpanFormat) -> torch.Tensor:
 
 def _key_codes(span: Span, f: SpanFormat) -> torch.Tensor:
     """Unpacked key codes, uint8 [H, D, n]."""
-    codes = unpack_codes(span.key_codes, f.key_bits, 3, BLOCK, across=2)
-    return codes.permute(1, 2, 0, 3).flatten(2)[..., : span.tokens]
+    codes = unpack_codes(span.key_codes, f.key_bits, 2, BLOCK, across=3)
+    return codes.permute(1, 3, 0, 2).contiguous().flatten(2)[..., : span.tokens]
 
 
 def _value_codes(span: Span, f: SpanFormat, blocks: slice) -> torch.Tensor:
     """Unpacked value codes of some blocks, uint8 [H, their tokens, E]."""
-    codes = unpack_codes(span.value_codes[blocks], f.value_bits, 3, span.value_scale.shape[1], across=2)
-    return codes.transpose(0, 1).flatten(1, 2)[:, : span.tokens - (blocks.start or 0) * BLOCK]
+    codes = unpack_codes(span.value_codes[blocks], f.value_bits, 2, span.value_scale.shape[1], across=3)
+    return codes.permute(1, 0, 3, 2).contiguous().flatten(1, 2)[:, : span.tokens - (blocks.start or 0) * BLOCK]
 
 
 def span_scores(queries: torch.Tensor, span: Span, f: SpanFormat) -> torch.Tensor:

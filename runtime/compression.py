@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from kvconvert.errors import NumericError
+from kvconvert.kernels.gpu.device import runs_triton
 from kvconvert.kernels.pages import quantize_keys, quantize_values
 from kvconvert.kernels.selection import select_tokens
 from kvconvert.kernels.spans import quantize_span
-from kvconvert.runtime.pool import PagePool
+from kvconvert.runtime.pool import UNIT, PagePool
 from kvconvert.runtime.sequence import Sequence, Side
 
 if TYPE_CHECKING:
@@ -62,29 +65,86 @@ def flush(layer: PagedLayer, held_back: int) -> None:
     """Quantize complete pages of all sequences but for the newest tokens that scheme or caller hold back."""
     if layer.scheme.is_span:
         return
+    sequences = [sequence for sequence in layer.sequences if sequence.open_from is None]
+    for sequence in sequences:
+        _drop_outside_window(layer, sequence)
     key_window = max(held_back, layer.scheme.key_recent_tokens)
     value_window = max(held_back, layer.scheme.value_recent_tokens)
-    for sequence in layer.sequences:
-        if sequence.open_from is not None:
-            continue
-        _drop_outside_window(layer, sequence)
-        _flush_side(layer, sequence, sequence.keys, layer.key_pool, key_window)
-        _flush_side(layer, sequence, sequence.values, layer.value_pool, value_window)
+    _flush_sides(layer, layer.key_pool, [_due(layer, s, s.keys, key_window) for s in sequences])
+    _flush_sides(layer, layer.value_pool, [_due(layer, s, s.values, value_window) for s in sequences])
 
 
-def _flush_side(layer: PagedLayer, sequence: Sequence, side: Side, pool: PagePool, held_back: int) -> None:
-    size, start = layer.page_size, sequence.sinks
-    count = max(0, (side.dense - start - held_back) // size)
-    for first in range(0, count, FLUSH_PAGES):
-        tokens = side.tokens(start + first * size, start + min(first + FLUSH_PAGES, count) * size)
-        pages = tokens.unflatten(1, (-1, size)).transpose(0, 1)
+class _Due(NamedTuple):
+    """Complete pages in a side's buffer: the index of their first token, and how many."""
+
+    side: Side
+    start: int
+    count: int
+
+
+def _due(layer: PagedLayer, sequence: Sequence, side: Side, held_back: int) -> _Due:
+    return _Due(side, sequence.sinks, max(0, (side.dense - sequence.sinks - held_back) // layer.page_size))
+
+
+def _flush_sides(layer: PagedLayer, pool: PagePool, due: list[_Due]) -> None:
+    """Move complete pages of all rows' keys or of all rows' values to the pool."""
+    due = [part for part in due if part.count]
+    if not due:
+        return
+    f = layer.format.keys if pool is layer.key_pool else layer.format.values
+    if runs_triton(layer.device):
+        from kvconvert.kernels.gpu.quantize import why_not
+
+        reason = why_not(due[0].side.buffer, f)
+        if reason is None:
+            _flush_in_one_launch(layer, pool, due)
+            return
+        layer.fall_back("page quantization", reason)
+    for side, start, count in due:
+        for first in range(0, count, FLUSH_PAGES):
+            pages = side.pages_at(start + first * f.page_size, min(FLUSH_PAGES, count - first), f.page_size)
+            with _NamedErrors(layer.index, 1):
+                if pool is layer.key_pool:
+                    quantized = quantize_keys(pages, f, layer.format.boosted, layer.format.static_keys)
+                else:
+                    quantized = quantize_values(pages, f, layer.format.static_values)
+            side.pages += pool.write(quantized)
+        side.remove(start, start + count * f.page_size)
+        layer.flushes += count
+
+
+def _flush_in_one_launch(layer: PagedLayer, pool: PagePool, due: list[_Due]) -> None:
+    """All rows' pages at once, from their buffers straight into the pool's records."""
+    from kvconvert.kernels.gpu.quantize import new_flag, quantize_key_pages, quantize_value_pages, raise_if_flagged
+
+    size, base = layer.page_size, due[0].side.buffer
+    numbers = pool.reserve(sum(part.count for part in due))
+    records = pool.views(numbers[:1])[0].buffer
+    # Offsets count elements of their base; the pool's count 16 bytes.
+    offsets = [offset * UNIT // records.element_size() for offset in pool.offsets(numbers, records)]
+    table = []
+    for side, start, count in due:
+        buffer = side.buffer
+        origin = (buffer.data_ptr() - base.data_ptr()) // base.element_size() + start * buffer.stride(1)
+        for page in range(count):
+            table.append((origin + page * size * buffer.stride(1), buffer.stride(0), offsets[len(table)], size))
+    places = torch.tensor(table, dtype=torch.int64).to(layer.device, non_blocking=True)
+    flag = new_flag(layer.device)
+    format = layer.format
+    if pool is layer.key_pool:
+        more = (format.boosted, format.static_keys)
+        quantize_key_pages(base, base.stride(1), places, format.keys, records, flag, *more)
+    else:
+        quantize_value_pages(base, base.stride(1), places, format.values, records, flag, format.static_values)
+    try:
         with _NamedErrors(layer.index, 1):
-            if side is sequence.keys:
-                quantized = quantize_keys(pages, layer.format.keys, layer.format.boosted, layer.format.static_keys)
-            else:
-                quantized = quantize_values(pages, layer.format.values, layer.format.static_values)
-        side.pages += pool.write(quantized)
-    if count:
+            raise_if_flagged(flag, format.keys.heads)
+    except NumericError:
+        pool.release(numbers)
+        raise
+    for side, start, count in due:
+        side.pages += numbers[:count]
+        numbers = numbers[count:]
         side.remove(start, start + count * size)
         layer.flushes += count
 

@@ -14,8 +14,8 @@ from kvconvert.kernels.pages import KeyPages, ValuePages
 # A pool grows by a sixteenth of what it holds, at least four pages: few chunks at any length, little unused room.
 SMALLEST_CHUNK = 4
 GROWTH = 16
-# Bytes: what offsets of pages count.
-UNIT = 2
+# Bytes: what offsets of pages count. Records, and the pages that have none, begin at multiples of it.
+UNIT = 16
 
 Pages = TypeVar("Pages", KeyPages, ValuePages)
 
@@ -130,11 +130,11 @@ class PagePool(Generic[Pages]):
         return views
 
     def offsets(self, numbers: list[int], base: torch.Tensor) -> list[int]:
-        """Where each page's record begins, in units of 2 bytes from the first byte of `base`, on the same device.
+        """Where each page's record begins, in units of 16 bytes from the first byte of `base`, on the same device.
 
         Chunks are separate allocations, so offsets may lie far outside of `base` and be negative; they need 64 bits.
-        They stay what they are as long as the page is in use. Records, and so differences of addresses of aligned
-        tensors, are multiples of 16 bytes.
+        They stay what they are as long as the page is in use. `base` has to begin at a multiple of 16 bytes, as every
+        allocation of torch does.
         """
         origin = base.data_ptr()
         buffers = [chunk.buffer for chunk in self._chunks]

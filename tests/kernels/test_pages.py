@@ -128,7 +128,7 @@ def test_key_fields_lie_where_the_layout_says_and_nowhere_twice(bits, norm, boos
     pages = empty_keys(2, f, torch.float32, torch.device("cpu"))
     rows, high_rows = (10, 3 if boosted else 0) if bits == 1 else (20, boosted)
     assert (layout.rows, layout.high_rows, layout.lanes) == (rows, high_rows, 8 * max(bits, 2))
-    assert pages.codes.shape == (2, 3, rows, layout.lanes)
+    assert pages.codes.shape == (2, 3, layout.lanes, rows)
     assert (layout.high < 0, layout.norm < 0, layout.joint_norm < 0) == (
         not boosted,
         norm != "per_head",
@@ -147,7 +147,7 @@ def test_value_fields_lie_where_the_layout_says_and_nowhere_twice(bits):
     layout = ValueLayout.of(f)
     pages = empty_values(2, f, torch.float32, torch.device("cpu"))
     rows = 64 if bits == 1 else 128
-    assert pages.codes.shape == (2, 3, rows, 40 * max(bits, 2) // 16)
+    assert pages.codes.shape == (2, 3, 40 * max(bits, 2) // 16, rows)
     heads = [page * layout.record + head * layout.head_stride for page in range(2) for head in range(3)]
     starts = {"codes": layout.codes, "scale": layout.scale, "minimum": layout.minimum}
     check_places(pages, heads, starts, {}, layout.record)
@@ -175,11 +175,27 @@ def check_places(pages, heads, starts, once_per_page, size):
     assert taken.max() == 1
 
 
+def test_key_lanes_hold_tokens_of_one_channel_and_value_lanes_channels_of_one_token():
+    torch.manual_seed(0)
+    keys, values = torch.randint(0, 4, (1, 2, 128, 8)), torch.randint(0, 4, (1, 2, 128, 16))
+    # every group spans 0 to 3, so that numbers are their own codes
+    keys[:, :, 0] = values[..., 0] = 0
+    keys[:, :, 1] = values[..., 1] = 3
+    key_words = quantize_keys(keys.float(), key_format(2, dim=8, group=128)).codes
+    value_words = quantize_values(values.float(), value_format(2, dim=16, group=16)).codes
+    assert (key_words.shape, value_words.shape) == ((1, 2, 16, 8), (1, 2, 2, 128))
+    shifts = 2 * torch.arange(8)
+    for lane, row in ((0, 0), (13, 5), (15, 7)):
+        assert int(key_words[0, 1, lane, row]) % 2**16 == int((keys[0, 1, lane::16, row] << shifts).sum())
+    for lane, row in ((0, 0), (1, 127), (1, 64)):
+        assert int(value_words[0, 1, lane, row]) % 2**16 == int((values[0, 1, row, lane::2] << shifts).sum())
+
+
 def test_sixteen_bit_pages_are_one_tensor_without_a_record():
     pages = empty_keys(3, key_format(16), torch.bfloat16, torch.device("cpu"))
     assert pages.record is None
     assert pages.buffer is pages.codes
-    assert (pages.codes.shape, pages.codes.dtype) == ((3, 2, 64, 128), torch.bfloat16)
+    assert (pages.codes.shape, pages.codes.dtype) == ((3, 2, 128, 64), torch.bfloat16)
 
 
 def test_chosen_pages_are_copies_and_slices_views_with_all_their_fields():
