@@ -6,14 +6,20 @@
   which then REPLACES AWQ's `qweight` in memory and is turned back exactly for state dicts, copies, casts and moves.
 - `tiled`: dequantizes a few hundred output channels at a time into a buffer that stays in the cache, and multiplies.
 
-On every other device this version runs the reference, which dequantizes the whole weight for each call: right, but
-slower than an unquantized model. The first such call logs a warning, and `QuantizedLinear.path` tells which path a
-call takes.
+On NVIDIA GPUs from Ampere on, Triton kernels (kvconvert.kernels.gpu.linear, which has their layout and their numerics)
+serve fp16 and bfloat16 activations and groups of 32, 64 or a multiple of 128 inputs. Their layout replaces `qweight` as
+torch's does on a CPU. Which of three a call takes depends on its number of rows alone:
+
+- `few rows`: the inputs split among the warps of a program, codes and activations multiplied exactly.
+- `fused`: weights dequantized between memory and tensor cores.
+- `unpacked`: a few thousand outputs dequantized at a time, multiplied by torch's matrix product.
+
+Everything else runs the reference, which dequantizes the whole weight for each call: right, but slower than an
+unquantized model. The first such call logs a warning, and `QuantizedLinear.path` tells which path a call takes.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from functools import lru_cache
@@ -24,10 +30,10 @@ from torch import Tensor, nn
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels.awq_format import AwqWeight, dequantize_weight, pack_awq, unpack_awq
+from kvconvert.kernels.gpu.device import fall_back, runs_triton, why_not
+from kvconvert.kernels.gpu.linear_layout import DTYPES, PackedWeight, pack_weight, supports_group_size, unpack_codes
 
-logger = logging.getLogger(__name__)
-
-Path = Literal["int4pack", "tiled", "reference"]
+Path = Literal["int4pack", "tiled", "few rows", "fused", "unpacked", "reference"]
 
 # Measured by benchmarks/cpu_linear.py: for large weights torch's int4 product costs as much as dequantizing between 48
 # and 64 rows, for small ones later.
@@ -40,8 +46,11 @@ TILE_CHANNELS = 128
 # Channels of the four bytes of an AWQ word, counted from the low end: the low nibbles', then the high nibbles'.
 _BYTE_CHANNELS = (0, 4, 1, 5, 2, 6, 3, 7)
 
+# Measured by benchmarks/gpu_linear.py on an H200.
+GPU_FEW_ROWS = 32
+GPU_FUSED_ROWS = 1024
+
 _layout_lock = threading.Lock()
-_warned_devices: set[str] = set()
 
 
 def w4a16_reference(x: Tensor, weight: AwqWeight, bias: Tensor | None = None) -> Tensor:
@@ -63,9 +72,10 @@ class QuantizedLinear(nn.Module):
     and bias [out] if any. Scales stay fp16 whatever dtype the model is cast to. The weights are frozen; gradients
     flow to the input only.
 
-    Memory on a CPU: 4 bits per weight in either layout. Once the `int4pack` path has run, `qweight` is None, the
-    weights are in `int4pack`, and a bfloat16 pair per group and output channel comes on top (0.25 bits per weight for
-    groups of 128); `awq_weight()` gives AWQ's tensors at any time, and `state_dict()` always holds them.
+    Memory: 4 bits per weight in every layout. Once a path with a layout of its own has run, `qweight` is None, the
+    weights are in `int4pack` (CPU) or `gpu_lanes` (GPU), and 4 bytes per group and output channel come on top (0.25
+    bits per weight for groups of 128); `awq_weight()` gives AWQ's tensors at any time, and `state_dict()` always holds
+    them.
 
     Args:
         in_features, out_features: as for `torch.nn.Linear`; multiples of `group_size` and of 8.
@@ -80,6 +90,8 @@ class QuantizedLinear(nn.Module):
     bias: Tensor | None
     int4pack: Tensor | None
     int4pack_grid: Tensor | None
+    gpu_lanes: Tensor | None
+    gpu_grid: Tensor | None
 
     def __init__(
         self,
@@ -102,8 +114,8 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("qzeros", torch.zeros(groups, out_features // 8, dtype=torch.int32, device=device))
         self.register_buffer("scales", torch.zeros(groups, out_features, dtype=torch.float16, device=device))
         self.register_buffer("bias", torch.zeros(out_features, device=device) if bias else None)
-        self.register_buffer("int4pack", None, persistent=False)
-        self.register_buffer("int4pack_grid", None, persistent=False)
+        for name in ("int4pack", "int4pack_grid", "gpu_lanes", "gpu_grid"):
+            self.register_buffer(name, None, persistent=False)
 
     @classmethod
     def from_weight(cls, weight: AwqWeight, bias: Tensor | None = None) -> QuantizedLinear:
@@ -125,7 +137,12 @@ class QuantizedLinear(nn.Module):
 
     def path(self, rows: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Path:
         """Which path a call with so many rows of this dtype takes on a device."""
-        if torch.device(device).type != "cpu":
+        device = torch.device(device)
+        if self._on_gpu(device):
+            if self._no_kernel(dtype) is not None:
+                return "reference"
+            return "few rows" if rows <= GPU_FEW_ROWS else "fused" if rows <= GPU_FUSED_ROWS else "unpacked"
+        if device.type != "cpu":
             return "reference"
         fits = self.out_features % 16 == 0 and self.group_size in INT4PACK_GROUP_SIZES
         if dtype == torch.bfloat16 and rows <= INT4PACK_ROWS and fits and int4pack_block() is not None:
@@ -134,9 +151,11 @@ class QuantizedLinear(nn.Module):
 
     def awq_weight(self) -> AwqWeight:
         """The weight in AWQ's file layout, whichever layout is in memory."""
-        qweight, packed = self.qweight, self.int4pack
-        if qweight is None:
+        qweight, packed, lanes = self.qweight, self.int4pack, self.gpu_lanes
+        if qweight is None and packed is not None:
             qweight = pack_awq(unpack_int4pack(packed).T)
+        elif qweight is None:
+            qweight = unpack_codes(lanes, self.out_features)
         return AwqWeight(qweight, self.qzeros, self.scales)
 
     def extra_repr(self) -> str:
@@ -151,14 +170,44 @@ class QuantizedLinear(nn.Module):
             return rows.new_empty(0, self.out_features)
         path = self.path(rows.shape[0], rows.dtype, rows.device)
         if path == "reference":
-            _warn_once(rows.device.type)
+            reason = self._no_kernel(rows.dtype) if self._on_gpu(rows.device) else why_not(rows.device)
+            fall_back("A Linear with 4-bit weights", reason)
             return w4a16_reference(rows, self.awq_weight())
+        if path in ("few rows", "fused", "unpacked"):
+            return self._gpu_product(rows, path)
+        if self.gpu_lanes is not None:
+            # Triton's interpreter was here.
+            self._to_awq()
         if path == "int4pack":
             self._to_int4pack()
             return torch.ops.aten._weight_int4pack_mm_for_cpu(
                 rows.contiguous(), self.int4pack, self.group_size, self.int4pack_grid
             )
         return self._tiled_product(rows)
+
+    def _on_gpu(self, device: torch.device) -> bool:
+        return (device.type != "cuda" or torch.cuda.is_available()) and runs_triton(device)
+
+    def _no_kernel(self, dtype: torch.dtype) -> str | None:
+        """Why the kernels cannot serve activations of this dtype, None if they can."""
+        if dtype not in DTYPES:
+            return f"there are kernels for fp16 and bf16 activations, not for {dtype}"
+        if not supports_group_size(self.group_size):
+            return f"there are kernels for groups of 32, 64 or a multiple of 128 inputs, not of {self.group_size}"
+        return None
+
+    def _gpu_product(self, rows: Tensor, path: Path) -> Tensor:
+        from kvconvert.kernels.gpu import linear
+
+        if self.gpu_lanes is None:
+            self._to_awq()
+            with _layout_lock, torch.inference_mode(False):
+                if self.gpu_lanes is None:
+                    packed = pack_weight(AwqWeight(self.qweight, self.qzeros, self.scales))
+                    # As in `_to_int4pack`, the new layout has to be there before the old one goes.
+                    self.gpu_grid, self.gpu_lanes, self.qweight = packed.grid, packed.lanes, None
+        product = {"few rows": linear.few_rows, "fused": linear.prompt, "unpacked": linear.unpacked}[path]
+        return product(rows, PackedWeight(self.gpu_lanes, self.gpu_grid, self.out_features))
 
     def _tiled_product(self, rows: Tensor) -> Tensor:
         """`x W` by tiles of output channels, which come out in the order their nibbles lie in ("lanes")."""
@@ -208,11 +257,11 @@ class QuantizedLinear(nn.Module):
             self.qweight = None
 
     def _to_awq(self) -> None:
-        """Undo `_to_int4pack`."""
+        """Put the weights back into `qweight`."""
         with _layout_lock:
-            if self.int4pack is not None:
+            if self.qweight is None:
                 self.qweight = self.awq_weight().qweight
-                self.int4pack = self.int4pack_grid = None
+                self.int4pack = self.int4pack_grid = self.gpu_lanes = self.gpu_grid = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         self._to_awq()
@@ -334,13 +383,3 @@ def int4pack_block() -> int | None:
         codes = torch.arange(112 * 64).mul(7).remainder(31).remainder(16).view(112, 64)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         return block if torch.equal(unpack_int4pack(packed, block).long(), codes) else None
-
-
-def _warn_once(device: str) -> None:
-    if device not in _warned_devices:
-        _warned_devices.add(device)
-        logger.warning(
-            "4-bit weights on %s are dequantized for every call, which is slower than an unquantized model; "
-            "this version has its fast path on the CPU only.",
-            device,
-        )

@@ -1,0 +1,107 @@
+"""The 4-bit Linear's kernels on a GPU: checked against float64, timed against torch's bf16 matrix product.
+
+A section of benchmarks/gpu.py. Bytes are those of the packed weight, which every call reads once; several copies of it
+take turns, so that none is still in the cache.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from gpu_timing import buffers_beyond_cache, copy_bandwidth, graph_time
+from torch import Tensor
+
+from kvconvert.kernels import linear as dispatch
+from kvconvert.kernels.awq_format import AwqWeight, dequantize_weight
+from kvconvert.kernels.gpu import linear as kernels
+from kvconvert.kernels.gpu.linear_layout import PackedWeight, pack_weight, unpack_codes
+
+# Inputs and outputs; bars are (least ratio to bf16, least part of the copy bandwidth) by rows.
+SHAPES = [(4096, 14336), (14336, 4096), (4096, 4096), (4096, 1024)]
+ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+BARS = {(4096, 14336, 1): (3.2, 0.7), (4096, 14336, 16): (2.5, None), (4096, 14336, 256): (0.9, None)}
+TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 4e-3}
+GROUP_SIZE = 128
+
+
+def random_weight(inputs: int, outputs: int, group_size: int, device: torch.device, seed: int = 0) -> AwqWeight:
+    """Any bits are codes and zeros."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def words(rows: int) -> Tensor:
+        shape = (rows, outputs // 8)
+        return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device, generator=generator)
+
+    scales = torch.rand(inputs // group_size, outputs, device=device, generator=generator)
+    return AwqWeight(words(inputs), words(inputs // group_size), (scales * 0.01 + 0.001).half())
+
+
+def product(x: Tensor, packed: PackedWeight) -> Tensor:
+    """By the path that `QuantizedLinear` takes for so many rows."""
+    if len(x) <= dispatch.GPU_FEW_ROWS:
+        return kernels.few_rows(x, packed)
+    return kernels.prompt(x, packed) if len(x) <= dispatch.GPU_FUSED_ROWS else kernels.unpacked(x, packed)
+
+
+def check(device: torch.device) -> list[dict]:
+    """Every kernel, group size and dtype, with outputs that do not fill a tile."""
+    results = []
+    for inputs, outputs, group_size in ((4096, 1000, 128), (1536, 264, 64), (608, 72, 32), (1024, 520, 512)):
+        weight = random_weight(inputs, outputs, group_size, device)
+        packed, exact_weight = pack_weight(weight), dequantize_weight(weight, torch.float64)
+        intact = torch.equal(unpack_codes(packed.lanes, outputs), weight.qweight)
+        for dtype in kernels.DTYPES:
+            case = f"{inputs} x {outputs}, groups of {group_size}, {kernels.DTYPES[dtype]}"
+            for rows in (1, 5, 16, 31, 33, 64, 129, 300):
+                x = torch.randn(rows, inputs, device=device).to(dtype)
+                exact = x.double() @ exact_weight.T
+                names = ["prompt", "unpacked"] + ["few_rows"] * (rows <= dispatch.GPU_FEW_ROWS)
+                for name in names:
+                    y = getattr(kernels, name)(x, packed)
+                    error = float((y.double() - exact).norm() / exact.norm())
+                    results.append(
+                        {
+                            "kernel": f"linear {name}",
+                            "case": f"{rows} rows, {case}",
+                            "error": error,
+                            "tolerance": TOLERANCE[dtype],
+                            "passed": intact and error <= TOLERANCE[dtype],
+                        }
+                    )
+    return results
+
+
+def measure(device: torch.device) -> list[dict]:
+    """Time over torch's bf16 product on the same inputs, by rows, and the weight's bytes over the copy bandwidth."""
+    copying, results = copy_bandwidth(), []
+    for inputs, outputs in SHAPES:
+        packed = [pack_weight(random_weight(inputs, outputs, GROUP_SIZE, device))]
+        nbytes = packed[0].lanes.nbytes + packed[0].grid.nbytes
+        dense = [kernels.dequantize(packed[0], torch.bfloat16)]
+        for copies, one_bytes in ((packed, nbytes), (dense, dense[0].nbytes)):
+            while len(copies) < buffers_beyond_cache(one_bytes):
+                one = copies[0]
+                again = PackedWeight(one.lanes.clone(), one.grid.clone(), outputs) if copies is packed else one.clone()
+                copies.append(again)
+        for rows in ROWS if outputs == 14336 else ROWS[::2]:
+            x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
+            copies = 2 if rows >= 512 else None
+            ours = graph_time([partial(product, x, one) for one in packed[:copies]], repeats=10)
+            peer = graph_time([partial(torch.mm, x, one.T) for one in dense[:copies]], repeats=10)
+            ratio_bar, bandwidth_bar = BARS.get((inputs, outputs, rows), (None, None))
+            results.append(
+                {
+                    "case": f"W4A16, {inputs} x {outputs}, {rows} rows",
+                    "ours_us": ours * 1e6,
+                    "peer": "torch bf16 matmul",
+                    "peer_us": peer * 1e6,
+                    "ratio": peer / ours,
+                    "bar": ratio_bar,
+                    "bytes": nbytes,
+                    "bandwidth": nbytes / ours,
+                    "bandwidth_of_copy": nbytes / ours / copying,
+                    "bandwidth_bar": bandwidth_bar,
+                }
+            )
+    return results
