@@ -47,7 +47,8 @@ def pack_codes(codes: Tensor, bits: int, dim: int, across: int) -> Tensor:
         across: the other axis, along which codes of 1 bit are paired; an odd number is completed by zeros.
 
     Returns:
-        int16 in the shape of `codes`, `dim` shortened by a factor `fields_per_lane(bits)` and `across`, at 1 bit, by 2.
+        int16, contiguous, in the shape of `codes`, `dim` shortened by a factor `fields_per_lane(bits)` and `across`, at
+        1 bit, by 2.
     """
     planes, width = fields_per_lane(bits), field_bits(bits)
     dim, across = dim % codes.ndim, across % codes.ndim
@@ -61,7 +62,7 @@ def pack_codes(codes: Tensor, bits: int, dim: int, across: int) -> Tensor:
         codes = first.clone()
         codes.narrow(across, 0, second.shape[across]).bitwise_or_(second << bits)
     blocks = codes.unflatten(dim, (planes, codes.shape[dim] // planes))
-    words = blocks.select(dim, 0).to(torch.int16)
+    words = blocks.select(dim, 0).to(torch.int16, memory_format=torch.contiguous_format)
     for plane in range(1, planes):
         words |= blocks.select(dim, plane).to(torch.int16) << (plane * width)
     return words

@@ -34,7 +34,7 @@ class SpanFormat:
 
 @dataclass(frozen=True)
 class Span:
-    """One quantized span of n tokens, H KV heads, D key and E value channels.
+    """One quantized span of n tokens, H KV heads, D key and E value channels; all tensors are contiguous.
 
     Attributes:
         tokens: n.
@@ -78,11 +78,11 @@ def quantize_span(keys: torch.Tensor, values: torch.Tensor, f: SpanFormat) -> Sp
     return Span(
         n,
         pack_codes(key_codes, f.key_bits, dim=2, across=3),
-        key.scale[:, 0],
-        key.minimum[:, 0],
+        key.scale[:, 0].contiguous(),
+        key.minimum[:, 0].contiguous(),
         pack_codes(value_codes.transpose(2, 3), f.value_bits, dim=2, across=3),
-        value.scale[:, 0],
-        value.minimum[:, 0],
+        value.scale[:, 0].contiguous(),
+        value.minimum[:, 0].contiguous(),
     )
 
 

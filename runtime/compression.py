@@ -31,6 +31,7 @@ def seal(layer: PagedLayer) -> None:
         else:
             _evict(layer, sequence)
         sequence.open_from = None
+        layer.version += 1
     if not layer.keep_for_sharing:
         flush(layer, layer.page_size if layer.record_past else 0)
 
@@ -91,6 +92,7 @@ def _flush_sides(layer: PagedLayer, pool: PagePool, due: list[_Due]) -> None:
     due = [part for part in due if part.count]
     if not due:
         return
+    layer.version += 1
     f = layer.format.keys if pool is layer.key_pool else layer.format.values
     if runs_triton(layer.device):
         from kvconvert.kernels.gpu.quantize import why_not
@@ -170,6 +172,7 @@ def _drop_outside_window(layer: PagedLayer, sequence: Sequence) -> None:
         if outside > paged:
             side.remove(sequence.sinks, sequence.sinks + (outside - paged) * size)
     sequence.dropped += outside
+    layer.version += bool(outside)
 
 
 class _NamedErrors:

@@ -39,6 +39,7 @@ def crop(layer: PagedLayer, tokens_to_remove: int) -> None:
     layer.logical = layer.attended = length
     if layer.real is not None:
         layer.real = layer.real[:, :length]
+    layer.version += 1
     flush(layer, 0)
 
 

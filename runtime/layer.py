@@ -23,6 +23,7 @@ from kvconvert.runtime.appending import commit
 from kvconvert.runtime.compression import flush, seal
 from kvconvert.runtime.cropping import crop
 from kvconvert.runtime.formats import layer_format, span_format, static_scales
+from kvconvert.runtime.places import LayerPlaces
 from kvconvert.runtime.pool import PagePool
 from kvconvert.runtime.reading import attend
 from kvconvert.runtime.seam import Chunk, KeyHandle
@@ -79,6 +80,7 @@ class PagedLayer(CacheLayerMixin):
         self.real: torch.Tensor | None = None  # bool [B, logical] of committed columns; None while no padding was seen
         self.flushes = 0
         self.fallbacks = 0
+        self.version = 0  # of what `places` tells: pages, spans, and the order of sequences
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.sequences: list[Sequence] = []
         self.is_initialized = False
@@ -109,6 +111,7 @@ class PagedLayer(CacheLayerMixin):
             for _ in range(batch)
         ]
         self.flattened = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.places = LayerPlaces(self)
         self.is_initialized = True
 
     def _room_for_keys(self, count: int, device: torch.device) -> KeyPages:
@@ -188,6 +191,7 @@ class PagedLayer(CacheLayerMixin):
             reordered.append(self.sequences[row].copy() if row in seen else self.sequences[row])
             seen.add(row)
         self.sequences = reordered
+        self.version += 1
         if self.real is not None:
             self.real = self.real[torch.tensor(chosen, device=self.real.device)]
 

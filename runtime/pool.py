@@ -136,12 +136,13 @@ class PagePool(Generic[Pages]):
         They stay what they are as long as the page is in use. `base` has to begin at a multiple of 16 bytes, as every
         allocation of torch does.
         """
-        origin = base.data_ptr()
-        buffers = [chunk.buffer for chunk in self._chunks]
-        begins = [(buffer.data_ptr() - origin) // UNIT for buffer in buffers]
-        sizes = [buffer.stride(0) * buffer.element_size() // UNIT for buffer in buffers]
-        chunks = [self._chunk(number) for number in numbers]
-        return [begins[c] + (n - self._starts[c]) * sizes[c] for n, c in zip(numbers, chunks, strict=True)]
+        origin, size = base.data_ptr(), self.page_bytes // UNIT
+        # Pages count from where page 0 would be if the page's chunk were the only one.
+        zeros = [
+            (chunk.buffer.data_ptr() - origin) // UNIT - start * size
+            for chunk, start in zip(self._chunks, self._starts, strict=True)
+        ]
+        return [zeros[self._chunk(number)] + number * size for number in numbers]
 
     def _chunk(self, number: int) -> int:
         """The chunk that holds a page."""

@@ -141,12 +141,13 @@ def _tiles(layer: PagedLayer, rows: list[int], chunk: Chunk, length: int, query_
         visible = None
         # Pages are older than every query, so only windows and other special masks can hide them.
         if not chunk.is_causal:
-            visible = torch.stack(
-                [
-                    chunk.visible(row, chunk.query_columns, layer.sequences[row].page_columns(page, size, layer.device))
-                    for row, page in part
-                ]
-            )
+            seen = [
+                chunk.visible(row, chunk.query_columns, layer.sequences[row].page_columns(page, size, layer.device))
+                for row, page in part
+            ]
+            # Tokens that survived an eviction have columns per head, those of later pages have not.
+            heads = max(x.shape[0] for x in seen)
+            visible = torch.stack([x.expand(heads, -1, -1) for x in seen])
         keys = _read(layer, layer.key_pool, [layer.sequences[row].keys for row, _ in part], part)
         values = _read(layer, layer.value_pool, [layer.sequences[row].values for row, _ in part], part)
         yield PageTile(keys, values, torch.tensor([row for row, _ in part], device=layer.device), visible)

@@ -1,0 +1,183 @@
+"""Tables of addresses lead to everything that a layer stores, in the order that they state."""
+
+import copy
+import ctypes
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from kvconvert.bundle.scheme import KVScheme
+from kvconvert.kernels.attention import attention_reference
+from kvconvert.kernels.pages import dequantize_keys, dequantize_values, empty_keys, empty_values
+from kvconvert.kernels.spans import Span, span_keys, span_values
+from kvconvert.runtime import KVCache
+from kvconvert.runtime.seam import Chunk
+
+CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+SCHEMES = {
+    "norms and sinks": KVScheme(sink_tokens=3, token_norm="joint"),
+    "keys stay longer": KVScheme(key_recent_tokens=300, sink_tokens=5, value_bits=4, value_group_size=16),
+    "values stay longer": KVScheme(value_recent_tokens=260, key_bits=1, value_bits=1, boost_fraction=0.25),
+    "16 bits": KVScheme(key_bits=16, value_bits=4, key_recent_tokens=20, value_recent_tokens=20),
+    "spans": replace(KVScheme.preset("calibquant-1bit"), tau2=0.0, sink_tokens=2),
+    "eviction": replace(KVScheme.preset("minikv"), key_group_size=32),
+}
+PADDING = torch.ones(3, 1000, dtype=torch.bool)
+PADDING[1, :70] = PADDING[1, 330:340] = PADDING[2, :290] = False
+
+
+def window(batch, head, query, key):
+    return (key <= query) & (key > query - 250)
+
+
+def advance(layer, tokens: int, mask_function=None, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, Chunk]:
+    """Store random tokens and attend with random queries, as a model would; queries, output and chunk."""
+    generator = torch.Generator().manual_seed(seed + layer.logical)
+    rows = len(layer.sequences) or 3
+    start = layer.logical
+    keys, values = (torch.randn(rows, 2, tokens, 16, generator=generator).bfloat16() for _ in range(2))
+    layer.update(keys, values)
+    chunk = Chunk(torch.arange(start, start + tokens), PADDING[:rows, : start + tokens], mask_function)
+    layer.commit(chunk)
+    queries = torch.randn(rows, 4, tokens, 16, generator=generator)
+    # A fresh prompt goes through torch's own attention, which wants one dtype; few float32 queries measure exactly.
+    queries = queries.bfloat16() if tokens > 10 else queries
+    return queries, layer.attend(queries, chunk, 0.25), chunk
+
+
+def raw(base: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """`count` numbers from `start` bytes after `base`."""
+    address = base.data_ptr() + start
+    return torch.frombuffer(bytearray(ctypes.string_at(address, count * dtype.itemsize)), dtype=dtype)
+
+
+def page(tables, offset: int, empty, f, dtype):
+    """One page's dequantized tokens [H, P, channels]."""
+    room = empty(1, f, dtype, torch.device("cpu"))
+    room.buffer.copy_(raw(tables.base, 16 * offset, room.buffer.numel(), room.buffer.dtype).view(room.buffer.shape))
+    return dequantize_keys(room, f)[0].transpose(1, 2) if empty is empty_keys else dequantize_values(room, f)[0]
+
+
+def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a row, float32 [H, n, 16], read through the tables alone."""
+    tables, dense = layer.places.tables(), layer.places.dense()
+    key_address, key_stride, value_address, value_stride, sinks, *skips, tail = dense.rows[row].tolist()
+    assert tail == dense.tails[row]
+    first, both, half = tables.first[row], tables.both[row], tables.half[row]
+    sides = []
+    for offsets, address, stride, skip, empty, f in (
+        (tables.keys, key_address, key_stride, skips[0], empty_keys, layer.format.keys),
+        (tables.values, value_address, value_stride, skips[1], empty_values, layer.format.values),
+    ):
+        size = layer.dtype.itemsize
+        tokens = sinks + skip + tail
+        heads = [raw(dense.base, (address + head * stride) * size, tokens * 16, layer.dtype) for head in range(2)]
+        buffer = torch.stack(heads).view(2, -1, 16).float()
+        parts = [page(tables, int(offset), empty, f, layer.dtype) for offset in offsets[first : first + both]]
+        if skip:
+            assert offsets[first + both : first + both + half].tolist() == [0] * half
+            parts.append(buffer[:, sinks : sinks + half * 128])
+        else:
+            parts += [page(tables, int(o), empty, f, layer.dtype) for o in offsets[first + both : first + both + half]]
+        sides.append([*parts, buffer[:, :sinks], buffer[:, sinks + skip : sinks + skip + tail - sinks]])
+    for place in (place for place in tables.spans if place.row == row):
+        codes = []
+        for offsets, rows in ((tables.keys, 8), (tables.values, 64)):
+            lanes = 16 if rows == 8 else 2
+            blocks = [
+                raw(tables.base, 16 * int(offset), 2 * lanes * rows, torch.int16).view(2, lanes, rows)
+                for offset in offsets[place.first : place.first + place.blocks]
+            ]
+            codes.append(torch.stack(blocks))
+        scales = [
+            raw(tables.base, 16 * offset, 32, torch.float16).view(2, 16)
+            for offset in (place.key_scale, place.key_minimum, place.value_scale, place.value_minimum)
+        ]
+        span = Span(place.tokens, codes[0], *scales[:2], codes[1], *scales[2:])
+        sides[0].append(span_keys(span, layer.span_format))
+        sides[1].append(span_values(span, layer.span_format))
+    return tuple(torch.cat(parts, 1) for parts in sides)
+
+
+def check(layer, queries, output, chunk) -> None:
+    mask = layer.places.mask(chunk)
+    for row in range(len(layer.sequences)):
+        keys, values = followed(layer, row)
+        assert keys.shape == values.shape
+        visible = None
+        if mask is not None:
+            visible = mask[row, :, :, : keys.shape[1]].bool()
+            assert not mask[row, :, :, keys.shape[1] :].any()
+            visible = visible.expand(2, -1, -1).repeat_interleave(2, 0)
+        real = PADDING[row, chunk.query_columns]
+        expected = attention_reference(queries[row], keys, values, visible, 0.25)
+        torch.testing.assert_close(output[row, :, real].double(), expected[:, real], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("mask_function", [None, window])
+def test_following_the_tables_gives_what_attention_gives(name, mask_function):
+    layer = KVCache(CONFIG, SCHEMES[name]).layers[0]
+    kinds = set()
+    for tokens in (420, 1, 1, 90, 1, 3, 140, 1):
+        queries, output, chunk = advance(layer, tokens, mask_function)
+        if tokens < 10:
+            check(layer, queries, output, chunk)
+            tables = layer.places.tables()
+            kinds |= {kind for kind in ("both", "half", "spans") if any(getattr(tables, kind))}
+        layer.settle()
+    expected = {"spans"} if name == "spans" else {"both", "half"} if "longer" in name else {"both"}
+    assert kinds == expected
+
+
+def test_one_token_that_sees_everything_needs_no_mask():
+    layer = KVCache(CONFIG, SCHEMES["16 bits"]).layers[0]
+    advance(layer, 300)
+    layer.settle()
+    assert layer.places.mask(advance(layer, 1)[2]) is None
+
+
+def test_tables_stay_the_same_object_until_a_page_is_written_or_rows_move():
+    layer = KVCache(CONFIG, SCHEMES["norms and sinks"]).layers[0]
+    advance(layer, 500)
+    layer.settle()
+    before = layer.places.tables()
+    changes = 0
+    for _ in range(128):
+        check(layer, *advance(layer, 1))
+        layer.settle()
+        changes += layer.places.tables() is not before
+        before = layer.places.tables()
+    # three rows of different lengths
+    assert changes == 3
+    layer.reorder_cache(torch.tensor([2, 0, 0]))
+    assert layer.places.tables() is not before
+    assert layer.places.tables().both == [before.both[row] for row in (2, 0, 0)]
+
+
+def test_tables_follow_beams_and_crops():
+    layer = KVCache(CONFIG, SCHEMES["values stay longer"]).layers[0]
+    layer.activate_past_recording()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "PADDING", torch.ones(3, 1000, dtype=torch.bool))
+        advance(layer, 430)
+        layer.settle()
+        layer.reorder_cache(torch.tensor([1, 1, 0]))
+        check(layer, *advance(layer, 5))
+        layer.settle()
+        layer.crop(-3)
+        check(layer, *advance(layer, 1))
+
+
+def test_a_copied_cache_has_places_of_its_own():
+    layer = KVCache(CONFIG, SCHEMES["norms and sinks"]).layers[0]
+    advance(layer, 500)
+    layer.settle()
+    layer.places.tables()
+    copied = copy.deepcopy(layer)
+    layer.key_pool.read(layer.sequences[0].keys.pages).record.fill_(-1)
+    for sequence in layer.sequences:
+        sequence.keys.buffer.fill_(1e9)
+    check(copied, *advance(copied, 1))
