@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.errors import UsageError
+from kvconvert.kernels.gpu.device import fall_back, runs_triton
 
 _PALEY_ORDERS = (12, 20, 28)
 
@@ -46,11 +47,23 @@ def hadamard_matrix(d: int, dtype: torch.dtype = torch.float64, device: torch.de
     return _cached_matrix(d, torch.device(device), dtype).clone()
 
 
+@lru_cache(maxsize=64)
+def hadamard_signs(d: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
+    """H as exact entries +-1 (and 0 between diagonal blocks) [d, d], and the factor that makes it orthonormal.
+
+    The tensor is shared by all callers, who must not write to it.
+    """
+    with torch.inference_mode(False):
+        signs = _signs(d)
+        return signs.to(device=device, dtype=dtype), float(signs[0].abs().sum()) ** -0.5
+
+
 def hadamard_transform(x: Tensor, inverse: bool = False) -> Tensor:
     """Rotate the last axis: `x H`, or `x H^T` when `inverse`; the one entry point on every device.
 
-    On a CPU, sizes that split into two suitable factors take `_factored_transform`; everything else is one matrix
-    product. Which path a size takes does not depend on the number of rows.
+    On a GPU it is the kernel in kernels/gpu/rotate.py. On a CPU, sizes that split into two suitable factors take
+    `_factored_transform`; everything else is one matrix product. Which path a size takes does not depend on the number
+    of rows.
 
     Args:
         x: [..., d], any float dtype, any number of rows.
@@ -58,6 +71,13 @@ def hadamard_transform(x: Tensor, inverse: bool = False) -> Tensor:
     Returns:
         the same shape and dtype; products are accumulated in float32 (float64 for float64).
     """
+    if runs_triton(x.device):
+        from kvconvert.kernels.gpu import rotate
+
+        reason = rotate.why_not(x)
+        if reason is None:
+            return rotate.rotate(x, inverse)
+        fall_back("A Hadamard rotation", reason)
     factors = _factor_orders(x.shape[-1]) if x.device.type == "cpu" else None
     return _factored_transform(x, factors, inverse) if factors else hadamard_reference(x, inverse)
 

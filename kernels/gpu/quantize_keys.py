@@ -1,0 +1,332 @@
+"""Kernels that write key pages: norms, ranking of channels, ranges, codes and packing without a copy between.
+
+One program writes a page's record of one head, chunk by chunk: as many tokens as make whole groups and whole planes of
+a lane. A chunk's tile is [tokens, channels], whose rows that share a lane a thread holds together, so that packing
+exchanges nothing between threads. Only a norm over all heads needs a launch of its own, since every head's program has
+to know it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvconvert.kernels.gpu.affine import (
+    LARGEST_HALF,
+    TABLE_COLUMNS,
+    affine_grid,
+    any_true,
+    flag_if,
+    nearest_codes,
+    read_signs,
+    read_tokens,
+    reciprocal,
+    storable,
+)
+
+NO_NORM, JOINT, PER_HEAD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def joint_norm_kernel(
+    keys,
+    records,
+    table,
+    matrix,
+    flag,
+    token_stride,
+    normaliser,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PAGE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    MEAN_ABS: tl.constexpr,
+    ROTATE: tl.constexpr,
+):
+    """Norms over all heads of TOKENS tokens of a page, float16 at OFFSET of its record."""
+    page, block = tl.program_id(0) // (PAGE // TOKENS), tl.program_id(0) % (PAGE // TOKENS)
+    offset = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
+    head_stride = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
+    record = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8)
+    token, channel = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, TILE)
+    present = channel[None, :] < HEAD_SIZE
+    signs = read_signs(matrix, channel, HEAD_SIZE, TILE, ROTATE)
+    total = tl.zeros([TOKENS, TILE], tl.float32)
+    for head in tl.static_range(HEADS):
+        x = read_tokens(
+            keys, offset + head * head_stride, token, channel, present, signs, normaliser, token_stride, HEAD_SIZE,
+            TILE, ROTATE,
+        ).to(tl.float32)  # fmt: skip
+        total += tl.abs(x) if MEAN_ABS else x * x
+    norm = tl.sum(total, 1) / (HEADS * HEAD_SIZE)
+    if not MEAN_ABS:
+        norm = tl.sqrt_rn(norm)
+    flag_if(tl.sum((norm <= LARGEST_HALF).to(tl.int32), 0) < TOKENS, flag, page, 0, 0, HEADS)
+    tl.store(records + record + OFFSET + token, norm.to(tl.float16).to(tl.int16, bitcast=True))
+
+
+@triton.jit
+def _norms(
+    keys,
+    offset,
+    token,
+    joint,
+    matrix,
+    normaliser,
+    token_stride,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    NORM: tl.constexpr,
+    MEAN_ABS: tl.constexpr,
+    ROTATE: tl.constexpr,
+):
+    """Norms of some tokens, float16, and whether one cannot be stored: read at `joint` or computed of one head."""
+    bad = False
+    if NORM == JOINT:
+        norm = tl.load(joint + token).to(tl.float16, bitcast=True)
+    else:
+        channel = tl.arange(0, TILE)
+        signs = read_signs(matrix, channel, HEAD_SIZE, TILE, ROTATE)
+        x = read_tokens(
+            keys, offset, token, channel, channel[None, :] < HEAD_SIZE, signs, normaliser, token_stride, HEAD_SIZE,
+            TILE, ROTATE,
+        ).to(tl.float32)  # fmt: skip
+        size = tl.sum(tl.abs(x) if MEAN_ABS else x * x, 1) / HEAD_SIZE
+        if not MEAN_ABS:
+            size = tl.sqrt_rn(size)
+        norm = size.to(tl.float16)
+        bad = tl.max((size <= LARGEST_HALF).to(tl.int32) ^ 1, 0) > 0
+    return norm, bad
+
+
+@triton.jit
+def _scores(
+    keys,
+    offset,
+    joint,
+    matrix,
+    normaliser,
+    token_stride,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PAGE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NORM: tl.constexpr,
+    MEAN_ABS: tl.constexpr,
+    ROTATE: tl.constexpr,
+):
+    """Kitty's score of each channel, the sum of its magnitudes over the page: [TILE], -1 beyond the head's."""
+    channel = tl.arange(0, TILE)
+    signs = read_signs(matrix, channel, HEAD_SIZE, TILE, ROTATE)
+    total = tl.zeros([CHUNK, TILE], tl.float32)
+    for step in range(PAGE // CHUNK):
+        token = step * CHUNK + tl.arange(0, CHUNK)
+        x = read_tokens(
+            keys, offset, token, channel, channel[None, :] < HEAD_SIZE, signs, normaliser, token_stride, HEAD_SIZE,
+            TILE, ROTATE,
+        ).to(tl.float32)  # fmt: skip
+        if NORM != NO_NORM:
+            norm, _ = _norms(
+                keys, offset, token, joint, matrix, normaliser, token_stride, HEAD_SIZE, TILE, NORM, MEAN_ABS, ROTATE
+            )
+            x *= reciprocal(norm.to(tl.float32))[:, None]
+        total += tl.abs(x)
+    return tl.where(channel < HEAD_SIZE, tl.sum(total, 0), -1.0)
+
+
+@triton.jit
+def _highest(score, TILE: tl.constexpr, SLOTS: tl.constexpr, COUNT: tl.constexpr):
+    """The COUNT channels of the highest scores, ascending, ties to the lower index: int32 [SLOTS], -1 beyond."""
+    row, column = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
+    own, other = score[:, None], score[None, :]
+    rank = tl.sum(((other > own) | ((other == own) & (column < row))).to(tl.int32), 1)
+    # Summed along the other axis, so that it is known of columns without another exchange between threads.
+    rank_of_columns = tl.sum(((own > other) | ((own == other) & (row < column))).to(tl.int32), 0)
+    place = tl.sum(((rank_of_columns < COUNT)[None, :] & (column < row)).to(tl.int32), 1)
+    slot = tl.arange(0, SLOTS)
+    found = (rank < COUNT)[None, :] & (place[None, :] == slot[:, None])
+    return tl.sum(tl.where(found, tl.arange(0, TILE)[None, :] + 1, 0), 1) - 1
+
+
+@triton.jit
+def _grouped_codes(
+    x, levels, inverse_levels, factor, shrink, CHUNK: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr
+):
+    """Codes [CHUNK, CHANNELS] with their float16 scale and minimum [groups, 1, CHANNELS], of keys float32."""
+    groups = tl.reshape(x, [CHUNK // GROUP, GROUP, CHANNELS])
+    low, high = tl.min(groups, 1, keep_dims=True), tl.max(groups, 1, keep_dims=True)
+    scale, minimum = affine_grid(low, high, levels, inverse_levels, factor, shrink)
+    return tl.reshape(nearest_codes(groups, scale, minimum, levels), [CHUNK, CHANNELS]), scale, minimum
+
+
+@triton.jit
+def _packed(
+    fields,
+    first_plane,
+    CHUNK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Bit-fields [CHUNK, CHANNELS] in their places in lanes int32 [LANES, CHANNELS]."""
+    planes = tl.reshape(fields, [CHUNK // LANES, LANES, CHANNELS])
+    shift = (first_plane + tl.arange(0, CHUNK // LANES)) * WIDTH
+    return tl.sum(planes << shift[:, None, None], 0)
+
+
+@triton.jit
+def key_page_kernel(
+    keys,
+    records,
+    record_bytes,
+    table,
+    static_scales,
+    static_minima,
+    boosted,
+    matrix,
+    flag,
+    token_stride,
+    normaliser,
+    factor,
+    shrink,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PAGE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NORM: tl.constexpr,
+    MEAN_ABS: tl.constexpr,
+    BOOSTED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    DYNAMIC: tl.constexpr,
+    STATIC: tl.constexpr,
+    ROTATE: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    LANES: tl.constexpr,
+    HIGH: tl.constexpr,
+    SCALE: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    PER_HEAD_NORM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    JOINT_NORM: tl.constexpr,
+):
+    """One head's part of a key page. HEAD_STRIDE to JOINT_NORM are fields of `KeyLayout`."""
+    page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    offset = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
+    offset += head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
+    record = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8)
+    count = tl.load(table + page * TABLE_COLUMNS + 3)
+    part = record + head * HEAD_STRIDE
+    joint = records + record + JOINT_NORM
+    within, slot = tl.arange(0, CHUNK), tl.arange(0, SLOTS)
+
+    chosen = tl.full([SLOTS], -1, tl.int32)
+    if BOOSTED > 0 and DYNAMIC:
+        score = _scores(
+            keys, offset, joint, matrix, normaliser, token_stride, HEAD_SIZE, TILE, PAGE, CHUNK, NORM, MEAN_ABS, ROTATE
+        )
+        chosen = _highest(score, TILE, SLOTS, BOOSTED)
+        tl.store(record_bytes + (part + CHANNELS) * 2 + slot, chosen.to(tl.uint8), mask=slot < BOOSTED)
+    elif BOOSTED > 0:
+        chosen = tl.load(boosted + head * BOOSTED + slot, mask=slot < BOOSTED, other=-1).to(tl.int32)
+
+    # At 1 bit two channels share a field: number i its lower bit, number i + half its upper one.
+    HALVES: tl.constexpr = 2 if BITS == 1 else 1
+    WIDTH: tl.constexpr = HALVES * BITS
+    ROWS: tl.constexpr = HEAD_SIZE // HALVES
+    ROW_TILE: tl.constexpr = TILE // HALVES
+    LEVELS: tl.constexpr = 2.0**BITS - 1.0
+    FINE_LEVELS: tl.constexpr = 4.0**BITS - 1.0
+    row, group = tl.arange(0, ROW_TILE), tl.arange(0, CHUNK // GROUP)
+    there = (row < ROWS)[None, :]
+    lanes = tl.zeros([LANES, ROW_TILE], tl.int32)
+    unstorable = tl.zeros([CHUNK // GROUP, 1, ROW_TILE], tl.int32)
+    not_finite = tl.zeros([CHUNK, ROW_TILE], tl.float32)
+    for step in range(PAGE // CHUNK):
+        token = step * CHUNK + within
+        present = there & (token < count)[:, None] if PARTIAL else there
+        inverse_norm = tl.full([CHUNK], 1.0, tl.float32)
+        if NORM != NO_NORM:
+            norm, bad = _norms(
+                keys, offset, token, joint, matrix, normaliser, token_stride, HEAD_SIZE, TILE, NORM, MEAN_ABS, ROTATE
+            )
+            inverse_norm = reciprocal(norm.to(tl.float32))
+            if NORM == PER_HEAD:
+                flag_if(bad, flag, page, head, 0, HEADS)
+                tl.store(records + part + PER_HEAD_NORM + token, norm.to(tl.int16, bitcast=True))
+        for half in tl.static_range(HALVES):
+            channel = row + half * ROWS
+            signs = read_signs(matrix, channel, HEAD_SIZE, TILE, ROTATE)
+            x = read_tokens(
+                keys, offset, token, channel, present, signs, normaliser, token_stride, HEAD_SIZE, TILE, ROTATE
+            ).to(tl.float32)
+            if NORM == NO_NORM:
+                not_finite += x * 0.0
+            else:
+                x *= inverse_norm[:, None]
+            if STATIC:
+                at = head * HEAD_SIZE + channel
+                scale = tl.load(static_scales + at, mask=row < ROWS, other=0.0)[None, :]
+                minimum = tl.load(static_minima + at, mask=row < ROWS, other=0.0)[None, :]
+                codes = nearest_codes(x, scale, minimum, LEVELS)
+            else:
+                levels = tl.full([1, 1, ROW_TILE], LEVELS, tl.float32)
+                inverse_levels = tl.full([1, 1, ROW_TILE], 1.0 / LEVELS, tl.float32)
+                if BOOSTED > 0:
+                    is_fine = (tl.sum((channel[:, None] == chosen[None, :]).to(tl.int32), 1) > 0)[None, None, :]
+                    levels = tl.where(is_fine, FINE_LEVELS, levels)
+                    inverse_levels = tl.where(is_fine, 1.0 / FINE_LEVELS, inverse_levels)
+                codes, scale, minimum = _grouped_codes(
+                    x, levels, inverse_levels, factor, shrink, CHUNK, GROUP, ROW_TILE
+                )
+                unstorable |= storable(scale, minimum).to(tl.int32) ^ 1
+                place = step * (CHUNK // GROUP) + group[:, None, None]
+                target = records + part + place * HEAD_SIZE + channel[None, None, :]
+                tl.store(target + SCALE, scale.to(tl.int16, bitcast=True), mask=there[None, :, :])
+                tl.store(target + MINIMUM, minimum.to(tl.int16, bitcast=True), mask=there[None, :, :])
+            if BOOSTED > 0:
+                codes &= 2**BITS - 1
+            if PARTIAL:
+                codes = tl.where(present, codes, 0)
+            lanes += _packed(codes << half, step * (CHUNK // LANES), CHUNK, ROW_TILE, LANES, WIDTH)
+    if NORM == NO_NORM:
+        flag_if(tl.sum(tl.sum(not_finite, 1), 0) != 0.0, flag, page, head, 1, HEADS)
+    if not STATIC:
+        flag_if(any_true(unstorable != 0), flag, page, head, 1, HEADS)
+    lane = tl.arange(0, LANES)[:, None]
+    tl.store(records + part + lane * ROWS + row[None, :], lanes.to(tl.int16), mask=there)
+
+    if BOOSTED > 0:
+        HIGH_ROWS: tl.constexpr = (BOOSTED + HALVES - 1) // HALVES
+        lanes = tl.zeros([LANES, SLOTS], tl.int32)
+        for step in range(PAGE // CHUNK):
+            token = step * CHUNK + within
+            inverse_norm = tl.full([CHUNK], 1.0, tl.float32)
+            if NORM != NO_NORM:
+                norm, _ = _norms(
+                    keys, offset, token, joint, matrix, normaliser, token_stride, HEAD_SIZE, TILE, NORM, MEAN_ABS,
+                    ROTATE,
+                )  # fmt: skip
+                inverse_norm = reciprocal(norm.to(tl.float32))
+            for half in tl.static_range(HALVES):
+                channel = chosen
+                if HALVES == 2:
+                    picked = (slot[None, :] == slot[:, None] + half * HIGH_ROWS) & (slot < HIGH_ROWS)[:, None]
+                    channel = tl.sum(tl.where(picked, chosen[None, :] + 1, 0), 1) - 1
+                present = (channel >= 0)[None, :]
+                signs = read_signs(matrix, channel, HEAD_SIZE, TILE, ROTATE)
+                x = read_tokens(
+                    keys, offset, token, channel, present, signs, normaliser, token_stride, HEAD_SIZE, TILE, ROTATE
+                ).to(tl.float32)
+                codes, _, _ = _grouped_codes(
+                    x * inverse_norm[:, None], FINE_LEVELS, 1.0 / FINE_LEVELS, factor, shrink, CHUNK, GROUP, SLOTS
+                )
+                codes = tl.where(present, (codes >> BITS) & (2**BITS - 1), 0)
+                lanes += _packed(codes << half, step * (CHUNK // LANES), CHUNK, SLOTS, LANES, WIDTH)
+        target = records + part + HIGH + lane * HIGH_ROWS + slot[None, :]
+        tl.store(target, lanes.to(tl.int16), mask=(slot < HIGH_ROWS)[None, :])
