@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvconvert.kernels.gpu.device import runs_triton
 from kvconvert.kernels.hadamard import hadamard_transform
 from kvconvert.runtime.compression import seal
 from kvconvert.runtime.seam import Chunk
@@ -63,14 +64,22 @@ def make_room(layer: PagedLayer, chunk: Chunk, start: int, count: int, decoding:
     return destinations
 
 
-def commit(layer: PagedLayer, chunk: Chunk) -> None:
+def commit(layer: PagedLayer, chunk: Chunk, queries: torch.Tensor | None = None) -> torch.Tensor | None:
     """Store the parked tokens whose columns are real; later calls in the same forward pass do nothing.
+
+    Args:
+        layer: whose tokens are parked.
+        chunk: of the forward pass.
+        queries: [B, Hq, T, D] of the same pass, where they may be rotated along with the keys.
+
+    Returns:
+        the queries as `attend` wants them if they were, else None.
 
     Raises:
         CacheError: the mask changed its mind about columns that are already stored.
     """
     if layer.pending is None:
-        return
+        return None
     (keys, values), layer.pending = layer.pending, None
     n = keys.shape[2]
     start = layer.logical - n
@@ -80,12 +89,51 @@ def commit(layer: PagedLayer, chunk: Chunk) -> None:
     decoding = n == 1 or layer.record_past
     if decoding:
         seal(layer)
+    destinations = make_room(layer, chunk, start, n, decoding)
+    whole = all(destination.runs == [(0, n)] for destination in destinations)
+    if queries is not None and whole and runs_triton(layer.device) and _aligned(layer.dtype, queries, keys, values):
+        return _append_in_one_launch(layer, destinations, queries, keys, values)
     if layer.scheme.rotate_keys == "hadamard":
         keys = hadamard_transform(keys)
     if layer.scheme.rotate_values == "online":
         values = hadamard_transform(values)
-    for destination in make_room(layer, chunk, start, n, decoding):
+    for destination in destinations:
         destination.write(keys, values)
+    return None
+
+
+def _aligned(dtype: torch.dtype, *tensors: torch.Tensor) -> bool:
+    """Whether one launch can read them all: of the buffers' dtype, every token at a multiple of 16 bytes."""
+    from kvconvert.kernels.gpu.rotate import why_not
+
+    return all(
+        x.dtype == dtype
+        and why_not(x) is None
+        and x.shape[3] % 8 == 0
+        and x.stride(3) == 1
+        and x.data_ptr() % 16 == 0
+        and not any(stride % 8 for stride in x.stride()[:3])
+        for x in tensors
+    )
+
+
+def _append_in_one_launch(
+    layer: PagedLayer,
+    destinations: list[Destination],
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """Rotate and store the tokens of all rows, and rotate the queries."""
+    from kvconvert.kernels.gpu.rotate import rotate_and_append
+
+    table, base = layer.places.append_table(), layer.places.dense_base
+    first = [-1] * len(layer.sequences)
+    for destination in destinations:
+        first[destination.row] = destination.first_key
+    first_tokens = torch.tensor(first, dtype=torch.int64).to(layer.device, non_blocking=True)
+    rotations = (layer.scheme.rotate_keys == "hadamard", layer.scheme.rotate_values == "online")
+    return rotate_and_append(queries, keys, values, base, base, table, first_tokens, *rotations)
 
 
 def _open_prompt(layer: PagedLayer, sequence: Sequence, decoding: bool) -> None:

@@ -101,8 +101,11 @@ def attention_function(
     if dropout:
         raise CacheError(f"Attention dropout is on in {where}; call model.eval() before generating.")
     chunk = attention_mask.chunk(query.device, query.shape[2])
-    layer.commit(chunk)
-    output = layer.attend(query, chunk, scaling, softcap, s_aux)
+    rotated = layer.commit(chunk, query)
+    if rotated is None:
+        output = layer.attend(query, chunk, scaling, softcap, s_aux)
+    else:
+        output = layer.attend(rotated, chunk, scaling, softcap, s_aux, rotated=True)
     layer.settle()
     return output.transpose(1, 2).contiguous(), None
 

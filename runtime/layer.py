@@ -211,13 +211,20 @@ class PagedLayer(CacheLayerMixin):
 
     # --- what the attention function does
 
-    def commit(self, chunk: Chunk) -> None:
+    def commit(self, chunk: Chunk, queries: torch.Tensor | None = None) -> torch.Tensor | None:
         """Store the parked tokens whose columns are real; later calls in the same forward pass do nothing.
+
+        Args:
+            chunk: of the forward pass.
+            queries: [B, Hq, T, D] of the same pass, to be rotated along with the keys where one kernel does both.
+
+        Returns:
+            the rotated queries where it did, for `attend(..., rotated=True)`; else None.
 
         Raises:
             CacheError: the mask changed its mind about columns that are already stored.
         """
-        commit(self, chunk)
+        return commit(self, chunk, queries)
 
     def attend(
         self,
@@ -226,12 +233,14 @@ class PagedLayer(CacheLayerMixin):
         scaling: float,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        rotated: bool = False,
     ) -> torch.Tensor:
         """Attention of queries [B, Hq, T, D] over everything stored: [B, Hq, T, E] in the queries' dtype.
 
         The last T columns are the queries'; outputs at padding columns are zeros or meaningless, as with every mask.
+        `rotated` says that the queries have the scheme's rotation already.
         """
-        return attend(self, queries, chunk, scaling, softcap, sinks)
+        return attend(self, queries, chunk, scaling, softcap, sinks, rotated)
 
     def settle(self) -> None:
         """After the attention of committed tokens: compress what is complete."""

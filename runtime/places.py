@@ -92,6 +92,8 @@ class LayerPlaces:
         self._base = torch.zeros(UNIT // 2, dtype=torch.int16, device=layer.device)
         self._tables: LayerTables | None = None
         self._built_for = (-1, 0)
+        self._append_rows: list[tuple[int, ...]] = []
+        self._append_table: torch.Tensor | None = None
 
     def tables(self) -> LayerTables:
         """Where pages and spans are; the same object until one of them changes."""
@@ -139,21 +141,49 @@ class LayerPlaces:
     def _upload(self, entries: list) -> torch.Tensor:
         return torch.tensor(entries, dtype=torch.int64).to(self._layer.device, non_blocking=True)
 
+    @property
+    def dense_base(self) -> torch.Tensor:
+        """What addresses of full-precision tokens count from, in the model's dtype."""
+        return self._base.view(self._layer.dtype)
+
+    def _address(self, buffer: torch.Tensor) -> int:
+        # An empty buffer has no address.
+        return (buffer.data_ptr() - self._base.data_ptr()) // buffer.element_size() if buffer.numel() else 0
+
     def dense(self) -> DenseTable:
         """Where full-precision tokens are; to be asked for anew after every forward pass's tokens."""
-        base = self._base.view(self._layer.dtype)
-        origin, size, page_size = base.data_ptr(), base.element_size(), self._layer.page_size
         rows, tails = [], []
         for sequence in self._layer.sequences:
             line, skips = [], []
             for side in (sequence.keys, sequence.values):
-                # An empty buffer has no address.
-                address = (side.buffer.data_ptr() - origin) // size if side.dense else 0
-                line += [address, side.buffer.stride(0)]
-                skips.append((sequence.pages - len(side.pages)) * page_size)
+                line += [self._address(side.buffer), side.buffer.stride(0)]
+                skips.append((sequence.pages - len(side.pages)) * self._layer.page_size)
             tails.append(sequence.keys.dense - skips[0])
             rows.append([*line, sequence.sinks, *skips, tails[-1]])
-        return DenseTable(base, self._upload(rows), tails)
+        return DenseTable(self.dense_base, self._upload(rows), tails)
+
+    def append_table(self) -> torch.Tensor:
+        """Where new tokens go: int64 [B, 4] on the layer's device, the same object as long as no buffer moves.
+
+        Columns are those of `rotate_and_append`: address of the key buffer from `dense_base`, elements from head to
+        head, and the same for values. The values' address is shifted by as many tokens as they are more or fewer than
+        the keys in their buffer, so that both sides' new tokens have the keys' index.
+        """
+        rows = []
+        for sequence in self._layer.sequences:
+            keys, values = sequence.keys, sequence.values
+            shift = (values.dense - keys.dense) * values.buffer.shape[2]
+            rows.append(
+                (
+                    self._address(keys.buffer),
+                    keys.buffer.stride(0),
+                    self._address(values.buffer) + shift,
+                    values.buffer.stride(0),
+                )
+            )
+        if self._append_table is None or rows != self._append_rows:
+            self._append_rows, self._append_table = rows, self._upload(rows)
+        return self._append_table
 
     def mask(self, chunk: Chunk) -> torch.Tensor | None:
         """Which stored tokens each query of a forward pass may see; None where each may see all.

@@ -34,12 +34,14 @@ def attend(
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    rotated: bool = False,
 ) -> torch.Tensor:
     """Attention of queries [B, Hq, T, D] over everything stored: [B, Hq, T, E] in the queries' dtype.
 
     The last T columns are the queries'; outputs at padding columns are zeros or meaningless, as with every mask.
+    `rotated` says that the queries have the scheme's rotation already.
     """
-    if layer.scheme.rotate_keys == "hadamard":
+    if layer.scheme.rotate_keys == "hadamard" and not rotated:
         queries = hadamard_transform(queries)
     length = queries.shape[2]
     first = layer.logical - length
