@@ -17,6 +17,7 @@ class Variant:
             Pointers are taken as 16-byte aligned.
         constants: values of the `tl.constexpr` arguments.
         num_warps, num_stages: launch options.
+        max_registers: launch option `maxnreg`, registers per thread; None for no limit.
         axes: what varies between variants, for choosing a covering subset.
         codes: low-bit codes that one program handles per iteration of its main loop; 0 where there are none.
         tensor_cores: whether matrix instructions are a must.
@@ -33,3 +34,4 @@ class Variant:
     codes: int = 0
     tensor_cores: bool = False
     wide_loads: bool = False
+    max_registers: int | None = None
