@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvconvert.kernels.gpu.device import fall_back, runs_triton
 from kvconvert.kernels.packing import pack_codes, unpack_codes
 from kvconvert.kernels.quantizer import dequantize, quantize
 
@@ -64,9 +65,23 @@ class Span:
 def quantize_span(keys: torch.Tensor, values: torch.Tensor, f: SpanFormat) -> Span:
     """Quantize all tokens of a span: keys [H, n, D], values [H, n, E], n at least 1.
 
+    On a GPU the kernels of kernels/gpu/quantize_values.py do it.
+
     Raises:
         NumericError: NaN, infinity, or a scale or minimum beyond float16.
     """
+    if runs_triton(keys.device):
+        from kvconvert.kernels.gpu import quantize as gpu
+
+        reason = gpu.why_not(keys, f) or gpu.why_not(values, f)
+        if reason is None:
+            return gpu.quantize_span(keys, values, f)
+        fall_back("Quantization of a span", reason)
+    return quantize_span_reference(keys, values, f)
+
+
+def quantize_span_reference(keys: torch.Tensor, values: torch.Tensor, f: SpanFormat) -> Span:
+    """`quantize_span` in plain PyTorch."""
     n = keys.shape[1]
     key = quantize(keys, f.key_bits, n, dim=1, value_range=f.key_range)
     value = quantize(values, f.value_bits, n, dim=1, value_range=f.value_range)

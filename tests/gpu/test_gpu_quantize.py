@@ -11,6 +11,7 @@ import torch
 
 from kvconvert.errors import NumericError, UsageError
 from kvconvert.kernels.gpu import quantize as gpu
+from kvconvert.kernels.gpu.device import fallbacks
 from kvconvert.kernels.pages import (
     ChannelScales,
     KeyFormat,
@@ -24,7 +25,7 @@ from kvconvert.kernels.pages import (
     value_codes,
 )
 from kvconvert.kernels.quantizer import GroupRangeError
-from kvconvert.kernels.spans import SpanFormat, quantize_span
+from kvconvert.kernels.spans import SpanFormat, quantize_span, quantize_span_reference
 
 CPU = torch.device("cpu")
 
@@ -276,7 +277,7 @@ def test_spans_are_those_of_the_reference(device, tokens, bits):
     f = SpanFormat(*bits, key_range=0.6, value_range=1.0)
     keys = torch.randn(2, tokens + 3, 64, device=device, dtype=torch.bfloat16)[:, 1 : tokens + 1]
     values = torch.randn(2, tokens, 80, device=device, dtype=torch.bfloat16)
-    found, expected = gpu.quantize_span(keys, values, f), quantize_span(keys.cpu(), values.cpu(), f)
+    found, expected = quantize_span(keys, values, f), quantize_span_reference(keys.cpu(), values.cpu(), f)
     for name in ("key_scale", "key_minimum", "value_scale", "value_minimum"):
         assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
     assert found.tokens == tokens
@@ -312,6 +313,14 @@ def test_bad_values_are_named_once(device, static):
         gpu.raise_if_flagged(flag, 2)
     assert raised.value.index == (1, 1)
     gpu.raise_if_flagged(flag, 2)
+
+
+def test_spans_the_kernels_cannot_take_are_quantized_all_the_same(device):
+    x = torch.randn(2, 10, 16, device=device, dtype=torch.float64)
+    before = sum(fallbacks.values())
+    found, expected = quantize_span(x, x, SpanFormat(2, 2)), quantize_span_reference(x.cpu(), x.cpu(), SpanFormat(2, 2))
+    assert torch.equal(found.key_codes.cpu(), expected.key_codes)
+    assert sum(fallbacks.values()) == before + 1
 
 
 def test_bad_spans_are_named(device):

@@ -1,0 +1,277 @@
+"""Quantizing pages and rotating on a GPU: checked against the reference, then timed.
+
+One layer of 8 KV heads of 128 channels in bfloat16, 32 query heads. Bytes are what has to move: tokens read once,
+records written once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_timing import buffers_beyond_cache, graph_time
+
+from kvconvert.kernels.gpu import quantize as gpu
+from kvconvert.kernels.gpu.rotate import append_table, rotate, rotate_and_append
+from kvconvert.kernels.hadamard import hadamard_matrix
+from kvconvert.kernels.pages import (
+    KeyFormat,
+    ValueFormat,
+    dequantize_keys,
+    dequantize_values,
+    empty_keys,
+    empty_values,
+    quantize_keys,
+    quantize_values,
+)
+from kvconvert.kernels.spans import SpanFormat
+
+HEADS, QUERY_HEADS, DIM, PAGE = 8, 32, 128, 128
+PROMPT = 32768
+# A decode step's attention over 32 x 8,192 tokens of 2-bit pages takes at least this; a flush serves 128 steps.
+STEP_US, FLUSH_STEPS = 40.0, 128
+
+FORMATS = {
+    "oscar": (
+        KeyFormat(HEADS, DIM, PAGE, 2, 32, token_norm="joint"),
+        ValueFormat(HEADS, DIM, PAGE, 2, 32),
+    ),
+    "oscar-g128": (
+        KeyFormat(HEADS, DIM, PAGE, 2, 128, token_norm="joint"),
+        ValueFormat(HEADS, DIM, PAGE, 2, 128),
+    ),
+    "kitty": (
+        KeyFormat(HEADS, DIM, PAGE, 2, 128, boosted=DIM // 8),
+        ValueFormat(HEADS, DIM, PAGE, 2, 128),
+    ),
+}
+MORE_FORMATS = {
+    "1 bit": (KeyFormat(HEADS, DIM, PAGE, 1, 128, "per_head", range=0.5), ValueFormat(HEADS, DIM, PAGE, 1, 128)),
+    "4 bits": (KeyFormat(HEADS, DIM, PAGE, 4, 16), ValueFormat(HEADS, DIM, PAGE, 4, 16)),
+    "8 bits": (KeyFormat(HEADS, DIM, PAGE, 8, 64), ValueFormat(HEADS, DIM, PAGE, 8, 64)),
+    "head size 80": (KeyFormat(HEADS, 80, PAGE, 2, 32, "joint"), ValueFormat(HEADS, 80, PAGE, 2, 16)),
+    "head size 256": (KeyFormat(4, 256, PAGE, 2, 32, "joint"), ValueFormat(4, 256, PAGE, 2, 64)),
+}
+
+
+def _tokens(pages: int, f: KeyFormat | ValueFormat, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Pages [N, H, P, D] as views of a prompt [H, N P, D], with channels and tokens of different size."""
+    x = torch.randn(f.heads, pages * PAGE, f.head_dim, device="cuda") * (1 + torch.rand(f.head_dim, device="cuda"))
+    x = x * (0.5 + torch.rand(pages * PAGE, 1, device="cuda"))
+    return x.to(dtype).unflatten(1, (pages, PAGE)).transpose(0, 1)
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def check(device: torch.device) -> list[dict[str, Any]]:
+    """Every kernel on this GPU: pages against the reference on a CPU, rotations against float64."""
+    torch.manual_seed(0)
+    rows = []
+
+    def report(kernel: str, case: str, error: float, tolerance: float) -> None:
+        rows.append(
+            {"kernel": kernel, "case": case, "error": error, "tolerance": tolerance, "passed": error <= tolerance}
+        )
+
+    for name, (f, g) in (FORMATS | MORE_FORMATS).items():
+        for dtype in (torch.bfloat16, torch.float32) if name == "oscar" else (torch.bfloat16,):
+            keys, values = _tokens(4, f, dtype), _tokens(4, g, dtype)
+            # A norm may differ in its last place, a code where one rounding of float32 decides.
+            found, expected = gpu.quantize_keys(keys, f), quantize_keys(keys.cpu(), f)
+            error = _error(dequantize_keys(found, f).cpu(), dequantize_keys(expected, f))
+            report("key_page_kernel", f"{name}, {dtype}", error, 5e-3)
+            found, expected = gpu.quantize_values(values, g), quantize_values(values.cpu(), g)
+            error = _error(dequantize_values(found, g).cpu(), dequantize_values(expected, g))
+            report("value_page_kernel", f"{name}, {dtype}", error, 1e-3)
+    for dtype, tolerance in ((torch.bfloat16, 5e-3), (torch.float16, 6e-4), (torch.float32, 1e-6)):
+        for dim in (80, 128):
+            for inverse in {False, dim == 80}:
+                x = torch.randn(3, 5, 700, dim, device=device).to(dtype)
+                matrix = hadamard_matrix(dim, device=device)
+                expected = x.double() @ (matrix.T if inverse else matrix)
+                case = f"{dim}, {dtype}{', inverse' * inverse}"
+                report("rotate_kernel", case, _error(rotate(x, inverse), expected), tolerance)
+    step = DecodeStep(32, 64)
+    matrix = hadamard_matrix(DIM, device=device)
+    report("rotate_and_append_kernel", "queries", _error(step.run(), step.queries.double() @ matrix), 5e-3)
+    stored = torch.stack([buffer[:, 40] for buffer in step.buffers[0]])
+    report("rotate_and_append_kernel", "keys", _error(stored, step.keys[:, :, 0].double() @ matrix), 5e-3)
+    return rows
+
+
+class DecodeStep:
+    """What one decode step rotates and appends."""
+
+    def __init__(self, batch: int, capacity: int):
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+        self.queries = normal(batch, QUERY_HEADS, 1, DIM)
+        self.keys, self.values = normal(batch, HEADS, 1, DIM), normal(batch, HEADS, 1, DIM)
+        self.buffers = [[normal(HEADS, capacity, DIM) for _ in range(batch)] for _ in range(2)]
+        self.bases = (self.buffers[0][0], self.buffers[1][0])
+        self.table = append_table(self.buffers[0], self.bases[0], self.buffers[1], self.bases[1])
+        self.first = torch.full((batch,), 40, device="cuda")
+        self.output = torch.empty_like(self.queries)
+
+    def run(self) -> torch.Tensor:
+        """One launch."""
+        return rotate_and_append(
+            self.queries, self.keys, self.values, *self.bases, self.table, self.first, True, False, self.output
+        )
+
+    def apart(self) -> None:
+        """The same by the rotation kernel and one copy for each sequence's keys and values."""
+        rotate(self.queries)
+        keys = rotate(self.keys)
+        for row, (key, value) in enumerate(zip(*self.buffers, strict=True)):
+            key[:, 40:41] = keys[row]
+            value[:, 40:41] = self.values[row]
+
+
+class Job:
+    """Key and value pages of one layer, ready to be quantized in three launches."""
+
+    def __init__(self, f: KeyFormat, g: ValueFormat, pages: int, sequences: int = 1):
+        per_sequence = pages // sequences
+        self.f, self.g = f, g
+        self.keys = [_tokens(per_sequence, f) for _ in range(sequences)]
+        self.values = [_tokens(per_sequence, g) for _ in range(sequences)]
+        self.records = empty_keys(pages, f, torch.bfloat16, torch.device("cuda")).buffer
+        self.value_records = empty_values(pages, g, torch.bfloat16, torch.device("cuda")).buffer
+        self.flag = gpu.new_flag(torch.device("cuda"))
+        self.table = self._table(self.keys, self.records)
+        self.value_table = self._table(self.values, self.value_records)
+
+    @staticmethod
+    def _table(tokens: list[torch.Tensor], records: torch.Tensor) -> torch.Tensor:
+        pages = [page for sequence in tokens for page in sequence]
+        return gpu.page_table(pages, tokens[0], list(records), records)
+
+    def quantize_keys(self) -> None:
+        """The norm's launch and the keys'."""
+        gpu.quantize_key_pages(self.keys[0], DIM, self.table, self.f, self.records, self.flag)
+
+    def quantize_values(self) -> None:
+        """The values' launch."""
+        gpu.quantize_value_pages(self.values[0], DIM, self.value_table, self.g, self.value_records, self.flag)
+
+    def run(self) -> None:
+        """All of them."""
+        self.quantize_keys()
+        self.quantize_values()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read and written, each once."""
+        read = sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
+        return read + self.records.nbytes + self.value_records.nbytes
+
+
+def _prefill_us() -> float:
+    """Causal flash attention over the prompt."""
+    query = torch.randn(1, QUERY_HEADS, PROMPT, DIM, device="cuda", dtype=torch.bfloat16)
+    key, value = (torch.randn(1, HEADS, PROMPT, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def attend() -> None:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    return graph_time([attend], repeats=5) * 1e6
+
+
+def _timed(make: Callable[[], Any], repeats: int = 20) -> tuple[Any, float]:
+    """One of the jobs, and the median microseconds of its launch over buffers that no cache holds."""
+    first = make()
+    jobs = [first] + [make() for _ in range(buffers_beyond_cache(getattr(first, "nbytes", 1 << 24)) - 1)]
+    return first, graph_time([job.run for job in jobs], repeats=repeats) * 1e6
+
+
+def measure(device: torch.device) -> list[dict[str, Any]]:
+    """Prompts and flushes by format, spans, and rotations."""
+    return [*_measure_pages(), *_measure_spans(), *_measure_rotations()]
+
+
+def _measure_pages() -> Iterator[dict[str, Any]]:
+    prefill = _prefill_us()
+    for name, (f, g) in FORMATS.items():
+        job, ours = _timed(lambda f=f, g=g: Job(f, g, PROMPT // PAGE))
+        yield {
+            "case": f"quantize a prompt of {PROMPT} tokens, {name}",
+            "ours_us": ours,
+            "peer": "causal flash attention of that layer",
+            "peer_us": prefill,
+            "ratio": ours / prefill,
+            "bar": "<= 0.15",
+            "bytes": job.nbytes,
+            "bandwidth": job.nbytes / ours * 1e6,
+        }
+    for name in ("oscar", "kitty"):
+        for batch in (1, 32):
+            job, ours = _timed(lambda name=name, batch=batch: Job(*FORMATS[name], batch, batch))
+            yield {
+                "case": f"page flush, batch {batch}, {name}",
+                "ours_us": ours,
+                "peer": f"attention of {FLUSH_STEPS} decode steps of {STEP_US:.0f} us",
+                "peer_us": STEP_US * FLUSH_STEPS,
+                "ratio": ours / (STEP_US * FLUSH_STEPS),
+                "bar": "<= 0.01",
+                "bytes": job.nbytes,
+                "bandwidth": job.nbytes / ours * 1e6,
+            }
+
+
+def _measure_spans() -> Iterator[dict[str, Any]]:
+    keys, values = (torch.randn(HEADS, PROMPT, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    gpu.quantize_span(keys, values, SpanFormat(1, 1))
+    start.record()
+    gpu.quantize_span(keys, values, SpanFormat(1, 1))
+    stop.record()
+    stop.synchronize()
+    yield {
+        "case": f"quantize a span of {PROMPT} tokens, 1 bit, host included",
+        "ours_us": start.elapsed_time(stop) * 1e3,
+        "bytes": 2 * keys.nbytes + 2 * values.nbytes + keys.numel() // 4,
+    }
+
+
+def _measure_rotations() -> Iterator[dict[str, Any]]:
+    for batch in (1, 32):
+        steps = [DecodeStep(batch, 64) for _ in range(8)]
+        ours = graph_time([step.run for step in steps]) * 1e6
+        apart = graph_time([step.apart for step in steps]) * 1e6
+        yield {
+            "case": f"rotate and append a decode step, batch {batch}",
+            "ours_us": ours,
+            "peer": "two rotations and a copy per sequence and side",
+            "peer_us": apart,
+            "ratio": ours / apart,
+        }
+    rows = [torch.randn(1, QUERY_HEADS, 8192, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    matrix = hadamard_matrix(DIM, torch.bfloat16, torch.device("cuda"))
+    ours = graph_time([lambda x=x: rotate(x) for x in rows]) * 1e6
+    product = graph_time([lambda x=x: x @ matrix for x in rows]) * 1e6
+    yield {
+        "case": "rotate the queries of 8,192 tokens",
+        "ours_us": ours,
+        "peer": "torch bf16 matmul",
+        "peer_us": product,
+        "ratio": ours / product,
+        "bytes": 2 * rows[0].nbytes,
+        "bandwidth": 2 * rows[0].nbytes / ours * 1e6,
+    }
+
+
+if __name__ == "__main__":
+    chosen = torch.device("cuda")
+    for line in (*check(chosen), *measure(chosen)):
+        print(line)
