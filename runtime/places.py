@@ -7,38 +7,22 @@ steps; what changes with every token is one small table with a line per row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvconvert.errors import CacheError
+from kvconvert.kernels.decode_plan import Run, SequencePlan, WorkPlan, plan_work
 from kvconvert.runtime.pool import UNIT
 from kvconvert.runtime.seam import Chunk
+from kvconvert.runtime.sequence import Sequence
 
 if TYPE_CHECKING:
     from kvconvert.runtime.layer import PagedLayer
 
-
-@dataclass(frozen=True)
-class SpanPlace:
-    """One span of a row; offsets count 16 bytes from `LayerTables.base`.
-
-    Attributes:
-        row: the batch row.
-        first, blocks: the span's entries in the tables.
-        tokens: how many of the blocks' tokens are real.
-        key_scale, key_minimum: offsets of float16 [H, D]; value_scale, value_minimum: of float16 [H, E].
-    """
-
-    row: int
-    first: int
-    blocks: int
-    tokens: int
-    key_scale: int
-    key_minimum: int
-    value_scale: int
-    value_minimum: int
+# Full-precision tokens by which a sequence may grow before its work is divided anew.
+GROWTH = 128
 
 
 @dataclass(frozen=True)
@@ -47,22 +31,26 @@ class LayerTables:
 
     Entries of the tables stand row after row. Those of a row are its pages that are quantized on both sides, then its
     half pages, whose other side is still in the row's buffer (and 0 in that side's table), oldest first; then the
-    blocks of its spans. A row's entries begin at `first[row]`.
+    blocks of its spans.
 
     Attributes:
         base: int16, aligned to 16 bytes; what offsets count from, whatever the dtype of what lies there.
-        keys, values: int64 [entries] on the layer's device, offsets in units of 16 bytes.
-        first, both, half: per row, its first entry, and pages of each kind.
-        spans: of all rows, in the order of their entries.
+        keys, values: int64 [entries + 1] on the layer's device, offsets in units of 16 bytes. The last entry repeats
+            another one.
+        shared: int64 [S, 4] on the device, offsets in the same units of scale and minimum of keys, float16 [H, D], and
+            of values, float16 [H, E]: those of each span, or of the whole layer where scales are static; else None.
+        sequences: per row, which entries are its own. Masks count a row's tokens in the order of its pages, half pages,
+            spans and tail.
+        half: 0 where keys and values are quantized together, 1 where values stay longer in full precision, 2 where keys
+            do.
     """
 
     base: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
-    first: list[int]
-    both: list[int]
-    half: list[int]
-    spans: list[SpanPlace]
+    shared: torch.Tensor | None
+    sequences: list[SequencePlan]
+    half: int
 
 
 @dataclass(frozen=True)
@@ -74,14 +62,13 @@ class DenseTable:
 
     Attributes:
         base: in the model's dtype, what addresses count from.
-        rows: int64 [B, 8] on the layer's device: address of the key buffer [H, capacity, D] in elements from `base`,
-            elements from one key head to the next, the same two for values, sinks, key skip, value skip, tail tokens.
-        tails: per row, its tail tokens.
+        rows: int64 [B, 8] on the layer's device: address of the key buffer [H, capacity, D] from `base` and the
+            distance from one key head to the next, the same two for values, all in units of 8 elements; sinks, key
+            skip, value skip, tail tokens.
     """
 
     base: torch.Tensor
     rows: torch.Tensor
-    tails: list[int]
 
 
 class LayerPlaces:
@@ -89,9 +76,10 @@ class LayerPlaces:
 
     def __init__(self, layer: PagedLayer):
         self._layer = layer
-        self._base = torch.zeros(UNIT // 2, dtype=torch.int16, device=layer.device)
+        self._base = torch.zeros(UNIT, dtype=torch.int16, device=layer.device)
         self._tables: LayerTables | None = None
         self._built_for = (-1, 0)
+        self._work: dict[int, WorkPlan] = {}
         self._append_rows: list[tuple[int, ...]] = []
         self._append_table: torch.Tensor | None = None
 
@@ -100,46 +88,75 @@ class LayerPlaces:
         # A copied cache has a base, and pages, of its own.
         now = (self._layer.version, self._base.data_ptr())
         if self._tables is None or self._built_for != now:
-            self._tables, self._built_for = self._build(), now
+            self._tables, self._built_for, self._work = self._build(), now, {}
         return self._tables
 
     def _build(self) -> LayerTables:
         layer = self._layer
-        key_entries: list[int] = []
-        value_entries: list[int] = []
-        first: list[int] = []
-        spans: list[SpanPlace] = []
-        for row, sequence in enumerate(layer.sequences):
-            first.append(len(key_entries))
-            for entries, side, pool in (
-                (key_entries, sequence.keys, layer.key_pool),
-                (value_entries, sequence.values, layer.value_pool),
-            ):
-                entries += pool.offsets(side.pages, self._base)
-                entries += [0] * (sequence.pages - len(side.pages))
-            for span, _ in sequence.spans:
-                scales = (span.key_scale, span.key_minimum, span.value_scale, span.value_minimum)
-                places = [self._offset(tensor) for tensor in scales]
-                spans.append(SpanPlace(row, len(key_entries), len(span.key_codes), span.tokens, *places))
-                for entries, codes in ((key_entries, span.key_codes), (value_entries, span.value_codes)):
-                    start, stride = self._offset(codes), codes.stride(0) * codes.element_size() // UNIT
-                    entries += [start + block * stride for block in range(len(codes))]
-        both = [min(len(s.keys.pages), len(s.values.pages)) for s in layer.sequences]
-        half = [s.pages - shared for s, shared in zip(layer.sequences, both, strict=True)]
-        keys, values = self._upload(key_entries), self._upload(value_entries)
-        return LayerTables(self._base, keys, values, first, both, half, spans)
+        entries: tuple[list[int], list[int]] = ([], [])
+        shared: list[list[int]] = []
+        static = (layer.format.static_keys, layer.format.static_values)
+        if any(static):
+            shared.append([self._offset(part) if scales else 0 for scales in static for part in scales or (None, None)])
+        sequences = [self._describe(sequence, entries, shared) for sequence in layer.sequences]
+        keys, values = (self._upload(part + (part[-1:] or [0])) for part in entries)
+        windows = (layer.scheme.key_recent_tokens, layer.scheme.value_recent_tokens)
+        half = 0 if windows[0] == windows[1] else 1 if windows[0] < windows[1] else 2
+        return LayerTables(self._base, keys, values, self._upload(shared) if shared else None, sequences, half)
+
+    def _describe(
+        self, sequence: Sequence, entries: tuple[list[int], list[int]], shared: list[list[int]]
+    ) -> SequencePlan:
+        """Enter what a sequence has stored into the tables, and say where."""
+        layer, size = self._layer, self._layer.page_size
+        first = len(entries[0])
+        for target, side, pool in zip(
+            entries, (sequence.keys, sequence.values), (layer.key_pool, layer.value_pool), strict=True
+        ):
+            target += pool.offsets(side.pages, self._base)
+            target += [0] * (sequence.pages - len(side.pages))
+        both = min(len(sequence.keys.pages), len(sequence.values.pages))
+        runs = [Run(first, first + both, both * size)] if both else []
+        tokens = sequence.pages * size
+        for span, _ in sequence.spans:
+            begin = len(entries[0])
+            for target, codes in zip(entries, (span.key_codes, span.value_codes), strict=True):
+                start, stride = self._offset(codes), codes.stride(0) * codes.element_size() // UNIT
+                target += [start + block * stride for block in range(len(codes))]
+            runs.append(Run(begin, len(entries[0]), span.tokens, len(shared), tokens))
+            scales = (span.key_scale, span.key_minimum, span.value_scale, span.value_minimum)
+            shared.append([self._offset(part) for part in scales])
+            tokens += span.tokens
+        return SequencePlan(tuple(runs), self._tail(sequence), sequence.pages - both, first + both, both * size, tokens)
 
     def _offset(self, tensor: torch.Tensor) -> int:
         distance = tensor.data_ptr() - self._base.data_ptr()
         if distance % UNIT or not tensor.is_contiguous():
             raise CacheError(
-                f"A span of layer {self._layer.index} does not begin at a multiple of {UNIT} bytes or is not "
-                "contiguous, so that no kernel can read it; this is an error of kvconvert."
+                f"Codes or scales of layer {self._layer.index} do not begin at a multiple of {UNIT} bytes or are not "
+                "contiguous, so that no kernel can read them; this is an error of kvconvert."
             )
         return distance // UNIT
 
     def _upload(self, entries: list) -> torch.Tensor:
         return torch.tensor(entries, dtype=torch.int64).to(self._layer.device, non_blocking=True)
+
+    def _tail(self, sequence: Sequence) -> int:
+        return sequence.keys.dense - (sequence.pages - len(sequence.keys.pages)) * self._layer.page_size
+
+    def work(self, programs: int) -> WorkPlan:
+        """How attention over the tables and tails is divided among about so many programs, on the layer's device.
+
+        The same object until tables change or a tail has grown a lot: the last item of a row takes what comes.
+        """
+        planned = self.tables().sequences
+        tails = [self._tail(sequence) for sequence in self._layer.sequences]
+        if any(tail > plan.tail + GROWTH for tail, plan in zip(tails, planned, strict=True)):
+            planned = [replace(plan, tail=tail) for plan, tail in zip(planned, tails, strict=True)]
+            self._tables, self._work = replace(self._tables, sequences=planned), {}
+        if programs not in self._work:
+            self._work[programs] = plan_work(planned, programs).to(self._layer.device)
+        return self._work[programs]
 
     @property
     def dense_base(self) -> torch.Tensor:
@@ -152,15 +169,14 @@ class LayerPlaces:
 
     def dense(self) -> DenseTable:
         """Where full-precision tokens are; to be asked for anew after every forward pass's tokens."""
-        rows, tails = [], []
+        rows = []
         for sequence in self._layer.sequences:
             line, skips = [], []
             for side in (sequence.keys, sequence.values):
-                line += [self._address(side.buffer), side.buffer.stride(0)]
+                line += [self._address(side.buffer) // 8, side.buffer.stride(0) // 8]
                 skips.append((sequence.pages - len(side.pages)) * self._layer.page_size)
-            tails.append(sequence.keys.dense - skips[0])
-            rows.append([*line, sequence.sinks, *skips, tails[-1]])
-        return DenseTable(self.dense_base, self._upload(rows), tails)
+            rows.append([*line, sequence.sinks, *skips, self._tail(sequence)])
+        return DenseTable(self.dense_base, self._upload(rows))
 
     def append_table(self) -> torch.Tensor:
         """Where new tokens go: int64 [B, 4] on the layer's device, the same object as long as no buffer moves.
@@ -190,7 +206,7 @@ class LayerPlaces:
 
         Returns:
             uint8 [B, H or 1, T, n] with n the tokens of the fullest row. A row's tokens stand in the order of its pages
-            (of both kinds), its tail and its spans, one kind right after the other; what follows is 0.
+            (of both kinds), its spans and its tail, one right after the other; what follows is 0.
         """
         layer, columns = self._layer, chunk.query_columns
         if chunk.is_causal and len(columns) == 1:
@@ -200,8 +216,8 @@ class LayerPlaces:
             size, device = layer.page_size, layer.device
             begin = sequence.sinks + sequence.dropped * size
             stored = [sequence.columns.span(begin, begin + sequence.pages * size, device)]
-            stored.append(sequence.tail_columns(size, device))
             stored += [where.span(0, len(where), device) for _, where in sequence.spans]
+            stored.append(sequence.tail_columns(size, device))
             heads = max(part.shape[0] if part.dim() == 2 else 1 for part in stored)
             stored = [part.expand(heads, -1) for part in stored]
             seen.append(chunk.visible(row, columns, torch.cat(stored, -1)))

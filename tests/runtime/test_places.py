@@ -61,44 +61,46 @@ def page(tables, offset: int, empty, f, dtype):
 
 
 def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a row, float32 [H, n, 16], read through the tables alone."""
+    """Keys and values of a row, float32 [H, n, 16], read through the tables alone, in the order of masks."""
     tables, dense = layer.places.tables(), layer.places.dense()
+    plan = tables.sequences[row]
     key_address, key_stride, value_address, value_stride, sinks, *skips, tail = dense.rows[row].tolist()
-    assert tail == dense.tails[row]
-    first, both, half = tables.first[row], tables.both[row], tables.half[row]
-    sides = []
+    spans = [run for run in plan.runs if layer.span_format]
+    pages = [entry for run in plan.runs if run not in spans for entry in range(run.begin, run.end)]
+    half = list(range(plan.half_begin, plan.half_begin + plan.half))
+    sides, tails = [], []
     for offsets, address, stride, skip, empty, f in (
-        (tables.keys, key_address, key_stride, skips[0], empty_keys, layer.format.keys),
-        (tables.values, value_address, value_stride, skips[1], empty_values, layer.format.values),
+        (tables.keys.tolist(), key_address, key_stride, skips[0], empty_keys, layer.format.keys),
+        (tables.values.tolist(), value_address, value_stride, skips[1], empty_values, layer.format.values),
     ):
-        size = layer.dtype.itemsize
-        tokens = sinks + skip + tail
-        heads = [raw(dense.base, (address + head * stride) * size, tokens * 16, layer.dtype) for head in range(2)]
+        unit, tokens = 8 * layer.dtype.itemsize, sinks + skip + tail
+        heads = [raw(dense.base, (address + head * stride) * unit, tokens * 16, layer.dtype) for head in range(2)]
         buffer = torch.stack(heads).view(2, -1, 16).float()
-        parts = [page(tables, int(offset), empty, f, layer.dtype) for offset in offsets[first : first + both]]
+        parts = [page(tables, offsets[entry], empty, f, layer.dtype) for entry in pages]
         if skip:
-            assert offsets[first + both : first + both + half].tolist() == [0] * half
-            parts.append(buffer[:, sinks : sinks + half * 128])
+            assert [offsets[entry] for entry in half] == [0] * (skip // 128)
+            parts.append(buffer[:, sinks : sinks + skip])
         else:
-            parts += [page(tables, int(o), empty, f, layer.dtype) for o in offsets[first + both : first + both + half]]
-        sides.append([*parts, buffer[:, :sinks], buffer[:, sinks + skip : sinks + skip + tail - sinks]])
-    for place in (place for place in tables.spans if place.row == row):
+            parts += [page(tables, offsets[entry], empty, f, layer.dtype) for entry in half]
+        sides.append(parts)
+        tails.append(torch.cat([buffer[:, :sinks], buffer[:, sinks + skip : skip + tail]], 1))
+    assert (plan.half_token, plan.tail_token) == (
+        128 * len(pages), 128 * (len(pages) + len(half)) + sum(run.tokens for run in spans)
+    )  # fmt: skip
+    for run in spans:
+        assert run.first_token == sum(part.shape[1] for part in sides[0])
         codes = []
-        for offsets, rows in ((tables.keys, 8), (tables.values, 64)):
-            lanes = 16 if rows == 8 else 2
+        for offsets, lanes, rows in ((tables.keys, 16, 8), (tables.values, 2, 64)):
             blocks = [
                 raw(tables.base, 16 * int(offset), 2 * lanes * rows, torch.int16).view(2, lanes, rows)
-                for offset in offsets[place.first : place.first + place.blocks]
+                for offset in offsets[run.begin : run.end]
             ]
             codes.append(torch.stack(blocks))
-        scales = [
-            raw(tables.base, 16 * offset, 32, torch.float16).view(2, 16)
-            for offset in (place.key_scale, place.key_minimum, place.value_scale, place.value_minimum)
-        ]
-        span = Span(place.tokens, codes[0], *scales[:2], codes[1], *scales[2:])
+        scales = [raw(tables.base, 16 * o, 32, torch.float16).view(2, 16) for o in tables.shared[run.scales].tolist()]
+        span = Span(run.tokens, codes[0], *scales[:2], codes[1], *scales[2:])
         sides[0].append(span_keys(span, layer.span_format))
         sides[1].append(span_values(span, layer.span_format))
-    return tuple(torch.cat(parts, 1) for parts in sides)
+    return tuple(torch.cat([*parts, tail], 1) for parts, tail in zip(sides, tails, strict=True))
 
 
 def check(layer, queries, output, chunk) -> None:
@@ -125,10 +127,11 @@ def test_following_the_tables_gives_what_attention_gives(name, mask_function):
         queries, output, chunk = advance(layer, tokens, mask_function)
         if tokens < 10:
             check(layer, queries, output, chunk)
-            tables = layer.places.tables()
-            kinds |= {kind for kind in ("both", "half", "spans") if any(getattr(tables, kind))}
+            plans = layer.places.tables().sequences
+            kinds |= {("pages", "spans")[bool(layer.span_format)] for plan in plans if plan.runs}
+            kinds |= {"half" for plan in plans if plan.half}
         layer.settle()
-    expected = {"spans"} if name == "spans" else {"both", "half"} if "longer" in name else {"both"}
+    expected = {"spans"} if name == "spans" else {"pages", "half"} if "longer" in name else {"pages"}
     assert kinds == expected
 
 
@@ -154,7 +157,21 @@ def test_tables_stay_the_same_object_until_a_page_is_written_or_rows_move():
     assert changes == 3
     layer.reorder_cache(torch.tensor([2, 0, 0]))
     assert layer.places.tables() is not before
-    assert layer.places.tables().both == [before.both[row] for row in (2, 0, 0)]
+    pages = [plan.runs[0].tokens for plan in before.sequences]
+    assert [plan.runs[0].tokens for plan in layer.places.tables().sequences] == [pages[row] for row in (2, 0, 0)]
+
+
+def test_work_is_divided_anew_only_when_tables_change_or_tails_have_grown_a_lot():
+    layer = KVCache(CONFIG, SCHEMES["spans"]).layers[0]
+    advance(layer, 400)
+    plans = []
+    for _ in range(300):
+        advance(layer, 1)
+        layer.settle()
+        plans.append(layer.places.work(8))
+    assert len({id(plan) for plan in plans}) == 3
+    assert layer.places.work(8) is plans[-1]
+    assert layer.places.work(4) is not plans[-1]
 
 
 def test_tables_follow_beams_and_crops():
