@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvconvert.errors import CacheError
+from kvconvert.kernels.attention import LayerFormat
 from kvconvert.kernels.decode_plan import Run, SequencePlan, WorkPlan, plan_work
 from kvconvert.runtime.pool import UNIT
 from kvconvert.runtime.seam import Chunk
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 # Full-precision tokens by which a sequence may grow before its work is divided anew.
 GROWTH = 128
+EVERY = slice(None)
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,18 @@ class LayerPlaces:
     def __init__(self, layer: PagedLayer):
         self._layer = layer
         self._base = torch.zeros(UNIT, dtype=torch.int16, device=layer.device)
+        boosted = layer.format.boosted
+        self._format = replace(layer.format, boosted=None if boosted is None else boosted.int())
         self._tables: LayerTables | None = None
         self._built_for = (-1, 0)
         self._work: dict[int, WorkPlan] = {}
         self._append_rows: list[tuple[int, ...]] = []
         self._append_table: torch.Tensor | None = None
+
+    @property
+    def format(self) -> LayerFormat:
+        """The layer's, with indices of boosted channels in int32."""
+        return self._format
 
     def tables(self) -> LayerTables:
         """Where pages and spans are; the same object until one of them changes."""
@@ -201,15 +210,15 @@ class LayerPlaces:
             self._append_rows, self._append_table = rows, self._upload(rows)
         return self._append_table
 
-    def mask(self, chunk: Chunk) -> torch.Tensor | None:
-        """Which stored tokens each query of a forward pass may see; None where each may see all.
+    def mask(self, chunk: Chunk, queries: slice = EVERY) -> torch.Tensor | None:
+        """Which stored tokens these queries of a forward pass may see; None where each may see all.
 
         Returns:
             uint8 [B, H or 1, T, n] with n the tokens of the fullest row. A row's tokens stand in the order of its pages
             (of both kinds), its spans and its tail, one right after the other; what follows is 0.
         """
-        layer, columns = self._layer, chunk.query_columns
-        if chunk.is_causal and len(columns) == 1:
+        layer, columns = self._layer, chunk.query_columns[queries]
+        if chunk.is_causal and len(chunk.query_columns) == 1:
             return None
         seen = []
         for row, sequence in enumerate(layer.sequences):

@@ -26,6 +26,9 @@ from kvconvert.runtime.sequence import Sequence, Side
 if TYPE_CHECKING:
     from kvconvert.runtime.layer import PagedLayer
 
+# Queries of one launch of the decode kernel: bounds masks and partial results when a prompt follows stored tokens.
+QUERIES_AT_ONCE = 256
+
 
 def attend(
     layer: PagedLayer,
@@ -60,21 +63,78 @@ def attend(
             keys, values = sequence.keys.tokens(0, tokens), sequence.values.tokens(0, tokens)
             output[row, :, at] = prompt_attention(queries[row][:, at], keys, values, scaling).to(output.dtype)
     if others:
-        if queries.is_cuda or runs_triton(queries.device):
-            reason = "no fused kernel serves this layer" if runs_triton(queries.device) else why_not(queries.device)
-            layer.fall_back("attention over the cache", reason)
-        attended = paged_attention(
-            queries,
-            _tiles(layer, others, chunk, length, queries.shape[1]),
-            _dense(layer, others, chunk, length),
-            layer.format,
-            scaling,
-            softcap,
-            sinks,
-            _spans(layer, others, chunk),
-        )
-        output[others] = attended[others].to(output.dtype)
+        attended = _in_one_kernel(layer, queries, chunk, scaling, softcap, sinks)
+        if attended is None:
+            attended = paged_attention(
+                queries,
+                _tiles(layer, others, chunk, length, queries.shape[1]),
+                _dense(layer, others, chunk, length),
+                layer.format,
+                scaling,
+                softcap,
+                sinks,
+                _spans(layer, others, chunk),
+            )
+        if len(others) == len(layer.sequences):
+            output = attended.to(output.dtype)
+        else:
+            output[others] = attended[others].to(output.dtype)
     return hadamard_transform(output, inverse=True) if layer.scheme.rotate_values == "online" else output
+
+
+def _in_one_kernel(
+    layer: PagedLayer,
+    queries: torch.Tensor,
+    chunk: Chunk,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """All rows' attention by the fused decode kernel, [B, Hq, T, E]; None where it is not meant to serve, or cannot."""
+    if not runs_triton(queries.device):
+        if queries.is_cuda:
+            layer.fall_back("attention over the cache", why_not(queries.device))
+        return None
+    from kvconvert.kernels.gpu import decode
+
+    format, heads, length = layer.places.format, queries.shape[1], queries.shape[2]
+    reason = decode.why_not_decode(format, layer.span_format, layer.dtype, heads)
+    if reason is None and queries.dtype != layer.dtype:
+        reason = f"queries are {queries.dtype} and stored tokens {layer.dtype}"
+    if reason is not None:
+        layer.fall_back("attention over the cache", reason)
+        return None
+    tables, dense = layer.places.tables(), layer.places.dense()
+    tails = decode.Tails(dense.base, dense.rows)
+    parts = []
+    for start in range(0, length, QUERIES_AT_ONCE):
+        part = queries[:, :, start : start + QUERIES_AT_ONCE]
+        mask = layer.places.mask(chunk, slice(start, start + QUERIES_AT_ONCE))
+        visibility = None
+        if mask is not None:
+            visibility = decode.Visibility(mask, mask.stride(0), mask.stride(1) * (mask.shape[1] > 1), mask.stride(2))
+        per_program = decode.queries_per_program(heads // format.keys.heads, part.shape[2])
+        programs = decode.programs_for(queries.device, format.keys.heads, -(-part.shape[2] // per_program))
+        parts.append(
+            decode.decode_attention(
+                part,
+                decode.PageTables(
+                    tables.base, tables.base, tables.keys, tables.values, layer.places.work(programs), tables.shared
+                ),
+                tails,
+                format,
+                scaling,
+                span=layer.span_format,
+                half=tables.half,
+                softcap=softcap,
+                sinks=sinks,
+                visibility=visibility,
+                tau1=layer.scheme.tau1,
+                tau2=layer.scheme.tau2,
+                flattened=layer.flattened,
+            )
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _receive(

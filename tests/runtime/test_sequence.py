@@ -101,10 +101,12 @@ def test_rows_get_room_for_their_real_tokens_only_and_count_them_at_once():
 
 def test_calls_that_a_kernel_was_meant_to_serve_are_counted_and_named_once(monkeypatch, caplog):
     model, ids = tiny_model("llama", "kvconvert"), random_ids(1, 20)
+    decode = pytest.importorskip("kvconvert.kernels.gpu.decode")
     plain = KVCache(model.config, SCHEME)
     model.generate(ids, past_key_values=plain, max_new_tokens=5, **GREEDY)
     assert plain.stats().fallbacks == 0
     monkeypatch.setattr(reading, "runs_triton", lambda where: True)
+    monkeypatch.setattr(decode, "why_not_decode", lambda *layer: "this test says so")
     monkeypatch.setattr(device, "fallbacks", type(device.fallbacks)())
     cache = KVCache(model.config, SCHEME)
     with caplog.at_level(logging.WARNING, "kvconvert"):
