@@ -1,0 +1,166 @@
+"""Selective flash attention on a GPU: checked against float64, timed against torch's fastest attention.
+
+A section of benchmarks/gpu.py. The peer is the fastest of torch's scaled_dot_product_attention backends on the same
+inputs, forward only; ours gives the output and what each token receives. Memory is what a call allocates at its peak
+beyond its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from gpu_timing import buffers_beyond_cache, graph_time
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kvconvert.kernels import prompt as dispatch
+from kvconvert.kernels.attention import attention_reference
+from kvconvert.kernels.gpu import prompt as kernels
+from kvconvert.kernels.selection import column_sums_reference
+
+QUERY_HEADS, KEY_HEADS, HEAD_SIZE = 32, 8, 128
+SCALING = HEAD_SIZE**-0.5
+LENGTHS = [1024, 4096, 8192, 16384, 32768]
+# The most that output and sums may cost, over the peer's forward.
+BARS = {8192: 1.8}
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+SUMS_TOLERANCE = 1e-5
+# Query heads, KV heads, T, n, D, E, softcap, with sinks, window.
+CASES = [
+    (4, 2, 1000, 1000, 128, 128, None, False, None),
+    (32, 8, 2048, 2048, 128, 128, None, False, None),
+    (8, 1, 129, 129, 64, 64, None, False, None),
+    (16, 1, 1, 333, 96, 96, None, False, None),
+    (2, 2, 63, 700, 80, 48, None, True, None),
+    (4, 2, 515, 1111, 256, 256, 30.0, False, None),
+    (4, 2, 700, 700, 192, 128, None, False, None),
+    (8, 2, 640, 1111, 64, 64, None, True, 128),
+    (4, 4, 1025, 2050, 128, 128, 5.0, True, 1000),
+    (2, 1, 200, 4000, 48, 48, None, False, 7),
+]
+
+
+def inputs(
+    length: int,
+    tokens: int | None = None,
+    heads: tuple[int, int] = (QUERY_HEADS, KEY_HEADS),
+    sizes: tuple[int, int] = (HEAD_SIZE, HEAD_SIZE),
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[Tensor]:
+    tokens = tokens or length
+    shapes = ((heads[0], length, sizes[0]), (heads[1], tokens, sizes[0]), (heads[1], tokens, sizes[1]))
+    return [torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes]
+
+
+def check(device: torch.device) -> list[dict]:
+    """Output and sums of every case in both dtypes."""
+    results = []
+    for dtype in kernels.DTYPES:
+        for heads, key_heads, length, tokens, size, value_size, softcap, with_sinks, window in CASES:
+            tensors = inputs(length, tokens, (heads, key_heads), (size, value_size), dtype)
+            scaling = size**-0.5
+            sinks = torch.randn(heads, device=device) * 2 if with_sinks else None
+            output, sums = dispatch.selective_attention(*tensors, scaling, softcap, sinks, window)
+            columns = torch.arange(tokens, device=device)
+            own = columns[tokens - length :].unsqueeze(1)
+            visible = (columns <= own) & (columns > own - (window or tokens))
+            exact = {
+                "output": (output, attention_reference(*tensors, visible, scaling, softcap, sinks), TOLERANCE[dtype]),
+                "sums": (
+                    sums,
+                    column_sums_reference(*tensors[:2], visible, scaling, softcap, sinks),
+                    SUMS_TOLERANCE,
+                ),
+            }
+            case = f"{heads}/{key_heads} heads of {size}/{value_size}, last {length} of {tokens} tokens"
+            case += (
+                f", softcap {softcap}" * bool(softcap) + ", sinks" * with_sinks + f", window {window}" * bool(window)
+            )
+            for name, (got, reference, tolerance) in exact.items():
+                error = float((got.double() - reference).norm() / reference.norm())
+                results.append(
+                    {
+                        "kernel": f"selective attention, {name}",
+                        "case": f"{case}, {kernels.DTYPES[dtype]}",
+                        "error": error,
+                        "tolerance": tolerance,
+                        "passed": error <= tolerance,
+                    }
+                )
+    return results
+
+
+def measure(device: torch.device) -> list[dict]:
+    """Times by length; `ratio` is ours over the peer's here, and `bar` the most that it may be."""
+    results = []
+    for length in LENGTHS:
+        first = inputs(length)
+        copies = [first]
+        while len(copies) < buffers_beyond_cache(sum(x.nbytes for x in first), most=8):
+            copies.append(inputs(length))
+        peers = {name: _peer_time(backend, copies) for name, backend in BACKENDS.items()}
+        peers = {name: seconds for name, seconds in peers.items() if seconds is not None}
+        fastest = min(peers, key=peers.get)
+        log_sum_exp = kernels.attention(first[0], first[1], None, SCALING)[1]
+        parts: dict[str, Callable] = {
+            "output and sums": lambda one: dispatch.selective_attention(*one, SCALING),
+            "output alone": lambda one: dispatch.prompt_attention(*one, SCALING),
+            "sums alone": lambda one, known=log_sum_exp: kernels.column_sums(one[0], one[1], known, SCALING),
+        }
+        for part, call in parts.items():
+            ours = graph_time([partial(call, one) for one in copies], repeats=10)
+            products = {"output and sums": 3, "output alone": 2, "sums alone": 1}[part]
+            operations = products * QUERY_HEADS * HEAD_SIZE * length * (length + 1)
+            row = {
+                "case": f"prompt of {length} tokens, {part}",
+                "ours_us": ours * 1e6,
+                "peer": f"torch, {fastest}",
+                "peer_us": peers[fastest] * 1e6,
+                "ratio": ours / peers[fastest],
+                "bar": BARS.get(length) if part == "output and sums" else None,
+                "bar_is": "most",
+                "teraflops": operations / ours / 1e12,
+                "peers_us": {name: seconds * 1e6 for name, seconds in peers.items()},
+            }
+            if part == "output and sums":
+                row["peak_bytes"] = _peak_bytes(partial(call, first))
+                row["bytes_per_token"] = row["peak_bytes"] / length
+            results.append(row)
+        del copies, first
+    return results
+
+
+def _peer_time(backend: SDPBackend, copies: list[list[Tensor]]) -> float | None:
+    """Seconds of torch's causal attention, or None where the backend refuses these inputs."""
+
+    def attend(one: list[Tensor]) -> Tensor:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(
+                *(x[None] for x in one), is_causal=True, scale=SCALING, enable_gqa=one[0].shape != one[1].shape
+            )
+
+    if backend == SDPBackend.EFFICIENT_ATTENTION:  # knows no groups of query heads
+        repeat = QUERY_HEADS // KEY_HEADS
+        copies = [[one[0], *(x.repeat_interleave(repeat, 0) for x in one[1:])] for one in copies]
+    try:
+        return graph_time([partial(attend, one) for one in copies], repeats=10)
+    except RuntimeError as error:
+        if "No available kernel" in str(error):
+            return None
+        raise
+
+
+def _peak_bytes(call: Callable) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
