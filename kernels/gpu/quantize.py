@@ -49,9 +49,11 @@ NOT_FLAGGED = 2**31 - 1
 # Every operation is rounded by itself, as on a CPU.
 UNFUSED = {"enable_fp_fusion": False}
 # Tile elements per thread.
-PER_THREAD = 32
+PER_THREAD = 64
+# Channels of one program of the keys, where it needs no others: a row of 128 bytes.
+KEY_ROWS = 64
 # Tokens of one program of the joint norm.
-NORM_TOKENS = 32
+NORM_TOKENS = 16
 # Parts of a span whose ranges are found by one program per head each.
 SPAN_PARTS = 64
 
@@ -187,8 +189,9 @@ def _launch_keys(
     tile = _tile(f.head_dim, f.bits)
     matrix, normaliser = hadamard_signs(f.head_dim, base.dtype, base.device) if rotate else (base, 1.0)
     dynamic = f.boosted > 0 and f.boost_select == "dynamic"
-    constants = key_constants(f, tile, rotate, partial)
-    key_page_kernel[(table.shape[0] * f.heads,)](
+    constants, layout = key_constants(f, tile, rotate, partial), KeyLayout.of(f)
+    blocks = triton.cdiv(layout.rows, constants["ROW_TILE"])
+    key_page_kernel[(table.shape[0] * f.heads * blocks,)](
         base,
         records,
         records.view(torch.uint8) if dynamic else records,
@@ -202,7 +205,7 @@ def _launch_keys(
         normaliser,
         *_shrink(f.range),
         **constants,
-        num_warps=_warps(constants["CHUNK"] * tile),
+        num_warps=_key_warps(constants),
         **UNFUSED,
     )
 
@@ -210,11 +213,13 @@ def _launch_keys(
 def key_constants(f: KeyFormat, tile: int, rotate: bool, partial: bool) -> dict[str, Any]:
     """Compile-time arguments of `key_page_kernel`."""
     layout = KeyLayout.of(f)
+    whole = tile // 2 if f.bits == 1 else tile
     chunk = layout.lanes if f.static else max(f.group_size, layout.lanes)
     return {
         "HEADS": f.heads,
         "HEAD_SIZE": f.head_dim,
         "TILE": tile,
+        "ROW_TILE": whole if f.boosted or f.token_norm == "per_head" else min(whole, KEY_ROWS),
         "PAGE": f.page_size,
         "CHUNK": chunk,
         "BITS": f.bits,
@@ -402,9 +407,16 @@ def _warps(elements: int) -> int:
     return min(32, max(1, elements // (32 * PER_THREAD)))
 
 
+def _key_warps(constants: dict[str, Any]) -> int:
+    return _warps(constants["CHUNK"] * constants["ROW_TILE"])
+
+
 def _value_warps(constants: dict[str, Any]) -> int:
     planes = 16 // field_bits(constants["BITS"])
-    return _warps(planes * constants["TOKENS"] * constants["LANE_TILE"])
+    elements = planes * constants["TOKENS"] * constants["LANE_TILE"]
+    # Groups one by one, or two fields' halves, take more registers for every element.
+    crowded = constants["LANES"] != constants["LANE_TILE"] or constants["BITS"] == 1
+    return _warps(elements * (2 if crowded else 1))
 
 
 def variants(capability: int) -> Iterator[Variant]:
@@ -438,7 +450,7 @@ def _key_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Variant:
     constants = key_constants(f, tile, False, partial)
     select = f"{f.boost_select}{f.boosted}" if f.boosted else ""
     name = f"keys-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{'-static' * f.static}"
-    return _variant(name + "-partial" * partial, key_page_kernel, dtype, constants, _warps(constants["CHUNK"] * tile))
+    return _variant(name + "-partial" * partial, key_page_kernel, dtype, constants, _key_warps(constants))
 
 
 def _value_variant(dtype: str, f: ValueFormat, partial: bool = False) -> Variant:

@@ -139,15 +139,13 @@ def _scores(
 @triton.jit
 def _highest(score, TILE: tl.constexpr, SLOTS: tl.constexpr, COUNT: tl.constexpr):
     """The COUNT channels of the highest scores, ascending, ties to the lower index: int32 [SLOTS], -1 beyond."""
-    row, column = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
+    channel, slot = tl.arange(0, TILE), tl.arange(0, SLOTS)
+    before = channel[None, :] < channel[:, None]
     own, other = score[:, None], score[None, :]
-    rank = tl.sum(((other > own) | ((other == own) & (column < row))).to(tl.int32), 1)
-    # Summed along the other axis, so that it is known of columns without another exchange between threads.
-    rank_of_columns = tl.sum(((own > other) | ((own == other) & (row < column))).to(tl.int32), 0)
-    place = tl.sum(((rank_of_columns < COUNT)[None, :] & (column < row)).to(tl.int32), 1)
-    slot = tl.arange(0, SLOTS)
-    found = (rank < COUNT)[None, :] & (place[None, :] == slot[:, None])
-    return tl.sum(tl.where(found, tl.arange(0, TILE)[None, :] + 1, 0), 1) - 1
+    is_chosen = tl.sum(((other > own) | ((other == own) & before)).to(tl.int32), 1) < COUNT
+    place = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
+    found = is_chosen[None, :] & (place[None, :] == slot[:, None])
+    return tl.sum(tl.where(found, channel[None, :] + 1, 0), 1) - 1
 
 
 @triton.jit
@@ -177,6 +175,64 @@ def _packed(
 
 
 @triton.jit
+def _places(channel, chosen, SLOTS: tl.constexpr):
+    """Each channel's index in `chosen` [SLOTS], -1 where it is not there."""
+    found = channel[:, None] == chosen[None, :]
+    return tl.sum(tl.where(found, tl.arange(0, SLOTS)[None, :] + 1, 0), 1) - 1
+
+
+@triton.jit
+def _paired_high_lanes(
+    keys,
+    offset,
+    chosen,
+    joint,
+    matrix,
+    normaliser,
+    token_stride,
+    factor,
+    shrink,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PAGE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+    NORM: tl.constexpr,
+    MEAN_ABS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HIGH_ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    ROTATE: tl.constexpr,
+):
+    """Lanes int16 [LANES, SLOTS] of the upper bits of 1-bit keys' boosted channels, two of which share a field.
+
+    These two may lie anywhere, so the boosted channels are read and quantized once more, in their order in the record.
+    """
+    slot = tl.arange(0, SLOTS)
+    lanes = tl.zeros([LANES, SLOTS], tl.int32)
+    for step in range(PAGE // CHUNK):
+        token = step * CHUNK + tl.arange(0, CHUNK)
+        inverse_norm = tl.full([CHUNK], 1.0, tl.float32)
+        if NORM != NO_NORM:
+            norm, _ = _norms(
+                keys, offset, token, joint, matrix, normaliser, token_stride, HEAD_SIZE, TILE, NORM, MEAN_ABS, ROTATE
+            )
+            inverse_norm = reciprocal(norm.to(tl.float32))
+        for half in tl.static_range(2):
+            picked = (slot[None, :] == slot[:, None] + half * HIGH_ROWS) & (slot < HIGH_ROWS)[:, None]
+            channel = tl.sum(tl.where(picked, chosen[None, :] + 1, 0), 1) - 1
+            present = (channel >= 0)[None, :]
+            signs = read_signs(matrix, channel, HEAD_SIZE, TILE, ROTATE)
+            x = read_tokens(
+                keys, offset, token, channel, present, signs, normaliser, token_stride, HEAD_SIZE, TILE, ROTATE
+            ).to(tl.float32)
+            codes, _, _ = _grouped_codes(x * inverse_norm[:, None], 3.0, 1.0 / 3.0, factor, shrink, CHUNK, GROUP, SLOTS)
+            bit = tl.where(present, (codes >> 1) & 1, 0)
+            lanes += _packed(bit << half, step * (CHUNK // LANES), CHUNK, SLOTS, LANES, 2)
+    return lanes.to(tl.int16)
+
+
+@triton.jit
 def key_page_kernel(
     keys,
     records,
@@ -194,6 +250,7 @@ def key_page_kernel(
     HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    ROW_TILE: tl.constexpr,
     PAGE: tl.constexpr,
     CHUNK: tl.constexpr,
     BITS: tl.constexpr,
@@ -215,8 +272,19 @@ def key_page_kernel(
     CHANNELS: tl.constexpr,
     JOINT_NORM: tl.constexpr,
 ):
-    """One head's part of a key page. HEAD_STRIDE to JOINT_NORM are fields of `KeyLayout`."""
-    page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    """ROW_TILE channels (pairs of channels at 1 bit) of one head's part of a key page.
+
+    HEAD_STRIDE to JOINT_NORM are fields of `KeyLayout`. What ranks channels or takes norms of one head sees all of it.
+    """
+    # At 1 bit two channels share a field: number i its lower bit, number i + half its upper one.
+    HALVES: tl.constexpr = 2 if BITS == 1 else 1
+    WIDTH: tl.constexpr = HALVES * BITS
+    ROWS: tl.constexpr = HEAD_SIZE // HALVES
+    BLOCKS: tl.constexpr = (ROWS + ROW_TILE - 1) // ROW_TILE
+    LEVELS: tl.constexpr = 2.0**BITS - 1.0
+    FINE_LEVELS: tl.constexpr = 4.0**BITS - 1.0
+    block = tl.program_id(0) % BLOCKS
+    page, head = tl.program_id(0) // (BLOCKS * HEADS), tl.program_id(0) // BLOCKS % HEADS
     offset = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
     offset += head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
     record = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8)
@@ -235,18 +303,12 @@ def key_page_kernel(
     elif BOOSTED > 0:
         chosen = tl.load(boosted + head * BOOSTED + slot, mask=slot < BOOSTED, other=-1).to(tl.int32)
 
-    # At 1 bit two channels share a field: number i its lower bit, number i + half its upper one.
-    HALVES: tl.constexpr = 2 if BITS == 1 else 1
-    WIDTH: tl.constexpr = HALVES * BITS
-    ROWS: tl.constexpr = HEAD_SIZE // HALVES
-    ROW_TILE: tl.constexpr = TILE // HALVES
-    LEVELS: tl.constexpr = 2.0**BITS - 1.0
-    FINE_LEVELS: tl.constexpr = 4.0**BITS - 1.0
-    row, group = tl.arange(0, ROW_TILE), tl.arange(0, CHUNK // GROUP)
+    row, group = block * ROW_TILE + tl.arange(0, ROW_TILE), tl.arange(0, CHUNK // GROUP)
     there = (row < ROWS)[None, :]
     lanes = tl.zeros([LANES, ROW_TILE], tl.int32)
+    high_lanes = tl.zeros([LANES, ROW_TILE], tl.int32)
     unstorable = tl.zeros([CHUNK // GROUP, 1, ROW_TILE], tl.int32)
-    not_finite = tl.zeros([CHUNK, ROW_TILE], tl.float32)
+    total = tl.zeros([CHUNK, ROW_TILE], tl.float32)
     for step in range(PAGE // CHUNK):
         token = step * CHUNK + within
         present = there & (token < count)[:, None] if PARTIAL else there
@@ -266,7 +328,8 @@ def key_page_kernel(
                 keys, offset, token, channel, present, signs, normaliser, token_stride, HEAD_SIZE, TILE, ROTATE
             ).to(tl.float32)
             if NORM == NO_NORM:
-                not_finite += x * 0.0
+                # A sum of finite numbers overflows only where float16 scales cannot describe them; static ones clamp them.
+                total += x * 0.0 if STATIC else x
             else:
                 x *= inverse_norm[:, None]
             if STATIC:
@@ -278,7 +341,7 @@ def key_page_kernel(
                 levels = tl.full([1, 1, ROW_TILE], LEVELS, tl.float32)
                 inverse_levels = tl.full([1, 1, ROW_TILE], 1.0 / LEVELS, tl.float32)
                 if BOOSTED > 0:
-                    is_fine = (tl.sum((channel[:, None] == chosen[None, :]).to(tl.int32), 1) > 0)[None, None, :]
+                    is_fine = (_places(channel, chosen, SLOTS) >= 0)[None, None, :]
                     levels = tl.where(is_fine, FINE_LEVELS, levels)
                     inverse_levels = tl.where(is_fine, 1.0 / FINE_LEVELS, inverse_levels)
                 codes, scale, minimum = _grouped_codes(
@@ -290,43 +353,28 @@ def key_page_kernel(
                 tl.store(target + SCALE, scale.to(tl.int16, bitcast=True), mask=there[None, :, :])
                 tl.store(target + MINIMUM, minimum.to(tl.int16, bitcast=True), mask=there[None, :, :])
             if BOOSTED > 0:
+                if HALVES == 1:
+                    high = (codes >> BITS) & (2**BITS - 1)
+                    high_lanes += _packed(high, step * (CHUNK // LANES), CHUNK, ROW_TILE, LANES, WIDTH)
                 codes &= 2**BITS - 1
             if PARTIAL:
                 codes = tl.where(present, codes, 0)
             lanes += _packed(codes << half, step * (CHUNK // LANES), CHUNK, ROW_TILE, LANES, WIDTH)
     if NORM == NO_NORM:
-        flag_if(tl.sum(tl.sum(not_finite, 1), 0) != 0.0, flag, page, head, 1, HEADS)
+        flag_if(~(tl.abs(tl.sum(tl.sum(total, 1), 0)) < float("inf")), flag, page, head, 1, HEADS)
     if not STATIC:
         flag_if(any_true(unstorable != 0), flag, page, head, 1, HEADS)
     lane = tl.arange(0, LANES)[:, None]
     tl.store(records + part + lane * ROWS + row[None, :], lanes.to(tl.int16), mask=there)
 
-    if BOOSTED > 0:
-        HIGH_ROWS: tl.constexpr = (BOOSTED + HALVES - 1) // HALVES
-        lanes = tl.zeros([LANES, SLOTS], tl.int32)
-        for step in range(PAGE // CHUNK):
-            token = step * CHUNK + within
-            inverse_norm = tl.full([CHUNK], 1.0, tl.float32)
-            if NORM != NO_NORM:
-                norm, _ = _norms(
-                    keys, offset, token, joint, matrix, normaliser, token_stride, HEAD_SIZE, TILE, NORM, MEAN_ABS,
-                    ROTATE,
-                )  # fmt: skip
-                inverse_norm = reciprocal(norm.to(tl.float32))
-            for half in tl.static_range(HALVES):
-                channel = chosen
-                if HALVES == 2:
-                    picked = (slot[None, :] == slot[:, None] + half * HIGH_ROWS) & (slot < HIGH_ROWS)[:, None]
-                    channel = tl.sum(tl.where(picked, chosen[None, :] + 1, 0), 1) - 1
-                present = (channel >= 0)[None, :]
-                signs = read_signs(matrix, channel, HEAD_SIZE, TILE, ROTATE)
-                x = read_tokens(
-                    keys, offset, token, channel, present, signs, normaliser, token_stride, HEAD_SIZE, TILE, ROTATE
-                ).to(tl.float32)
-                codes, _, _ = _grouped_codes(
-                    x * inverse_norm[:, None], FINE_LEVELS, 1.0 / FINE_LEVELS, factor, shrink, CHUNK, GROUP, SLOTS
-                )
-                codes = tl.where(present, (codes >> BITS) & (2**BITS - 1), 0)
-                lanes += _packed(codes << half, step * (CHUNK // LANES), CHUNK, SLOTS, LANES, WIDTH)
+    if BOOSTED > 0 and HALVES == 1:
+        slot_of = _places(row, chosen, SLOTS)[None, :]
+        tl.store(records + part + HIGH + lane * BOOSTED + slot_of, high_lanes.to(tl.int16), mask=slot_of >= 0)
+    elif BOOSTED > 0:
+        high_lanes = _paired_high_lanes(
+            keys, offset, chosen, joint, matrix, normaliser, token_stride, factor, shrink, HEAD_SIZE, TILE, PAGE, CHUNK,
+            GROUP, NORM, MEAN_ABS, SLOTS, (BOOSTED + 1) // 2, LANES, ROTATE,
+        )  # fmt: skip
+        HIGH_ROWS: tl.constexpr = (BOOSTED + 1) // 2
         target = records + part + HIGH + lane * HIGH_ROWS + slot[None, :]
-        tl.store(target, lanes.to(tl.int16), mask=(slot < HIGH_ROWS)[None, :])
+        tl.store(target, high_lanes, mask=(slot < HIGH_ROWS)[None, :])
