@@ -328,7 +328,7 @@ def key_page_kernel(
                 keys, offset, token, channel, present, signs, normaliser, token_stride, HEAD_SIZE, TILE, ROTATE
             ).to(tl.float32)
             if NORM == NO_NORM:
-                # A sum of finite numbers overflows only where float16 scales cannot describe them; static ones clamp them.
+                # A sum of finite numbers overflows only beyond what float16 scales describe; static ones clamp that.
                 total += x * 0.0 if STATIC else x
             else:
                 x *= inverse_norm[:, None]

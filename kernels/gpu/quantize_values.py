@@ -150,7 +150,7 @@ def value_page_kernel(
             present = present & (token < tl.load(table + page * TABLE_COLUMNS + 3))[None, :, None]
         pointers = values + offset + token[None, :, None] * token_stride + channel
         x = tl.load(pointers, mask=present, other=0.0).to(tl.float32)
-        # A sum of finite numbers overflows only where float16 scales cannot describe them; static ones clamp them.
+        # A sum of finite numbers overflows only beyond what float16 scales describe; static ones clamp that.
         total += x * 0.0 if STATIC else x
         if STATIC:
             at = head * HEAD_SIZE + channel
