@@ -17,7 +17,7 @@ from kvconvert.kernels.attention import (
 from kvconvert.kernels.gpu.device import runs_triton, why_not
 from kvconvert.kernels.hadamard import hadamard_transform
 from kvconvert.kernels.pages import KeyPages, ValuePages
-from kvconvert.kernels.prompt import prompt_attention
+from kvconvert.kernels.prompt import prompt_attention, selective_attention
 from kvconvert.kernels.selection import column_sums
 from kvconvert.runtime.pool import PagePool
 from kvconvert.runtime.seam import Chunk
@@ -51,17 +51,25 @@ def attend(
     output = queries.new_zeros(*queries.shape[:3], layer.format.values.head_dim)
     others = []
     for row, sequence in enumerate(layer.sequences):
-        if sequence.open_from is not None and layer.scheme.evicts:
-            _receive(layer, row, sequence, queries[row], chunk, scaling, softcap, sinks)
-        tokens = sequence.keys.dense
-        fresh = sequence.untouched and length > 1 and sequence.columns.before(first) == 0
-        if not (fresh and chunk.is_causal and softcap is None and sinks is None):
+        selecting = sequence.open_from is not None and layer.scheme.evicts
+        if not (sequence.untouched and length > 1 and chunk.is_causal):
+            if selecting:
+                _receive(layer, row, sequence, queries[row], chunk, scaling, softcap, sinks)
             others.append(row)
-        elif tokens:
-            # A prompt with nothing behind it: its real columns attend to each other and nothing else.
-            at = sequence.columns.span(0, tokens, queries.device) - first
-            keys, values = sequence.keys.tokens(0, tokens), sequence.values.tokens(0, tokens)
-            output[row, :, at] = prompt_attention(queries[row][:, at], keys, values, scaling).to(output.dtype)
+            continue
+        tokens, before = sequence.keys.dense, sequence.columns.before(first)
+        if tokens == before:
+            continue
+        # A prompt, or a part of one, over nothing but what is in full precision; padding neither asks nor answers.
+        padded = tokens - before < length
+        at = sequence.columns.span(before, tokens, queries.device) - first if padded else slice(None)
+        arguments = (sequence.keys.tokens(0, tokens), sequence.values.tokens(0, tokens), scaling, softcap, sinks)
+        if selecting:
+            attended, sums = selective_attention(queries[row][:, at], *arguments)
+            _add_received(sequence, sums)
+        else:
+            attended = prompt_attention(queries[row][:, at], *arguments)
+        output[row, :, at] = attended.to(output.dtype)
     if others:
         attended = _in_one_kernel(layer, queries, chunk, scaling, softcap, sinks)
         if attended is None:
@@ -158,7 +166,11 @@ def _receive(
             return chunk.visible(row, own[block], columns[keys])[0]
 
     stored = sequence.keys.tokens(0, tokens)
-    sums = column_sums(queries[:, own - first], stored, visible, scaling, softcap, sinks)
+    _add_received(sequence, column_sums(queries[:, own - first], stored, visible, scaling, softcap, sinks))
+
+
+def _add_received(sequence: Sequence, sums: torch.Tensor) -> None:
+    """Add what one chunk's queries give to the open prompt's tokens, [H, n]."""
     if sequence.received is not None:
         sums[:, : sequence.received.shape[1]] += sequence.received
     sequence.received = sums
