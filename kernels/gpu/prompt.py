@@ -32,7 +32,8 @@ SHARED_BYTES = 24 << 20
 class Tiling:
     """Rows of a program's tiles of queries and keys, and how it runs.
 
-    With `descriptors` tiles are copied by the tensor copy engine.
+    With `descriptors` tiles are copied by the tensor copy engine; with `in_registers` the tile that a program keeps, of
+    queries for attention and of keys for column sums, is in registers instead of shared memory.
     """
 
     query_rows: int
@@ -40,6 +41,7 @@ class Tiling:
     num_warps: int
     num_stages: int
     descriptors: bool = False
+    in_registers: bool = False
 
 
 def attention_tiling(device_capability: int, head_tile: int, value_tile: int) -> Tiling:
@@ -52,7 +54,9 @@ def attention_tiling(device_capability: int, head_tile: int, value_tile: int) ->
         if largest <= 64:
             return Tiling(128, 64, 8, 3)
         return Tiling(64, 64, 4, 3) if largest <= 128 else Tiling(64, 32, 8, 2)
-    return Tiling(64, 64, 4, 3, descriptors=True) if largest <= 128 else Tiling(128, 64, 8, 2, descriptors=True)
+    if largest > 128:
+        return Tiling(128, 64, 8, 2, descriptors=True)
+    return Tiling(64, 64, 4, 3, descriptors=True, in_registers=device_capability == 90)
 
 
 def column_tiling(device_capability: int, head_tile: int) -> Tiling:
@@ -61,11 +65,11 @@ def column_tiling(device_capability: int, head_tile: int) -> Tiling:
     """
     if not _copies_tiles(device_capability):
         return Tiling(64, 128, 8, 3) if head_tile <= 128 else Tiling(32, 128, 8, 2)
-    if head_tile > 128:
-        return Tiling(32, 128, 4, 3, descriptors=True)
-    # Four warps have too few registers on Blackwell, whose results leave the tensor memory through them.
-    few_warps = head_tile <= 64 and device_capability < 100
-    return Tiling(64, 128, 4 if few_warps else 8, 3, descriptors=True)
+    if device_capability == 90:
+        queries, keys = (64, 64) if head_tile <= 64 else (64 if head_tile <= 128 else 32, 128)
+        return Tiling(queries, keys, 4, 3, descriptors=True, in_registers=True)
+    # Four warps would have too few registers on Blackwell, whose products pass through them on their way.
+    return Tiling(64 if head_tile <= 128 else 32, 128, 8, 3, descriptors=True)
 
 
 def _copies_tiles(device_capability: int) -> bool:
@@ -146,6 +150,7 @@ def attention(
         SINKS=sinks is not None,
         WINDOWED=window > 0,
         DESCRIPTORS=tiling.descriptors,
+        IN_REGISTERS=tiling.in_registers,
         INTERPRETED=queries.device.type == "cpu",
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -208,6 +213,7 @@ def column_sums(
         SOFTCAP=bool(softcap),
         WINDOWED=window > 0,
         DESCRIPTORS=tiling.descriptors,
+        IN_REGISTERS=tiling.in_registers,
         INTERPRETED=queries.device.type == "cpu",
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -341,6 +347,7 @@ def _variant(
         "SOFTCAP": axes["softcap"],
         "WINDOWED": axes["windowed"],
         "DESCRIPTORS": tiling.descriptors,
+        "IN_REGISTERS": tiling.in_registers,
         "INTERPRETED": False,
     }
     scalars = {"scaling": "fp32", "softcap": "fp32"}

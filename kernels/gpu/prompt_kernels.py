@@ -112,6 +112,7 @@ def attention_kernel(
     SINKS: tl.constexpr,
     WINDOWED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """One tile of queries of one head: `output` [Hq, T, E] and `log_sum_exp` [Hq, T].
@@ -135,6 +136,10 @@ def attention_kernel(
         queries, head, first, query_count, query_head_stride, query_stride,
         QUERY_ROWS, HEAD_SIZE, HEAD_TILE, DESCRIPTORS, True,
     )  # fmt: skip
+    if IN_REGISTERS:
+        # What has been computed with stays in registers, where Hopper's matrix product takes its left operand without
+        # reading shared memory again for every tile of keys. Rows beyond the last are zeros already.
+        query = tl.where(rows[:, None] < query_count, query, 0.0)
 
     if SINKS:
         # A virtual token that every query sees and that has no value: what the running softmax starts from.
@@ -230,6 +235,7 @@ def column_sums_kernel(
     SOFTCAP: tl.constexpr,
     WINDOWED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """What one block of keys receives from all queries of one head: `sums` float32 [Hq, n].
@@ -249,6 +255,8 @@ def column_sums_kernel(
         keys, head // group, first, key_count, key_head_stride, key_stride,
         KEY_ROWS, HEAD_SIZE, HEAD_TILE, DESCRIPTORS, True,
     )  # fmt: skip
+    if IN_REGISTERS:  # as in `attention_kernel`
+        key = tl.where(key_columns[:, None] < key_count, key, 0.0)
     own_sums = log_sum_exp + head.to(tl.int64) * sum_stride * ALIGNMENT
     received = tl.zeros([KEY_ROWS], tl.float32)
 
