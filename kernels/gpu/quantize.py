@@ -219,7 +219,7 @@ def key_constants(f: KeyFormat, tile: int, rotate: bool, partial: bool) -> dict[
         "HEADS": f.heads,
         "HEAD_SIZE": f.head_dim,
         "TILE": tile,
-        "ROW_TILE": whole if f.boosted or f.token_norm == "per_head" else min(whole, KEY_ROWS),
+        "ROW_TILE": min(whole, 2 * KEY_ROWS if f.boosted or f.token_norm == "per_head" else KEY_ROWS),
         "PAGE": f.page_size,
         "CHUNK": chunk,
         "BITS": f.bits,
@@ -298,7 +298,7 @@ def value_constants(f: ValueFormat, partial: bool) -> dict[str, Any]:
         "HEADS": f.heads,
         "HEAD_SIZE": f.head_dim,
         "PAGE": f.page_size,
-        "TOKENS": min(64, layout.rows),
+        "TOKENS": min(64 if f.head_dim <= 128 else 32, layout.rows),
         "BITS": f.bits,
         "GROUP": f.group_size,
         "STATIC": f.static,
@@ -408,7 +408,13 @@ def _warps(elements: int) -> int:
 
 
 def _key_warps(constants: dict[str, Any]) -> int:
-    return _warps(constants["CHUNK"] * constants["ROW_TILE"])
+    # Where chunks follow one another, wider or paired codes take more registers for every element; ranking does too.
+    crowded = 1
+    if constants["CHUNK"] < constants["PAGE"]:
+        crowded = {1: 2, 2: 1, 4: 2, 8: 4}[constants["BITS"]]
+    elif constants["BOOSTED"] and constants["BITS"] == 1:
+        crowded = 2
+    return _warps(constants["CHUNK"] * constants["ROW_TILE"] * crowded)
 
 
 def _value_warps(constants: dict[str, Any]) -> int:

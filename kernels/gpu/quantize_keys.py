@@ -112,7 +112,7 @@ def _scores(
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     PAGE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
     NORM: tl.constexpr,
     MEAN_ABS: tl.constexpr,
     ROTATE: tl.constexpr,
@@ -120,9 +120,9 @@ def _scores(
     """Kitty's score of each channel, the sum of its magnitudes over the page: [TILE], -1 beyond the head's."""
     channel = tl.arange(0, TILE)
     signs = read_signs(matrix, channel, HEAD_SIZE, TILE, ROTATE)
-    total = tl.zeros([CHUNK, TILE], tl.float32)
-    for step in range(PAGE // CHUNK):
-        token = step * CHUNK + tl.arange(0, CHUNK)
+    total = tl.zeros([STEP, TILE], tl.float32)
+    for step in range(PAGE // STEP):
+        token = step * STEP + tl.arange(0, STEP)
         x = read_tokens(
             keys, offset, token, channel, channel[None, :] < HEAD_SIZE, signs, normaliser, token_stride, HEAD_SIZE,
             TILE, ROTATE,
@@ -296,8 +296,9 @@ def key_page_kernel(
     chosen = tl.full([SLOTS], -1, tl.int32)
     if BOOSTED > 0 and DYNAMIC:
         score = _scores(
-            keys, offset, joint, matrix, normaliser, token_stride, HEAD_SIZE, TILE, PAGE, CHUNK, NORM, MEAN_ABS, ROTATE
-        )
+            keys, offset, joint, matrix, normaliser, token_stride, HEAD_SIZE, TILE, PAGE, CHUNK * ROW_TILE // TILE,
+            NORM, MEAN_ABS, ROTATE,
+        )  # fmt: skip
         chosen = _highest(score, TILE, SLOTS, BOOSTED)
         tl.store(record_bytes + (part + CHANNELS) * 2 + slot, chosen.to(tl.uint8), mask=slot < BOOSTED)
     elif BOOSTED > 0:
@@ -308,7 +309,7 @@ def key_page_kernel(
     lanes = tl.zeros([LANES, ROW_TILE], tl.int32)
     high_lanes = tl.zeros([LANES, ROW_TILE], tl.int32)
     unstorable = tl.zeros([CHUNK // GROUP, 1, ROW_TILE], tl.int32)
-    total = tl.zeros([CHUNK, ROW_TILE], tl.float32)
+    total = tl.zeros([16, ROW_TILE], tl.float32)
     for step in range(PAGE // CHUNK):
         token = step * CHUNK + within
         present = there & (token < count)[:, None] if PARTIAL else there
@@ -329,7 +330,8 @@ def key_page_kernel(
             ).to(tl.float32)
             if NORM == NO_NORM:
                 # A sum of finite numbers overflows only beyond what float16 scales describe; static ones clamp that.
-                total += x * 0.0 if STATIC else x
+                checked = x * 0.0 if STATIC else x
+                total += tl.sum(tl.reshape(checked, [CHUNK // 16, 16, ROW_TILE]), 0)
             else:
                 x *= inverse_norm[:, None]
             if STATIC:

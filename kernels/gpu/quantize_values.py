@@ -142,7 +142,7 @@ def value_page_kernel(
     channel = plane * LANES + lane
     LEVELS: tl.constexpr = 2.0**BITS - 1.0
     fields = tl.zeros([PLANES, TOKENS, LANE_TILE], tl.int32)
-    total = tl.zeros([PLANES, TOKENS, LANE_TILE], tl.float32)
+    total = tl.zeros([TOKENS, LANE_TILE], tl.float32)
     for half in tl.static_range(2 if PAIRED else 1):
         token = row + half * ROWS
         present = lane < LANES
@@ -151,7 +151,7 @@ def value_page_kernel(
         pointers = values + offset + token[None, :, None] * token_stride + channel
         x = tl.load(pointers, mask=present, other=0.0).to(tl.float32)
         # A sum of finite numbers overflows only beyond what float16 scales describe; static ones clamp that.
-        total += x * 0.0 if STATIC else x
+        total += tl.sum(x * 0.0 if STATIC else x, 0)
         if STATIC:
             at = head * HEAD_SIZE + channel
             scale = tl.load(static_scales + at, mask=lane < LANES, other=0.0)
@@ -167,7 +167,7 @@ def value_page_kernel(
             )  # fmt: skip
             flag_if(bad, flag, page, head, 1, HEADS)
         fields += codes << half
-    flag_if(~(tl.abs(tl.sum(tl.sum(tl.sum(total, 0), 1), 0)) < float("inf")), flag, page, head, 1, HEADS)
+    flag_if(~(tl.abs(tl.sum(tl.sum(total, 1), 0)) < float("inf")), flag, page, head, 1, HEADS)
     lanes = tl.sum(fields << (plane * WIDTH), 0).to(tl.int16)
     lane = tl.arange(0, LANE_TILE)
     tl.store(records + part + lane[None, :] * ROWS + row[:, None], lanes, mask=(lane < LANES)[None, :])
