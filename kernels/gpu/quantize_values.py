@@ -1,7 +1,7 @@
 """Kernels that write value pages, unquantized pages, and the scales of spans.
 
-One program reads a block of a page's values of one head once. The tile is [planes, tokens, lanes], so that the codes
-which share a lane lie in one thread.
+One program reads a block of a page's values of one head once, plane by plane: tiles [tokens, lanes] of neighbouring
+channels, so that the codes which share a lane lie in one thread and packing exchanges nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import triton.language as tl
 from kvconvert.kernels.gpu.affine import (
     TABLE_COLUMNS,
     affine_grid,
-    any_true,
     flag_if,
     nearest_codes,
     read_signs,
@@ -22,10 +21,8 @@ from kvconvert.kernels.gpu.affine import (
 
 
 @triton.jit
-def _value_codes(
-    x,
-    plane,
-    lane,
+def _grouped_fields(
+    pointers,
     records,
     target,
     factor,
@@ -36,69 +33,80 @@ def _value_codes(
     TOKENS: tl.constexpr,
     LANES: tl.constexpr,
     LANE_TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
     MINIMUM: tl.constexpr,
 ):
-    """Codes of values float32 [PLANES, TOKENS, LANE_TILE] by ranges of channels, which it stores at `target` [TOKENS].
+    """Codes of TOKENS tokens in their places in lanes, int32 [TOKENS, LANE_TILE], by ranges of GROUP channels.
 
-    Also returns whether each scale and minimum can be stored.
+    Scales go to `target` [TOKENS], minima MINIMUM further. Also returns sums of the values, and where a scale or
+    minimum cannot be stored, [TOKENS, 1].
     """
-    GROUPS: tl.constexpr = HEAD_SIZE // GROUP
-    if LANES != LANE_TILE or (GROUP % LANES != 0 and LANES % GROUP != 0):
-        codes, bad = _straddling_codes(
-            x, plane * LANES + lane, lane < LANES, records, target, factor, shrink, LEVELS, GROUPS, GROUP, PAGE, MINIMUM
-        )
-    else:
-        if GROUP >= LANES:
-            # A group is some whole planes.
-            groups = tl.reshape(x, [GROUPS, GROUP // LANES, TOKENS, LANES])
-            low = tl.min(tl.min(groups, 1, keep_dims=True), 3, keep_dims=True)
-            high = tl.max(tl.max(groups, 1, keep_dims=True), 3, keep_dims=True)
-            at = target[None, None, :, None] + tl.arange(0, GROUPS)[:, None, None, None] * PAGE
-        else:
-            # A plane is some whole groups.
-            groups = tl.reshape(x, [PLANES, TOKENS, LANES // GROUP, GROUP])
-            low, high = tl.min(groups, 3, keep_dims=True), tl.max(groups, 3, keep_dims=True)
-            within = tl.arange(0, LANES // GROUP)[None, None, :, None]
-            group = tl.arange(0, PLANES)[:, None, None, None] * (LANES // GROUP) + within
-            at = target[None, :, None, None] + group * PAGE
+    lane = tl.arange(0, LANE_TILE)[None, :]
+    planes = ()
+    total = tl.zeros([TOKENS, LANE_TILE], tl.float32)
+    for plane in tl.static_range(PLANES):
+        x = tl.load(pointers + plane * LANES, mask=lane < LANES, other=0.0).to(tl.float32)
+        total += x
+        planes = planes + (x,)  # noqa: RUF005
+    scales = ()
+    minima = ()
+    unstorable = tl.zeros([TOKENS, 1], tl.int32)
+    for group in tl.static_range(HEAD_SIZE // GROUP):
+        low = tl.full([TOKENS, LANE_TILE], float("inf"), tl.float32)
+        high = tl.full([TOKENS, LANE_TILE], float("-inf"), tl.float32)
+        for plane in tl.static_range(group * GROUP // LANES, (group * GROUP + GROUP - 1) // LANES + 1):
+            if LANES == LANE_TILE and plane * LANES >= group * GROUP and plane * LANES + LANES <= group * GROUP + GROUP:
+                low, high = tl.minimum(low, planes[plane]), tl.maximum(high, planes[plane])
+            else:
+                member = (lane < LANES) & ((plane * LANES + lane) // GROUP == group)
+                low = tl.minimum(low, tl.where(member, planes[plane], float("inf")))
+                high = tl.maximum(high, tl.where(member, planes[plane], float("-inf")))
+        low, high = tl.min(low, 1, keep_dims=True), tl.max(high, 1, keep_dims=True)
         scale, minimum = affine_grid(low, high, LEVELS, 1.0 / LEVELS, factor, shrink)
-        codes = tl.reshape(nearest_codes(groups, scale, minimum, LEVELS), [PLANES, TOKENS, LANE_TILE])
-        bad = any_true(~storable(scale, minimum))
-        tl.store(records + at, scale.to(tl.int16, bitcast=True))
-        tl.store(records + at + MINIMUM, minimum.to(tl.int16, bitcast=True))
-    return codes, bad
+        unstorable |= storable(scale, minimum).to(tl.int32) ^ 1
+        at = records + target[:, None] + group * PAGE
+        tl.store(at, scale.to(tl.int16, bitcast=True))
+        tl.store(at + MINIMUM, minimum.to(tl.int16, bitcast=True))
+        scales = scales + (scale,)  # noqa: RUF005
+        minima = minima + (minimum,)  # noqa: RUF005
+    fields = tl.zeros([TOKENS, LANE_TILE], tl.int32)
+    for plane in tl.static_range(PLANES):
+        scale, minimum = scales[plane * LANES // GROUP], minima[plane * LANES // GROUP]
+        for group in tl.static_range(plane * LANES // GROUP + 1, (plane * LANES + LANES - 1) // GROUP + 1):
+            later = plane * LANES + lane >= group * GROUP
+            scale, minimum = tl.where(later, scales[group], scale), tl.where(later, minima[group], minimum)
+        fields += nearest_codes(planes[plane], scale, minimum, LEVELS) << (plane * WIDTH)
+    return fields, total, unstorable
 
 
 @triton.jit
-def _straddling_codes(
-    x,
-    channel,
-    present,
-    records,
-    target,
-    factor,
-    shrink,
+def _static_fields(
+    pointers,
+    exists,
+    scales,
+    minima,
     LEVELS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    MINIMUM: tl.constexpr,
+    PLANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LANES: tl.constexpr,
+    LANE_TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """`_value_codes` where groups and planes do not nest: one group after another."""
-    codes = tl.zeros_like(x).to(tl.int32)
-    bad = False
-    for group in tl.static_range(GROUPS):
-        member = present & (channel // GROUP == group)
-        low = tl.min(tl.min(tl.where(member, x, float("inf")), 2), 0)
-        high = tl.max(tl.max(tl.where(member, x, float("-inf")), 2), 0)
-        scale, minimum = affine_grid(low, high, LEVELS, 1.0 / LEVELS, factor, shrink)
-        codes = tl.where(member, nearest_codes(x, scale[None, :, None], minimum[None, :, None], LEVELS), codes)
-        bad |= tl.sum(storable(scale, minimum).to(tl.int32), 0) < x.shape[1]
-        tl.store(records + target + group * PAGE, scale.to(tl.int16, bitcast=True))
-        tl.store(records + target + group * PAGE + MINIMUM, minimum.to(tl.int16, bitcast=True))
-    return codes, bad
+    """`_grouped_fields` by known scales of channels; tokens that do not exist get code 0."""
+    lane = tl.arange(0, LANE_TILE)[None, :]
+    fields = tl.zeros([TOKENS, LANE_TILE], tl.int32)
+    total = tl.zeros([TOKENS, LANE_TILE], tl.float32)
+    for plane in tl.static_range(PLANES):
+        x = tl.load(pointers + plane * LANES, mask=exists & (lane < LANES), other=0.0).to(tl.float32)
+        # Values beyond their range are clamped, so that only what is not finite may count.
+        total += x * 0.0
+        scale = tl.load(scales + plane * LANES + lane, mask=lane < LANES, other=0.0)
+        minimum = tl.load(minima + plane * LANES + lane, mask=lane < LANES, other=0.0)
+        codes = tl.where(exists, nearest_codes(x, scale, minimum, LEVELS), 0)
+        fields += codes << (plane * WIDTH)
+    return fields, total
 
 
 @triton.jit
@@ -127,50 +135,45 @@ def value_page_kernel(
     MINIMUM: tl.constexpr,
 ):
     """TOKENS rows of one head's part of a value page. HEAD_STRIDE to MINIMUM are fields of `ValueLayout`."""
-    PAIRED: tl.constexpr = BITS == 1
-    WIDTH: tl.constexpr = 2 if PAIRED else BITS
+    # At 1 bit two tokens share a field: number i its lower bit, number i + half its upper one.
+    HALVES: tl.constexpr = 2 if BITS == 1 else 1
+    WIDTH: tl.constexpr = HALVES * BITS
     PLANES: tl.constexpr = 16 // WIDTH
-    ROWS: tl.constexpr = PAGE // 2 if PAIRED else PAGE
+    ROWS: tl.constexpr = PAGE // HALVES
     BLOCKS: tl.constexpr = ROWS // TOKENS
+    LEVELS: tl.constexpr = 2.0**BITS - 1.0
     block, place = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
     page, head = place // HEADS, place % HEADS
     offset = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
     offset += head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
     part = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8) + head * HEAD_STRIDE
-    plane, lane = tl.arange(0, PLANES)[:, None, None], tl.arange(0, LANE_TILE)[None, None, :]
+    count = tl.load(table + page * TABLE_COLUMNS + 3)
+    lane = tl.arange(0, LANE_TILE)[None, :]
     row = block * TOKENS + tl.arange(0, TOKENS)
-    channel = plane * LANES + lane
-    LEVELS: tl.constexpr = 2.0**BITS - 1.0
-    fields = tl.zeros([PLANES, TOKENS, LANE_TILE], tl.int32)
+    lanes = tl.zeros([TOKENS, LANE_TILE], tl.int32)
     total = tl.zeros([TOKENS, LANE_TILE], tl.float32)
-    for half in tl.static_range(2 if PAIRED else 1):
+    unstorable = tl.zeros([TOKENS, 1], tl.int32)
+    for half in tl.static_range(HALVES):
         token = row + half * ROWS
-        present = lane < LANES
-        if PARTIAL:
-            present = present & (token < tl.load(table + page * TABLE_COLUMNS + 3))[None, :, None]
-        pointers = values + offset + token[None, :, None] * token_stride + channel
-        x = tl.load(pointers, mask=present, other=0.0).to(tl.float32)
-        # A sum of finite numbers overflows only beyond what float16 scales describe; static ones clamp that.
-        total += tl.sum(x * 0.0 if STATIC else x, 0)
+        pointers = values + offset + token[:, None] * token_stride + lane
         if STATIC:
-            at = head * HEAD_SIZE + channel
-            scale = tl.load(static_scales + at, mask=lane < LANES, other=0.0)
-            minimum = tl.load(static_minima + at, mask=lane < LANES, other=0.0)
-            codes = nearest_codes(x, scale, minimum, LEVELS)
-            if PARTIAL:
-                codes = tl.where(present, codes, 0)
-        else:
-            target = part + SCALE + token
-            codes, bad = _value_codes(
-                x, plane, lane, records, target, factor, shrink, LEVELS, HEAD_SIZE, PLANES, TOKENS, LANES, LANE_TILE,
-                GROUP, PAGE, MINIMUM - SCALE,
+            exists = (token < (count if PARTIAL else PAGE))[:, None]
+            fields, sums = _static_fields(
+                pointers, exists, static_scales + head * HEAD_SIZE, static_minima + head * HEAD_SIZE, LEVELS, PLANES,
+                TOKENS, LANES, LANE_TILE, WIDTH,
             )  # fmt: skip
-            flag_if(bad, flag, page, head, 1, HEADS)
-        fields += codes << half
-    flag_if(~(tl.abs(tl.sum(tl.sum(total, 1), 0)) < float("inf")), flag, page, head, 1, HEADS)
-    lanes = tl.sum(fields << (plane * WIDTH), 0).to(tl.int16)
-    lane = tl.arange(0, LANE_TILE)
-    tl.store(records + part + lane[None, :] * ROWS + row[:, None], lanes, mask=(lane < LANES)[None, :])
+        else:
+            fields, sums, bad = _grouped_fields(
+                pointers, records, part + SCALE + token, factor, shrink, LEVELS, HEAD_SIZE, PLANES, TOKENS, LANES,
+                LANE_TILE, WIDTH, GROUP, PAGE, MINIMUM - SCALE,
+            )  # fmt: skip
+            unstorable |= bad
+        total += sums
+        lanes += fields << half
+    # A sum of finite numbers overflows only beyond what float16 scales describe.
+    is_finite = tl.abs(tl.sum(tl.sum(total, 1), 0)) < float("inf")
+    flag_if(~is_finite | (tl.max(tl.max(unstorable, 1), 0) > 0), flag, page, head, 1, HEADS)
+    tl.store(records + part + lane * ROWS + row[:, None], lanes.to(tl.int16), mask=lane < LANES)
 
 
 @triton.jit(do_not_specialize=["count"])
