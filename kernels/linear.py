@@ -7,12 +7,12 @@
 - `tiled`: dequantizes a few hundred output channels at a time into a buffer that stays in the cache, and multiplies.
 
 On NVIDIA GPUs from Ampere on, Triton kernels (kvconvert.kernels.gpu.linear, which has their layout and their numerics)
-serve fp16 and bfloat16 activations and groups of 32, 64 or a multiple of 128 inputs. Their layout replaces `qweight` as
-torch's does on a CPU. Which of three a call takes depends on its number of rows alone:
+serve fp16 and bfloat16 activations and groups of 32, 64 or a multiple of 128 inputs; 4 bits only, as all here. Their
+layout replaces `qweight` as torch's does on a CPU. Which of three a call takes depends on its rows and on the outputs:
 
 - `few rows`: the inputs split among the warps of a program, codes and activations multiplied exactly.
 - `fused`: weights dequantized between memory and tensor cores.
-- `unpacked`: a few thousand outputs dequantized at a time, multiplied by torch's matrix product.
+- `unpacked`: weights dequantized to memory, at most 2^26 at a time, and multiplied by torch's matrix product.
 
 Everything else runs the reference, which dequantizes the whole weight for each call: right, but slower than an
 unquantized model. The first such call logs a warning, and `QuantizedLinear.path` tells which path a call takes.
@@ -46,9 +46,11 @@ TILE_CHANNELS = 128
 # Channels of the four bytes of an AWQ word, counted from the low end: the low nibbles', then the high nibbles'.
 _BYTE_CHANNELS = (0, 4, 1, 5, 2, 6, 3, 7)
 
-# Measured by benchmarks/gpu_linear.py on an H200.
-GPU_FEW_ROWS = 32
-GPU_FUSED_ROWS = 1024
+# Most rows of the paths `few rows` and `fused`, measured on an H200 by benchmarks/gpu_linear.py; with fewer outputs
+# than this, too few programs of the second would run at a time.
+GPU_WIDE_OUTPUTS = 8192
+GPU_FEW_ROWS = {"wide": 32, "narrow": 64}
+GPU_FUSED_ROWS = {"wide": 384, "narrow": 0}
 
 _layout_lock = threading.Lock()
 
@@ -141,7 +143,10 @@ class QuantizedLinear(nn.Module):
         if self._on_gpu(device):
             if self._no_kernel(dtype) is not None:
                 return "reference"
-            return "few rows" if rows <= GPU_FEW_ROWS else "fused" if rows <= GPU_FUSED_ROWS else "unpacked"
+            width = "wide" if self.out_features >= GPU_WIDE_OUTPUTS else "narrow"
+            if rows <= GPU_FEW_ROWS[width]:
+                return "few rows"
+            return "fused" if rows <= GPU_FUSED_ROWS[width] else "unpacked"
         if device.type != "cpu":
             return "reference"
         fits = self.out_features % 16 == 0 and self.group_size in INT4PACK_GROUP_SIZES
@@ -197,7 +202,8 @@ class QuantizedLinear(nn.Module):
         return None
 
     def _gpu_product(self, rows: Tensor, path: Path) -> Tensor:
-        from kvconvert.kernels.gpu import linear
+        from kvconvert.kernels.gpu.linear import few_rows
+        from kvconvert.kernels.gpu.linear_prompt import prompt, unpacked
 
         if self.gpu_lanes is None:
             self._to_awq()
@@ -206,7 +212,7 @@ class QuantizedLinear(nn.Module):
                     packed = pack_weight(AwqWeight(self.qweight, self.qzeros, self.scales))
                     # As in `_to_int4pack`, the new layout has to be there before the old one goes.
                     self.gpu_grid, self.gpu_lanes, self.qweight = packed.grid, packed.lanes, None
-        product = {"few rows": linear.few_rows, "fused": linear.prompt, "unpacked": linear.unpacked}[path]
+        product = {"few rows": few_rows, "fused": prompt, "unpacked": unpacked}[path]
         return product(rows, PackedWeight(self.gpu_lanes, self.gpu_grid, self.out_features))
 
     def _tiled_product(self, rows: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ from torch import Tensor
 from kvconvert.errors import UsageError
 from kvconvert.kernels import linear as dispatch
 from kvconvert.kernels.awq_format import AwqWeight, dequantize_weight, quantize_weight
-from kvconvert.kernels.gpu import linear as kernels
 from kvconvert.kernels.gpu.device import fallbacks
+from kvconvert.kernels.gpu.linear import few_rows
 from kvconvert.kernels.gpu.linear_layout import PackedWeight, pack_weight, unpack_codes
+from kvconvert.kernels.gpu.linear_prompt import dequantize, prompt, unpacked
 from kvconvert.kernels.linear import QuantizedLinear
 
 # Relative error of a whole output: the result's rounding, which the interpreter does by truncation for bfloat16, and
@@ -73,7 +74,7 @@ def test_dequantized_weights_are_rounded_once(
     device: torch.device, dtype: torch.dtype, inputs: int, outputs: int, group_size: int
 ) -> None:
     weight = random_weight(inputs, outputs, group_size, device)
-    values = kernels.dequantize(pack_weight(weight), dtype)
+    values = dequantize(pack_weight(weight), dtype)
     expected = dequantize_weight(weight, dtype)
     if device.type == "cuda" or dtype == torch.float16:
         assert torch.equal(values, expected)
@@ -83,16 +84,16 @@ def test_dequantized_weights_are_rounded_once(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs", "group_size"), SHAPES)
-@pytest.mark.parametrize("rows", [1, 7, 17])
+@pytest.mark.parametrize("rows", [1, 17])
 def test_every_kernel_equals_dequantize_then_multiply(
     device: torch.device, dtype: torch.dtype, inputs: int, outputs: int, group_size: int, rows: int
 ) -> None:
     weight, x = random_weight(inputs, outputs, group_size, device), random_rows(rows, inputs, dtype, device)
     packed = pack_weight(weight)
-    assert relative_error(kernels.few_rows(x, packed), x, weight) < FEW_ROWS_TOLERANCE[dtype]
-    assert relative_error(kernels.prompt(x, packed), x, weight) < PROMPT_TOLERANCE[dtype]
+    assert relative_error(few_rows(x, packed), x, weight) < FEW_ROWS_TOLERANCE[dtype]
+    assert relative_error(prompt(x, packed), x, weight) < PROMPT_TOLERANCE[dtype]
     # Several pieces of outputs, the last one short.
-    assert relative_error(kernels.unpacked(x, packed, 64 * inputs), x, weight) < PROMPT_TOLERANCE[dtype]
+    assert relative_error(unpacked(x, packed, 64 * inputs), x, weight) < PROMPT_TOLERANCE[dtype]
 
 
 @pytest.mark.full
@@ -104,17 +105,17 @@ def test_every_kernel_over_many_numbers_of_rows(
 ) -> None:
     weight, x = random_weight(inputs, outputs, group_size, device), random_rows(rows, inputs, dtype, device)
     packed = pack_weight(weight)
-    if rows <= dispatch.GPU_FEW_ROWS:
-        assert relative_error(kernels.few_rows(x, packed), x, weight) < FEW_ROWS_TOLERANCE[dtype]
-    assert relative_error(kernels.prompt(x, packed), x, weight) < PROMPT_TOLERANCE[dtype]
-    assert relative_error(kernels.unpacked(x, packed), x, weight) < PROMPT_TOLERANCE[dtype]
+    if rows <= 65:
+        assert relative_error(few_rows(x, packed), x, weight) < FEW_ROWS_TOLERANCE[dtype]
+    assert relative_error(prompt(x, packed), x, weight) < PROMPT_TOLERANCE[dtype]
+    assert relative_error(unpacked(x, packed), x, weight) < PROMPT_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("rows", [1, 33])
 def test_outliers_beyond_fp16_survive_in_bfloat16(device: torch.device, rows: int) -> None:
     weight, x = random_weight(256, 40, 128, device), random_rows(rows, 256, torch.bfloat16, device)
     x[0, 17], x[-1, 200] = 1e5, -3e30
-    kernel = kernels.few_rows if rows == 1 else kernels.prompt
+    kernel = few_rows if rows == 1 else prompt
     y = kernel(x, pack_weight(weight))
     exact = x.double() @ dequantize_weight(weight, torch.float64).T
     error = (y.double() - exact).norm(dim=1) / exact.norm(dim=1)
@@ -128,14 +129,14 @@ def test_small_activations_and_scales_lose_nothing_in_fp16(device: torch.device)
     # Down to subnormals; the outputs stay normal.
     x = random_rows(2, 128, torch.float16, device)
     x[:, ::2] *= 2.0**-16
-    y = kernels.few_rows(x * 64, pack_weight(weight))
+    y = few_rows(x * 64, pack_weight(weight))
     assert relative_error(y, x * 64, weight) < 2 * FEW_ROWS_TOLERANCE[torch.float16]
 
 
 def test_the_same_call_gives_the_same_bits(device: torch.device) -> None:
     weight, x = random_weight(512, 96, 64, device), random_rows(5, 512, torch.bfloat16, device)
     packed = pack_weight(weight)
-    for kernel in (kernels.few_rows, kernels.prompt, kernels.unpacked):
+    for kernel in (few_rows, prompt, unpacked):
         assert torch.equal(kernel(x, packed), kernel(x, packed))
 
 
@@ -143,18 +144,16 @@ def test_rows_that_are_not_contiguous_or_not_aligned(device: torch.device) -> No
     weight, x = random_weight(64, 32, 32, device), random_rows(4, 192, torch.float16, device)
     packed = pack_weight(weight)
     for view in (x[:, 64:128], x[::2, :64], x.flatten()[3 : 3 + 4 * 64].view(4, 64)):
-        assert relative_error(kernels.few_rows(view, packed), view, weight) < FEW_ROWS_TOLERANCE[torch.float16]
-        assert relative_error(kernels.prompt(view, packed), view, weight) < PROMPT_TOLERANCE[torch.float16]
+        assert relative_error(few_rows(view, packed), view, weight) < FEW_ROWS_TOLERANCE[torch.float16]
+        assert relative_error(prompt(view, packed), view, weight) < PROMPT_TOLERANCE[torch.float16]
 
 
 def test_what_the_kernels_cannot_do_is_refused(device: torch.device) -> None:
     packed = pack_weight(random_weight(64, 32, 32, device))
     with pytest.raises(UsageError, match="fp16 and bf16"):
-        kernels.few_rows(torch.zeros(1, 64, device=device), packed)
+        few_rows(torch.zeros(1, 64, device=device), packed)
     with pytest.raises(UsageError, match=r"\[rows, 64\]"):
-        kernels.prompt(torch.zeros(1, 32, device=device, dtype=torch.float16), packed)
-    with pytest.raises(UsageError, match="rows"):
-        kernels.few_rows(torch.zeros(65, 64, device=device, dtype=torch.float16), packed)
+        prompt(torch.zeros(1, 32, device=device, dtype=torch.float16), packed)
     with pytest.raises(UsageError, match="groups of 32"):
         pack_weight(random_weight(96, 32, 96, device))
 
@@ -164,16 +163,12 @@ def test_the_linear_takes_the_kernels_and_keeps_its_promises(device: torch.devic
     weight = random_weight(256, 72, 64, device)
     module = QuantizedLinear.from_weight(weight, torch.randn(72).to(device, dtype))
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    few, some, many = dispatch.GPU_FEW_ROWS, dispatch.GPU_FUSED_ROWS, dispatch.GPU_FUSED_ROWS + 1
-    assert [module.path(rows, dtype, device) for rows in (1, few, few + 1, some, many)] == [
-        "few rows",
-        "few rows",
-        "fused",
-        "fused",
-        "unpacked",
-    ]
+    assert [module.path(rows, dtype, device) for rows in (1, 64, 65)] == ["few rows", "few rows", "unpacked"]
+    wide = QuantizedLinear(64, dispatch.GPU_WIDE_OUTPUTS, 64, device="meta")
+    paths = ["few rows", "few rows", "fused", "fused", "unpacked"]
+    assert [wide.path(rows, dtype, device) for rows in (1, 32, 33, 384, 385)] == paths
     fallbacks.clear()
-    for rows in (3, few + 1):
+    for rows in (3, 65):
         x = random_rows(rows, 256, dtype, device)
         y = module(x)
         assert relative_error(y - module.bias, x, weight) < 2 * PROMPT_TOLERANCE[dtype]
@@ -246,9 +241,9 @@ def test_padding_never_reaches_the_output(device: torch.device) -> None:
     weight = random_weight(64, 40, 32, device)
     packed = pack_weight(weight)
     lanes = packed.lanes.clone()
-    # Outputs 40 to 47 and 48 to 63 are padding: rows 8 to 15 of one class, all of the other, of the last tile.
+    # Rows 8 to 15 of the last tile's lanes are padding in both classes.
     lanes[1, :, 8:] = -1
     spoilt = PackedWeight(lanes, packed.grid, 40)
     x = random_rows(3, 64, torch.float16, device)
-    for kernel in (kernels.few_rows, kernels.prompt):
+    for kernel in (few_rows, prompt):
         assert torch.equal(kernel(x, spoilt), kernel(x, packed))
