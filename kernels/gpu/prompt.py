@@ -56,7 +56,9 @@ def attention_tiling(device_capability: int, head_tile: int, value_tile: int) ->
         return Tiling(64, 64, 4, 3) if largest <= 128 else Tiling(64, 32, 8, 2)
     if largest > 128:
         return Tiling(128, 64, 8, 2, descriptors=True)
-    return Tiling(64, 64, 4, 3, descriptors=True, in_registers=device_capability == 90)
+    hopper = device_capability == 90
+    # Blackwell's products pass through registers on their way, for which four warps have too few.
+    return Tiling(64, 64, 4 if hopper else 8, 3, descriptors=True, in_registers=hopper)
 
 
 def column_tiling(device_capability: int, head_tile: int) -> Tiling:
@@ -66,9 +68,9 @@ def column_tiling(device_capability: int, head_tile: int) -> Tiling:
     if not _copies_tiles(device_capability):
         return Tiling(64, 128, 8, 3) if head_tile <= 128 else Tiling(32, 128, 8, 2)
     if device_capability == 90:
-        queries, keys = (64, 64) if head_tile <= 64 else (64 if head_tile <= 128 else 32, 128)
-        return Tiling(queries, keys, 4, 3, descriptors=True, in_registers=True)
-    # Four warps would have too few registers on Blackwell, whose products pass through them on their way.
+        if head_tile > 128:
+            return Tiling(32, 128, 4, 4, descriptors=True, in_registers=True)
+        return Tiling(64, 128 if head_tile > 64 else 64, 4, 3, descriptors=True, in_registers=True)
     return Tiling(64 if head_tile <= 128 else 32, 128, 8, 3, descriptors=True)
 
 

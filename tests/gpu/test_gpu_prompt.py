@@ -88,7 +88,7 @@ def test_every_offset_of_a_chunk(device, length, tokens):
 
 
 def test_tiles_copied_by_descriptors_give_the_same(device):
-    tilings = kernels.Tiling(32, 32, 4, 2, descriptors=True), kernels.Tiling(32, 64, 4, 2, descriptors=True)
+    tilings = kernels.Tiling(64, 32, 4, 2, True), kernels.Tiling(32, 64, 4, 2, True, in_registers=True)
     check(inputs(device, 4, 2, 70, 100, 48, 80, torch.float16), tilings=tilings)
 
 
@@ -148,6 +148,14 @@ def test_what_the_kernels_cannot_do_runs_on_the_reference_path_with_one_warning(
     )
     assert len([r for r in caplog.records if "float32 is neither" in r.message]) == 2  # one of each operation
     assert sum(gpu_device.fallbacks.values()) == 4
+
+
+def test_plain_prompts_that_the_kernels_cannot_serve_get_right_answers_too(device):
+    queries, keys, values = (x.float() for x in inputs(device, 4, 2, 33, 33, 64, 64, torch.float16))
+    visible = causal(33, 33, None, queries.device)
+    output = prompt_attention(queries, keys, values, 0.2)
+    expected = attention_reference(queries, keys, values, visible, 0.2)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_dispatch_takes_the_kernels(device, monkeypatch):
