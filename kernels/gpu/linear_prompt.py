@@ -19,9 +19,6 @@ from kvconvert.kernels.gpu.linear import OUTPUTS, checked, code_operand, multipl
 from kvconvert.kernels.gpu.linear_layout import DTYPES, TILE, PackedWeight
 from kvconvert.kernels.gpu.variants import Variant
 
-# Compute capabilities with less than 100 KiB of shared memory for a program.
-_SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
-
 
 @triton.jit
 def _weights(lanes, grid, NIBBLE: tl.constexpr, BF16: tl.constexpr, INLINE_ASM: tl.constexpr):
@@ -217,10 +214,13 @@ def unpacked(x: Tensor, weight: PackedWeight, chunk: int = 1 << 26) -> Tensor:
 
 
 def prompt_shape(rows: int, device_capability: tuple[int, int]) -> PromptShape:
-    """What measured best on an H200 for so many rows, where it fits; benchmarks/gpu_linear.py."""
-    if rows <= 128 or device_capability in _SMALL_SHARED_MEMORY:
-        return PromptShape(64, 4, 4, 3)
-    return PromptShape(128, 8, 8, 3)
+    """What measured best on an H200 for so many rows; benchmarks/gpu_linear.py.
+
+    Elsewhere than on data-center GPUs since Hopper, the larger shape lacks registers or shared memory.
+    """
+    if rows > 128 and (9, 0) <= device_capability < (12, 0):
+        return PromptShape(128, 8, 8, 3)
+    return PromptShape(64, 4, 4, 3)
 
 
 def variants(device_capability: int) -> Iterator[Variant]:
@@ -230,8 +230,7 @@ def variants(device_capability: int) -> Iterator[Variant]:
         for span, group_spans in ((32, 1), (64, 1), (128, 1), (128, 2)):
             axes = {"dtype": dtype, "span": span, "group_spans": group_spans}
             sizes = {"SPAN": span, "GROUP_SPANS": group_spans}
-            for rows in (64, 256):
-                shape = prompt_shape(rows, major_minor)
+            for shape in dict.fromkeys(prompt_shape(rows, major_minor) for rows in (128, 256)):
                 yield Variant(
                     name=f"prompt-{dtype}-{span}x{group_spans}-{shape.rows}",
                     function=_prompt_kernel,
