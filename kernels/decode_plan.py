@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -69,17 +70,20 @@ class WorkPlan:
             pages, half pages and tail (-1 for none), 10 row of shared scales, 11 real tokens from the first page on,
             12-14 mask numbers of the first token of pages, half pages and tail, 15 table entry of half page 0.
         item_rows, slot_rows: int32 [B + 1], where each sequence's items and slots begin.
-        slots: their number.
+        slots: their number; most_slots: the most that one sequence has.
     """
 
     items: torch.Tensor
     item_rows: torch.Tensor
     slot_rows: torch.Tensor
     slots: int
+    most_slots: int
 
     def to(self, device: torch.device) -> WorkPlan:
         """The same on a device."""
-        return WorkPlan(*(t.to(device) for t in (self.items, self.item_rows, self.slot_rows)), self.slots)
+        return WorkPlan(
+            *(t.to(device) for t in (self.items, self.item_rows, self.slot_rows)), self.slots, self.most_slots
+        )
 
 
 def plan_work(sequences: Sequence[SequencePlan], programs: int) -> WorkPlan:
@@ -107,6 +111,7 @@ def plan_work(sequences: Sequence[SequencePlan], programs: int) -> WorkPlan:
         torch.tensor(item_rows, dtype=torch.int32),
         torch.tensor(slot_rows, dtype=torch.int32),
         slot_rows[-1],
+        max(end - begin for begin, end in pairwise(slot_rows)),
     )
 
 

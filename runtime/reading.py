@@ -121,8 +121,9 @@ def _in_one_kernel(
         visibility = None
         if mask is not None:
             visibility = decode.Visibility(mask, mask.stride(0), mask.stride(1) * (mask.shape[1] > 1), mask.stride(2))
-        per_program = decode.queries_per_program(heads // format.keys.heads, part.shape[2])
-        programs = decode.programs_for(queries.device, format.keys.heads, -(-part.shape[2] // per_program))
+        programs = decode.programs_for(
+            queries.device, format, layer.span_format, heads // format.keys.heads, part.shape[2]
+        )
         parts.append(
             decode.decode_attention(
                 part,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +12,7 @@ from kvconvert.kernels.decode_plan import WorkPlan
 from kvconvert.kernels.gpu.decode_combine import combine_kernel
 from kvconvert.kernels.gpu.decode_kernel import decode_kernel, extremes_kernel
 from kvconvert.kernels.gpu.decode_shape import DecodeShape, block_of, query_columns, query_rows
-from kvconvert.kernels.gpu.device import multiprocessors
-from kvconvert.kernels.gpu.variants import Variant
+from kvconvert.kernels.gpu.device import capability, multiprocessors
 from kvconvert.kernels.page_layout import KeyLayout, ValueLayout
 from kvconvert.kernels.spans import SpanFormat
 
@@ -22,11 +20,12 @@ PAGE = 128
 MOST_CHANNELS = 256
 # Query rows (query heads of a KV head times queries) of one program: two blocks of a matrix product's columns.
 MOST_ROWS = 16
-# One-warp programs that fit a multiprocessor with the registers that the kernel takes.
-PROGRAMS_PER_MULTIPROCESSOR = 8
+# Registers of a thread, and how many one-warp programs of so many fit a multiprocessor, whose four parts hold 16,384
+# registers each: two or three programs. Where three would spill, two are faster.
+FEW_REGISTERS, ALL_REGISTERS = 168, 255
+PROGRAMS_PER_MULTIPROCESSOR = {FEW_REGISTERS: 12, ALL_REGISTERS: 8}
 STAGES = 2
-TILE = 32
-COMBINE_SLOTS = 32
+TILE = 16
 
 
 @dataclass(frozen=True)
@@ -95,9 +94,20 @@ def why_not_decode(format: LayerFormat, span: SpanFormat | None, dtype: torch.dt
     return None
 
 
-def programs_for(device: torch.device, heads: int, blocks: int = 1) -> int:
+def programs_for(device: torch.device, format: LayerFormat, span: SpanFormat | None, group: int, queries: int) -> int:
     """How many work items run side by side for each KV head and block of queries."""
-    return max(1, multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR // (heads * blocks))
+    block = queries_per_program(group, queries)
+    shape = decode_shape(format, span, torch.bfloat16, group, block)
+    side_by_side = multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR[registers_for(shape)]
+    return max(1, side_by_side // (format.keys.heads * -(-queries // block)))
+
+
+def registers_for(shape: DecodeShape) -> int:
+    """The limit of registers per thread that a specialisation is compiled with."""
+    one_group = shape.key_groups <= 1 and shape.value_groups <= 1
+    small = max(shape.key_dim, shape.value_dim) <= 128 and query_rows(shape) * query_columns(shape) <= 8
+    plain = shape.half == 0 and not shape.split_query and max(shape.key_bits, shape.value_bits) <= 2
+    return FEW_REGISTERS if one_group and small and plain and not shape.boosted else ALL_REGISTERS
 
 
 def queries_per_program(group: int, queries: int) -> int:
@@ -267,8 +277,11 @@ def decode_attention(
         "F": shape,
         "num_warps": warps_for(shape),
         "num_stages": STAGES,
+        "maxnreg": registers_for(shape),
     }
     grid = (plan.items.shape[0], heads, blocks)
+    # From Hopper on, the merge is launched while the parts are still at work, and waits for them on the device.
+    dependent = device.type == "cuda" and capability(device) >= (9, 0)
     if shift:
         extremes = torch.empty(grid[0] * blocks, heads, rows, 2, dtype=torch.float32, device=device)
         counter = torch.zeros((), dtype=torch.int64, device=device) if flattened is None else flattened
@@ -292,9 +305,11 @@ def decode_attention(
         tau1=tau1,
         tau2=tau2,
         STAGES=STAGES,
+        DEPENDENT=dependent,
     )
     out = torch.empty(batch, query_heads, count, value_dim, dtype=dtype, device=device)
-    combine_kernel[(batch, query_heads, count)](
+    slots, channels = combine_block(plan.most_slots, value_dim)
+    combine_kernel[(batch * -(-value_dim // channels), query_heads, count)](
         partial,
         stats,
         plan.slot_rows,
@@ -308,13 +323,27 @@ def decode_attention(
         QUERIES=block,
         ROWS=rows,
         VALUE_DIM=value_dim,
-        BLOCK_DIM=block_of(value_dim),
-        BLOCK_SLOTS=COMBINE_SLOTS,
+        BLOCK_DIM=channels,
+        BLOCK_SLOTS=slots,
         SINKS=sinks is not None,
         HEADS=heads,
-        num_warps=4,
+        DEPENDENT=dependent,
+        num_warps=combine_warps(slots, channels),
+        **({"launch_pdl": True} if dependent else {}),
     )
     return out
+
+
+def combine_block(most_slots: int, value_dim: int) -> tuple[int, int]:
+    """Slots and channels of one step of the merge: few slots need one step; many are divided by channels, too."""
+    if most_slots <= 16:
+        return 16, min(128, block_of(value_dim))
+    return (64 if most_slots <= 64 else 256), 16
+
+
+def combine_warps(slots: int, channels: int) -> int:
+    """Warps of a merging program: sixteen numbers per thread."""
+    return max(1, slots * channels // 512)
 
 
 def warps_for(shape: DecodeShape) -> int:

@@ -28,13 +28,15 @@ def combine_kernel(
     BLOCK_SLOTS: tl.constexpr,
     SINKS: tl.constexpr,
     HEADS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Merge the slots of sequence `program_id(0)` for one query head and query.
+    """Merge the slots of a sequence for one query head, query and block of channels.
 
     partial fp32 [slots * blocks, H, ROWS, E]; stats fp32 [slots * blocks, H, ROWS, 2]: maximum of scores times log2(e),
     and sum of weights. `sinks` fp32 [Hq] are logits of a virtual token without a value.
     """
-    row = tl.program_id(0)
+    CHANNEL_BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_DIM - 1) // BLOCK_DIM
+    row = tl.program_id(0) // CHANNEL_BLOCKS
     query_head = tl.program_id(1)
     token = tl.program_id(2)
     blocks = (count + QUERIES - 1) // QUERIES
@@ -44,7 +46,9 @@ def combine_kernel(
     begin = tl.load(slot_rows + row)
     end = tl.load(slot_rows + row + 1)
     slot = tl.arange(0, BLOCK_SLOTS)
-    channel = tl.arange(0, BLOCK_DIM)
+    channel = tl.program_id(0) % CHANNEL_BLOCKS * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
 
     highest = tl.full([BLOCK_SLOTS], LOWEST, tl.float32)
     for start in range(begin, end, BLOCK_SLOTS):

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from kvconvert.kernels.gpu.decode_shape import (
-    DecodeShape,
     block_of,
     code_rows,
     field_bits,

@@ -1,0 +1,193 @@
+"""Decode attention on a GPU: agreement with the float64 reference, and time against flash attention over bf16."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from gpu_timing import buffers_beyond_cache, copy_bandwidth, graph_time
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kvconvert.kernels.attention import LayerFormat
+from kvconvert.kernels.decode_plan import Run, SequencePlan, plan_work
+from kvconvert.kernels.gpu.decode import PageTables, Tails, decode_attention, programs_for
+from kvconvert.kernels.pages import KeyFormat, ValueFormat, empty_keys, empty_values
+from kvconvert.kernels.spans import SpanFormat
+
+HEADS, GROUP, DIM, PAGE = 8, 4, 128, 128
+DTYPE = torch.bfloat16
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: `bits` and groups of keys and values, what the batch holds, and the bar."""
+
+    name: str
+    batch: int
+    tokens: int
+    bar: float | None
+    bits: int = 2
+    key_group: int = 128
+    value_group: int = 128
+    norm: str = "joint"
+    boosted: int = 0
+    span: bool = False
+    tau: float = 0.0
+    tail: int = 64
+
+
+CASES = (
+    Case("oscar-g128 (norms), 1 x 131,072", 1, 131072, 4.5),
+    Case("oscar-g128 (norms), 32 x 8,192", 32, 8192, 4.5),
+    Case("oscar G = 32, 1 x 131,072", 1, 131072, 3.5, key_group=32, value_group=32),
+    Case("oscar G = 32, 32 x 8,192", 32, 8192, 3.5, key_group=32, value_group=32),
+    Case("kitty, 32 x 8,192", 32, 8192, None, norm="none", boosted=16),
+    Case("4 bits G = 128, 32 x 8,192", 32, 8192, None, bits=4, norm="none"),
+    Case("8 bits G = 128, 32 x 8,192", 32, 8192, None, bits=8, norm="none"),
+    Case("1-bit pages, 32 x 8,192", 32, 8192, None, bits=1),
+    Case("1-bit spans, 32 x 8,192", 32, 8192, 6.0, bits=1, norm="none", span=True),
+    Case("1-bit spans with tau, 32 x 8,192", 32, 8192, 4.0, bits=1, norm="none", span=True, tau=0.5),
+    Case("16 bits, our kernel, 32 x 8,192", 32, 8192, None, bits=16, norm="none"),
+    Case("oscar-g128 (norms), 1 x 1,024", 1, 1024, 1.0),
+    Case("oscar-g128 (norms), 1 x 8,192", 1, 8192, None),
+    Case("oscar-g128 (norms), 8 x 8,192", 8, 8192, None),
+)
+
+
+class Layer:
+    """Random pages and tails of one layer, laid out as the runtime lays them out."""
+
+    def __init__(self, case: Case):
+        static = case.span
+        keys = KeyFormat(HEADS, DIM, PAGE, case.bits, case.key_group, case.norm, boosted=case.boosted, static=static)
+        values = ValueFormat(HEADS, DIM, PAGE, case.bits, case.value_group, static=static)
+        self.case, self.format = case, LayerFormat(keys, values)
+        pages = (case.tokens - case.tail) // PAGE if not case.span else case.tokens // PAGE
+        count = case.batch * pages
+        self.keys = empty_keys(count, keys, DTYPE, torch.device("cuda"))
+        self.values = empty_values(count, values, DTYPE, torch.device("cuda"))
+        for tensors in (self.keys, self.values):
+            for name, tensor in tensors.tensors():
+                self._fill(name, tensor)
+        key_pool = self.keys.codes if case.bits == 16 else self.keys.record
+        value_pool = self.values.codes if case.bits == 16 else self.values.record
+        self.bytes = count * (key_pool[0].nbytes + value_pool[0].nbytes) + case.batch * case.tail * 4 * HEADS * DIM
+        order = torch.randperm(count, device="cuda")
+        last = torch.zeros(1, dtype=torch.int64, device="cuda")
+        tables = [torch.cat([order * (pool[0].nbytes // 16), last]) for pool in (key_pool, value_pool)]
+        sequences = [
+            SequencePlan((Run(row * pages, (row + 1) * pages, pages * PAGE),), case.tail) for row in range(case.batch)
+        ]
+        self.span = SpanFormat(case.bits, case.bits) if case.span else None
+        programs = programs_for(torch.device("cuda"), self.format, self.span, GROUP, 1)
+        plan = plan_work(sequences, programs).to(torch.device("cuda"))
+        self.scales = torch.rand(4, HEADS, DIM, dtype=torch.float16, device="cuda") + 0.5
+        shared = None
+        if case.span:
+            bases = (key_pool, key_pool, value_pool, value_pool)
+            offsets = [(s.data_ptr() - b.data_ptr()) // 16 for s, b in zip(self.scales, bases, strict=True)]
+            shared = torch.tensor([offsets], device="cuda")
+        self.tables = PageTables(key_pool, value_pool, *tables, plan, shared)
+        self.buffer = torch.randn(2, case.batch, HEADS, PAGE, DIM, dtype=DTYPE, device="cuda")
+        rows = torch.zeros(case.batch, 8, dtype=torch.int64)
+        for row in range(case.batch):
+            for side in range(2):
+                rows[row, 2 * side] = (side * case.batch + row) * HEADS * PAGE * DIM // 8
+                rows[row, 2 * side + 1] = PAGE * DIM // 8
+            rows[row, 7] = case.tail
+        self.tails = Tails(self.buffer, rows.cuda())
+        self.queries = torch.randn(case.batch, HEADS * GROUP, 1, DIM, dtype=DTYPE, device="cuda")
+
+    @staticmethod
+    def _fill(name: str, tensor: torch.Tensor) -> None:
+        if name == "channels":
+            tensor.copy_(torch.arange(tensor.shape[-1], dtype=torch.uint8, device="cuda").expand(tensor.shape))
+        elif tensor.dtype == torch.int16:
+            tensor.copy_(torch.randint(-(1 << 15), 1 << 15, tensor.shape, dtype=torch.int16, device="cuda"))
+        elif name in ("scale", "norm"):
+            tensor.copy_(torch.rand(tensor.shape, dtype=tensor.dtype, device="cuda") + 0.5)
+        else:
+            tensor.copy_(torch.randn(tensor.shape, dtype=tensor.dtype, device="cuda"))
+
+    def step(self) -> torch.Tensor:
+        """One decode step of the layer."""
+        case = self.case
+        return decode_attention(
+            self.queries,
+            self.tables,
+            self.tails,
+            self.format,
+            DIM**-0.5,
+            span=self.span,
+            tau1=case.tau,
+            tau2=case.tau * 2,
+        )
+
+
+def flash_times(batch: int, tokens: int) -> dict[str, float]:
+    """Seconds of one decode step by each of torch's attention backends over bf16 keys and values."""
+    nbytes = 4 * batch * HEADS * tokens * DIM
+    sets = [
+        [torch.randn(batch, HEADS, tokens, DIM, dtype=DTYPE, device="cuda") for _ in range(2)]
+        for _ in range(buffers_beyond_cache(nbytes, most=16))
+    ]
+    queries = torch.randn(batch, HEADS * GROUP, 1, DIM, dtype=DTYPE, device="cuda")
+    times = {}
+    for name, backend in BACKENDS.items():
+
+        def launch(keys: torch.Tensor, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+            return lambda: torch.nn.functional.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+
+        try:
+            with sdpa_kernel(backend):
+                times[name] = graph_time([launch(*kv) for kv in sets])
+        except RuntimeError as error:
+            # A backend without a kernel for grouped queries says so; every other failure is one of the benchmark.
+            if "No available kernel" not in str(error):
+                raise
+    return times
+
+
+def measure(device: torch.device) -> list[dict]:
+    """Every case against the fastest of torch's backends in this run."""
+    bandwidth = copy_bandwidth()
+    peers: dict[tuple[int, int], dict[str, float]] = {}
+    rows = []
+    for case in CASES:
+        shape = (case.batch, case.tokens)
+        if shape not in peers:
+            peers[shape] = flash_times(*shape)
+        first = Layer(case)
+        layers = [first] + [Layer(case) for _ in range(buffers_beyond_cache(first.bytes, most=24) - 1)]
+        seconds = graph_time([layer.step for layer in layers])
+        fastest = min(peers[shape], key=peers[shape].get)
+        rows.append(
+            {
+                "operation": "decode attention",
+                "case": case.name,
+                "ours_us": seconds * 1e6,
+                "peer": fastest,
+                "peer_us": peers[shape][fastest] * 1e6,
+                "peers_us": {name: t * 1e6 for name, t in peers[shape].items()},
+                "ratio": peers[shape][fastest] / seconds,
+                "bar": case.bar,
+                "bytes": first.bytes,
+                "of_copy_bandwidth": first.bytes / seconds / bandwidth,
+            }
+        )
+        print(
+            f"{case.name:36s} {seconds * 1e6:8.1f} us  {fastest} {peers[shape][fastest] * 1e6:8.1f} us  "
+            f"ratio {rows[-1]['ratio']:.2f}  {rows[-1]['of_copy_bandwidth']:.0%} of copy bandwidth",
+            flush=True,
+        )
+        del first, layers
+        gc.collect()
+        torch.cuda.empty_cache()
+    return rows
