@@ -48,13 +48,19 @@ def product(x: Tensor, packed: PackedWeight) -> Tensor:
 def check(device: torch.device) -> list[dict]:
     """Every kernel, group size and dtype, with outputs that do not fill a tile."""
     results = []
-    for inputs, outputs, group_size in ((4096, 1000, 128), (1536, 264, 64), (608, 72, 32), (1024, 520, 512)):
+    for inputs, outputs, group_size, dtypes, row_counts in (
+        (4096, 1000, 128, DTYPES, (1, 5, 16, 31, 33, 64, 129, 300)),
+        (512, 14344, 128, DTYPES, (3, 12, 32, 33, 200)),
+        (608, 72, 32, DTYPES, (5, 300)),
+        (1536, 264, 64, (torch.bfloat16,), (5, 300)),
+        (1024, 520, 512, (torch.bfloat16,), (5, 300)),
+    ):
         weight = random_weight(inputs, outputs, group_size, device)
         packed, exact_weight = pack_weight(weight), dequantize_weight(weight, torch.float64)
         intact = torch.equal(unpack_codes(packed.lanes, outputs), weight.qweight)
-        for dtype in DTYPES:
+        for dtype in dtypes:
             case = f"{inputs} x {outputs}, groups of {group_size}, {DTYPES[dtype]}"
-            for rows in (1, 5, 16, 31, 33, 64, 129, 300):
+            for rows in row_counts:
                 x = torch.randn(rows, inputs, device=device).to(dtype)
                 exact = x.double() @ exact_weight.T
                 for kernel in (few_rows, prompt, unpacked):
