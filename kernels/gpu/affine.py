@@ -78,12 +78,12 @@ def nearest_codes(x, scale, minimum, levels):
 
 
 @triton.jit
-def product_with_signs(x, signs):
-    """x signs in float32, for signs of 1, 0 and -1 in the dtype of x; every product is exact."""
+def product_with_signs(x, signs, total):
+    """total + x signs in float32, for signs of 1, 0 and -1 in the dtype of x; every product is exact."""
     if INTERPRETED:
         x, signs = x.to(tl.float32), signs.to(tl.float32)
     # A float32 is the sum of three tf32 numbers.
-    return tl.dot(x, signs, input_precision="tf32x3")
+    return tl.dot(x, signs, total, input_precision="tf32x3")
 
 
 @triton.jit
@@ -108,7 +108,8 @@ def read_tokens(
     if ROTATE:
         every = tl.arange(0, TILE)
         whole = tl.load(rows + every[None, :], mask=every[None, :] < HEAD_SIZE, other=0.0)
-        x = (product_with_signs(whole, signs) * normaliser).to(tokens.dtype.element_ty)
+        x = tl.zeros([whole.shape[0], signs.shape[1]], tl.float32)
+        x = (product_with_signs(whole, signs, x) * normaliser).to(tokens.dtype.element_ty)
     else:
         x = tl.load(rows + channel[None, :], mask=present, other=0.0)
     return x

@@ -52,6 +52,8 @@ UNFUSED = {"enable_fp_fusion": False}
 PER_THREAD = 64
 # Channels of one program of the keys, where it needs no others: a row of 128 bytes.
 KEY_ROWS = 64
+# Tokens of one program of the values: one warp of 2 bits and 128 channels, so that no warp waits for another.
+VALUE_TOKENS = 16
 # Tokens of one program of the joint norm.
 NORM_TOKENS = 16
 # Parts of a span whose ranges are found by one program per head each.
@@ -298,7 +300,7 @@ def value_constants(f: ValueFormat, partial: bool) -> dict[str, Any]:
         "HEADS": f.heads,
         "HEAD_SIZE": f.head_dim,
         "PAGE": f.page_size,
-        "TOKENS": min(64 if f.head_dim <= 128 else 32, layout.rows),
+        "TOKENS": min(VALUE_TOKENS, layout.rows),
         "BITS": f.bits,
         "GROUP": f.group_size,
         "STATIC": f.static,
@@ -408,13 +410,14 @@ def _warps(elements: int) -> int:
 
 
 def _key_warps(constants: dict[str, Any]) -> int:
-    # Where chunks follow one another, wider or paired codes take more registers for every element; ranking does too.
-    crowded = 1
+    elements = constants["CHUNK"] * constants["ROW_TILE"]
+    # Where chunks follow one another, wider or paired codes take more registers for every element.
     if constants["CHUNK"] < constants["PAGE"]:
-        crowded = {1: 2, 2: 1, 4: 2, 8: 4}[constants["BITS"]]
-    elif constants["BOOSTED"] and constants["BITS"] == 1:
-        crowded = 2
-    return _warps(constants["CHUNK"] * constants["ROW_TILE"] * crowded)
+        return _warps(elements * {1: 4, 2: 1, 4: 2, 8: 4}[constants["BITS"]])
+    if constants["BOOSTED"]:
+        # Ranking exchanges scores between all warps: the fewer the better, but for pairs, which take more registers.
+        return _warps(elements * 2 if constants["BITS"] == 1 else elements // 2)
+    return _warps(elements)
 
 
 def _value_warps(constants: dict[str, Any]) -> int:

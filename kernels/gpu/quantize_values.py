@@ -49,7 +49,7 @@ def _grouped_fields(
     for plane in tl.static_range(PLANES):
         x = tl.load(pointers + plane * LANES, mask=lane < LANES, other=0.0).to(tl.float32)
         total += x
-        planes = planes + (x,)  # noqa: RUF005
+        planes = planes + (x,)
     scales = ()
     minima = ()
     unstorable = tl.zeros([TOKENS, 1], tl.int32)
@@ -69,8 +69,8 @@ def _grouped_fields(
         at = records + target[:, None] + group * PAGE
         tl.store(at, scale.to(tl.int16, bitcast=True))
         tl.store(at + MINIMUM, minimum.to(tl.int16, bitcast=True))
-        scales = scales + (scale,)  # noqa: RUF005
-        minima = minima + (minimum,)  # noqa: RUF005
+        scales = scales + (scale,)
+        minima = minima + (minimum,)
     fields = tl.zeros([TOKENS, LANE_TILE], tl.int32)
     for plane in tl.static_range(PLANES):
         scale, minimum = scales[plane * LANES // GROUP], minima[plane * LANES // GROUP]

@@ -53,29 +53,30 @@ def _rotate(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
     INVERSE: tl.constexpr,
     ROTATE: tl.constexpr,
 ):
     """Rotate, or only copy, those of the rows `row` that are below `rows`."""
-    every = tl.arange(0, TILE)
     present = (row < rows)[:, None]
-    x = tl.load(
-        source + row[:, None] * source_stride + every[None, :], mask=present & (every < SIZE)[None, :], other=0.0
-    )
-    targets = target + row[:, None] * target_stride
+    sources, targets = source + row[:, None] * source_stride, target + row[:, None] * target_stride
     if ROTATE:
         for first in tl.static_range(0, TILE, COLUMNS):
-            column = first + tl.arange(0, COLUMNS)
-            if INVERSE:
-                at = matrix + every[:, None] + column[None, :] * SIZE
-            else:
-                at = matrix + every[:, None] * SIZE + column[None, :]
-            signs = tl.load(at, mask=(every < SIZE)[:, None] & (column < SIZE)[None, :], other=0.0)
-            rotated = product_with_signs(x, signs) * normaliser
-            kept = present & (column < SIZE)[None, :]
-            tl.store(targets + column[None, :], rotated.to(target.dtype.element_ty), mask=kept)
+            column = first + tl.arange(0, COLUMNS)[None, :]
+            rotated = tl.zeros([row.shape[0], COLUMNS], tl.float32)
+            for start in range(0, TILE, INNER):
+                part = start + tl.arange(0, INNER)
+                x = tl.load(sources + part[None, :], mask=present & (part < SIZE)[None, :], other=0.0)
+                part = part[:, None]
+                at = matrix + (part + column * SIZE if INVERSE else part * SIZE + column)
+                signs = tl.load(at, mask=(part < SIZE) & (column < SIZE), other=0.0)
+                rotated = product_with_signs(x, signs, rotated)
+            rotated = (rotated * normaliser).to(target.dtype.element_ty)
+            tl.store(targets + column, rotated, mask=present & (column < SIZE))
     else:
-        tl.store(targets + every[None, :], x, mask=present & (every < SIZE)[None, :])
+        every = tl.arange(0, TILE)[None, :]
+        whole = present & (every < SIZE)
+        tl.store(targets + every, tl.load(sources + every, mask=whole), mask=whole)
 
 
 @triton.jit(do_not_specialize=["inner", "rows"])
@@ -95,6 +96,7 @@ def rotate_kernel(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
     ROWS: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
@@ -106,7 +108,7 @@ def rotate_kernel(
     target += outer_index * target_outer_stride + inner_index * target_inner_stride
     row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
     _rotate(
-        source, target, row, rows, row_stride, target_row_stride, matrix, normaliser, SIZE, TILE, COLUMNS,
+        source, target, row, rows, row_stride, target_row_stride, matrix, normaliser, SIZE, TILE, COLUMNS, INNER,
         INVERSE, True,
     )  # fmt: skip
 
@@ -129,6 +131,7 @@ def _append(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
     ROWS: tl.constexpr,
     ROTATE: tl.constexpr,
     ROWS_ARE_HEADS: tl.constexpr,
@@ -150,13 +153,13 @@ def _append(
         target += other * SIZE
         _rotate(
             source, target, row, rows, head_stride, target_head_stride, matrix, normaliser, SIZE, TILE,
-            COLUMNS, False, ROTATE,
+            COLUMNS, INNER, False, ROTATE,
         )  # fmt: skip
     else:
         source += other * head_stride
         target += other * target_head_stride
         _rotate(
-            source, target, row, rows, token_stride, SIZE, matrix, normaliser, SIZE, TILE, COLUMNS, False,
+            source, target, row, rows, token_stride, SIZE, matrix, normaliser, SIZE, TILE, COLUMNS, INNER, False,
             ROTATE,
         )  # fmt: skip
 
@@ -196,7 +199,9 @@ def rotate_and_append_kernel(
     VALUE_SIZE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
+    VALUE_INNER: tl.constexpr,
     ROWS: tl.constexpr,
     ROTATE_KEYS: tl.constexpr,
     ROTATE_VALUES: tl.constexpr,
@@ -208,13 +213,13 @@ def rotate_and_append_kernel(
     if program < programs:
         _append(
             program, keys, key_base, table, first_tokens, key_matrix, key_normaliser, tokens, key_batch_stride,
-            key_head_stride, key_stride, HEADS, 0, SIZE, TILE, COLUMNS, ROWS, ROTATE_KEYS, ROWS_ARE_HEADS,
+            key_head_stride, key_stride, HEADS, 0, SIZE, TILE, COLUMNS, INNER, ROWS, ROTATE_KEYS, ROWS_ARE_HEADS,
         )  # fmt: skip
     elif program < 2 * programs:
         _append(
             program - programs, values, value_base, table, first_tokens, value_matrix, value_normaliser, tokens,
-            value_batch_stride, value_head_stride, value_stride, HEADS, 2, VALUE_SIZE, VALUE_TILE, VALUE_COLUMNS, ROWS,
-            ROTATE_VALUES, ROWS_ARE_HEADS,
+            value_batch_stride, value_head_stride, value_stride, HEADS, 2, VALUE_SIZE, VALUE_TILE, VALUE_COLUMNS,
+            VALUE_INNER, ROWS, ROTATE_VALUES, ROWS_ARE_HEADS,
         )  # fmt: skip
     elif ROTATE_KEYS:
         program -= 2 * programs
@@ -229,7 +234,7 @@ def rotate_and_append_kernel(
         _rotate(
             queries, output, row, rows, query_head_stride if ROWS_ARE_HEADS else query_stride,
             output_head_stride if ROWS_ARE_HEADS else output_stride, key_matrix, key_normaliser, SIZE, TILE,
-            COLUMNS, False, True,
+            COLUMNS, INNER, False, True,
         )  # fmt: skip
 
 
@@ -250,7 +255,7 @@ def rotate(x: torch.Tensor, inverse: bool = False) -> torch.Tensor:
     matrix, normaliser = hadamard_signs(dim, x.dtype, x.device)
     rotate_kernel[(sizes[0] * sizes[1] * -(-sizes[2] // per_program),)](
         rows, target, matrix, normaliser, sizes[1], sizes[2], *source_strides, *target_strides, dim, _tile(dim),
-        _columns(dim, x.dtype), per_program, inverse, num_warps=4,
+        _columns(dim, x.dtype), _inner(dim, x.dtype), per_program, inverse, num_warps=4,
     )  # fmt: skip
     return target.view(x.shape) if target.is_contiguous() else target.reshape(x.shape)
 
@@ -326,7 +331,8 @@ def rotate_and_append(
         queries, rotated, keys, values, key_base, value_base, table, first_tokens, matrix, value_matrix, normaliser,
         value_normaliser, batch, tokens, *queries.stride()[:3], *rotated.stride()[:3], *keys.stride()[:3],
         *values.stride()[:3], query_heads, heads, dim, _tile(dim), value_dim, _tile(value_dim),
-        _columns(dim, keys.dtype), _columns(value_dim, keys.dtype), per_program, rotate_keys, rotate_values,
+        _columns(dim, keys.dtype), _inner(dim, keys.dtype), _columns(value_dim, keys.dtype),
+        _inner(value_dim, keys.dtype), per_program, rotate_keys, rotate_values,
         rows_are_heads, num_warps=4,
     )  # fmt: skip
     return rotated
@@ -354,6 +360,11 @@ def _columns(dim: int, dtype: torch.dtype) -> int:
     return min(_tile(dim), widest // 2 if dtype == torch.float32 else widest)
 
 
+def _inner(dim: int, dtype: torch.dtype) -> int:
+    """Channels of a step of the product: all, but for float32 numbers, three of which stand for one."""
+    return min(_tile(dim), 32) if dtype == torch.float32 else _tile(dim)
+
+
 def _rows_per_program(rows: int, along: int, dtype: torch.dtype) -> int:
     """Rows of one program, out of `rows` in all and `along` of one stride."""
     many = MANY_ROWS[dtype]
@@ -365,7 +376,8 @@ def variants(capability: int) -> Iterator[Variant]:
     for dtype, name in DTYPES.items():
         for dim in (64, 80, 96, 128, 256):
             for rows in (FEW_ROWS, MANY_ROWS[dtype]):
-                shared = {"SIZE": dim, "TILE": _tile(dim), "COLUMNS": _columns(dim, dtype), "ROWS": rows}
+                parts = {"COLUMNS": _columns(dim, dtype), "INNER": _inner(dim, dtype)}
+                shared = {"SIZE": dim, "TILE": _tile(dim), "ROWS": rows} | parts
                 axes = {"dtype": name, "head_size": dim, "rows": rows}
                 for inverse in (False, True):
                     yield _rotate_variant(name, shared, axes, inverse)
@@ -407,6 +419,7 @@ def _append_variant(name: str, shared: dict[str, int], axes: dict[str, object], 
             "VALUE_SIZE": shared["SIZE"],
             "VALUE_TILE": shared["TILE"],
             "VALUE_COLUMNS": shared["COLUMNS"],
+            "VALUE_INNER": shared["INNER"],
             "ROTATE_KEYS": True,
             "ROTATE_VALUES": rotate_values,
             "ROWS_ARE_HEADS": shared["ROWS"] == FEW_ROWS,
