@@ -98,7 +98,7 @@ def programs_for(device: torch.device, format: LayerFormat, span: SpanFormat | N
     """How many work items run side by side for each KV head and block of queries."""
     block = queries_per_program(group, queries)
     shape = decode_shape(format, span, torch.bfloat16, group, block)
-    side_by_side = multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR[registers_for(shape)]
+    side_by_side = multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR[registers_for(shape)] // warps_for(shape)
     return max(1, side_by_side // (format.keys.heads * -(-queries // block)))
 
 
@@ -107,6 +107,7 @@ def registers_for(shape: DecodeShape) -> int:
     one_group = shape.key_groups <= 1 and shape.value_groups <= 1
     small = max(shape.key_dim, shape.value_dim) <= 128 and query_rows(shape) * query_columns(shape) <= 8
     plain = shape.half == 0 and not shape.split_query and max(shape.key_bits, shape.value_bits) <= 2
+    plain = plain and not shape.masked and not shape.softcap
     return FEW_REGISTERS if one_group and small and plain and not shape.boosted else ALL_REGISTERS
 
 
@@ -347,5 +348,6 @@ def combine_warps(slots: int, channels: int) -> int:
 
 
 def warps_for(shape: DecodeShape) -> int:
-    """Warps of a program: one, unless a large head would spill registers."""
-    return 1
+    """Warps of a program: one for every eight columns, and two for large heads, so that registers suffice."""
+    warps = max(1, query_rows(shape) * query_columns(shape) // 8)
+    return warps * (2 if max(shape.key_dim, shape.value_dim) > 128 else 1)

@@ -34,6 +34,7 @@ from kvconvert.kernels.gpu.decode_shape import block_of, key_lanes, query_column
 from kvconvert.kernels.gpu.decode_sums import add_values, no_values, store_page_values, store_partial, store_stats
 from kvconvert.kernels.gpu.decode_tiles import (
     PAGE,
+    add_dense_page,
     add_dense_values,
     dense_scores,
     in_token_order,
@@ -46,6 +47,9 @@ LOWEST = tl.constexpr(-1e30)
 # Columns of a work item and of a row's description, see `kernels/decode_plan.py`.
 ITEM = tl.constexpr(16)
 ROW = tl.constexpr(8)
+# Tokens of a page of 16 bits that are taken at a time, and how often.
+CHUNK = tl.constexpr(32)
+CHUNKS = tl.constexpr(4)
 
 
 @triton.jit
@@ -246,79 +250,104 @@ def decode_kernel(
             real = tl.arange(0, R) < F.group * F.queries
             tl.atomic_add(flattened, tl.sum((flat & real).to(tl.int64), 0))
 
-    if F.half > 0 and tl.load(item + 3) < tl.load(item + 4):
-        # Pages whose other side is still in the buffer, behind the sinks.
-        begin = tl.load(item + 3)
-        half_mask = mask_here + tl.load(item + 13)
-        table_begin = tl.load(item + 15)
-        sinks = tl.load(described + 4)
-        half_slot = tl.load(item + 8) * tl.num_programs(2) + block
-        in_page = tl.arange(0, PAGE)
-        maximum = tl.full([R], LOWEST, tl.float32)
-        if F.half == 1:
-            weight = tl.zeros([KEY_LANES, R], tl.float32)
-            total = tl.zeros([block_of(F.value_dim), R * query_columns(F)], tl.float32)
-            values = dense + (tl.load(described + 2) + head * tl.load(described + 3)) * 8
-            for page in range(begin, tl.load(item + 4)):
-                key_unit = tl.load(key_table + table_begin + page)
-                boost, boost_channel = boosted_queries(queries, key_base, key_unit, boosted, head, first, largest, F)
-                x = key_products(
-                    key_base, key_unit, shared, segment, head, operands, page_query, boost, boost_channel, F, DTYPE
+    if F.half > 0:
+        if tl.load(item + 3) < tl.load(item + 4):
+            # Pages whose other side is still in the buffer, behind the sinks.
+            begin = tl.load(item + 3)
+            half_mask = mask_here + tl.load(item + 13)
+            table_begin = tl.load(item + 15)
+            sinks = tl.load(described + 4)
+            half_slot = tl.load(item + 8) * tl.num_programs(2) + block
+            in_page = tl.arange(0, PAGE)
+            maximum = tl.full([R], LOWEST, tl.float32)
+            if F.half == 1:
+                weight = tl.zeros([KEY_LANES, R], tl.float32)
+                total = tl.zeros([block_of(F.value_dim), R * query_columns(F)], tl.float32)
+                values = dense + (tl.load(described + 2) + head * tl.load(described + 3)) * 8
+                for page in tl.range(begin, tl.load(item + 4), num_stages=STAGES):
+                    key_unit = tl.load(key_table + table_begin + page)
+                    boost, boost_channel = boosted_queries(
+                        queries, key_base, key_unit, boosted, head, first, largest, F
+                    )
+                    x = key_products(
+                        key_base, key_unit, shared, segment, head, operands, page_query, boost, boost_channel, F, DTYPE
+                    )
+                    x = finish_scores(x, factor, softcap, slope, shift, F)
+                    x = hide(x, (page - begin) * PAGE + page_tokens(KEY_LANES), 1 << 30, half_mask, mask_query, F)
+                    p, maximum, alpha = softmax_step(x, maximum, F)
+                    weight = weight * alpha[None, :] + tl.sum(p, 2)
+                    token = sinks + page * PAGE
+                    total = add_dense_page(values, F.value_dim, token, in_token_order(p), alpha, total, F)
+                store_stats(stats, half_slot, head, heads, maximum, tl.sum(weight, 0), F)
+                value_channel = tl.arange(0, block_of(F.value_dim))
+                store_partial(out, half_slot, head, heads, value_channel, value_channel < F.value_dim, total, F)
+            else:
+                weight = tl.zeros([PAGE, R], tl.float32)
+                totals, offsets = no_values(PAGE, F)
+                keys = dense + (tl.load(described) + head * tl.load(described + 1)) * 8
+                half_query = plain_queries(queries, first, F, DTYPE)
+                for page in tl.range(begin, tl.load(item + 4), num_stages=STAGES):
+                    token = sinks + page * PAGE + in_page
+                    x = dense_scores(keys, F.key_dim, token, in_page < PAGE, half_query, F)
+                    x = finish_scores(x, product_factor(one, scaling, F), softcap, slope, shift, F)
+                    x = hide(x, (page - begin) * PAGE + in_page[:, None], 1 << 30, half_mask, mask_query, F)
+                    p, maximum, alpha = softmax_step(x, maximum, F)
+                    weight = weight * alpha[None, :] + tl.sum(p, 2)
+                    value_unit = tl.load(value_table + table_begin + page)
+                    totals, offsets = add_values(value_base, value_unit, head, p, alpha, totals, offsets, F, DTYPE)
+                total_weight = tl.sum(weight, 0)
+                store_stats(stats, half_slot, head, heads, maximum, total_weight, F)
+                store_page_values(
+                    out, half_slot, head, heads, totals, offsets, total_weight, value_base, shared, segment, F
                 )
-                x = finish_scores(x, factor, softcap, slope, shift, F)
-                x = hide(x, (page - begin) * PAGE + page_tokens(KEY_LANES), 1 << 30, half_mask, mask_query, F)
-                p, maximum, alpha = softmax_step(x, maximum, F)
-                weight = weight * alpha[None, :] + tl.sum(p, 2)
-                token = sinks + page * PAGE + in_page
-                total = add_dense_values(values, F.value_dim, token, in_page < PAGE, in_token_order(p), alpha, total, F)
-            store_stats(stats, half_slot, head, heads, maximum, tl.sum(weight, 0), F)
-            value_channel = tl.arange(0, block_of(F.value_dim))
-            store_partial(out, half_slot, head, heads, value_channel, value_channel < F.value_dim, total, F)
-        else:
-            weight = tl.zeros([PAGE, R], tl.float32)
-            totals, offsets = no_values(PAGE, F)
-            keys = dense + (tl.load(described) + head * tl.load(described + 1)) * 8
-            half_query = plain_queries(queries, first, F, DTYPE)
-            for page in range(begin, tl.load(item + 4)):
-                token = sinks + page * PAGE + in_page
-                x = dense_scores(keys, F.key_dim, token, in_page < PAGE, half_query, F)
-                x = finish_scores(x, product_factor(one, scaling, F), softcap, slope, shift, F)
-                x = hide(x, (page - begin) * PAGE + in_page[:, None], 1 << 30, half_mask, mask_query, F)
-                p, maximum, alpha = softmax_step(x, maximum, F)
-                weight = weight * alpha[None, :] + tl.sum(p, 2)
-                value_unit = tl.load(value_table + table_begin + page)
-                totals, offsets = add_values(value_base, value_unit, head, p, alpha, totals, offsets, F, DTYPE)
-            total_weight = tl.sum(weight, 0)
-            store_stats(stats, half_slot, head, heads, maximum, total_weight, F)
-            store_page_values(
-                out, half_slot, head, heads, totals, offsets, total_weight, value_base, shared, segment, F
-            )
 
     if tl.load(item + 1) < tl.load(item + 2):
         begin = tl.load(item + 1)
         limit = tl.load(item + 11)
         page_mask = mask_here + tl.load(item + 12)
         maximum = tl.full([R], LOWEST, tl.float32)
-        weight = tl.zeros([KEY_LANES, R], tl.float32)
-        totals, offsets = no_values(KEY_LANES, F)
-        key_next = tl.load(key_table + begin)
-        value_next = tl.load(value_table + begin)
-        for page in tl.range(begin, tl.load(item + 2), num_stages=STAGES):
-            key_unit = key_next
-            value_unit = value_next
-            # The tables have one entry more than there are pages.
-            key_next = tl.load(key_table + page + 1)
-            value_next = tl.load(value_table + page + 1)
-            boost, boost_channel = boosted_queries(queries, key_base, key_unit, boosted, head, first, largest, F)
-            x = key_products(
-                key_base, key_unit, shared, segment, head, operands, page_query, boost, boost_channel, F, DTYPE
-            )
-            x = finish_scores(x, factor, softcap, slope, shift, F)
-            token = (page - begin) * PAGE + page_tokens(KEY_LANES)
-            x = hide(x, token, limit, page_mask, mask_query, F)
-            p, maximum, alpha = softmax_step(x, maximum, F)
-            weight = weight * alpha[None, :] + tl.sum(p, 2)
-            totals, offsets = add_values(value_base, value_unit, head, p, alpha, totals, offsets, F, DTYPE)
-        total_weight = tl.sum(weight, 0)
-        store_stats(stats, slot, head, heads, maximum, total_weight, F)
-        store_page_values(out, slot, head, heads, totals, offsets, total_weight, value_base, shared, segment, F)
+        if F.key_bits == 16 and F.value_bits == 16:
+            weight = tl.zeros([R], tl.float32)
+            total = tl.zeros([block_of(F.value_dim), R * query_columns(F)], tl.float32)
+            in_chunk = tl.arange(0, CHUNK)
+            known = in_chunk < CHUNK
+            for chunk in tl.range(begin * CHUNKS, tl.load(item + 2) * CHUNKS, num_stages=STAGES):
+                token = chunk % CHUNKS * CHUNK + in_chunk
+                keys = (key_base + tl.load(key_table + chunk // CHUNKS) * 8).to(tl.pointer_type(DTYPE))
+                values = (value_base + tl.load(value_table + chunk // CHUNKS) * 8).to(tl.pointer_type(DTYPE))
+                x = dense_scores(keys + head * PAGE * F.key_dim, F.key_dim, token, known, page_query, F)
+                x = finish_scores(x, factor, softcap, slope, shift, F)
+                number = (chunk - begin * CHUNKS) * CHUNK + in_chunk
+                x = hide(x, number[:, None], limit, page_mask, mask_query, F)
+                p, maximum, alpha = softmax_step(x, maximum, F)
+                p = tl.reshape(p, [CHUNK, R])
+                weight = weight * alpha + tl.sum(p, 0)
+                values += head * PAGE * F.value_dim
+                total = add_dense_values(values, F.value_dim, token, known, p, alpha, total, F)
+            store_stats(stats, slot, head, heads, maximum, weight, F)
+            value_channel = tl.arange(0, block_of(F.value_dim))
+            store_partial(out, slot, head, heads, value_channel, value_channel < F.value_dim, total, F)
+        else:
+            weight = tl.zeros([KEY_LANES, R], tl.float32)
+            totals, offsets = no_values(KEY_LANES, F)
+            key_next = tl.load(key_table + begin)
+            value_next = tl.load(value_table + begin)
+            for page in tl.range(begin, tl.load(item + 2), num_stages=STAGES):
+                key_unit = key_next
+                value_unit = value_next
+                # The tables have one entry more than there are pages.
+                key_next = tl.load(key_table + page + 1)
+                value_next = tl.load(value_table + page + 1)
+                boost, boost_channel = boosted_queries(queries, key_base, key_unit, boosted, head, first, largest, F)
+                x = key_products(
+                    key_base, key_unit, shared, segment, head, operands, page_query, boost, boost_channel, F, DTYPE
+                )
+                x = finish_scores(x, factor, softcap, slope, shift, F)
+                token = (page - begin) * PAGE + page_tokens(KEY_LANES)
+                x = hide(x, token, limit, page_mask, mask_query, F)
+                p, maximum, alpha = softmax_step(x, maximum, F)
+                weight = weight * alpha[None, :] + tl.sum(p, 2)
+                totals, offsets = add_values(value_base, value_unit, head, p, alpha, totals, offsets, F, DTYPE)
+            total_weight = tl.sum(weight, 0)
+            store_stats(stats, slot, head, heads, maximum, total_weight, F)
+            store_page_values(out, slot, head, heads, totals, offsets, total_weight, value_base, shared, segment, F)
