@@ -413,7 +413,7 @@ def _key_warps(constants: dict[str, Any]) -> int:
     elements = constants["CHUNK"] * constants["ROW_TILE"]
     # Where chunks follow one another, wider or paired codes take more registers for every element.
     if constants["CHUNK"] < constants["PAGE"]:
-        return _warps(elements * {1: 4, 2: 1, 4: 2, 8: 4}[constants["BITS"]])
+        return _warps(elements * (2 if constants["STATIC"] else {1: 4, 2: 1, 4: 2, 8: 4}[constants["BITS"]]))
     if constants["BOOSTED"]:
         # Ranking exchanges scores between all warps: the fewer the better, but for pairs, which take more registers.
         return _warps(elements * 2 if constants["BITS"] == 1 else elements // 2)
