@@ -22,6 +22,10 @@ class Variant:
         codes: low-bit codes that one program handles per iteration of its main loop; 0 where there are none.
         tensor_cores: whether matrix instructions are a must.
         wide_loads: whether codes must be read 16 bytes at a time.
+        code_bytes: bytes of these codes per iteration of the main loop and program; 0 where wide loads may be any.
+        most_per_code: thread instructions of the main loop per code that must not be exceeded; the default is what
+            converting codes one by one would take.
+        spills: why registers are spilled to memory, where that is known and cannot be helped.
     """
 
     name: str
@@ -35,3 +39,6 @@ class Variant:
     tensor_cores: bool = False
     wide_loads: bool = False
     max_registers: int | None = None
+    code_bytes: int = 0
+    most_per_code: float = 6.0
+    spills: str = ""

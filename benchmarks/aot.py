@@ -1,0 +1,175 @@
+"""Every Triton kernel compiled ahead of time for sm_80, sm_89, sm_90 and sm_100, without a GPU, and what came of it.
+
+Run: python benchmarks/aot.py            the subset that `make test` checks, in about a minute
+     python benchmarks/aot.py --full     what `make test-full` checks, in about a quarter of an hour
+     add --json benchmarks/results/aot.json --docs docs/kernels.md to keep the figures after a kernel has changed
+
+It fails (exit status 1) where a kernel does not compile, spills registers, takes more shared memory than there is,
+lacks matrix instructions or wide loads that it should have, or takes too many instructions per code. Figures of
+variants that a run does not compile stay in the files as they were, unless the run is a full one of all modules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Hashable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from aot_cover import covering
+from aot_docs import write_tables
+
+# Values that are left to the full run, where pairs of all values would take `make test` too long.
+FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
+    "decode_variants": {
+        "head_size": (48, 80, 96, 192, 256),
+        "value_size": (48, 80, 96, 192, 256),
+        "dtype": ("fp16", "fp32"),
+        "rows": ("1x1", "2x1", "7x1", "8x1", "4x4", "1x16"),
+        "format": ("widths", "groups", "static", "norm", "boost", "half", "span"),
+        "slots": (64,),
+    },
+    "prompt": {"head_size": (48, 96, 192)},
+    "quantize": {"HEAD_SIZE": (64, 256), "dtype": ("fp16", "fp32"), "GROUP": (16, 64), "BITS": (8,)},
+    "rotate": {"head_size": (64, 96, 256), "dtype": ("fp16",)},
+    "linear": {"span": (64,)},
+}
+TUNED_ON = 90
+# Modules with more variants than this are covered by pairs even in the full run, others by triples.
+MANY_VARIANTS = 300
+
+
+def selected(full: bool, names: list[str]) -> list[tuple[str, str, int]]:
+    """What a run compiles: module, variant and capability.
+
+    Pairs, in the full run of smaller modules triples, of all values that variants differ in, the architecture being one
+    of them. In the full run the usual variants of each kernel (axis "usual") are there for every architecture; in the
+    other one, a pair of a value and an architecture is not asked for, but architectures take turns.
+    """
+    from aot_compile import CAPABILITIES, modules
+
+    chosen = []
+    for module in modules(names):
+        short = module.__name__.rpartition(".")[2]
+        lists = {capability: list(module.variants(capability)) for capability in CAPABILITIES}
+        if full:
+            pairs = [(variant, capability) for capability in CAPABILITIES for variant in lists[capability]]
+            axes = [variant.axes | {"capability": capability} for variant, capability in pairs]
+            strength = 2 if len(lists[CAPABILITIES[0]]) > MANY_VARIANTS else 3
+            chosen += [(short, pairs[i][0].name, pairs[i][1]) for i in covering(axes, strength)]
+        chosen += list(_taking_turns(short, lists))
+    return sorted(set(chosen))
+
+
+def _taking_turns(module: str, lists: dict[int, list[Any]]) -> Iterator[tuple[str, str, int]]:
+    """A covering of pairs among the variants of all architectures that `FULL_ONLY` leaves, each for one of these.
+
+    The usual variants are among them, for the architecture that the kernels are tuned on.
+    """
+    capabilities = list(lists)
+    left_out = FULL_ONLY.get(module, {})
+    everywhere = set.intersection(*({variant.name for variant in variants} for variants in lists.values()))
+    variants = [
+        variant
+        for variant in lists[TUNED_ON]
+        if variant.name in everywhere and not any(variant.axes.get(axis) in values for axis, values in left_out.items())
+    ]
+    axes = [{axis: value for axis, value in variant.axes.items() if axis != "usual"} for variant in variants]
+    usual = [index for index, variant in enumerate(variants) if "usual" in variant.axes]
+    yield from ((module, variants[index].name, TUNED_ON) for index in usual)
+    others = [index for index in covering(axes, first=usual) if index not in usual]
+    for turn, index in enumerate(others):
+        yield module, variants[index].name, capabilities[turn % len(capabilities)]
+
+
+def _prepare(search: list[str]) -> None:
+    sys.path[:0] = [path for path in search if path not in sys.path]
+
+
+def _compile(task: tuple[str, str, int]) -> dict[str, Any]:
+    """The row of one task with what is wrong about it; runs in a process of its own, which keeps the lists."""
+    from aot_compile import measure, modules, problems
+
+    name, variant_name, capability = task
+    if (name, capability) not in _VARIANTS:
+        (module,) = modules([name])
+        _VARIANTS[name, capability] = {variant.name: variant for variant in module.variants(capability)}
+    variant = _VARIANTS[name, capability][variant_name]
+    try:
+        row = measure(variant, capability)
+    except Exception as error:  # compilers fail in many ways, and all others are to be heard of, too
+        row = {"name": variant_name, "capability": capability, "failed": f"{type(error).__name__}: {error}"[-500:]}
+        return {"module": name, "problems": ["does not compile"], "spills": ""} | row
+    return {"module": name, "problems": problems(row, variant), "spills": variant.spills} | row
+
+
+_VARIANTS: dict[tuple[str, int], dict[str, Any]] = {}
+
+
+def run(tasks: list[tuple[str, str, int]], jobs: int) -> list[dict[str, Any]]:
+    """All rows, in order; progress goes to stderr."""
+    rows = []
+    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_prepare, initargs=(sys.path,)) as pool:
+        for done, row in enumerate(pool.map(_compile, tasks), 1):
+            rows.append(row)
+            place = f"{row['module']} {row['name']} sm_{row['capability']}"
+            if row["problems"]:
+                print(f"{place}: {'; '.join(row['problems'])}. {row.get('failed', '')}", flush=True)
+            if done % 10 == 0 or done == len(tasks):
+                print(f"{done} of {len(tasks)} compiled", file=sys.stderr, flush=True)
+    return rows
+
+
+def merged(path: Path, rows: list[dict[str, Any]], everything: bool) -> list[dict[str, Any]]:
+    """These rows and those of the file that they do not replace, unless they are everything; sorted."""
+    kept = [] if everything or not path.exists() else json.loads(path.read_text(encoding="utf8"))["rows"]
+    table = {(row["module"], row["name"], row["capability"]): row for row in [*kept, *rows]}
+    return [table[key] for key in sorted(table)]
+
+
+def write_json(path: Path, rows: list[dict[str, Any]]) -> None:
+    """The table, a row per line, with the versions of the compilers."""
+    import triton
+    from aot_compile import assembler_version
+
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    versions = f'"triton": {json.dumps(triton.__version__)}, "ptxas": {json.dumps(assembler_version())}'
+    path.write_text(f'{{{versions},\n "rows": [\n{lines}\n]}}\n', encoding="utf8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="the wide sweep")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures there")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="write the readable table into this document")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one per core)")
+    parser.add_argument("--module", action="append", default=[], help="only this module, by its name in kernels/gpu")
+    parser.add_argument("--list", action="store_true", help="say how much would be compiled, and stop")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as cache:
+        # Kernels imported under the interpreter cannot be compiled; Triton reads all of this when it is imported.
+        os.environ.pop("TRITON_INTERPRET", None)
+        os.environ |= {"TRITON_CACHE_DIR": cache, "TRITON_DEFAULT_FP_FUSION": "1", "OMP_NUM_THREADS": "1"}
+        tasks = selected(args.full, args.module)
+        if args.list:
+            modules = sorted({module for module, _, _ in tasks})
+            print({module: sum(task[0] == module for task in tasks) for module in modules}, len(tasks))
+            return
+        rows = run(tasks, args.jobs)
+        if args.json:
+            write_json(args.json, merged(args.json, rows, args.full and not args.module))
+        if args.docs:
+            write_tables(args.docs, json.loads(args.json.read_text(encoding="utf8")) if args.json else {"rows": rows})
+    wrong = sum(bool(row["problems"]) for row in rows)
+    print(f"{len(rows)} variants compiled, {wrong} with problems.")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
