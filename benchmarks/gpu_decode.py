@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from gpu_timing import buffers_beyond_cache, copy_bandwidth, graph_time
@@ -153,6 +153,46 @@ def flash_times(batch: int, tokens: int) -> dict[str, float]:
             if "No available kernel" not in str(error):
                 raise
     return times
+
+
+def check(device: torch.device) -> list[dict]:
+    """The fused kernel over random stored tokens against float64 attention over what they dequantize to."""
+    # Random cases are shared with the tests, whose folder benchmarks/gpu.py puts on the path.
+    from stored_tokens import Case as Stored
+    from stored_tokens import compare
+
+    results = []
+    for dtype, tolerance in ((torch.float32, 4e-3), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)):
+        for case in (
+            Stored(norm="joint", pages=(9, 0, 2), tail=(100, 33, 0)),
+            Stored(norm="joint", key_group=32, value_group=32),
+            Stored(key_bits=1, value_bits=1),
+            Stored(key_bits=4, value_bits=4, key_group=16, value_group=16, norm="per_head"),
+            Stored(key_bits=8, value_bits=8, key_group=32, value_group=32),
+            Stored(key_bits=16, value_bits=16),
+            Stored(key_bits=16, value_bits=2),
+            Stored(boosted=16, half=1, half_pages=(1, 0, 2)),
+            Stored(boosted=32, boost_select="calibrated"),
+            Stored(static=True, key_bits=4, value_bits=8),
+            Stored(key_dim=80, value_dim=80, key_group=64, value_group=16),
+            Stored(key_dim=256, value_dim=256, value_group=128),
+            Stored(half=2, half_pages=(1, 0, 2)),
+            Stored(queries=9, masked=True, group=2, softcap=5.0, attention_sinks=True),
+            Stored(group=1),
+            Stored(group=16),
+        ):
+            case = replace(case, dtype=dtype)
+            error, _ = compare(case, device)
+            results.append(
+                {
+                    "kernel": "decode",
+                    "case": f"{case} {dtype}",
+                    "error": error,
+                    "tolerance": tolerance,
+                    "passed": error < tolerance,
+                }
+            )
+    return results
 
 
 def measure(device: torch.device) -> list[dict]:

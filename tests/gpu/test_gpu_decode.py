@@ -71,8 +71,8 @@ def test_spans_of_several_prompts_are_shifted_together(bits, tau, device):
         return torch.randn(*size, generator=generator)
 
     spans = [[quantize_span(random(heads, n, dim), random(heads, n, dim), form) for n in row] for row in lengths]
-    parts = [tensor.to(device).contiguous() for row in spans for s in row for tensor in vars(s).values() if s is not tensor
-             and isinstance(tensor, torch.Tensor)]  # fmt: skip
+    fields = [value for row in spans for span in row for value in vars(span).values()]
+    parts = [value.to(device).contiguous() for value in fields if isinstance(value, torch.Tensor)]
     base = torch.zeros(8, dtype=torch.int16, device=device)
     keys, values, shared, sequences = [], [], [], []
     each = iter(parts)
