@@ -12,6 +12,7 @@ device, which `raise_if_flagged` reads once per flush.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -433,7 +434,8 @@ def variants(capability: int) -> Iterator[Variant]:
     for dtype, dim in (*product(("bf16",), (64, 80, 128, 256)), ("fp16", 128), ("fp32", 128)):
         for bits, group in product((1, 2, 4, 8), (16, 32, 128)):
             yield _key_variant(dtype, KeyFormat(8, dim, 128, bits, group))
-            yield _value_variant(dtype, ValueFormat(8, dim, 128, bits, dim if dim % group else group))
+        for bits, group in product((1, 2, 4, 8), sorted({g for g in (16, 32, 128) if dim % g == 0} | {dim})):
+            yield _value_variant(dtype, ValueFormat(8, dim, 128, bits, group))
         for group, norm in product((32, 128), ("joint", "per_head")):
             yield _key_variant(dtype, KeyFormat(8, dim, 128, 2, group, token_norm=norm))
         for bits, boosted, select in product((1, 2), (dim // 8, dim // 4), ("dynamic", "calibrated")):
@@ -459,7 +461,10 @@ def _key_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Variant:
     constants = key_constants(f, tile, False, partial)
     select = f"{f.boost_select}{f.boosted}" if f.boosted else ""
     name = f"keys-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{'-static' * f.static}"
-    return _variant(name + "-partial" * partial, key_page_kernel, dtype, constants, _key_warps(constants))
+    variant = _variant(name + "-partial" * partial, key_page_kernel, dtype, constants, _key_warps(constants))
+    if dtype == "fp32" and f.boosted and f.boost_select == "dynamic":
+        return replace(variant, spills="8 bytes of stack are reserved and never accessed")
+    return variant
 
 
 def _value_variant(dtype: str, f: ValueFormat, partial: bool = False) -> Variant:
