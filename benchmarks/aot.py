@@ -31,14 +31,15 @@ FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
         "head_size": (48, 80, 96, 192, 256),
         "value_size": (48, 80, 96, 192, 256),
         "dtype": ("fp16", "fp32"),
-        "rows": ("1x1", "2x1", "7x1", "8x1", "4x4", "1x16"),
+        "rows": ("1x1", "2x1", "7x1", "8x1", "16x1", "4x4", "1x16"),
         "format": ("widths", "groups", "static", "norm", "boost", "half", "span"),
         "slots": (64,),
     },
-    "prompt": {"head_size": (48, 96, 192)},
+    "prompt": {"head_size": (48, 80, 96, 192), "dtype": ("fp16",)},
     "quantize": {"HEAD_SIZE": (64, 256), "dtype": ("fp16", "fp32"), "GROUP": (16, 64), "BITS": (8,)},
-    "rotate": {"head_size": (64, 96, 256), "dtype": ("fp16",)},
-    "linear": {"span": (64,)},
+    "rotate": {"head_size": (64, 96, 256), "dtype": ("fp16", "fp32")},
+    "linear": {"span": (64,), "dtype": ("fp16",)},
+    "linear_prompt": {"span": (64,)},
 }
 TUNED_ON = 90
 # Modules with more variants than this are covered by pairs even in the full run, others by triples.

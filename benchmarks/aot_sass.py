@@ -101,19 +101,19 @@ def find_loops(listing: list[Instruction]) -> list[Loop]:
 def main_loop(listing: list[Instruction]) -> Loop | None:
     """The loop that the kernel's time goes to, None without loops.
 
-    It is the loop with the most matrix instructions; of nested ones the innermost, of equal ones the first. A kernel
-    with matrix instructions outside of loops only has none, but waits. Without any matrix instruction, it is the
-    loop with the most instructions that contains no other.
+    It is the loop with the most matrix instructions, of equal ones the shortest: of nested ones the innermost, of those
+    over pages the one without full-precision tokens. A kernel with matrix instructions outside of loops only has none,
+    but waits. Without any matrix instruction, it is the loop with the most instructions that contains no other.
     """
     loops = find_loops(listing)
-    innermost = [loop for loop in loops if not any(set(other.body) < set(loop.body) for other in loops)]
     if not any(instruction.is_matrix for instruction in listing):
+        innermost = [loop for loop in loops if not any(set(other.body) < set(loop.body) for other in loops)]
         return max(innermost, key=lambda loop: len(loop.body), default=None)
     most = max((loop.count(listing, "is_matrix") for loop in loops), default=0)
     if not most:
         return None
-    best = [loop for loop in loops if loop.count(listing, "is_matrix") == most]
-    return min(best, key=lambda loop: (any(set(other.body) < set(loop.body) for other in best), loop.body[0]))
+    best = (loop for loop in loops if loop.count(listing, "is_matrix") == most)
+    return min(best, key=lambda loop: (len(loop.body), loop.body[0]))
 
 
 def _is_jump(instruction: Instruction) -> bool:

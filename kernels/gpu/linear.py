@@ -274,4 +274,6 @@ def variants(device_capability: int) -> Iterator[Variant]:
                         codes=TILE * shape.tiles * shape.warps * span,
                         tensor_cores=True,
                         wide_loads=True,
+                        # A scale and a zero for only 32 codes.
+                        most_per_code=8.6 if span == 32 else 6.0,
                     )

@@ -493,4 +493,14 @@ def _variant(name: str, function: Any, dtype: str, constants: dict[str, Any], nu
     axes = {"kernel": name.partition("-")[0], "dtype": dtype} | {
         key: constants[key] for key in ("HEAD_SIZE", "BITS", "GROUP", "NORM", "BOOSTED", "STATIC") if key in constants
     }
-    return Variant(name, function, signature, constants, num_warps, num_stages=3, axes=axes)
+    few = constants.get("BITS") == 1 or function is channel_range_kernel
+    return Variant(
+        name,
+        function,
+        signature,
+        constants,
+        num_warps,
+        num_stages=3,
+        axes=axes,
+        spills="at most six registers, on some architectures" if few else "",
+    )

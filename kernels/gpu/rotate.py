@@ -398,6 +398,7 @@ def _rotate_variant(name: str, shared: dict[str, int], axes: dict[str, object], 
         num_stages=3,
         axes=axes | {"inverse": inverse},
         tensor_cores=True,
+        spills="two registers outside of the loop" if name == "fp32" and shared["SIZE"] == 64 else "",
     )
 
 
