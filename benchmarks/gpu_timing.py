@@ -9,6 +9,7 @@ import torch
 
 # The largest L2 among the GPUs meant; inputs of one round over the buffers should be well beyond it.
 L2_BYTES = 64 << 20
+LAUNCHES = 24
 
 
 def buffers_beyond_cache(nbytes: int, most: int = 64) -> int:
@@ -16,12 +17,14 @@ def buffers_beyond_cache(nbytes: int, most: int = 64) -> int:
     return max(2, min(most, -(-4 * L2_BYTES // max(1, nbytes))))
 
 
-def graph_time(launches: Sequence[Callable[[], object]], repeats: int = 20, rounds: int = 1) -> float:
+def graph_time(launches: Sequence[Callable[[], object]], repeats: int = 20) -> float:
     """Median seconds per launch.
 
-    The launches, each over buffers of its own, are captured `rounds` times in a CUDA graph, which is replayed
-    `repeats` times: the host's launch overhead is out of the figure, gaps between kernels are in it.
+    The launches, each over buffers of its own, are captured in a CUDA graph, several times over if they are few, and
+    the graph is replayed `repeats` times: the host's launch overhead is out of the figure, gaps between kernels are in
+    it, and the few microseconds that a replay takes to begin are shared by at least `LAUNCHES` launches.
     """
+    rounds = -(-LAUNCHES // len(launches))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
