@@ -28,15 +28,21 @@ from aot_docs import write_tables
 # Values that are left to the full run, where pairs of all values would take `make test` too long.
 FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
     "decode_variants": {
-        "head_size": (48, 80, 96, 192, 256),
-        "value_size": (48, 80, 96, 192, 256),
+        "head_size": (48, 64, 80, 96, 192, 256),
+        "value_size": (48, 64, 80, 96, 192, 256),
         "dtype": ("fp16", "fp32"),
         "rows": ("1x1", "2x1", "7x1", "8x1", "16x1", "4x4", "1x16"),
-        "format": ("widths", "groups", "static", "norm", "boost", "half", "span"),
+        "format": ("kitty-pro", "minikv", "widths", "groups", "static", "norm", "boost", "half", "span"),
         "slots": (64,),
     },
     "prompt": {"head_size": (48, 80, 96, 192), "dtype": ("fp16",)},
-    "quantize": {"HEAD_SIZE": (64, 256), "dtype": ("fp16", "fp32"), "GROUP": (16, 64), "BITS": (8,)},
+    "quantize": {
+        "HEAD_SIZE": (64, 256),
+        "dtype": ("fp16", "fp32"),
+        "GROUP": (16, 64),
+        "BITS": (8,),
+        "BOOSTED": (20, 32),
+    },
     "rotate": {"head_size": (64, 96, 256), "dtype": ("fp16", "fp32")},
     "linear": {"span": (64,), "dtype": ("fp16",)},
     "linear_prompt": {"span": (64,)},
@@ -106,8 +112,9 @@ def _compile(task: tuple[str, str, int]) -> dict[str, Any]:
         row = measure(variant, capability)
     except Exception as error:  # compilers fail in many ways, and all others are to be heard of, too
         row = {"name": variant_name, "capability": capability, "failed": f"{type(error).__name__}: {error}"[-500:]}
-        return {"module": name, "problems": ["does not compile"], "spills": ""} | row
-    return {"module": name, "problems": problems(row, variant), "spills": variant.spills} | row
+        return {"module": name, "usual": False, "spills": "", "problems": ["does not compile"]} | row
+    about = {"module": name, "usual": "usual" in variant.axes, "spills": variant.spills}
+    return about | {"problems": problems(row, variant)} | row
 
 
 _VARIANTS: dict[tuple[str, int], dict[str, Any]] = {}

@@ -27,8 +27,6 @@ CAPABILITIES = (80, 89, 90, 100)
 # What the architecture lets one program take, in bytes.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# Share of the main loop's instructions that may access local memory even where a variant says why it spills.
-MOST_LOCAL = 0.05
 THREADS_PER_WARP = 32
 BYTES_PER_WIDE_LOAD = 16
 _PTX_MATRIX = re.compile(r"^\s*(?:@\S+ )?(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", re.MULTILINE)
@@ -130,7 +128,7 @@ def problems(row: dict[str, Any], variant: Variant) -> list[str]:
     found = []
     if (row["stack"] or row["local"]) and not variant.spills:
         found.append(f"spills: {row['stack']} bytes of stack, {row['local']} accesses to local memory")
-    if row["loop_local"] > MOST_LOCAL * row["loop"]:
+    if row["loop_local"] > variant.most_local * row["loop"]:
         found.append(f"{row['loop_local']} of {row['loop']} instructions of the main loop access local memory")
     if row["shared"] > SHARED_MEMORY[row["capability"]]:
         found.append(f"shared memory: {row['shared']} bytes of {SHARED_MEMORY[row['capability']]}")

@@ -7,12 +7,14 @@ from typing import Any
 
 BEGIN, END = "<!-- table: written by benchmarks/aot.py -->", "<!-- end of the table -->"
 COLUMNS = {
+    "capability": "sm",
     "registers": "registers",
+    "stack": "stack",
     "shared": "shared memory",
     "instructions": "instructions",
     "loop": "in the main loop",
-    "matrix": "of them matrix",
-    "wide": "wide loads",
+    "matrix": "matrix there",
+    "wide": "wide loads there",
     "per_code": "per code",
 }
 
@@ -26,34 +28,44 @@ def write_tables(path: Path, results: dict[str, Any]) -> None:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """For each module a table of its variants, with figures of all architectures that they were compiled for."""
-    rows = results["rows"]
+    """The usual variants one by one, then the extremes of each kernel on each architecture."""
+    rows = [row for row in results["rows"] if "failed" not in row]
+    usual = [row for row in rows if row["usual"]]
     parts = []
     if "triton" in results:
         parts.append(f"Triton {results['triton']}, ptxas {results['ptxas']}; {len(rows)} compiled kernels.\n")
-    for module in sorted({row["module"] for row in rows}):
-        own = [row for row in rows if row["module"] == module]
-        parts.append(f"### kernels/gpu/{module}.py\n")
-        parts.append(_table(own))
+    if usual:
+        parts.append("### Decode attention of the presets: heads of 128 channels, 4 query heads per KV head, bf16\n")
+        parts.append(_table(["kernel", *COLUMNS.values()], [_line(row["name"], [row]) for row in usual]))
+    parts.append("### All kernels: the largest figures of their variants\n")
+    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["module"], row["name"].partition("-")[0], row["capability"]), []).append(row)
+    lines = [
+        [f"{module}: {kernel}", str(len(own)), *_line("", own)[1:], str(sum(bool(row["stack"]) for row in own))]
+        for (module, kernel, _), own in sorted(groups.items())
+    ]
+    parts.append(_table(["module: kernel", "variants", *COLUMNS.values(), "of them spill"], lines))
+    reasons = sorted({(row["module"], row["spills"]) for row in rows if row["stack"]})
+    if reasons:
+        parts.append("Where registers are spilled, and why:\n")
+        for module, reason in reasons:
+            own = [row for row in rows if (row["module"], row["spills"]) == (module, reason) and row["stack"]]
+            most = max(row["stack"] for row in own)
+            parts.append(f"- {module}: {reason} ({len(own)} of the variants compiled, up to {most:,} bytes)")
+        parts.append("")
     return "\n".join(parts)
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    # Names share a cell when nothing but the architecture differs.
-    lines = [
-        "| variant | sm | " + " | ".join(COLUMNS.values()) + " | remarks |",
-        "|---|" + "---|" * (len(COLUMNS) + 2),
-    ]
-    for row in rows:
-        if "failed" in row:
-            lines.append(f"| {row['name']} | {row['capability']} |" + " |" * len(COLUMNS) + " does not compile |")
-            continue
-        cells = ["" if row[column] is None else _number(row[column]) for column in COLUMNS]
-        remarks = "; ".join(
-            [*row["problems"], *([f"spills: {row['spills']}"] if row["spills"] and row["stack"] else [])]
-        )
-        lines.append(f"| {row['name']} | {row['capability']} | " + " | ".join(cells) + f" | {remarks} |")
-    return "\n".join(lines) + "\n"
+def _line(name: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Cells of one line: the largest figures of rows of one architecture."""
+    most = {column: max((row[column] for row in rows if row[column] is not None), default=None) for column in COLUMNS}
+    return [name, *("" if value is None else _number(value) for value in most.values())]
+
+
+def _table(head: list[str], lines: list[list[str]]) -> str:
+    body = ["| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines]]
+    return "\n".join(body) + "\n"
 
 
 def _number(value: float) -> str:

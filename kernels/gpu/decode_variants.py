@@ -15,6 +15,7 @@ import torch
 
 from kvconvert.kernels.attention import LayerFormat
 from kvconvert.kernels.gpu.decode import (
+    FEW_REGISTERS,
     STAGES,
     combine_block,
     combine_warps,
@@ -25,7 +26,7 @@ from kvconvert.kernels.gpu.decode import (
 )
 from kvconvert.kernels.gpu.decode_combine import combine_kernel
 from kvconvert.kernels.gpu.decode_kernel import decode_kernel, extremes_kernel
-from kvconvert.kernels.gpu.decode_shape import PAGE, DecodeShape, query_rows
+from kvconvert.kernels.gpu.decode_shape import PAGE, DecodeShape, query_columns, query_rows
 from kvconvert.kernels.gpu.variants import Variant
 from kvconvert.kernels.pages import KeyFormat, ValueFormat
 from kvconvert.kernels.spans import SpanFormat
@@ -73,6 +74,22 @@ PRESETS = (
     Pages("calibquant-2bit", span=True, tau=True),
     Pages("minikv", key_group=16, value_group=16),
 )
+# Thread instructions per code of the presets' usual variants, measured plus a tenth.
+USUAL_PER_CODE = {
+    "kivi": 1.85,
+    "oscar": 1.9,
+    "oscar-g128": 1.3,
+    "kitty": 1.4,
+    "kitty-pro": 1.5,
+    "calibquant-1bit": 1.1,
+    "calibquant-2bit": 1.2,
+    "minikv": 2.7,
+}
+# Of all others, by columns of the queries' operand and by whether pages have several groups; the most measured, at the
+# smallest heads, plus a tenth. Work on scores is per query and token, so that more columns do more with a code.
+PER_CODE = {8: (3.7, 7.7), 16: (13.5, 16.5), 32: (20.0, 31.0)}
+# Where the other side has 16 bits, whose work counts for the codes of this one.
+MIXED_PER_CODE = 17.6
 BITS = (1, 2, 4, 8, 16)
 # Everything else that a recipe can ask for, in formats of their own.
 OTHERS = (
@@ -136,15 +153,15 @@ def _decode_variants(
         "masked": masked,
         "softcap": softcap,
     }
-    preset = pages in PRESETS
+    preset, usual = pages in PRESETS, ""
     if preset and (head, dtype, rows, softcap, masked) == (USUAL_HEAD, "bf16", USUAL_ROWS, False, False):
-        axes["usual"] = pages.name
+        usual = pages.name
     groups = "" if preset else _details(pages)
     name = f"{pages.name}{groups}-{head[0]}x{head[1]}-{dtype}-{rows[0]}x{rows[1]}"
     name += "-masked" * masked + "-softcap" * softcap
-    yield _page_variant("decode", decode_kernel, name, shape, dtype, axes, capability)
+    yield _page_variant("decode", decode_kernel, name, shape, dtype, axes, usual, capability)
     if pages.tau:
-        yield _page_variant("extremes", extremes_kernel, name, shape, dtype, axes, capability)
+        yield _page_variant("extremes", extremes_kernel, name, shape, dtype, axes, usual, capability)
 
 
 def _details(pages: Pages) -> str:
@@ -219,6 +236,7 @@ def _page_variant(
     shape: DecodeShape,
     dtype: str,
     axes: dict[str, object],
+    usual: str,
     capability: int,
 ) -> Variant:
     constants = {"F": shape, "STAGES": STAGES, "DEPENDENT": capability >= 90}
@@ -232,13 +250,48 @@ def _page_variant(
         constants,
         num_warps=warps_for(shape),
         num_stages=STAGES,
-        axes={"kernel": kernel} | axes,
+        axes={"kernel": kernel} | ({"usual": f"{kernel} {usual}"} if usual else {}) | axes,
         codes=PAGE * sum(size for size, _ in low),
         tensor_cores=True,
         wide_loads=bool(low),
         max_registers=registers_for(shape),
         code_bytes=sum(PAGE * size * bits // 8 for size, bits in low),
+        most_per_code=USUAL_PER_CODE[usual] if usual else _most_per_code(shape),
+        most_local=0.35 if _is_crowded(shape) else 0.05,
+        spills=_why_spills(shape),
     )
+
+
+def _most_per_code(shape: DecodeShape) -> float:
+    if 16 in (shape.key_bits, shape.value_bits):
+        return MIXED_PER_CODE
+    columns = query_rows(shape) * query_columns(shape)
+    return PER_CODE[columns][max(shape.key_groups, shape.value_groups) > 1]
+
+
+def _is_crowded(shape: DecodeShape) -> bool:
+    """Whether more has to be held at a time than registers hold, even in the main loop."""
+    columns = query_rows(shape) * query_columns(shape)
+    return columns > 8 or shape.split_query or 16 in (shape.key_bits, shape.value_bits)
+
+
+def _why_spills(shape: DecodeShape) -> str:
+    """The reason for which registers of a variant do not suffice; empty where they must."""
+    if shape.half:
+        return "half pages hold full-precision tokens beside codes; a sequence has few of them"
+    if registers_for(shape) == FEW_REGISTERS:
+        return "few registers, so that more programs hide each other's latencies"
+    if 16 in (shape.key_bits, shape.value_bits):
+        return "one side of 16 bits beside codes"
+    if query_rows(shape) * query_columns(shape) > 8:
+        return "more than eight columns of queries"
+    if shape.split_query:
+        return "queries of 32 bits"
+    if max(shape.key_dim, shape.value_dim) > 128:
+        return "heads of more than 128 channels"
+    if max(shape.key_groups, shape.value_groups) > 4 or shape.boosted or max(shape.key_bits, shape.value_bits) > 4:
+        return "many groups, boosted channels, or codes of 8 bits, whose operands are held at a time"
+    return ""
 
 
 def _combine_variant(

@@ -25,6 +25,7 @@ class Variant:
         code_bytes: bytes of these codes per iteration of the main loop and program; 0 where wide loads may be any.
         most_per_code: thread instructions of the main loop per code that must not be exceeded; the default is what
             converting codes one by one would take.
+        most_local: share of the main loop's instructions that may access spilled registers.
         spills: why registers are spilled to memory, where that is known and cannot be helped.
     """
 
@@ -41,4 +42,5 @@ class Variant:
     max_registers: int | None = None
     code_bytes: int = 0
     most_per_code: float = 6.0
+    most_local: float = 0.05
     spills: str = ""
