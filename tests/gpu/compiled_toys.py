@@ -94,7 +94,9 @@ def variants(capability: int) -> Iterator[Variant]:
     if capability == 90:
         floats = {"source": "*fp32", "target": "*fp32"}
         yield variant("spilling", spilling_kernel, floats, {"SIZE": 4096}, max_registers=64)
-        yield variant("excused", spilling_kernel, floats, {"SIZE": 4096}, max_registers=64, spills="on purpose")
+        excused = {"max_registers": 64, "spills": "on purpose"}
+        yield variant("excused", spilling_kernel, floats, {"SIZE": 4096}, **excused, most_local=1.0)
+        yield variant("too-much", spilling_kernel, floats, {"SIZE": 4096}, **excused)
         yield variant("no-tensor-cores", wide_kernel, words, {"SIZE": 256}, tensor_cores=True)
     if capability == 80:
         lanes = {"source": "*i16", "target": "*i32", "chain": "*i32", "stride": "i32"}

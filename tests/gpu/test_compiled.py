@@ -78,6 +78,7 @@ def test_a_kernel_that_spills_is_reported_unless_it_says_why(toys):
     assert any("spills" in problem for problem in row["problems"])
     assert toys["excused", 90]["stack"] > 0
     assert toys["excused", 90]["problems"] == []
+    assert any("main loop access local memory" in problem for problem in toys["too-much", 90]["problems"])
 
 
 def test_narrow_loads_and_too_few_wide_ones_are_reported(toys):
