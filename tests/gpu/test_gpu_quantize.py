@@ -74,7 +74,10 @@ def near_a_border(x: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -
 
 
 def assert_same_keys(found: KeyPages, keys: torch.Tensor, f: KeyFormat, channels=None, static=None) -> None:
-    """Everything but norms exactly; these to one unit in the last place, and the rest by the norms found."""
+    """Everything but norms exactly; these to one unit in the last place, and the rest by the norms found.
+
+    A norm's reciprocal is the GPU's own to a unit of float32, which one group in thousands rounds to the next fp16.
+    """
     keys = keys.cpu()
     expected = quantize_keys(keys, f, channels, static)
     fields = {name: tensor.cpu() for name, tensor in found.tensors()}
@@ -84,11 +87,21 @@ def assert_same_keys(found: KeyPages, keys: torch.Tensor, f: KeyFormat, channels
         inverse = torch.where(norm > 0, norm.float().reciprocal(), 0.0)
         keys = keys.float() * inverse.unsqueeze(3)
         expected = quantize_keys(keys, replace(f, token_norm="none"), channels, static)
+    rounded = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
     for name in ("scale", "minimum", "channels"):
-        if getattr(expected, name) is not None:
+        if getattr(expected, name) is None:
+            continue
+        if f.token_norm == "none" or name == "channels":
             assert torch.equal(fields[name], getattr(expected, name)), name
+        else:
+            apart = (fields[name].view(torch.int16).int() - getattr(expected, name).view(torch.int16).int()).abs()
+            assert apart.max() <= 1, name
+            assert (apart > 0).float().mean() < 1e-3, name
+            rounded = rounded | (apart > 0)
     found = KeyPages(format=f, **fields)
     different = key_codes(found, f, channels) != key_codes(expected, f, channels)
+    if rounded.any():
+        different &= ~rounded.repeat_interleave(f.group_size, 3)
     if different.any():
         scale, minimum = (static or expected)[:2] if static else (expected.scale, expected.minimum)
         grid = [
