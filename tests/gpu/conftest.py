@@ -1,13 +1,9 @@
-"""Kernels run on a GPU where there is one, else under Triton's interpreter, chosen before they are imported."""
+"""Kernels run on a GPU where there is one, else under Triton's interpreter."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture
