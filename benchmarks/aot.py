@@ -40,12 +40,12 @@ FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
         "HEAD_SIZE": (64, 256),
         "dtype": ("fp16", "fp32"),
         "GROUP": (16, 64),
-        "BITS": (1, 8),
+        "BITS": (8,),
         "BOOSTED": (20, 32),
     },
     "rotate": {"head_size": (64, 96, 256), "dtype": ("fp16", "fp32")},
     "linear": {"span": (64,), "dtype": ("fp16",)},
-    "linear_prompt": {"span": (64,), "dtype": ("fp16",)},
+    "linear_prompt": {"span": (64,)},
 }
 TUNED_ON = 90
 # Modules with more variants than this are covered by pairs even in the full run, others by triples.

@@ -1,9 +1,16 @@
-"""Kernels run on a GPU where there is one, else under Triton's interpreter."""
+"""Kernels run on a GPU where there is one, else under Triton's interpreter, chosen before Triton is imported."""
 
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    if "triton" in sys.modules:
+        raise pytest.UsageError("Without a GPU tests/gpu need TRITON_INTERPRET=1 from the start; `make test` sets it.")
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture
