@@ -23,6 +23,7 @@ from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import BundleError
 from kvconvert.kernels.linear import QuantizedLinear
+from kvconvert.runtime.experts import SeparateExperts, merges_experts, place_packed_experts
 from kvconvert.runtime.generation import adopt
 
 METHOD = "kvconvert"
@@ -84,6 +85,12 @@ class BundleQuantizer(HfQuantizer):
         adopt(model, self.schemes, self.plan)
         return model
 
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        """Transformers' conversions without those that would merge the tensors of experts that are stored apart."""
+        if not any(isinstance(module, SeparateExperts) for module in model.modules()):
+            return weight_conversions
+        return [entry for entry in weight_conversions if not merges_experts(entry)]
+
     def is_serializable(self) -> bool:
         """A loaded bundle is saved by copying its directory."""
         return False
@@ -95,29 +102,30 @@ class BundleQuantizer(HfQuantizer):
 
 
 def place_packed_linears(model: PreTrainedModel, bundle: Bundle) -> None:
-    """Replace, on the meta device, each Linear that the manifest calls quantized.
+    """Replace, on the meta device, each Linear and each expert that the manifest calls quantized.
 
     Raises:
-        BundleError: the model has no such Linear, or one of another shape.
+        BundleError: the model has no such Linear, or experts of its own that the manifest does not cover.
     """
-    for module in bundle.manifest.modules:
-        if module.treatment == "kept":
-            continue
+    quantized = {module.name: module for module in bundle.manifest.modules if module.treatment != "kept"}
+    place_packed_experts(model, bundle.manifest.modules)
+    for name, module in quantized.items():
         try:
-            linear = model.get_submodule(module.name)
+            linear = model.get_submodule(name)
         except AttributeError:
             linear = None
+        if isinstance(linear, QuantizedLinear):
+            continue
         if not isinstance(linear, torch.nn.Linear):
             raise BundleError(
-                f"{MANIFEST_NAME} says that {module.name} is quantized, but {type(model).__name__} has no Linear of "
-                "that name; the "
-                f"bundle belongs to another architecture or version of transformers."
+                f"{MANIFEST_NAME} says that {name} is quantized, but {type(model).__name__} has no Linear of "
+                "that name; the bundle belongs to another architecture or version of transformers."
             )
         with torch.device("meta"):
             packed = QuantizedLinear(
                 linear.in_features, linear.out_features, module.group_size, bias=linear.bias is not None
             )
-        model.set_submodule(module.name, packed)
+        model.set_submodule(name, packed)
 
 
 def _directory(model: PreTrainedModel, checkpoint_files: list[str]) -> Path:
