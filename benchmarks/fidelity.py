@@ -99,7 +99,7 @@ def shuffled(observed: Observed, structure: LayerStructure, what: str | None, se
         mean_abs[name] = statistic[channels]
         moments[name] = observed.second_moment[name][groups][:, inner][:, :, inner]
         tokens[name] = observed.tokens[name][:, channels]
-        if name == structure.query:
+        if name == structure.query.linear:
             sequences = sequences[..., channels]
     if what == "statistic":
         return replace(observed, mean_abs=mean_abs)
@@ -127,7 +127,7 @@ def quantized(
 
 def weight_variants(model: LlamaForCausalLM, ids: torch.Tensor, seed: int) -> dict[str, Decoder]:
     """Fake-quantized models by name; the searches are given ids [samples, length], nothing of the text reported on."""
-    structure = require_adapter(model.config).structure(model.config)
+    structure = require_adapter(model.config).structure(model.config, 0)
     observed = observe(model, structure, ids)
     jobs = [(bits, name, *method) for bits in WEIGHT_BITS for name, method in WEIGHT_METHODS.items()]
     variants = {}

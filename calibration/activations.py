@@ -32,14 +32,41 @@ class Observed:
             keys.
         sequences: inputs of the attention module, [n, T, hidden].
         tokens: inputs of other modules at sampled tokens, [n, in], under the same keys as `mean_abs`.
-        attention_kwargs: the attention module's other arguments, for a batch of one.
+        attention_kwargs: the attention module's other arguments for each of these sequences, as a batch of one.
     """
 
     mean_abs: dict[str, Tensor] = field(default_factory=dict)
     second_moment: dict[str, Tensor] = field(default_factory=dict)
     sequences: Tensor | None = None
     tokens: dict[str, Tensor] = field(default_factory=dict)
-    attention_kwargs: dict[str, Any] = field(default_factory=dict)
+    attention_kwargs: tuple[dict[str, Any], ...] = ()
+
+    def sequence_chunks(self, tokens: int) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """`sequences` with their arguments, as many at a time as have the same ones and about `tokens` tokens."""
+        most = max(1, tokens // self.sequences.shape[1])
+        start = 0
+        for stop in range(1, len(self.sequences) + 1):
+            same = stop < len(self.sequences) and same_arguments(
+                self.attention_kwargs[start], self.attention_kwargs[stop]
+            )
+            if not same or stop - start == most:
+                yield self.sequences[start:stop], self.attention_kwargs[start]
+                start = stop
+
+
+def same_arguments(one: Any, other: Any) -> bool:
+    """Whether two arguments of a module, or dictionaries of them, hold equal tensors and equal other things."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_arguments(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same_arguments, one, other))
+    return not isinstance(one, Tensor) and bool(one == other)
 
 
 class ActivationRecorder:
@@ -63,7 +90,7 @@ class ActivationRecorder:
         self._tokens: dict[str, list[Tensor]] = {}
         self._sequences: list[Tensor] = []
         self._seen: dict[str, int] = {}
-        self._attention_kwargs: dict[str, Any] = {}
+        self._attention_kwargs: list[dict[str, Any]] = []
 
     @contextmanager
     def attached(self, layer: nn.Module) -> Iterator[None]:
@@ -99,7 +126,7 @@ class ActivationRecorder:
         keep = [i for i in range(hidden.shape[0]) if first + i in self._wanted]
         self._sequences.append(hidden[keep].detach().float().clone())
         self._seen[""] = first + hidden.shape[0]
-        self._attention_kwargs = kwargs
+        self._attention_kwargs += [kwargs] * len(keep)
 
     def result(self) -> Observed:
         """The gathered activations; raises NumericError where one of them is NaN or infinite."""
@@ -113,14 +140,13 @@ class ActivationRecorder:
             second_moment={point: (total / self._seen[point]).float() for point, total in self._moment.items()},
             sequences=torch.cat(self._sequences),
             tokens={point: torch.cat(parts) for point, parts in self._tokens.items()},
-            attention_kwargs=self._attention_kwargs,
+            attention_kwargs=tuple(self._attention_kwargs),
         )
 
 
 def input_points(structure: LayerStructure) -> tuple[str, ...]:
-    """One Linear per distinct input of the layer's Linears."""
-    points = [group.readers[0] for group in structure.norm_groups] + [structure.output]
-    return (*points, structure.up_down[1]) if structure.up_down else tuple(points)
+    """One module per distinct input of the layer's Linears."""
+    return tuple(dict.fromkeys(point_of(structure, linear) for linear in structure.linears))
 
 
 def point_of(structure: LayerStructure, linear: str) -> str:

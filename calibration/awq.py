@@ -13,6 +13,8 @@ r = 0 is the identity, so the search never loses to plain rounding on what it in
     value -> output projection                   (inspected: output; one scale per channel of a KV head)
     up -> down projection                        (inspected: down)
 
+A pair is skipped, with the reason, where a scale cannot pass: no norm precedes, or what lies between is not linear.
+
 Clipping. Then each group of each output channel of every Linear but the query and key projections is clamped to
 +- max |w| (1 - i/20), i = 0..9, taking the i with the least squared error of that group's share of the output. The
 error needs no activations, only the group's second moment E[x x^T], so all calibration tokens count.
@@ -27,15 +29,25 @@ weights.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvconvert.calibration.activations import ActivationRecorder, Observed, point_of
-from kvconvert.calibration.protocol import CalibrationPass, LayerStructure, LayerWork, NormGroup, PassResult
+from kvconvert.calibration.protocol import (
+    CalibrationPass,
+    LayerStructure,
+    LayerWork,
+    NormGroup,
+    PassResult,
+    Projection,
+    ScalingPair,
+)
 from kvconvert.errors import NumericError
 from kvconvert.kernels.awq_format import fake_quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
@@ -51,13 +63,13 @@ class Scaling:
     """One chosen scale: the producer's output channels are divided, the readers' input channels multiplied.
 
     Attributes:
-        producer: a norm or Linear; readers: Linears.
+        producer: a norm, or a projection; readers: Linears.
         producer_scale: float32 [producer's outputs]; reader_scale: float32 [readers' inputs].
         ratio: the exponent r.
         loss_before, loss_after: mean squared error of the inspected output at r = 0 and at `ratio`.
     """
 
-    producer: str
+    producer: str | Projection
     readers: tuple[str, ...]
     producer_scale: Tensor
     reader_scale: Tensor
@@ -68,7 +80,12 @@ class Scaling:
     @property
     def label(self) -> str:
         """Producer and readers, for people."""
-        return f"{self.producer} -> {', '.join(self.readers)}"
+        return _label(self.producer, self.readers)
+
+
+def _label(producer: str | Projection | None, readers: tuple[str, ...]) -> str:
+    name = producer.linear if isinstance(producer, Projection) else producer or "(no norm)"
+    return f"{name} -> {', '.join(readers)}"
 
 
 def candidate_scale(statistic: Tensor, ratio: float) -> Tensor:
@@ -112,18 +129,25 @@ def search_scales(
     Returns:
         the scalings, and for each pair that was skipped (by label) the reason.
     """
-    scalings, skipped = [], dict(structure.skipped_pairs)
+    scalings: list[Scaling] = []
+    skipped: dict[str, str] = {}
     for group in structure.norm_groups:
-        scalings.append(_search_norm_group(layer, structure, group, observed, bits, group_size, dtype))
-    scaling, reason = _search_value_output(layer, structure, observed, bits, group_size, quantize_values)
-    scalings.append(scaling)
-    if reason:
-        skipped[scaling.label] = reason
-    if structure.up_down is not None:
-        up, down = structure.up_down
-        loss = _linear_loss(layer.get_submodule(down), observed.tokens[down], bits, group_size)
-        chosen = _best_ratio(lambda r: candidate_scale(observed.mean_abs[down], r), loss)
-        scalings.append(Scaling(up, (down,), chosen[0], chosen[0], *chosen[1:]))
+        if group.obstacle is None:
+            scalings.append(_search_norm_group(layer, structure, group, observed, bits, group_size, dtype))
+        else:
+            skipped[_label(group.norm, group.readers)] = group.obstacle
+    if structure.value is not None and structure.value_obstacle is None:
+        scaling, reason = _search_value_output(layer, structure, observed, bits, group_size, quantize_values)
+        scalings.append(scaling)
+        if reason:
+            skipped[scaling.label] = reason
+    elif structure.value_obstacle is not None:
+        skipped[_label(structure.value or structure.attention, (structure.output,))] = structure.value_obstacle
+    for pair in structure.pairs:
+        if pair.obstacle is None:
+            scalings.append(_search_pair(layer, pair, observed, bits, group_size))
+        else:
+            skipped[_label(pair.up, (pair.down,))] = pair.obstacle
     return scalings, skipped
 
 
@@ -135,19 +159,20 @@ def apply_scales(layer: nn.Module, structure: LayerStructure, scalings: list[Sca
     """
     offsets = {group.norm: float(group.unit_offset) for group in structure.norm_groups}
     for scaling in scalings:
-        producer = layer.get_submodule(scaling.producer)
-        bias = getattr(producer, "bias", None)
-        if scaling.producer in offsets:
-            offset = offsets[scaling.producer]
-            rescaled = ((producer.weight + offset) / scaling.producer_scale - offset).to(dtype)
+        producer = scaling.producer
+        if isinstance(producer, Projection):
+            linear = layer.get_submodule(producer.linear)
+            producer.write(linear.weight, producer.rows(linear.weight) / scaling.producer_scale[:, None])
+            if linear.bias is not None:
+                producer.write(linear.bias, producer.rows(linear.bias) / scaling.producer_scale)
+        else:
+            norm, offset = layer.get_submodule(producer), offsets[producer]
+            rescaled = ((norm.weight + offset) / scaling.producer_scale - offset).to(dtype)
             # Where the scale is 1 the weight stays as it is, even if it was finer than `dtype`.
-            producer.weight.copy_(torch.where(scaling.producer_scale == 1, producer.weight, rescaled.float()))
+            norm.weight.copy_(torch.where(scaling.producer_scale == 1, norm.weight, rescaled.float()))
+            bias = getattr(norm, "bias", None)
             if bias is not None:
                 bias.copy_((bias / scaling.producer_scale).to(dtype))
-        else:
-            producer.weight.div_(scaling.producer_scale[:, None])
-            if bias is not None:
-                bias.div_(scaling.producer_scale)
         for reader in scaling.readers:
             layer.get_submodule(reader).weight.mul_(scaling.reader_scale)
 
@@ -168,19 +193,36 @@ def search_clips(
 
     Returns:
         by Linear: the bound [out, in / group_size] for |w|, and the mean squared error of the output, summed over
-        groups as if they were independent, without and with it.
+        groups as if they were independent, without and with it. Where query or key are part of a fused Linear, their
+        rows keep their largest weight and do not count.
     """
     reader_scale = {reader: scaling.reader_scale for scaling in scalings for reader in scaling.readers}
     clips = {}
     for name in structure.linears:
-        if name in (structure.query, structure.key):
+        part = _clipped_part(structure, name)
+        if part is None:
             continue
         moment = observed.second_moment[point_of(structure, name)]
         if name in reader_scale:
             scale = reader_scale[name].unflatten(0, (-1, group_size))
             moment = moment / (scale.unsqueeze(2) * scale.unsqueeze(1))
-        clips[name] = _search_clip(layer.get_submodule(name).weight, moment, bits, group_size)
+        weight = layer.get_submodule(name).weight
+        bound, before, after = _search_clip(part.rows(weight), moment, bits, group_size)
+        if not part.is_whole:
+            everything = weight.unflatten(-1, (-1, group_size)).abs().amax(-1)
+            part.write(everything, bound)
+            bound = everything
+        clips[name] = (bound, before, after)
     return clips
+
+
+def _clipped_part(structure: LayerStructure, name: str) -> Projection | None:
+    """What of a Linear to clip: all of it, all but its query and key, or nothing."""
+    inside = [part for part in (structure.query, structure.key) if part is not None and part.linear == name]
+    if not inside:
+        return Projection(name)
+    value = structure.value
+    return value if value is not None and value.linear == name and not value.is_whole else None
 
 
 def _search_clip(weight: Tensor, moment: Tensor, bits: int, group_size: int) -> tuple[Tensor, float, float]:
@@ -243,21 +285,23 @@ def _search_norm_group(
     dtype: torch.dtype,
 ) -> Scaling:
     point = group.readers[0]
-    inspected = layer.get_submodule(group.inspected)
-    if group.inspected == structure.attention:
-        inputs, kwargs = observed.sequences, observed.attention_kwargs
-        chunks = inputs.split(max(1, _CHUNK_TOKENS // inputs.shape[1]))
+    inspected = [layer.get_submodule(name) for name in group.inspected]
+    if structure.attention in group.inspected:
+        chunks = list(observed.sequence_chunks(_CHUNK_TOKENS))
     else:
-        inputs, kwargs = observed.tokens[point], {}
-        chunks = [chunk.unsqueeze(0) for chunk in inputs.split(_CHUNK_TOKENS)]
+        chunks = [(chunk.unsqueeze(0), {}) for chunk in observed.tokens[point].split(_CHUNK_TOKENS)]
     readers = [layer.get_submodule(reader) for reader in group.readers]
     norm = layer.get_submodule(group.norm)
 
-    def forward(chunk: Tensor) -> Tensor:
-        output = inspected(chunk, **kwargs)
-        return output[0] if isinstance(output, tuple) else output
+    def forward(chunk: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        total = None
+        for name, module in zip(group.inspected, inspected, strict=True):
+            output = module(chunk, **kwargs) if name == structure.attention else module(chunk)
+            output = output[0] if isinstance(output, tuple) else output
+            total = output if total is None else total + output
+        return total
 
-    expected = [forward(chunk) for chunk in chunks]
+    expected = [forward(*chunk) for chunk in chunks]
     count = sum(reference.numel() for reference in expected)
 
     def loss(scale: Tensor) -> float:
@@ -266,7 +310,7 @@ def _search_norm_group(
             for reader, original in zip(readers, originals, strict=True):
                 reader.weight.data = fake_quantize_weight(original * scale, bits, group_size).div_(scale)
             errors = [
-                (forward(chunk) - reference).square_().sum(dtype=torch.float64)
+                (forward(*chunk) - reference).square_().sum(dtype=torch.float64)
                 for chunk, reference in zip(chunks, expected, strict=True)
             ]
         finally:
@@ -301,8 +345,9 @@ def _search_value_output(
     passed_over: list[float] = []
     admissible: Callable[[Tensor], bool] = lambda scale: True  # noqa: E731
     if quantize_values is not None:
-        value = layer.get_submodule(structure.value)
-        values = value(observed.tokens[point_of(structure, structure.value)]).unflatten(-1, (kv_heads, d))
+        value, name = structure.value, structure.value.linear
+        outputs = layer.get_submodule(name)(observed.tokens[point_of(structure, name)])
+        values = value.rows(outputs, dim=-1).unflatten(-1, (kv_heads, d))
 
         def value_error(scale: Tensor) -> float:
             scale = scale.view(kv_heads, d)
@@ -324,6 +369,13 @@ def _search_value_output(
         raised = f"from {unscaled_error:.4g} to {min(passed_over):.4g} or more"
         reason = f"each better scale raises the error of the quantized values ({raised})"
     return Scaling(structure.value, (structure.output,), scale, per_query_head(scale), ratio, before, after), reason
+
+
+def _search_pair(layer: nn.Module, pair: ScalingPair, observed: Observed, bits: int, group_size: int) -> Scaling:
+    statistic = observed.mean_abs[pair.down]
+    loss = _linear_loss(layer.get_submodule(pair.down), observed.tokens[pair.down], bits, group_size)
+    scale, ratio, before, after = _best_ratio(lambda r: candidate_scale(statistic, r), loss)
+    return Scaling(pair.up, (pair.down,), scale, scale, ratio, before, after)
 
 
 def _linear_loss(linear: nn.Module, tokens: Tensor, bits: int, group_size: int) -> Callable[[Tensor], float]:
@@ -386,8 +438,8 @@ class AwqPass(CalibrationPass):
         }
         reasons = {}
         for label, reason in self._skipped.items():
-            for linear in work.structure.linears:
-                if linear in label:
+            for linear in re.split(" -> |, ", label):
+                if linear in work.structure.linears:
                     reasons[linear] = f"AWQ scaling {label} skipped: {reason}"
         self._result = PassResult(statistics=statistics, reasons=reasons)
 

@@ -53,12 +53,14 @@ def fold_value_rotation(layer: nn.Module, structure: LayerStructure) -> None:
         layer: a decoder layer in float32.
         structure: its names; `fold_obstacle` has to be None.
     """
-    value, output = layer.get_submodule(structure.value), layer.get_submodule(structure.output)
+    value, output = layer.get_submodule(structure.value.linear), layer.get_submodule(structure.output)
     d = structure.head_dim
     h = hadamard_matrix(d, dtype=torch.float32, device=value.weight.device)
-    value.weight.copy_((h.T @ value.weight.unflatten(0, (-1, d))).flatten(0, 1))
+    rows = structure.value.rows(value.weight).unflatten(0, (-1, d))
+    structure.value.write(value.weight, (h.T @ rows).flatten(0, 1))
     if value.bias is not None:
-        value.bias.copy_((value.bias.unflatten(0, (-1, d)) @ h).flatten())
+        bias = structure.value.rows(value.bias).unflatten(0, (-1, d))
+        structure.value.write(value.bias, (bias @ h).flatten())
     output.weight.copy_((output.weight.unflatten(1, (-1, d)) @ h).flatten(1))
 
 

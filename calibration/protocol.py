@@ -32,20 +32,81 @@ AttentionObserver = Callable[[Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
+class Projection:
+    """The rows of a Linear that belong to one projection: all of them, unless the Linear is fused.
+
+    A fused Linear's outputs are `repeats` times a row of blocks, each block a multiple of one unit; a projection is
+    block `index` of every repeat. Phi-3's qkv_proj has blocks (query heads, KV heads, KV heads); GPT-NeoX's
+    query_key_value repeats (1, 1, 1) for every head; GLM's gate_up_proj is (1, 1).
+
+    Attributes:
+        linear: module name within the layer.
+        blocks: sizes of the blocks, in units.
+        index: of this projection's block.
+        repeats: how often the blocks follow one another.
+    """
+
+    linear: str
+    blocks: tuple[int, ...] = (1,)
+    index: int = 0
+    repeats: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row of the Linear belongs to it."""
+        return len(self.blocks) == 1
+
+    def rows(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """Its part of the Linear's weight or bias (dimension 0) or outputs (dimension -1), in order."""
+        if self.is_whole:
+            return tensor
+        dim %= tensor.ndim
+        start = sum(self.blocks[: self.index])
+        units = tensor.unflatten(dim, (self.repeats, sum(self.blocks), -1))
+        return units.narrow(dim + 1, start, self.blocks[self.index]).flatten(dim, dim + 2)
+
+    def write(self, tensor: Tensor, rows: Tensor) -> None:
+        """Put `rows` in the place of its part of a weight or bias."""
+        if self.is_whole:
+            tensor.copy_(rows)
+            return
+        start = sum(self.blocks[: self.index])
+        part = tensor.unflatten(0, (self.repeats, sum(self.blocks), -1))[:, start : start + self.blocks[self.index]]
+        part.copy_(rows.view_as(part))
+
+
+@dataclass(frozen=True)
 class NormGroup:
     """A norm and EVERY module that reads its output: scaling the norm is only sound if all readers are scaled back.
 
     Attributes:
-        norm: module name within the layer.
-        readers: Linears fed by the norm.
-        inspected: module whose output error the scale search minimises; its input is the norm's output.
+        norm: module name within the layer; None where the readers share an input that no norm can scale.
+        readers: Linears (and routers) with this input. The first sees every token.
+        inspected: modules whose added outputs' error the scale search minimises; their input is the norm's output.
         unit_offset: the norm multiplies by (1 + weight) instead of weight.
+        obstacle: why the norm may not be scaled; None where it may.
     """
 
-    norm: str
+    norm: str | None
     readers: tuple[str, ...]
-    inspected: str
+    inspected: tuple[str, ...]
     unit_offset: bool = False
+    obstacle: str | None = None
+
+
+@dataclass(frozen=True)
+class ScalingPair:
+    """A projection and the Linear that reads it.
+
+    Attributes:
+        up: its outputs enter `down` linearly, unless there is an obstacle.
+        down: name of the reading Linear.
+        obstacle: why a scale may not move from one to the other; None where it may.
+    """
+
+    up: Projection
+    down: str
+    obstacle: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,35 +114,49 @@ class LayerStructure:
     """The names of a decoder layer's parts, relative to the layer, and what may be done to them.
 
     Attributes:
-        attention: the attention module; it calls transformers' attention interface.
-        query, key, value, output: its four Linears.
+        attention: the module that mixes tokens; unless query, key and value are None, it calls transformers'
+            attention interface with tensors of the shape below.
+        query, key, value: its projections; None where it has no such thing (linear or latent attention), or, for
+            value, where keys serve as values.
+        output: Linear that reads what the attention computes.
         norm_groups: see `NormGroup`.
-        up_down: the Linear whose output enters `down` linearly, and `down`; None where no such pair exists.
+        pairs: see `ScalingPair`; value -> output is not among them.
         num_attention_heads, num_key_value_heads, head_dim: shape of the attention.
         fold_obstacle: why W_V and W_O may not carry a rotation of the values; None where they may.
-        skipped_pairs: scaling pairs that this architecture rules out, with the reason.
+        value_obstacle: why no scale may move from value to output; None where it may.
+        unquantized: modules with a weight matrix that is kept, with the reason. Readers of a norm are scaled with it
+            all the same.
     """
 
     attention: str
-    query: str
-    key: str
-    value: str
+    query: Projection | None
+    key: Projection | None
+    value: Projection | None
     output: str
     norm_groups: tuple[NormGroup, ...]
-    up_down: tuple[str, str] | None
+    pairs: tuple[ScalingPair, ...]
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     fold_obstacle: str | None = None
-    skipped_pairs: dict[str, str] = field(default_factory=dict)
+    value_obstacle: str | None = None
+    unquantized: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Every module with a weight matrix that is named here, each once, in reading order."""
+        projections = (self.query, self.key, self.value)
+        names = [projection.linear for projection in projections if projection is not None]
+        names.append(self.output)
+        names += [reader for group in self.norm_groups for reader in group.readers]
+        names += [name for pair in self.pairs for name in (pair.up.linear, pair.down)]
+        names += self.unquantized
+        return tuple(dict.fromkeys(names))
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Every Linear of the layer that is named here, each once, in reading order."""
-        names = [self.query, self.key, self.value, self.output]
-        names += [reader for group in self.norm_groups for reader in group.readers]
-        names += self.up_down or ()
-        return tuple(dict.fromkeys(names))
+        """The Linears to quantize, in reading order."""
+        return tuple(name for name in self.named if name not in self.unquantized)
 
 
 class ChannelBounds(NamedTuple):
@@ -139,6 +214,7 @@ class LayerWork:
         dtype: in which the converted model's norms and biases will be stored and loaded.
         cache: how its cache will store keys and values, as far as passes have chosen; None where it stays as it is.
         replay: runs all calibration data once more through the layer as it then is; there from `solve` on.
+        visual: which tokens stand for images, bool [num_samples, seq_len]; None where there are none.
     """
 
     name: str
@@ -149,6 +225,7 @@ class LayerWork:
     dtype: torch.dtype
     cache: CacheFormat | None = None
     replay: Callable[[], None] | None = None
+    visual: Tensor | None = None
 
 
 @dataclass

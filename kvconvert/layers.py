@@ -25,17 +25,18 @@ class LayerRunner:
 
     Attributes:
         model: the causal language model on the meta device.
-        structure: of its layers; None without an adapter.
     """
 
     def __init__(self, source: SourceModel, adapter: Adapter | None, device: torch.device) -> None:
         self.source, self.adapter, self.device = source, adapter, device
         self.model = _build_without_weights(source)
-        self.structure: LayerStructure | None = None
         self._arguments: list[dict[str, Any]] | None = None
         if adapter is not None:
             adapter.check(self.model)
-            self.structure = adapter.structure(self.model.config)
+
+    def structure(self, index: int) -> LayerStructure | None:
+        """Names of a decoder layer's parts; None without an adapter."""
+        return None if self.adapter is None else self.adapter.structure(self.model.config, index)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -81,7 +82,7 @@ class LayerRunner:
 
     def embed(self, ids: Tensor) -> Iterator[Tensor]:
         """Input of the first layer, in batches of sequences: float32 [n, length, hidden]."""
-        name = f"{self.adapter.embeddings}.weight"
+        name = "model.embed_tokens.weight"
         weight = self.source.read_finite([name])[name]
         for start, stop in _batches(*ids.shape):
             yield nn.functional.embedding(ids[start:stop], weight).float().to(self.device)
@@ -97,9 +98,9 @@ class LayerRunner:
             within = len(self.adapter.base) + 1
             recorders = nn.ModuleList([_ArgumentRecorder() for _ in range(self.num_layers)])
             _set_module(base, self.adapter.layers[within:], recorders)
-            _set_module(base, self.adapter.final_norm[within:], nn.Identity())
-            rotary = base.get_submodule(self.adapter.rotary[within:])
-            _set_module(base, self.adapter.rotary[within:], type(rotary)(config=base.config).to(self.device))
+            _set_module(base, "norm", nn.Identity())
+            rotary = base.get_submodule("rotary_emb")
+            _set_module(base, "rotary_emb", type(rotary)(config=base.config).to(self.device))
             with torch.no_grad():
                 base(inputs_embeds=torch.zeros(1, length, self.config.hidden_size, device=self.device), use_cache=False)
             self._arguments = [recorder.kwargs for recorder in recorders]

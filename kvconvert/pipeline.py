@@ -185,7 +185,7 @@ def _cache_format(scheme: KVScheme, structure: LayerStructure) -> CacheFormat:
 
 @torch.no_grad()
 def _calibrate_layer(runner: LayerRunner, directory: WorkDir, recipe: Recipe, ids: Tensor, index: int) -> None:
-    structure = runner.structure
+    structure = runner.structure(index)
     scheme, reason = _layer_scheme(runner, recipe, index)
     passes = make_passes(recipe.weights, scheme, recipe.calibration_of(index), structure)
     layer, dtypes = runner.layer(index)
@@ -304,7 +304,8 @@ def _layer_coverage(work: LayerWork, weights: WeightsRecipe, reasons: dict[str, 
                 )
             )
         else:
-            reason = "the recipe keeps weights" if linear else "norms and other vectors keep the source's dtype"
+            reason = work.structure.unquantized.get(name, "norms and other vectors keep the source's dtype")
+            reason = "the recipe keeps weights" if linear else reason
             coverage.append(ModuleCoverage(name=full, kind=_kind(module), treatment="kept", reason=reason))
     return coverage
 
@@ -320,10 +321,11 @@ def _layer_scheme(runner: LayerRunner, recipe: Recipe, index: int) -> tuple[KVSc
     if getattr(config, "kv_lora_rank", None):
         return None, "latent attention stores no keys and values per head; its cache is left to transformers"
     if scheme.rotate_values == "folded":
+        structure = runner.structure(index)
         obstacle = (
             "no adapter says that this architecture's values may be rotated in the weights"
-            if runner.structure is None
-            else runner.structure.fold_obstacle
+            if structure is None
+            else structure.fold_obstacle
         )
         if obstacle:
             return scheme.with_online_rotation(), f"values are rotated on line: {obstacle}"
@@ -380,8 +382,8 @@ def _initial_state(
         if (prefix is None or not name.startswith(prefix)) and any(True for _ in module.parameters(recurse=False))
     ]
     transforms = []
-    folds = any(scheme.rotate_values == "folded" for scheme in recipe.schemes())
-    if adapter and folds and not adapter.fold_obstacle:
+    schemes = [_layer_scheme(runner, recipe, index)[0] for index in range(runner.num_layers)]
+    if any(scheme is not None and scheme.rotate_values == "folded" for scheme in schemes):
         transforms.append("fold_value_rotation")
     if recipe.weights.method == "awq":
         transforms += ["awq_scale", "awq_clip"]
@@ -430,21 +432,29 @@ def _check_group_size(runner: LayerRunner, weights: WeightsRecipe) -> None:
     """Refuse, before any work, weights that the recipe's groups do not fit."""
     if weights.method == "none":
         return
-    layer = runner.model.get_submodule(runner.layer_name(0))
-    linears = {name: layer.get_submodule(name) for name in runner.structure.linears}
-    for name, linear in linears.items():
-        if linear.in_features % weights.group_size:
-            fitting = [g for g in (128, 64, 32, 16) if all(x.in_features % g == 0 for x in linears.values())]
-            advice = f"set group_size = {fitting[0]}" if fitting else "no group size from 16 to 128 fits all of them"
-            raise RecipeError(
-                f"[weights] group_size = {weights.group_size} does not divide the {linear.in_features} inputs of "
-                f"{runner.layer_name(0)}.{name}; {advice}."
-            )
-        if linear.out_features % 8:
-            raise RecipeError(
-                f"{runner.layer_name(0)}.{name} has {linear.out_features} outputs, which AWQ's layout cannot pack by "
-                'eight; set [weights] method = "none".'
-            )
+    checked: list[LayerStructure] = []
+    for index in range(runner.num_layers):
+        structure = runner.structure(index)
+        if structure in checked:
+            continue
+        checked.append(structure)
+        layer = runner.model.get_submodule(runner.layer_name(index))
+        linears = {name: layer.get_submodule(name) for name in structure.linears}
+        for name, linear in linears.items():
+            if linear.in_features % weights.group_size:
+                fitting = [g for g in (128, 64, 32, 16) if all(x.in_features % g == 0 for x in linears.values())]
+                advice = (
+                    f"set group_size = {fitting[0]}" if fitting else "no group size from 16 to 128 fits all of them"
+                )
+                raise RecipeError(
+                    f"[weights] group_size = {weights.group_size} does not divide the {linear.in_features} inputs of "
+                    f"{runner.layer_name(index)}.{name}; {advice}."
+                )
+            if linear.out_features % 8:
+                raise RecipeError(
+                    f"{runner.layer_name(index)}.{name} has {linear.out_features} outputs, which AWQ's layout cannot "
+                    'pack by eight; set [weights] method = "none".'
+                )
 
 
 def _load_tokens(source: SourceModel, data: str | None, samples: int, seq_len: int, seed: int) -> TokenData:

@@ -15,13 +15,21 @@ from kvconvert.calibration.protocol import (
     LayerStructure,
     LayerWork,
     PassResult,
+    Projection,
     attention_observed,
 )
 from kvconvert.kernels.attention import LayerFormat
 from kvconvert.kernels.pages import KeyFormat, ValueFormat
 
 STRUCTURE = LayerStructure(
-    "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", (), None, 4, 2, 8
+    "self_attn",
+    *map(Projection, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    output="self_attn.o_proj",
+    norm_groups=(),
+    pairs=(),
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
 )
 
 

@@ -20,7 +20,7 @@ from kvconvert.calibration.awq import (
     search_scales,
 )
 from kvconvert.calibration.oscar import simulate_value_cache
-from kvconvert.calibration.protocol import LayerStructure, LayerWork, NormGroup
+from kvconvert.calibration.protocol import LayerStructure, LayerWork, NormGroup, Projection, ScalingPair
 from kvconvert.errors import NumericError
 from kvconvert.kernels.awq_format import fake_quantize_weight
 
@@ -28,15 +28,15 @@ GROUP = 16
 SAMPLES, LENGTH = 4, 32
 STRUCTURE = LayerStructure(
     attention="self_attn",
-    query="self_attn.q_proj",
-    key="self_attn.k_proj",
-    value="self_attn.v_proj",
+    query=Projection("self_attn.q_proj"),
+    key=Projection("self_attn.k_proj"),
+    value=Projection("self_attn.v_proj"),
     output="self_attn.o_proj",
     norm_groups=(
-        NormGroup("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn"),
-        NormGroup("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj"), "mlp"),
+        NormGroup("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn",)),
+        NormGroup("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj"), ("mlp",)),
     ),
-    up_down=("mlp.up_proj", "mlp.down_proj"),
+    pairs=(ScalingPair(Projection("mlp.up_proj"), "mlp.down_proj"),),
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=16,

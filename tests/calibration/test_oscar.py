@@ -12,13 +12,20 @@ from kvconvert.calibration.oscar import (
     fold_value_rotation,
     simulate_value_cache,
 )
-from kvconvert.calibration.protocol import RECORDING_ATTENTION, LayerStructure, LayerWork, attention_observed
+from kvconvert.calibration.protocol import (
+    RECORDING_ATTENTION,
+    LayerStructure,
+    LayerWork,
+    Projection,
+    attention_observed,
+)
 from kvconvert.errors import NumericError
 from kvconvert.kernels.hadamard import hadamard_matrix
 
 
 def structure(heads, kv_heads, head_dim):
-    return LayerStructure("attn", "attn.q", "attn.k", "attn.v", "attn.o", (), None, heads, kv_heads, head_dim)
+    parts = map(Projection, ("attn.q", "attn.k", "attn.v"))
+    return LayerStructure("attn", *parts, "attn.o", (), (), heads, kv_heads, head_dim)
 
 
 def attention(heads, kv_heads, head_dim, bias, hidden=40):
@@ -172,9 +179,8 @@ def test_recording_sees_keys_after_rope_and_changes_nothing():
 
 def test_the_pass_declares_what_it_returns_and_names_a_layer_with_nan():
     model = recording_model()
-    names = LayerStructure(
-        "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", (), None, 4, 2, 8
-    )
+    parts = map(Projection, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
+    names = LayerStructure("self_attn", *parts, "self_attn.o_proj", (), (), 4, 2, 8)
     work = LayerWork("model.layers.0", model.model.layers[0], names, 2, 12, torch.float32)
     ids = torch.randint(0, 50, (2, 12))
     oscar = OscarPass(fold_values=True, group_size=32)

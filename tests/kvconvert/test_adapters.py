@@ -35,7 +35,7 @@ CASES = [
 def transformed(model, ids, fold, dtype=torch.float32):
     """A copy of the model, folded and then scaled layer by layer, and the ratios that were chosen."""
     model = copy.deepcopy(model)
-    structure = require_adapter(model.config).structure(model.config)
+    structure = require_adapter(model.config).structure(model.config, 0)
     recorders = []
     for layer in model.model.layers:
         if fold:

@@ -15,7 +15,7 @@ from tiny_checkpoints import save_checkpoint, save_text
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from kvconvert import workdir
-from kvconvert.adapters import ADAPTERS
+from kvconvert.adapters import ADAPTERS, LayerNames
 from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import CheckpointError, DataError, KvconvertError, NumericError, RecipeError, UsageError
 from kvconvert.kernels.awq_format import AwqWeight, dequantize_weight, quantize_weight
@@ -380,7 +380,7 @@ def test_a_layer_that_does_not_fit_its_configuration_is_refused(tmp_path, text, 
 
 def test_where_the_fold_is_not_legal_values_rotate_on_line_and_weights_stay(tmp_path, model, text, monkeypatch):
     obstacle = "a gate lies between values and output projection"
-    adapter = dataclasses.replace(ADAPTERS["llama"], fold_obstacle=obstacle)
+    adapter = dataclasses.replace(ADAPTERS["llama"], layer=LayerNames(fold_obstacle=obstacle))
     monkeypatch.setitem(ADAPTERS, "llama", adapter)
     work = run(model, tmp_path / "work", text, KV_ONLY)
     record = work.layer_record(0)

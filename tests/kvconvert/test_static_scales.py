@@ -113,7 +113,7 @@ class TripleValues(CalibrationPass):
     name = "triple_values"
 
     def apply(self, work):
-        work.layer.get_submodule(work.structure.value).weight.mul_(3)
+        work.layer.get_submodule(work.structure.value.linear).weight.mul_(3)
 
 
 def test_channels_are_measured_on_the_finished_layer(place, model, text, monkeypatch):
