@@ -312,7 +312,39 @@ def _recording_attention(
 ) -> tuple[Tensor, None]:
     for observer in getattr(module, _OBSERVERS, ()):
         observer(query, key, value)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return _capped_attention(query, key, value, attention_mask, **kwargs), None
+
+
+def _capped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention with a soft cap on its scores and a sink logit per query head, which torch's function has not."""
+    heads, kv_heads = query.shape[1], key.shape[1]
+    key, value = (side.repeat_interleave(heads // kv_heads, dim=1) for side in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if attention_mask is None:
+        attention_mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril(
+            scores.shape[3] - scores.shape[2]
+        )
+    if attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, float("-inf"))
+    else:
+        scores = scores + attention_mask
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
+    return (weights @ value).transpose(1, 2).contiguous()
 
 
 AttentionInterface.register(RECORDING_ATTENTION, _recording_attention)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from tiny_models import ARCHITECTURES
 
-from kvconvert.calibration.protocol import LayerStructure, NormGroup, Projection
+from kvconvert.calibration.protocol import RECORDING_ATTENTION, LayerStructure, NormGroup, Projection
 
 # Rows of a Linear with 2 query heads and 1 KV head of 2 channels, or of 2 heads with query, key and value each.
 CASES = {
@@ -35,3 +36,12 @@ def test_what_stays_unquantized_is_named_but_not_among_the_linears():
     structure = LayerStructure("attn", None, None, None, "out", (group,), (), 1, 1, 8, unquantized={"router": "small"})
     assert structure.named == ("out", "router", "gate")
     assert structure.linears == ("out", "gate")
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "llama"])
+@torch.no_grad()
+def test_calibration_computes_attention_with_sinks_and_soft_caps_as_the_model_does(name):
+    model, inputs = ARCHITECTURES[name].build(), ARCHITECTURES[name].inputs()
+    expected = model(**inputs).logits
+    model.set_attn_implementation(RECORDING_ATTENTION)
+    torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
