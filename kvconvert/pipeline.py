@@ -45,6 +45,7 @@ from kvconvert.layers import LayerRunner
 from kvconvert.recipe import KVCalibration, Recipe, WeightsRecipe
 from kvconvert.resolve import resolve_layers
 from kvconvert.runtime.formats import layer_format, span_format
+from kvconvert.runtime.modality import placeholder_ids
 from kvconvert.source import SourceModel, float_dtype, open_source
 from kvconvert.workdir import HiddenStates, LayerRecord, WorkDir, WorkState
 
@@ -415,6 +416,8 @@ def _check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
     channels = head_dim(runner.config)
     for scheme in recipe.schemes():
         layer_format(replace(scheme, boost_select="dynamic"), 1, channels, channels)
+        if scheme.modality != "all":
+            placeholder_ids(runner.source.config, scheme.modality)
         measured = {
             "boost_select": scheme.boost_select == "calibrated",
             "static_scales": scheme.static_scales == "calibrated",

@@ -7,8 +7,9 @@ Importing this package tells transformers about the "kvconvert" attention implem
 from kvconvert.runtime import attention, quantizer
 from kvconvert.runtime.cache import CacheStats, KVCache
 from kvconvert.runtime.load import load
+from kvconvert.runtime.modality import watch_inputs
 
 attention.register()
 quantizer.register()
 
-__all__ = ["CacheStats", "KVCache", "load"]
+__all__ = ["CacheStats", "KVCache", "load", "watch_inputs"]

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvconvert.errors import CacheError
 from kvconvert.kernels.gpu.device import runs_triton
 from kvconvert.kernels.hadamard import hadamard_transform
 from kvconvert.runtime.compression import seal
+from kvconvert.runtime.modality import Marks
 from kvconvert.runtime.seam import Chunk
 from kvconvert.runtime.sequence import Sequence
 
@@ -43,11 +45,13 @@ class Destination:
                 at += count
 
 
-def make_room(layer: PagedLayer, chunk: Chunk, start: int, count: int, decoding: bool) -> list[Destination]:
+def make_room(
+    layer: PagedLayer, chunk: Chunk, start: int, count: int, decoding: bool, marks: Marks | None = None
+) -> list[Destination]:
     """Room for the real tokens among columns start..start+count-1, of all rows that have any.
 
     Lengths, columns and sinks are those after the tokens are written, which is left to the caller: one copy per row, or
-    one launch for all.
+    one launch for all. `marks` say which of the tokens are of the scheme's modality.
     """
     destinations = []
     for row, sequence in enumerate(layer.sequences):
@@ -55,6 +59,8 @@ def make_room(layer: PagedLayer, chunk: Chunk, start: int, count: int, decoding:
         if not runs:
             continue
         _open_prompt(layer, sequence, decoding)
+        if sequence.open_from is not None and layer.scheme.modality != "all":
+            sequence.marked += _marked(layer, marks, row, start, count)
         first_key, first_value = sequence.extend(sum(n for _, n in runs), layer.scheme.sink_tokens)
         for column, n in runs:
             sequence.columns.append(column, n)
@@ -76,11 +82,13 @@ def commit(layer: PagedLayer, chunk: Chunk, queries: torch.Tensor | None = None)
         the queries as `attend` wants them if they were, else None.
 
     Raises:
-        CacheError: the mask changed its mind about columns that are already stored.
+        CacheError: the mask changed its mind about columns that are already stored, or nobody said which tokens of a
+            prompt are of the scheme's modality.
     """
     if layer.pending is None:
         return None
     (keys, values), layer.pending = layer.pending, None
+    marks, layer.marks = layer.marks, None
     n = keys.shape[2]
     start = layer.logical - n
     chunk.check_past(layer.real, start, f"layer {layer.index}")
@@ -89,7 +97,7 @@ def commit(layer: PagedLayer, chunk: Chunk, queries: torch.Tensor | None = None)
     decoding = n == 1 or layer.record_past
     if decoding:
         seal(layer)
-    destinations = make_room(layer, chunk, start, n, decoding)
+    destinations = make_room(layer, chunk, start, n, decoding, marks)
     whole = all(destination.runs == [(0, n)] for destination in destinations)
     if queries is not None and whole and runs_triton(layer.device) and _aligned(layer.dtype, queries, keys, values):
         return _append_in_one_launch(layer, destinations, queries, keys, values)
@@ -143,3 +151,14 @@ def _open_prompt(layer: PagedLayer, sequence: Sequence, decoding: bool) -> None:
         (first and (layer.scheme.is_span or layer.scheme.evicts)) or (layer.scheme.is_span and not decoding)
     ):
         sequence.open_from = sequence.keys.dense
+
+
+def _marked(layer: PagedLayer, marks: Marks | None, row: int, start: int, count: int) -> list[tuple[int, int]]:
+    """(column, how many) of a row's new tokens whose modality the scheme compresses."""
+    if marks is None:
+        raise CacheError(
+            f'Layer {layer.index} of the cache compresses modality = "{layer.scheme.modality}" and was not told which '
+            "tokens that are: give the model input_ids (inputs_embeds alone do not say) after "
+            "kvconvert.runtime.watch_inputs(model), or call KVCache.mark before the forward pass."
+        )
+    return [(start + first, n) for first, n in marks.of_row(row, len(layer.sequences), count, layer.index)]

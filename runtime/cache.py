@@ -15,6 +15,7 @@ from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import RecipeError, UnsupportedModelError
 from kvconvert.kernels.selection import clamp_ratios, pyramid_ratios
 from kvconvert.runtime.layer import PagedLayer
+from kvconvert.runtime.modality import Marks, Modality, placeholder_ids
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 # The tensors of a KV plan that layers read.
@@ -87,7 +88,8 @@ class KVCache(Cache):
 
     Raises:
         RecipeError: a scheme says that weights are folded and the model's are not, or the number of schemes is wrong.
-        UnsupportedModelError: the model's cache is not made of keys and values.
+        UnsupportedModelError: the model's cache is not made of keys and values, or a scheme asks for a modality that
+            the config has no token for.
     """
 
     def __init__(
@@ -120,6 +122,22 @@ class KVCache(Cache):
             else:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs))
         super().__init__(layers=layers)
+        # Ids of the tokens of each modality that a scheme asks for.
+        self.placeholders = {
+            modality: placeholder_ids(config, modality)
+            for modality in sorted({layer.scheme.modality for layer in self.paged_layers()} - {"all"})
+        }
+
+    def mark(self, tokens: torch.Tensor | None, modality: Modality) -> None:
+        """Say which tokens of the next forward pass are visual, or audio: bool [B, T], T its new tokens.
+
+        `watch_inputs(model)` does this by itself. Layers whose scheme asks for another modality, or for none, take no
+        notice. None takes back what was said.
+        """
+        marks = None if tokens is None else Marks.of(tokens)
+        for layer in self.paged_layers():
+            if layer.scheme.modality == modality:
+                layer.marks = marks
 
     def seal(self) -> None:
         """Say that the prompt is complete.

@@ -51,14 +51,15 @@ class TokenColumns:
         self.kept = every[index].to(torch.int32)
         self._firsts, self._columns, self._count = [], [], 0
 
-    def take(self, start: int, stop: int) -> TokenColumns:
-        """Remove tokens start..stop-1 and return their columns."""
-        offset = self.kept_count
+    def take(self, parts: list[tuple[int, int]]) -> TokenColumns:
+        """Remove tokens start..stop-1 of each part (start, stop), ascending, and return their columns."""
+        offset, at = self.kept_count, 0
         taken, rest = TokenColumns(), TokenColumns()
-        rest.kept = self.kept
-        for target, low, high in ((rest, 0, start - offset), (taken, start - offset, stop - offset)):
-            target._extend(self, low, high)
-        rest._extend(self, stop - offset, self._count)
+        for start, stop in parts:
+            rest._extend(self, at, start - offset)
+            taken._extend(self, start - offset, stop - offset)
+            at = stop - offset
+        rest._extend(self, at, self._count)
         self._firsts, self._columns, self._count = rest._firsts, rest._columns, rest._count
         return taken
 

@@ -30,22 +30,36 @@ def seal(layer: PagedLayer) -> None:
             _seal_span(layer, sequence)
         else:
             _evict(layer, sequence)
-        sequence.open_from = None
+        sequence.open_from, sequence.marked = None, []
         layer.version += 1
     if not layer.keep_for_sharing:
         flush(layer, layer.page_size if layer.record_past else 0)
 
 
 def _seal_span(layer: PagedLayer, sequence: Sequence) -> None:
-    start, stop = max(sequence.open_from, sequence.sinks), sequence.keys.dense
-    if stop <= start:
+    parts = _span_parts(layer, sequence)
+    if not parts:
         return
+    sides = (sequence.keys, sequence.values)
     with _NamedErrors(layer.index, 0):
-        keys, values = (side.tokens(start, stop) for side in (sequence.keys, sequence.values))
+        keys, values = (torch.cat([side.tokens(*part) for part in parts], 1) for side in sides)
         span = quantize_span(keys, values, layer.span_format)
-    sequence.spans.append((span, sequence.columns.take(start, stop)))
-    for side in (sequence.keys, sequence.values):
-        side.remove(start, stop)
+    sequence.spans.append((span, sequence.columns.take(parts)))
+    for side in sides:
+        side.remove(parts)
+
+
+def _span_parts(layer: PagedLayer, sequence: Sequence) -> list[tuple[int, int]]:
+    """The open prompt's tokens that go to its span, as (start, stop) in the buffers."""
+    start, stop = max(sequence.open_from, sequence.sinks), sequence.keys.dense
+    if layer.scheme.modality == "all":
+        return [(start, stop)] if stop > start else []
+    parts = []
+    for column, count in sequence.marked:
+        first, end = max(start, sequence.columns.before(column)), sequence.columns.before(column + count)
+        if end > first:
+            parts.append((first, end))
+    return parts
 
 
 def _evict(layer: PagedLayer, sequence: Sequence) -> None:
@@ -111,7 +125,7 @@ def _flush_sides(layer: PagedLayer, pool: PagePool, due: list[_Due]) -> None:
                 else:
                     quantized = quantize_values(pages, f, layer.format.static_values)
             side.pages += pool.write(quantized)
-        side.remove(start, start + count * f.page_size)
+        side.remove([(start, start + count * f.page_size)])
         layer.flushes += count
 
 
@@ -147,7 +161,7 @@ def _flush_in_one_launch(layer: PagedLayer, pool: PagePool, due: list[_Due]) -> 
     for side, start, count in due:
         side.pages += numbers[:count]
         numbers = numbers[count:]
-        side.remove(start, start + count * size)
+        side.remove([(start, start + count * size)])
         layer.flushes += count
 
 
@@ -170,7 +184,7 @@ def _drop_outside_window(layer: PagedLayer, sequence: Sequence) -> None:
         pool.release(side.pages[:paged])
         del side.pages[:paged]
         if outside > paged:
-            side.remove(sequence.sinks, sequence.sinks + (outside - paged) * size)
+            side.remove([(sequence.sinks, sequence.sinks + (outside - paged) * size)])
     sequence.dropped += outside
     layer.version += bool(outside)
 

@@ -34,6 +34,7 @@ def crop(layer: PagedLayer, tokens_to_remove: int) -> None:
             side.truncate(side.dense - removed)
         sequence.sinks = min(sequence.sinks, sequence.keys.dense)
         sequence.columns.truncate(kept)
+        sequence.marked = [(column, min(n, length - column)) for column, n in sequence.marked if column < length]
         if sequence.received is not None:
             sequence.received = sequence.received[:, : sequence.keys.dense]
     layer.logical = layer.attended = length

@@ -15,6 +15,7 @@ from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import UsageError
 from kvconvert.runtime.attention import NAME
 from kvconvert.runtime.cache import KVCache
+from kvconvert.runtime.modality import watch_inputs
 
 
 class BundleModel:
@@ -93,6 +94,8 @@ def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapp
     position = parameters.index("past_key_values") if "past_key_values" in parameters else None
     if position is not None:
         model.register_forward_pre_hook(functools.partial(_cache_by_default, position=position), with_kwargs=True)
+    if any(scheme is not None and scheme.modality != "all" for scheme in schemes):
+        watch_inputs(model)
 
 
 def _cache_by_default(model: Any, args: tuple, kwargs: dict, position: int) -> tuple[tuple, dict] | None:

@@ -23,6 +23,7 @@ from kvconvert.runtime.appending import commit
 from kvconvert.runtime.compression import flush, seal
 from kvconvert.runtime.cropping import crop
 from kvconvert.runtime.formats import layer_format, span_format, static_scales
+from kvconvert.runtime.modality import Marks
 from kvconvert.runtime.places import LayerPlaces
 from kvconvert.runtime.pool import PagePool
 from kvconvert.runtime.reading import attend
@@ -82,6 +83,7 @@ class PagedLayer(CacheLayerMixin):
         self.fallbacks = 0
         self.version = 0  # of what `places` tells: pages, spans, and the order of sequences
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.marks: Marks | None = None  # tokens of the scheme's modality in the next forward pass
         self.sequences: list[Sequence] = []
         self.is_initialized = False
 

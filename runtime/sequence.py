@@ -65,13 +65,18 @@ class Side:
         if self.buffer.shape[1] > self._room(tokens) + self.spare:
             self._move(tokens, [slice(0, tokens)])
 
-    def remove(self, start: int, stop: int) -> None:
-        """Take tokens start..stop-1 out of the buffer and shrink it to little more than what remains."""
-        kept = self.dense - (stop - start)
+    def remove(self, parts: list[tuple[int, int]]) -> None:
+        """Take tokens start..stop-1 of each part (start, stop), ascending, out of the buffer.
+
+        It shrinks to little more than what remains.
+        """
+        ends = [*(start for start, _ in parts), self.dense]
+        rest = [slice(0, ends[0]), *(slice(stop, end) for (_, stop), end in zip(parts, ends[1:], strict=True))]
+        kept = sum(part.stop - part.start for part in rest)
         if self.buffer.shape[1] > self._room(kept) + self.spare:
-            self._move(kept, [slice(0, start), slice(stop, self.dense)])
-        elif self.dense > stop:
-            self.buffer[:, start:kept] = self.buffer[:, stop : self.dense].clone()
+            self._move(kept, rest)
+        elif kept > ends[0]:
+            self.buffer[:, ends[0] : kept] = torch.cat([self.buffer[:, part] for part in rest[1:]], 1)
         self.dense = kept
 
     def replace(self, tokens: torch.Tensor) -> None:
@@ -105,6 +110,7 @@ class Sequence:
         spans: whole prompts, each with the columns of its tokens.
         open_from: buffer index at which a prompt begins that is not sealed yet; None when there is none.
         received: attention received so far by the open prompt's tokens, float32 [H, n]; None when nobody asks.
+        marked: of the open prompt, (column, how many) of the tokens whose modality goes to spans.
     """
 
     keys: Side
@@ -115,6 +121,7 @@ class Sequence:
     spans: list[tuple[Span, TokenColumns]] = field(default_factory=list)
     open_from: int | None = None
     received: torch.Tensor | None = None
+    marked: list[tuple[int, int]] = field(default_factory=list)
 
     def extend(self, count: int, sink_tokens: int) -> tuple[int, int]:
         """Make room for `count` tokens in both buffers and return the index of the first in each.
@@ -178,4 +185,5 @@ class Sequence:
             self.spans.copy(),
             self.open_from,
             None if self.received is None else self.received.clone(),
+            self.marked.copy(),
         )

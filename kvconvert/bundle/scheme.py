@@ -19,9 +19,8 @@ CHOICES = {
     "boost_select": ("dynamic", "calibrated"),
     "static_scales": ("none", "calibrated"),
     "allocation": ("uniform", "pyramid", "var_prop", "var_inv", "calibrated"),
+    "modality": ("all", "visual", "audio"),
 }
-# Fields of later methods: named, so that a recipe which asks for one is told that it is not there rather than misspelt.
-NOT_YET = ("modality",)
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,9 @@ class KVScheme:
 
     Two families. Page methods quantize every 128 tokens: keys per channel over groups of `key_group_size` tokens,
     values per token over groups of channels. Whole-prompt methods wait until the prompt is complete (`KVCache.seal`):
-    with span granularity the whole prompt is quantized per channel and later tokens stay in full precision
-    (CalibQuant); with `heavy_ratio` each KV head keeps only some of the prompt's tokens, which then go to pages
-    (MiniKV). Sixteen bits mean unquantized. All counts are tokens per sequence.
+    with span granularity the whole prompt, or what it holds of one `modality`, is quantized per channel and later
+    tokens stay in full precision (CalibQuant); with `heavy_ratio` each KV head keeps only some of the prompt's tokens,
+    which then go to pages (MiniKV). Sixteen bits mean unquantized. All counts are tokens per sequence.
 
     Attributes:
         key_bits, value_bits: width of a stored code: 1, 2, 4, 8, or 16 for the model's own dtype.
@@ -65,6 +64,8 @@ class KVScheme:
         pyramid_depth: layer 0 gets 2x - x/depth, the last layer x/depth.
         tau1, tau2: CalibQuant's shift of a span's smallest and largest score before the softmax.
         key_range, value_range: shrink each group's (min, max) about its midpoint by this factor before quantizing.
+        modality: which tokens of a prompt go to its span: all; visual, those of images and videos; or audio. The others
+            stay in full precision (CalibQuant compresses visual tokens). Spans only.
         page_size: tokens flushed together.
     """
 
@@ -92,6 +93,7 @@ class KVScheme:
     tau2: float = 0.0
     key_range: float = 1.0
     value_range: float = 1.0
+    modality: Literal["all", "visual", "audio"] = "all"
     page_size: int = 128
 
     def __post_init__(self) -> None:
@@ -167,6 +169,11 @@ class KVScheme:
             self._check_static()
         shifts = self.tau1 != 0 or self.tau2 != 0
         require(spans or not shifts, "tau2" if self.tau2 else "tau1", "scores are shifted for spans only")
+        require(
+            spans or self.modality == "all",
+            "modality",
+            "pages take a sequence's tokens as they come; only spans hold those of one modality",
+        )
         if spans:
             why = {
                 "token_norm": "a span has scales per channel and nothing per token",
@@ -218,8 +225,6 @@ class KVScheme:
         """Build a scheme from plain values; an unknown field is refused by name."""
         known = {field.name for field in fields(cls)}
         for name in values:
-            if name in NOT_YET:
-                raise RecipeError(f"[kv] {name} belongs to a method that this version does not have yet; remove it.")
             if name not in known:
                 raise RecipeError(f"[kv] {name} is not a field of a KV scheme; known are {', '.join(sorted(known))}.")
         return cls(**values)
@@ -271,6 +276,7 @@ _KITTY = KVScheme(
     key_group_size=128, value_group_size=128, boost_fraction=0.125, sink_tokens=32, value_recent_tokens=128
 )
 _SPAN = KVScheme(key_granularity="span", value_granularity="span")
+_ONE_BIT_SPAN = replace(_SPAN, key_bits=1, value_bits=1, tau2=3.0, key_range=0.5, value_range=0.3)
 _MINIKV = KVScheme(key_group_size=16, value_group_size=16, heavy_ratio=0.25, recent_ratio=0.25)
 PRESETS: dict[str, KVScheme] = {
     "kivi": KVScheme(key_recent_tokens=0, value_recent_tokens=0),
@@ -278,8 +284,10 @@ PRESETS: dict[str, KVScheme] = {
     "oscar-g128": replace(_OSCAR, key_group_size=128, value_group_size=128),
     "kitty": _KITTY,
     "kitty-pro": replace(_KITTY, boost_fraction=0.25),
-    "calibquant-1bit": replace(_SPAN, key_bits=1, value_bits=1, tau2=3.0, key_range=0.5, value_range=0.3),
+    "calibquant-1bit": _ONE_BIT_SPAN,
     "calibquant-2bit": replace(_SPAN, tau2=3.0),
+    "calibquant-1bit-visual": replace(_ONE_BIT_SPAN, modality="visual"),
+    "calibquant-2bit-visual": replace(_SPAN, tau2=3.0, modality="visual"),
     "minikv": _MINIKV,
     "minikv-pyramid": replace(_MINIKV, allocation="pyramid"),
 }

@@ -14,7 +14,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.scheme import PRESETS, KVScheme
 from kvconvert.calibration.calibquant import choose_taus
 from kvconvert.calibration.minikv import allocate
-from kvconvert.errors import BundleError, RecipeError
+from kvconvert.errors import BundleError, RecipeError, UnsupportedModelError
 from kvconvert.export import export
 from kvconvert.pipeline import calibrate
 from kvconvert.recipe import KVCalibration, LayerOverride, Recipe, WeightsRecipe, preset_names
@@ -56,7 +56,11 @@ def contents(work):
     return {str(f.relative_to(work)): f.read_bytes() for f in sorted(work.rglob("*")) if f.is_file()}
 
 
-@pytest.mark.parametrize("name", [name for name in preset_names() if Recipe.load(name).kv is not None])
+def kv(name):
+    return Recipe.load(name).kv
+
+
+@pytest.mark.parametrize("name", [n for n in preset_names() if kv(n) is not None and kv(n).modality == "all"])
 def test_every_preset_calibrates_exports_loads_and_generates(tmp_path, model, text, name):
     recipe = Recipe.load(name)
     if recipe.weights.method != "none":  # groups of 128 do not fit the tiny model; its search is another test's matter
@@ -73,6 +77,13 @@ def test_every_preset_calibrates_exports_loads_and_generates(tmp_path, model, te
     out = loaded.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None, return_dict_in_generate=True)
     assert isinstance(out.past_key_values, KVCache)
     assert out.past_key_values.stats().bits_per_value < 32
+
+
+@pytest.mark.parametrize("name", [n for n in preset_names() if kv(n) is not None and kv(n).modality != "all"])
+def test_presets_of_a_modality_are_refused_before_any_work_by_a_model_that_lacks_it(tmp_path, model, text, name):
+    with pytest.raises(UnsupportedModelError, match="no image or video token"):
+        calibrate(str(model), tmp_path / "work", Recipe.load(name), data=text, samples=2, seq_len=64, progress=False)
+    assert not (tmp_path / "work").exists()
 
 
 def test_ranges_are_chosen_layer_by_layer_and_a_given_one_stays(tmp_path, model, text):

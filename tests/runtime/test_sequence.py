@@ -38,7 +38,7 @@ def test_what_is_left_stays_in_order_whether_or_not_the_buffer_moves(monkeypatch
     monkeypatch.setattr(Side, "spare", step[1])
     side, numbers = filled(tokens)
     stop = max(stop, tokens - 3) if tokens > 16 and stop else stop
-    side.remove(start, stop)
+    side.remove([(start, stop)])
     expected = torch.cat([numbers[:, :start], numbers[:, stop:]], 1)
     assert torch.equal(side.tokens(0, side.dense), expected)
     assert side.buffer.shape[1] <= -(-side.dense // step[0]) * step[0] + step[1]
