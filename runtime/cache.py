@@ -152,10 +152,10 @@ class KVCache(Cache):
         """Say that the next forward pass holds the whole prompt.
 
         Each layer then compresses it before the next layer runs, so that the prefill's peak is one layer's keys and
-        values.
+        values. Where later layers read earlier layers' keys again, that has to wait until the first step.
         """
         for layer in self.paged_layers():
-            layer.seal_at_once = True
+            layer.seal_at_once = not layer.keep_for_sharing
 
     def paged_layers(self) -> list[PagedLayer]:
         """The attention layers."""

@@ -69,15 +69,16 @@ def placeholder_ids(config: PretrainedConfig, modality: Modality) -> tuple[int, 
     Raises:
         UnsupportedModelError: the config knows no such token.
     """
-    level = [config]
-    while level:
-        names = [f"{medium}_{ending}" for medium in MEDIA[modality] for ending in ENDINGS]
-        found = {getattr(part, name, None) for part in level for name in names}
+    text = config.get_text_config(decoder=True)
+    nested = [part for name in config.sub_configs if isinstance(part := getattr(config, name, None), PretrainedConfig)]
+    # Qwen-Omni has several language models with ids of their own; the cache is that of the one with the text config.
+    around_text = [part for part in nested if part.get_text_config(decoder=True) is text]
+    names = [f"{medium}_{ending}" for medium in MEDIA[modality] for ending in ENDINGS]
+    for parts in ([config], around_text, nested):
+        found = {getattr(part, name, None) for part in parts for name in names}
         ids = sorted(i for i in found if isinstance(i, int) and i >= 0)
         if ids:
             return tuple(ids)
-        nested = [getattr(part, name, None) for part in level for name in part.sub_configs]
-        level = [part for part in nested if isinstance(part, PretrainedConfig)]
     media = " or ".join(MEDIA[modality])
     raise UnsupportedModelError(
         f'[kv] modality = "{modality}" is not possible for {config.model_type}: its config names no {media} token '
