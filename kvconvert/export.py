@@ -163,24 +163,26 @@ class _Contents:
             file: read_header(source.directory / file) for file in sorted({source.weight_map[name] for name in copied})
         }
         infos.update({name: headers[source.weight_map[name]][name] for name in copied})
-        tied = bool(getattr(source.config.get_text_config(), "tie_word_embeddings", False))
-        modules = [_with_shape(module, infos, tied) for module in [*covered, *store.state.kept_modules]]
-        modules += _uncovered(infos, copied, {module.name for module in modules})
+        owners = {name.rpartition(".")[0] for name in infos}
+        configs = (source.config, source.config.get_text_config())
+        tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
+        modules = [_with_shape(module, infos, owners, tied) for module in [*covered, *store.state.kept_modules]]
+        modules += _uncovered(infos, copied, {module.prefix for module in modules})
         return cls(infos, layer_of, copied, modules, plan, plan_layer_of)
 
 
-def _with_shape(module: ModuleCoverage, infos: dict[str, TensorInfo], tied: bool) -> ModuleCoverage:
+def _with_shape(module: ModuleCoverage, infos: dict[str, TensorInfo], owners: set[str], tied: bool) -> ModuleCoverage:
     """Coverage of a Linear with its shape, from its own tensors; a module without any says where they are."""
     if module.treatment != "kept":
-        scales, codes = infos.get(f"{module.name}.scales"), infos.get(f"{module.name}.qweight")
+        scales, codes = infos.get(f"{module.prefix}.scales"), infos.get(f"{module.prefix}.qweight")
         if scales is None or codes is None:
             raise BundleError(
                 f"{module.name} is recorded as {module.treatment}, but has no packed weights; calibrate again."
             )
         return module.model_copy(update={"in_features": codes.shape[0], "out_features": scales.shape[1]})
-    if not any(name.startswith(f"{module.name}.") for name in infos):
+    if module.prefix not in owners:
         return module.model_copy(update={"reason": SHARED if module.kind == "linear" and tied else ELSEWHERE})
-    weight = infos.get(f"{module.name}.weight")
+    weight = infos.get(f"{module.prefix}.weight")
     if module.kind == "linear" and weight is not None and len(weight.shape) == 2:
         return module.model_copy(update={"in_features": weight.shape[1], "out_features": weight.shape[0]})
     return module
@@ -285,7 +287,7 @@ def _layer_plan(store: WorkDir, index: int) -> LayerPlan:
 
 
 def _weights_info(recipe: Recipe, contents: _Contents) -> WeightsInfo:
-    quantized = {module.name: module for module in contents.modules if module.treatment != "kept"}
+    quantized = {module.prefix: module for module in contents.modules if module.treatment != "kept"}
     total = packed = parameters = 0
     for name, info in contents.infos.items():
         total += nbytes(info)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from kvconvert.adapters import Adapter
 from kvconvert.calibration.protocol import RECORDING_ATTENTION, LayerStructure
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.runtime.load import model_class
 from kvconvert.source import SourceModel
 from kvconvert.workdir import HiddenStates
 
@@ -24,12 +25,14 @@ class LayerRunner:
     """Builds a model without weights and materialises its decoder layers one by one.
 
     Attributes:
-        model: the causal language model on the meta device.
+        model: the model on the meta device.
+        source: its checkpoint, asked by the model's names.
     """
 
     def __init__(self, source: SourceModel, adapter: Adapter | None, device: torch.device) -> None:
-        self.source, self.adapter, self.device = source, adapter, device
+        self.adapter, self.device = adapter, device
         self.model = _build_without_weights(source)
+        self.source = source.named_as(self.model)
         self._arguments: list[dict[str, Any]] | None = None
         if adapter is not None:
             adapter.check(self.model)
@@ -147,7 +150,7 @@ def _first_overflow(layer: nn.Module, batch: Tensor, arguments: dict[str, Any]) 
 def _build_without_weights(source: SourceModel) -> nn.Module:
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+            return model_class(source.config).from_config(
                 copy.deepcopy(source.config),
                 dtype=torch.float32,
                 attn_implementation=RECORDING_ATTENTION,

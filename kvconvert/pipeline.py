@@ -231,16 +231,18 @@ def _calibrate_layer(runner: LayerRunner, directory: WorkDir, recipe: Recipe, id
         for result in results.values():
             if result.scheme:
                 scheme = replace(scheme, **result.scheme)
+        names = runner.source.tensor_names
         notes = [reason, *(note for result in results.values() for note in result.notes)]
         record = LayerRecord(
             index=index,
-            modules=_layer_coverage(work, recipe.weights, reasons),
+            modules=[names.locate(module) for module in _layer_coverage(work, recipe.weights, reasons)],
             statistics={name: result.statistics for name, result in results.items() if result.statistics},
             reason="; ".join(filter(None, notes)),
             **_resolved(scheme, structure.head_dim, structure.num_key_value_heads),
         )
         plan = {f"layers.{index}.{name}": t for result in results.values() for name, t in result.plan.items()}
-        directory.commit_layer(index, _converted_tensors(work, dtypes, recipe.weights), plan, record)
+        tensors = _converted_tensors(work, dtypes, recipe.weights)
+        directory.commit_layer(index, {names.of_tensor(name): t for name, t in tensors.items()}, plan, record)
         # Only now: a kill in between leaves the layer committed and its input in place, from which `_hidden_input`
         # goes on.
         if writer is not None:
@@ -269,7 +271,7 @@ def _hidden_input(runner: LayerRunner, directory: WorkDir, ids: Tensor, index: i
 
 
 def _converted_tensors(work: LayerWork, dtypes: dict[str, torch.dtype], weights: WeightsRecipe) -> dict[str, Tensor]:
-    """The layer's tensors under their checkpoint names, Linears in AWQ's layout unless the recipe keeps weights.
+    """The layer's tensors under the model's names, Linears in AWQ's layout unless the recipe keeps weights.
 
     Everything else is stored in the source's dtype: exactly the source's bytes where no pass changed it.
     """
@@ -371,13 +373,16 @@ def _initial_state(
 ) -> WorkState:
     source, adapter = runner.source, runner.adapter
     prefix = f"{adapter.layers}." if adapter else None
-    kept = [name for name in source.weight_map if prefix is None or not name.startswith(prefix)]
+    names = source.tensor_names
+    kept = sorted(stored for name, stored in names.stored.items() if prefix is None or not name.startswith(prefix))
     modules = [
-        ModuleCoverage(
-            name=name,
-            kind=_kind(module),
-            treatment="kept",
-            reason="the recipe keeps weights" if prefix is None else "outside the decoder layers",
+        names.locate(
+            ModuleCoverage(
+                name=name,
+                kind=_kind(module),
+                treatment="kept",
+                reason="the recipe keeps weights" if prefix is None else "outside the decoder layers",
+            )
         )
         for name, module in runner.model.named_modules()
         if (prefix is None or not name.startswith(prefix)) and any(True for _ in module.parameters(recurse=False))

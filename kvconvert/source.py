@@ -10,18 +10,19 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 
 from kvconvert.bundle.manifest import SourceInfo
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.names import TensorNames
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -42,8 +43,10 @@ class SourceModel:
         directory: where its files are.
         revision: commit of a Hub repository.
         config: transformers' configuration.
-        weight_map: file that holds each tensor, in order of names.
-        dtypes: of each tensor, in safetensors' words.
+        weight_map: file that holds each tensor, by the checkpoint's name, in order of names.
+        dtypes: of each tensor, in safetensors' words, by the checkpoint's name.
+        tensor_names: by which names tensors are asked for: the checkpoint's own, or, once `named_as` was told the
+            model, those of the model.
     """
 
     id: str
@@ -52,10 +55,15 @@ class SourceModel:
     config: PretrainedConfig
     weight_map: dict[str, str]
     dtypes: dict[str, str]
+    tensor_names: TensorNames
+
+    def named_as(self, model: nn.Module) -> SourceModel:
+        """The same checkpoint, asked by the names that its tensors have in the model loaded from it."""
+        return replace(self, tensor_names=TensorNames.of(model, self.weight_map))
 
     def names(self, prefix: str) -> list[str]:
         """Tensors whose name starts with `prefix`, sorted."""
-        return [name for name in self.weight_map if name.startswith(prefix)]
+        return [name for name in self.tensor_names.stored if name.startswith(prefix)]
 
     def read(self, names: str | Iterable[str]) -> dict[str, Tensor]:
         """Read tensors in their stored dtype.
@@ -67,18 +75,19 @@ class SourceModel:
             CheckpointError: a tensor that the checkpoint does not have, or a file that changed since it was opened.
         """
         wanted = self.names(names) if isinstance(names, str) else list(names)
+        stored = self.tensor_names.stored
         by_file: dict[str, list[str]] = {}
         for name in wanted:
-            if name not in self.weight_map:
+            if name not in stored:
                 raise CheckpointError(
                     f"{self.directory} holds no tensor {name}; the checkpoint does not fit its config.json."
                 )
-            by_file.setdefault(self.weight_map[name], []).append(name)
+            by_file.setdefault(self.weight_map[stored[name]], []).append(name)
         tensors = {}
         for file, members in by_file.items():
             try:
                 with safe_open(self.directory / file, framework="pt") as shard:
-                    tensors.update({name: shard.get_tensor(name) for name in members})
+                    tensors.update({name: shard.get_tensor(stored[name]) for name in members})
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(
                     f"{self.directory / file} cannot be read ({error}); fetch the file again."
@@ -90,9 +99,10 @@ class SourceModel:
         tensors = self.read(names)
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not tensor.isfinite().all():
+                stored = self.tensor_names.stored[name]
                 raise NumericError(
-                    f"The source weights hold NaN or infinity in {name} ({self.directory / self.weight_map[name]}); "
-                    "fetch the model again, or repair it before converting."
+                    f"The source weights hold NaN or infinity in {stored} ({self.directory / self.weight_map[stored]});"
+                    " fetch the model again, or repair it before converting."
                 )
         return tensors
 
@@ -157,7 +167,8 @@ def open_source(model: str) -> SourceModel:
                 f"{directory / weight_map[name]} stores {name} as {dtype}; converting needs weights in "
                 f"{', '.join(FLOAT_DTYPES)}."
             )
-    return SourceModel(model_id, directory, revision, config, weight_map, dtypes)
+    names = TensorNames.same(weight_map)
+    return SourceModel(model_id, directory, revision, config, weight_map, dtypes, names)
 
 
 def _locate(model: str) -> tuple[Path, str, str | None]:

@@ -7,11 +7,32 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
 
 from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.errors import BundleError
+from kvconvert.runtime.processors import has_processor, load_processor, load_tokenizer
 from kvconvert.runtime.quantizer import BundleQuantizer
+
+_CLASSES = {
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING,
+}
 
 
 def load(
@@ -20,8 +41,8 @@ def load(
     dtype: torch.dtype | None = None,
     device_map: str | dict[str, Any] | None = None,
     verify: Literal["full", "headers"] = "full",
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a bundle's model and tokenizer.
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | ProcessorMixin]:
+    """Load a bundle's model and its tokenizer; of a vision-language model its processor, if the bundle has one.
 
     `model.generate(...)` then uses the bundle's KV plan by itself, and `model.new_kv_cache()` makes a cache for other
     loops.
@@ -34,6 +55,8 @@ def load(
 
     Raises:
         BundleError: there is no bundle, or it does not hold what its manifest says.
+        UsageError: the processor needs a package that is not installed.
+        CheckpointError: transformers cannot load the tokenizer or the processor.
     """
     directory = Path(bundle)
     if not directory.exists() and str(bundle).count("/") == 1:
@@ -45,7 +68,32 @@ def load(
     previous = BundleQuantizer.verify
     BundleQuantizer.verify = verify
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype or "auto", device_map=device_map)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        model = model_class(config).from_pretrained(directory, dtype=dtype or "auto", device_map=device_map)
     finally:
         BundleQuantizer.verify = previous
-    return model, AutoTokenizer.from_pretrained(directory)
+    processes = reads_images(config) and has_processor(directory)
+    return model, load_processor(directory) if processes else load_tokenizer(directory)
+
+
+def model_class(config: PretrainedConfig) -> type:
+    """The Auto class that loads a model: of causal language models, or of those that also see or hear.
+
+    A configuration that several of them know is decided by the class that it says its weights belong to.
+    """
+    sees = getattr(config, "vision_config", None) is not None
+    order = sorted(_CLASSES, key=lambda auto: sees and auto is not AutoModelForImageTextToText)
+    known = {auto: _built(auto, config) for auto in order if type(config) in _CLASSES[auto]}
+    stated = set(getattr(config, "architectures", None) or [])
+    return next((auto for auto, names in known.items() if names & stated), next(iter(known), AutoModelForCausalLM))
+
+
+def reads_images(config: PretrainedConfig) -> bool:
+    """Whether the model of a configuration has a vision tower."""
+    return getattr(config, "vision_config", None) is not None and model_class(config) is AutoModelForImageTextToText
+
+
+def _built(auto: type, config: PretrainedConfig) -> set[str]:
+    """Names of the classes that an Auto class builds from a configuration."""
+    built = _CLASSES[auto][type(config)]
+    return {model.__name__ for model in (built if isinstance(built, tuple) else (built,))}

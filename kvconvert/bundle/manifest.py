@@ -67,7 +67,8 @@ class ModuleCoverage(_Record):
     """What happened to one module: quantized how, or left as it was and why.
 
     Attributes:
-        name: as in the checkpoint, for instance "model.layers.0.self_attn.q_proj".
+        name: as in the loaded model, for instance "model.layers.0.self_attn.q_proj".
+        stored_name: as in the weight files, where that is another name; else "".
         kind: "linear", "embedding", "norm", ... in the words of the adapter.
         treatment: "awq" or "rtn" (quantized), or "kept".
         bits, group_size: of a quantized module.
@@ -76,6 +77,7 @@ class ModuleCoverage(_Record):
     """
 
     name: str
+    stored_name: str = ""
     kind: str = "linear"
     treatment: Literal["awq", "rtn", "kept"]
     bits: int | None = None
@@ -83,6 +85,11 @@ class ModuleCoverage(_Record):
     in_features: int | None = None
     out_features: int | None = None
     reason: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """Name of the module in the weight files."""
+        return self.stored_name or self.name
 
 
 class LayerPlan(_Record):
@@ -228,11 +235,30 @@ def quantization_config(weights: WeightsInfo, modules: list[ModuleCoverage]) -> 
         "group_size": weights.group_size,
         "zero_point": True,
         "version": "gemm",
-        "modules_to_not_convert": [
-            module.name for module in modules if module.kind == "linear" and module.treatment == "kept"
-        ],
+        "modules_to_not_convert": _unconverted(modules),
         "kvconvert": mark,
     }
+
+
+def _unconverted(modules: list[ModuleCoverage]) -> list[str]:
+    """Kept Linears for AWQ engines: each one's outermost module without any quantized Linear, such as a vision tower.
+
+    Engines compare with the checkpoint's names or with the loaded model's; where these differ, both are listed.
+    """
+    quantized = [module for module in modules if module.treatment != "kept"]
+    around = {name for module in quantized for full in (module.prefix, module.name) for name in _ancestors(full)}
+    found: dict[str, None] = {}
+    for module in modules:
+        if module.kind == "linear" and module.treatment == "kept":
+            for full in (module.prefix, module.name):
+                found[next((name for name in _ancestors(full) if name not in around), full)] = None
+    return list(found)
+
+
+def _ancestors(name: str) -> list[str]:
+    """The modules around one, outermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def sealed(fields: dict[str, Any]) -> bytes:

@@ -110,7 +110,7 @@ def open_bundle(path: str | Path, verify: Literal["full", "headers"] = "full") -
         checks.append(f"coverage: {len(quantized)} modules quantized, {len(manifest.modules) - len(quantized)} kept")
         _check_layers(manifest, config)
         checks.append(f"KV plan: {len(manifest.layers)} layers")
-        for name, scales in _tensors(weight_files, [f"{module.name}.scales" for module in quantized]):
+        for name, scales in _tensors(weight_files, [f"{module.prefix}.scales" for module in quantized]):
             _check_scales(weight_files[name].name, name, scales)
         checks.append(f"scales: {len(quantized)} tensors, finite and above zero")
         plan = _read_plan(directory, manifest)
@@ -286,14 +286,16 @@ def _words(info: TensorInfo) -> str:
 def _check_modules(manifest: Manifest) -> None:
     weights = manifest.weights
     covered: dict[str, str] = {}
+    stored: dict[str, str] = {}
     for module in manifest.modules:
         where = f"modules: {module.name}"
         if module.name in covered:
             raise mismatch(MANIFEST_NAME, where, "listed once", "listed twice")
         covered[module.name] = module.treatment
+        stored[module.prefix] = module.treatment
         if module.treatment == "kept":
-            if f"{module.name}.qweight" in manifest.tensors:
-                raise mismatch(MANIFEST_NAME, where, "an unquantized module", f"{module.name}.qweight")
+            if f"{module.prefix}.qweight" in manifest.tensors:
+                raise mismatch(MANIFEST_NAME, where, "an unquantized module", f"{module.prefix}.qweight")
             continue
         settings = (module.treatment, module.bits, module.group_size)
         if settings != (weights.method, weights.bits, weights.group_size):
@@ -311,18 +313,18 @@ def _check_modules(manifest: Manifest) -> None:
             "scales": TensorInfo(dtype="F16", shape=[groups, module.out_features]),
         }
         for part, info in packed.items():
-            name = f"{module.name}.{part}"
+            name = f"{module.prefix}.{part}"
             if name not in manifest.tensors:
                 raise mismatch("The weights", f"tensor {name}", _words(info), "missing")
             if manifest.tensors[name] != info:
                 raise mismatch("The weights", f"tensor {name}", _words(info), _words(manifest.tensors[name]))
-        if f"{module.name}.weight" in manifest.tensors:
-            raise mismatch("The weights", f"tensor {module.name}.weight", "absent", "beside its quantized form")
+        if f"{module.prefix}.weight" in manifest.tensors:
+            raise mismatch("The weights", f"tensor {module.prefix}.weight", "absent", "beside its quantized form")
     for name, info in manifest.tensors.items():
         module_name, _, part = name.rpartition(".")
-        if part in ("qweight", "qzeros", "scales") and covered.get(module_name, "kept") == "kept":
+        if part in ("qweight", "qzeros", "scales") and stored.get(module_name, "kept") == "kept":
             raise mismatch("The weights", f"tensor {name}", "a module that the manifest lists as quantized", "none")
-        if len(info.shape) > 1 and module_name not in covered:
+        if len(info.shape) > 1 and module_name not in stored:
             raise mismatch(MANIFEST_NAME, "modules", f"an entry for {module_name}", "none")
 
 
