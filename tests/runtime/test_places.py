@@ -13,15 +13,18 @@ from kvconvert.kernels.attention import attention_reference
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, empty_keys, empty_values
 from kvconvert.kernels.spans import Span, span_keys, span_values
 from kvconvert.runtime import KVCache
+from kvconvert.runtime.modality import Marks
 from kvconvert.runtime.seam import Chunk
 
 CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+CONFIG.image_token_id = 1
 SCHEMES = {
     "norms and sinks": KVScheme(sink_tokens=3, token_norm="joint"),
     "keys stay longer": KVScheme(key_recent_tokens=300, sink_tokens=5, value_bits=4, value_group_size=16),
     "values stay longer": KVScheme(value_recent_tokens=260, key_bits=1, value_bits=1, boost_fraction=0.25),
     "16 bits": KVScheme(key_bits=16, value_bits=4, key_recent_tokens=20, value_recent_tokens=20),
     "spans": replace(KVScheme.preset("calibquant-1bit"), tau2=0.0, sink_tokens=2),
+    "visual spans": replace(KVScheme.preset("calibquant-1bit-visual"), tau2=0.0, sink_tokens=2),
     "eviction": replace(KVScheme.preset("minikv"), key_group_size=32),
 }
 PADDING = torch.ones(3, 1000, dtype=torch.bool)
@@ -38,6 +41,8 @@ def advance(layer, tokens: int, mask_function=None, seed: int = 0) -> tuple[torc
     rows = len(layer.sequences) or 3
     start = layer.logical
     keys, values = (torch.randn(rows, 2, tokens, 16, generator=generator).bfloat16() for _ in range(2))
+    if layer.scheme.modality != "all":
+        layer.marks = Marks.of(torch.rand(rows, tokens, generator=generator) > 0.4)
     layer.update(keys, values)
     chunk = Chunk(torch.arange(start, start + tokens), PADDING[:rows, : start + tokens], mask_function)
     layer.commit(chunk)
@@ -131,7 +136,7 @@ def test_following_the_tables_gives_what_attention_gives(name, mask_function):
             kinds |= {("pages", "spans")[bool(layer.span_format)] for plan in plans if plan.runs}
             kinds |= {"half" for plan in plans if plan.half}
         layer.settle()
-    expected = {"spans"} if name == "spans" else {"pages", "half"} if "longer" in name else {"pages"}
+    expected = {"spans"} if "spans" in name else {"pages", "half"} if "longer" in name else {"pages"}
     assert kinds == expected
 
 
