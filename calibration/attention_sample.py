@@ -28,10 +28,11 @@ class AttentionSample:
     Attributes:
         queries: [n, Hq, T, D]; keys: [n, H, T, D]; values: [n, H, T, E].
         scaling: factor of the dot products.
-        visible: bool [T, T], which keys (columns) a query (row) may see.
+        visible: bool [T, T], or [n, T, T] where sequences differ: which keys (columns) a query (row) may see.
         output_weight: [hidden, Hq * E], the output projection of concatenated heads, or None; what an error in a
             head's output amounts to in the layer's output. Undoes the rotation of folded values; for those rotated on
             line it is rotated too.
+        visual: bool [n, T], which tokens stand for images; None where the data has none.
     """
 
     queries: Tensor
@@ -40,6 +41,7 @@ class AttentionSample:
     scaling: float
     visible: Tensor
     output_weight: Tensor | None = None
+    visual: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -49,6 +51,10 @@ class AttentionSample:
     def grouped_queries(self, sequence: int) -> Tensor:
         """Queries of one sequence, [H, Hq / H, T, D], the query heads of a KV head together."""
         return self.queries[sequence].unflatten(0, (self.keys.shape[1], -1))
+
+    def seen(self, sequence: int) -> Tensor:
+        """`visible` of one sequence, bool [T, T]."""
+        return self.visible if self.visible.dim() == 2 else self.visible[sequence]
 
 
 def causal(num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
@@ -88,21 +94,25 @@ class AttentionSampler(CalibrationPass):
     def __init__(self, sequences: int = SAMPLE_SEQUENCES) -> None:
         self.sequences = sequences
         self.sample: AttentionSample | None = None
-        self._inputs: list[Tensor] = []
-        self._arguments: dict[str, Any] = {}
+        self._inputs: list[tuple[Tensor, dict[str, Any]]] = []
+        self._chosen: list[int] = []
         self._seen = 0
 
     @contextmanager
     def observe(self, work: LayerWork) -> Iterator[None]:
-        """Keep every so-many-th sequence of the layer's input."""
-        wanted = min(self.sequences, work.num_samples)
-        chosen = {i * work.num_samples // wanted for i in range(wanted)}
+        """Keep every so-many-th sequence of the layer's input; of a visual cache, of those with images in them."""
+        candidates = list(range(work.num_samples))
+        if work.cache.modality == "visual" and work.visual is not None and work.visual.any():
+            candidates = work.visual.any(1).nonzero().flatten().tolist()
+        wanted = min(self.sequences, len(candidates))
+        self._chosen = [candidates[i * len(candidates) // wanted] for i in range(wanted)]
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = args[0]
-            self._inputs += [hidden[i : i + 1].clone() for i in range(len(hidden)) if self._seen + i in chosen]
+            hidden, first = args[0], self._seen
             self._seen += len(hidden)
-            self._arguments = kwargs
+            self._inputs += [
+                (hidden[i - first : i - first + 1].clone(), kwargs) for i in self._chosen if first <= i < self._seen
+            ]
 
         handle = work.layer.register_forward_pre_hook(keep, with_kwargs=True)
         try:
@@ -115,17 +125,26 @@ class AttentionSampler(CalibrationPass):
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
         attention = work.layer.get_submodule(work.structure.attention)
         with attention_observed(attention, lambda q, k, v: seen.append((q, k, v))):
-            for hidden in self._inputs:
-                work.layer(hidden, **self._arguments)
+            for hidden, arguments in self._inputs:
+                work.layer(hidden, **arguments)
         queries, keys, values = (torch.cat(parts) for parts in zip(*seen, strict=True))
-        mask = self._arguments.get("attention_mask")
+        masks = [arguments.get("attention_mask") for _, arguments in self._inputs]
         weight = work.layer.get_submodule(work.structure.output).weight
         if work.cache.rotate_values:
             weight = hadamard_transform(weight.unflatten(1, (-1, values.shape[3]))).flatten(1)
         self.sample = AttentionSample(
             *as_cached(queries, keys, values, work.cache),
             scaling=getattr(attention, "scaling", queries.shape[3] ** -0.5),
-            visible=causal(queries.shape[2], queries.device) if mask is None else mask[0, 0].bool(),
+            visible=_visible(masks, queries),
             output_weight=weight,
+            visual=None if work.visual is None else work.visual[self._chosen].to(queries.device),
         )
         self._inputs.clear()
+
+
+def _visible(masks: list[Tensor | None], queries: Tensor) -> Tensor:
+    """The masks [1, 1, T, T] of sequences with queries [n, Hq, T, D], None being causal: bool [T, T] or [n, T, T]."""
+    alone = causal(queries.shape[2], queries.device)
+    if all(mask is masks[0] for mask in masks):
+        return alone if masks[0] is None else masks[0][0, 0].bool()
+    return torch.stack([alone if mask is None else mask[0, 0].bool() for mask in masks])

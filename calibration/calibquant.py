@@ -8,7 +8,8 @@ span linearly from [gamma, delta], their smallest and largest, onto [gamma - tau
 
 w being the post-softmax weights over everything a query sees. The last tokens of each sample sequence are the decoding
 queries, the tokens before them the span: queries see the sinks, the span, and each other up to themselves, all but the
-span in full precision.
+span in full precision. Where a scheme compresses visual tokens only (as the paper does), the span is what is visual
+before the decoding queries, and these are text; sequences without such a span are left out.
 
 The factors that shrink the span's (min, max) can be searched along: the range of values first, which does not depend on
 tau, by the error of exact weights times values; then the range of keys, for each pair the one that suits it best.
@@ -18,7 +19,7 @@ output, then to smaller tau1, then tau2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,13 +58,13 @@ class _Decoding:
     """One sequence: a span, and queries that come after it.
 
     Attributes:
-        span: its tokens.
+        span: indices of its tokens, int64 [n].
         queries: [H, Hq / H, q, D].
         keys, values: [H, T, channels].
         scores, weights: in full precision, [H, Hq / H, q, T]; scores of invisible tokens are -inf.
     """
 
-    span: slice
+    span: Tensor
     queries: Tensor
     keys: Tensor
     values: Tensor
@@ -71,12 +72,19 @@ class _Decoding:
     weights: Tensor
 
     @classmethod
-    def of(cls, sample: AttentionSample, sequence: int, sinks: int) -> _Decoding:
-        span = span_of(sample.num_tokens, sinks)
-        rows = slice(span.stop, sample.num_tokens)
+    def of(cls, sample: AttentionSample, sequence: int, sinks: int) -> _Decoding | None:
+        """None where the sequence has no visual token before its decoding queries and the sample knows which are."""
+        prompt = span_of(sample.num_tokens, sinks)
+        tokens = torch.arange(sample.num_tokens, device=sample.keys.device)
+        span, rows = tokens[prompt], tokens[prompt.stop :]
+        if sample.visual is not None:
+            visual = sample.visual[sequence]
+            span, rows = span[visual[span]], rows[~visual[rows]]
+            if not len(span) or not len(rows):
+                return None
         queries, keys = sample.grouped_queries(sequence)[:, :, rows], sample.keys[sequence]
         scores = queries @ keys.unsqueeze(1).transpose(2, 3) * sample.scaling
-        scores = scores.masked_fill(~sample.visible[rows], float("-inf"))
+        scores = scores.masked_fill(~sample.seen(sequence)[rows], float("-inf"))
         return cls(span, queries, keys, sample.values[sequence], scores, scores.softmax(-1))
 
     def read_back(self, f: SpanFormat) -> tuple[Tensor, Tensor]:
@@ -90,6 +98,19 @@ class _Decoding:
         hidden = scores[..., self.span] == float("-inf")
         scores[..., self.span] = shift_extremes(span_scores, tau1, tau2).masked_fill_(hidden, float("-inf"))
         return scores.softmax(-1)
+
+
+def _cases(sample: AttentionSample, sinks: int) -> Iterator[_Decoding]:
+    """Each sequence of the sample that has a span."""
+    for sequence in range(len(sample.queries)):
+        case = _Decoding.of(sample, sequence, sinks)
+        if case is not None:
+            yield case
+
+
+def has_spans(sample: AttentionSample, sinks: int) -> bool:
+    """Whether some sequence has a span and a query that decodes after it."""
+    return next(_cases(sample, sinks), None) is not None
 
 
 def span_of(num_tokens: int, sinks: int) -> slice:
@@ -113,20 +134,19 @@ def search_taus(
     """Measure every pair (tau1, tau2) with every range; see the module's docstring.
 
     Args:
-        sample: attention of the layer; at least two tokens.
+        sample: attention of the layer; at least two tokens. Where it says what is visual, spans are visual tokens, and
+            `has_spans` has to hold.
         span: format of the layer's spans, but for its ranges.
         tau1s, tau2s: values to try.
         key_ranges, value_ranges: factors to try, descending; ties go to the larger one. One each means no search.
         sinks: first tokens of a sequence that stay in full precision.
     """
     pairs = [(i, j) for i in range(len(tau1s)) for j in range(len(tau2s))]
-    sequences = range(len(sample.queries))
     value_range = _best_value_range(sample, span, value_ranges, sinks)
     span = replace(span, value_range=value_range)
     range_error = torch.zeros(len(key_ranges), len(tau1s), len(tau2s), dtype=torch.float64)
     seen = 0.0
-    for sequence in sequences:
-        case = _Decoding.of(sample, sequence, sinks)
+    for case in _cases(sample, sinks):
         seen += float((case.scores > float("-inf")).sum())
         for r, key_range in enumerate(key_ranges):
             keys, _ = case.read_back(replace(span, key_range=key_range))
@@ -137,8 +157,7 @@ def search_taus(
     range_error /= max(seen, 1.0)
     best = range_error.argmin(0)
     output_error, size = torch.zeros(best.shape, dtype=torch.float64), 0.0
-    for sequence in sequences:
-        case = _Decoding.of(sample, sequence, sinks)
+    for case in _cases(sample, sinks):
         exact = case.weights @ case.values.unsqueeze(1)
         size += float(exact.square().sum(dtype=torch.float64))
         for i, j in pairs:
@@ -162,8 +181,7 @@ def _best_value_range(sample: AttentionSample, span: SpanFormat, value_ranges: S
     if len(value_ranges) == 1:
         return value_ranges[0]
     errors = torch.zeros(len(value_ranges), dtype=torch.float64)
-    for sequence in range(len(sample.queries)):
-        case = _Decoding.of(sample, sequence, sinks)
+    for case in _cases(sample, sinks):
         for r, value_range in enumerate(value_ranges):
             difference = case.read_back(replace(span, value_range=value_range))[1] - case.values[:, case.span]
             error = case.weights[..., case.span] @ difference.unsqueeze(1)
@@ -210,19 +228,27 @@ class CalibQuantPass(CalibrationPass):
         self._note = ""
 
     def solve(self, work: LayerWork) -> None:
-        """Measure the table."""
+        """Measure the table, unless the data holds nothing of what the scheme compresses."""
         if work.seq_len < 2:
             self._note = "sequences of one token hold no query after a span, so that tau and ranges are not calibrated"
             return
-        f = work.cache.span
+        f, cache, sample = work.cache.span, work.cache, self.sampler.sample
+        if cache.modality == "all":
+            sample = replace(sample, visual=None)
+        elif cache.modality != "visual" or sample.visual is None or not has_spans(sample, cache.sink_tokens):
+            self._note = (
+                f"the calibration data has no {cache.modality} tokens with text to decode after them, so that tau and "
+                "ranges are the scheme's own"
+            )
+            return
         self._tables = search_taus(
-            self.sampler.sample,
+            sample,
             f,
             self.grid or self.taus[:1],
             self.grid or self.taus[1:],
             SPAN_RANGE_GRID if self.search_keys else (f.key_range,),
             SPAN_RANGE_GRID if self.search_values else (f.value_range,),
-            work.cache.sink_tokens,
+            cache.sink_tokens,
         )
         if not (self._tables.range_error.isfinite().all() and self._tables.output_error.isfinite().all()):
             raise NumericError(

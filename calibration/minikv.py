@@ -82,7 +82,7 @@ def eviction_loss(
         rank = order.argsort(-1)  # [H, middle], place of each token in the order of keeping
         keys, values = sample.keys[sequence].unsqueeze(1), sample.values[sequence].unsqueeze(1)
         scores = sample.grouped_queries(sequence)[:, :, prompt:] @ keys.transpose(2, 3) * sample.scaling
-        scores = scores.masked_fill(~sample.visible[prompt:], float("-inf"))
+        scores = scores.masked_fill(~sample.seen(sequence)[prompt:], float("-inf"))
         exact = scores.softmax(-1)
         size += squared_output(exact @ values, sample.output_weight)
         for i, count in enumerate(kept):
@@ -100,7 +100,8 @@ def eviction_loss(
 def _received(sample: AttentionSample, sequence: int, tokens: int) -> Tensor:
     """Column sums of the first `tokens` tokens' attention to each other, [H, tokens]."""
     queries, keys = sample.queries[sequence][:, :tokens], sample.keys[sequence][:, :tokens]
-    return column_sums(queries, keys, lambda rows, columns: sample.visible[rows, columns], sample.scaling)
+    visible = sample.seen(sequence)
+    return column_sums(queries, keys, lambda rows, columns: visible[rows, columns], sample.scaling)
 
 
 def allocate(

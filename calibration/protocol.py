@@ -180,6 +180,7 @@ class CacheFormat:
         rotate_keys: queries and keys are rotated after RoPE.
         rotate_values: values are rotated on write; False where weights carry the rotation.
         sink_tokens, key_recent_tokens, value_recent_tokens: tokens in full precision, see `KVScheme`.
+        modality: which tokens go to spans, see `KVScheme`.
         key_bounds, value_bounds: smallest and largest number of each channel, where pages are static and it is known.
     """
 
@@ -190,6 +191,7 @@ class CacheFormat:
     sink_tokens: int = 0
     key_recent_tokens: int = 0
     value_recent_tokens: int = 0
+    modality: str = "all"
     key_bounds: ChannelBounds | None = None
     value_bounds: ChannelBounds | None = None
 

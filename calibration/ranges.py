@@ -109,7 +109,7 @@ def _blocks(sample: AttentionSample, first: int) -> Iterator[_Block]:
             reach = rows.stop
             queries = sample.grouped_queries(sequence)[:, :, rows]
             scores = queries @ keys[:, :, :reach].transpose(2, 3) * sample.scaling
-            visible = sample.visible[rows, :reach]
+            visible = sample.seen(sequence)[rows, :reach]
             weights = _weights(scores, visible)
             yield _Block(sequence, rows, reach, queries, scores, weights, weights @ values[:, :, :reach], visible)
 

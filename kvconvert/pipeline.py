@@ -181,6 +181,7 @@ def _cache_format(scheme: KVScheme, structure: LayerStructure) -> CacheFormat:
         sink_tokens=scheme.sink_tokens,
         key_recent_tokens=scheme.key_recent_tokens,
         value_recent_tokens=scheme.value_recent_tokens,
+        modality=scheme.modality,
     )
 
 

@@ -16,7 +16,7 @@ from kvconvert.calibration.calibquant import (
 )
 from kvconvert.errors import NumericError
 from kvconvert.kernels.quantizer import dequantize, quantize
-from kvconvert.kernels.spans import SpanFormat
+from kvconvert.kernels.spans import SpanFormat, shift_extremes
 
 GRID = (0.0, 1.0, 2.0, 3.0)
 
@@ -190,3 +190,70 @@ def test_nan_is_named_with_its_layer():
     sampler.sample = AttentionSample(queries, keys, keys, 1.0, causal(8))
     with pytest.raises(NumericError, match=r"model\.layers\.0"):
         calibration.solve(work)
+
+
+# --- visual tokens only
+
+
+def test_a_visual_span_is_searched_on_its_own_tokens_and_decoded_by_text():
+    sample = peaked_sample(tokens=40)
+    visual = torch.zeros(2, 40, dtype=torch.bool)
+    visual[0, [3, 4, 5, 9, 10, 17, 22]] = visual[1, [0, 1, 12, 13, 14, 15, 39]] = True
+    arguments = (SpanFormat(1, 1), GRID, GRID, (1.0, 0.6), (1.0, 0.6))
+    found = search_taus(replace(sample, visual=visual), *arguments)
+    error = torch.zeros(4, 4, dtype=torch.float64)
+    count = 0
+    for s in range(2):
+        span = visual[s, :20].nonzero().flatten()
+        for i in range(4):
+            keys = sample.keys[s, i // 2].double()
+            read = keys.clone()
+            read[span] = dequantize(*quantize(keys[span], 1, len(span), 0, 0.6), len(span), 0).double()
+            for t in (~visual[s, 20:]).nonzero().flatten() + 20:
+                q = sample.queries[s, i, t].double() * sample.scaling
+                exact = (keys[: t + 1] @ q).softmax(0)
+                count += int(t) + 1
+                for a, tau1 in enumerate(GRID):
+                    for b, tau2 in enumerate(GRID):
+                        scores = read[: t + 1] @ q
+                        scores[span] = shift_extremes(scores[span], tau1, tau2)
+                        error[a, b] += float((scores.softmax(0) - exact).square().sum())
+    torch.testing.assert_close(found.range_error[1], error / count, rtol=1e-3, atol=0)
+
+
+def visual_work(visual, modality="visual"):
+    work = span_work(24)
+    work.cache = replace(work.cache, modality=modality)
+    work.visual = visual
+    return work
+
+
+def test_the_pass_searches_visual_tokens_where_the_scheme_says_so():
+    visual = torch.zeros(2, 24, dtype=torch.bool)
+    visual[1, 2:9] = True
+    sampler = AttentionSampler(2)
+    result = run_passes([sampler, CalibQuantPass(sampler, GRID)], visual_work(visual))
+    assert sampler.sample.visual.tolist() == visual[1:].tolist()  # sequences without images say nothing
+    everything = AttentionSampler(2)
+    all_tokens = run_passes([everything, CalibQuantPass(everything, GRID)], visual_work(visual, "all"))
+    assert result.plan.keys() == all_tokens.plan.keys() == {*CalibQuantPass.plan_tensors}
+    assert not torch.equal(result.plan["tau_error"], all_tokens.plan["tau_error"])
+    plain = AttentionSampler(2)
+    assert torch.equal(
+        all_tokens.plan["tau_error"], run_passes([plain, CalibQuantPass(plain, GRID)], span_work(24)).plan["tau_error"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("modality", "columns"), [("visual", None), ("visual", []), ("visual", [23]), ("audio", None), ("audio", [2, 3])]
+)
+def test_without_visual_tokens_nothing_is_searched_and_the_record_says_so(modality, columns):
+    visual = None
+    if columns is not None:
+        visual = torch.zeros(2, 24, dtype=torch.bool)
+        visual[:, columns] = True
+    sampler = AttentionSampler(2)
+    result = run_passes([sampler, CalibQuantPass(sampler, GRID)], visual_work(visual, modality))
+    assert result.plan == result.scheme == {}
+    assert f"no {modality} tokens" in result.notes[0]
+    assert "the scheme's own" in result.notes[0]

@@ -228,3 +228,18 @@ def test_boosted_channels_and_norms_enter_the_search():
     keys = KeyFormat(2, 16, 128, 2, 32, boosted=16)
     boosted = key_range_errors(sample, replace(cache, pages=replace(cache.pages, keys=keys)), (1.0,))
     assert float(boosted) < 0.1 * float(plain)
+
+
+def test_sequences_that_differ_in_their_masks_keep_their_own():
+    """As the bidirectional images of Gemma 3 do."""
+    work, seen = layer_work(samples=2, length=12)
+    sampler = AttentionSampler(2)
+    masks = [causal(12)[None, None].clone() for _ in range(2)]
+    masks[0][..., 2:5, 2:5] = masks[1][..., 6:9, 6:9] = True
+    embeddings = seen["model"].model.rotary_emb(seen["hidden"][:1], torch.arange(12)[None])
+    with sampler.observe(work):
+        for hidden, mask in zip(seen["hidden"].split(1), masks, strict=True):
+            work.layer(hidden, position_embeddings=embeddings, attention_mask=mask)
+    sampler.solve(work)
+    assert torch.equal(sampler.sample.visible, torch.cat(masks)[:, 0])
+    assert torch.equal(sampler.sample.seen(1), masks[1][0, 0])
