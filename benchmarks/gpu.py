@@ -3,7 +3,8 @@
     python benchmarks/gpu.py --json benchmarks/results/gpu.json
 
 Takes at most nine minutes on one GPU, compilation included, and needs no transformers. Times are medians of CUDA-event
-timings of graph replays, with inputs beyond the L2 cache in buffers that take turns.
+timings of graph replays, with inputs beyond the L2 cache in buffers that take turns; decode steps are also timed one by
+one.
 """
 
 from __future__ import annotations
@@ -24,9 +25,16 @@ import gpu_decode  # noqa: E402
 import gpu_linear  # noqa: E402
 import gpu_prompt  # noqa: E402
 import gpu_quantize  # noqa: E402
+import gpu_steps  # noqa: E402
 from gpu_timing import copy_bandwidth, matmul_rate  # noqa: E402
 
-SECTIONS = {"decode": gpu_decode, "quantize": gpu_quantize, "prompt": gpu_prompt, "linear": gpu_linear}
+SECTIONS = {
+    "decode": gpu_decode,
+    "quantize": gpu_quantize,
+    "prompt": gpu_prompt,
+    "linear": gpu_linear,
+    "steps": gpu_steps,
+}
 
 
 def main() -> int:

@@ -1,0 +1,433 @@
+"""Decode steps of one layer on a GPU, one after another, with the page flushes that fall into them.
+
+A step is what the runtime launches for one layer and one new token per sequence: tokens are rotated and stored, the
+queries attend to everything stored, and where a sequence has 128 tokens behind its last page, these are quantized.
+Steps that count as whole also have the layer's seven 4-bit Linears, with a row per sequence.
+
+Every step is a CUDA graph, replayed between two events; the host waits for nothing until the last one has run. Tables
+that the runtime writes on the host lie on the device here, and the flag that reports bad numbers is copied to the host
+but not waited for. Flushed pages take the place of others, so that the cache keeps its length. Control loops have the
+same steps without flushes, since a step also grows with the tail of tokens that are not quantized yet.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpu_linear import product, random_weight
+from gpu_quantize import FORMATS
+from gpu_timing import buffers_beyond_cache
+
+from kvconvert.kernels.attention import LayerFormat, attention_reference
+from kvconvert.kernels.decode_plan import Run, SequencePlan, plan_work
+from kvconvert.kernels.gpu import quantize as gpu
+from kvconvert.kernels.gpu.decode import PageTables, Tails, decode_attention, programs_for
+from kvconvert.kernels.gpu.linear_layout import pack_weight
+from kvconvert.kernels.gpu.rotate import append_table, rotate_and_append
+from kvconvert.kernels.pages import (
+    KeyFormat,
+    ValueFormat,
+    dequantize_keys,
+    dequantize_values,
+    empty_keys,
+    empty_values,
+    quantize_keys,
+    quantize_values,
+)
+
+HEADS, GROUP, DIM, PAGE = 8, 4, 128, 128
+DTYPE = torch.bfloat16
+# Inputs and outputs of the layer's Linears: query, key, value, output, gate, up and down projection.
+LINEARS = ((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096))
+CYCLES = 10
+# Cycles of the GPU's clock, about 10 ms, in which the host gets ahead of it.
+HEAD_START = 1 << 24
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A preset's pages, rotation, sinks, and pages of values that stay in full precision behind its quantized ones."""
+
+    keys: KeyFormat
+    values: ValueFormat
+    rotates: bool
+    sinks: int = 0
+    held: int = 0
+
+
+SCHEMES = {
+    "oscar": Scheme(*FORMATS["oscar"], rotates=True),
+    "kitty": Scheme(*FORMATS["kitty"], rotates=False, sinks=32, held=1),
+}
+SIZES = ((1, 131072, False), (32, 8192, False), (32, 8192, True))
+
+
+class SteppedLayer:
+    """One layer's cache of a batch, 128 of whose steps make a cycle.
+
+    Rows complete their pages all in the same step or, `staggered`, one after another at equal distances.
+    """
+
+    def __init__(self, scheme: Scheme, batch: int, tokens: int, staggered: bool, device: torch.device):
+        self.scheme, self.batch, self.device = scheme, batch, device
+        self.format = LayerFormat(scheme.keys, scheme.values)
+        self.pages = (tokens - scheme.sinks) // PAGE - scheme.held
+        self.phases = [row * PAGE // batch if staggered else 0 for row in range(batch)]
+        self.stored = self.pages + scheme.held  # key pages of a row
+        self.key_pages = empty_keys(batch * self.stored, scheme.keys, DTYPE, device)
+        self.value_pages = empty_values(batch * self.pages, scheme.values, DTYPE, device)
+        for pages in (self.key_pages, self.value_pages):
+            for name, tensor in pages.tensors():
+                _fill(name, tensor)
+        key_room, value_room = (-(-(scheme.sinks + (1 + held) * PAGE) // PAGE) * PAGE for held in (0, scheme.held))
+        self.keys, self.values = (
+            torch.randn(batch, HEADS, room, DIM, device=device).to(DTYPE) for room in (key_room, value_room)
+        )
+        self.base = torch.zeros(16, dtype=DTYPE, device=device)
+        self.new = [torch.randn(batch, n, 1, DIM, device=device).to(DTYPE) for n in (HEADS * GROUP, HEADS, HEADS)]
+        self.nbytes = self.key_pages.buffer.nbytes + self.value_pages.buffer.nbytes
+        # New values go as far behind the keys' place as there are values in full precision before them.
+        shifted = [row[:, scheme.held * PAGE :] for row in self.values]
+        self.append_table = append_table(list(self.keys), self.base, shifted, self.base)
+        self.first = [self._tensor([scheme.sinks + n for n in self.before(step)]) for step in range(PAGE)]
+        self.tails = [Tails(self.base, self._tensor(self._tail_rows(step))) for step in range(PAGE)]
+        self._page_tables()
+        self._flush_tables = {step: self._flush_table(self.due(step)) for step in range(PAGE) if self.due(step)}
+        flag = gpu.new_flag(device)
+        self.report = torch.empty(2, dtype=flag.dtype, pin_memory=device.type == "cuda")
+
+    def before(self, step: int) -> list[int]:
+        """Tokens of each row behind its last page and its sinks, before the step's own token."""
+        return [(step + phase) % PAGE for phase in self.phases]
+
+    def due(self, step: int) -> list[int]:
+        """Rows whose page the step's token completes."""
+        return [row for row, count in enumerate(self.before(step)) if count == PAGE - 1]
+
+    def _tensor(self, entries: list) -> torch.Tensor:
+        return torch.tensor(entries, dtype=torch.int64).to(self.device)
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        return (tensor.data_ptr() - self.base.data_ptr()) // tensor.element_size()
+
+    def _tail_rows(self, step: int) -> list[list[int]]:
+        scheme = self.scheme
+        return [
+            [
+                self._address(keys) // 8,
+                keys.stride(0) // 8,
+                self._address(values) // 8,
+                values.stride(0) // 8,
+                scheme.sinks,
+                0,
+                scheme.held * PAGE,
+                scheme.sinks + count + 1,
+            ]
+            for keys, values, count in zip(self.keys, self.values, self.before(step), strict=True)
+        ]
+
+    def _page_tables(self) -> None:
+        """Tables of the pages, and the plans that the runtime makes in the first step after each flush."""
+        key_record, value_record = self.key_pages.record, self.value_pages.record
+        places = torch.randperm(self.batch * self.stored).view(self.batch, self.stored)
+        self.key_places = places
+        self.value_places = torch.randperm(self.batch * self.pages).view(self.batch, self.pages)
+        held = torch.zeros(self.batch, self.scheme.held, dtype=torch.int64)
+        tables = []
+        for chosen, record in ((places, key_record), (torch.cat([self.value_places, held], 1), value_record)):
+            units = chosen.flatten() * (record.stride(0) * record.element_size() // 16)
+            tables.append(torch.cat([units, units[-1:]]).to(self.device))
+        programs = programs_for(self.device, self.format, None, GROUP, 1)
+        plans, self.tables, plan = {}, [], None
+        for step in range(PAGE):
+            if step == 0 or self.due(step - 1):
+                tails = tuple(self.scheme.sinks + count + 1 for count in self.before(step))
+                if tails not in plans:
+                    plans[tails] = plan_work(self._sequences(tails), programs).to(self.device)
+                plan = PageTables(key_record, value_record, *tables, plans[tails])
+            self.tables.append(plan)
+
+    def _sequences(self, tails: tuple[int, ...]) -> list[SequencePlan]:
+        held, full = self.scheme.held, self.pages * PAGE
+        return [
+            SequencePlan(
+                (Run(row * self.stored, row * self.stored + self.pages, full),),
+                tail,
+                held,
+                row * self.stored + self.pages,
+                full,
+                full + held * PAGE,
+            )
+            for row, tail in enumerate(tails)
+        ]
+
+    def _flush_table(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the due rows' pages are and where they go: over the oldest page of the row."""
+        start = self.scheme.sinks
+        return tuple(
+            gpu.page_table(
+                [tokens[row][:, start : start + PAGE] for row in rows],
+                tokens,
+                [pages.buffer[int(places[row, 0])] for row in rows],
+                pages.buffer,
+            )
+            for tokens, pages, places in (
+                (self.keys, self.key_pages, self.key_places),
+                (self.values, self.value_pages, self.value_places),
+            )
+        )
+
+    def step(self, step: int, linears: Linears | None = None, flushes: bool = True) -> torch.Tensor:
+        """What the runtime launches in one step of the cycle; the attention's output [B, Hq, 1, D]."""
+        _, output = self.attend(step)
+        if flushes and self.due(step):
+            self.flush(step)
+        if linears is not None:
+            linears.run()
+        return output
+
+    def attend(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the new tokens and attend; queries as they attend, and the output."""
+        queries = rotate_and_append(
+            *self.new, self.base, self.base, self.append_table, self.first[step], self.scheme.rotates, False
+        )
+        half = 1 if self.scheme.held else 0
+        return queries, decode_attention(
+            queries, self.tables[step], self.tails[step], self.format, DIM**-0.5, half=half
+        )
+
+    def flush(self, step: int) -> None:
+        """As `flush` in runtime/compression.py: both sides' pages, the flags, and what moves up in the buffers."""
+        rows, (key_table, value_table) = self.due(step), self._flush_tables[step]
+        flag = gpu.new_flag(self.device)
+        gpu.quantize_key_pages(self.keys, DIM, key_table, self.scheme.keys, self.key_pages.buffer, flag)
+        self.report[:1].copy_(flag, non_blocking=True)
+        flag = gpu.new_flag(self.device)
+        gpu.quantize_value_pages(self.values, DIM, value_table, self.scheme.values, self.value_pages.buffer, flag)
+        self.report[1:].copy_(flag, non_blocking=True)
+        if self.scheme.held:
+            start, stop = self.scheme.sinks, self.scheme.sinks + self.scheme.held * PAGE
+            for row in rows:
+                buffer = self.values[row]
+                buffer[:, start:stop] = buffer[:, start + PAGE : stop + PAGE].clone()
+
+
+class Linears:
+    """The Linears of one layer, each with rows of its own."""
+
+    def __init__(self, rows: int, device: torch.device):
+        self.weights = [pack_weight(random_weight(*shape, 128, device)) for shape in LINEARS]
+        self.inputs = {shape[0]: torch.randn(rows, shape[0], device=device).to(DTYPE) for shape in LINEARS}
+
+    def run(self) -> None:
+        """One product each."""
+        for weight in self.weights:
+            product(self.inputs[weight.inputs], weight)
+
+
+def _fill(name: str, tensor: torch.Tensor) -> None:
+    if name == "channels":
+        tensor.copy_(torch.arange(tensor.shape[-1], dtype=tensor.dtype, device=tensor.device).expand(tensor.shape))
+    elif tensor.dtype == torch.int16:
+        tensor.random_(-(1 << 15), 1 << 15)
+    elif name in ("scale", "norm"):
+        tensor.uniform_(0.5, 1.5)
+    else:
+        tensor.normal_()
+
+
+def check(device: torch.device) -> list[dict[str, Any]]:
+    """Steps against float64 attention over what is stored, and flushed pages against the reference."""
+    rows = []
+    torch.manual_seed(0)
+    for name, scheme in SCHEMES.items():
+        for staggered in (False, True):
+            layer = SteppedLayer(scheme, 2, 3 * PAGE + scheme.sinks, staggered, device)
+            # What other steps would have stored is random, too.
+            for step in (0, 63, 64, PAGE - 1):
+                queries, output = layer.attend(step)
+                case, error = f"{name}, step {step}{', staggered' * staggered}", 0.0
+                for row in range(layer.batch):
+                    wanted = attention_reference(queries[row].cpu(), *_stored(layer, row, step), None, DIM**-0.5)
+                    found = output[row].double().cpu()
+                    error = max(error, float((found - wanted).abs().max() / wanted.square().mean().sqrt()))
+                rows.append(_result("decode step", case, error, 5e-2))
+                if layer.due(step):
+                    rows += _check_flush(layer, step, case)
+    return rows
+
+
+def _result(kernel: str, case: str, error: float, tolerance: float) -> dict[str, Any]:
+    return {"kernel": kernel, "case": case, "error": error, "tolerance": tolerance, "passed": error <= tolerance}
+
+
+def _stored(layer: SteppedLayer, row: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [H, n, D] of a row as they are stored, in the order of pages, half pages, sinks and tail."""
+    scheme, end = layer.scheme, layer.scheme.sinks + layer.before(step)[row] + 1
+    keys = dequantize_keys(layer.key_pages, scheme.keys).transpose(2, 3).cpu()[layer.key_places[row]]
+    values = dequantize_values(layer.value_pages, scheme.values).cpu()[layer.value_places[row]]
+    held = scheme.held * PAGE
+    key_rows, value_rows = layer.keys[row].float().cpu(), layer.values[row].float().cpu()
+    parts = (
+        [keys.transpose(0, 1).flatten(1, 2), key_rows[:, :end]],
+        [
+            values.transpose(0, 1).flatten(1, 2),
+            value_rows[:, scheme.sinks : scheme.sinks + held],
+            value_rows[:, : scheme.sinks],
+            value_rows[:, scheme.sinks + held : end + held],
+        ],
+    )
+    return tuple(torch.cat(part, 1) for part in parts)
+
+
+def _check_flush(layer: SteppedLayer, step: int, case: str) -> list[dict[str, Any]]:
+    """Flush, and compare the pages with the reference on a CPU, and what moved up with what it was."""
+    scheme, start = layer.scheme, layer.scheme.sinks
+    keys, values = layer.keys.cpu().clone(), layer.values.cpu().clone()
+    layer.flush(step)
+    rows = []
+    for row in layer.due(step):
+        tokens = keys[row : row + 1, :, start : start + PAGE]
+        place = int(layer.key_places[row, 0])
+        found = dequantize_keys(layer.key_pages.select(slice(place, place + 1)), scheme.keys).cpu()
+        wanted = dequantize_keys(quantize_keys(tokens, scheme.keys), scheme.keys)
+        rows.append(_result("flush, keys", f"{case}, row {row}", float((found - wanted).norm() / wanted.norm()), 1e-2))
+        tokens = values[row : row + 1, :, start : start + PAGE]
+        place = int(layer.value_places[row, 0])
+        found = dequantize_values(layer.value_pages.select(slice(place, place + 1)), scheme.values).cpu()
+        wanted = dequantize_values(quantize_values(tokens, scheme.values), scheme.values)
+        rows.append(
+            _result("flush, values", f"{case}, row {row}", float((found - wanted).norm() / wanted.norm()), 1e-3)
+        )
+        stop = start + scheme.held * PAGE
+        moved = torch.equal(layer.values[row, :, start:stop].cpu(), values[row, :, start + PAGE : stop + PAGE])
+        rows.append(_result("flush, what moves up", f"{case}, row {row}", float(not moved), 0.5))
+    return rows
+
+
+def measure(device: torch.device) -> list[dict[str, Any]]:
+    """Every scheme and size, with and without the Linears, with flushes and without."""
+    rows = []
+    for name, scheme in SCHEMES.items():
+        for batch, tokens, staggered in SIZES:
+            first = SteppedLayer(scheme, batch, tokens, staggered, device)
+            count = buffers_beyond_cache(first.nbytes)
+            layers = [first] + [SteppedLayer(scheme, batch, tokens, staggered, device) for _ in range(count - 1)]
+            linears = Linears(batch, device)
+            for whole in (False, True):
+                rows.append(
+                    {
+                        "operation": "decode steps",
+                        "scheme": name,
+                        "batch": batch,
+                        "tokens": tokens,
+                        "staggered": staggered,
+                        "linears": whole,
+                        "case": _case(name, batch, tokens, staggered, whole),
+                        **_compare(layers, linears if whole else None),
+                    }
+                )
+                _print(rows[-1])
+            del first, layers, linears
+            gc.collect()
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _case(name: str, batch: int, tokens: int, staggered: bool, whole: bool) -> str:
+    rows = "" if batch == 1 else ", one row after another" if staggered else ", all rows at once"
+    return f"{name}, {batch} x {tokens:,}{rows}, {'with Linears' if whole else 'attention alone'}"
+
+
+def _compare(layers: list[SteppedLayer], linears: Linears | None) -> dict[str, Any]:
+    first = layers[0]
+    due = [step for step in range(PAGE) if first.due(step)]
+    with_flushes, without = (step_graphs(layers, linears, flushes) for flushes in (True, False))
+    times = step_times(with_flushes)
+    control = step_times(without)
+    flush = statistics.median(times[i] for i in range(len(times)) if i % PAGE in due)
+    flush -= statistics.median(control[i] for i in range(len(control)) if i % PAGE in due)
+    return {
+        "steps": len(times),
+        "flush_steps": len(due) / PAGE,
+        "us": _summary(times),
+        "us_without_flushes": _summary(control),
+        "flush_us": flush,
+        "amortised": flush * len(due) / PAGE / statistics.mean(control),
+        "p99_over_median": _summary(times)["p99"] / _summary(times)["median"] - 1,
+        "p99_over_control": _summary(times)["p99"] / _summary(control)["p99"] - 1,
+        # Medians by how far the cycle has come, of steps without a flush.
+        "us_by_sixteenth": [
+            statistics.median(control[i] for i in range(len(control)) if i % PAGE // 8 == part) for part in range(16)
+        ],
+    }
+
+
+def _summary(times: list[float]) -> dict[str, float]:
+    ordered = sorted(times)
+
+    def at(share: float) -> float:
+        return ordered[math.ceil(share * len(ordered)) - 1]
+
+    return {
+        "median": statistics.median(ordered),
+        "mean": statistics.mean(ordered),
+        "p99": at(0.99),
+        "p99.5": at(0.995),
+        "max": ordered[-1],
+    }
+
+
+def step_graphs(layers: list[SteppedLayer], linears: Linears | None, flushes: bool) -> list[Callable[[], None]]:
+    """Replays of the cycle's steps, each captured over the next of the layers."""
+    # Memory of the intermediate results is shared: one step's are not needed in the next.
+    pool, stream, graphs = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), []
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for step in (0, PAGE - 1):
+            layers[0].step(step, linears, flushes)
+        torch.cuda.synchronize()
+        for step in range(PAGE):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=pool)
+            layers[step % len(layers)].step(step, linears, flushes)
+            graph.capture_end()
+            graphs.append(graph.replay)
+    torch.cuda.synchronize()
+    return graphs
+
+
+def step_times(graphs: list[Callable[[], None]]) -> list[float]:
+    """Microseconds of each step of some cycles after one that is not counted."""
+    steps = (CYCLES + 1) * len(graphs)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    torch.cuda._sleep(HEAD_START)
+    events[0].record()
+    for i in range(steps):
+        graphs[i % len(graphs)]()
+        events[i + 1].record()
+    torch.cuda.synchronize()
+    return [events[i].elapsed_time(events[i + 1]) * 1e3 for i in range(len(graphs), steps)]
+
+
+def _print(row: dict[str, Any]) -> None:
+    figures = "  ".join(f"{name} {value:.1f}" for name, value in row["us"].items())
+    control = "  ".join(f"{name} {value:.1f}" for name, value in row["us_without_flushes"].items())
+    print(f"{row['case']}: {figures}", flush=True)
+    print(f"  without: {control}; flush {row['flush_us']:.1f} us, amortised {row['amortised']:.2%}", flush=True)
+
+
+def _lines(device: torch.device) -> Iterator[dict[str, Any]]:
+    yield from check(device)
+    yield from measure(device)
+
+
+if __name__ == "__main__":
+    for line in _lines(torch.device("cuda")):
+        print(line)
