@@ -3,6 +3,10 @@
 Means and second moments take in every calibration token. Inputs that a search evaluates again and again are a sample
 of at most `LOSS_TOKENS` tokens: evenly spaced whole sequences for attention, which mixes tokens, and else every n-th
 token. So memory does not grow with the data, and the sample depends only on the number and length of sequences.
+
+A routed expert sees the tokens that the router sends it, so its inputs are gathered apart, at most `EXPERT_TOKENS` of
+them as a sample. Where they are fewer than `MIN_EXPERT_TOKENS`, the layer's sampled tokens are all sent through the
+expert and take their place: what it would see if it were chosen for everything.
 """
 
 from __future__ import annotations
@@ -19,11 +23,13 @@ from kvconvert.calibration.protocol import LayerStructure
 from kvconvert.errors import NumericError
 
 LOSS_TOKENS = 2048  # on the reference model 1024, 2048 and 4096 tokens lead to the same KL within 2 %
+EXPERT_TOKENS = 512
+MIN_EXPERT_TOKENS = 128
 
 
 @dataclass
 class Observed:
-    """What the search needs to know of a layer's activations. Keys are Linear names.
+    """What the search needs to know of a layer's activations. Keys are names of Linears (or routers).
 
     Attributes:
         mean_abs: mean |x| per input channel over all tokens, [in]; one entry per distinct input, under its first
@@ -33,6 +39,7 @@ class Observed:
         sequences: inputs of the attention module, [n, T, hidden].
         tokens: inputs of other modules at sampled tokens, [n, in], under the same keys as `mean_abs`.
         attention_kwargs: the attention module's other arguments for each of these sequences, as a batch of one.
+        routed: calibration tokens that each expert was chosen for.
     """
 
     mean_abs: dict[str, Tensor] = field(default_factory=dict)
@@ -40,6 +47,7 @@ class Observed:
     sequences: Tensor | None = None
     tokens: dict[str, Tensor] = field(default_factory=dict)
     attention_kwargs: tuple[dict[str, Any], ...] = ()
+    routed: tuple[int, ...] = ()
 
     def sequence_chunks(self, tokens: int) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """`sequences` with their arguments, as many at a time as have the same ones and about `tokens` tokens."""
@@ -91,10 +99,12 @@ class ActivationRecorder:
         self._sequences: list[Tensor] = []
         self._seen: dict[str, int] = {}
         self._attention_kwargs: list[dict[str, Any]] = []
+        self._strides: dict[str, int] = {}
+        self._routed: tuple[int, ...] = ()
 
     @contextmanager
     def attached(self, layer: nn.Module) -> Iterator[None]:
-        """Hooks on the layer, removed on leaving."""
+        """Hooks on the layer, removed on leaving; before that, experts that saw few tokens are shown the layer's."""
         with ExitStack() as hooks:
             for point in input_points(self.structure):
                 handle = layer.get_submodule(point).register_forward_pre_hook(self._linear_hook(point))
@@ -102,6 +112,8 @@ class ActivationRecorder:
             attention = layer.get_submodule(self.structure.attention)
             hooks.callback(attention.register_forward_pre_hook(self._attention_hook, with_kwargs=True).remove)
             yield
+            if self.structure.experts is not None:
+                self._show_neglected_experts(layer)
 
     def _linear_hook(self, point: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -110,14 +122,40 @@ class ActivationRecorder:
             for sums, values in ((self._abs, x.abs().sum(0)), (self._moment, groups.transpose(1, 2) @ groups)):
                 sums[point] = sums[point] + values.double() if point in sums else values.double()
             seen = self._seen.get(point, 0)
+            self._seen[point] = seen + x.shape[0]
+            experts = self.structure.experts
+            owner = None if experts is None else experts.owner(point)
+            if owner is not None:
+                if point == experts.linears(owner)[2]:  # of others, only the moments are searched on
+                    self._sample_expert(point, x, seen)
+                return
             index = torch.arange(seen, seen + x.shape[0], device=x.device)
             # Each sequence starts one token later, lest a stride that divides their length meets the same positions in
             # all.
             kept = (index + index // self.seq_len) % self._stride == 0
             self._tokens.setdefault(point, []).append(x[kept])
-            self._seen[point] = seen + x.shape[0]
 
         return record
+
+    def _sample_expert(self, point: str, x: Tensor, seen: int) -> None:
+        """Add to a sample of every n-th token, thinned out whenever it grows beyond `EXPERT_TOKENS`."""
+        stride = self._strides.get(point, 1)
+        kept = torch.cat([*self._tokens.get(point, []), x[(-seen) % stride :: stride]])
+        while len(kept) > EXPERT_TOKENS:
+            kept, stride = kept[::2], 2 * stride
+        self._tokens[point], self._strides[point] = [kept], stride
+
+    def _show_neglected_experts(self, layer: nn.Module) -> None:
+        experts = self.structure.experts
+        self._routed = tuple(self._seen.get(experts.linears(e)[0], 0) for e in range(experts.count))
+        shared_input = shared_point(self.structure, experts.linears(0)[0])
+        tokens = torch.cat(self._tokens[shared_input])
+        for number, count in enumerate(self._routed):
+            if count < MIN_EXPERT_TOKENS:
+                for name in experts.linears(number):
+                    for gathered in (self._abs, self._moment, self._tokens, self._seen, self._strides):
+                        gathered.pop(name, None)
+                layer.get_submodule(experts.module).compute(number, tokens)
 
     def _attention_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kwargs = dict(kwargs)
@@ -141,14 +179,25 @@ class ActivationRecorder:
             sequences=torch.cat(self._sequences),
             tokens={point: torch.cat(parts) for point, parts in self._tokens.items()},
             attention_kwargs=tuple(self._attention_kwargs),
+            routed=self._routed,
         )
 
 
 def input_points(structure: LayerStructure) -> tuple[str, ...]:
-    """One module per distinct input of the layer's Linears."""
-    return tuple(dict.fromkeys(point_of(structure, linear) for linear in structure.linears))
+    """One module per distinct input of the layer's Linears: those of norms, and those of each expert apart."""
+    points = dict.fromkeys(shared_point(structure, linear) for linear in structure.linears)
+    return tuple(points | dict.fromkeys(point_of(structure, linear) for linear in structure.linears))
 
 
 def point_of(structure: LayerStructure, linear: str) -> str:
-    """The input point that a Linear reads."""
+    """The input point that a Linear reads: an expert's gate and up projection read the expert's own tokens."""
+    number = None if structure.experts is None else structure.experts.owner(linear)
+    if number is None:
+        return shared_point(structure, linear)
+    gate, _, down = structure.experts.linears(number)
+    return down if linear == down else gate
+
+
+def shared_point(structure: LayerStructure, linear: str) -> str:
+    """The first reader of the norm that a Linear reads, which sees every token; the Linear itself without a norm."""
     return next((group.readers[0] for group in structure.norm_groups if linear in group.readers), linear)

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvconvert.calibration.activations import ActivationRecorder, Observed, point_of
+from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationRecorder, Observed, point_of
 from kvconvert.calibration.protocol import (
     CalibrationPass,
     LayerStructure,
@@ -86,6 +86,12 @@ class Scaling:
 def _label(producer: str | Projection | None, readers: tuple[str, ...]) -> str:
     name = producer.linear if isinstance(producer, Projection) else producer or "(no norm)"
     return f"{name} -> {', '.join(readers)}"
+
+
+def _short(label: str) -> str:
+    """A label without the hundreds of readers that a layer of experts has."""
+    readers = label.split(", ")
+    return label if len(readers) <= 8 else f"{readers[0]} and {len(readers) - 1} more"
 
 
 def candidate_scale(statistic: Tensor, ratio: float) -> Tensor:
@@ -290,7 +296,7 @@ def _search_norm_group(
         chunks = list(observed.sequence_chunks(_CHUNK_TOKENS))
     else:
         chunks = [(chunk.unsqueeze(0), {}) for chunk in observed.tokens[point].split(_CHUNK_TOKENS)]
-    readers = [layer.get_submodule(reader) for reader in group.readers]
+    readers = [layer.get_submodule(reader) for reader in group.readers if reader not in structure.unquantized]
     norm = layer.get_submodule(group.norm)
 
     def forward(chunk: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -431,16 +437,27 @@ class AwqPass(CalibrationPass):
         apply_clips(work.layer, clips, self.group_size)
         statistics = {
             "scales": {
-                s.label: {"ratio": s.ratio, "loss_before": s.loss_before, "loss_after": s.loss_after}
+                _short(s.label): {"ratio": s.ratio, "loss_before": s.loss_before, "loss_after": s.loss_after}
                 for s in self._scalings
             },
             "clips": {name: {"loss_before": before, "loss_after": after} for name, (_, before, after) in clips.items()},
         }
-        reasons = {}
+        reasons: dict[str, str] = {}
         for label, reason in self._skipped.items():
             for linear in re.split(" -> |, ", label):
                 if linear in work.structure.linears:
-                    reasons[linear] = f"AWQ scaling {label} skipped: {reason}"
+                    reasons[linear] = f"AWQ scaling {_short(label)} skipped: {reason}"
+        experts = work.structure.experts
+        if experts is not None:
+            statistics["tokens_per_expert"] = list(self._observed.routed)
+            for number, count in enumerate(self._observed.routed):
+                if count < MIN_EXPERT_TOKENS:
+                    note = (
+                        f"the expert was chosen for {count} calibration tokens, fewer than {MIN_EXPERT_TOKENS}: "
+                        "calibrated on tokens of the whole layer"
+                    )
+                    for linear in experts.linears(number):
+                        reasons[linear] = "; ".join(filter(None, (reasons.get(linear), note)))
         self._result = PassResult(statistics=statistics, reasons=reasons)
 
     def result(self) -> PassResult:

@@ -110,6 +110,35 @@ class ScalingPair:
 
 
 @dataclass(frozen=True)
+class RoutedExperts:
+    """The Linears of a layer's routed experts: expert 3's are "{module}.3.{gate}" and so on.
+
+    Attributes:
+        module: hands each expert the tokens that the router chose it for; its `compute(number, tokens)` runs one
+            expert on given tokens, [n, hidden] to [n, hidden].
+        count: how many experts there are.
+        gate, up, down: names within an expert.
+    """
+
+    module: str
+    count: int
+    gate: str
+    up: str
+    down: str
+
+    def linears(self, number: int) -> tuple[str, str, str]:
+        """Gate, up and down projection of one expert."""
+        return tuple(f"{self.module}.{number}.{name}" for name in (self.gate, self.up, self.down))
+
+    def owner(self, linear: str) -> int | None:
+        """The expert that a Linear belongs to; None for others."""
+        if not linear.startswith(f"{self.module}."):
+            return None
+        number = linear[len(self.module) + 1 :].split(".")[0]
+        return int(number) if number.isdigit() else None
+
+
+@dataclass(frozen=True)
 class LayerStructure:
     """The names of a decoder layer's parts, relative to the layer, and what may be done to them.
 
@@ -126,6 +155,7 @@ class LayerStructure:
         value_obstacle: why no scale may move from value to output; None where it may.
         unquantized: modules with a weight matrix that is kept, with the reason. Readers of a norm are scaled with it
             all the same.
+        experts: the routed ones, whose Linears are among the readers and pairs; None in a dense layer.
     """
 
     attention: str
@@ -141,6 +171,7 @@ class LayerStructure:
     fold_obstacle: str | None = None
     value_obstacle: str | None = None
     unquantized: dict[str, str] = field(default_factory=dict)
+    experts: RoutedExperts | None = None
 
     @property
     def named(self) -> tuple[str, ...]:

@@ -34,18 +34,24 @@ def separate_experts(layer: nn.Module, roles: ExpertRoles) -> nn.Module:
             separate = SeparateExperts(fused, roles, lambda i, o, bias: nn.Linear(i, o, bias))
         weights = {f"{name}.{kind}": parameter for kind, parameter in fused.named_parameters(recurse=False)}
         layer.set_submodule(name, separate)
-        split = split_fused(layer, weights)
+        split = split_fused(layer, weights, type(layer).__name__)
         separate.load_state_dict({key.removeprefix(f"{name}."): value for key, value in split.items()}, assign=True)
         separate.train(fused.training)
     return layer
 
 
-def split_fused(layer: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def expert_modules(layer: nn.Module) -> tuple[str, ...]:
+    """Name prefixes of a layer's experts that were taken apart ("mlp.experts.")."""
+    return tuple(f"{name}." for name, module in layer.named_modules() if isinstance(module, SeparateExperts))
+
+
+def split_fused(layer: nn.Module, tensors: Mapping[str, Tensor], layer_name: str) -> dict[str, Tensor]:
     """Tensors of a layer with those of fused experts cut into one per expert and projection (views).
 
     Args:
         layer: with separate experts.
         tensors: by name within the layer; experts fused as in transformers, or apart already.
+        layer_name: for messages.
 
     Raises:
         CheckpointError: a fused tensor whose shape does not fit the layer's experts.
@@ -59,7 +65,8 @@ def split_fused(layer: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Te
                     continue
                 if tuple(tensor.shape) != shape:
                     raise CheckpointError(
-                        f"{name}.{kind} has shape {list(tensor.shape)} where config.json asks for {list(shape)}."
+                        f"{layer_name}.{name}.{kind} has shape {list(tensor.shape)} where config.json asks for "
+                        f"{list(shape)}."
                     )
                 result |= {f"{name}.{part}": value for part, value in _split(module, kind, tensor).items()}
     return result

@@ -14,6 +14,8 @@ from transformers import PretrainedConfig
 from kvconvert.adapters import Adapter
 from kvconvert.calibration.protocol import RECORDING_ATTENTION, LayerStructure
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.experts import separate_experts, split_fused
+from kvconvert.runtime.experts import ExpertRoles
 from kvconvert.runtime.load import model_class
 from kvconvert.source import SourceModel
 from kvconvert.workdir import HiddenStates
@@ -35,7 +37,23 @@ class LayerRunner:
         self.source = source.named_as(self.model)
         self._arguments: list[dict[str, Any]] | None = None
         if adapter is not None:
+            self._separate_experts()
             adapter.check(self.model)
+
+    def _separate_experts(self) -> None:
+        """Give every routed expert of the model Linears of its own, by the names in the layers' structures."""
+        for index in range(self.num_layers):
+            experts = self.structure(index).experts
+            if experts is not None:
+                roles = ExpertRoles(experts.gate, experts.up, experts.down)
+                separate_experts(self.model.get_submodule(self.layer_name(index)), roles)
+
+    def expert_modules(self) -> tuple[str, ...]:
+        """Full name prefixes of the routed experts of all layers ("model.layers.3.mlp.experts.")."""
+        if self.adapter is None:
+            return ()
+        structures = [(self.layer_name(index), self.structure(index).experts) for index in range(self.num_layers)]
+        return tuple(f"{name}.{experts.module}." for name, experts in structures if experts is not None)
 
     def structure(self, index: int) -> LayerStructure | None:
         """Names of a decoder layer's parts; None without an adapter."""
@@ -66,14 +84,15 @@ class LayerRunner:
         layer = copy.deepcopy(self.model.get_submodule(name)).eval()
         expected = {key: tuple(value.shape) for key, value in layer.state_dict().items()}
         stored = {key.removeprefix(f"{name}."): key for key in self.source.names(f"{name}.") if not _is_derived(key)}
-        for key in sorted({*expected, *stored}):
-            if key not in stored:
+        tensors = dict(zip(stored, self.source.read_finite(stored.values()).values(), strict=True))
+        tensors = split_fused(layer, tensors, name)
+        for key in sorted({*expected, *tensors}):
+            if key not in tensors:
                 raise CheckpointError(f"The checkpoint lacks {name}.{key}; it does not fit its config.json.")
             if key not in expected:
                 raise CheckpointError(
                     f"The checkpoint holds {name}.{key}, which a {self.config.model_type} model does not have."
                 )
-        tensors = dict(zip(stored, self.source.read_finite(stored.values()).values(), strict=True))
         for key, tensor in tensors.items():
             if tuple(tensor.shape) != expected[key]:
                 raise CheckpointError(

@@ -38,6 +38,7 @@ from kvconvert.calibration.ranges import RangePass
 from kvconvert.calibration.static_scales import StaticScalesPass
 from kvconvert.data import TokenData, load_token_samples
 from kvconvert.errors import CheckpointError, DataError, NumericError, RecipeError, UsageError
+from kvconvert.experts import expert_modules
 from kvconvert.kernels.awq_format import quantize_weight
 from kvconvert.kernels.hadamard import hadamard_kind
 from kvconvert.kernels.quantizer import GroupRangeError
@@ -277,7 +278,11 @@ def _converted_tensors(work: LayerWork, dtypes: dict[str, torch.dtype], weights:
     Everything else is stored in the source's dtype: exactly the source's bytes where no pass changed it.
     """
     tensors = {}
+    # The source's own form of experts is copied, which may be a fused one.
+    copied = expert_modules(work.layer) if weights.method == "none" else ()
     for name, parameter in work.layer.state_dict().items():
+        if name.startswith(copied):
+            continue
         module, _, kind = name.rpartition(".")
         full = f"{work.name}.{module}"
         if weights.method != "none" and kind == "weight" and module in work.structure.linears:
@@ -292,9 +297,15 @@ def _converted_tensors(work: LayerWork, dtypes: dict[str, torch.dtype], weights:
 
 
 def _layer_coverage(work: LayerWork, weights: WeightsRecipe, reasons: dict[str, str]) -> list[ModuleCoverage]:
-    coverage = []
+    copied = expert_modules(work.layer) if weights.method == "none" else ()
+    coverage = [
+        ModuleCoverage(
+            name=f"{work.name}.{name}".rstrip("."), kind="other", treatment="kept", reason="the recipe keeps weights"
+        )
+        for name in copied
+    ]
     for name, module in work.layer.named_modules():
-        if not any(True for _ in module.parameters(recurse=False)):
+        if name.startswith(copied) or not any(True for _ in module.parameters(recurse=False)):
             continue
         full, linear = f"{work.name}.{name}", name in work.structure.linears
         if linear and weights.method != "none":
@@ -310,7 +321,10 @@ def _layer_coverage(work: LayerWork, weights: WeightsRecipe, reasons: dict[str, 
         else:
             reason = work.structure.unquantized.get(name, "norms and other vectors keep the source's dtype")
             reason = "the recipe keeps weights" if linear else reason
-            coverage.append(ModuleCoverage(name=full, kind=_kind(module), treatment="kept", reason=reason))
+            # A router is a matrix for engines too, which have to be told that it is not quantized.
+            matrix = name in work.structure.unquantized and getattr(module, "weight", None) is not None
+            kind = "linear" if matrix else _kind(module)
+            coverage.append(ModuleCoverage(name=full, kind=kind, treatment="kept", reason=reason))
     return coverage
 
 
@@ -375,7 +389,12 @@ def _initial_state(
     source, adapter = runner.source, runner.adapter
     prefix = f"{adapter.layers}." if adapter else None
     names = source.tensor_names
-    kept = sorted(stored for name, stored in names.stored.items() if prefix is None or not name.startswith(prefix))
+    # A checkpoint may hold more layers than the model has (for predicting several tokens); they are copied too.
+    written = () if adapter is None else tuple(f"{runner.layer_name(i)}." for i in range(runner.num_layers))
+    copied = runner.expert_modules() if recipe.weights.method == "none" else ()
+    kept = sorted(
+        stored for name, stored in names.stored.items() if not name.startswith(written) or name.startswith(copied)
+    )
     modules = [
         names.locate(
             ModuleCoverage(

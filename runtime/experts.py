@@ -120,7 +120,8 @@ class SeparateExperts(nn.Module):
                 roles.down: make_linear(intermediate, hidden, bias),
             }
             self.add_module(str(expert), nn.ModuleDict(linears))
-        self.gating = _without_weights(fused)
+        # Not a child: transformers would initialise the weights that a module of this class ought to have.
+        self.__dict__["gating"] = _without_weights(fused)
 
     def experts(self) -> Iterator[nn.ModuleDict]:
         """The experts in order."""
@@ -152,6 +153,10 @@ class SeparateExperts(nn.Module):
             start += count
         weighted = outputs * top_k_weights.reshape(-1, 1)
         return weighted.view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+
+    def compute(self, number: int, tokens: Tensor) -> Tensor:
+        """What one expert makes of tokens [n, hidden], before any score."""
+        return self._expert(self.get_submodule(str(number)), tokens)
 
     def _scored(self, hidden_states: Tensor) -> Tensor:
         # Without biases an expert makes zeros of zeros: only its own tokens, which are not zero, need to be computed.

@@ -6,11 +6,12 @@ from transformers import PretrainedConfig
 
 from kvconvert.adapters.adapter import Adapter, LayerNames, Variant, head_dim
 from kvconvert.adapters.dense import DENSE
+from kvconvert.adapters.mixture import MIXTURES
 from kvconvert.errors import UnsupportedModelError
 
 __all__ = ["ADAPTERS", "Adapter", "LayerNames", "Variant", "find_adapter", "head_dim", "require_adapter"]
 
-ADAPTERS = {adapter.model_type: adapter for adapter in DENSE}
+ADAPTERS = {adapter.model_type: adapter for adapter in (*DENSE, *MIXTURES)}
 
 
 def find_adapter(config: PretrainedConfig) -> Adapter | None:

@@ -83,11 +83,11 @@ def test_fused_tensors_fill_a_layer_without_weights_and_separate_ones_pass_throu
     fused = source.state_dict()
     with torch.device("meta"):
         empty = separate_experts(tiny(model_type).model.layers[1].to("meta"), EXPERT_ROLES[0])
-    split = split_fused(empty, fused)
+    split = split_fused(empty, fused, "layers.1")
     expected = separate_experts(source, EXPERT_ROLES[0]).state_dict()
     assert split.keys() == expected.keys() == empty.state_dict().keys()
     assert all(torch.equal(split[name], expected[name]) for name in expected)
-    assert split_fused(empty, split) == split
+    assert split_fused(empty, split, "layers.1") == split
 
 
 def test_a_fused_tensor_of_another_shape_is_refused_by_name():
@@ -95,8 +95,8 @@ def test_a_fused_tensor_of_another_shape_is_refused_by_name():
     tensors = layer.state_dict()
     tensors["mlp.experts.down_proj"] = tensors["mlp.experts.down_proj"][:3]
     separate_experts(layer, EXPERT_ROLES[0])
-    with pytest.raises(CheckpointError, match=r"mlp.experts.down_proj has shape \[3, 64, 96\] .* \[4, 64, 96\]"):
-        split_fused(layer, tensors)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.experts\.down_proj has shape \[3, 64, 96\] .*\[4, "):
+        split_fused(layer, tensors, "layers.0")
 
 
 def test_experts_of_an_unknown_kind_are_refused():
