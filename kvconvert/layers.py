@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from kvconvert.adapters import Adapter
 from kvconvert.calibration.protocol import RECORDING_ATTENTION, LayerStructure
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
 from kvconvert.experts import separate_experts, split_fused
+from kvconvert.prologue import CalibrationInputs, Prologue, fill
 from kvconvert.runtime.experts import ExpertRoles
 from kvconvert.runtime.load import model_class
 from kvconvert.source import SourceModel
@@ -35,7 +37,7 @@ class LayerRunner:
         self.adapter, self.device = adapter, device
         self.model = _build_without_weights(source)
         self.source = source.named_as(self.model)
-        self._arguments: list[dict[str, Any]] | None = None
+        self._prologue: Prologue | None = None
         if adapter is not None:
             self._separate_experts()
             adapter.check(self.model)
@@ -83,7 +85,8 @@ class LayerRunner:
         name = self.layer_name(index)
         layer = copy.deepcopy(self.model.get_submodule(name)).eval()
         expected = {key: tuple(value.shape) for key, value in layer.state_dict().items()}
-        stored = {key.removeprefix(f"{name}."): key for key in self.source.names(f"{name}.") if not _is_derived(key)}
+        stored = {key.removeprefix(f"{name}."): key for key in self.source.names(f"{name}.")}
+        stored = {key: full for key, full in stored.items() if key in expected or not self._is_derived(full)}
         tensors = dict(zip(stored, self.source.read_finite(stored.values()).values(), strict=True))
         tensors = split_fused(layer, tensors, name)
         for key in sorted({*expected, *tensors}):
@@ -99,41 +102,48 @@ class LayerRunner:
                     f"{name}.{key} has shape {list(tensor.shape)} where config.json asks for {list(expected[key])}."
                 )
         dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
-        layer.load_state_dict({key: t.to(self.device, torch.float32) for key, t in tensors.items()}, assign=True)
-        return layer.requires_grad_(False), dtypes
+        fill(layer, self.model, tensors, self.device)
+        return layer, dtypes
 
-    def embed(self, ids: Tensor) -> Iterator[Tensor]:
-        """Input of the first layer, in batches of sequences: float32 [n, length, hidden]."""
-        name = "model.embed_tokens.weight"
-        weight = self.source.read_finite([name])[name]
-        for start, stop in _batches(*ids.shape):
-            yield nn.functional.embedding(ids[start:stop], weight).float().to(self.device)
+    def _is_derived(self, name: str) -> bool:
+        """Buffers that old checkpoints store although models compute them."""
+        ignored = self.model._keys_to_ignore_on_load_unexpected or ()
+        return name.endswith(".rotary_emb.inv_freq") or any(re.search(pattern, name) for pattern in ignored)
 
-    def arguments(self, index: int, length: int) -> dict[str, Any]:
-        """What the model itself passes to a decoder layer besides hidden states: mask, rotary embeddings, positions.
+    def begin(self, inputs: CalibrationInputs) -> None:
+        """Say what the model will be calibrated with; before `first_input` and `forward`."""
+        self._prologue = Prologue(inputs, self.adapter.layers)
 
-        Found by running the model's own forward once with recorders in the place of its layers, for one sequence; every
-        tensor broadcasts over a batch.
+    def first_input(self) -> Iterator[Tensor]:
+        """Input of the first layer, sample by sample: float32 [1, length, hidden]."""
+        name = self.adapter.base
+        base = copy.deepcopy(self.model.get_submodule(name))
+        layers = self.adapter.layers.removeprefix(f"{name}.")
+        outside = [key for key in base.state_dict() if not key.startswith(f"{layers}.")]
+        tensors = self.source.read_finite([f"{name}.{key}" for key in outside])
+        fill(base, base, dict(zip(outside, tensors.values(), strict=True)), self.device)
+        yield from self._prologue.run(base, base.get_submodule(layers), self.device)
+
+    def forward(
+        self, layer: nn.Module, inputs: HiddenStates, index: int
+    ) -> Iterator[tuple[Tensor, dict[str, Any], Tensor]]:
+        """Run a layer over its inputs, batch by batch.
+
+        Yields:
+            input, the layer's other arguments, and what the next layer gets: output and what the model adds to it.
+
+        Raises:
+            NumericError: an output is not finite.
         """
-        if self._arguments is None:
-            base = copy.deepcopy(self.model.get_submodule(self.adapter.base))
-            within = len(self.adapter.base) + 1
-            recorders = nn.ModuleList([_ArgumentRecorder() for _ in range(self.num_layers)])
-            _set_module(base, self.adapter.layers[within:], recorders)
-            _set_module(base, "norm", nn.Identity())
-            rotary = base.get_submodule("rotary_emb")
-            _set_module(base, "rotary_emb", type(rotary)(config=base.config).to(self.device))
-            with torch.no_grad():
-                base(inputs_embeds=torch.zeros(1, length, self.config.hidden_size, device=self.device), use_cache=False)
-            self._arguments = [recorder.kwargs for recorder in recorders]
-        return self._arguments[index]
-
-    def forward(self, layer: nn.Module, inputs: HiddenStates, index: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Input and output of a layer, batch by batch; NumericError where an output is not finite."""
+        if not self._prologue.complete:
+            for _ in self.first_input():
+                pass
         samples, length, _ = inputs.shape
-        arguments = self.arguments(index, length)
-        for start, stop in _batches(samples, length):
+        size = max(1, BATCH_TOKENS // length) if self._prologue.shared(index) else 1
+        for start in range(0, samples, size):
+            stop = min(start + size, samples)
             batch = inputs.read(start, stop).to(self.device)
+            arguments = self._prologue.arguments(index, start)
             output = layer(batch, **arguments)
             if not output.isfinite().all():
                 place = f"{self.layer_name(index)}.{_first_overflow(layer, batch, arguments)}".rstrip(".")
@@ -141,13 +151,7 @@ class LayerRunner:
                     f"{place} computes NaN or infinity on the calibration data; "
                     "check that the source model generates sensible text."
                 )
-            yield batch, output
-
-
-class _ArgumentRecorder(nn.Module):
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        self.kwargs = kwargs
-        return hidden_states
+            yield batch, arguments, self._prologue.add(index + 1, start, output)
 
 
 def _first_overflow(layer: nn.Module, batch: Tensor, arguments: dict[str, Any]) -> str:
@@ -166,7 +170,7 @@ def _first_overflow(layer: nn.Module, batch: Tensor, arguments: dict[str, Any]) 
     return found[0]
 
 
-def _build_without_weights(source: SourceModel) -> nn.Module:
+def _build_without_weights(source: SourceModel) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             return model_class(source.config).from_config(
@@ -180,18 +184,3 @@ def _build_without_weights(source: SourceModel) -> nn.Module:
         raise UnsupportedModelError(
             f"transformers has no causal language model for {source.directory / 'config.json'} ({reason})."
         ) from error
-
-
-def _batches(samples: int, length: int) -> Iterator[tuple[int, int]]:
-    size = max(1, BATCH_TOKENS // length)
-    return ((start, min(start + size, samples)) for start in range(0, samples, size))
-
-
-def _is_derived(name: str) -> bool:
-    """Buffers that old checkpoints store although models compute them."""
-    return name.endswith(".rotary_emb.inv_freq")
-
-
-def _set_module(root: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(root.get_submodule(parent), child, module)

@@ -43,6 +43,7 @@ from kvconvert.kernels.awq_format import quantize_weight
 from kvconvert.kernels.hadamard import hadamard_kind
 from kvconvert.kernels.quantizer import GroupRangeError
 from kvconvert.layers import LayerRunner
+from kvconvert.prologue import CalibrationInputs
 from kvconvert.recipe import KVCalibration, Recipe, WeightsRecipe
 from kvconvert.resolve import resolve_layers
 from kvconvert.runtime.formats import layer_format, span_format
@@ -103,6 +104,9 @@ def calibrate(
     if first:
         _say(f"Going on at layer {first} of {directory.state.num_layers} in {directory.path}.", progress)
     source.check_finite(directory.state.kept_tensors)
+    inputs = CalibrationInputs(tokens.ids)
+    if adapter is not None:
+        runner.begin(inputs)
     layers = range(first, directory.state.num_layers)
     for index in tqdm(
         layers, desc="layers", unit="layer", initial=first, total=directory.state.num_layers, disable=not progress
@@ -110,7 +114,7 @@ def calibrate(
         if adapter is None:
             directory.commit_layer(index, {}, {}, _untouched_record(runner, recipe, index))
         else:
-            _calibrate_layer(runner, directory, recipe, tokens.ids, index)
+            _calibrate_layer(runner, directory, recipe, inputs, index)
     records = [directory.layer_record(index) for index in range(directory.state.num_layers)]
     for record in resolve_layers(recipe, records, directory.layer_plan):
         directory.replace_record(record.index, record)
@@ -187,7 +191,9 @@ def _cache_format(scheme: KVScheme, structure: LayerStructure) -> CacheFormat:
 
 
 @torch.no_grad()
-def _calibrate_layer(runner: LayerRunner, directory: WorkDir, recipe: Recipe, ids: Tensor, index: int) -> None:
+def _calibrate_layer(
+    runner: LayerRunner, directory: WorkDir, recipe: Recipe, inputs: CalibrationInputs, index: int
+) -> None:
     structure = runner.structure(index)
     scheme, reason = _layer_scheme(runner, recipe, index)
     passes = make_passes(recipe.weights, scheme, recipe.calibration_of(index), structure)
@@ -197,20 +203,21 @@ def _calibrate_layer(runner: LayerRunner, directory: WorkDir, recipe: Recipe, id
         name=runner.layer_name(index),
         layer=copy.deepcopy(layer) if separate else layer,
         structure=structure,
-        num_samples=ids.shape[0],
-        seq_len=ids.shape[1],
+        num_samples=inputs.ids.shape[0],
+        seq_len=inputs.ids.shape[1],
         dtype=float_dtype(runner.source),
         cache=None if scheme is None else _cache_format(scheme, structure),
+        visual=inputs.visual,
     )
     for calibration_pass in passes:
         calibration_pass.prepare(work)
     with ExitStack() as stack:
         writer = None
         if passes:
-            inputs = _hidden_input(runner, directory, ids, index)
+            hidden = _hidden_input(runner, directory, index)
 
             def replay() -> None:
-                for _ in runner.forward(work.layer, inputs, index):
+                for _ in runner.forward(work.layer, hidden, index):
                     pass
 
             work.replay = replay
@@ -219,9 +226,9 @@ def _calibrate_layer(runner: LayerRunner, directory: WorkDir, recipe: Recipe, id
             with ExitStack() as hooks:
                 for calibration_pass in passes:
                     hooks.enter_context(calibration_pass.observe(work))
-                for batch, output in runner.forward(layer, inputs, index):
+                for batch, arguments, output in runner.forward(layer, hidden, index):
                     if separate:
-                        work.layer(batch, **runner.arguments(index, ids.shape[1]))
+                        work.layer(batch, **arguments)
                     if writer is not None:
                         writer.append(output)
         del layer
@@ -252,20 +259,20 @@ def _calibrate_layer(runner: LayerRunner, directory: WorkDir, recipe: Recipe, id
     directory.hidden(index, runner.config.hidden_size).remove()
 
 
-def _hidden_input(runner: LayerRunner, directory: WorkDir, ids: Tensor, index: int) -> HiddenStates:
+def _hidden_input(runner: LayerRunner, directory: WorkDir, index: int) -> HiddenStates:
     """The input of layer `index`, recomputed through source layers from the latest input that is still there."""
     width = runner.config.hidden_size
     available = next((i for i in range(index, -1, -1) if directory.hidden(i, width).exists()), None)
     if available is None:
         available, first = 0, directory.hidden(0, width)
         with first.writing() as writer:
-            for batch in runner.embed(ids):
-                writer.append(batch)
+            for sample in runner.first_input():
+                writer.append(sample)
             writer.commit()
     for i in range(available, index):
         layer, _ = runner.layer(i)
         with directory.hidden(i + 1, width).writing() as writer:
-            for _, output in runner.forward(layer, directory.hidden(i, width), i):
+            for *_, output in runner.forward(layer, directory.hidden(i, width), i):
                 writer.append(output)
             writer.commit()
         directory.hidden(i, width).remove()

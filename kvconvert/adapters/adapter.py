@@ -102,7 +102,6 @@ class Adapter:
         variants: kinds of layers that differ; the first that applies counts.
         base: the model without its head, which takes token ids and returns hidden states.
         layers: list of decoder layers. Both are module names within the model.
-        auto_class: transformers' class that builds the model.
         refusals: fields of the text configuration that, when neither 0 nor absent, rule weights and folding out, with
             the reason.
     """
@@ -113,7 +112,6 @@ class Adapter:
     variants: tuple[Variant, ...] = ()
     base: str = "model"
     layers: str = "model.layers"
-    auto_class: str = "AutoModelForCausalLM"
     refusals: Mapping[str, str] = field(default_factory=dict)
 
     def structure(self, config: PretrainedConfig, index: int) -> LayerStructure:
