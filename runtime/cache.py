@@ -134,7 +134,7 @@ class KVCache(Cache):
         `watch_inputs(model)` does this by itself. Layers whose scheme asks for another modality, or for none, take no
         notice. None takes back what was said.
         """
-        marks = None if tokens is None else Marks.of(tokens)
+        marks = None if tokens is None else Marks(tokens)
         for layer in self.paged_layers():
             if layer.scheme.modality == modality:
                 layer.marks = marks

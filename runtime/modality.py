@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -28,39 +29,35 @@ class Marks:
     """The tokens of one modality in one forward pass.
 
     Attributes:
-        runs: per row, (first, how many) of consecutive tokens, ascending.
-        length: tokens of the pass, padding included.
+        chosen: bool [B, T], T the tokens of the pass, padding included. Read only where a prompt needs it, so that
+            single steps on a GPU wait for nothing.
     """
 
-    runs: tuple[tuple[tuple[int, int], ...], ...]
-    length: int
+    chosen: torch.Tensor
 
-    @classmethod
-    def of(cls, chosen: torch.Tensor) -> Marks:
-        """From bool [B, T]."""
-        edges = torch.nn.functional.pad(chosen.to("cpu", torch.int8), (1, 1)).diff(dim=1)
-        runs = tuple(
-            tuple((first, stop - first) for first, stop in zip(*_edges(row), strict=True)) for row in edges.unbind()
-        )
-        return cls(runs, chosen.shape[1])
+    @cached_property
+    def runs(self) -> list[list[tuple[int, int]]]:
+        """Per row, (first, how many) of consecutive tokens, ascending."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self.chosen]
+        edges = torch.nn.functional.pad(self.chosen.to("cpu", torch.int8), (1, 1)).diff(dim=1)
+        begins, ends = ((edges == sign).nonzero().tolist() for sign in (1, -1))
+        for (row, first), (_, end) in zip(begins, ends, strict=True):
+            found[row].append((first, end - first))
+        return found
 
-    def of_row(self, row: int, rows: int, length: int, layer: int) -> tuple[tuple[int, int], ...]:
+    def of_row(self, row: int, rows: int, length: int, layer: int) -> list[tuple[int, int]]:
         """Runs of one of `rows` rows, in a pass that brought `length` new tokens to `layer`.
 
         Raises:
             CacheError: the marks are of another pass.
         """
-        if (len(self.runs), self.length) != (rows, length):
+        if tuple(self.chosen.shape) != (rows, length):
             raise CacheError(
-                f"The tokens marked for layer {layer} of the cache are those of {len(self.runs)} sequences and "
-                f"{self.length} tokens, and {rows} sequences and {length} tokens arrived; mark the input whose keys "
-                "and values the cache receives, one placeholder token for each."
+                f"The tokens marked for layer {layer} of the cache are of shape {list(self.chosen.shape)}, and {rows} "
+                f"sequences of {length} tokens arrived; mark the input whose keys and values the cache receives, one "
+                "placeholder token for each."
             )
         return self.runs[row]
-
-
-def _edges(row: torch.Tensor) -> tuple[list[int], list[int]]:
-    return (row > 0).nonzero().flatten().tolist(), (row < 0).nonzero().flatten().tolist()
 
 
 def placeholder_ids(config: PretrainedConfig, modality: Modality) -> tuple[int, ...]:
@@ -109,6 +106,7 @@ def watch_inputs(model: PreTrainedModel) -> RemovableHandle:
             args[position] if position < len(args) else kwargs.get(name) for name, position in positions.items()
         )
         for modality, placeholders in getattr(cache, "placeholders", {}).items():
-            cache.mark(None if ids is None else torch.isin(ids, torch.tensor(placeholders).to(ids)), modality)
+            chosen = None if ids is None else sum(ids == placeholder for placeholder in placeholders).bool()
+            cache.mark(chosen, modality)
 
     return model.register_forward_pre_hook(tell, with_kwargs=True)

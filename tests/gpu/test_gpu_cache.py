@@ -44,7 +44,7 @@ def test_attention_over_the_cache_is_the_reference_paths(device, monkeypatch, na
     def step(layer, tokens, keys, values, queries, mask_function):
         start = layer.logical
         if layer.scheme.modality != "all":  # what is visual has gaps, and differs in the rows
-            layer.marks = Marks.of(torch.arange(2 * tokens).view(2, tokens) % 9 > 4)
+            layer.marks = Marks(torch.arange(2 * tokens).view(2, tokens) % 9 > 4)
         layer.update(keys, values)
         columns = torch.arange(start, start + tokens, device=keys.device)
         chunk = Chunk(columns, PADDING[:, : start + tokens].to(keys.device), mask_function)

@@ -353,7 +353,7 @@ def test_a_prompt_of_which_nobody_knows_the_visual_tokens_is_refused(llava):
 def test_marks_of_another_input_are_refused(llava):
     cache = KVCache(llava.config, VISUAL)
     cache.mark(torch.zeros(1, 12, dtype=torch.bool), "visual")
-    with pytest.raises(CacheError, match="12 tokens, and 1 sequences and 10 tokens arrived"):
+    with pytest.raises(CacheError, match=r"\[1, 12\], and 1 sequences of 10 tokens arrived"):
         llava.model.language_model(random_ids(1, 10), past_key_values=cache)
 
 

@@ -42,7 +42,7 @@ def advance(layer, tokens: int, mask_function=None, seed: int = 0) -> tuple[torc
     start = layer.logical
     keys, values = (torch.randn(rows, 2, tokens, 16, generator=generator).bfloat16() for _ in range(2))
     if layer.scheme.modality != "all":
-        layer.marks = Marks.of(torch.rand(rows, tokens, generator=generator) > 0.4)
+        layer.marks = Marks(torch.rand(rows, tokens, generator=generator) > 0.4)
     layer.update(keys, values)
     chunk = Chunk(torch.arange(start, start + tokens), PADDING[:rows, : start + tokens], mask_function)
     layer.commit(chunk)
