@@ -43,7 +43,7 @@ class BundleModel:
                 "out, or pass "
                 f'"dynamic" for a full-precision cache.'
             )
-        if generation_config.use_cache is False and self.config.use_cache is not False:
+        if generation_config.use_cache is False and _caches(self):
             # Recomputing everything at each step is correct, only slow; the user asked for it.
             return super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, *args, **kwargs
@@ -104,7 +104,15 @@ def _cache_by_default(model: Any, args: tuple, kwargs: dict, position: int) -> t
         return None
     use_cache = kwargs.get("use_cache")
     if use_cache is None:
-        use_cache = model.config.use_cache
+        use_cache = _caches(model)
     if not use_cache or (model.training and torch.is_grad_enabled()):
         return None
     return args, kwargs | {"past_key_values": model.new_kv_cache()}
+
+
+def _caches(model: PreTrainedModel) -> bool:
+    """What the config says of caches; composite models leave it to their text config."""
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        if getattr(config, "use_cache", None) is not None:
+            return config.use_cache
+    return True

@@ -1,0 +1,44 @@
+"""A bundle whose spans hold one modality: its model knows which tokens these are, and its record what was searched."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_checkpoints import save_text
+from tiny_models import ARCHITECTURES, GREEDY
+
+from kvconvert.bundle.scheme import KVScheme
+from kvconvert.errors import CacheError
+from kvconvert.export import export
+from kvconvert.pipeline import calibrate
+from kvconvert.recipe import Recipe, WeightsRecipe
+from kvconvert.runtime import KVCache, load, watch_inputs
+
+VISUAL = KVScheme.preset("calibquant-2bit-visual")
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen2_audio"])
+def test_a_loaded_bundle_compresses_its_modality_by_itself(tmp_path, name):
+    tiny = ARCHITECTURES[name]
+    scheme = replace(VISUAL, modality="audio") if "audio" in tiny.features else VISUAL
+    source = tiny.write(tmp_path / "source")
+    recipe = Recipe(weights=WeightsRecipe(method="none"), kv=scheme)
+    text = save_text(tmp_path)
+    calibrate(str(source), tmp_path / "work", recipe, data=text, samples=2, seq_len=32, progress=False)
+    loaded, _ = load(export(tmp_path / "work", tmp_path / "bundle", progress=False))
+    inputs = tiny.inputs(batch=2, length=40)
+    out = loaded.generate(**inputs, max_new_tokens=6, return_dict_in_generate=True, **GREEDY)
+    cache = out.past_key_values
+    assert isinstance(cache, KVCache)
+    assert [sum(span.tokens for span, _ in s.spans) for s in cache.layers[0].sequences] == [tiny.media.count] * 2
+    source_model = tiny.build("kvconvert")
+    watch_inputs(source_model)
+    own = KVCache(source_model.config, loaded.kv_schemes)
+    expected = source_model.generate(**inputs, past_key_values=own, max_new_tokens=6, **GREEDY)
+    assert torch.equal(out.sequences, expected)
+    # A forward pass without a cache gets one, and knows its marks as well.
+    made = loaded(**inputs).past_key_values
+    made.seal()
+    assert made.layers[0].sequences[1].spans
+    with pytest.raises(CacheError, match="inputs_embeds alone"):
+        loaded(inputs_embeds=loaded.get_input_embeddings()(inputs["input_ids"]))
