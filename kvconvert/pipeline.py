@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import kvconvert
-from kvconvert.adapters import find_adapter, head_dim, require_adapter
+from kvconvert.adapters import find_adapter, head_dim, key_value_heads, layer_config, require_adapter
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.bundle.scheme import KVScheme
 from kvconvert.calibration.attention_sample import AttentionSampler
@@ -380,8 +380,10 @@ def _untouched_record(runner: LayerRunner, recipe: Recipe, index: int) -> LayerR
     if scheme is not None and searched:
         note = f"{', '.join(searched)} are the scheme's own, for no adapter describes this architecture's layers"
         reason = "; ".join(filter(None, (reason, note)))
-    heads = getattr(runner.config, "num_key_value_heads", None) or runner.config.num_attention_heads
-    return LayerRecord(index=index, modules=[], reason=reason, **_resolved(scheme, head_dim(runner.config), heads))
+    shape = layer_config(runner.config, index)
+    return LayerRecord(
+        index=index, modules=[], reason=reason, **_resolved(scheme, head_dim(shape), key_value_heads(shape))
+    )
 
 
 def _initial_state(
@@ -445,9 +447,10 @@ def _check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
         raise RecipeError(
             f"[[kv.layers]] lists layer {listed}, but this model has layers 0 to {runner.num_layers - 1}."
         )
-    channels = head_dim(runner.config)
+    shapes = [layer_config(runner.config, index) for index in range(runner.num_layers)]
     for scheme in recipe.schemes():
-        layer_format(replace(scheme, boost_select="dynamic"), 1, channels, channels)
+        for channels in dict.fromkeys(map(head_dim, shapes)):
+            layer_format(replace(scheme, boost_select="dynamic"), 1, channels, channels)
         if scheme.modality != "all":
             placeholder_ids(runner.source.config, scheme.modality)
         measured = {

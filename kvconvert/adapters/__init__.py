@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from kvconvert.adapters.adapter import Adapter, LayerNames, Variant, head_dim
+from kvconvert.adapters.adapter import Adapter, LayerNames, Variant, head_dim, key_value_heads, layer_config
 from kvconvert.adapters.dense import DENSE
+from kvconvert.adapters.hybrid import HYBRIDS
 from kvconvert.adapters.mixture import MIXTURES
 from kvconvert.errors import UnsupportedModelError
 
-__all__ = ["ADAPTERS", "Adapter", "LayerNames", "Variant", "find_adapter", "head_dim", "require_adapter"]
+__all__ = [
+    "ADAPTERS",
+    "Adapter",
+    "LayerNames",
+    "Variant",
+    "find_adapter",
+    "head_dim",
+    "key_value_heads",
+    "layer_config",
+    "require_adapter",
+]
 
-ADAPTERS = {adapter.model_type: adapter for adapter in (*DENSE, *MIXTURES)}
+ADAPTERS = {adapter.model_type: adapter for adapter in (*DENSE, *HYBRIDS, *MIXTURES)}
 
 
 def find_adapter(config: PretrainedConfig) -> Adapter | None:

@@ -21,7 +21,6 @@ class LayerNames:
         attention, query, key, value, output, norm_groups, pairs, fold_obstacle, value_obstacle, unquantized: see
             `LayerStructure`. Query, key and value are names of Linears; the same name thrice is a fused Linear.
         interleaved: a fused Linear holds query, key and value of one head after the other, not all queries first.
-        num_key_value_heads, head_dim: the configuration's fields that say them.
     """
 
     attention: str = "self_attn"
@@ -38,13 +37,11 @@ class LayerNames:
     value_obstacle: str | None = None
     unquantized: Mapping[str, str] = field(default_factory=dict)
     interleaved: bool = False
-    num_key_value_heads: str = "num_key_value_heads"
-    head_dim: str = "head_dim"
 
     def structure(self, config: PretrainedConfig) -> LayerStructure:
-        """With the attention shape of a text configuration."""
+        """With the attention shape of a text configuration, see `layer_config`."""
         heads = config.num_attention_heads
-        kv_heads = getattr(config, self.num_key_value_heads, None) or heads
+        kv_heads = key_value_heads(config)
         names = (self.query, self.key, self.value)
         if self.query is None or self.query != self.value:
             parts = [None if name is None else Projection(name) for name in names]
@@ -60,7 +57,7 @@ class LayerNames:
             pairs=self.pairs,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
-            head_dim=getattr(config, self.head_dim, None) or head_dim(config),
+            head_dim=head_dim(config),
             fold_obstacle=self.fold_obstacle,
             value_obstacle=self.value_obstacle,
             unquantized=dict(self.unquantized),
@@ -118,7 +115,7 @@ class Adapter:
         """Names and attention shape of decoder layer `index`."""
         config = config.get_text_config()
         kind = next((variant.layer for variant in self.variants if variant.applies(config, index)), self.layer)
-        return kind.structure(config)
+        return kind.structure(layer_config(config, index))
 
     def refusal(self, config: PretrainedConfig) -> str | None:
         """Why this model's layers cannot be converted one by one, or None."""
@@ -141,6 +138,16 @@ class Adapter:
                 named |= {*group.inspected, *filter(None, (group.norm,))}
             problems += [f"layer {index} has no {name}" for name in sorted(named - inside.keys())]
             problems += [
+                f"{group.norm} of layer {index} has no weight to scale"
+                for group in structure.norm_groups
+                if group.obstacle is None and getattr(inside.get(group.norm), "weight", None) is None
+            ]
+            problems += [
+                f"{name} of layer {index} is no Linear"
+                for name in structure.linears
+                if name in inside and not isinstance(inside[name], nn.Linear)
+            ]
+            problems += [
                 f"layer {index} has a Linear {name} of unknown use"
                 for name, module in inside.items()
                 if isinstance(module, nn.Linear) and name not in structure.named
@@ -158,6 +165,17 @@ class Adapter:
             )
 
 
+def layer_config(config: PretrainedConfig, index: int) -> PretrainedConfig:
+    """A text configuration as one layer sees it: some models' attention has another shape in every other layer."""
+    layers = getattr(config, "per_layer_config", None)
+    return config if layers is None else layers[index]
+
+
 def head_dim(config: PretrainedConfig) -> int:
-    """Channels per attention head."""
+    """Channels per attention head, of a configuration that `layer_config` gave."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def key_value_heads(config: PretrainedConfig) -> int:
+    """KV heads, of a configuration that `layer_config` gave."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads

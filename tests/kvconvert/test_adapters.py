@@ -1,11 +1,13 @@
 """Every family's names are right if folding and scaling through them leave the model's function unchanged."""
 
 import copy
+from contextlib import ExitStack
 
 import pytest
 import torch
 from tiny_checkpoints import tiny_model
-from transformers import GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
+from tiny_models import ARCHITECTURES
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from kvconvert.adapters import ADAPTERS, find_adapter, require_adapter
 from kvconvert.calibration.activations import ActivationRecorder
@@ -32,29 +34,87 @@ CASES = [
 ]
 
 
+# Of the models in `tiny_models`, the dense ones; and further shapes of their layers.
+DENSE = [
+    (name, {})
+    for name, tiny in ARCHITECTURES.items()
+    if not tiny.multimodal and "moe" not in tiny.features and find_adapter(tiny.config())
+] + [
+    ("stablelm", {"use_parallel_residual": True}),
+    ("stablelm", {"use_qkv_bias": True, "qk_layernorm": True}),
+    ("opt", {"activation_function": "gelu"}),
+    ("opt", {"do_layer_norm_before": False}),
+    ("gpt_neox", {"use_parallel_residual": False}),
+    ("cohere", {"use_qk_norm": True}),
+    ("phi", {"qk_layernorm": True}),
+    ("nemotron", {"attention_bias": True, "mlp_bias": True}),
+    ("starcoder2", {"use_bias": False}),
+]
+
+
 def transformed(model, ids, fold, dtype=torch.float32):
-    """A copy of the model, folded and then scaled layer by layer, and the ratios that were chosen."""
+    """A copy of the model, folded and then scaled layer by layer, and every scaling or the reason for none."""
     model = copy.deepcopy(model)
-    structure = require_adapter(model.config).structure(model.config, 0)
-    recorders = []
-    for layer in model.model.layers:
-        if fold:
+    adapter = require_adapter(model.config)
+    layers = model.get_submodule(adapter.layers)
+    structures = [adapter.structure(model.config, index) for index in range(len(layers))]
+    recorders = [ActivationRecorder(structure, *ids.shape, 16) for structure in structures]
+    for layer, structure in zip(layers, structures, strict=True):
+        if fold and not structure.fold_obstacle:
             fold_value_rotation(layer, structure)
-        recorders.append(ActivationRecorder(structure, *ids.shape, 16))
-    with torch.no_grad():
-        hooks = [recorder.attached(layer) for recorder, layer in zip(recorders, model.model.layers, strict=True)]
-        for hook in hooks:
-            hook.__enter__()
+    with torch.no_grad(), ExitStack() as hooks:
+        for recorder, layer in zip(recorders, layers, strict=True):
+            hooks.enter_context(recorder.attached(layer))
         for sequence in ids.split(1):
             model(sequence, use_cache=False)
-        for hook in hooks:
-            hook.__exit__(None, None, None)
-    ratios = []
-    for layer, recorder in zip(model.model.layers, recorders, strict=True):
-        scalings, _ = search_scales(layer, structure, recorder.result(), 3, 16, dtype=dtype)
+    found = []
+    for layer, structure, recorder in zip(layers, structures, recorders, strict=True):
+        scalings, skipped = search_scales(layer, structure, recorder.result(), 3, 16, dtype=dtype)
         apply_scales(layer, structure, scalings, dtype)
-        ratios += [scaling.ratio for scaling in scalings]
-    return model, ratios
+        found.append((structure, scalings, skipped))
+    return model, found
+
+
+def random_ids():
+    return torch.randint(0, 4096, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(("name", "changes"), DENSE, ids=["-".join((n, *c)) for n, c in DENSE])
+def test_every_architecture_computes_the_same_after_folding_and_scaling(name, changes):
+    model = ARCHITECTURES[name].build(**changes)
+    changed, found = transformed(model, random_ids(), fold=True)
+    with torch.no_grad():
+        expected, logits = model(random_ids()).logits, changed(random_ids()).logits
+    # 1e-4 is what the project promises; float32 rounding through two layers gives about 1e-6.
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert any(scaling.ratio > 0 for _, scalings, _ in found for scaling in scalings)
+    for structure, scalings, skipped in found:
+        values = structure.value is not None or structure.value_obstacle is not None
+        assert len(scalings) + len(skipped) >= len(structure.norm_groups) + len(structure.pairs) + values
+    # Whatever says that it may be rotated has been.
+    adapter = require_adapter(model.config)
+    for index, (structure, *_) in enumerate(found):
+        if structure.value is not None and structure.fold_obstacle is None:
+            before, after = (m.get_submodule(f"{adapter.layers}.{index}.{structure.output}") for m in (model, changed))
+            assert not torch.allclose(before.weight, after.weight)
+
+
+@pytest.mark.parametrize("name", [name for name, changes in DENSE if not changes])
+def test_every_linear_of_every_architecture_has_a_use_or_is_refused(name):
+    with torch.device("meta"):
+        model = ARCHITECTURES[name].build()
+    adapter = require_adapter(model.config)
+    adapter.check(model)
+    layers = model.get_submodule(adapter.layers)
+    layers[1].extra_proj = torch.nn.Linear(8, 8)
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 has a Linear extra_proj"):
+        adapter.check(model)
+    del layers[1].extra_proj
+    for index, layer in enumerate(layers):
+        output = adapter.structure(model.config, index).output
+        layer.set_submodule(output, torch.nn.Identity())
+    with pytest.raises(UnsupportedModelError, match="is no Linear"):
+        adapter.check(model)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +125,10 @@ def transformed(model, ids, fold, dtype=torch.float32):
 def test_fold_and_scaling_preserve_logits(family, heads, kv_heads, head_dim, extra):
     model = tiny_model(family, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, **extra)
     ids = torch.randint(0, 4096, (2, 24), generator=torch.Generator().manual_seed(1))
-    changed, ratios = transformed(model, ids, fold=True)
+    changed, layers = transformed(model, ids, fold=True)
     with torch.no_grad():
         expected, found = model(ids).logits, changed(ids).logits
-    assert any(ratio > 0 for ratio in ratios)
+    assert any(scaling.ratio > 0 for _, scalings, _ in layers for scaling in scalings)
     before, after = model.model.layers[0].self_attn, changed.model.layers[0].self_attn
     assert not torch.allclose(before.v_proj.weight, after.v_proj.weight)
     # 1e-4 is what the project promises; float32 rounding through two layers gives about 1e-6.
@@ -89,9 +149,9 @@ def test_scaled_norms_are_exact_in_bfloat16_and_lose_nothing_by_it():
 
 
 def test_an_unknown_architecture_is_refused_with_what_is_missing():
-    config = GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"])
+    config = GPT2Config(architectures=["GPT2LMHeadModel"])
     assert find_adapter(config) is None
-    with pytest.raises(UnsupportedModelError, match=r"GPTNeoXForCausalLM.*which Linears read each norm"):
+    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel.*which Linears read each norm"):
         require_adapter(config)
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import save_checkpoint, save_text
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
+from tiny_models import ARCHITECTURES
+from transformers import AutoModelForCausalLM
 
 from kvconvert import workdir
 from kvconvert.adapters import ADAPTERS, LayerNames
@@ -297,15 +298,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_can_go_on(tmp_path, model, text
 
 
 def test_an_unknown_architecture_converts_its_cache_only_and_the_record_says_why(tmp_path, text):
-    torch.manual_seed(0)
-    config = GPTNeoXConfig(
-        vocab_size=4096, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=128,
-    )  # fmt: skip
-    model = tmp_path / "neox"
-    GPTNeoXForCausalLM(config).save_pretrained(model)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(HERE.parents[1] / "examples" / "reference-lm" / name, model / name)
+    model = ARCHITECTURES["bloom"].write(tmp_path / "bloom")
     work = run(model, tmp_path / "work", text, KV_ONLY)
     record = work.layer_record(1)
     assert record.scheme["rotate_values"] == "online"
@@ -313,8 +306,8 @@ def test_an_unknown_architecture_converts_its_cache_only_and_the_record_says_why
     assert work.layer_tensors(1) == {}
     assert set(work.state.kept_tensors) == set(load_file(model / "model.safetensors"))
     linears = {m.name for m in work.state.kept_modules if m.kind == "linear"}
-    assert "gpt_neox.layers.0.attention.query_key_value" in linears
-    with pytest.raises(KvconvertError, match=r"No adapter describes GPTNeoXForCausalLM.*method = \"none\""):
+    assert "transformer.h.0.self_attention.query_key_value" in linears
+    with pytest.raises(KvconvertError, match=r"No adapter describes BloomForCausalLM.*method = \"none\""):
         run(model, tmp_path / "other", text, AWQ)
 
 

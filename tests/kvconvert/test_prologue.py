@@ -5,7 +5,7 @@ import torch
 from tiny_models import ARCHITECTURES
 from torch import nn
 
-from kvconvert.adapters import ADAPTERS
+from kvconvert.adapters import find_adapter
 from kvconvert.errors import NumericError, UnsupportedModelError
 from kvconvert.layers import LayerRunner
 from kvconvert.prologue import CalibrationInputs, Prologue
@@ -13,7 +13,7 @@ from kvconvert.source import open_source
 from kvconvert.workdir import HiddenStates
 
 LENGTH = 24
-NAMES = [name for name, tiny in ARCHITECTURES.items() if tiny.model_type in ADAPTERS and not tiny.multimodal]
+NAMES = [name for name, tiny in ARCHITECTURES.items() if not tiny.multimodal and find_adapter(tiny.config())]
 
 
 def through_layers(runner: LayerRunner, inputs: CalibrationInputs, directory) -> torch.Tensor:
@@ -37,7 +37,7 @@ def test_layers_one_by_one_compute_what_the_model_computes(name, tmp_path):
     source = open_source(str(tiny.write(tmp_path / "model")))
     model = tiny.build()
     ids = tiny.inputs(2, LENGTH)["input_ids"]
-    adapter = ADAPTERS[tiny.model_type]
+    adapter = find_adapter(tiny.config())
     expected = {}
     layers = model.get_submodule(adapter.layers)
     hook = layers[-1].register_forward_hook(lambda module, args, output: expected.update(output=output))
