@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -125,11 +126,12 @@ def treatment_of(module: ModuleCoverage) -> str:
 
 
 def coverage_rows(manifest: Manifest) -> list[tuple[str, str, str, str]]:
-    """Modules with the same name but for the layer number, gathered: (name, how many, treatment, reason)."""
+    """Modules with the same name but for layer and expert, gathered: (name, how many, treatment, reason)."""
     rows: dict[tuple[str, str, str], int] = {}
     for module in manifest.modules:
         name = ".".join("*" if part.isdecimal() else part for part in module.name.split("."))
-        key = (name, treatment_of(module), module.reason)
+        reason = re.sub(r"(?<=\.)\d+(?=\.)", "*", module.reason)  # other modules of the same expert
+        key = (name, treatment_of(module), reason)
         rows[key] = rows.get(key, 0) + 1
     return [(name, str(count), treatment, reason) for (name, treatment, reason), count in rows.items()]
 
