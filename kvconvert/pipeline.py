@@ -37,7 +37,7 @@ from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerSt
 from kvconvert.calibration.ranges import RangePass
 from kvconvert.calibration.static_scales import StaticScalesPass
 from kvconvert.data import TokenData, load_token_samples
-from kvconvert.errors import CheckpointError, DataError, NumericError, RecipeError, UsageError
+from kvconvert.errors import CheckpointError, DataError, NumericError, RecipeError, UnsupportedModelError, UsageError
 from kvconvert.experts import expert_modules
 from kvconvert.kernels.awq_format import quantize_weight
 from kvconvert.kernels.hadamard import hadamard_kind
@@ -47,13 +47,12 @@ from kvconvert.prologue import CalibrationInputs
 from kvconvert.recipe import KVCalibration, Recipe, WeightsRecipe
 from kvconvert.resolve import resolve_layers
 from kvconvert.runtime.formats import layer_format, span_format
+from kvconvert.runtime.kinds import layer_kinds, why_no_pages
 from kvconvert.runtime.modality import placeholder_ids
 from kvconvert.source import SourceModel, float_dtype, open_source
 from kvconvert.workdir import HiddenStates, LayerRecord, WorkDir, WorkState
 
 logger = logging.getLogger(__name__)
-
-KV_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def calibrate(
@@ -340,11 +339,9 @@ def _layer_scheme(runner: LayerRunner, recipe: Recipe, index: int) -> tuple[KVSc
     scheme, config = recipe.scheme(index), runner.config
     if scheme is None:
         return None, ""
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types and layer_types[index] not in KV_LAYER_TYPES:
-        return None, f"a {layer_types[index]} layer has no keys and values; its state is left to transformers"
-    if getattr(config, "kv_lora_rank", None):
-        return None, "latent attention stores no keys and values per head; its cache is left to transformers"
+    obstacle = why_no_pages(config, layer_kinds(config)[0][index])
+    if obstacle:
+        return None, obstacle
     if scheme.rotate_values == "folded":
         structure = runner.structure(index)
         obstacle = (
@@ -446,6 +443,12 @@ def _check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
     if listed >= runner.num_layers:
         raise RecipeError(
             f"[[kv.layers]] lists layer {listed}, but this model has layers 0 to {runner.num_layers - 1}."
+        )
+    obstacles = [why_no_pages(runner.config, kind) for kind in layer_kinds(runner.config)[0]]
+    if recipe.weights.method == "none" and all(obstacles):
+        raise UnsupportedModelError(
+            f"There is nothing to convert: the recipe leaves the weights alone, and no layer of this "
+            f"{runner.config.model_type} model can keep its keys and values in a kvconvert cache ({obstacles[0]})."
         )
     shapes = [layer_config(runner.config, index) for index in range(runner.num_layers)]
     for scheme in recipe.schemes():

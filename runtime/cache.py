@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
 from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import RecipeError, UnsupportedModelError
 from kvconvert.kernels.selection import clamp_ratios, pyramid_ratios
+from kvconvert.runtime.hybrid import HybridLayer
+from kvconvert.runtime.kinds import HYBRID_KINDS, has_pages, layer_kinds, why_no_pages
 from kvconvert.runtime.layer import PagedLayer
 from kvconvert.runtime.modality import Marks, Modality, placeholder_ids
 
-ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 # The tensors of a KV plan that layers read.
 PLAN_TENSORS = (
     "boosted_channels",
@@ -88,8 +89,8 @@ class KVCache(Cache):
 
     Raises:
         RecipeError: a scheme says that weights are folded and the model's are not, or the number of schemes is wrong.
-        UnsupportedModelError: the model's cache is not made of keys and values, or a scheme asks for a modality that
-            the config has no token for.
+        UnsupportedModelError: no layer's keys and values can be kept here (latent attention, an attention of the
+            model's own), or a scheme asks for a modality that the config has no token for.
     """
 
     def __init__(
@@ -101,26 +102,30 @@ class KVCache(Cache):
         kv_memory: int | None = None,
     ):
         text_config = config.get_text_config(decoder=True)
-        if getattr(text_config, "kv_lora_rank", None):
+        kinds, arguments = layer_kinds(config)
+        obstacles = [why_no_pages(config, kind) for kind in kinds]
+        if all(obstacles):
+            reason = next(iter(obstacles), "it has no layers")
             raise UnsupportedModelError(
-                f"{text_config.model_type} keeps latent vectors (MLA) instead of keys and values, which this cache "
-                "cannot hold; use the "
-                f"model without a KV scheme."
+                f"No layer of this {text_config.model_type} model can keep its keys and values in a kvconvert cache "
+                f"({reason}); use the model without a KV scheme."
             )
-        layer_types, layer_kwargs = get_layer_types_and_kwargs(text_config)
-        self.schemes = spread_ratios(_per_layer(scheme, len(layer_types), _folded_layers(config)))
-        paged = [i for i, kind in enumerate(layer_types) if kind in ATTENTION_TYPES]
-        page_bytes = kv_memory // max(1, len(paged)) if kv_memory is not None else None
-        shared = bool(getattr(text_config, "num_kv_shared_layers", 0)) or "dummy" in layer_types
+        self.schemes = spread_ratios(_per_layer(scheme, len(kinds), _folded_layers(config)))
+        paged = sum(obstacle is None for obstacle in obstacles)
+        page_bytes = kv_memory // paged if kv_memory is not None else None
+        shared = bool(getattr(text_config, "num_kv_shared_layers", 0)) or "dummy" in kinds
         layers = []
-        for index, (kind, kwargs) in enumerate(zip(layer_types, layer_kwargs, strict=True)):
-            if kind in ATTENTION_TYPES:
-                window = kwargs.get("sliding_window")
-                tensors = {name: (plan or {}).get(f"layers.{index}.{name}") for name in PLAN_TENSORS}
-                layer_scheme = self.schemes[index] or UNQUANTIZED
-                layers.append(PagedLayer(layer_scheme, index, window, page_bytes, shared, tensors))
-            else:
+        for index, (kind, kwargs) in enumerate(zip(kinds, arguments, strict=True)):
+            if not has_pages(kind):
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs))
+                continue
+            window = kwargs.get("sliding_window")
+            tensors = {name: (plan or {}).get(f"layers.{index}.{name}") for name in PLAN_TENSORS}
+            own = (self.schemes[index] or UNQUANTIZED, index, window, page_bytes, shared, tensors)
+            if kind in HYBRID_KINDS:
+                layers.append(HybridLayer(*own, number_of_states=kwargs.get("number_of_states", 1)))
+            else:
+                layers.append(PagedLayer(*own))
         super().__init__(layers=layers)
         # Ids of the tokens of each modality that a scheme asks for.
         self.placeholders = {

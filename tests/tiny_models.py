@@ -100,22 +100,37 @@ class TinyModel:
         write_tokenizer(directory, self.multimodal)
         return directory
 
-    def inputs(self, batch: int = 2, length: int = 24, seed: int = 1, pieces: int = 1) -> dict[str, Tensor]:
-        """Random ids [batch, length] with a mask of ones, and `pieces` images (or recordings) per row inside them."""
+    def inputs(
+        self, batch: int = 2, length: int = 24, seed: int = 1, pieces: int = 1, padding: int = 0
+    ) -> dict[str, Tensor]:
+        """Random ids [batch, length] with their mask, and `pieces` images (or recordings) per row inside them.
+
+        The first `padding` columns of the first row are padding.
+        """
         ids = random_ids(batch, length, seed)
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        mask = torch.ones_like(ids)
+        mask[0, :padding] = 0
+        inputs = {"input_ids": ids, "attention_mask": mask}
         if self.media is None or not pieces:
             return inputs
         whole = [self.media.start] * (self.media.start is not None) + [self.media.token] * self.media.count
         whole += [self.media.end] * (self.media.end is not None)
-        step = length // pieces
-        if step < len(whole) + 2:
-            raise ValueError(f"{pieces} pieces of {len(whole)} tokens do not fit into {length}")
+        step = (length - padding) // pieces
+        if step < len(whole) + 3:
+            raise ValueError(f"{pieces} pieces of {len(whole)} tokens do not fit into {length - padding}")
         for piece in range(pieces):
-            first = piece * step + 1 + piece
+            first = padding + piece * step + 2
             ids[:, first : first + len(whole)] = torch.tensor(whole)
         generator = torch.Generator().manual_seed(seed + 1)
         return inputs | self.media.features(batch * pieces, generator) | self.media.marks(ids)
+
+    def first_row(self, inputs: dict[str, Tensor], padding: int = 0) -> dict[str, Tensor]:
+        """The first row of `inputs` by itself, without its padding."""
+        batch, length = inputs["input_ids"].shape
+        return {
+            name: x[:1, padding:] if x.shape[:2] == (batch, length) else x[: len(x) // batch]
+            for name, x in inputs.items()
+        }
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,6 @@ def require_adapter(config: PretrainedConfig) -> Adapter:
     raise UnsupportedModelError(
         f"No adapter describes {stated} (model type {config.model_type}): the names of its decoder layers, norms "
         "and Linears, which Linears read each norm, and whether values may be rotated in the weights are missing; "
-        f"docs/models.md lists the {len(ADAPTERS)} kinds of models that have one, and others convert with [weights] "
-        'method = "none".'
+        f"known are {', '.join(a.architecture for a in ADAPTERS.values())}, and other models convert with "
+        '[weights] method = "none".'
     )

@@ -18,7 +18,15 @@ from transformers import AutoModelForCausalLM
 from kvconvert import workdir
 from kvconvert.adapters import ADAPTERS, LayerNames
 from kvconvert.bundle.scheme import KVScheme
-from kvconvert.errors import CheckpointError, DataError, KvconvertError, NumericError, RecipeError, UsageError
+from kvconvert.errors import (
+    CheckpointError,
+    DataError,
+    KvconvertError,
+    NumericError,
+    RecipeError,
+    UnsupportedModelError,
+    UsageError,
+)
 from kvconvert.kernels.awq_format import AwqWeight, dequantize_weight, quantize_weight
 from kvconvert.pipeline import calibrate
 from kvconvert.recipe import Recipe, WeightsRecipe
@@ -298,7 +306,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_can_go_on(tmp_path, model, text
 
 
 def test_an_unknown_architecture_converts_its_cache_only_and_the_record_says_why(tmp_path, text):
-    model = ARCHITECTURES["bloom"].write(tmp_path / "bloom")
+    model = ARCHITECTURES["falcon_h1"].write(tmp_path / "falcon_h1")
     work = run(model, tmp_path / "work", text, KV_ONLY)
     record = work.layer_record(1)
     assert record.scheme["rotate_values"] == "online"
@@ -306,9 +314,15 @@ def test_an_unknown_architecture_converts_its_cache_only_and_the_record_says_why
     assert work.layer_tensors(1) == {}
     assert set(work.state.kept_tensors) == set(load_file(model / "model.safetensors"))
     linears = {m.name for m in work.state.kept_modules if m.kind == "linear"}
-    assert "transformer.h.0.self_attention.query_key_value" in linears
-    with pytest.raises(KvconvertError, match=r"No adapter describes BloomForCausalLM.*method = \"none\""):
+    assert "model.layers.0.self_attn.q_proj" in linears
+    with pytest.raises(KvconvertError, match=r"No adapter describes FalconH1ForCausalLM.*method = \"none\""):
         run(model, tmp_path / "other", text, AWQ)
+
+
+def test_a_cache_that_the_model_would_never_fill_is_not_promised(tmp_path, text):
+    model = ARCHITECTURES["bloom"].write(tmp_path / "bloom")
+    with pytest.raises(UnsupportedModelError, match=r"nothing to convert.*bloom computes attention by itself"):
+        run(model, tmp_path / "work", text, KV_ONLY)
 
 
 @pytest.mark.parametrize(
