@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWork, attention_observed
+from kvconvert.calibration.protocol import (
+    CacheFormat,
+    CalibrationPass,
+    LayerWork,
+    attention_arguments,
+    attention_observed,
+)
 from kvconvert.kernels.hadamard import hadamard_transform
 
 SAMPLE_SEQUENCES = 8
@@ -33,6 +39,8 @@ class AttentionSample:
             head's output amounts to in the layer's output. Undoes the rotation of folded values; for those rotated on
             line it is rotated too.
         visual: bool [n, T], which tokens stand for images; None where the data has none.
+        softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
+        sink_logits: [Hq], of a virtual token with no value that every query sees (gpt-oss).
     """
 
     queries: Tensor
@@ -42,6 +50,8 @@ class AttentionSample:
     visible: Tensor
     output_weight: Tensor | None = None
     visual: Tensor | None = None
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -51,6 +61,18 @@ class AttentionSample:
     def grouped_queries(self, sequence: int) -> Tensor:
         """Queries of one sequence, [H, Hq / H, T, D], the query heads of a KV head together."""
         return self.queries[sequence].unflatten(0, (self.keys.shape[1], -1))
+
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Scores before the softmax, [H, Hq / H, q, k], of queries [H, Hq / H, q, D] and keys [H, k, D]."""
+        scores = queries @ keys.unsqueeze(1).transpose(2, 3) * self.scaling
+        return scores if not self.softcap else torch.tanh(scores / self.softcap) * self.softcap
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """Softmax of scores [H, Hq / H, q, k], those of invisible tokens being -inf."""
+        if self.sink_logits is None:
+            return scores.softmax(-1)
+        sinks = self.sink_logits.view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
     def seen(self, sequence: int) -> Tensor:
         """`visible` of one sequence, bool [T, T]."""
@@ -124,7 +146,8 @@ class AttentionSampler(CalibrationPass):
         """Run the kept inputs through the layer as it is now."""
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
         attention = work.layer.get_submodule(work.structure.attention)
-        with attention_observed(attention, lambda q, k, v: seen.append((q, k, v))):
+        observed = attention_observed(attention, lambda q, k, v: seen.append((q, k, v)))
+        with observed, attention_arguments(attention) as found:
             for hidden, arguments in self._inputs:
                 work.layer(hidden, **arguments)
         queries, keys, values = (torch.cat(parts) for parts in zip(*seen, strict=True))
@@ -134,10 +157,12 @@ class AttentionSampler(CalibrationPass):
             weight = hadamard_transform(weight.unflatten(1, (-1, values.shape[3]))).flatten(1)
         self.sample = AttentionSample(
             *as_cached(queries, keys, values, work.cache),
-            scaling=getattr(attention, "scaling", queries.shape[3] ** -0.5),
+            scaling=found.get("scaling", queries.shape[3] ** -0.5),
             visible=_visible(masks, queries),
             output_weight=weight,
             visual=None if work.visual is None else work.visual[self._chosen].to(queries.device),
+            softcap=found.get("softcap"),
+            sink_logits=None if found.get("s_aux") is None else found["s_aux"].float(),
         )
         self._inputs.clear()
 

@@ -58,12 +58,14 @@ class _Decoding:
     """One sequence: a span, and queries that come after it.
 
     Attributes:
+        sample: that the sequence is of.
         span: indices of its tokens, int64 [n].
         queries: [H, Hq / H, q, D].
         keys, values: [H, T, channels].
         scores, weights: in full precision, [H, Hq / H, q, T]; scores of invisible tokens are -inf.
     """
 
+    sample: AttentionSample
     span: Tensor
     queries: Tensor
     keys: Tensor
@@ -83,9 +85,8 @@ class _Decoding:
             if not len(span) or not len(rows):
                 return None
         queries, keys = sample.grouped_queries(sequence)[:, :, rows], sample.keys[sequence]
-        scores = queries @ keys.unsqueeze(1).transpose(2, 3) * sample.scaling
-        scores = scores.masked_fill(~sample.seen(sequence)[rows], float("-inf"))
-        return cls(span, queries, keys, sample.values[sequence], scores, scores.softmax(-1))
+        scores = sample.scores(queries, keys).masked_fill(~sample.seen(sequence)[rows], float("-inf"))
+        return cls(sample, span, queries, keys, sample.values[sequence], scores, sample.weights(scores))
 
     def read_back(self, f: SpanFormat) -> tuple[Tensor, Tensor]:
         """Keys and values of the span's tokens as the runtime reads them, [H, n, channels]."""
@@ -97,7 +98,7 @@ class _Decoding:
         scores = self.scores.clone()
         hidden = scores[..., self.span] == float("-inf")
         scores[..., self.span] = shift_extremes(span_scores, tau1, tau2).masked_fill_(hidden, float("-inf"))
-        return scores.softmax(-1)
+        return self.sample.weights(scores)
 
 
 def _cases(sample: AttentionSample, sinks: int) -> Iterator[_Decoding]:
@@ -150,7 +151,7 @@ def search_taus(
         seen += float((case.scores > float("-inf")).sum())
         for r, key_range in enumerate(key_ranges):
             keys, _ = case.read_back(replace(span, key_range=key_range))
-            scores = case.queries @ keys.unsqueeze(1).transpose(2, 3) * sample.scaling
+            scores = sample.scores(case.queries, keys)
             for i, j in pairs:
                 weights = case.weights_with(scores, tau1s[i], tau2s[j])
                 range_error[r, i, j] += float((weights - case.weights).square().sum(dtype=torch.float64))
@@ -162,7 +163,7 @@ def search_taus(
         size += float(exact.square().sum(dtype=torch.float64))
         for i, j in pairs:
             keys, values = case.read_back(replace(span, key_range=key_ranges[int(best[i, j])]))
-            scores = case.queries @ keys.unsqueeze(1).transpose(2, 3) * sample.scaling
+            scores = sample.scores(case.queries, keys)
             weights = case.weights_with(scores, tau1s[i], tau2s[j])
             difference = weights @ case.values.unsqueeze(1) - exact
             difference += weights[..., case.span] @ (values - case.values[:, case.span]).unsqueeze(1)

@@ -80,10 +80,10 @@ def eviction_loss(
     for sequence in range(len(sample.queries)):
         order = torch.sort(_received(sample, sequence, prompt)[:, middle], dim=-1, descending=True, stable=True).indices
         rank = order.argsort(-1)  # [H, middle], place of each token in the order of keeping
-        keys, values = sample.keys[sequence].unsqueeze(1), sample.values[sequence].unsqueeze(1)
-        scores = sample.grouped_queries(sequence)[:, :, prompt:] @ keys.transpose(2, 3) * sample.scaling
+        values = sample.values[sequence].unsqueeze(1)
+        scores = sample.scores(sample.grouped_queries(sequence)[:, :, prompt:], sample.keys[sequence])
         scores = scores.masked_fill(~sample.seen(sequence)[prompt:], float("-inf"))
-        exact = scores.softmax(-1)
+        exact = sample.weights(scores)
         size += squared_output(exact @ values, sample.output_weight)
         for i, count in enumerate(kept):
             if count == rank.shape[1]:
@@ -91,7 +91,7 @@ def eviction_loss(
             evicted = torch.zeros(len(rank), sample.num_tokens, dtype=torch.bool, device=rank.device)
             evicted[:, middle] = rank >= count
             evicted = evicted[:, None, None]
-            weights = scores.masked_fill(evicted, float("-inf")).softmax(-1)
+            weights = sample.weights(scores.masked_fill(evicted, float("-inf")))
             attention[i] += float((exact * evicted).sum(-1).mean(dtype=torch.float64))
             output[i] += squared_output((weights - exact) @ values, sample.output_weight)
     return EvictionLoss(attention / len(sample.queries), output / size if size else output)
@@ -101,7 +101,9 @@ def _received(sample: AttentionSample, sequence: int, tokens: int) -> Tensor:
     """Column sums of the first `tokens` tokens' attention to each other, [H, tokens]."""
     queries, keys = sample.queries[sequence][:, :tokens], sample.keys[sequence][:, :tokens]
     visible = sample.seen(sequence)
-    return column_sums(queries, keys, lambda rows, columns: visible[rows, columns], sample.scaling)
+    return column_sums(
+        queries, keys, lambda rows, columns: visible[rows, columns], sample.scaling, sample.softcap, sample.sink_logits
+    )
 
 
 def allocate(

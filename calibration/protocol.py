@@ -27,6 +27,7 @@ from kvconvert.kernels.spans import SpanFormat
 
 RECORDING_ATTENTION = "kvconvert_record"
 _OBSERVERS = "kvconvert_attention_observers"
+_ARGUMENTS = "kvconvert_attention_arguments"
 
 AttentionObserver = Callable[[Tensor, Tensor, Tensor], None]
 
@@ -340,11 +341,28 @@ def attention_observed(attention: nn.Module, observer: AttentionObserver) -> Ite
         setattr(attention, _OBSERVERS, previous)
 
 
+@contextmanager
+def attention_arguments(attention: nn.Module) -> Iterator[dict[str, Any]]:
+    """A dict that receives what the model passes to attention besides tensors of tokens, as far as it does.
+
+    `scaling` of the dot products, `softcap` of the scores, `s_aux`: logits [heads] of attention sinks.
+    """
+    found: dict[str, Any] = {}
+    setattr(attention, _ARGUMENTS, found)
+    try:
+        yield found
+    finally:
+        delattr(attention, _ARGUMENTS)
+
+
 def _recording_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     for observer in getattr(module, _OBSERVERS, ()):
         observer(query, key, value)
+    wanted = getattr(module, _ARGUMENTS, None)
+    if wanted is not None:
+        wanted |= {name: kwargs[name] for name in ("scaling", "softcap", "s_aux") if kwargs.get(name) is not None}
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     return _capped_attention(query, key, value, attention_mask, **kwargs), None

@@ -103,19 +103,19 @@ class _Block:
 def _blocks(sample: AttentionSample, first: int) -> Iterator[_Block]:
     """The queries from token `first` on."""
     for sequence in range(len(sample.queries)):
-        keys, values = sample.keys[sequence].unsqueeze(1), sample.values[sequence].unsqueeze(1)
+        keys, values = sample.keys[sequence], sample.values[sequence].unsqueeze(1)
         for start in range(first, sample.num_tokens, QUERY_BLOCK):
             rows = slice(start, min(start + QUERY_BLOCK, sample.num_tokens))
             reach = rows.stop
             queries = sample.grouped_queries(sequence)[:, :, rows]
-            scores = queries @ keys[:, :, :reach].transpose(2, 3) * sample.scaling
+            scores = sample.scores(queries, keys[:, :reach])
             visible = sample.seen(sequence)[rows, :reach]
-            weights = _weights(scores, visible)
+            weights = _weights(sample, scores, visible)
             yield _Block(sequence, rows, reach, queries, scores, weights, weights @ values[:, :, :reach], visible)
 
 
-def _weights(scores: Tensor, visible: Tensor) -> Tensor:
-    return scores.masked_fill(~visible, float("-inf")).softmax(-1)
+def _weights(sample: AttentionSample, scores: Tensor, visible: Tensor) -> Tensor:
+    return sample.weights(scores.masked_fill(~visible, float("-inf")))
 
 
 def key_range_errors(sample: AttentionSample, cache: CacheFormat, grid: tuple[float, ...]) -> Tensor:
@@ -129,8 +129,8 @@ def key_range_errors(sample: AttentionSample, cache: CacheFormat, grid: tuple[fl
     def output(block: _Block, stored: Tensor) -> Tensor:
         device = stored.device
         quantized = reads_quantized(block.rows, block.keys, cache.sink_tokens, recent, page, device)
-        scores = block.queries @ stored[:, None, : block.keys].transpose(2, 3) * sample.scaling
-        weights = _weights(torch.where(quantized, scores, block.scores), block.visible)
+        scores = sample.scores(block.queries, stored[:, : block.keys])
+        weights = _weights(sample, torch.where(quantized, scores, block.scores), block.visible)
         return weights @ sample.values[block.sequence][:, None, : block.keys] - block.output
 
     candidates = [partial(stored_keys, cache=cache, value_range=r) for r in grid]
