@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tiny_checkpoints import save_checkpoint, save_text
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvconvert import workdir
 from kvconvert.bundle.reader import open_bundle
@@ -262,10 +262,7 @@ def test_recipes_that_do_not_fit_the_model_are_refused_before_any_work(tmp_path,
     ],
 )
 def test_what_only_calibration_can_say_is_refused_without_an_adapter(tmp_path, text, change, said):
-    config = GPTNeoXConfig(
-        vocab_size=4096, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
-    )
-    GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "neox")
+    GPT2LMHeadModel(GPT2Config(vocab_size=4096, n_embd=64, n_layer=1, n_head=4)).save_pretrained(tmp_path / "gpt2")
     recipe = Recipe(weights=NO_WEIGHTS, kv=KVScheme(**change))
     with pytest.raises(RecipeError, match=said):
-        calibrate(str(tmp_path / "neox"), tmp_path / "work", recipe, data=text, samples=2, seq_len=64, progress=False)
+        calibrate(str(tmp_path / "gpt2"), tmp_path / "work", recipe, data=text, samples=2, seq_len=64, progress=False)
