@@ -45,10 +45,10 @@ def cli() -> None:
 @click.argument("model")
 @click.option("-o", "work", metavar="WORK", required=True, type=click.Path(path_type=Path), help="Working directory.")
 @click.option("--recipe", metavar="PRESET|FILE.toml", default="default", show_default=True, help="What to do.")
-@click.option("--data", metavar="SOURCE", help="Calibration data; the text that ships with kvconvert by default.")
+@click.option("--data", metavar="SOURCE", help="Calibration data; by default what ships with kvconvert.")
 @click.option("--samples", metavar="N", type=click.IntRange(min=1), default=64, show_default=True, help="Sequences.")
 @click.option(
-    "--seq-len", metavar="L", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens in each."
+    "--seq-len", metavar="L", type=click.IntRange(min=1), help="Tokens in each; 512 by default, or what an image needs."
 )
 @click.option("--seed", metavar="S", type=int, default=0, show_default=True, help="Seed of the choice of samples.")
 @click.option("--device", metavar="D", default="cpu", show_default=True, help="Where layers are computed.")
@@ -59,7 +59,7 @@ def calibrate(
     recipe: str,
     data: str | None,
     samples: int,
-    seq_len: int,
+    seq_len: int | None,
     seed: int,
     device: str,
     restart: bool,
@@ -67,7 +67,9 @@ def calibrate(
     """Calibrate MODEL, a directory or Hub id, layer by layer into WORK; run again to resume.
 
     SOURCE is a .txt, .jsonl or .parquet file, a directory of them, or a Hub data set id with optional
-    :config:split:column.
+    :config:split:column. For a vision-language model it may hold images: rows with an image column and a text column,
+    or messages with images in them, or a directory of images with captions (NAME.txt beside each image, or a
+    captions.jsonl with file_name and caption). Without SOURCE text is used, or drawings where the model reads images.
     """
     from kvconvert.recipe import Recipe
 

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.resources
+import itertools
 import logging
 import random
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -51,11 +53,16 @@ class TokenData:
 
     Attributes:
         ids: int64 [samples, length].
-        info: source, sizes, seed and the sha256 of the ids; no text.
+        info: source, sizes, seed and the sha256 of the ids (and pixels); no text.
+        extras: for each sample the model's further inputs, as for a batch of that sample alone (pixel values, sizes,
+            token types); empty for text.
+        visual: which tokens stand for parts of images, bool [samples, length]; None for text.
     """
 
     ids: torch.Tensor
     info: DataInfo
+    extras: tuple[dict[str, torch.Tensor], ...] = ()
+    visual: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -109,12 +116,12 @@ def load_token_samples(
             f"{samples} samples of {length} tokens cannot be cut; ask for at least 1 sample of at least 2 tokens."
         )
     prefix = _prefix(tokenizer)
-    window, name = length - len(prefix), _name(source, default)
+    window, name = length - len(prefix), source_name(source, EMBEDDED[default])
     if source is None:
         text = (importlib.resources.files("kvconvert.text") / EMBEDDED[default]).read_text(encoding="utf-8")
         ids, whole = _join([_encode(text, tokenizer)], tokenizer, None), True
     else:
-        files = _local_files(source)
+        files = local_files(source)
         whole = files is not None and files[0].suffix == ".txt"
         if whole:
             ids = _join((_encode(_read_text(file), tokenizer) for file in files), tokenizer, None)
@@ -135,15 +142,15 @@ def load_token_samples(
     return TokenData(rows, DataInfo(source=name, samples=samples, length=length, seed=seed, sha256=digest))
 
 
-def _name(source: str | None, default: str) -> str:
+def source_name(source: str | None, default: str) -> str:
     """What the manifest calls the source: of a local path the last part, for bundles are shared and paths private."""
     if source is None:
-        return f"kvconvert:{EMBEDDED[default]}"
+        return f"kvconvert:{default}"
     path = Path(source).expanduser()
     return path.resolve().name if path.exists() else source
 
 
-def _local_files(source: str) -> list[Path] | None:
+def local_files(source: str) -> list[Path] | None:
     """The files a local SOURCE stands for, all of one kind, sorted; None if it has to be a Hub id."""
     if not source.strip():
         raise DataError(
@@ -189,37 +196,89 @@ def _read_text(file: Path) -> str:
     return text
 
 
-def _row_ids(
-    source: str, files: list[Path] | None, tokenizer: PreTrainedTokenizerBase, seed: int
-) -> Iterator[list[int]]:
-    """Token ids of each row in shuffled order, read as a stream through `datasets`."""
+@dataclass(frozen=True)
+class Table:
+    """Rows of .jsonl or .parquet files or of a Hub data set, read as a stream through `datasets`.
+
+    Attributes:
+        place: what the rows are called in messages.
+        columns: their names.
+        wanted: the column that the SOURCE asks for, or None.
+        folder: where paths in the rows start, of local files.
+    """
+
+    source: str
+    place: str
+    columns: list[str]
+    wanted: str | None
+    folder: Path | None
+    _stream: Any
+
+    @classmethod
+    def open(cls, source: str, files: list[Path] | None) -> Table:
+        """Open a SOURCE: local files, or the id of a Hub data set where there are none (DataError)."""
+        import datasets
+
+        hub = None if files else HubSource.parse(source)
+        with _readable(source, local=hub is None):
+            if hub is None:
+                kind, names = LOADERS[files[0].suffix], [str(file) for file in files]
+                stream = datasets.load_dataset(kind, data_files=names, split="train", streaming=True)
+            else:
+                stream = datasets.load_dataset(hub.name, hub.config, split=hub.split, streaming=True)
+            # Images stay encoded: each is decoded where it is used, so that an error can name its row.
+            encoded = datasets.Image(decode=False)
+            for name, feature in (stream.features or {}).items():
+                if isinstance(feature, datasets.Image):
+                    stream = stream.cast_column(name, encoded)
+                elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
+                    stream = stream.cast_column(name, datasets.List(encoded))
+            columns = list(stream.features) if stream.features is not None else list(next(iter(stream), {}))
+        place, folder = (source, files[0].parent) if hub is None else (hub.name, None)
+        return cls(source, place, columns, hub.column if hub else None, folder, stream)
+
+    def first(self, count: int) -> list[dict[str, Any]]:
+        """The first rows."""
+        with _readable(self.source, self.folder is not None):
+            return list(itertools.islice(self._stream, count))
+
+    def shuffled(self, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What each row is called, and the row, in an order that the seed gives."""
+        with _readable(self.source, self.folder is not None):
+            for index, row in enumerate(_shuffled(self._stream, seed)):
+                yield f"{self.place}, shuffled row {index}", row
+
+
+@contextmanager
+def _readable(source: str, local: bool) -> Iterator[None]:
+    """What goes wrong in `datasets` as one sentence."""
     import datasets
 
-    hub = None if files else HubSource.parse(source)
-    place = source if hub is None else hub.name
     try:
-        if hub is None:
-            names = [str(file) for file in files]
-            stream = datasets.load_dataset(LOADERS[files[0].suffix], data_files=names, split="train", streaming=True)
-        else:
-            stream = datasets.load_dataset(hub.name, hub.config, split=hub.split, streaming=True)
-        columns = list(stream.features) if stream.features is not None else list(next(iter(stream), {}))
-        column = _column(columns, hub.column if hub else None, place)
-        empty = 0
-        for index, row in enumerate(_shuffled(stream, seed)):
-            ids = _encode_row(row.get(column), tokenizer, f"{place}, shuffled row {index}, column {column}")
-            if ids:
-                yield ids
-            else:
-                empty += 1
-        if empty:
-            logger.info("%s: %d rows without text in column %s were passed over", place, empty, column)
+        yield
     except DataError:
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        remedy = "check the file" if files else "check the name, the configuration, the split and the network"
+        remedy = "check the file" if local else "check the name, the configuration, the split and the network"
         raise DataError(f"Data source {source} cannot be read through datasets ({cause}); {remedy}.") from error
+
+
+def _row_ids(
+    source: str, files: list[Path] | None, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> Iterator[list[int]]:
+    """Token ids of each row in shuffled order."""
+    table = Table.open(source, files)
+    column = _column(table.columns, table.wanted, table.place)
+    empty = 0
+    for place, row in table.shuffled(seed):
+        ids = _encode_row(row.get(column), tokenizer, f"{place}, column {column}")
+        if ids:
+            yield ids
+        else:
+            empty += 1
+    if empty:
+        logger.info("%s: %d rows without text in column %s were passed over", table.place, empty, column)
 
 
 def _shuffled(rows: Iterable[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:

@@ -59,7 +59,7 @@ COPIED_FILES = (
     "*processor_config.json",
 )
 SHARED = "shares the embedding's weight"
-ELSEWHERE = "stored under the checkpoint's own names, which are listed too"
+ELSEWHERE = "its tensors have names of their own in the checkpoint"
 LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 

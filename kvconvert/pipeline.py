@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 import kvconvert
-from kvconvert.adapters import find_adapter, head_dim, key_value_heads, layer_config, require_adapter
+from kvconvert.adapters import Adapter, find_adapter, head_dim, key_value_heads, layer_config, require_adapter
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.bundle.scheme import KVScheme
 from kvconvert.calibration.attention_sample import AttentionSampler
@@ -36,8 +35,8 @@ from kvconvert.calibration.oscar import OscarPass, simulate_value_cache
 from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerStructure, LayerWork
 from kvconvert.calibration.ranges import RangePass
 from kvconvert.calibration.static_scales import StaticScalesPass
-from kvconvert.data import TokenData, load_token_samples
-from kvconvert.errors import CheckpointError, DataError, NumericError, RecipeError, UnsupportedModelError, UsageError
+from kvconvert.data import TokenData
+from kvconvert.errors import NumericError, RecipeError, UnsupportedModelError, UsageError
 from kvconvert.experts import expert_modules
 from kvconvert.kernels.awq_format import quantize_weight
 from kvconvert.kernels.hadamard import hadamard_kind
@@ -48,8 +47,10 @@ from kvconvert.recipe import KVCalibration, Recipe, WeightsRecipe
 from kvconvert.resolve import resolve_layers
 from kvconvert.runtime.formats import layer_format, span_format
 from kvconvert.runtime.kinds import layer_kinds, why_no_pages
+from kvconvert.runtime.load import reads_images
 from kvconvert.runtime.modality import placeholder_ids
-from kvconvert.source import SourceModel, float_dtype, open_source
+from kvconvert.samples import load_samples
+from kvconvert.source import float_dtype, open_source
 from kvconvert.workdir import HiddenStates, LayerRecord, WorkDir, WorkState
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def calibrate(
     recipe: Recipe,
     data: str | None = None,
     samples: int = 64,
-    seq_len: int = 512,
+    seq_len: int | None = None,
     seed: int = 0,
     device: str = "cpu",
     restart: bool = False,
@@ -73,8 +74,8 @@ def calibrate(
         model: directory or Hub id.
         work: working directory, absent, empty, or begun from the same inputs.
         recipe: what to do.
-        data: calibration data, None for the text that ships with kvconvert.
-        samples, seq_len: calibration sequences and tokens in each.
+        data: calibration data, None for what ships with kvconvert: text, or drawings for a model that sees.
+        samples, seq_len: calibration sequences and tokens in each; None takes 512, or what an image needs.
         seed: of the choice of samples.
         device: on which layers are computed.
         restart: discard what is in `work`.
@@ -94,7 +95,9 @@ def calibrate(
     _check_recipe(runner, recipe)
     if adapter is not None:
         _check_group_size(runner, recipe.weights)
-    tokens = _load_tokens(source, data, samples, seq_len, seed)
+    tokens = load_samples(source, data, samples, seq_len, seed)
+    if reads_images(source.config) and not tokens.info.images:
+        _say(f"Calibrating with text alone: {tokens.info.source} holds no images.", progress)
     directory = WorkDir.create(work, _initial_state(model, runner, recipe, tokens, seed, target, progress), restart)
     first = directory.first_uncommitted()
     if directory.state.complete:
@@ -103,7 +106,7 @@ def calibrate(
     if first:
         _say(f"Going on at layer {first} of {directory.state.num_layers} in {directory.path}.", progress)
     source.check_finite(directory.state.kept_tensors)
-    inputs = CalibrationInputs(tokens.ids)
+    inputs = CalibrationInputs(tokens.ids, tokens.extras, tokens.visual)
     if adapter is not None:
         runner.begin(inputs)
     layers = range(first, directory.state.num_layers)
@@ -407,7 +410,7 @@ def _initial_state(
                 name=name,
                 kind=_kind(module),
                 treatment="kept",
-                reason="the recipe keeps weights" if prefix is None else "outside the decoder layers",
+                reason=_kept_reason(name, adapter),
             )
         )
         for name, module in runner.model.named_modules()
@@ -435,6 +438,16 @@ def _initial_state(
         kept_modules=modules,
         transforms=transforms,
     )
+
+
+def _kept_reason(name: str, adapter: Adapter | None) -> str:
+    """Why a module outside the decoder layers keeps its weights."""
+    if adapter is None:
+        return "the recipe keeps weights"
+    language = adapter.layers.rpartition(".")[0]
+    if name.startswith(f"{adapter.base}.") and not f"{name}.".startswith(f"{language}."):
+        return "outside the language model, which alone is quantized"
+    return "outside the decoder layers"
 
 
 def _check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
@@ -496,30 +509,6 @@ def _check_group_size(runner: LayerRunner, weights: WeightsRecipe) -> None:
                     f"{runner.layer_name(index)}.{name} has {linear.out_features} outputs, which AWQ's layout cannot "
                     'pack by eight; set [weights] method = "none".'
                 )
-
-
-def _load_tokens(source: SourceModel, data: str | None, samples: int, seq_len: int, seed: int) -> TokenData:
-    for name, value in (("--samples", samples), ("--seq-len", seq_len)):
-        if value < 1:
-            raise UsageError(f"{name} is {value}; calibration needs at least 1.")
-    config = source.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions and seq_len > positions:
-        raise UsageError(
-            f"--seq-len is {seq_len}, more than the {positions} positions this model has; choose a shorter one."
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().split("\n")[0].rstrip(".")
-        raise CheckpointError(f"{source.directory} has no tokenizer that transformers can load ({reason}).") from error
-    tokens = load_token_samples(data, tokenizer, samples, seq_len, seed)
-    if int(tokens.ids.max()) >= config.vocab_size:
-        raise DataError(
-            f"The tokenizer of {source.directory} gives token {int(tokens.ids.max())}, beyond the model's "
-            f"{config.vocab_size}; they do not belong together."
-        )
-    return tokens
 
 
 def _device(name: str) -> torch.device:

@@ -8,6 +8,7 @@ from kvconvert.adapters.adapter import Adapter, LayerNames, Variant, head_dim, k
 from kvconvert.adapters.dense import DENSE
 from kvconvert.adapters.hybrid import HYBRIDS
 from kvconvert.adapters.mixture import MIXTURES
+from kvconvert.adapters.vision import VISION, vision_adapter
 from kvconvert.errors import UnsupportedModelError
 
 __all__ = [
@@ -27,7 +28,7 @@ ADAPTERS = {adapter.model_type: adapter for adapter in (*DENSE, *HYBRIDS, *MIXTU
 
 def find_adapter(config: PretrainedConfig) -> Adapter | None:
     """The adapter of a configuration, or None for an architecture that has none or a model that it refuses."""
-    adapter = ADAPTERS.get(config.model_type)
+    adapter = _known(config)
     stated = getattr(config, "architectures", None) or []
     if adapter is None or (stated and adapter.architecture not in stated) or adapter.refusal(config):
         return None
@@ -40,7 +41,7 @@ def require_adapter(config: PretrainedConfig) -> Adapter:
     if adapter is not None:
         return adapter
     stated = ", ".join(getattr(config, "architectures", None) or [config.model_type])
-    known = ADAPTERS.get(config.model_type)
+    known = _known(config)
     if known is not None and known.refusal(config):
         raise UnsupportedModelError(
             f"The weights of this {stated} cannot be converted ({known.refusal(config)}); set [weights] method = "
@@ -49,6 +50,11 @@ def require_adapter(config: PretrainedConfig) -> Adapter:
     raise UnsupportedModelError(
         f"No adapter describes {stated} (model type {config.model_type}): the names of its decoder layers, norms "
         "and Linears, which Linears read each norm, and whether values may be rotated in the weights are missing; "
-        f"known are {', '.join(a.architecture for a in ADAPTERS.values())}, and other models convert with "
+        f"known are {', '.join(a.architecture for a in ADAPTERS.values())}, and around them "
+        f"{', '.join(architecture for architecture, _ in VISION.values())}; other models convert with "
         '[weights] method = "none".'
     )
+
+
+def _known(config: PretrainedConfig) -> Adapter | None:
+    return ADAPTERS.get(config.model_type) or vision_adapter(config, ADAPTERS)

@@ -148,9 +148,10 @@ def _provenance(manifest: Manifest) -> list[str]:
         f"- Recipe: {manifest.recipe['name']}; weights changed by: {', '.join(manifest.transforms) or 'nothing'}",
     ]
     if data is not None:
+        pictures = f" with {data.images} images" if data.images else ""
         lines.append(
-            f"- Calibration: {data.samples} samples of {data.length} tokens from {data.source} (seed {data.seed}, "
-            f"sha256 of the token ids `{data.sha256}`)"
+            f"- Calibration: {data.samples} samples of {data.length} tokens{pictures} from {data.source} "
+            f"(seed {data.seed}, sha256 of the {'inputs' if data.images else 'token ids'} `{data.sha256}`)"
         )
     lines.append(
         f"- kvconvert {manifest.kvconvert_version}, bundle format {manifest.format_version}; see `kvconvert.json`"

@@ -53,13 +53,16 @@ class DataInfo(_Record):
         source: as given on the command line, or the name of the embedded text.
         samples, length: number of token sequences and tokens in each.
         seed: seed of the choice of samples.
-        sha256: of the int64 token ids, little endian, in order.
+        images: how many images are in them.
+        sha256: of the int64 token ids, little endian, in order; with images, followed by each sample's further inputs
+            (pixel values, token types, ...) in order of their names: the name and the values as float32.
     """
 
     source: str
     samples: int
     length: int
     seed: int
+    images: int = 0
     sha256: Sha256
 
 

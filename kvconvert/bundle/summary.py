@@ -180,7 +180,10 @@ def manifest_text(manifest: Manifest) -> str:
         f"changes   {', '.join(manifest.transforms) or 'none'}",
     ]
     if data is not None:
-        lines.append(f"data      {data.samples} samples of {data.length} tokens, {data.source}, seed {data.seed}")
+        images = f" with {data.images} images" if data.images else ""
+        lines.append(
+            f"data      {data.samples} samples of {data.length} tokens{images}, {data.source}, seed {data.seed}"
+        )
     lines += ["", f"Weights: {weights_line(manifest)}"]
     lines.append(text_table(("module", "number", "stored as", "note"), coverage_rows(manifest)))
     lines += ["", f"Key-value cache: {kv_line(manifest)}"]
