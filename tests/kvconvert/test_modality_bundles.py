@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_checkpoints import save_text
 from tiny_models import ARCHITECTURES, GREEDY
+from tiny_processors import write_seeing
 
 from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import CacheError
@@ -42,3 +43,18 @@ def test_a_loaded_bundle_compresses_its_modality_by_itself(tmp_path, name):
     assert made.layers[0].sequences[1].spans
     with pytest.raises(CacheError, match="inputs_embeds alone"):
         loaded(inputs_embeds=loaded.get_input_embeddings()(inputs["input_ids"]))
+
+
+@pytest.mark.parametrize("images", [True, False])
+def test_tau_and_ranges_are_searched_where_the_data_has_images_and_the_record_says_if_not(tmp_path, images):
+    source = write_seeing(tmp_path, "llava")
+    recipe = Recipe(weights=WeightsRecipe(method="rtn", group_size=32), kv=VISUAL)
+    data = None if images else save_text(tmp_path)
+    work = calibrate(str(source), tmp_path / "work", recipe, data=data, samples=2, seq_len=96, progress=False)
+    for record in (work.layer_record(0), work.layer_record(1)):
+        scheme = KVScheme.from_dict(record.scheme)
+        assert scheme.modality == "visual"
+        assert ("calibquant" in record.statistics) == images
+        if not images:
+            assert scheme == VISUAL
+            assert "no visual tokens" in record.reason
