@@ -82,8 +82,10 @@ class Layer:
         order = torch.randperm(count, device="cuda")
         last = torch.zeros(1, dtype=torch.int64, device="cuda")
         tables = [torch.cat([order * (pool[0].nbytes // 16), last]) for pool in (key_pool, value_pool)]
+        # As the runtime divides work: for the tail that there will be when the next page is complete.
+        tail = case.tail + (PAGE - 1 if case.span else -case.tail % PAGE)
         sequences = [
-            SequencePlan((Run(row * pages, (row + 1) * pages, pages * PAGE),), case.tail) for row in range(case.batch)
+            SequencePlan((Run(row * pages, (row + 1) * pages, pages * PAGE),), tail) for row in range(case.batch)
         ]
         self.span = SpanFormat(case.bits, case.bits) if case.span else None
         programs = programs_for(torch.device("cuda"), self.format, self.span, GROUP, 1)

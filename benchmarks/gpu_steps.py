@@ -133,7 +133,7 @@ class SteppedLayer:
         ]
 
     def _page_tables(self) -> None:
-        """Tables of the pages, and the plans that the runtime makes in the first step after each flush."""
+        """Tables of the pages, and how the work is divided."""
         key_record, value_record = self.key_pages.record, self.value_pages.record
         places = torch.randperm(self.batch * self.stored).view(self.batch, self.stored)
         self.key_places = places
@@ -144,17 +144,12 @@ class SteppedLayer:
             units = chosen.flatten() * (record.stride(0) * record.element_size() // 16)
             tables.append(torch.cat([units, units[-1:]]).to(self.device))
         programs = programs_for(self.device, self.format, None, GROUP, 1)
-        plans, self.tables, plan = {}, [], None
-        for step in range(PAGE):
-            if step == 0 or self.due(step - 1):
-                tails = tuple(self.scheme.sinks + count + 1 for count in self.before(step))
-                if tails not in plans:
-                    plans[tails] = plan_work(self._sequences(tails), programs).to(self.device)
-                plan = PageTables(key_record, value_record, *tables, plans[tails])
-            self.tables.append(plan)
+        # Work is divided for the tails that there will be when pages are complete.
+        plan = plan_work(self._sequences(), programs).to(self.device)
+        self.tables = PageTables(key_record, value_record, *tables, plan)
 
-    def _sequences(self, tails: tuple[int, ...]) -> list[SequencePlan]:
-        held, full = self.scheme.held, self.pages * PAGE
+    def _sequences(self) -> list[SequencePlan]:
+        held, full, tail = self.scheme.held, self.pages * PAGE, self.scheme.sinks + PAGE
         return [
             SequencePlan(
                 (Run(row * self.stored, row * self.stored + self.pages, full),),
@@ -164,7 +159,7 @@ class SteppedLayer:
                 full,
                 full + held * PAGE,
             )
-            for row, tail in enumerate(tails)
+            for row in range(self.batch)
         ]
 
     def _flush_table(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,9 +193,7 @@ class SteppedLayer:
             *self.new, self.base, self.base, self.append_table, self.first[step], self.scheme.rotates, False
         )
         half = 1 if self.scheme.held else 0
-        return queries, decode_attention(
-            queries, self.tables[step], self.tails[step], self.format, DIM**-0.5, half=half
-        )
+        return queries, decode_attention(queries, self.tables, self.tails[step], self.format, DIM**-0.5, half=half)
 
     def flush(self, step: int) -> None:
         """As `flush` in runtime/compression.py: both sides' pages, the flags, and what moves up in the buffers."""

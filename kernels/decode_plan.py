@@ -15,9 +15,9 @@ from itertools import pairwise
 import torch
 
 PAGE = 128
-# Full-precision tokens that cost as much as a page, a half page's cost, and the fewest units worth a program.
+# Full-precision tokens that cost as much as a page, and a half page's cost; both as timed on an H200.
 TAIL_TOKENS = 32
-HALF_COST = 5
+HALF_COST = 16
 # Columns of an item, which the kernel knows by number.
 ITEM_COLUMNS = 16
 # An end that no sequence reaches: the kernel stops at the tail's own length.
@@ -49,7 +49,7 @@ class SequencePlan:
     Attributes:
         runs: its quantized pages or spans.
         half: number of half pages; half_begin: table entry of the first one, in the table of the quantized side.
-        tail: full-precision tokens at present, sinks included.
+        tail: full-precision tokens to divide, sinks included; of those that are still to come an item finds none.
         half_token, tail_token: numbers of the first half-page token and of the first tail token, as masks count them.
     """
 
@@ -94,7 +94,7 @@ def plan_work(sequences: Sequence[SequencePlan], programs: int) -> WorkPlan:
         programs: how many items can run side by side for one KV head and block of queries.
     """
     units = [_units(sequence) for sequence in sequences]
-    most = _units_per_item(units, max(programs, len(sequences)))
+    most = _units_per_item(sequences, units, max(programs, len(sequences)))
     items: list[list[int]] = []
     item_rows, slot_rows = [0], [0]
     for row, (sequence, total) in enumerate(zip(sequences, units, strict=True)):
@@ -120,8 +120,8 @@ def _units(sequence: SequencePlan) -> int:
     return pages + HALF_COST * sequence.half + -(-sequence.tail // TAIL_TOKENS)
 
 
-def _units_per_item(units: list[int], programs: int) -> int:
-    """The fewest units per item with which no more than `programs` items are needed."""
+def _units_per_item(sequences: Sequence[SequencePlan], units: list[int], programs: int) -> int:
+    """The fewest units per item with which no more than `programs` items are needed, or few more than the fewest."""
     low, high = 1, max(1, *units)
     while low < high:
         middle = (low + high) // 2
@@ -129,6 +129,9 @@ def _units_per_item(units: list[int], programs: int) -> int:
             high = middle
         else:
             low = middle + 1
+    # Pages and half pages are not divided further, so that items may stay below what they can hold.
+    while low < max(units) and sum(len(_divide(sequence, 0, low)) for sequence in sequences) > programs:
+        low += max(1, low // 8)
     return low
 
 

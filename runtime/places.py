@@ -22,7 +22,7 @@ from kvconvert.runtime.sequence import Sequence
 if TYPE_CHECKING:
     from kvconvert.runtime.layer import PagedLayer
 
-# Full-precision tokens by which a sequence may grow before its work is divided anew.
+# Full-precision tokens by which a sequence grows at most before its work is divided anew.
 GROWTH = 128
 EVERY = slice(None)
 
@@ -136,7 +136,9 @@ class LayerPlaces:
             scales = (span.key_scale, span.key_minimum, span.value_scale, span.value_minimum)
             shared.append([self._offset(part) for part in scales])
             tokens += span.tokens
-        return SequencePlan(tuple(runs), self._tail(sequence), sequence.pages - both, first + both, both * size, tokens)
+        return SequencePlan(
+            tuple(runs), self._reserved(sequence), sequence.pages - both, first + both, both * size, tokens
+        )
 
     def _offset(self, tensor: torch.Tensor) -> int:
         distance = tensor.data_ptr() - self._base.data_ptr()
@@ -153,14 +155,21 @@ class LayerPlaces:
     def _tail(self, sequence: Sequence) -> int:
         return sequence.keys.dense - (sequence.pages - len(sequence.keys.pages)) * self._layer.page_size
 
+    def _reserved(self, sequence: Sequence) -> int:
+        """Tokens that the tail will have when its next page is complete: programs are there for them beforehand."""
+        scheme, tail = self._layer.scheme, self._tail(sequence)
+        if scheme.is_span:
+            return tail + GROWTH - 1
+        return tail + (sequence.sinks + min(scheme.key_recent_tokens, scheme.value_recent_tokens) - tail) % GROWTH
+
     def work(self, programs: int) -> WorkPlan:
         """How attention over the tables and tails is divided among about so many programs, on the layer's device.
 
-        The same object until tables change or a tail has grown a lot: the last item of a row takes what comes.
+        The same object until tables change or a tail has grown a lot: programs are there for tokens to come.
         """
-        planned = self.tables().sequences
-        tails = [self._tail(sequence) for sequence in self._layer.sequences]
-        if any(tail > plan.tail + GROWTH for tail, plan in zip(tails, planned, strict=True)):
+        sequences, planned = self._layer.sequences, self.tables().sequences
+        if any(self._tail(sequence) > plan.tail for sequence, plan in zip(sequences, planned, strict=True)):
+            tails = [self._reserved(sequence) for sequence in sequences]
             planned = [replace(plan, tail=tail) for plan, tail in zip(planned, tails, strict=True)]
             self._tables, self._work = replace(self._tables, sequences=planned), {}
         if programs not in self._work:

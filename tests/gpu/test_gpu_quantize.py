@@ -76,7 +76,8 @@ def near_a_border(x: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -
 def assert_same_keys(found: KeyPages, keys: torch.Tensor, f: KeyFormat, channels=None, static=None) -> None:
     """Everything but norms exactly; these to one unit in the last place, and the rest by the norms found.
 
-    A norm's reciprocal is the GPU's own to a unit of float32, which one group in thousands rounds to the next fp16.
+    A norm's reciprocal is the GPU's own to a unit of float32, which one group in thousands rounds to the next fp16:
+    even among few groups there may be one.
     """
     keys = keys.cpu()
     expected = quantize_keys(keys, f, channels, static)
@@ -96,7 +97,7 @@ def assert_same_keys(found: KeyPages, keys: torch.Tensor, f: KeyFormat, channels
         else:
             apart = (fields[name].view(torch.int16).int() - getattr(expected, name).view(torch.int16).int()).abs()
             assert apart.max() <= 1, name
-            assert (apart > 0).float().mean() < 1e-3, name
+            assert (apart > 0).sum() <= 1 + apart.numel() // 1000, name
             rounded = rounded | (apart > 0)
     found = KeyPages(format=f, **fields)
     different = key_codes(found, f, channels) != key_codes(expected, f, channels)

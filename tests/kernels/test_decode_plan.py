@@ -52,6 +52,13 @@ def test_items_stay_within_the_programs_and_near_each_other():
     assert max(units) <= min(units) + 1
 
 
+@pytest.mark.parametrize("pages", [1, 5, 40, 56, 63, 100])
+@pytest.mark.parametrize("half", [0, 1, 2])
+def test_what_cannot_be_divided_takes_no_second_wave(pages, half):
+    sequences = [SequencePlan((Run(0, pages, 128 * pages),), 160, half=half, half_begin=pages) for _ in range(32)]
+    assert len(plan_work(sequences, 132).items) <= 132
+
+
 def test_an_item_holds_pages_of_one_run_only():
     plan = plan_work([SequencePlan((Run(0, 3, 300, 4), Run(3, 5, 200, 7)), 0)], 1)
     assert [item[10] for item in plan.items.tolist() if item[1] < item[2]] == [4, 7]
