@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-REFERENCE = Path(__file__).parents[1] / "examples" / "reference-lm"
+REFERENCE = Path(__file__).parents[2] / "examples" / "reference-lm"
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 FEATURES = (
     "sliding",
