@@ -115,10 +115,22 @@ def evaluate(bundle: Path, against: str | None, data: str | None, tokens: int | 
 @click.option("--prompt", metavar="TEXT", help="Text to continue.")
 @click.option("--chat", is_flag=True, help="Converse, one line of input a turn.")
 @click.option(
+    "--image",
+    "images",
+    metavar="FILE",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Image that the prompt, or the first turn, is about; may be given again.",
+)
+@click.option(
     "--max-new-tokens", metavar="N", type=click.IntRange(min=1), default=256, show_default=True, help="At most."
 )
-def generate(bundle: Path, prompt: str | None, chat: bool, max_new_tokens: int) -> None:
-    """Generate text with BUNDLE and its low-bit cache."""
+def generate(bundle: Path, prompt: str | None, chat: bool, images: tuple[Path, ...], max_new_tokens: int) -> None:
+    """Generate text with BUNDLE and its low-bit cache.
+
+    With --image the prompt goes through the model's chat template, if it has one. In a conversation with a model that
+    reads images, a line `/image FILE` gives an image to the next line.
+    """
     if chat == (prompt is not None):
         raise UsageError("kvconvert generate needs either --prompt TEXT or --chat, and not both.")
     _quiet()
@@ -126,9 +138,9 @@ def generate(bundle: Path, prompt: str | None, chat: bool, max_new_tokens: int) 
 
     console = Console(bundle, max_new_tokens)
     if prompt is not None:
-        console.complete(prompt)
+        console.complete(prompt, images)
     else:
-        console.chat(iter(sys.stdin))
+        console.chat(iter(sys.stdin), images)
 
 
 @cli.command()

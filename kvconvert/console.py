@@ -1,18 +1,27 @@
-"""Text generation on a console: one prompt, or a conversation."""
+"""Generation on a console: one prompt or a conversation, with images where the model reads them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from kvconvert.errors import UsageError
+from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.images import read_image
 from kvconvert.runtime import load
+from kvconvert.runtime.load import reads_images
+from kvconvert.runtime.processors import tokenizer_of
+from kvconvert.runtime.prompts import ImagePrompts
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IMAGE_COMMAND = "/image"
 
 
 class Console:
@@ -20,35 +29,53 @@ class Console:
 
     def __init__(self, bundle: Path, max_new_tokens: int) -> None:
         self.model: PreTrainedModel
-        self.tokenizer: PreTrainedTokenizerBase
-        self.model, self.tokenizer = load(bundle)
+        self.model, processor = load(bundle)
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processor)
+        self.prompts = None if processor is self.tokenizer else ImagePrompts(processor, self.model.config)
         self.max_new_tokens = max_new_tokens
         self.positions: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
-    def complete(self, prompt: str) -> None:
-        """Stream the continuation of a prompt, which is taken as plain text.
+    def complete(self, prompt: str, images: Iterable[Path] = ()) -> None:
+        """Stream the continuation of a prompt.
+
+        Without images the prompt is taken as plain text. With images it is a message, after them, in the model's chat
+        template; a model without one gets its own sign for an image before the text.
 
         Raises:
-            UsageError: the prompt is empty or does not fit the model's positions.
+            UsageError: the prompt is empty or does not fit the model's positions, or the model reads no images.
+            DataError: a file that is missing or no image.
         """
+        opened = self._open(images)
+        if opened:
+            message = {"role": "user", "content": [{"type": "image"}] * len(opened) + [_text(prompt)]}
+            text = self.prompts.text([message], answer=True)
+            self._generate(self.prompts.encode(text, opened), None)
+            return
         ids = self.tokenizer(prompt, return_tensors="pt").input_ids
         if ids.shape[1] == 0:
             raise UsageError("The prompt has no tokens; give some text.")
-        self._generate(ids, None)
+        self._generate({"input_ids": ids}, None)
 
-    def chat(self, lines: Iterator[str]) -> None:
+    def chat(self, lines: Iterator[str], images: Iterable[Path] = ()) -> None:
         """Answer line after line until the input ends.
 
         With a chat template each turn renders the whole conversation, otherwise the text simply grows. The cache of the
-        turn before is continued wherever it holds the beginning of the new text.
+        turn before is continued wherever it holds the beginning of the new text; a turn with images is read from the
+        beginning, for some models place what follows an image by all images before it.
+
+        Args:
+            lines: what is said; for a model that reads images, `/image FILE` gives one to the next line.
+            images: given to the first line.
         """
         interactive = sys.stdin.isatty()
-        templated = bool(self.tokenizer.chat_template)
+        templated = bool(self.tokenizer.chat_template) if self.prompts is None else self.prompts.templated
         if not templated:
             print("This tokenizer has no chat template: the conversation is plain text.", file=sys.stderr)
         if interactive:
-            print("End with Ctrl-D.", file=sys.stderr)
-        messages: list[dict[str, str]] = []
+            command = "" if self.prompts is None else f" {IMAGE_COMMAND} FILE gives an image to the next line."
+            print(f"End with Ctrl-D.{command}", file=sys.stderr)
+        waiting, shown = self._open(images), []
+        messages: list[dict[str, Any]] = []
         sequence = torch.empty(1, 0, dtype=torch.long)
         cache: Any = None
         while True:
@@ -58,17 +85,47 @@ class Console:
             if not line:
                 return
             line = line.strip()
+            if self.prompts is not None and line.split(maxsplit=1)[:1] == [IMAGE_COMMAND]:
+                waiting += self._named(line, interactive)
+                continue
             if not line:
                 continue
-            messages.append({"role": "user", "content": line})
-            ids = self._render(messages) if templated else self._append(sequence, line)
-            if cache is not None and not _continues(ids, sequence, cache.get_seq_length()):
+            if self.prompts is None:
+                messages.append({"role": "user", "content": line})
+                inputs = {"input_ids": self._render(messages) if templated else self._append(sequence, line)}
+            else:
+                messages.append({"role": "user", "content": [{"type": "image"}] * len(waiting) + [_text(line)]})
+                shown += waiting
+                inputs = self.prompts.encode(self.prompts.text(messages, answer=True), shown)
+            ids = inputs["input_ids"]
+            if cache is not None and (waiting or not _continues(ids, sequence, cache.get_seq_length())):
                 cache = None
-            sequence, cache = self._generate(ids, cache)
+            # What the images become is in the cache that is continued.
+            sequence, cache = self._generate(inputs if cache is None else {"input_ids": ids}, cache)
+            waiting = []
             answer = self.tokenizer.decode(sequence[0, ids.shape[1] :], skip_special_tokens=True)
-            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "assistant", "content": answer if self.prompts is None else [_text(answer)]})
 
-    def _render(self, messages: list[dict[str, str]]) -> Tensor:
+    def _open(self, images: Iterable[Path]) -> list[Image]:
+        images = list(images)
+        if images and self.prompts is None:
+            reason = "has no processor" if reads_images(self.model.config) else "reads no images"
+            raise UsageError(f"This bundle's model {reason}; leave --image out, or give a bundle that sees.")
+        return [read_image(path, None, "--image") for path in images]
+
+    def _named(self, line: str, interactive: bool) -> list[Image]:
+        """The image that a line names; on a terminal a mistake costs only a message."""
+        try:
+            if line == IMAGE_COMMAND:
+                raise UsageError(f"{IMAGE_COMMAND} needs the path of an image.")
+            return [read_image(line.split(maxsplit=1)[1], None, IMAGE_COMMAND)]
+        except KvconvertError as error:
+            if not interactive:
+                raise
+            print(f"Error: {error}", file=sys.stderr)
+            return []
+
+    def _render(self, messages: list[dict[str, Any]]) -> Tensor:
         rendered = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
@@ -80,21 +137,22 @@ class Console:
         added = self.tokenizer("\n" + line, return_tensors="pt", add_special_tokens=False).input_ids
         return torch.cat([sequence, added], dim=1)
 
-    def _generate(self, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    def _generate(self, inputs: dict[str, Tensor], cache: Any) -> tuple[Tensor, Any]:
         """Stream a continuation of ids [1, T]; returns the whole sequence and the cache, which lacks its end."""
-        count = self.max_new_tokens
+        count, length = self.max_new_tokens, inputs["input_ids"].shape[1]
         if self.positions is not None:
-            if ids.shape[1] >= self.positions:
+            if length >= self.positions:
                 raise UsageError(
-                    f"The text has {ids.shape[1]} tokens, but this model has {self.positions} positions; "
-                    "give a shorter one."
+                    f"The text has {length} tokens, but this model has {self.positions} positions; give a shorter one."
                 )
-            count = min(count, self.positions - ids.shape[1])
-        ids = ids.to(self.model.device)
+            count = min(count, self.positions - length)
+        device, dtype = self.model.device, self.model.dtype
+        inputs = {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in inputs.items()}
+        ids = inputs.pop("input_ids")
         padding = self.model.generation_config.pad_token_id
         result = self.model.generate(
             ids,
-            attention_mask=torch.ones_like(ids),
+            **inputs | {"attention_mask": torch.ones_like(ids)},
             max_new_tokens=count,
             past_key_values=cache,
             pad_token_id=padding if padding is not None else self.tokenizer.eos_token_id,
@@ -102,6 +160,10 @@ class Console:
             streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
         return result.sequences.cpu(), result.past_key_values
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def _continues(ids: Tensor, sequence: Tensor, cached: int) -> bool:
