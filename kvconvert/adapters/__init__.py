@@ -50,9 +50,8 @@ def require_adapter(config: PretrainedConfig) -> Adapter:
     raise UnsupportedModelError(
         f"No adapter describes {stated} (model type {config.model_type}): the names of its decoder layers, norms "
         "and Linears, which Linears read each norm, and whether values may be rotated in the weights are missing; "
-        f"known are {', '.join(a.architecture for a in ADAPTERS.values())}, and around them "
-        f"{', '.join(architecture for architecture, _ in VISION.values())}; other models convert with "
-        '[weights] method = "none".'
+        f"docs/models.md lists the {len(ADAPTERS) + len(VISION)} kinds of models that have one, and others convert "
+        'with [weights] method = "none".'
     )
 
 
