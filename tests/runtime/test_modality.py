@@ -336,6 +336,8 @@ def test_columns_marked_by_hand_are_those_of_the_span():
     model(ids, **pixels(ids), past_key_values=cache)
     cache.seal()
     assert columns(cache)[0] == [[2, 3, 4, 5, 20, 21, 22, 23]]
+    with pytest.raises(CacheError, match="was not told"):  # marks are of one forward pass
+        model(random_ids(1, 30), past_key_values=cache)
 
 
 def test_a_prompt_of_which_nobody_knows_the_visual_tokens_is_refused(llava):
