@@ -42,11 +42,16 @@ def _seal_span(layer: PagedLayer, sequence: Sequence) -> None:
         return
     sides = (sequence.keys, sequence.values)
     with _NamedErrors(layer.index, 0):
-        keys, values = (torch.cat([side.tokens(*part) for part in parts], 1) for side in sides)
+        keys, values = (_joined([side.tokens(*part) for part in parts]) for side in sides)
         span = quantize_span(keys, values, layer.span_format)
     sequence.spans.append((span, sequence.columns.take(parts)))
     for side in sides:
         side.remove(parts)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Tokens [H, n, channels] one after another; a whole prompt needs no copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _span_parts(layer: PagedLayer, sequence: Sequence) -> list[tuple[int, int]]:
