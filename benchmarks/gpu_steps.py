@@ -45,7 +45,7 @@ HEADS, GROUP, DIM, PAGE = 8, 4, 128, 128
 DTYPE = torch.bfloat16
 # Inputs and outputs of the layer's Linears: query, key, value, output, gate, up and down projection.
 LINEARS = ((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096))
-CYCLES = 10
+CYCLES = 32
 # Cycles of the GPU's clock, about 10 ms, in which the host gets ahead of it.
 HEAD_START = 1 << 24
 
@@ -99,8 +99,8 @@ class SteppedLayer:
         self.tails = [Tails(self.base, self._tensor(self._tail_rows(step))) for step in range(PAGE)]
         self._page_tables()
         self._flush_tables = {step: self._flush_table(self.due(step)) for step in range(PAGE) if self.due(step)}
-        flag = gpu.new_flag(device)
-        self.report = torch.empty(2, dtype=flag.dtype, pin_memory=device.type == "cuda")
+        self.flag = gpu.new_flag(device)
+        self.report = torch.empty_like(self.flag, device="cpu", pin_memory=device.type == "cuda")
 
     def before(self, step: int) -> list[int]:
         """Tokens of each row behind its last page and its sinks, before the step's own token."""
@@ -196,19 +196,18 @@ class SteppedLayer:
         return queries, decode_attention(queries, self.tables, self.tails[step], self.format, DIM**-0.5, half=half)
 
     def flush(self, step: int) -> None:
-        """As `flush` in runtime/compression.py: both sides' pages, the flags, and what moves up in the buffers."""
-        rows, (key_table, value_table) = self.due(step), self._flush_tables[step]
-        flag = gpu.new_flag(self.device)
-        gpu.quantize_key_pages(self.keys, DIM, key_table, self.scheme.keys, self.key_pages.buffer, flag)
-        self.report[:1].copy_(flag, non_blocking=True)
-        flag = gpu.new_flag(self.device)
-        gpu.quantize_value_pages(self.values, DIM, value_table, self.scheme.values, self.value_pages.buffer, flag)
-        self.report[1:].copy_(flag, non_blocking=True)
-        if self.scheme.held:
-            start, stop = self.scheme.sinks, self.scheme.sinks + self.scheme.held * PAGE
-            for row in rows:
-                buffer = self.values[row]
-                buffer[:, start:stop] = buffer[:, start + PAGE : stop + PAGE].clone()
+        """As `flush` in runtime/compression.py: pages of both sides, their flag, and what moves up in the buffers."""
+        scheme, (key_table, value_table) = self.scheme, self._flush_tables[step]
+        gpu.quantize_key_pages(self.keys, DIM, key_table, scheme.keys, self.key_pages.buffer, self.flag)
+        gpu.quantize_value_pages(self.values, DIM, value_table, scheme.values, self.value_pages.buffer, self.flag)
+        self.report.copy_(self.flag, non_blocking=True)
+        if scheme.held:
+            start, stop = scheme.sinks, scheme.sinks + scheme.held * PAGE
+            due = [self.values[row] for row in self.due(step)]
+            targets = [head for row in due for head in row[:, start:stop].unbind(0)]
+            torch._foreach_copy_(
+                targets, [head for row in due for head in row[:, start + PAGE : stop + PAGE].unbind(0)]
+            )
 
 
 class Linears:
@@ -352,6 +351,7 @@ def _compare(layers: list[SteppedLayer], linears: Linears | None) -> dict[str, A
         "us": _summary(times),
         "us_without_flushes": _summary(control),
         "flush_us": flush,
+        "us_after_flush": statistics.median(times[i] for i in range(len(times)) if (i - 1) % PAGE in due),
         "amortised": flush * len(due) / PAGE / statistics.mean(control),
         "p99_over_median": _summary(times)["p99"] / _summary(times)["median"] - 1,
         "p99_over_control": _summary(times)["p99"] / _summary(control)["p99"] - 1,

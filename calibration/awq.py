@@ -453,8 +453,8 @@ class AwqPass(CalibrationPass):
             for number, count in enumerate(self._observed.routed):
                 if count < MIN_EXPERT_TOKENS:
                     note = (
-                        f"the expert was chosen for {count} calibration tokens, fewer than {MIN_EXPERT_TOKENS}: "
-                        "calibrated on tokens of the whole layer"
+                        f"its expert saw fewer than {MIN_EXPERT_TOKENS} calibration tokens and was calibrated on those "
+                        "of the whole layer"
                     )
                     for linear in experts.linears(number):
                         reasons[linear] = "; ".join(filter(None, (reasons.get(linear), note)))

@@ -102,4 +102,9 @@ def _prefixes(stored: Mapping[str, str]) -> dict[str, str]:
             ours.pop()
             theirs.pop()
             prefixes[".".join(ours)] = ".".join(theirs)
+    # A module's own tensors know better than those of modules inside it, which a checkpoint may hold elsewhere.
+    for loaded, name in stored.items():
+        (ours, _, part), (theirs, _, other) = loaded.rpartition("."), name.rpartition(".")
+        if ours in prefixes and part == other:
+            prefixes[ours] = theirs
     return prefixes

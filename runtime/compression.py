@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kvconvert.errors import NumericError
+from kvconvert.errors import KvconvertError, NumericError
 from kvconvert.kernels.gpu.device import runs_triton
 from kvconvert.kernels.pages import quantize_keys, quantize_values
 from kvconvert.kernels.selection import select_tokens
 from kvconvert.kernels.spans import quantize_span
 from kvconvert.runtime.pool import UNIT, PagePool
-from kvconvert.runtime.sequence import Sequence, Side
+from kvconvert.runtime.sequence import Sequence, Side, remove_tokens
 
 if TYPE_CHECKING:
     from kvconvert.runtime.layer import PagedLayer
@@ -90,8 +90,11 @@ def flush(layer: PagedLayer, held_back: int) -> None:
         _drop_outside_window(layer, sequence)
     key_window = max(held_back, layer.scheme.key_recent_tokens)
     value_window = max(held_back, layer.scheme.value_recent_tokens)
-    _flush_sides(layer, layer.key_pool, [_due(layer, s, s.keys, key_window) for s in sequences])
-    _flush_sides(layer, layer.value_pool, [_due(layer, s, s.values, value_window) for s in sequences])
+    keys = [due for s in sequences if (due := _due(layer, s, s.keys, key_window)).count]
+    values = [due for s in sequences if (due := _due(layer, s, s.values, value_window)).count]
+    if keys or values:
+        layer.version += 1
+        _flush_sides(layer, keys, values)
 
 
 class _Due(NamedTuple):
@@ -106,40 +109,66 @@ def _due(layer: PagedLayer, sequence: Sequence, side: Side, held_back: int) -> _
     return _Due(side, sequence.sinks, max(0, (side.dense - sequence.sinks - held_back) // layer.page_size))
 
 
-def _flush_sides(layer: PagedLayer, pool: PagePool, due: list[_Due]) -> None:
-    """Move complete pages of all rows' keys or of all rows' values to the pool."""
-    due = [part for part in due if part.count]
-    if not due:
-        return
-    layer.version += 1
-    f = layer.format.keys if pool is layer.key_pool else layer.format.values
-    if runs_triton(layer.device):
-        from kvconvert.kernels.gpu.quantize import why_not
+def _flush_sides(layer: PagedLayer, keys: list[_Due], values: list[_Due]) -> None:
+    """Move complete pages of all rows to the pools: keys, then values, each in one launch where kernels serve them."""
+    launches = []
+    try:
+        for pool, due in ((layer.key_pool, keys), (layer.value_pool, values)):
+            f = layer.format.keys if pool is layer.key_pool else layer.format.values
+            if not due:
+                continue
+            if runs_triton(layer.device):
+                from kvconvert.kernels.gpu.quantize import new_flag, why_not
 
-        reason = why_not(due[0].side.buffer, f)
-        if reason is None:
-            _flush_in_one_launch(layer, pool, due)
-            return
-        layer.fall_back("page quantization", reason)
+                reason = why_not(due[0].side.buffer, f)
+                if reason is None:
+                    if layer.flag is None:
+                        layer.flag = new_flag(layer.device)
+                    numbers = pool.reserve(sum(part.count for part in due))
+                    launches.append((pool, numbers, due))
+                    _quantize_in_one_launch(layer, pool, numbers, due)
+                    continue
+                layer.fall_back("page quantization", reason)
+            _quantize_by_reference(layer, pool, due)
+        if launches:
+            from kvconvert.kernels.gpu.quantize import raise_if_flagged
+
+            # Read once for both sides: the host waits here for the device.
+            with _NamedErrors(layer.index, 1):
+                raise_if_flagged(layer.flag, layer.format.keys.heads)
+    except KvconvertError:
+        for pool, numbers, _ in launches:
+            pool.release(numbers)
+        layer.flag = None
+        raise
+    for _, numbers, due in launches:
+        for side, _, count in due:
+            side.pages += numbers[:count]
+            numbers = numbers[count:]
+            layer.flushes += count
+        remove_tokens([(side, start, start + count * layer.page_size) for side, start, count in due])
+
+
+def _quantize_by_reference(layer: PagedLayer, pool: PagePool, due: list[_Due]) -> None:
+    size = layer.page_size
     for side, start, count in due:
         for first in range(0, count, FLUSH_PAGES):
-            pages = side.pages_at(start + first * f.page_size, min(FLUSH_PAGES, count - first), f.page_size)
+            pages = side.pages_at(start + first * size, min(FLUSH_PAGES, count - first), size)
             with _NamedErrors(layer.index, 1):
                 if pool is layer.key_pool:
-                    quantized = quantize_keys(pages, f, layer.format.boosted, layer.format.static_keys)
+                    quantized = quantize_keys(pages, layer.format.keys, layer.format.boosted, layer.format.static_keys)
                 else:
-                    quantized = quantize_values(pages, f, layer.format.static_values)
+                    quantized = quantize_values(pages, layer.format.values, layer.format.static_values)
             side.pages += pool.write(quantized)
-        side.remove([(start, start + count * f.page_size)])
+        side.remove([(start, start + count * size)])
         layer.flushes += count
 
 
-def _flush_in_one_launch(layer: PagedLayer, pool: PagePool, due: list[_Due]) -> None:
-    """All rows' pages at once, from their buffers straight into the pool's records."""
-    from kvconvert.kernels.gpu.quantize import new_flag, quantize_key_pages, quantize_value_pages, raise_if_flagged
+def _quantize_in_one_launch(layer: PagedLayer, pool: PagePool, numbers: list[int], due: list[_Due]) -> None:
+    """All rows' pages at once, from their buffers straight into the records of these numbers."""
+    from kvconvert.kernels.gpu.quantize import quantize_key_pages, quantize_value_pages
 
-    size, base = layer.page_size, due[0].side.buffer
-    numbers = pool.reserve(sum(part.count for part in due))
+    size, base, flag = layer.page_size, due[0].side.buffer, layer.flag
     records = pool.views(numbers[:1])[0].buffer
     # Offsets count elements of their base; the pool's count 16 bytes.
     offsets = [offset * UNIT // records.element_size() for offset in pool.offsets(numbers, records)]
@@ -150,24 +179,12 @@ def _flush_in_one_launch(layer: PagedLayer, pool: PagePool, due: list[_Due]) -> 
         for page in range(count):
             table.append((origin + page * size * buffer.stride(1), buffer.stride(0), offsets[len(table)], size))
     places = torch.tensor(table, dtype=torch.int64).to(layer.device, non_blocking=True)
-    flag = new_flag(layer.device)
     format = layer.format
     if pool is layer.key_pool:
         more = (format.boosted, format.static_keys)
         quantize_key_pages(base, base.stride(1), places, format.keys, records, flag, *more)
     else:
         quantize_value_pages(base, base.stride(1), places, format.values, records, flag, format.static_values)
-    try:
-        with _NamedErrors(layer.index, 1):
-            raise_if_flagged(flag, format.keys.heads)
-    except NumericError:
-        pool.release(numbers)
-        raise
-    for side, start, count in due:
-        side.pages += numbers[:count]
-        numbers = numbers[count:]
-        side.remove([(start, start + count * size)])
-        layer.flushes += count
 
 
 def _drop_outside_window(layer: PagedLayer, sequence: Sequence) -> None:

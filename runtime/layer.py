@@ -113,6 +113,7 @@ class PagedLayer(CacheLayerMixin):
             for _ in range(batch)
         ]
         self.flattened = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.flag: torch.Tensor | None = None  # what page kernels raise; made when they first run
         self.places = LayerPlaces(self)
         self.is_initialized = True
 

@@ -98,6 +98,25 @@ class Side:
         return Side(self.buffer.clone(), self.dense, self.pages.copy())
 
 
+def remove_tokens(parts: list[tuple[Side, int, int]]) -> None:
+    """Take tokens start..stop-1 out of each (side, start, stop), as `Side.remove` does, in few launches for all."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for side, start, stop in parts:
+        kept, moved = side.dense - (stop - start), side.dense - stop
+        shrinks = side.buffer.shape[1] > side._room(kept) + side.spare
+        # What overlaps with its place has to be copied twice.
+        if shrinks or not 0 < moved <= stop - start:
+            side.remove([(start, stop)])
+            continue
+        # Heads lie apart, and only contiguous tensors share a launch.
+        targets += side.buffer[:, start:kept].unbind(0)
+        sources += side.buffer[:, stop : side.dense].unbind(0)
+        side.dense = kept
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
 @dataclass
 class Sequence:
     """All stored tokens of one sequence: [sinks | dropped pages | pages | residual], columns ascending; and spans.

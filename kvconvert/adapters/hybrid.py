@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from kvconvert.adapters.adapter import Adapter, LayerNames, Variant
 from kvconvert.adapters.dense import LLAMA
+from kvconvert.adapters.mixture import Mixture, MixtureNames, SparseLayers, by_step, shared_mlp
 from kvconvert.calibration.protocol import NormGroup, Projection, ScalingPair
 
 NO_VALUES = "the layer has no keys and values"
@@ -13,37 +14,40 @@ CONVOLUTION = "a short convolution over neighbouring tokens"
 DECAY = "it makes a few numbers per token, which say how fast the state forgets"
 
 QWEN_GROUPS = tuple(replace(group, unit_offset=True) for group in LLAMA.norm_groups)
-QWEN_ATTENTION = LayerNames(
-    norm_groups=QWEN_GROUPS, fold_obstacle="a gate weighs each channel of the values before the output projection"
+QWEN_GATED = "a gate weighs each channel of the values before the output projection"
+QWEN_EXPERTS = Mixture(**shared_mlp("mlp.shared_expert", shared_gate="mlp.shared_expert_gate"), unit_offset=True)
+QWEN_ATTENTION = LayerNames(norm_groups=QWEN_GROUPS, fold_obstacle=QWEN_GATED)
+
+
+def qwen_linear(readers: tuple[str, ...], decay: tuple[str, ...]) -> LayerNames:
+    """Layers of gated linear attention: what reads the norm, and those of them that make the decay."""
+    inputs = NormGroup("input_layernorm", (*readers, *decay), ("linear_attn",), unit_offset=True)
+    return LayerNames(
+        attention="linear_attn",
+        query=None,
+        key=None,
+        value=None,
+        output="linear_attn.out_proj",
+        norm_groups=(inputs, QWEN_GROUPS[1]),
+        fold_obstacle=NO_VALUES,
+        value_obstacle="a norm over each head lies between the state and the output projection",
+        unquantized=dict.fromkeys(decay, DECAY) | {"linear_attn.conv1d": CONVOLUTION},
+    )
+
+
+QWEN3_5_LINEAR = qwen_linear(
+    ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
 )
-QWEN3_5_LINEAR = LayerNames(
-    attention="linear_attn",
-    query=None,
-    key=None,
-    value=None,
-    output="linear_attn.out_proj",
-    norm_groups=(
-        NormGroup(
-            "input_layernorm",
-            (
-                "linear_attn.in_proj_qkv",
-                "linear_attn.in_proj_z",
-                "linear_attn.in_proj_b",
-                "linear_attn.in_proj_a",
-            ),
-            ("linear_attn",),
-            unit_offset=True,
-        ),
-        QWEN_GROUPS[1],
-    ),
-    fold_obstacle=NO_VALUES,
-    value_obstacle="a norm over each head lies between the state and the output projection",
-    unquantized={
-        "linear_attn.in_proj_b": DECAY,
-        "linear_attn.in_proj_a": DECAY,
-        "linear_attn.conv1d": CONVOLUTION,
-    },
-)
+QWEN3_NEXT_LINEAR = qwen_linear(("linear_attn.in_proj_qkvz",), ("linear_attn.in_proj_ba",))
+
+
+def with_experts(layer: LayerNames) -> MixtureNames:
+    """The same layer with experts in the place of its MLP."""
+    names = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    return MixtureNames(**names | {"norm_groups": layer.norm_groups[:1], "pairs": ()}, mixture=QWEN_EXPERTS)
+
+
+LINEAR_LAYERS = {"layer_types": "linear_attention"}
 
 LFM2_MLP = NormGroup("ffn_norm", ("feed_forward.w1", "feed_forward.w3"), ("feed_forward",))
 LFM2_PAIR = ScalingPair(Projection("feed_forward.w3"), "feed_forward.w2")
@@ -66,11 +70,22 @@ LFM2_CONVOLUTION = LayerNames(
 )
 
 HYBRIDS = (
+    Adapter("qwen3_5_text", "Qwen3_5ForCausalLM", QWEN_ATTENTION, (Variant(LINEAR_LAYERS, QWEN3_5_LINEAR),)),
     Adapter(
-        "qwen3_5_text",
-        "Qwen3_5ForCausalLM",
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        with_experts(QWEN_ATTENTION),
+        (Variant(LINEAR_LAYERS, with_experts(QWEN3_5_LINEAR)),),
+    ),
+    Adapter(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
         QWEN_ATTENTION,
-        (Variant({"layer_types": "linear_attention"}, QWEN3_5_LINEAR),),
+        (
+            SparseLayers(LINEAR_LAYERS, with_experts(QWEN3_NEXT_LINEAR), by_step),
+            Variant(LINEAR_LAYERS, QWEN3_NEXT_LINEAR),
+            SparseLayers({}, with_experts(QWEN_ATTENTION), by_step),
+        ),
     ),
     Adapter("lfm2", "Lfm2ForCausalLM", LFM2_ATTENTION, (Variant({"layer_types": "conv"}, LFM2_CONVOLUTION),)),
 )

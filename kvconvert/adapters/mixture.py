@@ -34,6 +34,7 @@ class Mixture:
         others: modules with weights that are neither scaled nor quantized, with the reason.
         up_obstacle: why no scale may move from an expert's up projection to its down projection.
         norm: the norm that all of them read.
+        unit_offset: see `NormGroup`.
     """
 
     block: str = "mlp"
@@ -48,6 +49,7 @@ class Mixture:
     others: dict[str, str] = field(default_factory=dict)
     up_obstacle: str | None = None
     norm: str = "post_attention_layernorm"
+    unit_offset: bool = False
 
     def added_to(self, structure: LayerStructure, config: PretrainedConfig) -> LayerStructure:
         """The structure of a layer's attention, with the experts."""
@@ -64,7 +66,7 @@ class Mixture:
             structure,
             norm_groups=(
                 *structure.norm_groups,
-                NormGroup(self.norm, tuple(readers), (self.block, *(self.beside if shares else ()))),
+                NormGroup(self.norm, tuple(readers), (self.block, *(self.beside if shares else ())), self.unit_offset),
             ),
             pairs=(*structure.pairs, *(self.shared_pairs if shares else ()), *pairs),
             unquantized=structure.unquantized | kept | self.others,
@@ -136,7 +138,8 @@ class SparseLayers(Variant):
         return super().applies(config, index) and self.rule(config, index)
 
 
-def _by_step(config: PretrainedConfig, index: int) -> bool:
+def by_step(config: PretrainedConfig, index: int) -> bool:
+    """Whether a Qwen model has experts in this layer."""
     return index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0
 
 
@@ -180,9 +183,9 @@ MIXTURES = (
     Adapter(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
-        **_among_dense(_by_step, Mixture(**shared_mlp("mlp.shared_expert", shared_gate="mlp.shared_expert_gate"))),
+        **_among_dense(by_step, Mixture(**shared_mlp("mlp.shared_expert", shared_gate="mlp.shared_expert_gate"))),
     ),
-    Adapter("qwen3_moe", "Qwen3MoeForCausalLM", **_among_dense(_by_step, Mixture())),
+    Adapter("qwen3_moe", "Qwen3MoeForCausalLM", **_among_dense(by_step, Mixture())),
     Adapter(
         "gpt_oss",
         "GptOssForCausalLM",

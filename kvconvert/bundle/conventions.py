@@ -64,6 +64,9 @@ def conventions(layers: list[LayerPlan], weights_method: str) -> dict[str, Any]:
     if any(layer.kv and layer.kv["key_granularity"] == "span" for layer in layers):
         known["span"] = {
             "tokens": "a whole prompt after its sinks, per sequence; later tokens stay in full precision",
+            "modality": "visual: of these only the tokens whose id is config.json's image_token_id or video_token_id "
+            "(or image_token_index, video_token_index), audio: audio_token_id or audio_token_index; all others stay "
+            "in full precision",
             "groups": "keys and values per channel over all tokens of the span",
             "tau": "a query's span scores x (after scaling) become (x - g) * max(0, 1 - (tau2 - tau1) / (d - g)) + g - "
             "tau1, g and d being their minimum and maximum over all spans; x - tau1 where d = g",

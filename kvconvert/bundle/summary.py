@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,24 +20,31 @@ class KVEstimate:
 
     Attributes:
         bytes_per_token: of keys and values, over all layers with a plan; per token of the prompt where only some are
-            kept.
+            kept, and per token of the modality where only that is compressed.
         plain_bytes_per_token: the same in 16 bits.
         bits_per_value: average over all stored keys and values, with scales, minima and norms.
+        modalities: of the layers' schemes, "all" unless only visual or audio tokens are compressed.
     """
 
     bytes_per_token: float
     plain_bytes_per_token: float
     bits_per_value: float
+    modalities: tuple[str, ...] = ("all",)
 
 
 def estimate_kv(layers: Iterable[LayerPlan]) -> KVEstimate | None:
     """Size of the planned layers' cache by arithmetic; None where every layer is left to the model's own cache."""
     bits = values = 0.0
+    modalities = set()
     for layer in layers:
         if layer.kv is not None:
-            bits += _bits_per_token(layer, KVScheme.from_dict(layer.kv))
+            scheme = KVScheme.from_dict(layer.kv)
+            modalities.add(scheme.modality)
+            bits += _bits_per_token(layer, scheme)
             values += 2 * (layer.num_key_value_heads or 0) * (layer.head_dim or 0)
-    return KVEstimate(bits / 8, values * PLAIN_BITS / 8, bits / values) if values else None
+    if not values:
+        return None
+    return KVEstimate(bits / 8, values * PLAIN_BITS / 8, bits / values, tuple(sorted(modalities)))
 
 
 def _bits_per_token(layer: LayerPlan, scheme: KVScheme) -> float:
@@ -76,7 +84,8 @@ def describe_scheme(layer: LayerPlan) -> str:
         return f"left to the model's own cache{f' ({layer.reason})' if layer.reason else ''}"
     scheme = KVScheme.from_dict(layer.kv)
     if scheme.is_span:
-        parts = [f"prompts as spans, keys {scheme.key_bits} bit and values {scheme.value_bits} bit per channel"]
+        what = "prompts" if scheme.modality == "all" else f"{scheme.modality} tokens of prompts"
+        parts = [f"{what} as spans, keys {scheme.key_bits} bit and values {scheme.value_bits} bit per channel"]
     elif scheme.static_scales == "calibrated":
         parts = [f"keys {scheme.key_bits} bit and values {scheme.value_bits} bit with static scales per channel"]
     else:
@@ -117,11 +126,12 @@ def treatment_of(module: ModuleCoverage) -> str:
 
 
 def coverage_rows(manifest: Manifest) -> list[tuple[str, str, str, str]]:
-    """Modules with the same name but for the layer number, gathered: (name, how many, treatment, reason)."""
+    """Modules with the same name but for layer and expert, gathered: (name, how many, treatment, reason)."""
     rows: dict[tuple[str, str, str], int] = {}
     for module in manifest.modules:
         name = ".".join("*" if part.isdecimal() else part for part in module.name.split("."))
-        key = (name, treatment_of(module), module.reason)
+        reason = re.sub(r"(?<=\.)\d+(?=\.)", "*", module.reason)  # other modules of the same expert
+        key = (name, treatment_of(module), reason)
         rows[key] = rows.get(key, 0) + 1
     return [(name, str(count), treatment, reason) for (name, treatment, reason), count in rows.items()]
 
@@ -154,10 +164,12 @@ def kv_line(manifest: Manifest) -> str:
     if estimate is None:
         return "left to the model's own cache"
     planned = sum(layer.kv is not None for layer in manifest.layers)
+    only = [modality for modality in estimate.modalities if modality != "all"]
+    rest = f"; holds for {' and '.join(only)} tokens, others stay in full precision" if only else ""
     return (
         f"{planned} of {len(manifest.layers)} layers; estimated from the plan, not measured: "
         f"{estimate.bytes_per_token:,.1f} bytes per token in complete pages, "
-        f"{estimate.bits_per_value:.2f} bits per value ({estimate.plain_bytes_per_token:,.0f} bytes in 16 bits)"
+        f"{estimate.bits_per_value:.2f} bits per value ({estimate.plain_bytes_per_token:,.0f} bytes in 16 bits){rest}"
     )
 
 

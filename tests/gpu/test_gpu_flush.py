@@ -71,6 +71,32 @@ def test_what_cannot_be_stored_is_named_and_leaves_the_batch_as_it_was(device):
     assert [sequence.values.pages for sequence in layer.sequences] == [[], [], []]
 
 
+def test_the_host_waits_for_the_device_once_per_flush(device, monkeypatch):
+    from kvconvert.kernels.gpu import quantize
+
+    waits = []
+    read = quantize.raise_if_flagged
+    monkeypatch.setattr(quantize, "raise_if_flagged", lambda *given: waits.append(1) or read(*given))
+    layer = fed(ONE_BIT, device, [127, 1, 127, 1]).layers[0]
+    assert layer.flushes == 2 * 2 * 3
+    assert len(waits) == 2
+
+
+def test_after_what_cannot_be_stored_the_cache_goes_on(device):
+    layer = fed(ONE_BIT, device, [100]).layers[0]
+    good = torch.randn(3, 2, 28, 32).to(device).bfloat16()
+    bad = good.clone()
+    bad[0, 0, 3, 4] = float("nan")
+    layer.update(bad, good)
+    layer.commit(Chunk(torch.arange(100, 128, device=device), None, None))
+    with pytest.raises(NumericError):
+        layer.settle()
+    for sequence in layer.sequences:
+        sequence.keys.buffer[:, 100:128] = good[0]
+    layer.settle()
+    assert layer.flushes == 2 * 3
+
+
 @pytest.mark.parametrize("rotate_keys", ["hadamard", "none"])
 def test_tokens_of_all_rows_are_stored_and_queries_rotated_in_one_launch(device, monkeypatch, rotate_keys):
     from kvconvert.kernels.gpu import rotate

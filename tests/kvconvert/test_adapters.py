@@ -14,6 +14,8 @@ from kvconvert.calibration.activations import ActivationRecorder
 from kvconvert.calibration.awq import apply_scales, search_scales
 from kvconvert.calibration.oscar import fold_value_rotation
 from kvconvert.errors import UnsupportedModelError
+from kvconvert.experts import separate_experts
+from kvconvert.runtime.experts import ExpertRoles
 
 # Family, query heads, KV heads, head size, further configuration. Together they cover each family with grouped-query
 # ratios 1, 2 and 4, all head sizes, and biases on and off.
@@ -34,12 +36,8 @@ CASES = [
 ]
 
 
-# Of the models in `tiny_models`, the dense ones; and further shapes of their layers.
-DENSE = [
-    (name, {})
-    for name, tiny in ARCHITECTURES.items()
-    if not tiny.multimodal and "moe" not in tiny.features and find_adapter(tiny.config())
-] + [
+# The text models of `tiny_models`, and further shapes of their layers.
+MODELS = [(n, {}) for n, tiny in ARCHITECTURES.items() if not tiny.multimodal and find_adapter(tiny.config())] + [
     ("stablelm", {"use_parallel_residual": True}),
     ("stablelm", {"use_qkv_bias": True, "qk_layernorm": True}),
     ("opt", {"activation_function": "gelu"}),
@@ -60,6 +58,9 @@ def transformed(model, ids, fold, dtype=torch.float32):
     structures = [adapter.structure(model.config, index) for index in range(len(layers))]
     recorders = [ActivationRecorder(structure, *ids.shape, 16) for structure in structures]
     for layer, structure in zip(layers, structures, strict=True):
+        if structure.experts is not None:
+            experts = structure.experts
+            separate_experts(layer, ExpertRoles(experts.gate, experts.up, experts.down))
         if fold and not structure.fold_obstacle:
             fold_value_rotation(layer, structure)
     with torch.no_grad(), ExitStack() as hooks:
@@ -79,7 +80,7 @@ def random_ids():
     return torch.randint(0, 4096, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(("name", "changes"), DENSE, ids=["-".join((n, *c)) for n, c in DENSE])
+@pytest.mark.parametrize(("name", "changes"), MODELS, ids=["-".join((n, *c)) for n, c in MODELS])
 def test_every_architecture_computes_the_same_after_folding_and_scaling(name, changes):
     model = ARCHITECTURES[name].build(**changes)
     changed, found = transformed(model, random_ids(), fold=True)
@@ -99,7 +100,7 @@ def test_every_architecture_computes_the_same_after_folding_and_scaling(name, ch
             assert not torch.allclose(before.weight, after.weight)
 
 
-@pytest.mark.parametrize("name", [name for name, changes in DENSE if not changes])
+@pytest.mark.parametrize("name", [n for n, changes in MODELS if not changes and "moe" not in ARCHITECTURES[n].features])
 def test_every_linear_of_every_architecture_has_a_use_or_is_refused(name):
     with torch.device("meta"):
         model = ARCHITECTURES[name].build()

@@ -8,7 +8,9 @@ from tiny_checkpoints import save_text
 from tiny_models import ARCHITECTURES, GREEDY
 from tiny_processors import write_seeing
 
+from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.scheme import KVScheme
+from kvconvert.bundle.summary import manifest_text
 from kvconvert.errors import CacheError
 from kvconvert.export import export
 from kvconvert.pipeline import calibrate
@@ -26,7 +28,11 @@ def test_a_loaded_bundle_compresses_its_modality_by_itself(tmp_path, name):
     recipe = Recipe(weights=WeightsRecipe(method="none"), kv=scheme)
     text = save_text(tmp_path)
     calibrate(str(source), tmp_path / "work", recipe, data=text, samples=2, seq_len=32, progress=False)
-    loaded, _ = load(export(tmp_path / "work", tmp_path / "bundle", progress=False))
+    bundle = export(tmp_path / "work", tmp_path / "bundle", progress=False)
+    told = manifest_text(open_bundle(bundle).manifest)
+    assert f"{scheme.modality} tokens of prompts as spans" in told
+    assert f"holds for {scheme.modality} tokens, others stay in full precision" in told
+    loaded, _ = load(bundle)
     inputs = tiny.inputs(batch=2, length=40)
     out = loaded.generate(**inputs, max_new_tokens=6, return_dict_in_generate=True, **GREEDY)
     cache = out.past_key_values

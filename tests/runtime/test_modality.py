@@ -147,6 +147,19 @@ def test_every_vision_model_generates_as_with_its_images_alone_quantized(name):
     assert sum(span.tokens for span, _ in cache.layers[0].sequences[1].spans) == tiny.media.count * 2
 
 
+def test_videos_are_visual_like_images():
+    model, tiny = watched("qwen2_5_vl"), ARCHITECTURES["qwen2_5_vl"]
+    inputs = tiny.inputs(batch=1, length=40)
+    ids = inputs["input_ids"]
+    ids[0, 20:30] = torch.tensor([tiny.media.start, *[VIDEO] * 8, tiny.media.end])
+    inputs["mm_token_type_ids"] = (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
+    generator = torch.Generator().manual_seed(3)
+    inputs["pixel_values_videos"] = torch.randn(32, 3 * 2 * 14 * 14, generator=generator)
+    inputs["video_grid_thw"] = torch.tensor([[2, 4, 4]])
+    cache = compare(model, inputs, (ids == IMAGE) | (ids == VIDEO))
+    assert columns(cache)[0] == [[2, 3, 4, 5, *range(21, 29)]]
+
+
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni_thinker"])
 def test_audio_tokens_are_a_modality_of_their_own(name):
     model, tiny = watched(name), ARCHITECTURES[name]

@@ -11,7 +11,7 @@ from kvconvert.kernels.gpu import device
 from kvconvert.runtime import KVCache, reading
 from kvconvert.runtime.appending import make_room
 from kvconvert.runtime.seam import Chunk
-from kvconvert.runtime.sequence import GPU_STEP, Side
+from kvconvert.runtime.sequence import GPU_STEP, Side, remove_tokens
 
 SCHEME = KVScheme(sink_tokens=4, key_recent_tokens=8, value_recent_tokens=8)
 
@@ -49,6 +49,20 @@ def test_what_is_left_stays_in_order_whether_or_not_the_buffer_moves(monkeypatch
     side.buffer[:, first:] = 0
     side.buffer[:, first : first + 200] = more
     assert torch.equal(side.tokens(0, side.dense), torch.cat([expected[:, :1], more], 1))
+
+
+def test_tokens_of_many_buffers_are_removed_at_once_as_they_are_one_by_one(like_a_gpu):
+    # nothing moves up, less than was removed, more than that (which overlaps), and a buffer that shrinks
+    parts = [(160, 32, 160), (288, 32, 160), (300, 4, 132), (700, 4, 516)]
+    torch.manual_seed(0)
+    together = [filled(tokens)[0] for tokens, _, _ in parts]
+    one_by_one = [side.copy() for side in together]
+    remove_tokens([(side, start, stop) for side, (_, start, stop) in zip(together, parts, strict=True)])
+    for side, other, (_, start, stop) in zip(together, one_by_one, parts, strict=True):
+        other.remove([(start, stop)])
+        assert side.dense == other.dense
+        assert torch.equal(side.tokens(0, side.dense), other.tokens(0, other.dense))
+        assert side.buffer.shape == other.buffer.shape
 
 
 def test_on_a_gpu_addresses_outlast_flushes(like_a_gpu):
