@@ -181,6 +181,11 @@ def _build_without_weights(source: SourceModel) -> PreTrainedModel:
             )
     except (ValueError, KeyError, AttributeError, ImportError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
+        if RECORDING_ATTENTION in reason:
+            raise UnsupportedModelError(
+                f"{source.config.model_type} models compute attention in code of their own, which does not go through "
+                "transformers' attention interface; kvconvert can neither calibrate nor serve their cache."
+            ) from error
         raise UnsupportedModelError(
             f"transformers has no causal language model for {source.directory / 'config.json'} ({reason})."
         ) from error

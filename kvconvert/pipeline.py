@@ -90,8 +90,8 @@ def calibrate(
     """
     target = _device(device)
     source = open_source(model)
-    adapter = find_adapter(source.config) if recipe.weights.method == "none" else require_adapter(source.config)
-    runner = LayerRunner(source, adapter, target)
+    runner = _make_runner(source, recipe.weights, target)
+    adapter = runner.adapter
     _check_recipe(runner, recipe)
     if adapter is not None:
         _check_group_size(runner, recipe.weights)
@@ -122,6 +122,19 @@ def calibrate(
         directory.replace_record(record.index, record)
     directory.finish()
     return directory
+
+
+def _make_runner(source: SourceModel, weights: WeightsRecipe, device: torch.device) -> LayerRunner:
+    """With the model's adapter; a recipe that keeps weights does without one that is missing or does not fit."""
+    if weights.method != "none":
+        return LayerRunner(source, require_adapter(source.config), device)
+    adapter = find_adapter(source.config)
+    if adapter is not None:
+        try:
+            return LayerRunner(source, adapter, device)
+        except UnsupportedModelError as error:
+            logger.warning("The cache is converted without calibration. %s", error)
+    return LayerRunner(source, None, device)
 
 
 def make_passes(

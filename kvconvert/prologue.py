@@ -166,7 +166,7 @@ def fill(module: nn.Module, owner: PreTrainedModel, tensors: dict[str, Tensor], 
         parameter._is_hf_initialized = not parameter.is_meta  # transformers' sign that a tensor is not to be drawn
     for name, part in module.named_modules():
         empty = [key for key, buffer in part.named_buffers(recurse=False) if buffer.is_meta]
-        if not empty or any(parameter.is_meta for parameter in part.parameters()):
+        if not empty or any(parameter.is_meta for parameter in part.parameters(recurse=False)):
             continue
         for key in empty:
             buffer = getattr(part, key)

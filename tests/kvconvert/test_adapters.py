@@ -1,7 +1,9 @@
 """Every family's names are right if folding and scaling through them leave the model's function unchanged."""
 
 import copy
+import re
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from tiny_checkpoints import tiny_model
 from tiny_models import ARCHITECTURES
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
-from kvconvert.adapters import ADAPTERS, find_adapter, require_adapter
+from kvconvert.adapters import ADAPTERS, dense, find_adapter, require_adapter
 from kvconvert.calibration.activations import ActivationRecorder
 from kvconvert.calibration.awq import apply_scales, search_scales
 from kvconvert.calibration.oscar import fold_value_rotation
@@ -147,6 +149,12 @@ def test_scaled_norms_are_exact_in_bfloat16_and_lose_nothing_by_it():
         expected, found = model(ids).logits, changed(ids).logits
     # Rounding the norms to bfloat16 (2^-9 relative) would show at 1e-3; it is absorbed by the weights.
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_the_documented_example_is_the_entry_itself():
+    document = (Path(__file__).parents[2] / "docs" / "adding-an-architecture.md").read_text(encoding="utf-8")
+    example = re.search(r"```python\n(.*?)```", document, re.DOTALL)[1]
+    assert eval(example, vars(dense)) == ADAPTERS["phi"]
 
 
 def test_an_unknown_architecture_is_refused_with_what_is_missing():

@@ -325,6 +325,31 @@ def test_a_cache_that_the_model_would_never_fill_is_not_promised(tmp_path, text)
         run(model, tmp_path / "work", text, KV_ONLY)
 
 
+def test_a_model_that_its_adapter_does_not_fit_converts_its_cache_only(tmp_path, model, text, monkeypatch):
+    layer = LayerNames(unquantized={"mlp.conv": "a short convolution"})
+    monkeypatch.setitem(ADAPTERS, "llama", dataclasses.replace(ADAPTERS["llama"], layer=layer))
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 has no mlp\.conv.*method = \"none\""):
+        run(model, tmp_path / "awq", text)
+    work = run(model, tmp_path / "work", text, KV_ONLY)
+    assert work.state.adapter is None
+    assert work.layer_record(0).scheme["rotate_values"] == "online"
+
+
+def test_layers_without_a_cache_of_their_own_have_no_scheme_and_the_record_says_why(tmp_path, text):
+    model = ARCHITECTURES["gemma4_text_shared"].write(tmp_path / "model")
+    work = run(model, tmp_path / "work", text, KV_ONLY)
+    records = [work.layer_record(index) for index in range(4)]
+    assert [record.scheme is None for record in records] == [False, False, True, True]
+    assert "reads an earlier layer's" in records[3].reason
+    assert (records[0].head_dim, records[1].head_dim) == (16, 32)
+
+
+def test_a_model_with_attention_code_of_its_own_is_refused(tmp_path, text):
+    model = ARCHITECTURES["falcon"].write(tmp_path / "model")
+    with pytest.raises(UnsupportedModelError, match="attention in code of their own"):
+        run(model, tmp_path / "work", text, KV_ONLY)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
