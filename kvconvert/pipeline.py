@@ -50,7 +50,7 @@ from kvconvert.runtime.kinds import layer_kinds, why_no_pages
 from kvconvert.runtime.load import reads_images
 from kvconvert.runtime.modality import placeholder_ids
 from kvconvert.samples import load_samples
-from kvconvert.source import float_dtype, open_source
+from kvconvert.source import SourceModel, float_dtype, open_source
 from kvconvert.workdir import HiddenStates, LayerRecord, WorkDir, WorkState
 
 logger = logging.getLogger(__name__)
