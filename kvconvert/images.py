@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvconvert.drawings import draw
+from kvconvert.drawings import Drawing, draw
 from kvconvert.errors import DataError
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ LISTS = ("captions.jsonl", "metadata.jsonl")
 IMAGE_COLUMNS = ("image", "images", "image_path", "file_name", "image_file", "picture", "photo", "img", "jpg", "png")
 CAPTION_COLUMNS = ("caption", "captions", "text", "description", "content")
 QUESTION_COLUMNS, ANSWER_COLUMNS = ("question", "query", "prompt", "instruction"), ("answer", "answers", "response")
+
+# Drawings that bundles are measured with are of another seed than those that calibrate by default.
+EVALUATION_SEED = 500_000
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,15 @@ class Document:
         """A question about images, and its answer."""
         images = tuple(images)
         return cls((_message("user", question, len(images)), _message("assistant", answer, 0)), images, place)
+
+    @classmethod
+    def conversation(cls, drawing: Drawing) -> Document:
+        """Everything that is asked about a drawing."""
+        from PIL import Image as pillow
+
+        turns = [turn for q in drawing.questions for turn in (("user", q.text), ("assistant", q.answer))]
+        messages = tuple(_message(role, text, int(index == 0)) for index, (role, text) in enumerate(turns))
+        return cls(messages, (pillow.fromarray(drawing.image),), "a drawing")
 
 
 def _message(role: str, text: str, images: int) -> dict[str, Any]:

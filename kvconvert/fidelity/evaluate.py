@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import kvconvert
 from kvconvert.bundle.manifest import PLAN_NAME, DataInfo, Manifest
@@ -23,6 +23,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.data import load_token_samples
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.bootstrap import bootstrap_mean
+from kvconvert.fidelity.images import ImageFigures, image_figures
 from kvconvert.fidelity.recall import (
     DrillBook,
     FreeRunningResult,
@@ -35,6 +36,8 @@ from kvconvert.fidelity.recall import (
 )
 from kvconvert.fidelity.scoring import PAGE, Comparison, Decoder, compare, feed, seal, treats_whole_prompts
 from kvconvert.runtime import KVCache, load
+from kvconvert.runtime.load import model_class, reads_images
+from kvconvert.runtime.processors import tokenizer_of
 from kvconvert.source import SourceModel, open_source
 
 SEGMENT_TOKENS = 1024
@@ -125,6 +128,7 @@ class FidelityReport:
     Attributes:
         top1_agreement: share of scored tokens at which both rank the same token first.
         top1_agreement_interval: its bootstrap interval over segments, None with one segment.
+        images: of a model that reads them; None for any other, and where a conversation does not fit its positions.
         files_digest: of the bundle that was measured, see `Manifest.files_digest`.
         compute_dtype, device, seed, versions: how it was measured.
         notes: what a reader has to know to judge the figures.
@@ -137,6 +141,7 @@ class FidelityReport:
     passkey: PasskeyResult
     recitation: RecitationResult
     free_running: FreeRunningResult
+    images: ImageFigures | None
     kv: CacheSize
     weights: WeightSize
     text: EvaluationText
@@ -186,8 +191,10 @@ def evaluate(
     recorded = manifest.source
     is_recorded = (info.config_sha256, info.weights_sha256) == (recorded.config_sha256, recorded.weights_sha256)
 
-    model, tokenizer = load(bundle, dtype=torch.float32, verify="headers")  # hashed a moment ago
-    source_model = AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=torch.float32).eval()
+    model, processor = load(bundle, dtype=torch.float32, verify="headers")  # hashed a moment ago
+    tokenizer = tokenizer_of(processor)
+    auto = model_class(checkpoint.config)
+    source_model = auto.from_pretrained(checkpoint.directory, dtype=torch.float32).eval()
     vocabularies = [m.get_output_embeddings().weight.shape[0] for m in (source_model, model)]
     if vocabularies[0] != vocabularies[1]:
         raise UsageError(
@@ -205,6 +212,9 @@ def evaluate(
     passkeys = passkey(*answers, DrillBook(tokenizer, prose, seed), reach)
     recited = recitation(*answers, DrillBook(tokenizer, prose, seed), reach)
     continued = free_running(source, decoder, samples.ids, reach, progress)
+    sees = processor is not tokenizer
+    # Last: some models keep the positions that their latest image left behind.
+    images = image_figures(source, decoder, processor, seed, progress) if sees else None
     del source_model, source, answers
     cache = measure_cache(decoder, samples.ids, checkpoint, comparison)
 
@@ -213,6 +223,8 @@ def evaluate(
         notes.append(f"the model's context of {length} tokens leaves {scored} scored tokens a segment instead of 512")
     if not is_recorded:
         notes.append(f"{checkpoint.id} is not the checkpoint that the manifest records ({recorded.id})")
+    if reads_images(checkpoint.config):
+        notes.append("perplexity, KL and recall are those of text alone" + ("; images has the rest" if images else ""))
     if passkeys.prompts == 0 or recited.pairs == 0 or continued.prompts == 0:
         notes.append("recall drills that do not fit the model's context were left out and are null")
     return FidelityReport(
@@ -220,6 +232,7 @@ def evaluate(
         passkey=passkeys,
         recitation=recited,
         free_running=continued,
+        images=images,
         kv=cache,
         weights=_weight_size(opened.directory, manifest, checkpoint),
         text=EvaluationText(samples.info, comparison.kl.numel(), scored, prefill, PAGE),

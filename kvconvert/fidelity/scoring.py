@@ -8,7 +8,7 @@ that compress whole prompts are given a longer prompt, which is sealed before sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from kvconvert.errors import NumericError
 from kvconvert.runtime import KVCache
 
 PAGE = 128
+_NOTHING: Mapping[str, torch.Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def compare(
     chunk: int = PAGE,
     batch: int = 4,
     progress: bool = False,
+    extras: Sequence[dict[str, torch.Tensor]] = (),
 ) -> dict[str, Comparison]:
     """Score the same text with a source and other decoders side by side.
 
@@ -82,6 +84,7 @@ def compare(
         chunk: tokens per forward pass after that.
         batch: segments at a time.
         progress: a bar on stderr.
+        extras: what each segment's first `prefill` tokens need besides (pixel values, token types), for batches of one.
 
     Raises:
         NumericError: a decoder answers with NaN or infinity.
@@ -91,10 +94,10 @@ def compare(
     flattened = dict.fromkeys(others, 0)
     count = -(-ids.shape[0] // batch)
     bar = tqdm(ids.split(batch), total=count, desc="scoring", unit="batch", disable=not progress)
-    for segments in bar:
+    for number, segments in enumerate(bar):
         streams = {name: _Stream(decoder, name) for name, decoder in (("source", source), *others.items())}
         for stream in streams.values():
-            stream.read(segments[:, :prefill])
+            stream.read(segments[:, :prefill], extras[number] if extras else {})
             seal(stream.cache)
         parts: dict[str, list[tuple[torch.Tensor, ...]]] = {name: [] for name in others}
         for start in range(prefill, ids.shape[1] - 1, chunk):
@@ -131,9 +134,9 @@ class _Stream:
         self.attended = (0, 0)  # tokens in full precision, and all tokens, summed over the scored queries
         self.length = 0
 
-    def read(self, ids: torch.Tensor) -> torch.Tensor:
-        """Feed ids [B, n]; log-probabilities of the next tokens, float32 [B, n, vocabulary]."""
-        logits = feed(self.decoder, self.cache, ids).logits
+    def read(self, ids: torch.Tensor, extra: Mapping[str, torch.Tensor] = _NOTHING) -> torch.Tensor:
+        """Feed ids [B, n] with their images; log-probabilities of the next tokens, float32 [B, n, vocabulary]."""
+        logits = feed(self.decoder, self.cache, ids, **extra).logits
         self.length += ids.shape[1]
         scores = logits.float().log_softmax(-1)
         if not scores.isfinite().all():

@@ -1,5 +1,6 @@
 """`generate --image`: images of a prompt, of the first turn and of a later one reach the model, or one sentence."""
 
+import json
 import re
 
 import pytest
@@ -9,10 +10,14 @@ from PIL import Image
 from tiny_models import ARCHITECTURES
 from tiny_processors import write_seeing
 
+from kvconvert.bundle.scheme import KVScheme
 from kvconvert.cli import cli
 from kvconvert.console import Console
 from kvconvert.drawings import draw
 from kvconvert.errors import UsageError
+from kvconvert.fidelity.images import image_figures
+from kvconvert.fidelity.scoring import Decoder
+from kvconvert.runtime import KVCache, load
 from kvconvert.runtime.processors import load_processor
 
 RECIPE = '[weights]\nmethod = "none"\n[kv]\npreset = "kivi"\n'
@@ -159,3 +164,29 @@ def test_missing_files_and_bundles_without_vision_are_one_sentence(folder, tmp_p
 def test_the_bundle_carries_the_processors_files(folder):
     names = {file.name for file in (folder / "llava" / "bundle").iterdir()}
     assert {"preprocessor_config.json", "processor_config.json", "chat_template.jinja"} <= names
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_what_is_said_about_images_is_measured_through_what_the_cache_made_of_them(folder, name):
+    model, processor = load(folder / name / "bundle", dtype=torch.float32, verify="headers")
+    source = Decoder.plain(ARCHITECTURES[name].build())
+    schemes = {bits: KVScheme.preset(f"calibquant-{bits}bit") for bits in (1, 2)}
+    found = {
+        bits: image_figures(source, Decoder(model, lambda s=scheme: KVCache(model.config, s)), processor, 0)
+        for bits, scheme in schemes.items()
+    }
+    assert (found[1].drawings, found[1].image_tokens) == (16, 4)
+    assert 1e-4 < found[2].kl < found[1].kl
+    exact = image_figures(source, Decoder.plain(model), processor, 0)
+    assert abs(exact.kl) < 1e-6
+    assert exact.top1_agreement == 1
+
+
+@pytest.mark.full
+def test_eval_asks_about_images_and_says_what_the_rest_was_measured_on(folder):
+    bundle, model = folder / "llava" / "bundle", folder / "llava" / "model"
+    result = kvconvert("eval", bundle, "--against", model, "--tokens", "64", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["images"]["drawings"] == 16
+    assert "text alone; images has the rest" in " ".join(report["notes"])
