@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 from tiny_models import ARCHITECTURES
-from tiny_processors import write_seeing
+from tiny_processors import quick_and_full, write_seeing
 
 from kvconvert.bundle.scheme import KVScheme
 from kvconvert.cli import cli
@@ -166,7 +166,7 @@ def test_the_bundle_carries_the_processors_files(folder):
     assert {"preprocessor_config.json", "processor_config.json", "chat_template.jinja"} <= names
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("name", quick_and_full(["llava", "qwen2_vl"], "llava"))
 def test_what_is_said_about_images_is_measured_through_what_the_cache_made_of_them(folder, name):
     model, processor = load(folder / name / "bundle", dtype=torch.float32, verify="headers")
     source = Decoder.plain(ARCHITECTURES[name].build())

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from tiny_media import IMAGE
 from tiny_models import ARCHITECTURES
-from tiny_processors import PROCESSORS, write_seeing
+from tiny_processors import PROCESSORS, quick_and_full, write_seeing
 
 from kvconvert.drawings import draw
 from kvconvert.errors import DataError, UsageError
@@ -64,7 +64,7 @@ def write_rows(path, rows):
     return path
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("name", quick_and_full(PROCESSORS, "llava_next", "qwen3_vl"))
 def test_every_processor_gives_whole_samples_that_its_model_takes(name, tmp_path):
     source = open_source(str(write_seeing(tmp_path, name)))
     data = load_samples(source, None, 3, 128, seed=0)

@@ -4,12 +4,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import ARCHITECTURES
+from tiny_processors import quick_and_full
 
 from kvconvert.bundle.manifest import ModuleCoverage, WeightsInfo, quantization_config
 from kvconvert.errors import CheckpointError
 from kvconvert.names import TensorNames
 from kvconvert.runtime.load import model_class
 from kvconvert.source import open_source
+
+MULTIMODAL = [name for name, entry in ARCHITECTURES.items() if entry.multimodal]
 
 
 def opened(directory):
@@ -20,7 +23,7 @@ def opened(directory):
     return source.named_as(model), model
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ARCHITECTURES.items() if entry.multimodal])
+@pytest.mark.parametrize("name", quick_and_full(MULTIMODAL, "llava_next", "qwen2_vl", "mistral3"))
 def test_every_tensor_of_a_checkpoint_gets_its_name_in_the_loaded_model(name, tmp_path):
     entry = ARCHITECTURES[name]
     source, model = opened(entry.write(tmp_path))

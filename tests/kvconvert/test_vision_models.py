@@ -7,12 +7,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_models import ARCHITECTURES, GREEDY
-from tiny_processors import PROCESSORS, write_processor, write_seeing
+from tiny_processors import PROCESSORS, quick_and_full, write_processor, write_seeing
 from torch.nn.functional import pad
 from transformers import AutoModelForImageTextToText, ProcessorMixin
 
 from kvconvert.adapters import find_adapter, require_adapter
-from kvconvert.adapters.vision import VISION
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.drawings import draw
 from kvconvert.errors import UnsupportedModelError
@@ -49,7 +48,7 @@ def llava(tmp_path_factory):
     return convert(tmp_path_factory.mktemp("llava"), "llava")
 
 
-@pytest.mark.parametrize("name", [name for name in PROCESSORS if name in VISION])
+@pytest.mark.parametrize("name", quick_and_full(PROCESSORS, "llava_onevision", "qwen3_vl", "gemma3"))
 @torch.no_grad()
 def test_calibration_sees_what_the_model_computes(name, tmp_path):
     source = open_source(str(write_seeing(tmp_path, name)))
@@ -132,7 +131,7 @@ def unpacked(bundle, model):
     return model
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "internvl", "smolvlm"])
+@pytest.mark.parametrize("name", quick_and_full(["qwen3_vl", "internvl", "smolvlm"], "internvl"))
 @torch.no_grad()
 def test_bundles_load_back_as_what_they_hold(name, tmp_path):
     if name in PROCESSORS:
@@ -173,7 +172,7 @@ def rows_of_images(processor, config, counts):
     return encoded, batch
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("name", quick_and_full(["llava", "qwen2_5_vl", "gemma3"], "qwen2_5_vl"))
 @pytest.mark.parametrize("counts", [(2, 0, 1, 3), (0, 0)], ids=["several", "none"])
 def test_generation_through_pages_equals_full_precision_for_any_number_of_images(name, counts, tmp_path):
     (tmp_path / "recipe.toml").write_text(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tiny_media import IMAGE
 from tiny_models import ARCHITECTURES
 from tiny_texts import TOKENS
@@ -70,6 +72,11 @@ PROCESSORS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, 
         "<vision_start>",
     ),
 }
+
+
+def quick_and_full(names: Iterable[str], *quick: str) -> list[Any]:
+    """Parameters of which some are always tested, the others by `make test-full`."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 def write_processor(directory: Path, name: str, templated: bool = True) -> Path:
