@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from kvconvert.adapters import require_adapter
 from kvconvert.bundle.scheme import KVScheme
 from kvconvert.calibration.activations import ActivationRecorder, Observed
-from kvconvert.calibration.awq import apply_clips, apply_scales, search_clips, search_scales
+from kvconvert.calibration.awq import apply_scales, reader_scales, search_scales
+from kvconvert.calibration.awq_clips import apply_clips, search_clips
 from kvconvert.calibration.protocol import LayerStructure
 from kvconvert.data import load_token_samples
 from kvconvert.fidelity.bootstrap import bootstrap_mean
@@ -118,7 +119,8 @@ def quantized(
             scalings, _ = search_scales(layer, structure, observed, bits, WEIGHT_GROUP, dtype=torch.bfloat16)
             apply_scales(layer, structure, scalings, torch.bfloat16)
         if clip:
-            apply_clips(layer, search_clips(layer, structure, observed, scalings, bits, WEIGHT_GROUP), WEIGHT_GROUP)
+            scales = reader_scales(scalings)
+            apply_clips(layer, search_clips(layer, structure, observed, scales, bits, WEIGHT_GROUP), WEIGHT_GROUP)
         for name in structure.linears:
             weight = layer.get_submodule(name).weight
             weight.copy_(fake_quantize_weight(weight, bits, WEIGHT_GROUP))

@@ -12,13 +12,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from kvconvert.calibration.activations import LOSS_TOKENS, ActivationRecorder
 from kvconvert.calibration.awq import (
     AwqPass,
-    apply_clips,
     apply_scales,
     candidate_scale,
     representable_scale,
-    search_clips,
     search_scales,
 )
+from kvconvert.calibration.awq_clips import apply_clips, search_clips
 from kvconvert.calibration.oscar import simulate_value_cache
 from kvconvert.calibration.protocol import LayerStructure, LayerWork, NormGroup, Projection, ScalingPair
 from kvconvert.errors import NumericError
@@ -194,7 +193,7 @@ def test_clips_never_raise_the_error_and_lower_it_where_a_weight_sticks_out(sett
     observed = setting.observe(layer)
     observed.second_moment["mlp.down_proj"][0, 0, :] = 0  # the input of the outlying weight is silent
     observed.second_moment["mlp.down_proj"][0, :, 0] = 0
-    clips = search_clips(layer, STRUCTURE, observed, [], 3, GROUP)
+    clips = search_clips(layer, STRUCTURE, observed, {}, 3, GROUP)
     assert set(clips) == set(STRUCTURE.linears) - {"self_attn.q_proj", "self_attn.k_proj"}
     assert all(after <= before for _, before, after in clips.values())
     bound = clips["mlp.down_proj"][0]
@@ -210,7 +209,7 @@ def test_clips_never_raise_the_error_and_lower_it_where_a_weight_sticks_out(sett
 def test_the_clip_error_is_the_error_of_the_group_outputs(setting):
     """Second moments replace activations: for one group, they give the exact squared error over all tokens."""
     observed = setting.observed
-    clips = search_clips(setting.layer, STRUCTURE, observed, [], 3, GROUP)
+    clips = search_clips(setting.layer, STRUCTURE, observed, {}, 3, GROUP)
     weight = setting.layer.mlp.down_proj.weight
     x = observed.tokens["mlp.down_proj"]  # 128 tokens, all of them
     assert x.shape[0] == SAMPLES * LENGTH
