@@ -83,7 +83,7 @@ class Layer:
         last = torch.zeros(1, dtype=torch.int64, device="cuda")
         tables = [torch.cat([order * (pool[0].nbytes // 16), last]) for pool in (key_pool, value_pool)]
         # As the runtime divides work: for the tail that there will be when the next page is complete.
-        tail = case.tail + (PAGE - 1 if case.span else -case.tail % PAGE)
+        tail = -(-case.tail // PAGE) * PAGE
         sequences = [
             SequencePlan((Run(row * pages, (row + 1) * pages, pages * PAGE),), tail) for row in range(case.batch)
         ]

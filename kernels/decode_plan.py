@@ -16,7 +16,7 @@ import torch
 
 PAGE = 128
 # Full-precision tokens that cost as much as a page, and a half page's cost; both as timed on an H200.
-TAIL_TOKENS = 32
+TAIL_TOKENS = 64
 HALF_COST = 16
 # Columns of an item, which the kernel knows by number.
 ITEM_COLUMNS = 16

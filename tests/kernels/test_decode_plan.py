@@ -42,12 +42,12 @@ def test_slots_are_consecutive_and_counted():
 
 
 def test_items_stay_within_the_programs_and_near_each_other():
-    sequences = [SequencePlan((Run(0, 63, 8064),), 64) for _ in range(32)]
+    sequences = [SequencePlan((Run(0, 63, 8064),), 128) for _ in range(32)]
     plan = plan_work(sequences, 198)
     assert len(plan.items) <= 198
     units = []
     for _, begin, end, half_begin, half_end, start, stop, *_ in plan.items.tolist():
-        tail = min(stop, 64) - start
+        tail = min(stop, 128) - start
         units.append(end - begin + HALF_COST * (half_end - half_begin) + -(-max(0, tail) // TAIL_TOKENS))
     assert max(units) <= min(units) + 1
 
