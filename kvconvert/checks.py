@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from transformers import PretrainedConfig
+
 from kvconvert.adapters import head_dim, layer_config
 from kvconvert.calibration.protocol import LayerStructure
 from kvconvert.errors import RecipeError, UnsupportedModelError
@@ -14,18 +16,23 @@ from kvconvert.runtime.kinds import layer_kinds, why_no_pages
 from kvconvert.runtime.modality import placeholder_ids
 
 
+def check_purpose(config: PretrainedConfig, recipe: Recipe) -> None:
+    """Refuse a recipe that would change nothing: it keeps the weights, and the model can have no cache of ours."""
+    text = config.get_text_config(decoder=True)
+    obstacles = [why_no_pages(text, kind) for kind in layer_kinds(text)[0]]
+    if recipe.weights.method == "none" and all(obstacles):
+        raise UnsupportedModelError(
+            f"There is nothing to convert: the recipe leaves the weights alone, and no layer of this {text.model_type} "
+            f"model can keep its keys and values in a kvconvert cache ({obstacles[0]})."
+        )
+
+
 def check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
     """Refuse, before any work, a cache that this model cannot have or whose calibration it does not allow."""
     listed = max((index for override in recipe.layers for index in override.index), default=0)
     if listed >= runner.num_layers:
         raise RecipeError(
             f"[[kv.layers]] lists layer {listed}, but this model has layers 0 to {runner.num_layers - 1}."
-        )
-    obstacles = [why_no_pages(runner.config, kind) for kind in layer_kinds(runner.config)[0]]
-    if recipe.weights.method == "none" and all(obstacles):
-        raise UnsupportedModelError(
-            f"There is nothing to convert: the recipe leaves the weights alone, and no layer of this "
-            f"{runner.config.model_type} model can keep its keys and values in a kvconvert cache ({obstacles[0]})."
         )
     shapes = [layer_config(runner.config, index) for index in range(runner.num_layers)]
     for scheme in recipe.schemes():

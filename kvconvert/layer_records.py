@@ -83,7 +83,8 @@ def converted_tensors(work: LayerWork, dtypes: dict[str, torch.dtype], weights: 
         if name.startswith(copied):
             continue
         module, _, kind = name.rpartition(".")
-        full = f"{work.name}.{module}"
+        # The layer may own a tensor itself (Gemma 4's layer_scalar).
+        full = f"{work.name}.{module}".rstrip(".")
         if weights.method != "none" and kind == "weight" and module in work.structure.linears:
             try:
                 packed = quantize_weight(parameter, weights.bits, weights.group_size)

@@ -24,7 +24,7 @@ import kvconvert
 from kvconvert.adapters import Adapter, find_adapter, require_adapter
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import LayerWork
-from kvconvert.checks import check_group_size, check_recipe
+from kvconvert.checks import check_group_size, check_purpose, check_recipe
 from kvconvert.data import TokenData
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.layer_records import (
@@ -82,6 +82,7 @@ def calibrate(
     """
     target = _device(device)
     source = open_source(model)
+    check_purpose(source.config, recipe)
     runner = _make_runner(source, recipe.weights, target)
     adapter = runner.adapter
     check_recipe(runner, recipe)

@@ -208,9 +208,11 @@ def place_packed_experts(model: nn.Module, modules: Iterable[ModuleCoverage]) ->
                     "the bundle belongs to another architecture or version of transformers."
                 )
             continue
-        missing = [part for part in expert_names(name, fused_layout(fused), roles) if part not in coverage]
-        kept = [part for part in expert_names(name, fused_layout(fused), roles) if part not in missing]
-        kept = [part for part in kept if coverage[part].treatment == "kept"]
+        parts = expert_names(name, fused_layout(fused), roles)
+        missing = [part for part in parts if part not in coverage]
+        kept = [part for part in parts if part not in missing and coverage[part].treatment == "kept"]
+        if len(kept) == len(parts):
+            continue  # transformers fuses what it reads
         if missing or kept:
             part, fault = (missing[0], "does not list") if missing else (kept[0], "keeps unquantized")
             raise BundleError(

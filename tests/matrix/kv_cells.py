@@ -111,8 +111,8 @@ def with_attention(model: PreTrainedModel, entry: TinyModel, name: str) -> PreTr
     return model
 
 
-def generate(model: PreTrainedModel, inputs: dict[str, Tensor], cache: Cache, tokens: Tensor | None) -> Tensor:
-    """Logits [B, steps, V] of greedy generation, or of generating `tokens` [B, steps]."""
+def generate(model: PreTrainedModel, inputs: dict[str, Tensor], cache: Cache | None, tokens: Tensor | None) -> Tensor:
+    """Logits [B, steps, V] of greedy generation, or of generating `tokens`; None for the model's own cache."""
     forced = [] if tokens is None else [Forced(tokens, inputs["input_ids"].shape[1])]
     out = model.generate(
         **inputs,

@@ -8,6 +8,7 @@ eager attention reads them; with either, `attend` below does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from kvconvert.bundle.scheme import KVScheme
 
 PAGE = 128
 NAME = "matrix_reference"
+UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)
 
 
 def hadamard(size: int) -> Tensor:
@@ -187,16 +189,19 @@ def attend(
     return (weights @ value[:, :, None]).flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
-def reference_cache(model: PreTrainedModel, scheme: KVScheme, padding: list[int]) -> DynamicCache:
-    """A cache of reference layers; layers without keys and values are transformers' own."""
+def reference_cache(
+    model: PreTrainedModel, scheme: KVScheme | Sequence[KVScheme | None], padding: list[int]
+) -> DynamicCache:
+    """A cache of reference layers; layers without keys and values, or without a scheme, keep full precision."""
     cache = DynamicCache()
     cache.layer_class_to_replicate = None
     kinds, arguments = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    schemes = [scheme] * len(kinds) if isinstance(scheme, KVScheme) else scheme
     cache.layers = [
-        REFERENCE_LAYERS[kind](scheme, padding)
+        REFERENCE_LAYERS[kind](own or UNQUANTIZED, padding)
         if kind in REFERENCE_LAYERS
         else DYNAMIC_LAYER_TYPE_MAPPING[kind](**settings)
-        for kind, settings in zip(kinds, arguments, strict=True)
+        for kind, settings, own in zip(kinds, arguments, schemes, strict=True)
     ]
     return cache
 

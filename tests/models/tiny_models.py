@@ -183,6 +183,9 @@ def randomise(model: PreTrainedModel, seed: int = 0, embedding: float = 0.5) -> 
             parameter.add_(torch.empty_like(parameter).normal_(0, 0.2, generator=generator))
             if parameter.numel() >= 64:
                 parameter[:: parameter.numel() // 4] += 1.5
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.75)
 
 
 def write_tokenizer(directory: Path, multimodal: bool = False) -> None:

@@ -217,6 +217,54 @@ TEXTS: dict[str, tuple[str, str, float, dict[str, Any]]] = {
             "interleave_moe_layer_step": 2,
         },
     ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        "moe",
+        0.5,
+        BASE
+        | {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 1,
+        },
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        "moe partial_rotary qk_norm",
+        0.5,
+        BASE
+        | partial_rope()
+        | experts(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True),
+    ),
+    "dots1": (
+        "dots1",
+        "moe qk_norm",
+        0.5,
+        BASE | experts(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, sliding_window=None),
+    ),
+    "olmoe": ("olmoe", "moe qk_norm", 0.5, NO_HEAD_DIM | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoe": (
+        "granitemoe",
+        "moe",
+        0.5,
+        NO_HEAD_DIM | {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.25},
+    ),
+    "granitemoeshared": (
+        "granitemoeshared",
+        "moe",
+        0.5,
+        NO_HEAD_DIM
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 0.25,
+            "shared_intermediate_size": 64,
+        },
+    ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", "moe qk_norm", 0.5, BASE | {"num_experts": 4, "moe_topk": 2}),
     "deepseek_v2": (
         "deepseek_v2",
         "mla moe",
@@ -300,6 +348,12 @@ TEXTS: dict[str, tuple[str, str, float, dict[str, Any]]] = {
         "linear_attention qk_norm partial_rotary",
         0.5,
         BASE | LINEAR | partial_rope(),
+    ),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        "linear_attention moe qk_norm partial_rotary",
+        0.5,
+        BASE | LINEAR | partial_rope() | experts(num_experts=4, shared_expert_intermediate_size=32),
     ),
     "lfm2": (
         "lfm2",
