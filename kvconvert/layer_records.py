@@ -108,7 +108,7 @@ def layer_coverage(work: LayerWork, weights: WeightsRecipe, reasons: dict[str, s
     for name, module in work.layer.named_modules():
         if name.startswith(copied) or not any(True for _ in module.parameters(recurse=False)):
             continue
-        full, linear = f"{work.name}.{name}", name in work.structure.linears
+        full, linear = f"{work.name}.{name}".rstrip("."), name in work.structure.linears
         if linear and weights.method != "none":
             coverage.append(
                 ModuleCoverage(

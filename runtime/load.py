@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,11 +70,22 @@ def load(
     BundleQuantizer.verify = verify
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        model = model_class(config).from_pretrained(directory, dtype=dtype or "auto", device_map=device_map)
+        model, found = model_class(config).from_pretrained(
+            directory, dtype=dtype or "auto", device_map=device_map, output_loading_info=True
+        )
     finally:
         BundleQuantizer.verify = previous
+    _require_complete(bundle, found["missing_keys"])
     processes = reads_images(config) and has_processor(directory)
     return model, load_processor(directory) if processes else load_tokenizer(directory)
+
+
+def _require_complete(bundle: str | Path, absent: Iterable[str]) -> None:
+    """Refuse a model of which transformers had to draw parts at random."""
+    names = sorted(absent)
+    if names:
+        more = f" and {len(names) - 1} more tensors" if names[1:] else ""
+        raise BundleError(f"The bundle {bundle} lacks {names[0]}{more}, which the model needs; export it again.")
 
 
 def model_class(config: PretrainedConfig) -> type:

@@ -344,6 +344,30 @@ def test_layers_without_a_cache_of_their_own_have_no_scheme_and_the_record_says_
     assert (records[0].head_dim, records[1].head_dim) == (16, 32)
 
 
+def test_a_hybrid_layers_parts_are_quantized_or_kept_with_the_reason(tmp_path, text):
+    model = ARCHITECTURES["qwen3_5_text"].write(tmp_path / "model")
+    work = run(model, tmp_path / "work", text, AWQ)
+    linear, attention = (work.layer_record(index) for index in range(2))
+    assert linear.scheme is None
+    assert attention.scheme["rotate_values"] == "online"
+    assert "a gate weighs each channel" in attention.reason
+    covered = {module.name.removeprefix("model.layers.0."): module for module in linear.modules}
+    assert covered["linear_attn.in_proj_qkv"].treatment == covered["linear_attn.out_proj"].treatment == "awq"
+    assert (covered["linear_attn.in_proj_a"].treatment, covered["linear_attn.conv1d"].treatment) == ("kept", "kept")
+    assert "forgets" in covered["linear_attn.in_proj_a"].reason
+    assert "skipped: a norm over each head" in covered["linear_attn.out_proj"].reason
+
+
+def test_scalings_that_no_norm_allows_are_listed_and_a_layers_own_parameters_kept(tmp_path, text):
+    work = run(ARCHITECTURES["olmo2"].write(tmp_path / "olmo2"), tmp_path / "olmo2-work", text, AWQ)
+    covered = {module.name: module for module in work.layer_record(0).modules}
+    assert "no norm precedes" in covered["model.layers.0.self_attn.q_proj"].reason
+    assert covered["model.layers.0.mlp.down_proj"].reason == ""
+    work = run(ARCHITECTURES["gemma4_text"].write(tmp_path / "gemma4"), tmp_path / "gemma4-work", text, AWQ)
+    assert "model.layers.0.layer_scalar" in work.layer_tensors(0)
+    assert all(".." not in name for name in work.layer_tensors(0))
+
+
 def test_a_model_with_attention_code_of_its_own_is_refused(tmp_path, text):
     model = ARCHITECTURES["falcon"].write(tmp_path / "model")
     with pytest.raises(UnsupportedModelError, match="falcon computes attention by itself"):

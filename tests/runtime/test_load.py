@@ -207,6 +207,14 @@ def test_what_is_no_bundle_is_said_to_be_none(tmp_path, source):
         load(tmp_path / "missing")
 
 
+def test_a_model_that_would_be_drawn_at_random_in_part_is_refused(unquantized_weights, tmp_path):
+    shutil.copytree(unquantized_weights, tmp_path / "bundle")
+    config = tmp_path / "bundle" / "config.json"
+    config.write_text(config.read_text().replace('"mlp_bias": false', '"mlp_bias": true '))
+    with pytest.raises(BundleError, match=r"lacks model\.layers\.0\.mlp\.down_proj\.bias and 5 more"):
+        load(tmp_path / "bundle", verify="headers")
+
+
 def test_from_pretrained_verifies_too(bundle, tmp_path):
     copy = shutil.copytree(bundle, tmp_path / "copy")
     weights = copy / "model.safetensors"
