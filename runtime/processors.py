@@ -71,7 +71,8 @@ def _load_without_torchvision(directory: Path) -> ProcessorMixin:
     processor_class = PROCESSOR_MAPPING.get(type(config), None)
     if processor_class is None or _VIDEO not in processor_class.get_attributes():
         return AutoProcessor.from_pretrained(directory, trust_remote_code=False)
-    images_only = type(processor_class.__name__, (_ImagesOnly, processor_class), {"__doc__": processor_class.__doc__})
+    bases = (_ImagesOnly, processor_class, _WithoutVideoPart)
+    images_only = type(processor_class.__name__, bases, {"__doc__": processor_class.__doc__})
     return images_only.from_pretrained(directory, video_processor=None)
 
 
@@ -88,3 +89,10 @@ class _ImagesOnly:
                 "Processing videos needs torchvision, which is not installed; run pip install torchvision."
             )
         return super().__call__(*args, **kwargs)
+
+
+class _WithoutVideoPart(ProcessorMixin):
+    """Stands between such a class and transformers' own, which knows no part that is None."""
+
+    def __init__(self, *args: Any, video_processor: None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)

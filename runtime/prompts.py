@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, ProcessorMixin
 
-from kvconvert.errors import UsageError
+from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.runtime.modality import placeholder_ids
 
 _MARK = "kvconvert-mark"
@@ -28,7 +28,13 @@ class ImagePrompts:
 
     def __init__(self, processor: ProcessorMixin, config: PretrainedConfig) -> None:
         self.processor = processor
-        self.visual_ids = placeholder_ids(config, "visual")
+        try:
+            self.visual_ids = placeholder_ids(config, "visual")
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"The config of this {config.model_type} model names no token that stands for images, so its prompts "
+                "with images cannot be written; use its processor itself."
+            ) from error
         self.templated = bool(getattr(processor, "chat_template", None))
         self.image = self._image(config)
 
@@ -66,7 +72,8 @@ class ImagePrompts:
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise UsageError(f"The model's processor refuses the text with {len(images)} images ({reason}).") from error
-        return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        # PaliGemma's processor makes labels for training as well.
+        return {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name != "labels"}
 
     def visual(self, ids: Tensor) -> Tensor:
         """Which of the ids stand for parts of images, bool of the same shape."""

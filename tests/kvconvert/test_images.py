@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 from tiny_media import IMAGE
 from tiny_models import ARCHITECTURES
-from tiny_processors import PROCESSORS, quick_and_full, write_seeing
+from tiny_processors import LOADABLE, quick_and_full, write_seeing
+from transformers.utils import is_torchvision_available
 
 from kvconvert.drawings import draw
 from kvconvert.errors import DataError, UsageError
@@ -64,7 +65,7 @@ def write_rows(path, rows):
     return path
 
 
-@pytest.mark.parametrize("name", quick_and_full(PROCESSORS, "llava_next", "qwen3_vl"))
+@pytest.mark.parametrize("name", quick_and_full(LOADABLE, "llava_next", "qwen3_vl"))
 def test_every_processor_gives_whole_samples_that_its_model_takes(name, tmp_path):
     source = open_source(str(write_seeing(tmp_path, name)))
     data = load_samples(source, None, 3, 128, seed=0)
@@ -225,12 +226,17 @@ def test_the_seed_orders_a_directory(pictures):
     assert orders[0] != orders[1]
 
 
+@pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
 def test_videos_are_refused_where_torchvision_is_missing(tmp_path):
     processor = load_processor(write_seeing(tmp_path, "qwen2_vl"))
-    if hasattr(processor, "video_processor") and processor.video_processor is not None:
-        pytest.skip("torchvision is installed")
     with pytest.raises(UsageError, match="pip install torchvision"):
         processor(text=["<video>"], videos=[torch.zeros(2, 3, 28, 28)])
+
+
+@pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
+def test_a_processor_that_needs_torchvision_says_how_to_install_it(tmp_path):
+    with pytest.raises(UsageError, match=r"needs torchvision; run pip install torchvision\.$"):
+        load_processor(write_seeing(tmp_path, "mistral3"))
 
 
 def test_a_processor_without_its_packages_says_which(model, monkeypatch):

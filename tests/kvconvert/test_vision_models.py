@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_models import ARCHITECTURES, GREEDY
-from tiny_processors import PROCESSORS, quick_and_full, write_processor, write_seeing
+from tiny_processors import LOADABLE, quick_and_full, write_processor, write_seeing
 from torch.nn.functional import pad
 from transformers import AutoModelForImageTextToText, ProcessorMixin
 
@@ -33,7 +33,7 @@ SOURCE_NAMES = "language_model.model.layers.1.mlp.up_proj"
 def convert(directory, name, method="awq", recipe=None, **options):
     """A bundle of a tiny model, calibrated on drawings unless said otherwise."""
     ARCHITECTURES[name].write(directory / "model")
-    if name in PROCESSORS:
+    if name in LOADABLE:
         write_processor(directory / "model", name)
     if recipe is None:
         recipe = directory / "recipe.toml"
@@ -48,7 +48,7 @@ def llava(tmp_path_factory):
     return convert(tmp_path_factory.mktemp("llava"), "llava")
 
 
-@pytest.mark.parametrize("name", quick_and_full(PROCESSORS, "llava_onevision", "qwen3_vl", "gemma3"))
+@pytest.mark.parametrize("name", quick_and_full(LOADABLE, "llava_onevision", "qwen3_vl", "gemma3"))
 @torch.no_grad()
 def test_calibration_sees_what_the_model_computes(name, tmp_path):
     source = open_source(str(write_seeing(tmp_path, name)))
@@ -134,7 +134,7 @@ def unpacked(bundle, model):
 @pytest.mark.parametrize("name", quick_and_full(["qwen3_vl", "internvl", "smolvlm"], "internvl"))
 @torch.no_grad()
 def test_bundles_load_back_as_what_they_hold(name, tmp_path):
-    if name in PROCESSORS:
+    if name in LOADABLE:
         bundle = convert(tmp_path, name)
     else:
         # The tiny SmolVLM has no processor here: text alone calibrates it.

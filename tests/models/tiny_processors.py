@@ -71,7 +71,21 @@ PROCESSORS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, 
         GEMMA,
         "<vision_start>",
     ),
+    "gemma4": (
+        "Gemma4Processor",
+        "Gemma4ImageProcessor",
+        NORMALIZE | {"patch_size": 16, "pooling_kernel_size": 3, "max_soft_tokens": 70},
+        {"feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"}},
+        GEMMA | {"audio_token": "<audio>", "boa_token": "<audio_start>", "eoa_token": "<audio_end>"},
+        "<image>",
+    ),
+    "paligemma": ("PaliGemmaProcessor", "SiglipImageProcessor", BOTH | {"image_seq_length": 4}, {}, {}, "<image>"),
+    # Loads with torchvision alone.
+    "mistral3": ("PixtralProcessor", "PixtralImageProcessor", BOTH | {"patch_size": 14}, {}, {}, "<image>"),
 }
+
+
+LOADABLE = [name for name in PROCESSORS if name != "mistral3"]
 
 
 def quick_and_full(names: Iterable[str], *quick: str) -> list[Any]:
