@@ -1,12 +1,12 @@
 """Low-bit keys and values of images on the reference vision-language model: CalibQuant and its ablations.
 
-    python benchmarks/multimodal.py [--pairs N] [--seed S] [--output FILE] [--write README.md]
+    python benchmarks/multimodal.py [--pairs N] [--seed S] [--only ROW ...] [--write README.md]
 
 Prompts show two drawings that neither training nor calibration saw; see benchmarks/multimodal_measure.py for how they
 are read. Spans go through the runtime's own cache; formats that it does not have (values per token or with one range
 for all) are quantized and dequantized in place in transformers' cache and called "simulated". tau and ranges are
-calibrated with calibration/calibquant.py on drawings of another seed, one pair of taus for all layers. Writes JSON;
-`--write` puts the table into the README without measuring anything.
+calibrated with calibration/calibquant.py on drawings of another seed, one pair of taus for all layers, and ranges of
+simulated values by the same rule. Writes JSON; `--write` puts its table into the README and measures nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+import tempfile
+import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -26,17 +29,22 @@ from multimodal_measure import (
     FakeFormat,
     Reader,
     attention_errors,
+    best_value_range,
     fake_reader,
     span_read_back,
 )
-from transformers import AutoModelForImageTextToText, AutoProcessor, Cache, DynamicCache
+from transformers import AutoModelForImageTextToText, AutoProcessor, DynamicCache
 
 from kvconvert.bundle.scheme import PRESETS, KVScheme
+from kvconvert.calibration.attention_sample import AttentionSample
 from kvconvert.calibration.calibquant import SPAN_RANGE_GRID, choose_taus, search_taus
+from kvconvert.export import export
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.evaluate import versions
 from kvconvert.kernels.spans import SpanFormat
-from kvconvert.runtime import KVCache
+from kvconvert.pipeline import calibrate
+from kvconvert.recipe import Recipe
+from kvconvert.runtime import KVCache, load
 from kvconvert.runtime.attention import NAME
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,6 +54,7 @@ BEGIN, END = "<!-- multimodal: written by benchmarks/multimodal.py -->", "<!-- e
 # The script of the reference trains with seeds from 1,000,000 on and examines with 2,000,000.
 HELD_OUT_SEED, CALIBRATION_SEED = 3_000_000, 4_000_000
 SAMPLES = 8
+BUNDLE_SAMPLES = 16  # sequences of 512 tokens, about three drawings each
 TAUS = (0.0, 1.0, 2.0, 3.0)
 BITS = (8, 4, 2, 1)
 SPAN = KVScheme(key_granularity="span", value_granularity="span", modality="visual")
@@ -58,101 +67,138 @@ SEARCHES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One row: what it is called, how prompts are read, and how its attention errs.
+    """One row: how prompts are read, and how its attention errs.
 
     Attributes:
-        name: of the row; group: what it is compared within, the bits or "pages".
         reader: reads prompts.
         read_back: per layer, what its spans give back; None for pages.
         taus: per layer.
         chosen: parameters for the record.
+        bench: of the model that reads, where it is not the source.
     """
 
-    name: str
-    group: str
     reader: Reader
     read_back: list[Callable] | None
     taus: list[tuple[float, float]]
     chosen: dict
+    bench: Bench | None = None
 
 
-def through_cache(name: str, group: str, bench: Bench, schemes: list[KVScheme]) -> Setting:
-    config = bench.model.config
-
-    def new_cache(visual: torch.Tensor) -> Cache:
-        return KVCache(config, schemes)
-
+def through_cache(bench: Bench, schemes: list[KVScheme]) -> Setting:
     spans = schemes[0].is_span
     formats = [SpanFormat(s.key_bits, s.value_bits, s.key_range, s.value_range) for s in schemes] if spans else []
-    chosen = (
-        {f: [getattr(s, f) for s in schemes] for f in ("tau1", "tau2", "key_range", "value_range")} if spans else {}
-    )
     return Setting(
-        name,
-        group,
-        Reader(new_cache, NAME),
+        Reader(lambda _: KVCache(bench.model.config, schemes), NAME),
         [span_read_back(f) for f in formats] if spans else None,
         [(s.tau1, s.tau2) for s in schemes],
-        chosen,
+        parameters_of(schemes) if spans else {},
     )
 
 
-def simulated(name: str, bits: int, keys: str, values: str, layers: int) -> Setting:
-    f = FakeFormat(bits, keys, values)
-    return Setting(name, f"{bits} bit", fake_reader(f, layers), [f.read_back] * layers, [(0.0, 0.0)] * layers, {})
+def parameters_of(schemes: Sequence[KVScheme]) -> dict[str, list[float]]:
+    """What calibration chooses, per layer."""
+    return {name: [getattr(s, name) for s in schemes] for name in ("tau1", "tau2", "key_range", "value_range")}
 
 
-def searched(samples: list, bits: int, taus: tuple[float, ...], ranges: tuple[float, ...]) -> list[KVScheme]:
-    """Spans of so many bits with what calibration chooses: one pair of taus, ranges per layer."""
-    tables = [search_taus(s, SpanFormat(bits, bits), taus, taus, ranges, ranges) for s in samples]
-    row, column = choose_taus([t.error for t in tables], [t.output_error for t in tables])
-    return [
-        scheme(
-            bits,
-            tau1=taus[row],
-            tau2=taus[column],
-            key_range=float(t.key_range[row, column]),
-            value_range=t.value_range,
-        )
-        for t in tables
-    ]
+def simulated(bits: int, formats: list[FakeFormat]) -> Setting:
+    ranges = {side: [getattr(f, side) for f in formats] for side in ("key_range", "value_range")}
+    shrunk = any(min(values) < 1 for values in ranges.values())
+    return Setting(
+        fake_reader(formats), [f.read_back for f in formats], [(0.0, 0.0)] * len(formats), ranges if shrunk else {}
+    )
+
+
+class Plan:
+    """Every row by (group, name), built when it is asked for, so that `--only` calibrates nothing else."""
+
+    def __init__(self, bench: Bench, only: list[str] | None):
+        self.bench, self.layers = bench, bench.model.config.text_config.num_hidden_layers
+        self.rows: dict[tuple[str, str], Callable[[], Setting]] = {}
+        for bits in BITS:
+            self.add_width(bits, f"{bits} bit")
+        for name in ("kivi", "oscar", "kitty"):
+            self.rows["pages", name] = partial(self.cached, PRESETS[name].with_online_rotation())
+        for preset in ("calibquant-2bit-visual", "calibquant-1bit-visual", "default"):
+            self.rows["bundle", preset] = partial(self.bundle, preset)
+        if only:
+            wanted = {key for key in self.rows if any(", ".join(key).startswith(start) for start in only)}
+            # What they are compared with is measured along.
+            wanted |= {(group, base_of(name)) for group, name in wanted} & {*self.rows}
+            self.rows = {key: make for key, make in self.rows.items() if key in wanted}
+
+    def add_width(self, bits: int, group: str) -> None:
+        rows, fixed, released = self.rows, partial(partial, self.cached), {"key_range": 0.5, "value_range": 0.3}
+        rows[group, "min and max"] = fixed(scheme(bits))
+        for name in SEARCHES:
+            rows[group, name] = partial(self.calibrated, bits, name)
+        if bits <= 2:
+            rows[group, "tau of the released code"] = fixed(scheme(bits, tau2=3.0))
+        if bits == 1:
+            rows[group, "ranges of the released code"] = fixed(scheme(1, **released))
+            rows[group, "both of the released code"] = fixed(scheme(1, **released, tau2=3.0))
+        for values, name in (("token", "values per token"), ("global", "values with one range")):
+            rows[group, name] = partial(self.other_values, bits, values, False)
+            if bits <= 2:
+                rows[group, f"range, {name}"] = partial(self.other_values, bits, values, True)
+        one_range = [FakeFormat(bits, "global", "global")] * self.layers
+        rows[group, "keys and values with one range"] = partial(simulated, bits, one_range)
+
+    def cached(self, same: KVScheme) -> Setting:
+        return through_cache(self.bench, [same] * self.layers)
+
+    def calibrated(self, bits: int, search: str) -> Setting:
+        return through_cache(self.bench, self.searched(bits, search))
+
+    def other_values(self, bits: int, values: str, shrunk: bool) -> Setting:
+        """Keys per channel, as in spans, and values of another grain, for which ranges are searched by themselves."""
+        formats = [FakeFormat(bits, "channel", values)] * self.layers
+        if shrunk:
+            found = [best_value_range(sample, bits, values, SPAN_RANGE_GRID) for sample in self.samples]
+            schemes = self.searched(bits, "range")
+            formats = [FakeFormat(bits, "channel", values, s.key_range, r) for s, r in zip(schemes, found, strict=True)]
+        return simulated(bits, formats)
+
+    def bundle(self, preset: str) -> Setting:
+        """What the command line makes of the reference: 4-bit weights and a cache calibrated on its own drawings."""
+        with tempfile.TemporaryDirectory() as directory:
+            work, bundle = Path(directory) / "work", Path(directory) / "bundle"
+            calibrate(str(MODEL), work, Recipe.load(preset), None, BUNDLE_SAMPLES, progress=False)
+            export(work, bundle, progress=False)
+            model, processor = load(bundle, dtype=torch.float32)
+        bench = Bench(model.eval(), processor, HELD_OUT_SEED, len(self.bench.pairs))
+        return Setting(Reader(lambda _: model.new_kv_cache(), NAME), None, [], parameters_of(model.kv_schemes), bench)
+
+    @cached_property
+    def samples(self) -> list[AttentionSample]:
+        return self.bench.attention_samples(CALIBRATION_SEED, SAMPLES)
+
+    def searched(self, bits: int, search: str) -> list[KVScheme]:
+        """Spans with what calibration chooses: one pair of taus, ranges per layer."""
+        taus, ranges = SEARCHES[search]
+        tables = [search_taus(s, SpanFormat(bits, bits), taus, taus, ranges, ranges) for s in self.samples]
+        row, column = choose_taus([t.error for t in tables], [t.output_error for t in tables])
+        pair = {"tau1": taus[row], "tau2": taus[column]}
+        return [
+            scheme(bits, **pair, key_range=float(t.key_range[row, column]), value_range=t.value_range) for t in tables
+        ]
 
 
 def scheme(bits: int, **values: float) -> KVScheme:
     return KVScheme.from_dict(SPAN.to_dict() | {"key_bits": bits, "value_bits": bits} | values)
 
 
-def settings(bench: Bench) -> list[Setting]:
-    layers = bench.model.config.text_config.num_hidden_layers
-    samples = bench.attention_samples(CALIBRATION_SEED, SAMPLES)
-    rows = []
-    for bits in BITS:
-        group = f"{bits} bit"
-        rows.append(through_cache("min and max", group, bench, [scheme(bits)] * layers))
-        rows += [
-            through_cache(name, group, bench, searched(samples, bits, *search)) for name, search in SEARCHES.items()
-        ]
-        if bits <= 2:
-            rows.append(through_cache("tau of the released code", group, bench, [scheme(bits, tau2=3.0)] * layers))
-        if bits == 1:
-            released = {"key_range": 0.5, "value_range": 0.3}
-            rows.append(through_cache("ranges of the released code", group, bench, [scheme(1, **released)] * layers))
-            released["tau2"] = 3.0
-            rows.append(through_cache("both of the released code", group, bench, [scheme(1, **released)] * layers))
-        rows += [
-            simulated("values per token", bits, "channel", "token", layers),
-            simulated("values with one range", bits, "channel", "global", layers),
-            simulated("keys and values with one range", bits, "global", "global", layers),
-        ]
-    for name in ("kivi", "oscar", "kitty"):
-        rows.append(through_cache(name, "pages", bench, [PRESETS[name].with_online_rotation()] * layers))
-    return rows
+def base_of(name: str) -> str:
+    """The row that a row is compared with."""
+    if name == "both of the released code":
+        return "ranges of the released code"
+    return "range" if name.startswith("range, ") else "min and max"
 
 
 def measured(
     setting: Setting, bench: Bench, exact: tuple[Answers, Answers], samples: list, seed: int
 ) -> tuple[dict, torch.Tensor]:
     """The row's figures, and its mean KL for each pair."""
+    bench = setting.bench or bench
     answers = bench.answers(setting.reader)
     kl = answers.divergence(exact[0])
     each = answers.by_pair(kl)
@@ -160,7 +206,6 @@ def measured(
     captions = bench.captions(setting.reader)
     caption_kl = captions.divergence(exact[1])
     row = {
-        "group": setting.group,
         "simulated": setting.reader.attention != NAME,
         "kl": float(kl.mean()),
         "kl_by_pair": {"mean": interval.mean, "low": interval.low, "high": interval.high},
@@ -187,7 +232,7 @@ def report(bench: Bench, args: argparse.Namespace) -> dict:
         "versions": versions(),
         "model": "examples/reference-vlm",
         "held_out": {"seed": HELD_OUT_SEED, "pairs": args.pairs, "questions": args.pairs * QUESTIONS},
-        "calibration": {"seed": CALIBRATION_SEED, "drawings": SAMPLES},
+        "calibration": {"seed": CALIBRATION_SEED, "drawings": SAMPLES, "bundle_sequences": BUNDLE_SAMPLES},
         "answer_tokens": len(answers.pair),
         "caption_tokens": len(captions.pair),
         "full_precision": {
@@ -197,56 +242,121 @@ def report(bench: Bench, args: argparse.Namespace) -> dict:
         "rows": {},
         "better_by": {},
     }
+    if args.only:
+        recorded = json.loads(args.output.read_text(encoding="utf-8"))
+        result |= {name: recorded[name] for name in ("rows", "better_by")}
     each: dict[tuple[str, str], torch.Tensor] = {}
-    for setting in settings(bench):
-        key = (setting.group, setting.name)
-        row, each[key] = measured(setting, bench, exact, samples, args.seed)
-        result["rows"][f"{setting.group}, {setting.name}"] = row
-        print(f"{setting.group}, {setting.name}: {json.dumps(row)}", file=sys.stderr, flush=True)
-    for (group, name), values in each.items():
-        base = each.get((group, "min and max"))
-        if base is not None and name != "min and max":
-            gain = bootstrap_mean(base - values, args.seed)
-            result["better_by"][f"{group}, {name}"] = {"mean": gain.mean, "low": gain.low, "high": gain.high}
+    plan = Plan(bench, args.only)
+    for (group, name), make in plan.rows.items():
+        row, each[group, name] = measured(make(), bench, exact, samples, args.seed)
+        result["rows"][f"{group}, {name}"] = {"group": group, **row}
+        print(f"{group}, {name}: {json.dumps(row)}", file=sys.stderr, flush=True)
+        base = each.get((group, base_of(name)))
+        if base is not None and name != base_of(name):
+            gain = bootstrap_mean(base - each[group, name], args.seed)
+            result["better_by"][f"{group}, {name}"] = {
+                "than": base_of(name),
+                "mean": gain.mean,
+                "low": gain.low,
+                "high": gain.high,
+            }
+    order = [", ".join(key) for key in Plan(bench, None).rows]
+    result["rows"] = {name: result["rows"][name] for name in order if name in result["rows"]}
     return result
 
 
 def markdown(result: dict) -> str:
     full = result["full_precision"]
     lines = [
-        "| drawings' keys and values | bits per value | error of weights | exact answers | KL | KL, 99 % "
+        "| drawings' keys and values | chosen | bits per value | error of weights | exact answers | KL | KL, 99 % "
         "| exact captions | KL |",
-        "|---|---|---|---|---|---|---|---|",
-        f"| full precision | 16 | 0 | {share(full['exact_answers'])} | 0 | 0 | {share(full['exact_captions'])} | 0 |",
+        "|---|---|---|---|---|---|---|---|---|",
+        f"| full precision | | 16 | 0 | {share(full['exact_answers'])} | 0 | 0 | {share(full['exact_captions'])} | 0 |",
     ]
-    for name, row in result["rows"].items():
+    for names, row in distinct(result["rows"]):
         bits, error = row["bits_per_visual_value"], row.get("weights_error")
         cells = (
-            name + (" (simulated)" if row["simulated"] else ""),
+            f"{row['group']}: {' = '.join(names)}" + (" (simulated)" if row["simulated"] else ""),
+            chosen(row),
             f"{bits:.2f}" if bits else "",
-            f"{error:.4f}" if error is not None else "",
+            f"{error:.2g}" if error is not None else "",
             share(row["exact_answers"]),
-            f"{row['kl']:.4f}",
-            f"{row['kl_p99']:.3f}",
+            f"{row['kl']:.2g}",
+            f"{row['kl_p99']:.2g}",
             share(row["exact_captions"]),
-            f"{row['caption_kl']:.4f}",
+            f"{row['caption_kl']:.2g}",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def distinct(rows: dict[str, dict]) -> list[tuple[list[str], dict]]:
+    """Rows with their names; those for which calibration chose the same parameters are one."""
+    found: list[tuple[list[str], dict]] = []
+    for name, row in rows.items():
+        short = name.removeprefix(f"{row['group']}, ")
+        same = [names for names, other in found if "tau1" in row and parameters(other) == parameters(row)]
+        if same:
+            same[0].append(short)
+        else:
+            found.append(([short], row))
+    return found
+
+
+def parameters(row: dict) -> tuple:
+    return row["group"], *(row.get(name) for name in ("tau1", "tau2", "key_range", "value_range"))
+
+
+def chosen(row: dict) -> str:
+    """tau1 and tau2, and the ranges of keys and values from the smallest layer's to the largest's."""
+    if "tau1" not in row:
+        return ""
+    parts = [f"tau {row['tau1'][0]:g}, {row['tau2'][0]:g}"] if any(row["tau1"] + row["tau2"]) else []
+    for letter, values in (("K", row["key_range"]), ("V", row["value_range"])):
+        if min(values) < 1:
+            parts.append(f"{letter} {min(values):g}" + (f" to {max(values):g}" if max(values) > min(values) else ""))
+    return "; ".join(parts)
 
 
 def share(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
+COMPARED = (
+    "2 bit, tau",
+    "2 bit, range",
+    "2 bit, range, values per token",
+    "2 bit, range, values with one range",
+    "1 bit, tau",
+    "1 bit, range",
+    "1 bit, both of the released code",
+    "1 bit, range, values per token",
+    "1 bit, range, values with one range",
+)
+
+
+def comparisons(result: dict) -> str:
+    lines = ["| paired, means of pairs | than | KL lower by (95 % interval) |", "|---|---|---|"]
+    for name in COMPARED:
+        gain = result["better_by"][name]
+        numbers = f"{gain['mean']:.2g} ({gain['low']:.2g} to {gain['high']:.2g})"
+        lines.append(f"| {name.replace(',', ':', 1)} | {gain['than']} | {numbers} |")
+    return "\n".join(lines)
+
+
 def write(result: dict, readme: Path) -> None:
+    """Put the tables between the marks."""
     text = readme.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
+    held_out = result["held_out"]
     head = (
-        f"`{result['command']}`: {result['held_out']['questions']} questions, {result['answer_tokens']} answer tokens."
+        f"`{result['command']}`: {held_out['pairs']} pairs of drawings of seed {held_out['seed']:,}, "
+        f"{held_out['questions']} questions with {result['answer_tokens']:,} tokens of answers, {held_out['pairs']} "
+        f"captions with {result['caption_tokens']:,}; calibrated on drawings of seed {result['calibration']['seed']:,}."
     )
-    readme.write_text(f"{before}{BEGIN}\n{head}\n\n{markdown(result)}\n{END}{after}", encoding="utf-8")
+    body = "\n\n".join((textwrap.fill(head, 120), markdown(result), comparisons(result)))
+    readme.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")
 
 
 def main() -> None:
@@ -256,6 +366,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="measure rows that begin so, and keep the others")
     parser.add_argument("--write", type=Path, metavar="README", help="only put the table of OUTPUT into this file")
     args = parser.parse_args()
     if args.write:

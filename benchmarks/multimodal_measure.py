@@ -27,6 +27,7 @@ from kvconvert.calibration.protocol import RECORDING_ATTENTION, attention_observ
 from kvconvert.drawings import Drawing, draw
 from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, span_keys, span_values
 from kvconvert.runtime import KVCache, watch_inputs
+from kvconvert.runtime.layer import PagedLayer
 
 USER, TURN = "<|user|>", "<|end|><|assistant|>"
 ORDINALS = ("first", "second")
@@ -66,7 +67,7 @@ class Answers:
         scores: log-probabilities of the answers' tokens, float32 [tokens, vocabulary].
         pair: which pair of drawings each token is about, int64 [tokens].
         exact: whether each answer is right in every token, its end included.
-        bits: per number of the drawings' keys and values; 0 where they are not in spans.
+        bits: per number of the drawings' keys and values in the cache; 0 where they are simulated.
     """
 
     scores: Tensor
@@ -216,40 +217,50 @@ def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 def seal(cache: Cache) -> None:
     """Say that the prompt is complete."""
-    cache.seal() if isinstance(cache, KVCache) else [
-        layer.seal() for layer in cache.layers if isinstance(layer, FakeLayer)
-    ]
+    for layer in cache.layers:
+        if isinstance(layer, PagedLayer | FakeLayer):
+            layer.seal()
 
 
 def bits_per_value(cache: KVCache) -> float:
-    """Bits per number of the spans, scales and minima and unfilled blocks included; 0 where there are none."""
-    layers = cache.paged_layers()
-    spans = [(span, layer) for layer in layers for sequence in layer.sequences for span, _ in sequence.spans]
-    values = sum(span.tokens * (span.key_scale.numel() + span.value_scale.numel()) for span, _ in spans)
-    return 8 * sum(span.nbytes for span, _ in spans) / values if values else 0.0
+    """Bits per number that spans and pages hold, scales and minima and unfilled blocks included."""
+    size = numbers = 0
+    for layer in cache.paged_layers():
+        for span in (span for sequence in layer.sequences for span, _ in sequence.spans):
+            size += span.nbytes
+            numbers += span.tokens * (span.key_scale.numel() + span.value_scale.numel())
+        for pool, f in ((layer.key_pool, layer.format.keys), (layer.value_pool, layer.format.values)):
+            size += pool.pages_used * pool.page_bytes
+            numbers += pool.pages_used * f.page_size * f.heads * f.head_dim
+    return 8 * size / numbers
 
 
 # --- formats that the runtime does not have
 
 
-def fake_quantized(x: Tensor, bits: int, grain: str) -> Tensor:
+def fake_quantized(x: Tensor, bits: int, grain: str, value_range: float = 1.0) -> Tensor:
     """[B, H, n, D] with one range per channel ("channel"), token ("token"), or for all heads ("global") of a row."""
     dims = {"channel": (2,), "token": (3,), "global": (1, 2, 3)}[grain]
     low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
-    scale = (high - low) / (2**bits - 1)
-    return ((x - low) / scale.clamp(min=torch.finfo(x.dtype).tiny)).round() * scale + low
+    cut = (1 - value_range) / 2 * (high - low)
+    low, high = low + cut, high - cut
+    scale = ((high - low) / (2**bits - 1)).clamp(min=torch.finfo(x.dtype).tiny)
+    return ((x - low) / scale).round().clamp(0, 2**bits - 1) * scale + low
 
 
 @dataclass(frozen=True)
 class FakeFormat:
-    """Bits, and what shares a range, of keys and of values."""
+    """Bits, what shares a range, and how far ranges are shrunk, of keys and of values."""
 
     bits: int
     keys: str
     values: str
+    key_range: float = 1.0
+    value_range: float = 1.0
 
     def read_back(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return fake_quantized(keys, self.bits, self.keys), fake_quantized(values, self.bits, self.values)
+        stored = fake_quantized(keys, self.bits, self.keys, self.key_range)
+        return stored, fake_quantized(values, self.bits, self.values, self.value_range)
 
 
 class FakeLayer(DynamicLayer):
@@ -265,17 +276,52 @@ class FakeLayer(DynamicLayer):
         self.keys, self.values = self.keys.clone(), self.values.clone()
         self.keys[:, :, self.columns], self.values[:, :, self.columns] = keys, values
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if self.is_initialized and not self.sealed and key_states.shape[2] == 1:
-            self.seal()
-        return super().update(key_states, value_states, *args, **kwargs)
+
+def fake_reader(formats: list[FakeFormat]) -> Reader:
+    """A reader whose layers have these formats."""
+    return Reader(lambda visual: Cache(layers=[FakeLayer(f, visual) for f in formats]))
 
 
-def fake_reader(f: FakeFormat, layers: int) -> Reader:
-    return Reader(lambda visual: Cache(layers=[FakeLayer(f, visual) for _ in range(layers)]))
+def best_value_range(sample: AttentionSample, bits: int, grain: str, grid: tuple[float, ...]) -> float:
+    """The factor whose values, weighted by exact attention, give the smallest squared error: as `search_taus` does."""
+    case = Case.of(sample)
+    values = sample.values[:, :, case.span]
+    errors = [
+        float(
+            (case.weights[..., case.span] @ (fake_quantized(values, bits, grain, r) - values).unsqueeze(2))
+            .square()
+            .sum()
+        )
+        for r in grid
+    ]
+    return grid[int(np.argmin(errors))]
 
 
 # --- errors
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sample's drawing, which stands at the same place in every sequence, and the queries after it.
+
+    Attributes:
+        span: the drawing's tokens.
+        queries: [B, H, Hq / H, q, D].
+        scores, weights: in full precision, [B, H, Hq / H, q, T]; scores of invisible tokens are -inf.
+    """
+
+    span: slice
+    queries: Tensor
+    scores: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, sample: AttentionSample) -> Case:
+        first, after = 1, sample.num_tokens - QUERIES
+        queries = sample.queries[:, :, after:].unflatten(1, (sample.keys.shape[1], -1))
+        scores = queries @ sample.keys.unsqueeze(2).transpose(3, 4) * sample.scaling
+        scores = scores.masked_fill(~sample.visible[after:], float("-inf"))
+        return cls(slice(first, after), queries, scores, scores.softmax(-1))
 
 
 def attention_errors(
@@ -288,21 +334,19 @@ def attention_errors(
         read_back: per layer, what becomes of the drawing's keys and values [B, H, n, D].
         taus: per layer.
     """
-    span, after = slice(1, samples[0].num_tokens - QUERIES), slice(samples[0].num_tokens - QUERIES, None)
     weights_error, output_error = [], []
     for sample, back, (tau1, tau2) in zip(samples, read_back, taus, strict=True):
-        keys, values = back(sample.keys[:, :, span], sample.values[:, :, span])
-        queries = sample.queries[:, :, after].unflatten(1, (sample.keys.shape[1], -1))
-        scores = queries @ sample.keys.unsqueeze(2).transpose(3, 4) * sample.scaling
-        scores = scores.masked_fill(~sample.visible[after], float("-inf"))
-        exact = scores.softmax(-1)
-        low = queries @ keys.unsqueeze(2).transpose(3, 4) * sample.scaling
-        scores[..., span] = shift_extremes(low, tau1, tau2) if tau1 or tau2 else low
+        case = Case.of(sample)
+        keys, values = back(sample.keys[:, :, case.span], sample.values[:, :, case.span])
+        low = case.queries @ keys.unsqueeze(2).transpose(3, 4) * sample.scaling
+        scores = case.scores.clone()
+        scores[..., case.span] = shift_extremes(low, tau1, tau2) if tau1 or tau2 else low
         weights = scores.softmax(-1)
         stored = sample.values.clone()
-        stored[:, :, span] = values
-        wanted = exact @ sample.values.unsqueeze(2)
-        weights_error.append(float((weights - exact).square().mean() / exact.square().mean()))
+        stored[:, :, case.span] = values
+        wanted = case.weights @ sample.values.unsqueeze(2)
+        error = (weights - case.weights).square().mean() / case.weights.square().mean()
+        weights_error.append(float(error))
         output_error.append(float((weights @ stored.unsqueeze(2) - wanted).square().mean() / wanted.square().mean()))
     return float(np.mean(weights_error)), float(np.mean(output_error))
 

@@ -28,7 +28,7 @@ def bench() -> Bench:
 
 
 def cached(bench: Bench, bits: int) -> Reader:
-    return multimodal.through_cache("", "", bench, [multimodal.scheme(bits)] * 4).reader
+    return multimodal.through_cache(bench, [multimodal.scheme(bits)] * 4).reader
 
 
 def test_it_answers_questions_about_drawings_that_it_never_saw(bench):
@@ -66,9 +66,9 @@ def test_a_score_in_one_pass_is_exact_where_generation_says_the_same(bench):
 
 def test_a_simulated_format_that_the_cache_has_answers_as_the_cache_does(bench):
     """The cache rounds scales and minima to float16, which moves log-probabilities in the third digit."""
-    simulated = bench.answers(fake_reader(FakeFormat(2, "channel", "channel"), 4))
+    simulated = bench.answers(fake_reader([FakeFormat(2, "channel", "channel")] * 4))
     through_cache = bench.answers(cached(bench, 2))
-    coarse = bench.answers(fake_reader(FakeFormat(2, "channel", "global"), 4))
+    coarse = bench.answers(fake_reader([FakeFormat(2, "channel", "global")] * 4))
     assert float(through_cache.divergence(simulated).mean()) < 0.02 * float(coarse.divergence(simulated).mean())
 
 
