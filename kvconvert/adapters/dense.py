@@ -50,6 +50,7 @@ GEMMA4_LAYER = replace(
     norm_groups=tuple(replace(group, unit_offset=False) for group in GEMMA_GROUPS),
     value_obstacle="values are normalised after their projection",
 )
+GEMMA4_SAME = {"layer_types": "full_attention", "attention_k_eq_v": True}
 GEMMA4_SAME_KV = replace(
     GEMMA4_LAYER,
     value=None,
@@ -103,17 +104,6 @@ DENSE = (
     ),
     Adapter("gemma2", "Gemma2ForCausalLM", SANDWICH),
     Adapter("gemma3_text", "Gemma3ForCausalLM", SANDWICH),
-    Adapter(
-        "gemma4_text",
-        "Gemma4ForCausalLM",
-        GEMMA4_LAYER,
-        (Variant({"layer_types": "full_attention", "attention_k_eq_v": True}, GEMMA4_SAME_KV),),
-        refusals={
-            "num_kv_shared_layers": SHARED_KV,
-            "hidden_size_per_layer_input": PER_LAYER,
-            "enable_moe_block": "its experts stand beside the MLP",
-        },
-    ),
     Adapter(
         "gemma3n_text",
         "Gemma3nForCausalLM",

@@ -5,11 +5,12 @@ of `LayerNames`, what its experts are called is data of `Mixture`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from transformers import PretrainedConfig
 
 from kvconvert.adapters.adapter import Adapter, LayerNames, Variant
+from kvconvert.adapters.dense import GEMMA4_LAYER, GEMMA4_SAME, GEMMA4_SAME_KV, PER_LAYER, SHARED_KV
 from kvconvert.calibration.protocol import LayerStructure, NormGroup, Projection, RoutedExperts, ScalingPair
 from kvconvert.runtime.experts import EXPERT_ROLES, ExpertRoles
 
@@ -35,6 +36,8 @@ class Mixture:
         up_obstacle: why no scale may move from an expert's up projection to its down projection.
         norm: the norm that all of them read.
         unit_offset: see `NormGroup`.
+        obstacle: why that norm may not be scaled, in a layer whose router does not read it; `block` then is the
+            module of experts itself.
     """
 
     block: str = "mlp"
@@ -50,6 +53,7 @@ class Mixture:
     up_obstacle: str | None = None
     norm: str = "post_attention_layernorm"
     unit_offset: bool = False
+    obstacle: str | None = None
 
     def added_to(self, structure: LayerStructure, config: PretrainedConfig) -> LayerStructure:
         """The structure of a layer's attention, with the experts."""
@@ -62,11 +66,20 @@ class Mixture:
         readers += [name for gate, up, _ in linears for name in (gate, up)]
         pairs = [ScalingPair(Projection(up), down, self.up_obstacle) for _, up, down in linears]
         kept = {self.router: _ROUTER} | dict.fromkeys(gates, "the shared expert's gate is scaled with its norm only")
+        if self.obstacle is not None:
+            readers[0] = self.block
+            kept = {self.router: "the router is never quantized", self.block: "it holds the experts"}
         return replace(
             structure,
             norm_groups=(
                 *structure.norm_groups,
-                NormGroup(self.norm, tuple(readers), (self.block, *(self.beside if shares else ())), self.unit_offset),
+                NormGroup(
+                    self.norm,
+                    tuple(readers),
+                    (self.block, *(self.beside if shares else ())),
+                    self.unit_offset,
+                    self.obstacle,
+                ),
             ),
             pairs=(*structure.pairs, *(self.shared_pairs if shares else ()), *pairs),
             unquantized=structure.unquantized | kept | self.others,
@@ -178,7 +191,32 @@ _LLAMA4_DENSE = LayerNames(
     pairs=(ScalingPair(Projection("feed_forward.up_proj"), "feed_forward.down_proj"),),
 )
 
+GEMMA4_EXPERTS = Mixture(
+    "experts",
+    "experts",
+    "router.proj",
+    norm="pre_feedforward_layernorm_2",
+    obstacle="the router, without whose choice the experts cannot be compared, reads another input",
+)
+
+
+def beside_mlp(layer: LayerNames, mixture: Mixture) -> MixtureNames:
+    """The same layer with experts beside its MLP."""
+    return MixtureNames(**{field.name: getattr(layer, field.name) for field in fields(layer)}, mixture=mixture)
+
+
 MIXTURES = (
+    Adapter(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        GEMMA4_LAYER,
+        (
+            Variant(GEMMA4_SAME | {"enable_moe_block": True}, beside_mlp(GEMMA4_SAME_KV, GEMMA4_EXPERTS)),
+            Variant({"enable_moe_block": True}, beside_mlp(GEMMA4_LAYER, GEMMA4_EXPERTS)),
+            Variant(GEMMA4_SAME, GEMMA4_SAME_KV),
+        ),
+        refusals={"num_kv_shared_layers": SHARED_KV, "hidden_size_per_layer_input": PER_LAYER},
+    ),
     Adapter("mixtral", "MixtralForCausalLM", _mixture(Mixture(roles=MIXTRAL_ROLES))),
     Adapter(
         "qwen2_moe",

@@ -16,7 +16,6 @@ CONVERTED = [name for name, entry in ARCHITECTURES.items() if find_adapter(entry
 REFUSED = {
     "gemma3n_text": "some of its layers have no keys and values of their own",
     "gemma4_text_shared": "some of its layers have no keys and values of their own",
-    "gemma4_text_moe": "its experts stand beside the MLP",
 } | dict.fromkeys(
     ("gpt2", "bloom", "mpt", "falcon", "falcon_alibi", "jamba", "bamba", "granitemoehybrid", "falcon_h1"),
     "No adapter describes",
