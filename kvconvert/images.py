@@ -101,7 +101,9 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
     if isinstance(value, str | Path):
         name = str(value)
         if name.startswith("data:"):
-            value = base64.b64decode(name.partition(",")[2])
+            value = _decoded(name, place)
+        elif name.startswith(("hf://", "zip://", "gzip://")):
+            value = _from_hub(name, place)
         elif name.startswith(("http://", "https://")):
             raise DataError(f"{place}: the image {name} is on the network; fetch it and give its path.")
         else:
@@ -119,6 +121,24 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
     except (OSError, ValueError, SyntaxError, TypeError, AttributeError, pillow.DecompressionBombError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
         raise DataError(f"{place} is not an image that can be read ({reason}); replace or remove it.") from error
+
+
+def _decoded(url: str, place: str) -> bytes:
+    try:
+        return base64.b64decode(url.partition(",")[2], validate=True)
+    except ValueError as error:
+        raise DataError(f"{place}: the image in a data URL is not base64 ({error}); correct it.") from error
+
+
+def _from_hub(url: str, place: str) -> Image:
+    """An image file of a Hub data set, or one within an archive, as `datasets` names it."""
+    import datasets
+
+    try:
+        return datasets.Image().decode_example({"path": url, "bytes": None})
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise DataError(f"{place}: the image {url} cannot be read ({reason}); check the network.") from error
 
 
 def is_image_directory(source: str) -> bool:

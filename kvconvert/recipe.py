@@ -91,7 +91,7 @@ class Limits(_Table):
     """What a bundle may lose against its source; None leaves a figure unlimited.
 
     Attributes:
-        max_kl: mean KL divergence, nats per token.
+        max_kl: mean KL divergence, nats per token; on text, and on text about images where these were measured.
         max_perplexity_increase: relative to the source's perplexity (0.05 = 5 %).
         min_passkey: share of passkeys that the bundle finds, 0 to 1.
     """
@@ -119,6 +119,9 @@ class Limits(_Table):
         before, after = figure(report, "perplexity.source"), figure(report, "perplexity.bundle")
         increase = None if before is None or after is None else after / before - 1
         check("max_kl", self.max_kl, "the mean KL divergence", figure(report, "kl.mean"), True)
+        seen = figure(report, "images.kl")
+        if seen is not None:
+            check("max_kl", self.max_kl, "the mean KL divergence on text about images", seen, True)
         check("max_perplexity_increase", self.max_perplexity_increase, "the perplexity's increase", increase, True)
         check("min_passkey", self.min_passkey, "the share of passkeys found", figure(report, "passkey.bundle"), False)
         return missed

@@ -15,6 +15,8 @@ _FIGURES = {
     "kl.mean": "KL divergence, mean (nats per token)",
     "kl.p99": "KL divergence, 99th percentile",
     "top1_agreement": "top-1 agreement",
+    "images.kl": "KL divergence on text about images, mean",
+    "images.top1_agreement": "top-1 agreement on text about images",
     "passkey.source": "passkeys found, source model",
     "passkey.bundle": "passkeys found, this bundle",
     "recitation.source": "tables recited exactly, source model",
@@ -22,6 +24,26 @@ _FIGURES = {
     "kv.bits_per_value": "KV cache, bits per value (measured)",
     "kv.bytes_per_token": "KV cache, bytes per token (measured)",
 }
+
+_USE = (
+    'model, tokenizer = kvconvert.runtime.load("path/to/this/bundle")',
+    'inputs = tokenizer("Once upon a time", return_tensors="pt")',
+    "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))",
+)
+_USE_WITH_IMAGES = (
+    'model, processor = kvconvert.runtime.load("path/to/this/bundle")',
+    'content = [{"type": "image", "path": "picture.png"}, {"type": "text", "text": "What is it?"}]',
+    'messages = [{"role": "user", "content": content}]',
+    'options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}',
+    "inputs = processor.apply_chat_template(messages, **options).to(model.dtype)",
+    "print(processor.decode(model.generate(**inputs, max_new_tokens=64)[0]))",
+)
+
+
+def _sees(manifest: Manifest) -> bool:
+    """Whether the bundle has a vision tower and the processor that feeds it."""
+    has_tower = any("vision" in module.name or "visual" in module.name for module in manifest.modules)
+    return has_tower and any(name.endswith("processor_config.json") for name in manifest.files)
 
 
 def model_card(manifest: Manifest) -> str:
@@ -37,7 +59,8 @@ def _header(manifest: Manifest) -> list[str]:
         tags += ["awq", "4-bit"]
     if any(layer.kv for layer in manifest.layers):
         tags.append("kv-cache-quantization")
-    lines = ["---", "library_name: kvconvert", "pipeline_tag: text-generation"]
+    task = "image-text-to-text" if _sees(manifest) else "text-generation"
+    lines = ["---", "library_name: kvconvert", f"pipeline_tag: {task}"]
     if source.licence:
         lines.append(f"license: {json.dumps(source.licence)}")
     if "/" in source.id:  # a local directory's name would not be a link
@@ -81,9 +104,7 @@ def _usage(manifest: Manifest) -> list[str]:
         "```python",
         "import kvconvert.runtime",
         "",
-        'model, tokenizer = kvconvert.runtime.load("path/to/this/bundle")',
-        'inputs = tokenizer("Once upon a time", return_tensors="pt")',
-        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))",
+        *(_USE_WITH_IMAGES if _sees(manifest) else _USE),
         "```",
         "",
     ]

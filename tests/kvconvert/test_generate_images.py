@@ -17,6 +17,7 @@ from kvconvert.drawings import draw
 from kvconvert.errors import UsageError
 from kvconvert.fidelity.images import image_figures
 from kvconvert.fidelity.scoring import Decoder
+from kvconvert.recipe import Limits
 from kvconvert.runtime import KVCache, load
 from kvconvert.runtime.processors import load_processor
 
@@ -190,3 +191,19 @@ def test_eval_asks_about_images_and_says_what_the_rest_was_measured_on(folder):
     report = json.loads(result.stdout)
     assert report["images"]["drawings"] == 16
     assert "text alone; images has the rest" in " ".join(report["notes"])
+
+
+def test_the_cards_example_answers_about_an_image(folder, tmp_path, monkeypatch, capsys):
+    card = (folder / "llava" / "bundle" / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card
+    example = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
+    Image.open(folder / "1.png").save(tmp_path / "picture.png")
+    monkeypatch.chdir(tmp_path)
+    exec(example.replace("path/to/this/bundle", str(folder / "llava" / "bundle")))
+    assert "[user]<image><image><image><image>What is it?" in capsys.readouterr().out
+
+
+def test_a_limit_on_the_divergence_holds_for_text_about_images_too():
+    report = {"kl": {"mean": 0.01}, "images": {"kl": 0.5}}
+    assert Limits(max_kl=0.1).missed(report) == ["the mean KL divergence on text about images is 0.5, max_kl is 0.1"]
+    assert Limits(max_kl=0.1).missed(report | {"images": None}) == []

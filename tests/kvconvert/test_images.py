@@ -1,8 +1,10 @@
 """Image data becomes samples without padding in which no image is cut, or a sentence that says why not."""
 
+import base64
 import json
 import re
 import shutil
+import zipfile
 
 import pyarrow
 import pyarrow.parquet
@@ -218,6 +220,21 @@ def test_an_image_may_be_a_path_bytes_or_in_any_mode(pictures, tmp_path):
         assert read_image(value, pictures, "here").tobytes() == expected
     Image.new("LA", (4, 4), (7, 0)).save(tmp_path / "grey.png")
     assert read_image("grey.png", tmp_path, "here").getpixel((0, 0)) == (7, 7, 7)
+
+
+def test_images_in_archives_and_data_urls_are_read_or_refused(pictures, tmp_path):
+    expected = Image.open(pictures / "1.png").convert("RGB").tobytes()
+    content = (pictures / "1.png").read_bytes()
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr("one.png", content)
+    address = f"zip://one.png::{tmp_path / 'all.zip'}"
+    assert read_image({"path": address, "bytes": None}, tmp_path, "here").tobytes() == expected
+    url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    assert read_image(url, tmp_path, "here").tobytes() == expected
+    with pytest.raises(DataError, match="is not base64"):
+        read_image("data:image/png;base64,...", tmp_path, "here")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_image(f"zip://gone.png::{tmp_path / 'all.zip'}", tmp_path, "here")
 
 
 def test_the_seed_orders_a_directory(pictures):
