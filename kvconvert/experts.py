@@ -63,6 +63,8 @@ def split_fused(layer: nn.Module, tensors: Mapping[str, Tensor], layer_name: str
                 tensor = result.pop(f"{name}.{kind}", None)
                 if tensor is None:
                     continue
+                if tensor.ndim == 3 and tuple(tensor.transpose(1, 2).shape) == shape != tuple(tensor.shape):
+                    tensor = tensor.transpose(1, 2)  # as Qwen3-VL's published mixtures have them
                 if tuple(tensor.shape) != shape:
                     raise CheckpointError(
                         f"{layer_name}.{name}.{kind} has shape {list(tensor.shape)} where config.json asks for "

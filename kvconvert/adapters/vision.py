@@ -22,6 +22,7 @@ VISION: dict[str, tuple[str, str]] = {
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", LAYERS),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", LAYERS),
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", LAYERS),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", LAYERS),
     "gemma3": ("Gemma3ForConditionalGeneration", LAYERS),
     "gemma4": ("Gemma4ForConditionalGeneration", LAYERS),
     "paligemma": ("PaliGemmaForConditionalGeneration", LAYERS),
@@ -30,7 +31,12 @@ VISION: dict[str, tuple[str, str]] = {
     "smolvlm": ("SmolVLMForConditionalGeneration", TEXT_LAYERS),
 }
 # Text configurations that have a type of their own, and the text model whose layers they describe.
-SAME_LAYERS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+SAME_LAYERS = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
 
 
 def vision_adapter(config: PretrainedConfig, text: Mapping[str, Adapter]) -> Adapter | None:

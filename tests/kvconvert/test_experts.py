@@ -66,3 +66,11 @@ def test_experts_of_an_unknown_kind_are_refused():
 
     with pytest.raises(UnsupportedModelError, match="OddExperts with up_proj"):
         separate_experts(nn.Sequential(OddExperts()), EXPERT_ROLES[0])
+
+
+def test_fused_tensors_with_inputs_before_outputs_are_turned_round():
+    layer = tiny_mixture("mixtral").model.layers[0]
+    turned = {name: value.transpose(1, 2) if value.ndim == 3 else value for name, value in layer.state_dict().items()}
+    expected = separate_experts(layer, EXPERT_ROLES[0]).state_dict()
+    split = split_fused(layer, turned, "layers.0")
+    assert all(torch.equal(split[name], expected[name]) for name in expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny_texts import BASE, GEMMA4, NO_HEAD_DIM, SCALED, TEXTS, TOKENS, VOCABULARY
+from tiny_texts import BASE, GEMMA4, NO_HEAD_DIM, SCALED, TEXTS, TOKENS, VOCABULARY, experts
 from torch import Tensor
 
 IMAGE, VIDEO, VISION_START, VISION_END = 4096, 4097, 4098, 4099
@@ -213,6 +213,27 @@ MODALITIES: dict[str, tuple[str, str, float, str, dict[str, Any], dict[str, Any]
         QWEN_IDS
         | {
             "text_config": BASE | SEEING | {"rope_parameters": MROPE | {"mrope_interleaved": True}},
+            "vision_config": QWEN_TOWER | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+        },
+    ),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe",
+        "vision moe qk_norm",
+        0.5,
+        "image",
+        BRACKETED
+        | {
+            "token": IMAGE,
+            "count": 4,
+            "features": patches((4, 4), 3 * 2 * 14 * 14),
+            "token_types": "mm_token_type_ids",
+        },
+        QWEN_IDS
+        | {
+            "text_config": BASE
+            | SEEING
+            | experts(num_experts=4)
+            | {"rope_parameters": MROPE | {"mrope_interleaved": True}},
             "vision_config": QWEN_TOWER | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
         },
     ),
