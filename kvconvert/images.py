@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 LISTS = ("captions.jsonl", "metadata.jsonl")
+_TABLES = (".jsonl", ".parquet")
 IMAGE_COLUMNS = ("image", "images", "image_path", "file_name", "image_file", "picture", "photo", "img", "jpg", "png")
 CAPTION_COLUMNS = ("caption", "captions", "text", "description", "content")
 QUESTION_COLUMNS, ANSWER_COLUMNS = ("question", "query", "prompt", "instruction"), ("answer", "answers", "response")
@@ -142,9 +143,11 @@ def _from_hub(url: str, place: str) -> Image:
 
 
 def is_image_directory(source: str) -> bool:
-    """Whether a SOURCE is a directory with images in it."""
+    """Whether a SOURCE is a directory of images; one with tables in it, which may name images, is not."""
     path = Path(source).expanduser()
-    return path.is_dir() and any(_images_in(path))
+    if not path.is_dir() or any(file.suffix in _TABLES and file.name not in LISTS for file in path.rglob("*")):
+        return False
+    return any(_images_in(path))
 
 
 def _images_in(directory: Path) -> Iterator[Path]:
@@ -175,8 +178,10 @@ def directory_documents(source: str, seed: int) -> Iterator[Document]:
         DataError: an image without caption, a list without the columns it needs, a listed image that is missing.
     """
     directory = Path(source).expanduser()
-    listed = next((directory / name for name in LISTS if (directory / name).is_file()), None)
-    entries = _listed(listed) if listed is not None else [(path, None) for path in _images_in(directory)]
+    lists = sorted(file for name in LISTS for file in directory.rglob(name))
+    entries = [entry for file in lists for entry in _listed(file)]
+    if not lists:
+        entries = [(path, None) for path in _images_in(directory)]
     random.Random(seed).shuffle(entries)
     for path, caption in entries:
         if caption is None:

@@ -131,6 +131,17 @@ def test_a_list_of_captions_goes_before_text_files(model, pictures):
     assert draw(9, 0).caption not in text
 
 
+def test_lists_may_lie_in_folders_and_tables_beside_images_are_read_as_rows(model, pictures, tmp_path):
+    rows = [{"file_name": f"{index}.png", "caption": f"Number {index}."} for index in range(6)]
+    write_rows(pictures / "metadata.jsonl", rows)
+    assert "<image>Number " in text_of(model, samples(model, tmp_path, count=1, length=40).ids[0])
+    (pictures / "metadata.jsonl").unlink()
+    for index in range(6):
+        (pictures / f"{index}.txt").unlink()
+    write_rows(tmp_path / "train.jsonl", [{"image": f"pictures/{i}.png", "text": f"Row {i}."} for i in range(6)])
+    assert "<image>Row " in text_of(model, samples(model, tmp_path, count=1, length=40).ids[0])
+
+
 @pytest.mark.parametrize("kind", ["path", "bytes", "messages", "placeholders"])
 def test_rows_hold_images_in_every_form(model, pictures, tmp_path, kind):
     contents = {index: (pictures / f"{index}.png").read_bytes() for index in range(6)}

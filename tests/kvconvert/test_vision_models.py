@@ -25,6 +25,7 @@ from kvconvert.runtime import load
 from kvconvert.runtime.prompts import ImagePrompts
 from kvconvert.samples import load_samples
 from kvconvert.source import open_source
+from kvconvert.workdir import WorkDir
 
 RECIPE = '[weights]\nmethod = "{}"\nbits = 4\ngroup_size = 32\n[kv]\npreset = "oscar"\n'
 SOURCE_NAMES = "language_model.model.layers.1.mlp.up_proj"
@@ -191,6 +192,28 @@ def test_generation_through_pages_equals_full_precision_for_any_number_of_images
     assert cache.stats().pages >= len(counts)
     for row, inputs in enumerate(alone):
         assert model.generate(**inputs, max_new_tokens=6, **GREEDY)[0, -6:].tolist() == got[row, -6:].tolist()
+
+
+@pytest.mark.full
+def test_a_killed_calibration_goes_on_with_its_images_to_the_same_bytes(tmp_path, monkeypatch):
+    # Qwen3-VL: each sample has positions of its own, and image features are added between the layers.
+    for part in ("whole", "killed"):
+        (tmp_path / part).mkdir()
+    whole = convert(tmp_path / "whole", "qwen3_vl")
+    commit = WorkDir.commit_layer
+
+    def kill(self, index, *arguments):
+        if index == 1:
+            raise KeyboardInterrupt
+        commit(self, index, *arguments)
+
+    monkeypatch.setattr(WorkDir, "commit_layer", kill)
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path / "killed", "qwen3_vl")
+    monkeypatch.undo()
+    resumed = convert(tmp_path / "killed", "qwen3_vl")
+    for name in ("model.safetensors", "kv_plan.safetensors"):
+        assert (resumed / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_from_pretrained_loads_a_bundle_too(llava):
