@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from transformers import ProcessorMixin
+
 from kvconvert.data import TokenData, load_token_samples
 from kvconvert.errors import DataError, UsageError
 from kvconvert.image_samples import holds_images, load_image_samples
@@ -39,7 +41,7 @@ def load_samples(model: SourceModel, source: str | None, samples: int, length: i
         )
     sees = reads_images(model.config) and has_processor(model.directory)
     if sees and holds_images(source):
-        data = load_image_samples(source, load_processor(model.directory), model.config, samples, length, seed)
+        data = load_image_samples(source, _processor(model), model.config, samples, length, seed)
     else:
         length = min(TEXT_LENGTH, positions or TEXT_LENGTH) if length is None else length
         data = load_token_samples(source, load_tokenizer(model.directory), samples, length, seed)
@@ -54,3 +56,10 @@ def load_samples(model: SourceModel, source: str | None, samples: int, length: i
             "has; give smaller images."
         )
     return data
+
+
+def _processor(model: SourceModel) -> ProcessorMixin:
+    try:
+        return load_processor(model.directory)
+    except UsageError as error:
+        raise UsageError(f"{str(error).rstrip('.')}, or calibrate with text (--data FILE.txt).") from error

@@ -265,6 +265,10 @@ def test_videos_are_refused_where_torchvision_is_missing(tmp_path):
 def test_a_processor_that_needs_torchvision_says_how_to_install_it(tmp_path):
     with pytest.raises(UsageError, match=r"needs torchvision; run pip install torchvision\.$"):
         load_processor(write_seeing(tmp_path, "mistral3"))
+    with pytest.raises(UsageError, match=r"torchvision, or calibrate with text \(--data FILE\.txt\)\.$"):
+        samples(tmp_path, None)
+    (tmp_path / "book.txt").write_text("A long walk through the town. " * 40)
+    assert samples(tmp_path, tmp_path / "book.txt", length=32).info.images == 0
 
 
 def test_a_processor_without_its_packages_says_which(model, monkeypatch):

@@ -9,9 +9,11 @@ from safetensors.torch import load_file
 from tiny_models import ARCHITECTURES, GREEDY
 from tiny_processors import LOADABLE, quick_and_full, write_processor, write_seeing
 from torch.nn.functional import pad
-from transformers import AutoModelForImageTextToText, ProcessorMixin
+from transformers import AutoConfig, AutoModelForImageTextToText, ProcessorMixin
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from kvconvert.adapters import find_adapter, require_adapter
+from kvconvert.adapters.vision import VISION
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.drawings import draw
 from kvconvert.errors import UnsupportedModelError
@@ -219,6 +221,18 @@ def test_a_killed_calibration_goes_on_with_its_images_to_the_same_bytes(tmp_path
 def test_from_pretrained_loads_a_bundle_too(llava):
     model = AutoModelForImageTextToText.from_pretrained(llava)
     assert type(model).__name__ == "LlavaForConditionalGeneration"
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_adapters_name_what_transformers_builds(name):
+    assert MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name] == VISION[name][0]
+
+
+def test_idefics3_has_its_layers_where_smolvlm_has_them():
+    config = AutoConfig.for_model("idefics3", text_config=ARCHITECTURES["smolvlm"].settings["text_config"])
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    require_adapter(config).check(model)
 
 
 def test_a_language_model_that_no_adapter_describes_is_refused_by_name(tmp_path):
