@@ -165,6 +165,10 @@ def _by_interval(config: PretrainedConfig, index: int) -> bool:
     return within and (index + 1) % config.moe_layer_interval == 0
 
 
+def _typed(config: PretrainedConfig, index: int) -> bool:
+    return config.mlp_layer_types[index] == "sparse"
+
+
 def _listed(config: PretrainedConfig, index: int) -> bool:
     return index in config.moe_layers
 
@@ -262,6 +266,12 @@ MIXTURES = (
         ),
     ),
     Adapter("glm4_moe", "Glm4MoeForCausalLM", **_among_dense(_after_dense, _SHARED_EXPERTS)),
+    Adapter("glm4_moe_lite", "Glm4MoeLiteForCausalLM", **_among_dense(_typed, _SHARED_EXPERTS, latent=True)),
+    Adapter("exaone_moe", "ExaoneMoeForCausalLM", **_among_dense(_typed, _SHARED_EXPERTS)),
+    Adapter("mellum", "MellumForCausalLM", **_among_dense(_typed, Mixture())),
+    Adapter("solar_open", "SolarOpenForCausalLM", _mixture(_SHARED_EXPERTS)),
+    Adapter("minimax_m2", "MiniMaxM2ForCausalLM", _mixture(Mixture(roles=MIXTRAL_ROLES))),
+    Adapter("phimoe", "PhimoeForCausalLM", _mixture(Mixture(router="mlp.router", roles=MIXTRAL_ROLES))),
     Adapter("dots1", "Dots1ForCausalLM", **_among_dense(_after_dense, _SHARED_EXPERTS)),
     Adapter(
         "olmoe",

@@ -125,7 +125,7 @@ def checkpoint(directory: Path, model_type: str) -> Path:
 def convert(place: Path, model_type: str, recipe: Recipe = AWQ) -> Path:
     source = checkpoint(place / "source", model_type)
     text = save_text(place)
-    calibrate(str(source), place / "work", recipe, data=text, samples=3, seq_len=40, progress=False)
+    calibrate(str(source), place / "work", recipe, data=text, samples=2, seq_len=24, progress=False)
     return export(place / "work", place / "bundle", progress=False)
 
 
@@ -239,3 +239,14 @@ def test_a_recipe_that_keeps_weights_keeps_the_sources_own_form_of_experts(model
     assert [(module.treatment, module.reason) for module in kept] == [("kept", "the recipe keeps weights")] * 2
     model, _ = load(bundle, dtype=torch.float32)
     assert torch.equal(model.model.layers[1].mlp.experts.down_proj, source["model.layers.1.mlp.experts.down_proj"])
+
+
+def test_the_docs_state_the_threshold_and_what_was_measured():
+    root = Path(__file__).parents[2]
+    words = " ".join((root / "docs" / "mixtures.md").read_text().split())
+    measured = json.loads((root / "benchmarks" / "results" / "expert_tokens.json").read_text())
+    assert f"fewer than {MIN_EXPERT_TOKENS} calibration tokens" in words
+    for group_size, row in measured.items():
+        assert f"| groups of {group_size} | {' | '.join(f'{value:.2f}' for value in row.values())} |" in words
+        assert row[str(MIN_EXPERT_TOKENS // 2)] > 1 > row[str(MIN_EXPERT_TOKENS)]
+    assert set(MIXTURES) <= set(re.findall(r"`(\w+)`", words))
