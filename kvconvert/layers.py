@@ -102,8 +102,17 @@ class LayerRunner:
                     f"{name}.{key} has shape {list(tensor.shape)} where config.json asks for {list(expected[key])}."
                 )
         dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
-        fill(layer, self.model, tensors, self.device)
+        fill(layer, self._owner(name), tensors, self.device)
         return layer, dtypes
+
+    def _owner(self, name: str) -> PreTrainedModel:
+        """The innermost model around a module."""
+        while name:
+            name = name.rpartition(".")[0]
+            module = self.model.get_submodule(name)
+            if isinstance(module, PreTrainedModel):
+                break
+        return module
 
     def _is_derived(self, name: str) -> bool:
         """Buffers that old checkpoints store although models compute them."""
@@ -145,6 +154,7 @@ class LayerRunner:
             batch = inputs.read(start, stop).to(self.device)
             arguments = self._prologue.arguments(index, start)
             output = layer(batch, **arguments)
+            output = output[0] if isinstance(output, tuple) else output
             if not output.isfinite().all():
                 place = f"{self.layer_name(index)}.{_first_overflow(layer, batch, arguments)}".rstrip(".")
                 raise NumericError(

@@ -53,6 +53,7 @@ class Prologue:
 
     def __init__(self, inputs: CalibrationInputs, name: str) -> None:
         self.inputs, self.name = inputs, name
+        self._layers_return_tuples = False
         self._arguments: list[list[dict[str, Any]]] = []  # per layer: one for all samples, or one for each
         # Per layer, by sample: tokens to which the model adds something, and what [tokens, hidden].
         self._added: list[dict[int, tuple[Tensor, Tensor]]] = []
@@ -71,12 +72,16 @@ class Prologue:
         """
         seen: list[tuple[Tensor, dict[str, Any]]] = []
         for layer in layers:
-            layer.forward = _recorder(inspect.signature(layer.forward), seen)
+            layer.forward = self._recorder(inspect.signature(layer.forward), seen)
         arguments: list[list[dict[str, Any]]] = [[] for _ in layers]
         self._added = [{} for _ in layers]
         for index in range(len(self.inputs.ids)):
             seen.clear()
-            base(**{key: value.to(device) for key, value in self.inputs.sample(index).items()}, use_cache=False)
+            arguments_of_sample = {key: value.to(device) for key, value in self.inputs.sample(index).items()}
+            if not self._runs(base, arguments_of_sample, seen):
+                self._layers_return_tuples = True
+                seen.clear()
+                base(**arguments_of_sample, use_cache=False)
             if len(seen) != len(layers):
                 raise UnsupportedModelError(
                     f"The model ran {len(seen)} of {len(layers)} layers of {self.name} on the calibration data; it can "
@@ -94,6 +99,31 @@ class Prologue:
                 _append(arguments[layer], kwargs, index)
             yield seen[0][0].float()
         self._arguments = arguments
+
+    def _runs(self, base: nn.Module, arguments: dict[str, Tensor], seen: list[tuple[Tensor, dict[str, Any]]]) -> bool:
+        """Run the model; False where it turns out to take a layer's output apart, as of one that returns a tuple."""
+        try:
+            base(**arguments, use_cache=False)
+        except (ValueError, TypeError, IndexError, AttributeError):
+            if self._layers_return_tuples or not seen:
+                raise
+            return False
+        return all(hidden.shape == seen[0][0].shape for hidden, _ in seen)
+
+    def _recorder(self, signature: inspect.Signature, seen: list[tuple[Tensor, dict[str, Any]]]) -> Any:
+        """A forward that notes its arguments by name."""
+        first, *_ = signature.parameters
+        collected = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            arguments = signature.bind(*args, **kwargs).arguments
+            arguments |= arguments.pop(collected, {})
+            hidden = arguments.pop(first)
+            seen.append((hidden, arguments))
+            output = torch.zeros_like(hidden)
+            return (output, None) if self._layers_return_tuples else output
+
+        return record
 
     @property
     def complete(self) -> bool:
@@ -120,21 +150,6 @@ class Prologue:
                 tokens, values = found[start + row]
                 hidden[row, tokens] += values
         return hidden
-
-
-def _recorder(signature: inspect.Signature, seen: list[tuple[Tensor, dict[str, Any]]]) -> Any:
-    """A forward that notes its arguments by name."""
-    first, *_ = signature.parameters
-    collected = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-
-    def record(*args: Any, **kwargs: Any) -> Tensor:
-        arguments = signature.bind(*args, **kwargs).arguments
-        arguments |= arguments.pop(collected, {})
-        hidden = arguments.pop(first)
-        seen.append((hidden, arguments))
-        return torch.zeros_like(hidden)
-
-    return record
 
 
 def _append(recorded: list[dict[str, Any]], arguments: dict[str, Any], sample: int) -> None:

@@ -162,7 +162,7 @@ def open_source(model: str) -> SourceModel:
             f"{directory} is already quantized ({method}); converting needs the full-precision model it was made from."
         )
     for name, dtype in dtypes.items():
-        if dtype not in FLOAT_DTYPES and name.endswith((".weight", ".bias")):
+        if dtype not in FLOAT_DTYPES and name.endswith(".weight"):  # some masks are called bias
             raise CheckpointError(
                 f"{directory / weight_map[name]} stores {name} as {dtype}; converting needs weights in "
                 f"{', '.join(FLOAT_DTYPES)}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -101,6 +101,7 @@ class Adapter:
         layers: list of decoder layers. Both are module names within the model.
         refusals: fields of the text configuration that, when neither 0 nor absent, rule weights and folding out, with
             the reason.
+        fixed_values: the same, where values may not be rotated or scaled in the weights, and all else stays possible.
     """
 
     model_type: str
@@ -110,17 +111,19 @@ class Adapter:
     base: str = "model"
     layers: str = "model.layers"
     refusals: Mapping[str, str] = field(default_factory=dict)
+    fixed_values: Mapping[str, str] = field(default_factory=dict)
 
     def structure(self, config: PretrainedConfig, index: int) -> LayerStructure:
         """Names and attention shape of decoder layer `index`."""
         config = config.get_text_config()
         kind = next((variant.layer for variant in self.variants if variant.applies(config, index)), self.layer)
-        return kind.structure(layer_config(config, index))
+        structure = kind.structure(layer_config(config, index))
+        fixed = _reason_set(config, self.fixed_values)
+        return structure if fixed is None else replace(structure, fold_obstacle=fixed, value_obstacle=fixed)
 
     def refusal(self, config: PretrainedConfig) -> str | None:
         """Why this model's layers cannot be converted one by one, or None."""
-        config = config.get_text_config()
-        return next((reason for name, reason in self.refusals.items() if getattr(config, name, None)), None)
+        return _reason_set(config.get_text_config(), self.refusals)
 
     def check(self, model: nn.Module) -> None:
         """Compare the names with a model (on any device), so that no part of it is passed over without a word.
@@ -163,6 +166,10 @@ class Adapter:
                 f"This {self.model_type} model is not built as its adapter says ({'; '.join(problems[:4])}); it can be "
                 'converted with [weights] method = "none" only.'
             )
+
+
+def _reason_set(config: PretrainedConfig, reasons: Mapping[str, str]) -> str | None:
+    return next((reason for name, reason in reasons.items() if getattr(config, name, None)), None)
 
 
 def layer_config(config: PretrainedConfig, index: int) -> PretrainedConfig:

@@ -14,7 +14,7 @@ NONLINEAR = "an activation function lies between them"
 STREAM = "they read the residual stream itself, which no norm precedes"
 SHARED_KV = "some of its layers have no keys and values of their own"
 PER_LAYER = "embeddings of their own are added in every layer"
-CLAMPED = "it clamps its values, so that nothing about them may be scaled or rotated"
+CLAMPED = "values are clamped after their projection"
 
 LLAMA = LayerNames()
 # Norms before and after both attention and MLP; those after feed nothing but the residual stream.
@@ -144,7 +144,7 @@ DENSE = (
                 replace(group, obstacle="the norm has no weight that could be scaled") for group in LLAMA.norm_groups
             )
         ),
-        refusals={"clip_qkv": CLAMPED},
+        fixed_values={"clip_qkv": CLAMPED},
     ),
     Adapter("olmo2", "Olmo2ForCausalLM", UNSCALED),
     Adapter("olmo3", "Olmo3ForCausalLM", UNSCALED),

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 from kvconvert.adapters.adapter import Adapter, LayerNames, Variant
 from kvconvert.adapters.dense import LLAMA
-from kvconvert.adapters.mixture import Mixture, MixtureNames, SparseLayers, by_step, shared_mlp
+from kvconvert.adapters.mixture import GRANITE_SHARED, Mixture, MixtureNames, SparseLayers, by_step, shared_mlp
 from kvconvert.calibration.protocol import NormGroup, Projection, ScalingPair
 
 NO_VALUES = "the layer has no keys and values"
@@ -41,10 +41,10 @@ QWEN3_5_LINEAR = qwen_linear(
 QWEN3_NEXT_LINEAR = qwen_linear(("linear_attn.in_proj_qkvz",), ("linear_attn.in_proj_ba",))
 
 
-def with_experts(layer: LayerNames) -> MixtureNames:
-    """The same layer with experts in the place of its MLP."""
+def with_experts(layer: LayerNames, mixture: Mixture = QWEN_EXPERTS) -> MixtureNames:
+    """The same layer with experts in the place of its MLP, the last of its norm groups and pairs."""
     names = {field.name: getattr(layer, field.name) for field in fields(layer)}
-    return MixtureNames(**names | {"norm_groups": layer.norm_groups[:1], "pairs": ()}, mixture=QWEN_EXPERTS)
+    return MixtureNames(**names | {"norm_groups": layer.norm_groups[:-1], "pairs": layer.pairs[:-1]}, mixture=mixture)
 
 
 LINEAR_LAYERS = {"layer_types": "linear_attention"}
@@ -69,6 +69,42 @@ LFM2_CONVOLUTION = LayerNames(
     unquantized={"conv.conv": CONVOLUTION},
 )
 
+
+def mamba(layer: LayerNames) -> LayerNames:
+    """The same layer with a state space (Mamba 2) in the place of attention."""
+    groups = (
+        NormGroup("input_layernorm", ("mamba.in_proj",), ("mamba",)),
+        NormGroup("mamba.norm", ("mamba.out_proj",), ("mamba.out_proj",)),
+        layer.norm_groups[1],
+    )
+    return replace(
+        layer,
+        attention="mamba",
+        query=None,
+        key=None,
+        value=None,
+        output="mamba.out_proj",
+        norm_groups=groups,
+        fold_obstacle=NO_VALUES,
+        unquantized={"mamba.conv1d": CONVOLUTION},
+    )
+
+
+BAMBA = LayerNames(
+    norm_groups=(
+        LLAMA.norm_groups[0],
+        NormGroup("pre_ff_layernorm", ("feed_forward.gate_proj", "feed_forward.up_proj"), ("feed_forward",)),
+    ),
+    pairs=(ScalingPair(Projection("feed_forward.up_proj"), "feed_forward.down_proj"),),
+)
+GRANITE = LayerNames(
+    norm_groups=(
+        LLAMA.norm_groups[0],
+        NormGroup("post_attention_layernorm", ("shared_mlp.input_linear",), ("shared_mlp",)),
+    ),
+    pairs=GRANITE_SHARED.shared_pairs,
+)
+
 HYBRIDS = (
     Adapter("qwen3_5_text", "Qwen3_5ForCausalLM", QWEN_ATTENTION, (Variant(LINEAR_LAYERS, QWEN3_5_LINEAR),)),
     Adapter(
@@ -85,6 +121,17 @@ HYBRIDS = (
             SparseLayers(LINEAR_LAYERS, with_experts(QWEN3_NEXT_LINEAR), by_step),
             Variant(LINEAR_LAYERS, QWEN3_NEXT_LINEAR),
             SparseLayers({}, with_experts(QWEN_ATTENTION), by_step),
+        ),
+    ),
+    Adapter("bamba", "BambaForCausalLM", BAMBA, (Variant(LINEAR_LAYERS, mamba(BAMBA)),)),
+    Adapter(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        with_experts(GRANITE, GRANITE_SHARED),
+        (
+            Variant(LINEAR_LAYERS | {"num_local_experts": 0}, mamba(GRANITE)),
+            Variant(LINEAR_LAYERS, with_experts(mamba(GRANITE), GRANITE_SHARED)),
+            Variant({"num_local_experts": 0}, GRANITE),
         ),
     ),
     Adapter("lfm2", "Lfm2ForCausalLM", LFM2_ATTENTION, (Variant({"layer_types": "conv"}, LFM2_CONVOLUTION),)),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from transformers import PretrainedConfig
 
 from kvconvert.adapters.adapter import Adapter, LayerNames, Variant
-from kvconvert.adapters.dense import GEMMA4_LAYER, GEMMA4_SAME, GEMMA4_SAME_KV, PER_LAYER, SHARED_KV
+from kvconvert.adapters.dense import CLAMPED, GEMMA4_LAYER, GEMMA4_SAME, GEMMA4_SAME_KV, PER_LAYER, SHARED_KV
 from kvconvert.calibration.protocol import LayerStructure, NormGroup, Projection, RoutedExperts, ScalingPair
 from kvconvert.runtime.experts import EXPERT_ROLES, ExpertRoles
 
@@ -187,6 +187,13 @@ def _among_dense(
 
 _SHARED_EXPERTS = Mixture(**shared_mlp("mlp.shared_experts"))
 _GRANITE = Mixture("block_sparse_moe", "block_sparse_moe.experts", "block_sparse_moe.router", MIXTRAL_ROLES)
+GRANITE_SHARED = replace(
+    _GRANITE,
+    shared_readers=("shared_mlp.input_linear",),
+    shared_pairs=(ScalingPair(Projection("shared_mlp.input_linear", (1, 1), 1), "shared_mlp.output_linear"),),
+    shared_count="shared_intermediate_size",
+    beside=("shared_mlp",),
+)
 _LLAMA4_DENSE = LayerNames(
     norm_groups=(
         LayerNames().norm_groups[0],
@@ -277,23 +284,13 @@ MIXTURES = (
         "olmoe",
         "OlmoeForCausalLM",
         _mixture(Mixture()),
-        refusals={"clip_qkv": "its values are clamped, so that nothing about them may be scaled"},
+        fixed_values={"clip_qkv": CLAMPED},
     ),
     Adapter("granitemoe", "GraniteMoeForCausalLM", _mixture(_GRANITE)),
     Adapter(
         "granitemoeshared",
         "GraniteMoeSharedForCausalLM",
-        _mixture(
-            replace(
-                _GRANITE,
-                shared_readers=("shared_mlp.input_linear",),
-                shared_pairs=(
-                    ScalingPair(Projection("shared_mlp.input_linear", (1, 1), 1), "shared_mlp.output_linear"),
-                ),
-                shared_count="shared_intermediate_size",
-                beside=("shared_mlp",),
-            )
-        ),
+        _mixture(GRANITE_SHARED),
     ),
     Adapter(
         "hunyuan_v1_moe",

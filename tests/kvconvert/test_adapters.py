@@ -46,12 +46,14 @@ MODELS = [
     ("opt", {"activation_function": "gelu"}),
     ("opt", {"do_layer_norm_before": False}),
     ("gpt_neox", {"use_parallel_residual": False}),
+    ("olmo", {"clip_qkv": 0.5}),
     ("cohere", {"use_qk_norm": True}),
     ("phi", {"qk_layernorm": True}),
     ("nemotron", {"attention_bias": True, "mlp_bias": True}),
     ("starcoder2", {"use_bias": False}),
     ("gemma4_text_same_kv", {"num_hidden_layers": 3, "layer_types": ["sliding_attention"] + ["full_attention"] * 2}),
     ("qwen3_next", {"mlp_only_layers": [0]}),
+    ("granitemoehybrid", {"num_local_experts": 0}),
 ]
 
 

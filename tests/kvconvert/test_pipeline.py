@@ -344,6 +344,18 @@ def test_layers_without_a_cache_of_their_own_have_no_scheme_and_the_record_says_
     assert (records[0].head_dim, records[1].head_dim) == (16, 32)
 
 
+def test_buffers_that_old_checkpoints_store_are_passed_over(tmp_path, text):
+    model = ARCHITECTURES["gpt_neox"].write(tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    for index in range(2):
+        tensors[f"gpt_neox.layers.{index}.attention.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
+        tensors[f"gpt_neox.layers.{index}.attention.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    work = run(model, tmp_path / "work", text, AWQ)
+    assert "gpt_neox.layers.0.attention.query_key_value.qweight" in work.layer_tensors(0)
+    assert not any(name.endswith(("attention.bias", "inv_freq")) for name in work.layer_tensors(0))
+
+
 def test_a_hybrid_layers_parts_are_quantized_or_kept_with_the_reason(tmp_path, text):
     model = ARCHITECTURES["qwen3_5_text"].write(tmp_path / "model")
     work = run(model, tmp_path / "work", text, AWQ)

@@ -21,7 +21,7 @@ REFUSED = {
     "gemma3n_text": "some of its layers have no keys and values of their own",
     "gemma4_text_shared": "some of its layers have no keys and values of their own",
 } | dict.fromkeys(
-    ("gpt2", "bloom", "mpt", "falcon", "falcon_alibi", "jamba", "bamba", "granitemoehybrid", "falcon_h1"),
+    ("gpt2", "bloom", "mpt", "falcon", "falcon_alibi", "jamba", "falcon_h1"),
     "No adapter describes",
 )
 REFUSED |= dict.fromkeys(("qwen2_audio", "qwen2_5_omni_thinker"), "No adapter describes")
