@@ -150,8 +150,10 @@ class _Packer:
         texts = [prompts.text(document.messages, document.is_caption) for document in documents]
         images = [image for document in documents for image in document.images]
         inputs = prompts.encode(prompts.join(texts), images)
-        while inputs["input_ids"].shape[1] < length:
-            texts.append(next(self._filler))
+        while (missing := length - inputs["input_ids"].shape[1]) > 0:
+            while missing > 0:
+                texts.append(next(self._filler))
+                missing -= len(prompts.processor.tokenizer(texts[-1]).input_ids)
             inputs = prompts.encode(prompts.join(texts), images)
         ids = inputs.pop("input_ids")
         inputs.pop("attention_mask", None)

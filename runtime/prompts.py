@@ -55,8 +55,10 @@ class ImagePrompts:
         return "\n".join(contents)
 
     def join(self, texts: Iterable[str]) -> str:
-        """Texts separated by the end-of-sequence token."""
-        return (self.processor.tokenizer.eos_token or "\n").join(texts)
+        """Texts separated by the end-of-sequence token, which a rendered conversation may end in already."""
+        separator = self.processor.tokenizer.eos_token or "\n"
+        *before, last = texts
+        return "".join(text if text.endswith(separator) else text + separator for text in before) + last
 
     def encode(self, text: str, images: Sequence[Any]) -> dict[str, Tensor]:
         """What the model's forward takes for one text and its images."""

@@ -101,6 +101,12 @@ def test_drawings_are_the_default_and_the_length_is_what_an_image_needs(model):
     assert f"[assistant]{draw(0, 1).questions[0].answer}" in text
 
 
+def test_documents_are_separated_once(model):
+    text = text_of(model, samples(model, None, count=1, length=256).ids[0])
+    assert "<|endoftext|><image>" in text
+    assert "<|endoftext|><|endoftext|>" not in text
+
+
 def test_an_image_that_does_not_fit_waits_and_text_fills_its_place(tmp_path):
     # 40 tokens of image in 96, so that a second one never fits beside the first one's caption.
     model = write_seeing(tmp_path / "m", "internvl")
