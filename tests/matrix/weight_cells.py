@@ -134,13 +134,13 @@ class WeightResult:
     manifest: Manifest
 
 
-def convert(entry: TinyModel, directory: Path, recipe: str) -> Path:
-    """Write a tiny checkpoint into `directory`, calibrate it after a recipe, and export the bundle."""
+def convert(entry: TinyModel, directory: Path, recipe: str, length: int = 32) -> Path:
+    """Write a tiny checkpoint into `directory`, calibrate it on sequences of a length, and export the bundle."""
     source = entry.write(directory / "source")
     (directory / "recipe.toml").write_text(recipe)
     (directory / "text.txt").write_text(WORDS)
     settings, text = Recipe.load(str(directory / "recipe.toml")), str(directory / "text.txt")
-    pipeline.calibrate(str(source), directory / "work", settings, text, 3, 32, 0, "cpu", False, progress=False)
+    pipeline.calibrate(str(source), directory / "work", settings, text, 3, length, 0, "cpu", False, progress=False)
     return export(directory / "work", directory / "bundle", False, progress=False)
 
 
