@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -174,7 +175,7 @@ class LayerStructure:
     unquantized: dict[str, str] = field(default_factory=dict)
     experts: RoutedExperts | None = None
 
-    @property
+    @cached_property
     def named(self) -> tuple[str, ...]:
         """Every module with a weight matrix that is named here, each once, in reading order."""
         projections = (self.query, self.key, self.value)
@@ -185,7 +186,7 @@ class LayerStructure:
         names += self.unquantized
         return tuple(dict.fromkeys(names))
 
-    @property
+    @cached_property
     def linears(self) -> tuple[str, ...]:
         """The Linears to quantize, in reading order."""
         return tuple(name for name in self.named if name not in self.unquantized)
