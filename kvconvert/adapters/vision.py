@@ -1,4 +1,4 @@
-"""Vision-language models: where a text model's decoder layers stand in them. The rest of them stays as it is.
+"""Models that see or hear: where a text model's decoder layers stand in them. The rest of them stays as it is.
 
 An entry names the model and the list of its language model's layers; what is in a layer is the text adapter's.
 """
@@ -29,11 +29,14 @@ VISION: dict[str, tuple[str, str]] = {
     "mistral3": ("Mistral3ForConditionalGeneration", LAYERS),
     "idefics3": ("Idefics3ForConditionalGeneration", TEXT_LAYERS),
     "smolvlm": ("SmolVLMForConditionalGeneration", TEXT_LAYERS),
+    "qwen2_audio": ("Qwen2AudioForConditionalGeneration", LAYERS),
+    "qwen2_5_omni_thinker": ("Qwen2_5OmniThinkerForConditionalGeneration", LAYERS),
 }
 # Text configurations that have a type of their own, and the text model whose layers they describe.
 SAME_LAYERS = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
+    "qwen2_5_omni_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }

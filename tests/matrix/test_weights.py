@@ -24,7 +24,6 @@ REFUSED = {
     ("gpt2", "bloom", "mpt", "falcon", "falcon_alibi", "jamba", "falcon_h1"),
     "No adapter describes",
 )
-REFUSED |= dict.fromkeys(("qwen2_audio", "qwen2_5_omni_thinker"), "No adapter describes")
 UNCACHED = ("bloom", "mpt", "falcon", "falcon_alibi")
 
 
