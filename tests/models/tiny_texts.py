@@ -245,6 +245,34 @@ TEXTS: dict[str, tuple[str, str, float, dict[str, Any]]] = {
         0.5,
         BASE | experts(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, sliding_window=None),
     ),
+    "exaone_moe": (
+        "exaone_moe",
+        "moe qk_norm sliding no_rotary",
+        0.5,
+        BASE
+        | ALTERNATING
+        | experts(num_experts=4, num_shared_experts=1, n_group=1, topk_group=1)
+        | {"mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "mellum": (
+        "mellum",
+        "moe qk_norm",
+        0.5,
+        BASE | experts(num_experts=4) | {"layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "solar_open": ("solar_open", "moe", 0.5, BASE | experts(n_routed_experts=4, n_shared_experts=1, n_group=1)),
+    "minimax_m2": (
+        "minimax_m2",
+        "moe qk_norm",
+        0.5,
+        BASE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+    ),
+    "phimoe": (
+        "phimoe",
+        "moe",
+        0.5,
+        NO_HEAD_DIM | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+    ),
     "olmoe": ("olmoe", "moe qk_norm", 0.5, NO_HEAD_DIM | {"num_experts": 4, "num_experts_per_tok": 2}),
     "granitemoe": (
         "granitemoe",
@@ -278,6 +306,15 @@ TEXTS: dict[str, tuple[str, str, float, dict[str, Any]]] = {
         BASE
         | LATENT
         | experts(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=2, topk_group=1),
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        "mla moe",
+        0.5,
+        BASE
+        | LATENT
+        | experts(n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1)
+        | {"mlp_layer_types": ["dense", "sparse"]},
     ),
     "starcoder2": ("starcoder2", "sliding", 0.5, NO_HEAD_DIM | {"sliding_window": WINDOW}),
     "stablelm": ("stablelm", "partial_rotary", 0.5, NO_HEAD_DIM | partial_rope()),
