@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from kv_reference import NAME, needs_own_attention, reference_cache
-from tiny_models import GREEDY, TinyModel
+from tiny_models import ARCHITECTURES, GREEDY, TinyModel
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
@@ -50,9 +50,7 @@ REFUSED = {
     "mpt": "computes attention by itself",
     "falcon": "computes attention by itself",
     "falcon_alibi": "computes attention by itself",
-    "deepseek_v2": "MLA",
-    "deepseek_v3": "MLA",
-}
+} | {name: "MLA" for name, entry in ARCHITECTURES.items() if "mla" in entry.features}
 
 
 class Forced(LogitsProcessor):
