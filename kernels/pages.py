@@ -228,7 +228,8 @@ def rank_channels(keys: torch.Tensor, count: int) -> torch.Tensor:
 
     From keys [N, H, P, D]; Kitty's score (page-wise mean |K|), ties to the lower index.
     """
-    score = keys.float().abs().mean(2)
+    # In float64 the sum is exact, or as good as: in float32 equal channels would differ by the order of their sums.
+    score = keys.abs().sum(2, dtype=torch.float64)
     order = torch.sort(score, dim=-1, descending=True, stable=True).indices
     return order[..., :count].sort(-1).values
 
