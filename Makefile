@@ -25,7 +25,7 @@ test: $(VENV)/ready
 	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m "not full" -n 2 --dist loadfile
 
 test-full: $(VENV)/ready test
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m full -n 2 tests/test_claims.py tests/test_presets.py tests/matrix --junitxml build/full.xml
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m full -n 2 --ignore tests/gpu --junitxml build/full.xml
 	$(BIN)/python tests/full_results.py --record build/full.xml
 	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m full -n 2 --dist load tests/gpu
 
