@@ -90,6 +90,10 @@ class _ImagesOnly:
             )
         return super().__call__(*args, **kwargs)
 
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        # SmolVLM's own asks the video part for its settings whether or not there is a video.
+        return ProcessorMixin.apply_chat_template(self, *args, **kwargs)
+
 
 class _WithoutVideoPart(ProcessorMixin):
     """Stands between such a class and transformers' own, which knows no part that is None."""

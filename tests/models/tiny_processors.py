@@ -88,6 +88,14 @@ PROCESSORS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, 
         "<image>",
     ),
     "paligemma": ("PaliGemmaProcessor", "SiglipImageProcessor", BOTH | {"image_seq_length": 4}, {}, {}, "<image>"),
+    "smolvlm": (
+        "SmolVLMProcessor",
+        "SmolVLMImageProcessor",
+        NORMALIZE | {"size": {"longest_edge": 28}, "max_image_size": {"longest_edge": 28}, "do_image_splitting": False},
+        {"image_seq_len": 4},
+        {"fake_image_token": "<vision_start>", "global_image_token": "<vision_end>"},
+        "<image>",
+    ),
     # Loads with torchvision alone.
     "mistral3": ("PixtralProcessor", "PixtralImageProcessor", BOTH | {"patch_size": 14}, {}, {}, "<image>"),
 }
