@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import kvconvert.kernels.gpu
-from kvconvert.kernels.gpu.variants import Variant
+from kvconvert.kernels.variants import Variant
 
 CAPABILITIES = (80, 89, 90, 100)
 # What the architecture lets one program take, in bytes.

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from kvconvert.runtime import KVCache
-from kvconvert.runtime.seam import Chunk
+from kvconvert.runtime.hf.handles import Chunk
 
 # KV heads, query heads per KV head, head size, tokens
 SHAPES = [(2, 2, 64, 2048), (8, 4, 128, 1024), (8, 4, 128, 8192), (8, 4, 128, 32768)]
@@ -56,7 +56,7 @@ def measure(heads: int, group: int, dim: int, tokens: int, repeats: int) -> dict
         layer = KVCache(config, preset).layers[0]
         layer.update(keys, values)
         layer.commit(Chunk(torch.arange(tokens), None, None))
-        result[f"{preset}: quantize the prompt, ms"] = round(cpu_milliseconds(layer.settle), 1)
+        result[f"{preset}: quantize the prompt, ms"] = round(cpu_milliseconds(layer.end_forward), 1)
         runs[preset] = lambda layer=layer: layer.attend(query, now, dim**-0.5)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats + 1):

@@ -4,7 +4,7 @@ Run: python benchmarks/cpu_linear.py, in half a minute.
 
 Every ratio is of two ways run in turns on one thread, by the processor time they take, so that waiting for a core on a
 busy machine does not count; below 1, the first is faster. The results go to benchmarks/results/cpu_linear.json;
-kernels/linear.py takes INT4PACK_ROWS and TILE_WEIGHTS from there.
+kernels/linear/__init__.py takes INT4PACK_ROWS and TILE_WEIGHTS from there.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from kvconvert.kernels import linear
-from kvconvert.kernels.awq_format import dequantize_weight, quantize_weight
 from kvconvert.kernels.linear import QuantizedLinear
+from kvconvert.kernels.linear.awq_format import dequantize_weight, quantize_weight
 
 RESULTS = Path(__file__).parent / "results" / "cpu_linear.json"
 SHAPES = [(256, 256), (256, 768), (2048, 2048), (4096, 4096)]

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvconvert.calibration.activations import ActivationRecorder
 from kvconvert.calibration.awq import apply_clips, apply_scales, search_clips, search_scales
 from kvconvert.calibration.protocol import LayerStructure, NormGroup, Projection, ScalingPair
-from kvconvert.data import load_token_samples
-from kvconvert.kernels.awq_format import fake_quantize_weight
+from kvconvert.data.text import load_token_samples
+from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "reference-lm"
 LAYERS, CLUSTERS, TAKEN, HELD_OUT = (1, 4), 16, 8, 512
@@ -37,7 +37,7 @@ EXPERT = LayerStructure(
     key=None,
     value=None,
     output="down_proj",
-    norm_groups=(NormGroup(None, ("gate_proj", "up_proj"), (), obstacle="shared by the whole layer"),),
+    norm_groups=(NormGroup(None, ("gate_proj", "up_proj"), (), unsupported_reason="shared by the whole layer"),),
     pairs=(ScalingPair(Projection("up_proj"), "down_proj"),),
     num_attention_heads=1,
     num_key_value_heads=1,

@@ -21,17 +21,17 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from kvconvert.adapters import require_adapter
 from kvconvert.bundle.scheme import KVScheme
-from kvconvert.calibration.activations import ActivationRecorder, Observed
+from kvconvert.calibration.activations import ActivationRecorder, ActivationStatistics
 from kvconvert.calibration.awq import apply_scales, reader_scales, search_scales
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
 from kvconvert.calibration.protocol import LayerStructure
-from kvconvert.data import load_token_samples
+from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.evaluate import text_figures, versions
 from kvconvert.fidelity.scoring import Comparison, Decoder, compare, feed
-from kvconvert.kernels.awq_format import fake_quantize_weight
+from kvconvert.kernels.linear.awq_format import fake_quantize_weight
+from kvconvert.models.adapters import require_adapter
 from kvconvert.runtime import KVCache
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,7 +76,7 @@ KV_PAIRS = [(f"kivi - oscar, G = {g}", f"kivi, G = {g}", f"oscar, G = {g}") for 
 
 
 @torch.no_grad()
-def observe(model: LlamaForCausalLM, structure: LayerStructure, ids: torch.Tensor) -> list[Observed]:
+def observe(model: LlamaForCausalLM, structure: LayerStructure, ids: torch.Tensor) -> list[ActivationStatistics]:
     """Activations of every layer, from one pass of the unquantized model over ids [samples, length]."""
     recorders = [ActivationRecorder(structure, *ids.shape, WEIGHT_GROUP) for _ in model.model.layers]
     with ExitStack() as hooks:
@@ -87,7 +87,9 @@ def observe(model: LlamaForCausalLM, structure: LayerStructure, ids: torch.Tenso
     return [recorder.result() for recorder in recorders]
 
 
-def shuffled(observed: Observed, structure: LayerStructure, what: str | None, seed: int) -> Observed:
+def shuffled(
+    observed: ActivationStatistics, structure: LayerStructure, what: str | None, seed: int
+) -> ActivationStatistics:
     """Activations with permuted channels: whole groups, and channels within, so that second moments stay blocks."""
     if what is None:
         return observed
@@ -109,7 +111,12 @@ def shuffled(observed: Observed, structure: LayerStructure, what: str | None, se
 
 @torch.no_grad()
 def quantized(
-    model: LlamaForCausalLM, structure: LayerStructure, bits: int, scale: bool, clip: bool, seen: list[Observed]
+    model: LlamaForCausalLM,
+    structure: LayerStructure,
+    bits: int,
+    scale: bool,
+    clip: bool,
+    seen: list[ActivationStatistics],
 ) -> LlamaForCausalLM:
     """A copy with fake-quantized Linears. Norms are rounded to bf16, as a conversion would store them."""
     model = copy.deepcopy(model)

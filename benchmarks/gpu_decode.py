@@ -10,9 +10,9 @@ import torch
 from gpu_timing import buffers_beyond_cache, copy_bandwidth, graph_time
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvconvert.kernels.attention import LayerFormat
-from kvconvert.kernels.decode_plan import Run, SequencePlan, plan_work
-from kvconvert.kernels.gpu.decode import PageTables, Tails, decode_attention, programs_for
+from kvconvert.kernels.decode.plan import Run, SequencePlan, plan_work
+from kvconvert.kernels.decode.reference import LayerFormat
+from kvconvert.kernels.decode.triton.launch import PageTables, Tails, decode_attention, programs_for
 from kvconvert.kernels.pages import KeyFormat, ValueFormat, empty_keys, empty_values
 from kvconvert.kernels.spans import SpanFormat
 

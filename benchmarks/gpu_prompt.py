@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvconvert.kernels import prompt as dispatch
-from kvconvert.kernels.attention import attention_reference
-from kvconvert.kernels.gpu import prompt as kernels
-from kvconvert.kernels.selection import column_sums_reference
+from kvconvert.kernels.decode.reference import attention_reference
+from kvconvert.kernels.prompt.triton import launch as kernels
+from kvconvert.kernels.select import column_sums_reference
 
 QUERY_HEADS, KEY_HEADS, HEAD_SIZE = 32, 8, 128
 SCALING = HEAD_SIZE**-0.5

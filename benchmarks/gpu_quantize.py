@@ -17,9 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_timing import buffers_beyond_cache, graph_time
 
-from kvconvert.kernels.gpu import quantize as gpu
-from kvconvert.kernels.gpu.rotate import append_table, rotate, rotate_and_append
-from kvconvert.kernels.hadamard import hadamard_matrix
 from kvconvert.kernels.pages import (
     KeyFormat,
     ValueFormat,
@@ -30,6 +27,9 @@ from kvconvert.kernels.pages import (
     quantize_keys,
     quantize_values,
 )
+from kvconvert.kernels.pages.triton import launch as gpu
+from kvconvert.kernels.rotate import hadamard_matrix
+from kvconvert.kernels.rotate.triton.launch import append_table, rotate, rotate_and_append
 from kvconvert.kernels.spans import SpanFormat
 
 HEADS, QUERY_HEADS, DIM, PAGE = 8, 32, 128, 128
@@ -52,7 +52,7 @@ FORMATS = {
     ),
 }
 MORE_FORMATS = {
-    "1 bit": (KeyFormat(HEADS, DIM, PAGE, 1, 128, "per_head", range=0.5), ValueFormat(HEADS, DIM, PAGE, 1, 128)),
+    "1 bit": (KeyFormat(HEADS, DIM, PAGE, 1, 128, "per_head", clip_ratio=0.5), ValueFormat(HEADS, DIM, PAGE, 1, 128)),
     "4 bits": (KeyFormat(HEADS, DIM, PAGE, 4, 16), ValueFormat(HEADS, DIM, PAGE, 4, 16)),
     "8 bits": (KeyFormat(HEADS, DIM, PAGE, 8, 64), ValueFormat(HEADS, DIM, PAGE, 8, 64)),
     "head size 80": (KeyFormat(HEADS, 80, PAGE, 2, 32, "joint"), ValueFormat(HEADS, 80, PAGE, 2, 16)),

@@ -24,12 +24,10 @@ from gpu_linear import product, random_weight
 from gpu_quantize import FORMATS
 from gpu_timing import buffers_beyond_cache
 
-from kvconvert.kernels.attention import LayerFormat, attention_reference
-from kvconvert.kernels.decode_plan import Run, SequencePlan, plan_work
-from kvconvert.kernels.gpu import quantize as gpu
-from kvconvert.kernels.gpu.decode import PageTables, Tails, decode_attention, programs_for
-from kvconvert.kernels.gpu.linear_layout import pack_weight
-from kvconvert.kernels.gpu.rotate import append_table, rotate_and_append
+from kvconvert.kernels.decode.plan import Run, SequencePlan, plan_work
+from kvconvert.kernels.decode.reference import LayerFormat, attention_reference
+from kvconvert.kernels.decode.triton.launch import PageTables, Tails, decode_attention, programs_for
+from kvconvert.kernels.linear.packed_layout import pack_weight
 from kvconvert.kernels.pages import (
     KeyFormat,
     ValueFormat,
@@ -40,6 +38,8 @@ from kvconvert.kernels.pages import (
     quantize_keys,
     quantize_values,
 )
+from kvconvert.kernels.pages.triton import launch as gpu
+from kvconvert.kernels.rotate.triton.launch import append_table, rotate_and_append
 
 HEADS, GROUP, DIM, PAGE = 8, 4, 128, 128
 DTYPE = torch.bfloat16
@@ -196,7 +196,7 @@ class SteppedLayer:
         return queries, decode_attention(queries, self.tables, self.tails[step], self.format, DIM**-0.5, half=half)
 
     def flush(self, step: int) -> None:
-        """As `flush` in runtime/compression.py: pages of both sides, their flag, and what moves up in the buffers."""
+        """As `flush` in runtime/cache/compress.py: pages of both sides, their flag, and what moves up in the buffers."""
         scheme, (key_table, value_table) = self.scheme, self._flush_tables[step]
         gpu.quantize_key_pages(self.keys, DIM, key_table, scheme.keys, self.key_pages.buffer, self.flag)
         gpu.quantize_value_pages(self.values, DIM, value_table, scheme.values, self.value_pages.buffer, self.flag)

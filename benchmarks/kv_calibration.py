@@ -20,17 +20,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.bundle.scheme import PRESETS, KVScheme
-from kvconvert.data import load_token_samples
+from kvconvert.convert.pipeline import calibrate
+from kvconvert.convert.recipe import KVCalibration, Recipe, WeightsRecipe
+from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.scoring import Decoder, compare
-from kvconvert.pipeline import calibrate
-from kvconvert.recipe import KVCalibration, Recipe, WeightsRecipe
 from kvconvert.runtime import KVCache
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples" / "reference-lm"
-NONE = KVCalibration(calibrate_ranges=False, given=["tau1", "tau2"])
+NONE = KVCalibration(calibrate_clip_ratios=False, given=["tau1", "tau2"])
 RANGES = KVCalibration(given=["tau1", "tau2"])
-TAU = KVCalibration(calibrate_ranges=False)
+TAU = KVCalibration(calibrate_clip_ratios=False)
 BOTH = KVCalibration()
 
 OSCAR_128 = PRESETS["oscar-g128"]
@@ -39,7 +39,7 @@ MINIKV = replace(PRESETS["minikv"], heavy_ratio=0.15, recent_ratio=0.1)
 
 
 def full_range(scheme: KVScheme) -> KVScheme:
-    return replace(scheme, key_range=1.0, value_range=1.0, tau1=0.0, tau2=0.0)
+    return replace(scheme, key_clip_ratio=1.0, value_clip_ratio=1.0, tau1=0.0, tau2=0.0)
 
 
 Cases = dict[str, tuple[KVScheme, KVCalibration]]
@@ -52,7 +52,7 @@ def range_cases() -> Cases:
     cases = {f"{name}, r = 1": (scheme, NONE) for name, scheme in schemes.items()}
     cases |= {f"{name}, calibrated": (scheme, BOTH) for name, scheme in schemes.items()}
     for name, r in (("oscar-g128", 0.85), ("oscar-g128, 1 bit", 0.5)):
-        cases[f"{name}, r = {r}"] = (replace(schemes[name], key_range=r, value_range=r), NONE)
+        cases[f"{name}, r = {r}"] = (replace(schemes[name], key_clip_ratio=r, value_clip_ratio=r), NONE)
     return dict(sorted(cases.items()))
 
 
@@ -72,7 +72,10 @@ def tau_cases() -> Cases:
             f"{bits} bit, r = 1, no tau": (plain, NONE),
             f"{bits} bit, r = 1, tau2 = 3": (replace(plain, tau2=3.0), NONE),
             f"{bits} bit, r = 1, tau searched": (plain, TAU),
-            f"{bits} bit, r = 1, tau per layer": (plain, KVCalibration(calibrate_ranges=False, tau_per_layer=True)),
+            f"{bits} bit, r = 1, tau per layer": (
+                plain,
+                KVCalibration(calibrate_clip_ratios=False, tau_per_layer=True),
+            ),
             f"{bits} bit, ranges searched, no tau": (plain, RANGES),
             f"{bits} bit, ranges and tau searched": (plain, BOTH),
         }
@@ -108,7 +111,7 @@ def measure(cases: Cases, model: torch.nn.Module, source: Decoder, ids: torch.Te
         schemes, plan = calibrated(scheme, calibration)
         chosen[name] = {
             field: [getattr(s, field) for s in schemes]
-            for field in ("key_range", "value_range", "tau1", "tau2", "heavy_ratio")
+            for field in ("key_clip_ratio", "value_clip_ratio", "tau1", "tau2", "heavy_ratio")
             if any(getattr(s, field) != getattr(KVScheme(), field) for s in schemes)
         }
         decoders[name] = Decoder(model, lambda s=schemes, p=plan: KVCache(model.config, s, plan=p))

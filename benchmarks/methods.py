@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvconvert.data import load_token_samples
-from kvconvert.export import export
+from kvconvert.convert.export import export
+from kvconvert.convert.pipeline import calibrate
+from kvconvert.convert.recipe import Recipe
+from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.evaluate import text_figures, versions
 from kvconvert.fidelity.scoring import Comparison, Decoder, compare, feed, seal, treats_whole_prompts
-from kvconvert.pipeline import calibrate
-from kvconvert.recipe import Recipe
 from kvconvert.runtime import load
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +34,7 @@ MODEL = ROOT / "examples" / "reference-lm"
 RESULTS = ROOT / "benchmarks" / "results" / "methods.json"
 CALIBRATION = (32, 512)
 MEASURED_TOKENS = 2048
-FIXED = "calibrate_ranges = false\n"
+FIXED = "calibrate_clip_ratios = false\n"
 ONE_BIT = "key_bits = 1\nvalue_bits = 1\nkey_group_size = 128\nvalue_group_size = 128\n"
 # What CalibQuant's released code hard-codes at 1 bit.
 RELEASED = 'preset = "calibquant-1bit"\nkey_range = 0.5\nvalue_range = 0.3\n'

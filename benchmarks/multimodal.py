@@ -37,15 +37,15 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, DynamicCach
 
 from kvconvert.bundle.scheme import PRESETS, KVScheme
 from kvconvert.calibration.attention_sample import AttentionSample
-from kvconvert.calibration.calibquant import SPAN_RANGE_GRID, choose_taus, search_taus
-from kvconvert.export import export
+from kvconvert.calibration.calibquant import SPAN_CLIP_RATIO_GRID, choose_taus, search_taus
+from kvconvert.convert.export import export
+from kvconvert.convert.pipeline import calibrate
+from kvconvert.convert.recipe import Recipe
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.evaluate import versions
 from kvconvert.kernels.spans import SpanFormat
-from kvconvert.pipeline import calibrate
-from kvconvert.recipe import Recipe
 from kvconvert.runtime import KVCache, load
-from kvconvert.runtime.attention import NAME
+from kvconvert.runtime.hf.attention import NAME
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples" / "reference-vlm"
@@ -60,8 +60,8 @@ BITS = (8, 4, 2, 1)
 SPAN = KVScheme(key_granularity="span", value_granularity="span", modality="visual")
 SEARCHES = {
     "tau": (TAUS, (1.0,)),
-    "range": ((0.0,), SPAN_RANGE_GRID),
-    "tau and range": (TAUS, SPAN_RANGE_GRID),
+    "range": ((0.0,), SPAN_CLIP_RATIO_GRID),
+    "tau and range": (TAUS, SPAN_CLIP_RATIO_GRID),
 }
 
 
@@ -86,7 +86,9 @@ class Setting:
 
 def through_cache(bench: Bench, schemes: list[KVScheme]) -> Setting:
     spans = schemes[0].is_span
-    formats = [SpanFormat(s.key_bits, s.value_bits, s.key_range, s.value_range) for s in schemes] if spans else []
+    formats = (
+        [SpanFormat(s.key_bits, s.value_bits, s.key_clip_ratio, s.value_clip_ratio) for s in schemes] if spans else []
+    )
     return Setting(
         Reader(lambda _: KVCache(bench.model.config, schemes), NAME),
         [span_read_back(f) for f in formats] if spans else None,
@@ -97,11 +99,13 @@ def through_cache(bench: Bench, schemes: list[KVScheme]) -> Setting:
 
 def parameters_of(schemes: Sequence[KVScheme]) -> dict[str, list[float]]:
     """What calibration chooses, per layer."""
-    return {name: [getattr(s, name) for s in schemes] for name in ("tau1", "tau2", "key_range", "value_range")}
+    return {
+        name: [getattr(s, name) for s in schemes] for name in ("tau1", "tau2", "key_clip_ratio", "value_clip_ratio")
+    }
 
 
 def simulated(bits: int, formats: list[FakeFormat]) -> Setting:
-    ranges = {side: [getattr(f, side) for f in formats] for side in ("key_range", "value_range")}
+    ranges = {side: [getattr(f, side) for f in formats] for side in ("key_clip_ratio", "value_clip_ratio")}
     shrunk = any(min(values) < 1 for values in ranges.values())
     return Setting(
         fake_reader(formats), [f.read_back for f in formats], [(0.0, 0.0)] * len(formats), ranges if shrunk else {}
@@ -127,7 +131,11 @@ class Plan:
             self.rows = {key: make for key, make in self.rows.items() if key in wanted}
 
     def add_width(self, bits: int, group: str) -> None:
-        rows, fixed, released = self.rows, partial(partial, self.cached), {"key_range": 0.5, "value_range": 0.3}
+        rows, fixed, released = (
+            self.rows,
+            partial(partial, self.cached),
+            {"key_clip_ratio": 0.5, "value_clip_ratio": 0.3},
+        )
         rows[group, "min and max"] = fixed(scheme(bits))
         for name in SEARCHES:
             rows[group, name] = partial(self.calibrated, bits, name)
@@ -153,9 +161,11 @@ class Plan:
         """Keys per channel, as in spans, and values of another grain, for which ranges are searched by themselves."""
         formats = [FakeFormat(bits, "channel", values)] * self.layers
         if shrunk:
-            found = [best_value_range(sample, bits, values, SPAN_RANGE_GRID) for sample in self.samples]
+            found = [best_value_range(sample, bits, values, SPAN_CLIP_RATIO_GRID) for sample in self.samples]
             schemes = self.searched(bits, "range")
-            formats = [FakeFormat(bits, "channel", values, s.key_range, r) for s, r in zip(schemes, found, strict=True)]
+            formats = [
+                FakeFormat(bits, "channel", values, s.key_clip_ratio, r) for s, r in zip(schemes, found, strict=True)
+            ]
         return simulated(bits, formats)
 
     def bundle(self, preset: str) -> Setting:
@@ -179,7 +189,10 @@ class Plan:
         row, column = choose_taus([t.error for t in tables], [t.output_error for t in tables])
         pair = {"tau1": taus[row], "tau2": taus[column]}
         return [
-            scheme(bits, **pair, key_range=float(t.key_range[row, column]), value_range=t.value_range) for t in tables
+            scheme(
+                bits, **pair, key_clip_ratio=float(t.key_clip_ratio[row, column]), value_clip_ratio=t.value_clip_ratio
+            )
+            for t in tables
         ]
 
 
@@ -304,7 +317,7 @@ def distinct(rows: dict[str, dict]) -> list[tuple[list[str], dict]]:
 
 
 def parameters(row: dict) -> tuple:
-    return row["group"], *(row.get(name) for name in ("tau1", "tau2", "key_range", "value_range"))
+    return row["group"], *(row.get(name) for name in ("tau1", "tau2", "key_clip_ratio", "value_clip_ratio"))
 
 
 def chosen(row: dict) -> str:
@@ -312,7 +325,7 @@ def chosen(row: dict) -> str:
     if "tau1" not in row:
         return ""
     parts = [f"tau {row['tau1'][0]:g}, {row['tau2'][0]:g}"] if any(row["tau1"] + row["tau2"]) else []
-    for letter, values in (("K", row["key_range"]), ("V", row["value_range"])):
+    for letter, values in (("K", row["key_clip_ratio"]), ("V", row["value_clip_ratio"])):
         if min(values) < 1:
             parts.append(f"{letter} {min(values):g}" + (f" to {max(values):g}" if max(values) > min(values) else ""))
     return "; ".join(parts)

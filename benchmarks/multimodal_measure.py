@@ -24,10 +24,10 @@ from transformers.cache_utils import DynamicLayer
 
 from kvconvert.calibration.attention_sample import AttentionSample, causal
 from kvconvert.calibration.protocol import RECORDING_ATTENTION, attention_observed
-from kvconvert.drawings import Drawing, draw
+from kvconvert.data.drawings import Drawing, draw
 from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, span_keys, span_values
 from kvconvert.runtime import KVCache, watch_inputs
-from kvconvert.runtime.layer import PagedLayer
+from kvconvert.runtime.hf.layer import PagedLayer
 
 USER, TURN = "<|user|>", "<|end|><|assistant|>"
 ORDINALS = ("first", "second")
@@ -223,7 +223,7 @@ def seal(cache: Cache) -> None:
 
 
 def bits_per_value(cache: KVCache) -> float:
-    """Bits per number that spans and pages hold, scales and minima and unfilled blocks included."""
+    """Bits per number that spans and pages hold, scales and zero_points and unfilled blocks included."""
     size = numbers = 0
     for layer in cache.paged_layers():
         for span in (span for sequence in layer.sequences for span, _ in sequence.spans):
@@ -238,11 +238,11 @@ def bits_per_value(cache: KVCache) -> float:
 # --- formats that the runtime does not have
 
 
-def fake_quantized(x: Tensor, bits: int, grain: str, value_range: float = 1.0) -> Tensor:
+def fake_quantized(x: Tensor, bits: int, grain: str, value_clip_ratio: float = 1.0) -> Tensor:
     """[B, H, n, D] with one range per channel ("channel"), token ("token"), or for all heads ("global") of a row."""
     dims = {"channel": (2,), "token": (3,), "global": (1, 2, 3)}[grain]
     low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
-    cut = (1 - value_range) / 2 * (high - low)
+    cut = (1 - value_clip_ratio) / 2 * (high - low)
     low, high = low + cut, high - cut
     scale = ((high - low) / (2**bits - 1)).clamp(min=torch.finfo(x.dtype).tiny)
     return ((x - low) / scale).round().clamp(0, 2**bits - 1) * scale + low
@@ -255,12 +255,12 @@ class FakeFormat:
     bits: int
     keys: str
     values: str
-    key_range: float = 1.0
-    value_range: float = 1.0
+    key_clip_ratio: float = 1.0
+    value_clip_ratio: float = 1.0
 
     def read_back(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        stored = fake_quantized(keys, self.bits, self.keys, self.key_range)
-        return stored, fake_quantized(values, self.bits, self.values, self.value_range)
+        stored = fake_quantized(keys, self.bits, self.keys, self.key_clip_ratio)
+        return stored, fake_quantized(values, self.bits, self.values, self.value_clip_ratio)
 
 
 class FakeLayer(DynamicLayer):

@@ -28,7 +28,7 @@ MIN_EXPERT_TOKENS = 32  # benchmarks/expert_tokens.py: with 16 of its own an exp
 
 
 @dataclass
-class Observed:
+class ActivationStatistics:
     """What the search needs to know of a layer's activations. Keys are names of Linears (or routers).
 
     Attributes:
@@ -78,7 +78,7 @@ def same_arguments(one: Any, other: Any) -> bool:
 
 
 class ActivationRecorder:
-    """Gathers `Observed` from a layer while calibration sequences run through it, in batches of any size.
+    """Gathers `ActivationStatistics` from a layer while calibration sequences run through it, in batches of any size.
 
     Args:
         structure: names of the layer's parts.
@@ -176,14 +176,14 @@ class ActivationRecorder:
         self._seen[""] = first + hidden.shape[0]
         self._attention_kwargs += [kwargs] * len(keep)
 
-    def result(self) -> Observed:
+    def result(self) -> ActivationStatistics:
         """The gathered activations; raises NumericError where one of them is NaN or infinite."""
         for point, total in self._abs.items():
             if not total.isfinite().all():
                 raise NumericError(
                     f"the input of {point} holds NaN or infinity on the calibration data; check the source model."
                 )
-        return Observed(
+        return ActivationStatistics(
             mean_abs={point: (total / self._seen[point]).float() for point, total in self._abs.items()},
             second_moment={point: (total / self._seen[point]).float() for point, total in self._moment.items()},
             sequences=torch.cat(self._sequences),

@@ -22,7 +22,7 @@ from kvconvert.calibration.protocol import (
     attention_arguments,
     attention_observed,
 )
-from kvconvert.kernels.hadamard import hadamard_transform
+from kvconvert.kernels.rotate import hadamard_transform
 
 SAMPLE_SEQUENCES = 8
 

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationRecorder, Observed, point_of
+from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationRecorder, ActivationStatistics, point_of
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
 from kvconvert.calibration.protocol import (
     CalibrationPass,
@@ -48,7 +48,7 @@ from kvconvert.calibration.protocol import (
     ScalingPair,
 )
 from kvconvert.errors import NumericError
-from kvconvert.kernels.awq_format import fake_quantize_weight
+from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
 
 RATIO_STEPS = 20
@@ -115,7 +115,7 @@ def representable_scale(norm: nn.Module, scale: Tensor, unit_offset: bool, dtype
 def search_scales(
     layer: nn.Module,
     structure: LayerStructure,
-    observed: Observed,
+    observed: ActivationStatistics,
     bits: int,
     group_size: int,
     *,
@@ -140,22 +140,24 @@ def search_scales(
     scalings: list[Scaling] = []
     skipped: dict[str, str] = {}
     for group in structure.norm_groups:
-        if group.obstacle is None:
+        if group.unsupported_reason is None:
             scalings.append(_search_norm_group(layer, structure, group, observed, bits, group_size, dtype))
         else:
-            skipped[_label(group.norm, group.readers)] = group.obstacle
-    if structure.value is not None and structure.value_obstacle is None:
+            skipped[_label(group.norm, group.readers)] = group.unsupported_reason
+    if structure.value is not None and structure.value_scaling_unsupported_reason is None:
         scaling, reason = _search_value_output(layer, structure, observed, bits, group_size, quantize_values)
         scalings.append(scaling)
         if reason:
             skipped[scaling.label] = reason
-    elif structure.value_obstacle is not None:
-        skipped[_label(structure.value or structure.attention, (structure.output,))] = structure.value_obstacle
+    elif structure.value_scaling_unsupported_reason is not None:
+        skipped[_label(structure.value or structure.attention, (structure.output,))] = (
+            structure.value_scaling_unsupported_reason
+        )
     for pair in structure.pairs:
-        if pair.obstacle is None:
+        if pair.unsupported_reason is None:
             scalings.append(_search_pair(layer, pair, observed, bits, group_size))
         else:
-            skipped[_label(pair.up, (pair.down,))] = pair.obstacle
+            skipped[_label(pair.up, (pair.down,))] = pair.unsupported_reason
     return scalings, skipped
 
 
@@ -209,7 +211,7 @@ def _search_norm_group(
     layer: nn.Module,
     structure: LayerStructure,
     group: NormGroup,
-    observed: Observed,
+    observed: ActivationStatistics,
     bits: int,
     group_size: int,
     dtype: torch.dtype,
@@ -259,7 +261,7 @@ def _search_norm_group(
 def _search_value_output(
     layer: nn.Module,
     structure: LayerStructure,
-    observed: Observed,
+    observed: ActivationStatistics,
     bits: int,
     group_size: int,
     quantize_values: Callable[[Tensor], Tensor] | None,
@@ -301,7 +303,9 @@ def _search_value_output(
     return Scaling(structure.value, (structure.output,), scale, per_query_head(scale), ratio, before, after), reason
 
 
-def _search_pair(layer: nn.Module, pair: ScalingPair, observed: Observed, bits: int, group_size: int) -> Scaling:
+def _search_pair(
+    layer: nn.Module, pair: ScalingPair, observed: ActivationStatistics, bits: int, group_size: int
+) -> Scaling:
     statistic = observed.mean_abs[pair.down]
     loss = _linear_loss(layer.get_submodule(pair.down), observed.tokens[pair.down], bits, group_size)
     scale, ratio, before, after = _best_ratio(lambda r: candidate_scale(statistic, r), loss)

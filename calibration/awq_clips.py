@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from kvconvert.calibration.activations import Observed, point_of
+from kvconvert.calibration.activations import ActivationStatistics, point_of
 from kvconvert.calibration.protocol import LayerStructure, Projection
-from kvconvert.kernels.awq_format import fake_quantize_weight
+from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 
 CLIP_STEPS = 10
 _CHUNK_WEIGHTS = 2**22  # bounds the search's memory
@@ -24,7 +24,7 @@ _CHUNK_WEIGHTS = 2**22  # bounds the search's memory
 def search_clips(
     layer: nn.Module,
     structure: LayerStructure,
-    observed: Observed,
+    observed: ActivationStatistics,
     reader_scale: Mapping[str, Tensor],
     bits: int,
     group_size: int,

@@ -7,7 +7,7 @@ span linearly from [gamma, delta], their smallest and largest, onto [gamma - tau
     error(tau1, tau2) = mean over queries, query heads and visible tokens of (w - w_exact)^2,
 
 w being the post-softmax weights over everything a query sees. The last tokens of each sample sequence are the decoding
-queries, the tokens before them the span: queries see the sinks, the span, and each other up to themselves, all but the
+queries, the tokens before them the span: queries see the sink_tokens, the span, and each other up to themselves, all but the
 span in full precision. Where a scheme compresses visual tokens only (as the paper does), the span is what is visual
 before the decoding queries, and these are text; sequences without such a span are left out.
 
@@ -30,7 +30,7 @@ from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResul
 from kvconvert.errors import NumericError
 from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, span_keys, span_values
 
-SPAN_RANGE_GRID = tuple(round(1 - 0.1 * i, 1) for i in range(10))  # 1.0, 0.9 ... 0.1
+SPAN_CLIP_RATIO_GRID = tuple(round(1 - 0.1 * i, 1) for i in range(10))  # 1.0, 0.9 ... 0.1
 DECODING_QUERIES = 128
 
 
@@ -41,16 +41,16 @@ class TauTables:
     Attributes:
         error: mean squared error of the attention weights with each pair's best key range, float64 [n1, n2].
         output_error: of the attention output, relative to its mean square, with that range, float64 [n1, n2].
-        key_range: that range, float64 [n1, n2].
-        range_error: error of the weights for every key range, float64 [ranges, n1, n2].
-        value_range: factor of the values' (min, max).
+        key_clip_ratio: that range, float64 [n1, n2].
+        clip_ratio_error: error of the weights for every key range, float64 [ranges, n1, n2].
+        value_clip_ratio: factor of the values' (min, max).
     """
 
     error: Tensor
     output_error: Tensor
-    key_range: Tensor
-    range_error: Tensor
-    value_range: float
+    key_clip_ratio: Tensor
+    clip_ratio_error: Tensor
+    value_clip_ratio: float
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class _Decoding:
     weights: Tensor
 
     @classmethod
-    def of(cls, sample: AttentionSample, sequence: int, sinks: int) -> _Decoding | None:
+    def of(cls, sample: AttentionSample, sequence: int, sink_tokens: int) -> _Decoding | None:
         """None where the sequence has no visual token before its decoding queries and the sample knows which are."""
-        prompt = span_of(sample.num_tokens, sinks)
+        prompt = span_of(sample.num_tokens, sink_tokens)
         tokens = torch.arange(sample.num_tokens, device=sample.keys.device)
         span, rows = tokens[prompt], tokens[prompt.stop :]
         if sample.visual is not None:
@@ -101,26 +101,26 @@ class _Decoding:
         return self.sample.weights(scores)
 
 
-def _cases(sample: AttentionSample, sinks: int) -> Iterator[_Decoding]:
+def _cases(sample: AttentionSample, sink_tokens: int) -> Iterator[_Decoding]:
     """Each sequence of the sample that has a span."""
     for sequence in range(len(sample.queries)):
-        case = _Decoding.of(sample, sequence, sinks)
+        case = _Decoding.of(sample, sequence, sink_tokens)
         if case is not None:
             yield case
 
 
-def has_spans(sample: AttentionSample, sinks: int) -> bool:
+def has_spans(sample: AttentionSample, sink_tokens: int) -> bool:
     """Whether some sequence has a span and a query that decodes after it."""
-    return next(_cases(sample, sinks), None) is not None
+    return next(_cases(sample, sink_tokens), None) is not None
 
 
-def span_of(num_tokens: int, sinks: int) -> slice:
-    """The span of a sample sequence: what lies between the sinks and the last `DECODING_QUERIES` tokens.
+def span_of(num_tokens: int, sink_tokens: int) -> slice:
+    """The span of a sample sequence: what lies between the sink_tokens and the last `DECODING_QUERIES` tokens.
 
     At least the first half of the sequence precedes the queries, and at least one token is the span.
     """
     stop = max(num_tokens // 2, num_tokens - DECODING_QUERIES, 1)
-    return slice(min(sinks, stop - 1), stop)
+    return slice(min(sink_tokens, stop - 1), stop)
 
 
 def search_taus(
@@ -128,9 +128,9 @@ def search_taus(
     span: SpanFormat,
     tau1s: Sequence[float],
     tau2s: Sequence[float],
-    key_ranges: Sequence[float],
-    value_ranges: Sequence[float],
-    sinks: int = 0,
+    key_clip_ratios: Sequence[float],
+    value_clip_ratios: Sequence[float],
+    sink_tokens: int = 0,
 ) -> TauTables:
     """Measure every pair (tau1, tau2) with every range; see the module's docstring.
 
@@ -139,55 +139,57 @@ def search_taus(
             `has_spans` has to hold.
         span: format of the layer's spans, but for its ranges.
         tau1s, tau2s: values to try.
-        key_ranges, value_ranges: factors to try, descending; ties go to the larger one. One each means no search.
-        sinks: first tokens of a sequence that stay in full precision.
+        key_clip_ratios, value_clip_ratios: factors to try, descending; ties go to the larger one. One each means no search.
+        sink_tokens: first tokens of a sequence that stay in full precision.
     """
     pairs = [(i, j) for i in range(len(tau1s)) for j in range(len(tau2s))]
-    value_range = _best_value_range(sample, span, value_ranges, sinks)
-    span = replace(span, value_range=value_range)
-    range_error = torch.zeros(len(key_ranges), len(tau1s), len(tau2s), dtype=torch.float64)
+    value_clip_ratio = _best_value_clip_ratio(sample, span, value_clip_ratios, sink_tokens)
+    span = replace(span, value_clip_ratio=value_clip_ratio)
+    clip_ratio_error = torch.zeros(len(key_clip_ratios), len(tau1s), len(tau2s), dtype=torch.float64)
     seen = 0.0
-    for case in _cases(sample, sinks):
+    for case in _cases(sample, sink_tokens):
         seen += float((case.scores > float("-inf")).sum())
-        for r, key_range in enumerate(key_ranges):
-            keys, _ = case.read_back(replace(span, key_range=key_range))
+        for r, key_clip_ratio in enumerate(key_clip_ratios):
+            keys, _ = case.read_back(replace(span, key_clip_ratio=key_clip_ratio))
             scores = sample.scores(case.queries, keys)
             for i, j in pairs:
                 weights = case.weights_with(scores, tau1s[i], tau2s[j])
-                range_error[r, i, j] += float((weights - case.weights).square().sum(dtype=torch.float64))
-    range_error /= max(seen, 1.0)
-    best = range_error.argmin(0)
+                clip_ratio_error[r, i, j] += float((weights - case.weights).square().sum(dtype=torch.float64))
+    clip_ratio_error /= max(seen, 1.0)
+    best = clip_ratio_error.argmin(0)
     output_error, size = torch.zeros(best.shape, dtype=torch.float64), 0.0
-    for case in _cases(sample, sinks):
+    for case in _cases(sample, sink_tokens):
         exact = case.weights @ case.values.unsqueeze(1)
         size += float(exact.square().sum(dtype=torch.float64))
         for i, j in pairs:
-            keys, values = case.read_back(replace(span, key_range=key_ranges[int(best[i, j])]))
+            keys, values = case.read_back(replace(span, key_clip_ratio=key_clip_ratios[int(best[i, j])]))
             scores = sample.scores(case.queries, keys)
             weights = case.weights_with(scores, tau1s[i], tau2s[j])
             difference = weights @ case.values.unsqueeze(1) - exact
             difference += weights[..., case.span] @ (values - case.values[:, case.span]).unsqueeze(1)
             output_error[i, j] += float(difference.square().sum(dtype=torch.float64))
     return TauTables(
-        error=range_error.amin(0),
+        error=clip_ratio_error.amin(0),
         output_error=output_error / size if size else output_error,
-        key_range=torch.tensor(list(key_ranges), dtype=torch.float64)[best],
-        range_error=range_error,
-        value_range=value_range,
+        key_clip_ratio=torch.tensor(list(key_clip_ratios), dtype=torch.float64)[best],
+        clip_ratio_error=clip_ratio_error,
+        value_clip_ratio=value_clip_ratio,
     )
 
 
-def _best_value_range(sample: AttentionSample, span: SpanFormat, value_ranges: Sequence[float], sinks: int) -> float:
+def _best_value_clip_ratio(
+    sample: AttentionSample, span: SpanFormat, value_clip_ratios: Sequence[float], sink_tokens: int
+) -> float:
     """The factor whose values, weighted exactly, give the smallest squared error."""
-    if len(value_ranges) == 1:
-        return value_ranges[0]
-    errors = torch.zeros(len(value_ranges), dtype=torch.float64)
-    for case in _cases(sample, sinks):
-        for r, value_range in enumerate(value_ranges):
-            difference = case.read_back(replace(span, value_range=value_range))[1] - case.values[:, case.span]
+    if len(value_clip_ratios) == 1:
+        return value_clip_ratios[0]
+    errors = torch.zeros(len(value_clip_ratios), dtype=torch.float64)
+    for case in _cases(sample, sink_tokens):
+        for r, value_clip_ratio in enumerate(value_clip_ratios):
+            difference = case.read_back(replace(span, value_clip_ratio=value_clip_ratio))[1] - case.values[:, case.span]
             error = case.weights[..., case.span] @ difference.unsqueeze(1)
             errors[r] += float(error.square().sum(dtype=torch.float64))
-    return value_ranges[int(errors.argmin())]
+    return value_clip_ratios[int(errors.argmin())]
 
 
 def choose_taus(errors: Sequence[Tensor], output_errors: Sequence[Tensor]) -> tuple[int, int]:
@@ -213,7 +215,14 @@ class CalibQuantPass(CalibrationPass):
     """
 
     name = "calibquant"
-    plan_tensors = ("tau_grid", "tau_error", "tau_output_error", "tau_key_range", "tau_range_grid", "tau_range_error")
+    plan_tensors = (
+        "tau_grid",
+        "tau_error",
+        "tau_output_error",
+        "tau_key_clip_ratio",
+        "tau_clip_ratio_grid",
+        "tau_clip_ratio_error",
+    )
 
     def __init__(
         self,
@@ -247,11 +256,11 @@ class CalibQuantPass(CalibrationPass):
             f,
             self.grid or self.taus[:1],
             self.grid or self.taus[1:],
-            SPAN_RANGE_GRID if self.search_keys else (f.key_range,),
-            SPAN_RANGE_GRID if self.search_values else (f.value_range,),
+            SPAN_CLIP_RATIO_GRID if self.search_keys else (f.key_clip_ratio,),
+            SPAN_CLIP_RATIO_GRID if self.search_values else (f.value_clip_ratio,),
             cache.sink_tokens,
         )
-        if not (self._tables.range_error.isfinite().all() and self._tables.output_error.isfinite().all()):
+        if not (self._tables.clip_ratio_error.isfinite().all() and self._tables.output_error.isfinite().all()):
             raise NumericError(
                 f"The attention of {work.name} holds NaN or infinity on the calibration data; check the source model's "
                 "weights."
@@ -264,15 +273,15 @@ class CalibQuantPass(CalibrationPass):
             return PassResult(notes=(self._note,))
         plan, scheme = {}, {}
         if self.search_values:
-            scheme["value_range"] = tables.value_range
+            scheme["value_clip_ratio"] = tables.value_clip_ratio
         if self.search_keys:
-            plan["tau_range_grid"] = torch.tensor(SPAN_RANGE_GRID)
-            plan["tau_range_error"] = tables.range_error.float()
+            plan["tau_clip_ratio_grid"] = torch.tensor(SPAN_CLIP_RATIO_GRID)
+            plan["tau_clip_ratio_error"] = tables.clip_ratio_error.float()
         if self.grid is not None:
             plan["tau_grid"] = torch.tensor(list(self.grid), dtype=torch.float32)
             plan["tau_error"] = tables.error.float()
             plan["tau_output_error"] = tables.output_error.float()
-            plan["tau_key_range"] = tables.key_range.float()
+            plan["tau_key_clip_ratio"] = tables.key_clip_ratio.float()
         elif self.search_keys:
-            scheme["key_range"] = float(tables.key_range[0, 0])
+            scheme["key_clip_ratio"] = float(tables.key_clip_ratio[0, 0])
         return PassResult(plan=plan, scheme=scheme)

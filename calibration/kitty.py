@@ -42,8 +42,8 @@ class ChannelStatistics:
 
     def update(self, queries: Tensor, keys: Tensor) -> None:
         """Add queries [B, Hq, T, D] and keys [B, H, T, D]."""
-        sinks = min(self.sink_tokens, keys.shape[2] - 1)
-        stored = keys[:, :, sinks:].float()
+        sink_tokens = min(self.sink_tokens, keys.shape[2] - 1)
+        stored = keys[:, :, sink_tokens:].float()
         length = stored.shape[2]
         page = min(self.page_size, length)
         pages = stored[:, :, : length // page * page].unflatten(2, (-1, page))

@@ -3,7 +3,7 @@
 Two measurements say how hard eviction is on a layer. The variance of attention received is the paper's (var_prop,
 var_inv): with column sums c_j = sum_i w_ij of causal attention over a sequence, summed over the query heads of a KV
 head and divided by their mean, it is the variance over tokens j, averaged over KV heads and sequences. The curves of
-loss are ours: of each sequence the first half is the prompt; each KV head keeps its sinks, its newest tokens and, of
+loss are ours: of each sequence the first half is the prompt; each KV head keeps its sink_tokens, its newest tokens and, of
 the others, a share f of the prompt with the largest column sums within it, as the runtime does; then, for the queries q
 after the prompt, o_f(q) being the heads' outputs over the kept tokens,
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, squared_output
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult
 from kvconvert.errors import NumericError
-from kvconvert.kernels.selection import clamp_ratios, column_sums, proportional_ratios, pyramid_ratios
+from kvconvert.kernels.select import clamp_ratios, column_sums, proportional_ratios, pyramid_ratios
 
 CURVE_POINTS = 33  # heavy ratios 0, 1/32 ... 1
 Allocation = Literal["uniform", "pyramid", "var_prop", "var_inv", "calibrated"]
@@ -61,19 +61,19 @@ class EvictionLoss:
 
 
 def eviction_loss(
-    sample: AttentionSample, recent_ratio: float, sinks: int = 0, points: int = CURVE_POINTS
+    sample: AttentionSample, recent_ratio: float, sink_tokens: int = 0, points: int = CURVE_POINTS
 ) -> EvictionLoss:
     """Both curves; see the module's docstring. They end at 0: a whole prompt is no loss.
 
     Args:
         sample: attention of the layer; at least two tokens.
         recent_ratio: share of the prompt kept as its newest tokens.
-        sinks: first tokens kept by themselves.
+        sink_tokens: first tokens kept by themselves.
         points: of the curves.
     """
     prompt = sample.num_tokens // 2
     recent = min(round(recent_ratio * prompt), prompt)
-    middle = slice(min(sinks, prompt - recent), prompt - recent)
+    middle = slice(min(sink_tokens, prompt - recent), prompt - recent)
     kept = [min(round(i / (points - 1) * prompt), middle.stop - middle.start) for i in range(points)]
     attention, output = torch.zeros(points, dtype=torch.float64), torch.zeros(points, dtype=torch.float64)
     size = 0.0

@@ -36,8 +36,8 @@ from kvconvert.calibration.protocol import (
     attention_observed,
     require_finite,
 )
-from kvconvert.kernels.hadamard import hadamard_matrix, hadamard_transform
 from kvconvert.kernels.quantizer import dequantize, quantize
+from kvconvert.kernels.rotate import hadamard_matrix, hadamard_transform
 
 STAGES = ("original", "rotated", "rotated_scaled")
 
@@ -51,7 +51,7 @@ def fold_value_rotation(layer: nn.Module, structure: LayerStructure) -> None:
 
     Args:
         layer: a decoder layer in float32.
-        structure: its names; `fold_obstacle` has to be None.
+        structure: its names; `fold_unsupported_reason` has to be None.
     """
     value, output = layer.get_submodule(structure.value.linear), layer.get_submodule(structure.output)
     d = structure.head_dim
@@ -183,11 +183,11 @@ class OscarPass(CalibrationPass):
         )
 
 
-def simulate_value_cache(values: Tensor, bits: int, group_size: int, value_range: float, rotate: bool) -> Tensor:
+def simulate_value_cache(values: Tensor, bits: int, group_size: int, value_clip_ratio: float, rotate: bool) -> Tensor:
     """What a cache makes of values [..., head_dim]: quantized per token over groups of channels and read back, float32.
 
     Args:
-        bits, group_size, value_range: as in a KV scheme; 16 bits leave values as they are.
+        bits, group_size, value_clip_ratio: as in a KV scheme; 16 bits leave values as they are.
         rotate: rotate before and back after quantizing (schemes that rotate on line; folded weights give rotated
             values).
 
@@ -197,6 +197,6 @@ def simulate_value_cache(values: Tensor, bits: int, group_size: int, value_range
     if bits == 16:
         return values
     stored = hadamard_transform(values) if rotate else values
-    quantized = quantize(stored, bits, group_size, dim=-1, value_range=value_range)
+    quantized = quantize(stored, bits, group_size, dim=-1, clip_ratio=value_clip_ratio)
     read = dequantize(*quantized, group_size, dim=-1)
     return hadamard_transform(read, inverse=True) if rotate else read

@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvconvert.errors import NumericError
-from kvconvert.kernels.attention import LayerFormat
+from kvconvert.kernels.decode.reference import LayerFormat
 from kvconvert.kernels.pages import ChannelScales
 from kvconvert.kernels.quantizer import affine_grid
 from kvconvert.kernels.spans import SpanFormat
@@ -86,14 +86,14 @@ class NormGroup:
         readers: Linears (and routers) with this input. The first sees every token.
         inspected: modules whose added outputs' error the scale search minimises; their input is the norm's output.
         unit_offset: the norm multiplies by (1 + weight) instead of weight.
-        obstacle: why the norm may not be scaled; None where it may.
+        unsupported_reason: why the norm may not be scaled; None where it may.
     """
 
     norm: str | None
     readers: tuple[str, ...]
     inspected: tuple[str, ...]
     unit_offset: bool = False
-    obstacle: str | None = None
+    unsupported_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,14 @@ class ScalingPair:
     """A projection and the Linear that reads it.
 
     Attributes:
-        up: its outputs enter `down` linearly, unless there is an obstacle.
+        up: its outputs enter `down` linearly, unless there is an unsupported_reason.
         down: name of the reading Linear.
-        obstacle: why a scale may not move from one to the other; None where it may.
+        unsupported_reason: why a scale may not move from one to the other; None where it may.
     """
 
     up: Projection
     down: str
-    obstacle: str | None = None
+    unsupported_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ class LayerStructure:
         norm_groups: see `NormGroup`.
         pairs: see `ScalingPair`; value -> output is not among them.
         num_attention_heads, num_key_value_heads, head_dim: shape of the attention.
-        fold_obstacle: why W_V and W_O may not carry a rotation of the values; None where they may.
-        value_obstacle: why no scale may move from value to output; None where it may.
+        fold_unsupported_reason: why W_V and W_O may not carry a rotation of the values; None where they may.
+        value_scaling_unsupported_reason: why no scale may move from value to output; None where it may.
         unquantized: modules with a weight matrix that is kept, with the reason. Readers of a norm are scaled with it
             all the same.
         experts: the routed ones, whose Linears are among the readers and pairs; None in a dense layer.
@@ -170,8 +170,8 @@ class LayerStructure:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    fold_obstacle: str | None = None
-    value_obstacle: str | None = None
+    fold_unsupported_reason: str | None = None
+    value_scaling_unsupported_reason: str | None = None
     unquantized: dict[str, str] = field(default_factory=dict)
     experts: RoutedExperts | None = None
 
@@ -198,9 +198,9 @@ class ChannelBounds(NamedTuple):
     low: Tensor
     high: Tensor
 
-    def scales(self, bits: int, value_range: float) -> ChannelScales:
-        """The grid from `low` to `high`, shrunk about its middle by `value_range`."""
-        return ChannelScales(*affine_grid(self.low, self.high, bits, value_range))
+    def scales(self, bits: int, value_clip_ratio: float) -> ChannelScales:
+        """The grid from `low` to `high`, shrunk about its middle by `value_clip_ratio`."""
+        return ChannelScales(*affine_grid(self.low, self.high, bits, value_clip_ratio))
 
 
 @dataclass(frozen=True)
@@ -228,13 +228,13 @@ class CacheFormat:
     key_bounds: ChannelBounds | None = None
     value_bounds: ChannelBounds | None = None
 
-    def static_keys(self, value_range: float) -> ChannelScales | None:
+    def static_keys(self, value_clip_ratio: float) -> ChannelScales | None:
         """Scales of the layer's static key pages with this range; None for other pages."""
-        return None if self.key_bounds is None else self.key_bounds.scales(self.pages.keys.bits, value_range)
+        return None if self.key_bounds is None else self.key_bounds.scales(self.pages.keys.bits, value_clip_ratio)
 
-    def static_values(self, value_range: float) -> ChannelScales | None:
+    def static_values(self, value_clip_ratio: float) -> ChannelScales | None:
         """The same for values."""
-        return None if self.value_bounds is None else self.value_bounds.scales(self.pages.values.bits, value_range)
+        return None if self.value_bounds is None else self.value_bounds.scales(self.pages.values.bits, value_clip_ratio)
 
 
 @dataclass

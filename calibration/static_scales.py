@@ -5,7 +5,7 @@ With m_c and M_c the smallest and largest number of channel c over all calibrati
 
     scale_c = r (M_c - m_c) / (2^b - 1)      minimum_c = m_c + (1 - r) (M_c - m_c) / 2
 
-in float16, r being `key_range` or `value_range`, given or chosen by the search for ranges. Pages then hold codes alone.
+in float16, r being `key_clip_ratio` or `value_clip_ratio`, given or chosen by the search for ranges. Pages then hold codes alone.
 Sinks never reach a page and are left out. Keys hold for the positions that were seen: RoPE takes slow channels beyond
 their bounds at later ones, so calibrate at the length to be served.
 """
@@ -49,7 +49,7 @@ class StaticScalesPass(CalibrationPass):
     """
 
     name = "static_scales"
-    plan_tensors = ("static_key_scale", "static_key_minimum", "static_value_scale", "static_value_minimum")
+    plan_tensors = ("static_key_scale", "static_key_zero_point", "static_value_scale", "static_value_zero_point")
 
     def __init__(self) -> None:
         self._work: LayerWork | None = None
@@ -82,12 +82,12 @@ class StaticScalesPass(CalibrationPass):
             value_bounds=self._bounds["value"].bounds if pages.values.static else None,
         )
         for side, scales in (("key", work.cache.static_keys(1.0)), ("value", work.cache.static_values(1.0))):
-            unfit = None if scales is None else ~(scales.scale.isfinite() & scales.minimum.isfinite())
+            unfit = None if scales is None else ~(scales.scale.isfinite() & scales.zero_point.isfinite())
             if unfit is not None and unfit.any():
                 head, channel = unfit.nonzero()[0].tolist()
                 raise NumericError(
                     f"Channel {channel} of {side} head {head} of {work.name}.{work.structure.attention} takes values "
-                    "on the calibration data that no float16 scale and minimum can describe; keep this layer's "
+                    "on the calibration data that no float16 scale and zero_point can describe; keep this layer's "
                     f"{side}s in 16 bits."
                 )
 
@@ -95,8 +95,8 @@ class StaticScalesPass(CalibrationPass):
         """The scales with the ranges that later passes chose."""
         cache = self._work.cache
         sides = {
-            "key": cache.static_keys(cache.pages.keys.range),
-            "value": cache.static_values(cache.pages.values.range),
+            "key": cache.static_keys(cache.pages.keys.clip_ratio),
+            "value": cache.static_values(cache.pages.values.clip_ratio),
         }
         return PassResult(
             plan={

@@ -2,7 +2,7 @@
 
     python examples/train_reference_vlm.py OUT [--minutes 5.5] [--batch 256] [--device cuda]
 
-Everything is made here: pictures, questions and captions by `kvconvert.drawings`, the tokenizer from their text, the
+Everything is made here: pictures, questions and captions by `kvconvert.data.drawings`, the tokenizer from their text, the
 weights from nothing. A training row is one conversation, packed to a fixed length: one picture and questions about it;
 two pictures, the second at once or in a later turn, and questions that say which is meant; or two pictures, each with
 its caption alone, as calibration data come. Only answers and captions are learned.
@@ -36,7 +36,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from kvconvert.drawings import SIZE, Drawing, draw
+from kvconvert.data.drawings import SIZE, Drawing, draw
 
 PATCH = 8
 VISUAL_TOKENS = (SIZE // PATCH) ** 2

@@ -2,7 +2,7 @@
 
     scale = (max - min) / (2^b - 1)      q = clamp(round((x - min) / scale), 0, 2^b - 1)      x_hat = q scale + min
 
-The asymmetric min/max quantizer of KIVI (arXiv 2402.02750) and OScaR, with scale and minimum stored in fp16 and the
+The asymmetric min/max quantizer of KIVI (arXiv 2402.02750) and OScaR, with scale and zero_point stored in fp16 and the
 codes computed from those STORED values, so that writer and reader agree on what a code means.
 """
 
@@ -20,7 +20,7 @@ _HALF_MAX = torch.finfo(torch.float16).max
 
 
 class GroupRangeError(NumericError):
-    """A group that no fp16 scale and minimum can describe.
+    """A group that no fp16 scale and zero_point can describe.
 
     Attributes:
         index: position of the first such group in the tensor of scales: the quantized tensor's own index, with the
@@ -33,68 +33,68 @@ class GroupRangeError(NumericError):
 
 
 class Quantized(NamedTuple):
-    """Codes with the scale and minimum of each group; see `quantize` for shapes."""
+    """Codes with the scale and zero_point of each group; see `quantize` for shapes."""
 
     codes: Tensor
     scale: Tensor
-    minimum: Tensor
+    zero_point: Tensor
 
 
-def quantize(x: Tensor, bits: int, group_size: int, dim: int, value_range: float = 1.0) -> Quantized:
+def quantize(x: Tensor, bits: int, group_size: int, dim: int, clip_ratio: float = 1.0) -> Quantized:
     """Quantize groups of `group_size` consecutive entries along `dim`, in float32.
 
     A constant group gets scale 0 and code 0: its values come back as their own fp16 rounding. So does a group so narrow
-    that its scale underflows fp16 (below 3e-8), which then comes back as its minimum.
+    that its scale underflows fp16 (below 3e-8), which then comes back as its zero_point.
 
     Args:
         x: any float tensor; `x.shape[dim]` is a multiple of `group_size`.
         bits: width of a code: 1, 2, 4 or 8.
-        group_size: entries that share one scale and minimum.
+        group_size: entries that share one scale and zero_point.
         dim: the quantized axis.
-        value_range: above 0 and at most 1; shrinks each group's (min, max) about its midpoint by this factor, values
+        clip_ratio: above 0 and at most 1; shrinks each group's (min, max) about its midpoint by this factor, values
             outside being clamped.
 
     Returns:
-        codes uint8 in the shape of `x`; scale and minimum fp16 in that shape with `dim` counting groups.
+        codes uint8 in the shape of `x`; scale and zero_point fp16 in that shape with `dim` counting groups.
 
     Raises:
-        GroupRangeError: a group holds NaN or infinity, or its minimum or scale is beyond fp16.
+        GroupRangeError: a group holds NaN or infinity, or its zero_point or scale is beyond fp16.
         UsageError: arguments that do not fit together.
     """
     if bits not in CODE_BITS:
         raise UsageError(f"A code of {bits} bits cannot be stored; choose one of {CODE_BITS}.")
-    if not 0 < value_range <= 1:
-        raise UsageError(f"value_range = {value_range} cannot shrink a range; choose a factor above 0 and at most 1.")
+    if not 0 < clip_ratio <= 1:
+        raise UsageError(f"clip_ratio = {clip_ratio} cannot shrink a range; choose a factor above 0 and at most 1.")
     dim = dim % x.ndim
     groups = _split(x, group_size, dim).to(torch.float32)
     # Two reductions: torch.aminmax is about ten times slower than both together on a CPU.
     low, high = groups.amin(dim + 1, keepdim=True), groups.amax(dim + 1, keepdim=True)
-    scale, minimum = affine_grid(low, high, bits, value_range)
-    if not (scale.isfinite() & minimum.isfinite()).all():
-        _raise_range_error(scale.squeeze(dim + 1), minimum.squeeze(dim + 1), groups, dim)
-    codes = _nearest_codes(groups, bits, scale, minimum)
-    return Quantized(codes.flatten(dim, dim + 1), scale.squeeze(dim + 1), minimum.squeeze(dim + 1))
+    scale, zero_point = affine_grid(low, high, bits, clip_ratio)
+    if not (scale.isfinite() & zero_point.isfinite()).all():
+        _raise_range_error(scale.squeeze(dim + 1), zero_point.squeeze(dim + 1), groups, dim)
+    codes = _nearest_codes(groups, bits, scale, zero_point)
+    return Quantized(codes.flatten(dim, dim + 1), scale.squeeze(dim + 1), zero_point.squeeze(dim + 1))
 
 
-def affine_grid(low: Tensor, high: Tensor, bits: int, value_range: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Scale and minimum, fp16, of groups that span `low` to `high` (float32), shrunk by `value_range`.
+def affine_grid(low: Tensor, high: Tensor, bits: int, clip_ratio: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Scale and zero_point, fp16, of groups that span `low` to `high` (float32), shrunk by `clip_ratio`.
 
     What fp16 cannot describe comes back as infinity or NaN, which the caller, who knows the groups, has to refuse.
     """
     extent = high - low
-    if value_range < 1:
-        low = low + extent * ((1 - value_range) / 2)
-        extent = extent * value_range
+    if clip_ratio < 1:
+        low = low + extent * ((1 - clip_ratio) / 2)
+        extent = extent * clip_ratio
     return (extent / (2**bits - 1)).half(), low.half()
 
 
-def quantize_static(x: Tensor, bits: int, scale: Tensor, minimum: Tensor) -> Tensor:
-    """Codes of values by a scale and minimum that are known beforehand; values outside their range are clamped.
+def quantize_static(x: Tensor, bits: int, scale: Tensor, zero_point: Tensor) -> Tensor:
+    """Codes of values by a scale and zero_point that are known beforehand; values outside their range are clamped.
 
     Args:
         x: any float tensor.
         bits: width of a code: 1, 2, 4 or 8.
-        scale, minimum: fp16, finite, broadcast against `x`. Where the scale is 0 the code is 0.
+        scale, zero_point: fp16, finite, broadcast against `x`. Where the scale is 0 the code is 0.
 
     Returns:
         uint8 in the shape of `x`.
@@ -108,32 +108,32 @@ def quantize_static(x: Tensor, bits: int, scale: Tensor, minimum: Tensor) -> Ten
     if not x.isfinite().all():
         index = tuple(int(i) for i in (~x.isfinite()).nonzero()[0])
         raise GroupRangeError(f"the number at {index} is NaN or infinity; look for the cause where it arose.", index)
-    return _nearest_codes(x.float(), bits, scale, minimum)
+    return _nearest_codes(x.float(), bits, scale, zero_point)
 
 
-def _nearest_codes(x: Tensor, bits: int, scale: Tensor, minimum: Tensor) -> Tensor:
+def _nearest_codes(x: Tensor, bits: int, scale: Tensor, zero_point: Tensor) -> Tensor:
     step = scale.float()
-    # Dividing by infinity makes every code of a zero scale 0, whatever the rounding of its minimum left over.
+    # Dividing by infinity makes every code of a zero scale 0, whatever the rounding of its zero_point left over.
     step = step.masked_fill(step == 0, torch.inf)
-    values = (x - minimum.float()).div_(step).round_().clamp_(0, 2**bits - 1)
+    values = (x - zero_point.float()).div_(step).round_().clamp_(0, 2**bits - 1)
     # By way of int16, because torch vectorises that conversion and not the one to uint8: four times faster on a CPU.
     return values.to(torch.int16).to(torch.uint8)
 
 
 def dequantize(
-    codes: Tensor, scale: Tensor, minimum: Tensor, group_size: int, dim: int, dtype: torch.dtype = torch.float32
+    codes: Tensor, scale: Tensor, zero_point: Tensor, group_size: int, dim: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The values that codes stand for: `codes scale + minimum` in float32, rounded once to `dtype`.
+    """The values that codes stand for: `codes scale + zero_point` in float32, rounded once to `dtype`.
 
     Args:
         codes: uint8.
-        scale, minimum: fp16, the shape of `codes` with `dim` counting groups.
+        scale, zero_point: fp16, the shape of `codes` with `dim` counting groups.
         group_size, dim: as given to `quantize`.
         dtype: of the result; float16 saturates at its largest value instead of turning into infinity.
     """
     dim = dim % codes.ndim
     groups = _split(codes, group_size, dim).to(torch.float32)
-    values = groups.mul_(scale.float().unsqueeze(dim + 1)).add_(minimum.float().unsqueeze(dim + 1))
+    values = groups.mul_(scale.float().unsqueeze(dim + 1)).add_(zero_point.float().unsqueeze(dim + 1))
     if dtype == torch.float16:
         # The fp16 rounding of a scale may lift the topmost code just over the largest fp16 number.
         values = values.clamp_(-_HALF_MAX, _HALF_MAX)
@@ -148,8 +148,8 @@ def _split(x: Tensor, group_size: int, dim: int) -> Tensor:
     return x.unflatten(dim, (x.shape[dim] // group_size, group_size))
 
 
-def _raise_range_error(scale: Tensor, minimum: Tensor, groups: Tensor, dim: int) -> None:
-    index = tuple(int(i) for i in (~(scale.isfinite() & minimum.isfinite())).nonzero()[0])
+def _raise_range_error(scale: Tensor, zero_point: Tensor, groups: Tensor, dim: int) -> None:
+    index = tuple(int(i) for i in (~(scale.isfinite() & zero_point.isfinite())).nonzero()[0])
     members = groups.select(dim, index[dim])[(*index[:dim], slice(None), *index[dim + 1 :])]
     if not members.isfinite().all():
         raise GroupRangeError(
@@ -159,6 +159,6 @@ def _raise_range_error(scale: Tensor, minimum: Tensor, groups: Tensor, dim: int)
     low, high = float(members.min()), float(members.max())
     raise GroupRangeError(
         f"Group {index} cannot be quantized because it spans {low:.4g} to {high:.4g}, more than fp16 scales and "
-        f"minima can describe; keep this tensor unquantized.",
+        f"zero_points can describe; keep this tensor unquantized.",
         index,
     )

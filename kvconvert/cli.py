@@ -71,10 +71,10 @@ def calibrate(
     or messages with images in them, or a directory of images with captions (NAME.txt beside each image, or a
     captions.jsonl with file_name and caption). Without SOURCE text is used, or drawings where the model reads images.
     """
-    from kvconvert.recipe import Recipe
+    from kvconvert.convert.recipe import Recipe
 
     loaded = Recipe.load(recipe)  # a wrong recipe is refused before anything slow is imported
-    from kvconvert.pipeline import calibrate as run
+    from kvconvert.convert.pipeline import calibrate as run
 
     run(model, work, loaded, data, samples, seq_len, seed, device, restart)
     click.echo(f"Calibrated {model} in {work}; next: kvconvert export {work} -o BUNDLE")
@@ -89,7 +89,7 @@ def export(work: Path, bundle: Path, force: bool) -> None:
     from kvconvert.bundle.writer import check_output
 
     check_output(bundle, force)
-    from kvconvert.export import export as run
+    from kvconvert.convert.export import export as run
 
     run(work, bundle, force)
     size = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())

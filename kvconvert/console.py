@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
+from kvconvert.data.images import read_image
 from kvconvert.errors import KvconvertError, UsageError
-from kvconvert.images import read_image
+from kvconvert.models.image_prompts import ImagePrompts
+from kvconvert.models.processors import tokenizer_of
 from kvconvert.runtime import load
-from kvconvert.runtime.load import reads_images
-from kvconvert.runtime.processors import tokenizer_of
-from kvconvert.runtime.prompts import ImagePrompts
+from kvconvert.runtime.hf.load import supports_images
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -109,7 +109,7 @@ class Console:
     def _open(self, images: Iterable[Path]) -> list[Image]:
         images = list(images)
         if images and self.prompts is None:
-            reason = "has no processor" if reads_images(self.model.config) else "reads no images"
+            reason = "has no processor" if supports_images(self.model.config) else "reads no images"
             raise UsageError(f"This bundle's model {reason}; leave --image out, or give a bundle that sees.")
         return [read_image(path, None, "--image") for path in images]
 

@@ -4,10 +4,10 @@ Importing this package tells transformers about the "kvconvert" attention implem
 `AutoModelForCausalLM.from_pretrained(bundle)` works as well as `load(bundle)`.
 """
 
-from kvconvert.runtime import attention, quantizer
-from kvconvert.runtime.cache import CacheStats, KVCache
-from kvconvert.runtime.load import load
-from kvconvert.runtime.modality import watch_inputs
+from kvconvert.runtime.hf import attention, quantizer
+from kvconvert.runtime.hf.cache import CacheStats, KVCache
+from kvconvert.runtime.hf.load import load
+from kvconvert.runtime.hf.modality import watch_inputs
 
 attention.register()
 quantizer.register()

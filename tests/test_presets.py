@@ -10,10 +10,10 @@ import pytest
 
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.scheme import PRESETS
-from kvconvert.export import export
+from kvconvert.convert.export import export
+from kvconvert.convert.pipeline import calibrate
+from kvconvert.convert.recipe import Recipe, preset_names
 from kvconvert.fidelity import evaluate, recall
-from kvconvert.pipeline import calibrate
-from kvconvert.recipe import Recipe, preset_names
 from kvconvert.runtime import KVCache, load
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +42,9 @@ def test_a_preset_goes_all_the_way_in_process(recipe, tmp_path, monkeypatch):
     bundle = export(tmp_path / "work", tmp_path / "bundle", False, progress=False)
     open_bundle(bundle, verify="full")
     converted, tokenizer = load(bundle)
-    prompt = tokenizer((ROOT / "examples" / "text" / "books-val.txt").read_text()[:3000], return_tensors="pt")
+    prompt = tokenizer(
+        (ROOT / "kvconvert" / "data" / "texts" / "books-val.txt").read_text()[:3000], return_tensors="pt"
+    )
     result = converted.generate(
         **prompt, max_new_tokens=20, do_sample=False, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from kvconvert.drawings import draw
+from kvconvert.data.drawings import draw
 from kvconvert.runtime import KVCache
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,7 +65,7 @@ def test_a_score_in_one_pass_is_exact_where_generation_says_the_same(bench):
 
 
 def test_a_simulated_format_that_the_cache_has_answers_as_the_cache_does(bench):
-    """The cache rounds scales and minima to float16, which moves log-probabilities in the third digit."""
+    """The cache rounds scales and zero_points to float16, which moves log-probabilities in the third digit."""
     simulated = bench.answers(fake_reader([FakeFormat(2, "channel", "channel")] * 4))
     through_cache = bench.answers(cached(bench, 2))
     coarse = bench.answers(fake_reader([FakeFormat(2, "channel", "global")] * 4))

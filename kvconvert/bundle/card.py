@@ -40,7 +40,7 @@ _USE_WITH_IMAGES = (
 )
 
 
-def _sees(manifest: Manifest) -> bool:
+def _supports_images(manifest: Manifest) -> bool:
     """Whether the bundle has a vision tower and the processor that feeds it."""
     has_tower = any("vision" in module.name or "visual" in module.name for module in manifest.modules)
     return has_tower and any(name.endswith("processor_config.json") for name in manifest.files)
@@ -59,7 +59,7 @@ def _header(manifest: Manifest) -> list[str]:
         tags += ["awq", "4-bit"]
     if any(layer.kv for layer in manifest.layers):
         tags.append("kv-cache-quantization")
-    task = "image-text-to-text" if _sees(manifest) else "text-generation"
+    task = "image-text-to-text" if _supports_images(manifest) else "text-generation"
     lines = ["---", "library_name: kvconvert", f"pipeline_tag: {task}"]
     if source.licence:
         lines.append(f"license: {json.dumps(source.licence)}")
@@ -104,7 +104,7 @@ def _usage(manifest: Manifest) -> list[str]:
         "```python",
         "import kvconvert.runtime",
         "",
-        *(_USE_WITH_IMAGES if _sees(manifest) else _USE),
+        *(_USE_WITH_IMAGES if _supports_images(manifest) else _USE),
         "```",
         "",
     ]

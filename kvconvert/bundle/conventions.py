@@ -28,7 +28,7 @@ def conventions(layers: list[LayerPlan], weights_method: str) -> dict[str, Any]:
             "fields": "a code of 2, 4 or 8 bits is a field of w = bits; codes of 1 bit are paired to fields of w = 2: "
             "of M rows across the packed axis (channels for keys, tokens for values, an odd number completed by zeros) "
             "bit 0 belongs to row i and bit 1 to row i + M/2",
-            "range": "(min, max) shrink about their midpoint by key_range and value_range before scale is computed",
+            "range": "(min, max) shrink about their midpoint by key_clip_ratio and value_clip_ratio before scale is computed",
         }
     if any(layer.rotation for layer in layers):
         known["rotation"] = {
@@ -47,7 +47,7 @@ def conventions(layers: list[LayerPlan], weights_method: str) -> dict[str, Any]:
         }
     if any(layer.kv and layer.kv["static_scales"] == "calibrated" for layer in layers):
         known["static_scales"] = {
-            "place": "layers.{i}.static_key_scale, static_key_minimum, static_value_scale and static_value_minimum of "
+            "place": "layers.{i}.static_key_scale, static_key_zero_point, static_value_scale and static_value_zero_point of "
             "the KV plan, float16 [KV heads, channels], ranges included; pages hold codes alone",
             "use": "x = code * scale + minimum for every token of the channel, keys after RoPE and rotation; codes are "
             "packed as elsewhere; numbers outside are clamped to the first or last code",

@@ -73,7 +73,7 @@ class ModuleCoverage(_Record):
         name: as in the loaded model, for instance "model.layers.0.self_attn.q_proj".
         stored_name: as in the weight files, where that is another name; else "".
         kind: "linear", "embedding", "norm", ... in the words of the adapter.
-        treatment: "awq" or "rtn" (quantized), or "kept".
+        method: "awq" or "rtn" (quantized), or "kept".
         bits, group_size: of a quantized module.
         in_features, out_features: of a Linear; the exporter fills them in from the tensors.
         reason: why a module was kept, or which AWQ scaling pairs were skipped and why.
@@ -82,7 +82,7 @@ class ModuleCoverage(_Record):
     name: str
     stored_name: str = ""
     kind: str = "linear"
-    treatment: Literal["awq", "rtn", "kept"]
+    method: Literal["awq", "rtn", "kept"]
     bits: int | None = None
     group_size: int | None = None
     in_features: int | None = None
@@ -248,11 +248,11 @@ def _unconverted(modules: list[ModuleCoverage]) -> list[str]:
 
     Engines compare with the checkpoint's names or with the loaded model's; where these differ, both are listed.
     """
-    quantized = [module for module in modules if module.treatment != "kept"]
+    quantized = [module for module in modules if module.method != "kept"]
     around = {name for module in quantized for full in (module.prefix, module.name) for name in _ancestors(full)}
     found: dict[str, None] = {}
     for module in modules:
-        if module.kind == "linear" and module.treatment == "kept":
+        if module.kind == "linear" and module.method == "kept":
             for full in (module.prefix, module.name):
                 found[next((name for name in _ancestors(full) if name not in around), full)] = None
     return list(found)

@@ -106,7 +106,7 @@ def open_bundle(path: str | Path, verify: Literal["full", "headers"] = "full") -
         checks.append(f"tensors: {len(manifest.tensors)} of the model, {len(manifest.plan)} of the KV plan")
         _check_modules(manifest)
         config = _check_config(directory, manifest)
-        quantized = [module for module in manifest.modules if module.treatment != "kept"]
+        quantized = [module for module in manifest.modules if module.method != "kept"]
         checks.append(f"coverage: {len(quantized)} modules quantized, {len(manifest.modules) - len(quantized)} kept")
         _check_layers(manifest, config)
         checks.append(f"KV plan: {len(manifest.layers)} layers")
@@ -291,13 +291,13 @@ def _check_modules(manifest: Manifest) -> None:
         where = f"modules: {module.name}"
         if module.name in covered:
             raise mismatch(MANIFEST_NAME, where, "listed once", "listed twice")
-        covered[module.name] = module.treatment
-        stored[module.prefix] = module.treatment
-        if module.treatment == "kept":
+        covered[module.name] = module.method
+        stored[module.prefix] = module.method
+        if module.method == "kept":
             if f"{module.prefix}.qweight" in manifest.tensors:
                 raise mismatch(MANIFEST_NAME, where, "an unquantized module", f"{module.prefix}.qweight")
             continue
-        settings = (module.treatment, module.bits, module.group_size)
+        settings = (module.method, module.bits, module.group_size)
         if settings != (weights.method, weights.bits, weights.group_size):
             raise mismatch(MANIFEST_NAME, where, (weights.method, weights.bits, weights.group_size), settings)
         if module.bits != 4 or not module.in_features or not module.out_features or not module.group_size:
@@ -418,9 +418,9 @@ def _check_boosted(name: str, plan: dict[str, Tensor], layer: LayerPlan, scheme:
 
 
 def _check_static(stem: str, plan: dict[str, Tensor], layer: LayerPlan) -> None:
-    """The scales and minima of one side's channels: float16 [KV heads, head_dim], scales not negative."""
+    """The scales and zero_points of one side's channels: float16 [KV heads, head_dim], scales not negative."""
     shape = [layer.num_key_value_heads, layer.head_dim]
-    for name in (f"{stem}_scale", f"{stem}_minimum"):
+    for name in (f"{stem}_scale", f"{stem}_zero_point"):
         if name not in plan:
             raise mismatch(PLAN_NAME, f"tensor {name}", 'present (static_scales = "calibrated")', "missing")
         if plan[name].dtype != torch.float16 or [*plan[name].shape] != shape:

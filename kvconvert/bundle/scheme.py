@@ -63,7 +63,7 @@ class KVScheme:
             from the measured curve of lost attention. The last three need calibration.
         pyramid_depth: layer 0 gets 2x - x/depth, the last layer x/depth.
         tau1, tau2: CalibQuant's shift of a span's smallest and largest score before the softmax.
-        key_range, value_range: shrink each group's (min, max) about its midpoint by this factor before quantizing.
+        key_clip_ratio, value_clip_ratio: shrink each group's (min, max) about its midpoint by this factor before quantizing.
         modality: which tokens of a prompt go to its span: all; visual, those of images and videos; or audio. The others
             stay in full precision (CalibQuant compresses visual tokens). Spans only.
         page_size: tokens flushed together.
@@ -91,8 +91,8 @@ class KVScheme:
     pyramid_depth: float = 7.0
     tau1: float = 0.0
     tau2: float = 0.0
-    key_range: float = 1.0
-    value_range: float = 1.0
+    key_clip_ratio: float = 1.0
+    value_clip_ratio: float = 1.0
     modality: Literal["all", "visual", "audio"] = "all"
     page_size: int = 128
 
@@ -117,7 +117,7 @@ class KVScheme:
         for field in ("sink_tokens", "key_recent_tokens", "value_recent_tokens"):
             value = getattr(self, field)
             require(type(value) is int and value >= 0, field, "it is a number of tokens, 0 or more")
-        for field in ("key_range", "value_range"):
+        for field in ("key_clip_ratio", "value_clip_ratio"):
             value = getattr(self, field)
             require(_is_number(value) and 0 < value <= 1, field, "choose a factor above 0 and at most 1")
         for field in ("heavy_ratio", "recent_ratio"):
@@ -276,7 +276,7 @@ _KITTY = KVScheme(
     key_group_size=128, value_group_size=128, boost_fraction=0.125, sink_tokens=32, value_recent_tokens=128
 )
 _SPAN = KVScheme(key_granularity="span", value_granularity="span")
-_ONE_BIT_SPAN = replace(_SPAN, key_bits=1, value_bits=1, tau2=3.0, key_range=0.5, value_range=0.3)
+_ONE_BIT_SPAN = replace(_SPAN, key_bits=1, value_bits=1, tau2=3.0, key_clip_ratio=0.5, value_clip_ratio=0.3)
 _MINIKV = KVScheme(key_group_size=16, value_group_size=16, heavy_ratio=0.25, recent_ratio=0.25)
 PRESETS: dict[str, KVScheme] = {
     "kivi": KVScheme(key_recent_tokens=0, value_recent_tokens=0),

@@ -22,7 +22,7 @@ class KVEstimate:
         bytes_per_token: of keys and values, over all layers with a plan; per token of the prompt where only some are
             kept, and per token of the modality where only that is compressed.
         plain_bytes_per_token: the same in 16 bits.
-        bits_per_value: average over all stored keys and values, with scales, minima and norms.
+        bits_per_value: average over all stored keys and values, with scales, zero_points and norms.
         modalities: of the layers' schemes, "all" unless only visual or audio tokens are compressed.
     """
 
@@ -49,7 +49,7 @@ def estimate_kv(layers: Iterable[LayerPlan]) -> KVEstimate | None:
 
 def _bits_per_token(layer: LayerPlan, scheme: KVScheme) -> float:
     heads, head_dim = layer.num_key_value_heads or 0, layer.head_dim or 0
-    if scheme.is_span:  # scales and minima are per channel: none per token
+    if scheme.is_span:  # scales and zero_points are per channel: none per token
         return heads * head_dim * (scheme.key_bits + scheme.value_bits)
     value_group = layer.value_group_size or head_dim
     if scheme.static_scales == "calibrated":
@@ -113,27 +113,27 @@ def describe_scheme(layer: LayerPlan) -> str:
             parts.append(f"{side} of the last {recent} tokens in full precision")
     if scheme.tau1 or scheme.tau2:
         parts.append(f"scores shifted by tau1 = {scheme.tau1:g}, tau2 = {scheme.tau2:g}")
-    if (scheme.key_range, scheme.value_range) != (1, 1):
-        parts.append(f"ranges shrunk to {scheme.key_range} (keys) and {scheme.value_range} (values)")
+    if (scheme.key_clip_ratio, scheme.value_clip_ratio) != (1, 1):
+        parts.append(f"ranges shrunk to {scheme.key_clip_ratio} (keys) and {scheme.value_clip_ratio} (values)")
     return ", ".join(parts) + (f" ({layer.reason})" if layer.reason else "")
 
 
-def treatment_of(module: ModuleCoverage) -> str:
+def stored_as(module: ModuleCoverage) -> str:
     """How a module is stored, in a few words."""
-    if module.treatment == "kept":
+    if module.method == "kept":
         return "kept"
-    return f"{module.treatment} {module.bits} bit, groups of {module.group_size}"
+    return f"{module.method} {module.bits} bit, groups of {module.group_size}"
 
 
 def coverage_rows(manifest: Manifest) -> list[tuple[str, str, str, str]]:
-    """Modules with the same name but for layer and expert, gathered: (name, how many, treatment, reason)."""
+    """Modules with the same name but for layer and expert, gathered: (name, how many, method, reason)."""
     rows: dict[tuple[str, str, str], int] = {}
     for module in manifest.modules:
         name = ".".join("*" if part.isdecimal() else part for part in module.name.split("."))
         reason = re.sub(r"(?<=\.)\d+(?=\.)", "*", module.reason)  # other modules of the same expert
-        key = (name, treatment_of(module), reason)
+        key = (name, stored_as(module), reason)
         rows[key] = rows.get(key, 0) + 1
-    return [(name, str(count), treatment, reason) for (name, treatment, reason), count in rows.items()]
+    return [(name, str(count), method, reason) for (name, method, reason), count in rows.items()]
 
 
 def text_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

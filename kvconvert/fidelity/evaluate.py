@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 import kvconvert
 from kvconvert.bundle.manifest import PLAN_NAME, DataInfo, Manifest
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.data import load_token_samples
+from kvconvert.data.text import load_token_samples
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.images import ImageFigures, image_figures
@@ -35,10 +35,10 @@ from kvconvert.fidelity.recall import (
     recitation,
 )
 from kvconvert.fidelity.scoring import PAGE, Comparison, Decoder, compare, feed, seal, treats_whole_prompts
+from kvconvert.models.processors import tokenizer_of
+from kvconvert.models.source import SourceModel, open_source
 from kvconvert.runtime import KVCache, load
-from kvconvert.runtime.load import model_class, reads_images
-from kvconvert.runtime.processors import tokenizer_of
-from kvconvert.source import SourceModel, open_source
+from kvconvert.runtime.hf.load import model_class, supports_images
 
 SEGMENT_TOKENS = 1024
 SCORED_TOKENS_WANTED = 512  # of each segment
@@ -173,7 +173,7 @@ def evaluate(
     Args:
         bundle: directory of the bundle.
         against: directory or Hub id of the source; None takes the id that the manifest records.
-        data: SOURCE of held-out text, see `kvconvert.data`; None takes the embedded one.
+        data: SOURCE of held-out text, see `kvconvert.data.text`; None takes the embedded one.
         tokens: how many tokens to score; rounded up to whole segments.
         seed: of the choice of text, of drills and of the bootstrap.
         progress: bars on stderr.
@@ -223,7 +223,7 @@ def evaluate(
         notes.append(f"the model's context of {length} tokens leaves {scored} scored tokens a segment instead of 512")
     if not is_recorded:
         notes.append(f"{checkpoint.id} is not the checkpoint that the manifest records ({recorded.id})")
-    if reads_images(checkpoint.config):
+    if supports_images(checkpoint.config):
         notes.append("perplexity, KL and recall are those of text alone" + ("; images has the rest" if images else ""))
     if passkeys.prompts == 0 or recited.pairs == 0 or continued.prompts == 0:
         notes.append("recall drills that do not fit the model's context were left out and are null")

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, ProcessorMixin
 
-from kvconvert.drawings import draw
+from kvconvert.data.drawings import draw
+from kvconvert.data.images import EVALUATION_SEED, Document
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.scoring import Comparison, Decoder, compare
-from kvconvert.images import EVALUATION_SEED, Document
-from kvconvert.runtime.prompts import ImagePrompts
+from kvconvert.models.image_prompts import ImagePrompts
 
 DRAWINGS = 16
 

@@ -91,7 +91,7 @@ def compare(
     """
     rows: dict[str, list[tuple[torch.Tensor, ...]]] = {name: [] for name in others}
     shares = dict.fromkeys(others, (0, 0))
-    flattened = dict.fromkeys(others, 0)
+    clamped_rows = dict.fromkeys(others, 0)
     count = -(-ids.shape[0] // batch)
     bar = tqdm(ids.split(batch), total=count, desc="scoring", unit="batch", disable=not progress)
     for number, segments in enumerate(bar):
@@ -115,12 +115,12 @@ def compare(
                 rows[name].append(tuple(torch.cat(column, 1) for column in zip(*parts[name], strict=True)))
                 shares[name] = tuple(a + b for a, b in zip(shares[name], stream.attended, strict=True))
                 if isinstance(stream.cache, KVCache):
-                    flattened[name] += stream.cache.stats().flattened
+                    clamped_rows[name] += stream.cache.stats().clamped_rows
     return {
         name: Comparison(
             *(torch.cat(column) for column in zip(*rows[name], strict=True)),
             residual_share=shares[name][0] / shares[name][1],
-            flattened_rows=flattened[name],
+            flattened_rows=clamped_rows[name],
         )
         for name in others
     }

@@ -1,0 +1,177 @@
+"""How one decode step is divided among programs: work items of nearly equal cost.
+
+An item is a stretch of one sequence: quantized pages, then half pages (one side quantized, the other still in full
+precision), then tokens of the full-precision tail. Each of the three that is not empty gives one partial result, in a
+slot of its own; a sequence's slots are consecutive. Items depend on how many pages and tokens there are, not on what
+they hold, so a plan serves many steps: the last item of a sequence takes whatever the tail has grown by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+PAGE = 128
+# Full-precision tokens that cost as much as a page, and a half page's cost; both as timed on an H200.
+TAIL_TOKENS = 64
+HALF_COST = 16
+# Columns of an item, which the kernel knows by number.
+ITEM_COLUMNS = 16
+# An end that no sequence reaches: the kernel stops at the tail's own length.
+OPEN_END = 1 << 30
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive entries of the page tables that one item may cover: a sequence's pages, or the blocks of one span.
+
+    Attributes:
+        begin, end: table entries.
+        tokens: real tokens, at most 128 for each entry.
+        scales: row of the shared scales, 0 where there are none or they are the layer's.
+        first_token: number of the first token among the sequence's, as masks count them.
+    """
+
+    begin: int
+    end: int
+    tokens: int
+    scales: int = 0
+    first_token: int = 0
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """What one sequence has stored.
+
+    Attributes:
+        runs: its quantized pages or spans.
+        half: number of half pages; half_begin: table entry of the first one, in the table of the quantized side.
+        tail: full-precision tokens to divide, sink tokens included; of those that are still to come an item finds none.
+        half_token, tail_token: numbers of the first half-page token and of the first tail token, as masks count them.
+    """
+
+    runs: tuple[Run, ...]
+    tail: int
+    half: int = 0
+    half_begin: int = 0
+    half_token: int = 0
+    tail_token: int = 0
+
+
+@dataclass(frozen=True)
+class WorkPlan:
+    """Work items of a batch, sequence after sequence.
+
+    Attributes:
+        items: int32 [W, 16]: 0 sequence, 1-2 page entries from and to, 3-4 half pages, 5-6 tail tokens, 7-9 slots of
+            pages, half pages and tail (-1 for none), 10 row of shared scales, 11 real tokens from the first page on,
+            12-14 mask numbers of the first token of pages, half pages and tail, 15 table entry of half page 0.
+        item_rows, slot_rows: int32 [B + 1], where each sequence's items and slots begin.
+        slots: their number; most_slots: the most that one sequence has.
+    """
+
+    items: torch.Tensor
+    item_rows: torch.Tensor
+    slot_rows: torch.Tensor
+    slots: int
+    most_slots: int
+
+    def to(self, device: torch.device) -> WorkPlan:
+        """The same on a device."""
+        return WorkPlan(
+            *(t.to(device) for t in (self.items, self.item_rows, self.slot_rows)), self.slots, self.most_slots
+        )
+
+
+def plan_work(sequences: Sequence[SequencePlan], programs: int) -> WorkPlan:
+    """Divide sequences into about `programs` items at most, at least one each.
+
+    Args:
+        sequences: what the batch holds.
+        programs: how many items can run side by side for one KV head and block of queries.
+    """
+    units = [_units(sequence) for sequence in sequences]
+    most = _units_per_item(sequences, units, max(programs, len(sequences)))
+    items: list[list[int]] = []
+    item_rows, slot_rows = [0], [0]
+    for row, (sequence, total) in enumerate(zip(sequences, units, strict=True)):
+        slot = slot_rows[-1]
+        for item in _divide(sequence, row, max(1, min(most, total))):
+            for part, column in ((1, 7), (3, 8), (5, 9)):
+                if item[part] < item[part + 1]:
+                    item[column], slot = slot, slot + 1
+            items.append(item)
+        item_rows.append(len(items))
+        slot_rows.append(slot)
+    return WorkPlan(
+        torch.tensor(items, dtype=torch.int32).reshape(-1, ITEM_COLUMNS),
+        torch.tensor(item_rows, dtype=torch.int32),
+        torch.tensor(slot_rows, dtype=torch.int32),
+        slot_rows[-1],
+        max(end - begin for begin, end in pairwise(slot_rows)),
+    )
+
+
+def _units(sequence: SequencePlan) -> int:
+    pages = sum(run.end - run.begin for run in sequence.runs)
+    return pages + HALF_COST * sequence.half + -(-sequence.tail // TAIL_TOKENS)
+
+
+def _units_per_item(sequences: Sequence[SequencePlan], units: list[int], programs: int) -> int:
+    """The fewest units per item with which no more than `programs` items are needed, or few more than the fewest."""
+    low, high = 1, max(1, *units)
+    while low < high:
+        middle = (low + high) // 2
+        if sum(-(-total // middle) for total in units) <= programs:
+            high = middle
+        else:
+            low = middle + 1
+    # Pages and half pages are not divided further, so that items may stay below what they can hold.
+    while low < max(units) and sum(len(_divide(sequence, 0, low)) for sequence in sequences) > programs:
+        low += max(1, low // 8)
+    return low
+
+
+def _divide(sequence: SequencePlan, row: int, most: int) -> list[list[int]]:
+    """Items of one sequence, each of at most `most` units and of one run; the last one has the open end."""
+    items: list[list[int]] = []
+    room = 0
+
+    def item_with(cost: int) -> list[int]:
+        nonlocal room
+        if room < cost or not items:
+            items.append([row] + [0] * 6 + [-1] * 3 + [0] * 6)
+            room = most
+        room -= cost
+        return items[-1]
+
+    for run in sequence.runs:
+        begin = run.begin
+        while begin < run.end:
+            end = min(run.end, begin + most)
+            room = 0
+            item = item_with(end - begin)
+            item[1:3] = [begin, end]
+            item[10] = run.scales
+            done = (begin - run.begin) * PAGE
+            item[11], item[12] = run.tokens - done, run.first_token + done
+            begin = end
+    for page in range(sequence.half):
+        item = item_with(HALF_COST)
+        if item[3] == item[4]:
+            item[3], item[13], item[15] = page, sequence.half_token + page * PAGE, sequence.half_begin
+        item[4] = page + 1
+    for start in range(0, sequence.tail, TAIL_TOKENS):
+        item = item_with(1)
+        if item[5] == item[6]:
+            item[5], item[14] = start, sequence.tail_token
+        item[6] = min(start + TAIL_TOKENS, sequence.tail)
+    if not items or items[-1][5] == items[-1][6]:
+        # Tokens to come need an item, too.
+        item = item_with(1)
+        item[5], item[14] = sequence.tail, sequence.tail_token
+    items[-1][6] = OPEN_END
+    return items

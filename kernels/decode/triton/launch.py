@@ -1,0 +1,353 @@
+"""Decode attention on a GPU: what the kernels support, how they are specialised, and their launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvconvert.errors import UsageError
+from kvconvert.kernels.decode.plan import WorkPlan
+from kvconvert.kernels.decode.reference import LayerFormat
+from kvconvert.kernels.decode.triton.combine import combine_kernel
+from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
+from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, query_columns, query_rows
+from kvconvert.kernels.device import capability, multiprocessors
+from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
+from kvconvert.kernels.spans import SpanFormat
+
+PAGE = 128
+MOST_CHANNELS = 256
+# Query rows (query heads of a KV head times queries) of one program: two blocks of a matrix product's columns.
+MOST_ROWS = 16
+# Registers of a thread, and how many one-warp programs of so many fit a multiprocessor, whose four parts hold 16,384
+# registers each: two or three programs. Where three would spill, two are faster.
+FEW_REGISTERS, ALL_REGISTERS = 168, 255
+PROGRAMS_PER_MULTIPROCESSOR = {FEW_REGISTERS: 12, ALL_REGISTERS: 8}
+STAGES = 2
+TILE = 16
+
+
+@dataclass(frozen=True)
+class PageTables:
+    """Where the pages of a batch lie, on the device; see `kernels/decode/plan.py` for `plan`.
+
+    Attributes:
+        key_base, value_base: any tensors of 2-byte elements, 16-byte aligned, from which offsets count.
+        keys, values: int64 [n + 1] offsets of pages or span blocks in units of 16 bytes. Entry i of both is of the same
+            tokens; where only one side of a half page is quantized, the other's entry is any valid one, as is the last
+            entry, which is loaded in advance and never followed.
+        plan: the work items.
+        shared: int64 [S, 4] offsets, in the same units, of key scale and zero_point [H, D] relative to `key_base`, and of
+            value scale and zero_point [H, E] relative to `value_base`; None where pages have scales of their own.
+    """
+
+    key_base: torch.Tensor
+    value_base: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    plan: WorkPlan
+    shared: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Tails:
+    """The full-precision tokens of a batch.
+
+    Attributes:
+        base: any tensor of the keys' dtype, 16-byte aligned, from which offsets count.
+        rows: int64 [B, 8] for each sequence: offset of its key buffer [H, capacity, D] from `base` and the stride of
+            its heads, the same two of values, all in units of 8 elements; sink tokens; tokens of the key and of the value
+            buffer behind the sink tokens that are half pages; tokens of the tail.
+    """
+
+    base: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which tokens queries see: uint8, addressed as base + sequence * row + head * head_stride + query * query_stride
+    + token, tokens numbered [pages | half pages | tail | spans] as `SequencePlan` says.
+    """
+
+    mask: torch.Tensor
+    row: int
+    head: int
+    query: int
+
+
+def why_not_decode(format: LayerFormat, span: SpanFormat | None, dtype: torch.dtype, query_heads: int) -> str | None:
+    """The reason for which the kernels cannot serve a layer, or None if they can."""
+    key, value = format.keys, format.values
+    for name, size in (("key", key.head_dim), ("value", value.head_dim)):
+        if size % 8 or size > MOST_CHANNELS:
+            return f"{name} heads of {size} channels are not a multiple of 8 up to {MOST_CHANNELS}"
+    if query_heads // key.heads > MOST_ROWS:
+        return f"{query_heads // key.heads} query heads per KV head are more than {MOST_ROWS}"
+    if key.boosted and key.bits == 1:
+        return "boosted channels of 1-bit keys have no kernel"
+    if key.page_size != PAGE:
+        return f"pages of {key.page_size} tokens have no kernel"
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"there is no kernel for {dtype}"
+    return None
+
+
+def programs_for(device: torch.device, format: LayerFormat, span: SpanFormat | None, group: int, queries: int) -> int:
+    """How many work items run side by side for each KV head and block of queries."""
+    block = queries_per_program(group, queries)
+    shape = decode_shape(format, span, torch.bfloat16, group, block)
+    side_by_side = multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR[registers_for(shape)] // warps_for(shape)
+    return max(1, side_by_side // (format.keys.heads * -(-queries // block)))
+
+
+def registers_for(shape: DecodeShape) -> int:
+    """The limit of registers per thread that a specialisation is compiled with."""
+    one_group = shape.key_groups <= 1 and shape.value_groups <= 1
+    small = max(shape.key_dim, shape.value_dim) <= 128 and query_rows(shape) * query_columns(shape) <= 8
+    plain = shape.half == 0 and not shape.split_query and max(shape.key_bits, shape.value_bits) <= 2
+    plain = plain and not shape.masked and not shape.softcap
+    return FEW_REGISTERS if one_group and small and plain and not shape.boosted else ALL_REGISTERS
+
+
+def queries_per_program(group: int, queries: int) -> int:
+    """Queries that one program takes, so that its rows are at most `MOST_ROWS`."""
+    block = 1
+    while block < queries and 2 * block * group <= MOST_ROWS:
+        block *= 2
+    return block
+
+
+def decode_shape(
+    format: LayerFormat,
+    span: SpanFormat | None,
+    dtype: torch.dtype,
+    group: int,
+    queries: int,
+    *,
+    half: int = 0,
+    masked: bool = False,
+    softcap: bool = False,
+    tau: bool = False,
+    inline_asm: bool = True,
+) -> DecodeShape:
+    """The specialisation for a layer."""
+    key, value = format.keys, format.values
+    key_bits, value_bits = (key.bits, value.bits) if span is None else (span.key_bits, span.value_bits)
+    if span is not None:
+        fields = {"key_groups": 0, "value_groups": 0, "boosted": 0, "boost_rows": 0, "boost_stored": False, "norm": 0}
+        fields |= dict.fromkeys(("key_high", "key_scale", "key_zero_point", "key_norm", "key_channels"), -1)
+        fields |= {"joint_norm": -1, "value_scale": -1, "value_zero_point": -1}
+        fields["key_head"] = key.head_dim * PAGE * key_bits // 16
+        fields["value_head"] = value.head_dim * PAGE * value_bits // 16
+    else:
+        fields = _key_fields(format) | _value_fields(format)
+    return DecodeShape(
+        key_bits=key_bits,
+        value_bits=value_bits,
+        key_dim=key.head_dim,
+        value_dim=value.head_dim,
+        group=group,
+        queries=queries,
+        split_query=dtype == torch.float32,
+        half=half,
+        masked=masked,
+        ragged=span is not None,
+        softcap=softcap,
+        tau=tau,
+        tile=TILE,
+        inline_asm=inline_asm,
+        **fields,
+    )
+
+
+def _key_fields(format: LayerFormat) -> dict[str, int]:
+    f = format.keys
+    if f.bits == 16:
+        none = dict.fromkeys(("key_high", "key_scale", "key_zero_point", "key_norm", "key_channels", "joint_norm"), -1)
+        return none | {"key_groups": 0, "key_head": 0, "boosted": 0, "boost_rows": 0, "boost_stored": False, "norm": 0}
+    layout = KeyLayout.of(f)
+    return {
+        "key_groups": layout.groups,
+        "boosted": f.boosted,
+        "boost_rows": layout.high_rows,
+        "boost_stored": f.boosted > 0 and f.boost_select == "dynamic",
+        "norm": {"none": 0, "joint": 1, "per_head": 2}[f.token_norm],
+        "key_high": layout.high,
+        "key_scale": layout.scale,
+        "key_zero_point": layout.zero_point,
+        "key_norm": layout.norm,
+        "key_channels": layout.channels,
+        "key_head": layout.head_stride,
+        "joint_norm": layout.joint_norm,
+    }
+
+
+def _value_fields(format: LayerFormat) -> dict[str, int]:
+    f = format.values
+    if f.bits == 16:
+        return {"value_groups": 0, "value_scale": -1, "value_zero_point": -1, "value_head": 0}
+    layout = ValueLayout.of(f)
+    return {
+        "value_groups": layout.groups,
+        "value_scale": layout.scale,
+        "value_zero_point": layout.zero_point,
+        "value_head": layout.head_stride,
+    }
+
+
+def decode_attention(
+    queries: torch.Tensor,
+    tables: PageTables,
+    tails: Tails,
+    format: LayerFormat,
+    scaling: float,
+    *,
+    span: SpanFormat | None = None,
+    half: int = 0,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    visibility: Visibility | None = None,
+    tau1: float = 0.0,
+    tau2: float = 0.0,
+    clamped_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of queries over pages or spans and full-precision tails: one launch for parts, one to merge them.
+
+    With tau (CalibQuant) a third launch comes first, for the smallest and the largest score of each query's spans.
+
+    Args:
+        queries: [B, Hq, T, D], rotated if the keys are; the last dimension contiguous.
+        tables, tails: what is stored.
+        format, span: how; `span` where the tables hold span blocks.
+        scaling: factor of the dot products.
+        half: 1 where half pages have their values in full precision, 2 where their keys.
+        softcap, sink_logits: as in `attention_reference`; sink_logits [Hq].
+        visibility: which tokens are seen; None for all.
+        tau1, tau2, clamped_rows: as in `SpanRun`.
+
+    Returns:
+        [B, Hq, T, E] in the queries' dtype; zeros where a query sees nothing.
+
+    Raises:
+        UsageError: a layer that `why_not_decode` refuses.
+    """
+    batch, query_heads, count, _ = queries.shape
+    heads, dtype = format.keys.heads, queries.dtype
+    reason = why_not_decode(format, span, dtype, query_heads)
+    if reason is not None:
+        raise UsageError(f"The decode kernel cannot serve this layer, because {reason}; use paged_attention.")
+    group = query_heads // heads
+    block = queries_per_program(group, count)
+    blocks = -(-count // block)
+    shift = bool(tau1 or tau2) and span is not None
+    shape = decode_shape(
+        format,
+        span,
+        dtype,
+        group,
+        block,
+        half=half,
+        masked=visibility is not None,
+        softcap=bool(softcap),
+        tau=shift,
+        inline_asm=queries.device.type != "cpu",
+    )
+    plan, rows, value_dim = tables.plan, query_rows(shape), format.values.head_dim
+    device = queries.device
+    partial = torch.empty(plan.slots * blocks, heads, rows, value_dim, dtype=torch.float32, device=device)
+    stats = torch.empty(plan.slots * blocks, heads, rows, 2, dtype=torch.float32, device=device)
+    unused = plan.item_rows
+    mask, mask_row, mask_head, mask_query = unused, 0, 0, 0
+    if visibility is not None:
+        mask, mask_row, mask_head, mask_query = visibility.mask, visibility.row, visibility.head, visibility.query
+    extremes, counter = stats, unused
+    arguments = {
+        "queries": queries,
+        "key_base": tables.key_base.view(torch.int16),
+        "key_table": tables.keys,
+        "items": plan.items,
+        "shared": unused if tables.shared is None else tables.shared,
+        "query_row": queries.stride(0),
+        "query_head": queries.stride(1),
+        "query_token": queries.stride(2),
+        "count": count,
+        "scaling": scaling,
+        "softcap": softcap or 0.0,
+        "F": shape,
+        "num_warps": warps_for(shape),
+        "num_stages": STAGES,
+        "maxnreg": registers_for(shape),
+    }
+    grid = (plan.items.shape[0], heads, blocks)
+    # From Hopper on, the merge is launched while the parts are still at work, and waits for them on the device.
+    dependent = device.type == "cuda" and capability(device) >= (9, 0)
+    if shift:
+        extremes = torch.empty(grid[0] * blocks, heads, rows, 2, dtype=torch.float32, device=device)
+        counter = torch.zeros((), dtype=torch.int64, device=device) if clamped_rows is None else clamped_rows
+        extremes_kernel[grid](**arguments, extremes=extremes, STAGES=STAGES)
+    decode_kernel[grid](
+        **arguments,
+        out=partial,
+        stats=stats,
+        value_base=tables.value_base.view(torch.int16),
+        value_table=tables.values,
+        rows=tails.rows,
+        dense=tails.base,
+        boosted=unused if format.boosted is None else format.boosted,
+        mask=mask,
+        extremes=extremes,
+        item_rows=plan.item_rows,
+        clamped_rows=counter,
+        mask_row=mask_row,
+        mask_head=mask_head,
+        mask_query=mask_query,
+        tau1=tau1,
+        tau2=tau2,
+        STAGES=STAGES,
+        DEPENDENT=dependent,
+    )
+    out = torch.empty(batch, query_heads, count, value_dim, dtype=dtype, device=device)
+    slots, channels = combine_block(plan.most_slots, value_dim)
+    combine_kernel[(batch * -(-value_dim // channels), query_heads, count)](
+        partial,
+        stats,
+        plan.slot_rows,
+        unused if sink_logits is None else sink_logits,
+        out,
+        out.stride(0),
+        out.stride(1),
+        out.stride(2),
+        count,
+        GROUP=group,
+        QUERIES=block,
+        ROWS=rows,
+        VALUE_DIM=value_dim,
+        BLOCK_DIM=channels,
+        BLOCK_SLOTS=slots,
+        SINKS=sink_logits is not None,
+        HEADS=heads,
+        DEPENDENT=dependent,
+        num_warps=combine_warps(slots, channels),
+        **({"launch_pdl": True} if dependent else {}),
+    )
+    return out
+
+
+def combine_block(most_slots: int, value_dim: int) -> tuple[int, int]:
+    """Slots and channels of one step of the merge: few slots need one step; many are divided by channels, too."""
+    if most_slots <= 16:
+        return 16, min(128, block_of(value_dim))
+    return (64 if most_slots <= 64 else 256), 16
+
+
+def combine_warps(slots: int, channels: int) -> int:
+    """Warps of a merging program: sixteen numbers per thread."""
+    return max(1, slots * channels // 512)
+
+
+def warps_for(shape: DecodeShape) -> int:
+    """Warps of a program: one for every eight columns, and two for large heads, so that registers suffice."""
+    warps = max(1, query_rows(shape) * query_columns(shape) // 8)
+    return warps * (2 if max(shape.key_dim, shape.value_dim) > 128 else 1)

@@ -1,0 +1,147 @@
+"""Everything that a specialisation of the decode kernel is made for, and what follows from it at compile time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+PAGE = 128
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """The constants of one specialisation. Offsets are in units of 2 bytes, -1 for what a page has not.
+
+    Attributes:
+        key_bits, value_bits: of codes; 16 for pages of the model's dtype.
+        key_dim, value_dim: D and E.
+        key_groups, value_groups: scales per key channel of a page and per value token; 0 where many pages share one
+            set of scales (static pages, spans), which then are per channel for values too.
+        boosted: key channels with twice the bits, `boost_rows` their rows of codes per lane; boost_stored: whether
+            pages say which channels these are.
+        norm: 0 without token norms, 1 for one per token, 2 for one per token and head.
+        group, queries: query heads per KV head, and queries of one program.
+        split_query: whether a second column holds what rounding to fp16 leaves of a scaled query.
+        half: 0 where keys and values are quantized together, 1 where values stay longer in full precision, 2 where
+            keys do.
+        masked, ragged, softcap, tau: which of these apply; ragged: the last page of an item may be incomplete.
+        tile: full-precision tokens per step.
+        key_scale to key_channels, value_scale, value_zero_point: offsets within a head's part of a page's record, which
+            begins with the codes; key_head, value_head: from one head's part to the next; joint_norm: within the
+            record.
+        inline_asm: False under the interpreter.
+    """
+
+    key_bits: int
+    value_bits: int
+    key_dim: int
+    value_dim: int
+    key_groups: int
+    value_groups: int
+    boosted: int
+    boost_rows: int
+    boost_stored: bool
+    norm: int
+    group: int
+    queries: int
+    split_query: bool
+    half: int
+    masked: bool
+    ragged: bool
+    softcap: bool
+    tau: bool
+    tile: int
+    key_high: int
+    key_scale: int
+    key_zero_point: int
+    key_norm: int
+    key_channels: int
+    key_head: int
+    joint_norm: int
+    value_scale: int
+    value_zero_point: int
+    value_head: int
+    inline_asm: bool
+
+
+@triton.constexpr_function
+def block_of(size):
+    """The power of two, at least 16, that holds a size: what matrix products want."""
+    block = 16
+    while block < size:
+        block *= 2
+    return block
+
+
+@triton.constexpr_function
+def query_rows(shape):
+    """Query heads times queries of a program, rounded up to a power of two."""
+    rows = 1
+    while rows < shape.group * shape.queries:
+        rows *= 2
+    return rows
+
+
+@triton.constexpr_function
+def query_columns(shape):
+    """Columns of the N operand per query row: matrix products have at least eight."""
+    rows = 1
+    while rows < shape.group * shape.queries:
+        rows *= 2
+    return max(8 // rows, 2 if shape.split_query else 1)
+
+
+@triton.constexpr_function
+def field_bits(bits):
+    """Bits of a lane's field: 1-bit codes come in pairs."""
+    return max(bits, 2)
+
+
+@triton.constexpr_function
+def code_rows(bits, size):
+    """Rows of codes per lane for a contracted axis of this size."""
+    return size // 2 if bits == 1 else size
+
+
+@triton.constexpr_function
+def key_lanes(shape):
+    """Lanes of a key page, the first axis of its scores; at 16 bits its tokens."""
+    return 128 if shape.key_bits == 16 else 128 * max(shape.key_bits, 2) // 16
+
+
+@triton.constexpr_function
+def value_lanes(shape):
+    """Lanes of a value page."""
+    return shape.value_dim * max(shape.value_bits, 2) // 16
+
+
+@triton.constexpr_function
+def low_planes(bits):
+    """Fields that lie within the ten bits of an fp16 mantissa."""
+    return {2: 5, 4: 2, 8: 1}[bits]
+
+
+@triton.constexpr_function
+def shift_count(bits):
+    """Bits by which lanes are moved to bring their upper fields into the mantissa."""
+    return {2: 10, 4: 8, 8: 8}[bits]
+
+
+@triton.constexpr_function
+def plane_weight(j, bits):
+    """What the numbers spelled by field j have to be multiplied with to be codes."""
+    low = {2: 5, 4: 2, 8: 1}[bits]
+    return 2.0 ** (24 - bits * (j if j < low else j - low))
+
+
+@triton.constexpr_function
+def first_group(j, lanes, group_size):
+    """The first value group that plane j has channels of."""
+    return j * lanes // group_size
+
+
+@triton.constexpr_function
+def last_group(j, lanes, group_size):
+    """The last value group that plane j has channels of."""
+    return (j * lanes + lanes - 1) // group_size

@@ -1,0 +1,110 @@
+"""Sums of weighted values: how they begin, what a page adds, and how they are stored as a partial result."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvconvert.kernels.decode.triton.shape import (
+    block_of,
+    field_bits,
+    first_group,
+    last_group,
+    plane_weight,
+    query_columns,
+    query_rows,
+    value_lanes,
+)
+from kvconvert.kernels.decode.triton.tiles import (
+    PAGE,
+    add_dense_values,
+    add_page_values,
+    half_pointer,
+    in_token_order,
+    spread_columns,
+)
+
+
+@triton.jit
+def store_partial(out, slot, head, heads, plane_rows, known, total, F: tl.constexpr):
+    """Write weighted values [M, N], whose rows are the channels `plane_rows`."""
+    row = tl.arange(0, query_rows(F) * query_columns(F)) // query_columns(F)
+    first = tl.arange(0, query_rows(F) * query_columns(F)) % query_columns(F) == 0
+    place = (slot * heads + head).to(tl.int64) * query_rows(F)
+    where = out + (place + row)[None, :] * F.value_dim + plane_rows[:, None]
+    tl.store(where, total, mask=known[:, None] & first[None, :])
+
+
+@triton.jit
+def store_stats(stats, slot, head, heads, maximum, weight, F: tl.constexpr):
+    """Write maximum and sum of weights [rows]."""
+    row = tl.arange(0, query_rows(F))
+    where = stats + ((slot * heads + head).to(tl.int64) * query_rows(F) + row) * 2
+    tl.store(where, maximum)
+    tl.store(where + 1, weight)
+
+
+@triton.jit
+def shared_value_scales(value_base, shared, segment, head, F: tl.constexpr, J: tl.constexpr):
+    """Scale and zero_point of the channels of plane J, where many pages share them."""
+    LANES: tl.constexpr = value_lanes(F)
+    lane = tl.arange(0, block_of(LANES))
+    known = lane < LANES
+    channel = head * F.value_dim + J * LANES + lane
+    scale = tl.load(half_pointer(value_base + tl.load(shared + segment * 4 + 2) * 8) + channel, mask=known, other=0.0)
+    least = tl.load(half_pointer(value_base + tl.load(shared + segment * 4 + 3) * 8) + channel, mask=known, other=0.0)
+    return scale.to(tl.float32), least.to(tl.float32)
+
+
+@triton.jit
+def no_values(key_lanes: tl.constexpr, F: tl.constexpr):
+    """Sums of weighted values to begin with, for `add_page_values`, or for `add_dense_values` at 16 bits."""
+    N: tl.constexpr = query_rows(F) * query_columns(F)
+    totals = ()
+    offsets = ()
+    if F.value_bits == 16:
+        totals = (tl.zeros([block_of(F.value_dim), N], tl.float32),)
+        offsets = (tl.zeros([1], tl.float32),)
+    else:
+        for _ in tl.static_range(16 // field_bits(F.value_bits)):
+            totals = totals + (tl.zeros([block_of(value_lanes(F)), N], tl.float32),)
+        for _ in tl.static_range(max(F.value_groups, 1)):
+            offsets = offsets + (tl.zeros([key_lanes, query_rows(F)], tl.float32),)
+    return totals, offsets
+
+
+@triton.jit
+def add_values(value_base, unit, head, p, alpha, totals, offsets, F: tl.constexpr, DTYPE: tl.constexpr):
+    """The page at `unit` of the value pool, weighted by p [lanes, rows, planes], added to the sums."""
+    if F.value_bits == 16:
+        token = tl.arange(0, PAGE)
+        page = (value_base + unit * 8).to(tl.pointer_type(DTYPE)) + head * PAGE * F.value_dim
+        total = add_dense_values(page, F.value_dim, token, token < PAGE, in_token_order(p), alpha, totals[0], F)
+        return (total,), offsets
+    else:
+        page = value_base + unit * 8 + head * F.value_head
+        return add_page_values(page, page + F.value_scale, page + F.value_zero_point, p, alpha, totals, offsets, F)
+
+
+@triton.jit
+def store_page_values(out, slot, head, heads, totals, offsets, weight, value_base, shared, segment, F: tl.constexpr):
+    """The weighted values of all channels, with scales that were left out and zero_points, as one partial."""
+    if F.value_bits == 16:
+        channel = tl.arange(0, block_of(F.value_dim))
+        store_partial(out, slot, head, heads, channel, channel < F.value_dim, totals[0], F)
+    else:
+        FIELD: tl.constexpr = field_bits(F.value_bits)
+        LANES: tl.constexpr = value_lanes(F)
+        GROUP_SIZE: tl.constexpr = F.value_dim // max(F.value_groups, 1)
+        lane = tl.arange(0, block_of(LANES))
+        for j in tl.static_range(16 // FIELD):
+            total = totals[j] * plane_weight(j, FIELD)
+            if F.value_groups > 0:
+                for group in tl.static_range(first_group(j, LANES, GROUP_SIZE), last_group(j, LANES, GROUP_SIZE) + 1):
+                    own = (j * LANES + lane) // GROUP_SIZE == group
+                    offset = spread_columns(tl.sum(offsets[group], 0)[None, :], F)
+                    total = tl.where(own[:, None], total + offset, total)
+            else:
+                scale, least = shared_value_scales(value_base, shared, segment, head, F, j)
+                total = total * scale[:, None] + least[:, None] * spread_columns(weight[None, :], F)
+            store_partial(out, slot, head, heads, j * LANES + lane, lane < LANES, total, F)

@@ -1,0 +1,371 @@
+"""Pieces of the decode kernel: codes to fp16, the scores of a page, the weighted values of a page.
+
+Codes never become numbers by conversion. A field of up to 8 bits, cut out of its 16-bit lane by one AND, IS an fp16
+number: a subnormal one, code times a power of two times 2^-24, which tensor cores multiply exactly. The power of two
+and the 2^24 go into a factor of the result. Fields above an fp16 mantissa's ten bits are moved down first, one shift
+for all of them. So a pair of codes costs one instruction, and there is no bias to subtract.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvconvert.kernels.decode.triton.shape import (
+    block_of,
+    code_rows,
+    field_bits,
+    first_group,
+    last_group,
+    low_planes,
+    plane_weight,
+    query_columns,
+    query_rows,
+    shift_count,
+    value_lanes,
+)
+
+PAGE: tl.constexpr = tl.constexpr(128)
+
+
+@triton.jit
+def exp2(x, INLINE_ASM: tl.constexpr):
+    """2^x in fp32: the hardware's own instruction, without the care for results that are subnormal."""
+    if INLINE_ASM:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def shift_lanes(words, COUNT: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """Lanes moved down by COUNT bits. Neighbours may spill into upper bits, which no field read there has."""
+    if INLINE_ASM:
+        count = tl.full(words.shape, COUNT, tl.uint16)
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 n; and.b32 n, $2, 0xffff; shr.u32 $0, $1, n; }",
+            "=r,r,r",
+            [words, count],
+            dtype=tl.uint16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return words >> COUNT
+
+
+@triton.jit
+def plane(words, shifted, J: tl.constexpr, BITS: tl.constexpr, BIT: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """Field J of lanes of 16 / BITS fields, as the fp16 number it spells; only bit BIT of it unless that is -1."""
+    LOW: tl.constexpr = low_planes(BITS)
+    POSITION: tl.constexpr = BITS * (J if J < LOW else J - LOW)
+    MASK: tl.constexpr = ((1 << BITS) - 1 if BIT < 0 else 1 << BIT) << POSITION
+    source = words if J < LOW else shifted
+    mask = tl.full(words.shape, MASK, tl.uint16)
+    if INLINE_ASM:
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $1, $2;", "=r,r,r", [source, mask], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        return (source & mask).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def plane_product(words, shifted, lower, upper, total, J: tl.constexpr, BITS: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """`total` plus the codes of plane J [M, K] times `lower` [K, N], without the plane's weight.
+
+    Of pairs of 1-bit codes, the lower bit belongs to `lower` and the upper one to `upper`, which has to hold half of
+    what is meant.
+    """
+    if BITS == 1:
+        total = tl.dot(plane(words, shifted, J, 2, 0, INLINE_ASM), lower, total)
+        return tl.dot(plane(words, shifted, J, 2, 1, INLINE_ASM), upper, total)
+    else:
+        return tl.dot(plane(words, shifted, J, BITS, -1, INLINE_ASM), lower, total)
+
+
+@triton.jit
+def join_planes(parts, COUNT: tl.constexpr):
+    """COUNT tensors [M, N] as one [M, N, COUNT]."""
+    M: tl.constexpr = parts[0].shape[0]
+    N: tl.constexpr = parts[0].shape[1]
+    if COUNT == 1:
+        return tl.reshape(parts[0], [M, N, 1])
+    elif COUNT == 2:
+        return tl.join(parts[0], parts[1])
+    elif COUNT == 4:
+        return tl.reshape(tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3])), [M, N, 4])
+    else:
+        even = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
+        odd = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
+        return tl.reshape(tl.join(even, odd), [M, N, 8])
+
+
+@triton.jit
+def half_pointer(units):
+    """A pointer to 16-bit units as one to fp16 numbers."""
+    return units.to(tl.pointer_type(tl.float16))
+
+
+@triton.jit
+def scaled_query(query, scale, F: tl.constexpr):
+    """Queries [K, N] times key scales [K] as fp16.
+
+    `query` holds every query in the first of its columns and zeros in the others, in fp16, so that one rounding is
+    lost, which has as many bits as a bf16 or fp16 query itself or more. Where F.split_query, it is fp32 and stands in
+    the first two columns: the second takes what rounding the first has left.
+    """
+    if F.split_query:
+        column = tl.arange(0, query_rows(F) * query_columns(F)) % query_columns(F)
+        exact = query * scale.to(tl.float32)[:, None]
+        high = exact.to(tl.float16)
+        low = (exact - high.to(tl.float32)).to(tl.float16)
+        return tl.where((column == 1)[None, :], low, high)
+    else:
+        return query * scale[:, None]
+
+
+@triton.jit
+def add_columns(x, F: tl.constexpr):
+    """[M, rows * columns, P] to [M, rows, P]: the columns of each query together."""
+    COLUMNS: tl.constexpr = query_columns(F)
+    if COLUMNS == 1:
+        return x
+    else:
+        parts = tl.reshape(x, [x.shape[0], query_rows(F), COLUMNS, x.shape[2]])
+        if COLUMNS == 2:
+            first, second = tl.split(tl.permute(parts, (0, 1, 3, 2)))
+            if F.split_query:
+                return first + second
+            else:
+                return first
+        else:
+            return tl.sum(parts, 2)
+
+
+@triton.jit
+def group_operands(
+    scales, zero_points, operands, boost, boost_channel, GROUP: tl.constexpr, LANES: tl.constexpr, F: tl.constexpr
+):
+    """Scaled queries for the codes of one group of tokens, for the upper halves of pairs, for boosted channels; and
+    the products of queries with the zero_points, [LANES, N], equal in all rows.
+    """
+    ROWS: tl.constexpr = code_rows(F.key_bits, F.key_dim)
+    channel = tl.arange(0, block_of(ROWS))
+    real = channel < ROWS
+    scale_row = half_pointer(scales) + GROUP * F.key_dim
+    minimum_row = half_pointer(zero_points) + GROUP * F.key_dim
+    lower = scaled_query(operands[0], tl.load(scale_row + channel, mask=real, other=0.0), F)
+    zero_point = tl.load(minimum_row + channel, mask=real, other=0.0)
+    none = tl.zeros([LANES, lower.shape[1]], tl.float32)
+    offset = tl.dot(tl.broadcast_to(zero_point[None, :], [LANES, block_of(ROWS)]), operands[1], none)
+    upper = lower
+    boost_lower = lower
+    if F.key_bits == 1:
+        scale = tl.load(scale_row + ROWS + channel, mask=real, other=0.0)
+        upper = scaled_query(operands[2], scale * 0.5, F)
+        zero_point = tl.load(minimum_row + ROWS + channel, mask=real, other=0.0)
+        offset = tl.dot(tl.broadcast_to(zero_point[None, :], [LANES, block_of(ROWS)]), operands[3], offset)
+    if F.boosted > 0:
+        # The upper bits count 2^bits times as much as the lower ones.
+        WEIGHT: tl.constexpr = 1 << F.key_bits
+        scale = tl.load(scale_row + boost_channel, mask=boost_channel >= 0, other=0.0)
+        boost_lower = scaled_query(boost, scale * WEIGHT, F)
+    return lower, upper, boost_lower, offset
+
+
+@triton.jit
+def page_scores(page, norms, scales, zero_points, operands, boost, boost_channel, F: tl.constexpr):
+    """Products of queries with the 128 keys of a page: fp32 [lanes, rows, planes], token = plane * lanes + lane.
+
+    Args:
+        page: pointer to the head's part of the page.
+        norms, scales, zero_points: pointers to the token norms [128] and to the groups' scales and zero_points [groups, D].
+        operands: queries of the channels of the code rows, see `scaled_query`, and the same as fp16 in all cases, for
+            the product with the zero_points; at 1 bit of the lower half of the channels, followed by both of the upper half.
+        boost, boost_channel: queries of the boosted channels [boosted, N], and their numbers; unused without boost.
+    """
+    FIELD: tl.constexpr = field_bits(F.key_bits)
+    PLANES: tl.constexpr = 16 // FIELD
+    LANES: tl.constexpr = PAGE // PLANES
+    ROWS: tl.constexpr = code_rows(F.key_bits, F.key_dim)
+    GROUPS: tl.constexpr = max(F.key_groups, 1)
+    STEPS: tl.constexpr = max(GROUPS // PLANES, 1)
+    lane = tl.arange(0, LANES)
+    channel = tl.arange(0, block_of(ROWS))
+    real = channel < ROWS
+    words = tl.load(page + lane[:, None] * ROWS + channel[None, :], mask=real[None, :], other=0)
+    shifted = shift_lanes(words, shift_count(FIELD), F.inline_asm)
+    if F.boosted > 0:
+        boosted = tl.arange(0, block_of(F.boost_rows))
+        high = tl.load(
+            page + F.key_high + lane[:, None] * F.boost_rows + boosted[None, :],
+            mask=(boosted < F.boost_rows)[None, :],
+            other=0,
+        )
+        high_shifted = shift_lanes(high, shift_count(FIELD), F.inline_asm)
+    products = ()
+    # One group serves several planes, or several groups share a plane.
+    for step in tl.static_range(max(GROUPS, PLANES)):
+        if step % max(PLANES // GROUPS, 1) == 0:
+            lower, upper, boost_lower, offset = group_operands(
+                scales, zero_points, operands, boost, boost_channel, step * GROUPS // max(GROUPS, PLANES), LANES, F
+            )
+        none = tl.zeros([LANES, lower.shape[1]], tl.float32)
+        product = plane_product(words, shifted, lower, upper, none, step // STEPS, F.key_bits, F.inline_asm)
+        if F.boosted > 0:
+            product = tl.dot(plane(high, high_shifted, step // STEPS, FIELD, -1, F.inline_asm), boost_lower, product)
+        product = product * plane_weight(step // STEPS, FIELD) + offset
+        if STEPS == 1:
+            products = products + (product,)
+        else:
+            if step % STEPS == 0:
+                total = product
+            else:
+                total = tl.where((lane // (LANES // STEPS) == step % STEPS)[:, None], product, total)
+            if step % STEPS == STEPS - 1:
+                products = products + (total,)
+    x = add_columns(join_planes(products, PLANES), F)
+    if F.norm > 0:
+        token = page_tokens(LANES)
+        x = x * tl.load(half_pointer(norms) + token).to(tl.float32)[:, None, :]
+    return x
+
+
+@triton.jit
+def page_tokens(LANES: tl.constexpr):
+    """Number within the page of each token of [lanes, planes]."""
+    return tl.arange(0, LANES)[:, None] + LANES * tl.arange(0, PAGE // LANES)[None, :]
+
+
+@triton.jit
+def dense_scores(keys, stride, token, known, query, F: tl.constexpr):
+    """Products of queries [D, N] with full-precision keys, fp32 [tokens, rows, 1].
+
+    `keys` points to the first of these keys, `stride` leads from one to the next; `token` [tokens] are their numbers,
+    and where `known` is False there is none.
+    """
+    channel = tl.arange(0, block_of(F.key_dim))
+    mask = known[:, None] & (channel < F.key_dim)[None, :]
+    tile = tl.load(keys + token[:, None] * stride + channel[None, :], mask=mask, other=0.0)
+    if F.inline_asm:
+        x = tl.dot(tile, query, input_precision="ieee")
+    else:
+        # The interpreter's products take bf16 numbers for integers.
+        x = tl.dot(tile.to(tl.float32), query.to(tl.float32))
+    return add_columns(tl.reshape(x, [x.shape[0], x.shape[1], 1]), F)
+
+
+@triton.jit
+def in_token_order(p):
+    """[lanes, rows, planes] to [tokens, rows]."""
+    LANES: tl.constexpr = p.shape[0]
+    ROWS: tl.constexpr = p.shape[1]
+    PLANES: tl.constexpr = p.shape[2]
+    return tl.reshape(tl.permute(p, (2, 0, 1)), [PLANES * LANES, ROWS])
+
+
+@triton.jit
+def spread_columns(p, F: tl.constexpr):
+    """[M, rows] to [M, rows * columns]: every column of a query gets its number; the first one's result is used."""
+    COLUMNS: tl.constexpr = query_columns(F)
+    if COLUMNS == 1:
+        return p
+    else:
+        wide = tl.broadcast_to(p[:, :, None], [p.shape[0], p.shape[1], COLUMNS])
+        return tl.reshape(wide, [p.shape[0], p.shape[1] * COLUMNS])
+
+
+@triton.jit
+def add_dense_values(values, stride, token, known, p, alpha, total, F: tl.constexpr):
+    """`total` [E, N] times alpha [rows] plus full-precision values weighted by p [tokens, rows]."""
+    channel = tl.arange(0, block_of(F.value_dim))
+    mask = known[:, None] & (channel < F.value_dim)[None, :]
+    tile = tl.load(values + token[:, None] * stride + channel[None, :], mask=mask, other=0.0)
+    total = total * spread_columns(alpha[None, :], F)
+    weights = spread_columns(p.to(tile.dtype), F)
+    if F.inline_asm:
+        return tl.dot(tl.trans(tile), weights, total, input_precision="ieee")
+    else:
+        return tl.dot(tl.trans(tile.to(tl.float32)), weights.to(tl.float32), total)
+
+
+@triton.jit
+def token_halves(x):
+    """The first and the second half of the tokens of [tokens, rows]."""
+    return tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
+
+
+@triton.jit
+def add_dense_page(values, stride, token, p, alpha, total, F: tl.constexpr):
+    """`add_dense_values` of 128 tokens from number `token` on, 32 at a time, which keeps to a warp's registers."""
+    QUARTER: tl.constexpr = PAGE // 4
+    place = tl.arange(0, QUARTER)
+    first, second = token_halves(p)
+    for half in tl.static_range(2):
+        if half == 0:
+            low, high = token_halves(first)
+        else:
+            low, high = token_halves(second)
+        start = token + half * 2 * QUARTER
+        total = add_dense_values(values, stride, start + place, place < QUARTER, low, alpha, total, F)
+        alpha = tl.full(alpha.shape, 1.0, tl.float32)
+        total = add_dense_values(values, stride, start + QUARTER + place, place < QUARTER, high, alpha, total, F)
+    return total
+
+
+@triton.jit
+def add_page_values(page, scales, zero_points, p, alpha, totals, offsets, F: tl.constexpr):
+    """Code sums of a page by plane, times alpha plus this page's; the same of the sums that zero_points are to be added.
+
+    Args:
+        page: pointer to the head's part of the page; scales, zero_points: to those of its tokens [groups, 128].
+        p: weights, [lanes, rows, planes] in the order of the KEY page. alpha: [rows].
+        totals: per plane fp32 [value lanes, N]; offsets: per group fp32 [key lanes, rows], to be summed over the lanes.
+    """
+    FIELD: tl.constexpr = field_bits(F.value_bits)
+    TOKENS: tl.constexpr = code_rows(F.value_bits, PAGE)
+    LANES: tl.constexpr = value_lanes(F)
+    GROUPS: tl.constexpr = max(F.value_groups, 1)
+    GROUP_SIZE: tl.constexpr = F.value_dim // GROUPS
+    BLOCK: tl.constexpr = block_of(LANES)
+    lane = tl.arange(0, BLOCK)
+    row = tl.arange(0, TOKENS)
+    words = tl.load(page + lane[:, None] * TOKENS + row[None, :], mask=(lane < LANES)[:, None], other=0)
+    shifted = shift_lanes(words, shift_count(FIELD), F.inline_asm)
+    token = page_tokens(p.shape[0])
+    lowers = ()
+    uppers = ()
+    sums = ()
+    for group in tl.static_range(GROUPS):
+        if F.value_groups > 0:
+            scale = tl.load(half_pointer(scales) + group * PAGE + token).to(tl.float32)
+            zero_point = tl.load(half_pointer(zero_points) + group * PAGE + token).to(tl.float32)
+            sums = sums + (offsets[group] * alpha[None, :] + tl.sum(p * zero_point[:, None, :], 2),)
+            weights = in_token_order((p * scale[:, None, :]).to(tl.float16))
+        else:
+            sums = sums + (offsets[group],)
+            weights = in_token_order(p.to(tl.float16))
+        weights = spread_columns(weights, F)
+        if F.value_bits == 1:
+            halves = tl.reshape(weights, [2, TOKENS, weights.shape[1]])
+            low, high = tl.split(tl.permute(halves, (1, 2, 0)))
+            lowers = lowers + (low,)
+            uppers = uppers + (high * 0.5,)
+        else:
+            lowers = lowers + (weights,)
+            uppers = uppers + (weights,)
+    factor = spread_columns(alpha[None, :], F)
+    results = ()
+    for j in tl.static_range(16 // FIELD):
+        total = totals[j] * factor
+        for group in tl.static_range(first_group(j, LANES, GROUP_SIZE), last_group(j, LANES, GROUP_SIZE) + 1):
+            more = plane_product(words, shifted, lowers[group], uppers[group], total, j, F.value_bits, F.inline_asm)
+            if first_group(j, LANES, GROUP_SIZE) == last_group(j, LANES, GROUP_SIZE):
+                total = more
+            else:
+                total = tl.where(((j * LANES + lane) // GROUP_SIZE == group)[:, None], more, total)
+        results = results + (total,)
+    return results, sums

@@ -1,1 +1,0 @@
-"""The Triton kernels: one module per operation, imported only where they run."""

@@ -1,0 +1,279 @@
+"""Few rows times a 4-bit weight, in Triton. No layout stores 3 or 2 bits yet, so there is nothing for them here.
+
+The weight's layout is that of kvconvert.kernels.linear.packed_layout: each nibble of its lanes is a matrix operand.
+
+Conversion. Two lanes at a time, by a shift and one three-input logical operation. For bf16 a code becomes 128 + c
+(0x4300 over the lowest bits of the mantissa, which for one nibble needs no shift) or 16 + c (0x4180 over its highest
+bits); for fp16 the subnormal c 2^-24 or 16 c 2^-24, which needs neither the constant nor half of the shifts, and which
+tensor cores multiply exactly. Bias and zero leave with a second product: sum (c - z) x = sum (b + c) x - (b + z) sum x,
+whose last sum is a product with a matrix of ones, so that it arrives where the accumulator is. The scale multiplies
+each group's sum in float32. No activation changes its dtype: an outlier of 1e5 in bf16 stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvconvert.errors import UsageError
+from kvconvert.kernels.device import multiprocessors
+from kvconvert.kernels.linear.packed_layout import DTYPES, TILE, PackedWeight
+from kvconvert.kernels.variants import Variant
+
+OUTPUTS = tl.constexpr(TILE)
+# What turns fp16's subnormals back into codes.
+_UNIT = tl.constexpr(2.0**24)
+
+
+@triton.jit
+def code_operand(lanes, NIBBLE: tl.constexpr, BF16: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """One nibble of each lane as a matrix operand.
+
+    Even nibbles become 128 + c in bf16, c 2^-24 in fp16; odd ones 16 + c and 16 c 2^-24.
+    """
+    if BF16:
+        if INLINE_ASM:
+            if NIBBLE == 0:
+                operand = tl.inline_asm_elementwise(
+                    "lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;",
+                    "=r,r", [lanes], dtype=tl.bfloat16, is_pure=True, pack=2,
+                )  # fmt: skip
+            elif NIBBLE == 1:
+                operand = tl.inline_asm_elementwise(
+                    "{.reg .b32 t; shr.u32 t, $1, 1; lop3.b32 $0, t, 0x00780078, 0x41804180, 0xEA;}",
+                    "=r,r", [lanes], dtype=tl.bfloat16, is_pure=True, pack=2,
+                )  # fmt: skip
+            elif NIBBLE == 2:
+                operand = tl.inline_asm_elementwise(
+                    "{.reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA;}",
+                    "=r,r", [lanes], dtype=tl.bfloat16, is_pure=True, pack=2,
+                )  # fmt: skip
+            else:
+                operand = tl.inline_asm_elementwise(
+                    "{.reg .b32 t; shr.u32 t, $1, 9; lop3.b32 $0, t, 0x00780078, 0x41804180, 0xEA;}",
+                    "=r,r", [lanes], dtype=tl.bfloat16, is_pure=True, pack=2,
+                )  # fmt: skip
+        else:
+            code = (lanes.to(tl.int32) >> (4 * NIBBLE)) & 15
+            bits = (0x4180 | (code << 3)) if NIBBLE % 2 else (0x4300 | code)
+            operand = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        if INLINE_ASM:
+            if NIBBLE == 0:
+                operand = tl.inline_asm_elementwise(
+                    "and.b32 $0, $1, 0x000f000f;", "=r,r", [lanes], dtype=tl.float16, is_pure=True, pack=2
+                )
+            elif NIBBLE == 1:
+                operand = tl.inline_asm_elementwise(
+                    "and.b32 $0, $1, 0x00f000f0;", "=r,r", [lanes], dtype=tl.float16, is_pure=True, pack=2
+                )
+            elif NIBBLE == 2:
+                operand = tl.inline_asm_elementwise(
+                    "{.reg .b32 t; shr.u32 t, $1, 8; and.b32 $0, t, 0x000f000f;}",
+                    "=r,r", [lanes], dtype=tl.float16, is_pure=True, pack=2,
+                )  # fmt: skip
+            else:
+                operand = tl.inline_asm_elementwise(
+                    "{.reg .b32 t; shr.u32 t, $1, 8; and.b32 $0, t, 0x00f000f0;}",
+                    "=r,r", [lanes], dtype=tl.float16, is_pure=True, pack=2,
+                )  # fmt: skip
+        else:
+            code = (lanes.to(tl.int32) >> (4 * NIBBLE)) & 15
+            operand = (code << (4 * (NIBBLE % 2))).to(tl.int16).to(tl.float16, bitcast=True)
+    return operand
+
+
+@triton.jit
+def multiply(left, right, total, COMPILED: tl.constexpr):
+    """total + left right in float32; Triton's interpreter knows no bfloat16 there."""
+    if not COMPILED:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total)
+
+
+@triton.jit
+def scale_of(grid):
+    """The float32 scale in a word of the grid."""
+    return (grid & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _corrected(product, sums, grid, CLASS: tl.constexpr, BF16: tl.constexpr):
+    """sum (c - z) scale x over a span from the operand's product and the sums of x, in float32."""
+    zero = (grid >> 16).to(tl.float32)
+    if BF16:
+        return scale_of(grid) * (product - (zero + (16.0 if CLASS else 128.0)) * sums)
+    return scale_of(grid) * (product * (_UNIT / 16.0**CLASS) - zero * sums)
+
+
+@triton.jit(do_not_specialize=["rows", "octets", "spans"])
+def _few_rows_kernel(
+    x,
+    lanes,
+    grid,
+    y,
+    rows,
+    octets,
+    spans,
+    SPAN: tl.constexpr,
+    GROUP_SPANS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    INLINE_ASM: tl.constexpr,
+):
+    """y = x W^T for ROWS rows and 32 TILES outputs per program; every warp has inputs of its own, added up at the end.
+
+    The product has a batch dimension, which Triton deals out to the warps: so the inputs are split within a program,
+    where the order of the sum is fixed and no second launch is needed.
+    """
+    BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    HALF: tl.constexpr = SPAN // 2
+    BLOCK: tl.constexpr = TILES * 16
+    # So that the compiler sees that rows of y start at multiples of 16 bytes.
+    outputs = octets * 8
+    program = tl.program_id(0)
+    tiles = (outputs + OUTPUTS - 1) // OUTPUTS
+    warp = tl.arange(0, WARPS)[:, None, None]
+    line = tl.arange(0, BLOCK)[None, :, None]
+    tile = program * TILES + line // 16
+    column = tl.arange(0, HALF)[None, None, :]
+    inner = tl.arange(0, HALF)[None, :, None]
+    first_row = tl.program_id(1) * ROWS
+    row = first_row + tl.arange(0, ROWS)[None, None, :]
+    ones = tl.full([WARPS, BLOCK, HALF], 1.0, x.dtype.element_ty)
+    none = tl.zeros([WARPS, BLOCK, ROWS], tl.float32)
+    low, high = none, none
+    inputs = spans * SPAN
+    groups = spans // GROUP_SPANS
+    lane_pointers = lanes + tile * (spans * 16 * HALF) + line % 16 * HALF + column
+    grid_pointers = grid + tile * (groups * OUTPUTS) + line % 16
+    x_pointers = x + row * inputs + inner
+    for step in tl.range(0, tl.cdiv(spans, WARPS), num_stages=STAGES):
+        span = step * WARPS + warp
+        x_mask = row < rows
+        mask = tile < tiles
+        if not EVEN:
+            mask &= span < spans
+            x_mask &= span < spans
+        packed = tl.load(lane_pointers + span * (16 * HALF), mask=mask, other=0)
+        grid_low = tl.load(grid_pointers + span // GROUP_SPANS * OUTPUTS, mask=mask, other=0)
+        grid_high = tl.load(grid_pointers + (span // GROUP_SPANS * OUTPUTS + 16), mask=mask, other=0)
+        first = tl.load(x_pointers + span * SPAN, mask=x_mask, other=0.0)
+        second = tl.load(x_pointers + (span * SPAN + HALF), mask=x_mask, other=0.0)
+        sums = multiply(ones, second, multiply(ones, first, none, INLINE_ASM), INLINE_ASM)
+        product = multiply(code_operand(packed, 0, BF16, INLINE_ASM), first, none, INLINE_ASM)
+        product = multiply(code_operand(packed, 2, BF16, INLINE_ASM), second, product, INLINE_ASM)
+        low += _corrected(product, sums, grid_low, 0, BF16)
+        product = multiply(code_operand(packed, 1, BF16, INLINE_ASM), first, none, INLINE_ASM)
+        product = multiply(code_operand(packed, 3, BF16, INLINE_ASM), second, product, INLINE_ASM)
+        high += _corrected(product, sums, grid_high, 1, BF16)
+    line = tl.arange(0, BLOCK)[:, None]
+    row = first_row + tl.arange(0, ROWS)[None, :]
+    output = (program * TILES + line // 16) * OUTPUTS + line % 16
+    pointers = y + row * outputs + output
+    tl.store(pointers, tl.sum(low, 0).to(y.dtype.element_ty), mask=(row < rows) & (output < outputs))
+    tl.store(pointers + 16, tl.sum(high, 0).to(y.dtype.element_ty), mask=(row < rows) & (output + 16 < outputs))
+
+
+@dataclass(frozen=True)
+class FewRowsShape:
+    """How `few_rows` runs: rows and tiles per program, warps, and loads in flight (pipeline stages)."""
+
+    rows: int
+    tiles: int
+    warps: int
+    stages: int
+
+
+# By rows, and whether two tiles per program are still enough programs for every multiprocessor.
+_SHAPES = {
+    (8, True): FewRowsShape(8, 2, 2, 4),
+    (8, False): FewRowsShape(8, 1, 4, 4),
+    (16, True): FewRowsShape(16, 2, 4, 3),
+    (16, False): FewRowsShape(16, 1, 4, 3),
+    (32, True): FewRowsShape(32, 1, 2, 3),
+    (32, False): FewRowsShape(32, 1, 4, 3),
+}
+
+
+def few_rows(x: Tensor, weight: PackedWeight, shape: FewRowsShape | None = None) -> Tensor:
+    """x W^T for x [rows, in] of fp16 or bf16: [rows, out] in its dtype, sums in float32."""
+    rows, (tiles, spans) = checked(x, weight), weight.lanes.shape[:2]
+    shape = shape or few_rows_shape(len(rows), tiles, multiprocessors(x.device))
+    y = rows.new_empty(len(rows), weight.outputs)
+    _few_rows_kernel[(triton.cdiv(tiles, shape.tiles), triton.cdiv(rows.shape[0], shape.rows))](
+        rows, weight.lanes, weight.grid, y, rows.shape[0], weight.outputs // 8, spans,
+        SPAN=weight.span, GROUP_SPANS=weight.group_size // weight.span, ROWS=shape.rows, TILES=shape.tiles,
+        WARPS=shape.warps, EVEN=spans % shape.warps == 0, STAGES=shape.stages, INLINE_ASM=x.is_cuda,
+        num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    return y
+
+
+def few_rows_shape(rows: int, tiles: int, multiprocessors: int) -> FewRowsShape:
+    """What measured best on an H200 for so many rows of a weight of so many tiles; benchmarks/gpu_linear.py."""
+    fills = tiles >= 3 * multiprocessors
+    if rows <= 8:
+        return _SHAPES[8, fills]
+    return _SHAPES[16 if rows <= 16 else 32, fills]
+
+
+def checked(x: Tensor, weight: PackedWeight) -> Tensor:
+    """The rows, contiguous and aligned for 16-byte loads."""
+    if x.dtype not in DTYPES:
+        raise UsageError(f"The 4-bit kernels take fp16 and bf16 activations, not {x.dtype}; use w4a16_reference.")
+    if x.dim() != 2 or x.shape[1] != weight.inputs:
+        raise UsageError(f"The 4-bit kernels take [rows, {weight.inputs}], not {list(x.shape)}.")
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def signature(dtype: str) -> dict[str, str]:
+    """Types of the arguments that the kernels with activations share."""
+    pointers = {"x": f"*{dtype}", "lanes": "*i16", "grid": "*i32", "y": f"*{dtype}"}
+    return pointers | dict.fromkeys(("rows", "octets", "spans"), "i32")
+
+
+def variants(device_capability: int) -> Iterator[Variant]:
+    """Every specialisation that the dispatch can choose, the same on all devices."""
+    for dtype in DTYPES.values():
+        for span, group_spans in ((32, 1), (64, 1), (128, 1), (128, 2)):
+            for (rows, fills), shape in _SHAPES.items():
+                for even in (True, False):
+                    yield Variant(
+                        name=f"few_rows-{dtype}-{span}x{group_spans}-{rows}{'-fills' * fills}{'-even' * even}",
+                        function=_few_rows_kernel,
+                        signature=signature(dtype),
+                        constants={
+                            "SPAN": span,
+                            "GROUP_SPANS": group_spans,
+                            "ROWS": rows,
+                            "TILES": shape.tiles,
+                            "WARPS": shape.warps,
+                            "EVEN": even,
+                            "STAGES": shape.stages,
+                            "INLINE_ASM": True,
+                        },
+                        num_warps=shape.warps,
+                        num_stages=shape.stages,
+                        axes={
+                            "dtype": dtype,
+                            "span": span,
+                            "group_spans": group_spans,
+                            "rows": rows,
+                            "fills": fills,
+                            "even": even,
+                        },
+                        codes=TILE * shape.tiles * shape.warps * span,
+                        tensor_cores=True,
+                        wide_loads=True,
+                        # A scale and a zero for only 32 codes.
+                        most_per_code=8.6 if span == 32 else 6.0,
+                    )

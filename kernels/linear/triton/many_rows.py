@@ -1,0 +1,271 @@
+"""A prompt's many rows times a 4-bit weight: dequantized on the way to the tensor cores, or first, for torch's product.
+
+The layout is that of kvconvert.kernels.linear.packed_layout. The weights are the product's left operand, so that each of
+them is dequantized by one thread of a program, in registers, for all of the program's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvconvert.kernels.device import capability
+from kvconvert.kernels.linear.packed_layout import DTYPES, TILE, PackedWeight
+from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, checked, code_operand, multiply, scale_of, signature
+from kvconvert.kernels.variants import Variant
+
+
+@triton.jit
+def _weights(lanes, grid, NIBBLE: tl.constexpr, BF16: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """(c - z) scale of one nibble of each lane, rounded once or nearly so to the activations' dtype.
+
+    c - z is exact in either dtype. bf16 has too few bits for the scale, which is therefore multiplied in two parts.
+    """
+    scale, zero = scale_of(grid), (grid >> 16).to(tl.float32)
+    if not INLINE_ASM:
+        code = ((lanes.to(tl.int32) >> (4 * NIBBLE)) & 15).to(tl.float32)
+        values = ((code - zero) * scale).to(tl.bfloat16 if BF16 else tl.float16)
+    elif BF16:
+        coarse = scale.to(tl.bfloat16)
+        fine = (scale - coarse.to(tl.float32)).to(tl.bfloat16)
+        zeros = ((-16.0 if NIBBLE % 2 else -128.0) - zero).to(tl.bfloat16)
+        values = tl.inline_asm_elementwise(
+            "{.reg .b32 d, one, none; mov.b32 one, 0x3F803F80; mov.b32 none, 0x80008000; "
+            "fma.rn.bf16x2 d, $1, one, $2; fma.rn.bf16x2 none, d, $4, none; fma.rn.bf16x2 $0, d, $3, none;}",
+            "=r,r,r,r,r", [code_operand(lanes, NIBBLE, BF16, True), zeros, coarse, fine],
+            dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        half = scale.to(tl.float16)
+        # 1024 + c or 1024 + 16 c, brought to c - z by one fused operation.
+        zeros = (-64.0 - zero).to(tl.float16) if NIBBLE % 2 else (-1024.0 - zero).to(tl.float16)
+        if NIBBLE == 0:
+            values = tl.inline_asm_elementwise(
+                "{.reg .b32 t, factor; lop3.b32 t, $1, 0x000f000f, 0x64006400, 0xEA; "
+                "mov.b32 factor, 0x3C003C00; fma.rn.f16x2 t, t, factor, $2; mul.rn.f16x2 $0, t, $3;}",
+                "=r,r,r,r", [lanes, zeros, half], dtype=tl.float16, is_pure=True, pack=2,
+            )  # fmt: skip
+        elif NIBBLE == 1:
+            values = tl.inline_asm_elementwise(
+                "{.reg .b32 t, factor; lop3.b32 t, $1, 0x00f000f0, 0x64006400, 0xEA; "
+                "mov.b32 factor, 0x2C002C00; fma.rn.f16x2 t, t, factor, $2; mul.rn.f16x2 $0, t, $3;}",
+                "=r,r,r,r", [lanes, zeros, half], dtype=tl.float16, is_pure=True, pack=2,
+            )  # fmt: skip
+        elif NIBBLE == 2:
+            values = tl.inline_asm_elementwise(
+                "{.reg .b32 t, factor; shr.u32 t, $1, 8; lop3.b32 t, t, 0x000f000f, 0x64006400, 0xEA; "
+                "mov.b32 factor, 0x3C003C00; fma.rn.f16x2 t, t, factor, $2; mul.rn.f16x2 $0, t, $3;}",
+                "=r,r,r,r", [lanes, zeros, half], dtype=tl.float16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            values = tl.inline_asm_elementwise(
+                "{.reg .b32 t, factor; shr.u32 t, $1, 8; lop3.b32 t, t, 0x00f000f0, 0x64006400, 0xEA; "
+                "mov.b32 factor, 0x2C002C00; fma.rn.f16x2 t, t, factor, $2; mul.rn.f16x2 $0, t, $3;}",
+                "=r,r,r,r", [lanes, zeros, half], dtype=tl.float16, is_pure=True, pack=2,
+            )  # fmt: skip
+    return values
+
+
+@triton.jit(do_not_specialize=["rows", "octets", "spans"])
+def _prompt_kernel(
+    x,
+    lanes,
+    grid,
+    y,
+    rows,
+    octets,
+    spans,
+    SPAN: tl.constexpr,
+    GROUP_SPANS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    INLINE_ASM: tl.constexpr,
+):
+    """y = x W^T for ROWS rows and 32 TILES outputs per program, the weights becoming the product's left operand."""
+    BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    HALF: tl.constexpr = SPAN // 2
+    BLOCK: tl.constexpr = TILES * 16
+    outputs = octets * 8
+    row_blocks = (rows + ROWS - 1) // ROWS
+    program = tl.program_id(0)
+    first_row = program % row_blocks * ROWS
+    first_tile = program // row_blocks * TILES
+    tiles = (outputs + OUTPUTS - 1) // OUTPUTS
+    groups = spans // GROUP_SPANS
+    inputs = spans * SPAN
+    line = tl.arange(0, BLOCK)
+    # The last block reads its neighbours' tiles again where it has none of its own; what comes of them is not stored.
+    tile = tl.minimum(line // 16, tiles - first_tile - 1)
+    row = tl.arange(0, ROWS)
+    low = tl.zeros([BLOCK, ROWS], tl.float32)
+    high = tl.zeros([BLOCK, ROWS], tl.float32)
+    column = tl.arange(0, HALF)
+    lane_block = lanes + first_tile.to(tl.int64) * (spans * (16 * HALF))
+    lane_offsets = (tile * (spans * 16) + line % 16)[:, None] * HALF + column[None, :]
+    grid_block = grid + first_tile * (groups * OUTPUTS)
+    grid_offsets = tile * (groups * OUTPUTS) + line % 16
+    x_block = x + first_row.to(tl.int64) * inputs
+    x_offsets = tl.minimum(row, rows - first_row - 1)[None, :] * inputs + column[:, None]
+    for span in tl.range(0, spans, num_stages=STAGES):
+        packed = tl.load(lane_block + span * (16 * HALF) + lane_offsets)
+        grid_low = tl.load(grid_block + span // GROUP_SPANS * OUTPUTS + grid_offsets)[:, None]
+        grid_high = tl.load(grid_block + (span // GROUP_SPANS * OUTPUTS + 16) + grid_offsets)[:, None]
+        first = tl.load(x_block + span * SPAN + x_offsets)
+        second = tl.load(x_block + (span * SPAN + HALF) + x_offsets)
+        low = multiply(_weights(packed, grid_low, 0, BF16, INLINE_ASM), first, low, INLINE_ASM)
+        high = multiply(_weights(packed, grid_high, 1, BF16, INLINE_ASM), first, high, INLINE_ASM)
+        low = multiply(_weights(packed, grid_low, 2, BF16, INLINE_ASM), second, low, INLINE_ASM)
+        high = multiply(_weights(packed, grid_high, 3, BF16, INLINE_ASM), second, high, INLINE_ASM)
+    low, high = low.to(y.dtype.element_ty), high.to(y.dtype.element_ty)
+    y_block = y + first_row.to(tl.int64) * outputs + first_tile * OUTPUTS
+    line, row = tl.arange(0, BLOCK)[:, None], tl.arange(0, ROWS)[None, :]
+    output = line // 16 * OUTPUTS + line % 16
+    offsets, rest = row * outputs + output, outputs - first_tile * OUTPUTS
+    inside = row < rows - first_row
+    tl.store(y_block + offsets, low, mask=inside & (output < rest))
+    tl.store(y_block + 16 + offsets, high, mask=inside & (output + 16 < rest))
+
+
+@triton.jit(do_not_specialize=["first_tile", "tiles", "spans"])
+def _dequantize_kernel(
+    lanes,
+    grid,
+    weights,
+    first_tile,
+    tiles,
+    spans,
+    SPAN: tl.constexpr,
+    GROUP_SPANS: tl.constexpr,
+    SPANS: tl.constexpr,
+):
+    """Outputs of one tile and SPANS spans of inputs, dequantized to weights [outputs, inputs] in the dtype of these."""
+    HALF: tl.constexpr = SPAN // 2
+    program = tl.program_id(0)
+    tile, step = program % tiles, program // tiles
+    span = step * SPANS + tl.arange(0, SPANS)[None, :, None]
+    line, column = tl.arange(0, 16)[:, None, None], tl.arange(0, HALF)[None, None, :]
+    block = (first_tile + tile).to(tl.int64) * spans + span
+    mask = span < spans
+    packed = tl.load(lanes + block * (16 * HALF) + line * HALF + column, mask=mask, other=0).to(tl.int32)
+    group = (first_tile + tile) * (spans // GROUP_SPANS) + span // GROUP_SPANS
+    target = weights + (tile * OUTPUTS + line).to(tl.int64) * (spans * SPAN) + span * SPAN + column
+    for nibble in tl.static_range(4):
+        pair = tl.load(grid + group * OUTPUTS + nibble % 2 * 16 + line, mask=mask, other=0)
+        codes = ((packed >> (4 * nibble)) & 15).to(tl.float32)
+        values = (codes - (pair >> 16).to(tl.float32)) * scale_of(pair)
+        pointers = target + nibble % 2 * 16 * (spans * SPAN).to(tl.int64) + nibble // 2 * HALF
+        tl.store(pointers, values.to(weights.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True)
+class PromptShape:
+    """How `prompt` runs: rows and tiles per program, warps, and loads in flight (pipeline stages)."""
+
+    rows: int
+    tiles: int
+    warps: int
+    stages: int
+
+
+def prompt(x: Tensor, weight: PackedWeight, shape: PromptShape | None = None) -> Tensor:
+    """x W^T for x [rows, in] of fp16 or bf16: [rows, out], weights dequantized on the way to the tensor cores."""
+    rows, shape = checked(x, weight), shape or prompt_shape(len(x), capability(x.device))
+    y = rows.new_empty(rows.shape[0], weight.outputs)
+    tiles, spans = weight.lanes.shape[:2]
+    _prompt_kernel[(triton.cdiv(tiles, shape.tiles) * triton.cdiv(rows.shape[0], shape.rows),)](
+        rows, weight.lanes, weight.grid, y, rows.shape[0], weight.outputs // 8, spans,
+        SPAN=weight.span, GROUP_SPANS=weight.group_size // weight.span, ROWS=shape.rows, TILES=shape.tiles,
+        STAGES=shape.stages, INLINE_ASM=x.is_cuda, num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    return y
+
+
+def dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
+    """Outputs from tile `start` to tile `stop` of the weight, [outputs, in], computed in float32 and rounded once."""
+    tiles, spans = weight.lanes.shape[:2]
+    stop = tiles if stop is None else stop
+    values = torch.empty((stop - start) * TILE, weight.inputs, dtype=dtype, device=weight.lanes.device)
+    count = _span_count(weight.span)
+    _dequantize_kernel[((stop - start) * triton.cdiv(spans, count),)](
+        weight.lanes, weight.grid, values, start, stop - start, spans,
+        SPAN=weight.span, GROUP_SPANS=weight.group_size // weight.span, SPANS=count, num_warps=4,
+    )  # fmt: skip
+    return values[: min(stop * TILE, weight.outputs) - start * TILE]
+
+
+def unpacked(x: Tensor, weight: PackedWeight, chunk: int = 1 << 26) -> Tensor:
+    """x W^T by torch's matrix product over as many outputs at a time as have at most `chunk` weights, dequantized."""
+    rows = checked(x, weight)
+    tiles = weight.lanes.shape[0]
+    step = max(1, chunk // (weight.inputs * TILE))
+    if step >= tiles:
+        return rows @ dequantize(weight, x.dtype).T
+    y = rows.new_empty(rows.shape[0], weight.outputs)
+    for start in range(0, tiles, step):
+        values = dequantize(weight, x.dtype, start, min(start + step, tiles))
+        torch.mm(rows, values.T, out=y[:, start * TILE : start * TILE + values.shape[0]])
+    return y
+
+
+def prompt_shape(rows: int, device_capability: tuple[int, int]) -> PromptShape:
+    """What measured best on an H200 for so many rows; benchmarks/gpu_linear.py.
+
+    Elsewhere than on data-center GPUs since Hopper, the larger shape lacks registers or shared memory.
+    """
+    if rows > 128 and (9, 0) <= device_capability < (12, 0):
+        return PromptShape(128, 8, 8, 3)
+    return PromptShape(64, 4, 4, 3)
+
+
+def variants(device_capability: int) -> Iterator[Variant]:
+    """Every specialisation that the dispatch can choose on a device."""
+    major_minor = (device_capability // 10, device_capability % 10)
+    for dtype in DTYPES.values():
+        for span, group_spans in ((32, 1), (64, 1), (128, 1), (128, 2)):
+            axes = {"dtype": dtype, "span": span, "group_spans": group_spans}
+            sizes = {"SPAN": span, "GROUP_SPANS": group_spans}
+            for shape in dict.fromkeys(prompt_shape(rows, major_minor) for rows in (128, 256)):
+                yield Variant(
+                    name=f"prompt-{dtype}-{span}x{group_spans}-{shape.rows}",
+                    function=_prompt_kernel,
+                    signature=signature(dtype),
+                    constants=sizes
+                    | {"ROWS": shape.rows, "TILES": shape.tiles, "STAGES": shape.stages, "INLINE_ASM": True},
+                    num_warps=shape.warps,
+                    num_stages=shape.stages,
+                    axes=axes | {"rows": shape.rows},
+                    codes=TILE * shape.tiles * span,
+                    tensor_cores=True,
+                    wide_loads=True,
+                    # A scale and a zero for only 32 codes.
+                    most_per_code=8.6 if span == 32 else 6.2,
+                    spills="a few bytes in front of the loop" if device_capability >= 100 and dtype == "fp16" else "",
+                )
+            yield Variant(
+                name=f"dequantize-{dtype}-{span}x{group_spans}",
+                function=_dequantize_kernel,
+                signature={
+                    "lanes": "*i16",
+                    "grid": "*i32",
+                    "weights": f"*{dtype}",
+                    "first_tile": "i32",
+                    "tiles": "i32",
+                    "spans": "i32",
+                },
+                constants=sizes | {"SPANS": _span_count(span)},
+                num_warps=4,
+                num_stages=3,
+                axes=axes,
+                wide_loads=True,
+            )
+
+
+def _span_count(span: int) -> int:
+    """Spans per program of the dequantization."""
+    return 512 // span

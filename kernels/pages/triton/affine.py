@@ -1,0 +1,126 @@
+"""What the kernels that quantize pages share: the affine quantizer, reading of tokens, and the report of bad numbers.
+
+The arithmetic is that of `kernels/quantizer.py`: codes computed from the stored float16 scale and zero_point, in float32
+rounded after every operation. Kernels that use it must be compiled without fusing products into sums.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LARGEST_HALF = tl.constexpr(65504.0)
+# Added to a float32 in 0..255, it leaves the nearest whole number, ties to even, in the lowest bits; 16 zeros above.
+ROUNDER = tl.constexpr(12582912.0)
+# The interpreter, for which kernels are made when they are imported, knows no product of bfloat16.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Columns of a page table, see kernels/pages/triton/launch.py.
+TABLE_COLUMNS = tl.constexpr(4)
+
+
+@triton.jit
+def flag_if(bad, flag, page, head, KIND: tl.constexpr, HEADS: tl.constexpr):
+    """Leave the first offending (page, head) in `flag`; a norm (KIND 0) comes before a group (1)."""
+    if bad:
+        tl.atomic_min(flag, (page * HEADS + head) * 2 + KIND)
+
+
+@triton.jit
+def any_true(condition):
+    """Whether a tensor of two or three dimensions has a true entry."""
+    return tl.max(tl.ravel(condition.to(tl.int32)), 0) > 0
+
+
+@triton.jit
+def quotient(x, divisor, inverse):
+    """x / divisor rounded once, given the divisor's correctly rounded inverse (Markstein 1990); 0 for an inverse of 0.
+
+    One product and its correction take three instructions, a division about ten and a branch.
+    """
+    near = x * inverse
+    return tl.fma(tl.fma(-near, divisor, x), inverse, near)
+
+
+@triton.jit
+def affine_grid(low, high, levels, inverse_levels, factor, shrink):
+    """Float16 scale and zero_point of ranges, as `affine_grid` in kernels/quantizer.py computes them."""
+    extent = high - low
+    scale = quotient(extent * factor, levels, inverse_levels)
+    return scale.to(tl.float16), (low + extent * shrink).to(tl.float16)
+
+
+@triton.jit
+def storable(scale, zero_point):
+    """Where both are finite, as float16 numbers have to be."""
+    return (tl.abs(scale.to(tl.float32)) <= LARGEST_HALF) & (tl.abs(zero_point.to(tl.float32)) <= LARGEST_HALF)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x correctly rounded for float32 x of float16 precision, and 0 for 0.
+
+    One Newton step errs by the square of the first guess's error, which no inverse of an 11-bit number is that close to
+    a rounding boundary.
+    """
+    guess = 1.0 / tl.where(x > 0, x, 1.0)
+    return tl.where(x > 0, tl.fma(tl.fma(-x, guess, 1.0), guess, guess), 0.0)
+
+
+@triton.jit
+def nearest_codes(x, scale, zero_point, levels):
+    """Nearest codes in the lowest bits of an int32, whose bits 8 to 15 are zero and whose upper bits are not.
+
+    A scale of 0 gives code 0.
+    """
+    step = scale.to(tl.float32)
+    position = quotient(x - zero_point.to(tl.float32), step, reciprocal(step))
+    return (tl.minimum(tl.maximum(position, 0.0), levels) + ROUNDER).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def product_with_signs(x, signs, total):
+    """total + x signs in float32, for signs of 1, 0 and -1 in the dtype of x; every product is exact."""
+    if INTERPRETED:
+        x, signs = x.to(tl.float32), signs.to(tl.float32)
+    # A float32 is the sum of three tf32 numbers.
+    return tl.dot(x, signs, total, input_precision="tf32x3")
+
+
+@triton.jit
+def read_tokens(
+    tokens,
+    offset,
+    token,
+    channel,
+    present,
+    signs,
+    normaliser,
+    token_stride,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROTATE: tl.constexpr,
+):
+    """Some channels of some tokens of one head: [tokens, channels] in their dtype.
+
+    With ROTATE their Hadamard rotation, rounded to that dtype; `signs` are those of `read_signs` for these channels.
+    """
+    rows = tokens + offset + token[:, None] * token_stride
+    if ROTATE:
+        every = tl.arange(0, TILE)
+        whole = tl.load(rows + every[None, :], mask=every[None, :] < HEAD_SIZE, other=0.0)
+        x = tl.zeros([whole.shape[0], signs.shape[1]], tl.float32)
+        x = (product_with_signs(whole, signs, x) * normaliser).to(tokens.dtype.element_ty)
+    else:
+        x = tl.load(rows + channel[None, :], mask=present, other=0.0)
+    return x
+
+
+@triton.jit
+def read_signs(matrix, channel, HEAD_SIZE: tl.constexpr, TILE: tl.constexpr, ROTATE: tl.constexpr):
+    """Columns `channel` of the matrix of signs, [TILE, channels]; nothing of use without ROTATE."""
+    signs = channel
+    if ROTATE:
+        every = tl.arange(0, TILE)
+        present = (every < HEAD_SIZE)[:, None] & ((channel >= 0) & (channel < HEAD_SIZE))[None, :]
+        signs = tl.load(matrix + every[:, None] * HEAD_SIZE + channel[None, :], mask=present, other=0.0)
+    return signs

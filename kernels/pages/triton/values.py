@@ -1,0 +1,267 @@
+"""Kernels that write value pages, unquantized pages, and the scales of spans.
+
+One program reads a block of a page's values of one head once, plane by plane: tiles [tokens, lanes] of neighbouring
+channels, so that the codes which share a lane lie in one thread and packing exchanges nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvconvert.kernels.pages.triton.affine import (
+    TABLE_COLUMNS,
+    affine_grid,
+    flag_if,
+    nearest_codes,
+    read_signs,
+    read_tokens,
+    storable,
+)
+
+
+@triton.jit
+def _grouped_fields(
+    pointers,
+    records,
+    target,
+    factor,
+    shrink,
+    LEVELS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PLANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LANES: tl.constexpr,
+    LANE_TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    MINIMUM: tl.constexpr,
+):
+    """Codes of TOKENS tokens in their places in lanes, int32 [TOKENS, LANE_TILE], by ranges of GROUP channels.
+
+    Scales go to `target` [TOKENS], zero_points MINIMUM further. Also returns sums of the values, and where a scale or
+    zero_point cannot be stored, [TOKENS, 1].
+    """
+    lane = tl.arange(0, LANE_TILE)[None, :]
+    planes = ()
+    total = tl.zeros([TOKENS, LANE_TILE], tl.float32)
+    for plane in tl.static_range(PLANES):
+        x = tl.load(pointers + plane * LANES, mask=lane < LANES, other=0.0).to(tl.float32)
+        total += x
+        planes = planes + (x,)
+    scales = ()
+    zero_points = ()
+    unstorable = tl.zeros([TOKENS, 1], tl.int32)
+    for group in tl.static_range(HEAD_SIZE // GROUP):
+        low = tl.full([TOKENS, LANE_TILE], float("inf"), tl.float32)
+        high = tl.full([TOKENS, LANE_TILE], float("-inf"), tl.float32)
+        for plane in tl.static_range(group * GROUP // LANES, (group * GROUP + GROUP - 1) // LANES + 1):
+            if LANES == LANE_TILE and plane * LANES >= group * GROUP and plane * LANES + LANES <= group * GROUP + GROUP:
+                low, high = tl.minimum(low, planes[plane]), tl.maximum(high, planes[plane])
+            else:
+                member = (lane < LANES) & ((plane * LANES + lane) // GROUP == group)
+                low = tl.minimum(low, tl.where(member, planes[plane], float("inf")))
+                high = tl.maximum(high, tl.where(member, planes[plane], float("-inf")))
+        low, high = tl.min(low, 1, keep_dims=True), tl.max(high, 1, keep_dims=True)
+        scale, zero_point = affine_grid(low, high, LEVELS, 1.0 / LEVELS, factor, shrink)
+        unstorable |= storable(scale, zero_point).to(tl.int32) ^ 1
+        at = records + target[:, None] + group * PAGE
+        tl.store(at, scale.to(tl.int16, bitcast=True))
+        tl.store(at + MINIMUM, zero_point.to(tl.int16, bitcast=True))
+        scales = scales + (scale,)
+        zero_points = zero_points + (zero_point,)
+    fields = tl.zeros([TOKENS, LANE_TILE], tl.int32)
+    for plane in tl.static_range(PLANES):
+        scale, zero_point = scales[plane * LANES // GROUP], zero_points[plane * LANES // GROUP]
+        for group in tl.static_range(plane * LANES // GROUP + 1, (plane * LANES + LANES - 1) // GROUP + 1):
+            later = plane * LANES + lane >= group * GROUP
+            scale, zero_point = tl.where(later, scales[group], scale), tl.where(later, zero_points[group], zero_point)
+        fields += nearest_codes(planes[plane], scale, zero_point, LEVELS) << (plane * WIDTH)
+    return fields, total, unstorable
+
+
+@triton.jit
+def _static_fields(
+    pointers,
+    exists,
+    scales,
+    zero_points,
+    LEVELS: tl.constexpr,
+    PLANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LANES: tl.constexpr,
+    LANE_TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """`_grouped_fields` by known scales of channels; tokens that do not exist get code 0."""
+    lane = tl.arange(0, LANE_TILE)[None, :]
+    fields = tl.zeros([TOKENS, LANE_TILE], tl.int32)
+    total = tl.zeros([TOKENS, LANE_TILE], tl.float32)
+    for plane in tl.static_range(PLANES):
+        x = tl.load(pointers + plane * LANES, mask=exists & (lane < LANES), other=0.0).to(tl.float32)
+        # Values beyond their range are clamped, so that only what is not finite may count.
+        total += x * 0.0
+        scale = tl.load(scales + plane * LANES + lane, mask=lane < LANES, other=0.0)
+        zero_point = tl.load(zero_points + plane * LANES + lane, mask=lane < LANES, other=0.0)
+        codes = tl.where(exists, nearest_codes(x, scale, zero_point, LEVELS), 0)
+        fields += codes << (plane * WIDTH)
+    return fields, total
+
+
+@triton.jit
+def value_page_kernel(
+    values,
+    records,
+    table,
+    static_scales,
+    static_minima,
+    flag,
+    token_stride,
+    factor,
+    shrink,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    STATIC: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    LANES: tl.constexpr,
+    LANE_TILE: tl.constexpr,
+    SCALE: tl.constexpr,
+    MINIMUM: tl.constexpr,
+):
+    """TOKENS rows of one head's part of a value page. HEAD_STRIDE to MINIMUM are fields of `ValueLayout`."""
+    # At 1 bit two tokens share a field: number i its lower bit, number i + half its upper one.
+    HALVES: tl.constexpr = 2 if BITS == 1 else 1
+    WIDTH: tl.constexpr = HALVES * BITS
+    PLANES: tl.constexpr = 16 // WIDTH
+    ROWS: tl.constexpr = PAGE // HALVES
+    BLOCKS: tl.constexpr = ROWS // TOKENS
+    LEVELS: tl.constexpr = 2.0**BITS - 1.0
+    block, place = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
+    page, head = place // HEADS, place % HEADS
+    offset = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
+    offset += head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
+    part = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8) + head * HEAD_STRIDE
+    count = tl.load(table + page * TABLE_COLUMNS + 3)
+    lane = tl.arange(0, LANE_TILE)[None, :]
+    row = block * TOKENS + tl.arange(0, TOKENS)
+    lanes = tl.zeros([TOKENS, LANE_TILE], tl.int32)
+    total = tl.zeros([TOKENS, LANE_TILE], tl.float32)
+    unstorable = tl.zeros([TOKENS, 1], tl.int32)
+    for half in tl.static_range(HALVES):
+        token = row + half * ROWS
+        pointers = values + offset + token[:, None] * token_stride + lane
+        if STATIC:
+            exists = (token < (count if PARTIAL else PAGE))[:, None]
+            fields, sums = _static_fields(
+                pointers, exists, static_scales + head * HEAD_SIZE, static_minima + head * HEAD_SIZE, LEVELS, PLANES,
+                TOKENS, LANES, LANE_TILE, WIDTH,
+            )  # fmt: skip
+        else:
+            fields, sums, bad = _grouped_fields(
+                pointers, records, part + SCALE + token, factor, shrink, LEVELS, HEAD_SIZE, PLANES, TOKENS, LANES,
+                LANE_TILE, WIDTH, GROUP, PAGE, MINIMUM - SCALE,
+            )  # fmt: skip
+            unstorable |= bad
+        total += sums
+        lanes += fields << half
+    # A sum of finite numbers overflows only beyond what float16 scales describe.
+    is_finite = tl.abs(tl.sum(tl.sum(total, 1), 0)) < float("inf")
+    flag_if(~is_finite | (tl.max(tl.max(unstorable, 1), 0) > 0), flag, page, head, 1, HEADS)
+    tl.store(records + part + lane * ROWS + row[:, None], lanes.to(tl.int16), mask=lane < LANES)
+
+
+@triton.jit(do_not_specialize=["count"])
+def channel_range_kernel(
+    tokens,
+    extremes,
+    flag,
+    head_stride,
+    token_stride,
+    count,
+    part_tokens,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Lowest and highest number of each channel in one part of a span: float32 `extremes` [2, parts, H, D]."""
+    head, part = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
+    parts = tl.num_programs(0) // HEADS
+    channel = tl.arange(0, TILE)
+    base = tokens + head.to(tl.int64) * head_stride + channel[None, :]
+    low = tl.full([ROWS, TILE], float("inf"), tl.float32)
+    high = tl.full([ROWS, TILE], float("-inf"), tl.float32)
+    check = tl.zeros([ROWS, TILE], tl.float32)
+    stop = tl.minimum(count, (part + 1) * part_tokens)
+    for first in range(part * part_tokens, stop, ROWS):
+        # Rows beyond the end repeat the last one.
+        token = tl.minimum(first + tl.arange(0, ROWS), stop - 1).to(tl.int64)
+        x = tl.load(base + token[:, None] * token_stride, mask=channel[None, :] < HEAD_SIZE, other=0.0).to(tl.float32)
+        low, high = tl.minimum(low, x), tl.maximum(high, x)
+        check += x * 0.0
+    flag_if(tl.sum(tl.sum(check, 1), 0) != 0.0, flag, 0, head, 1, HEADS)
+    target = extremes + (part * HEADS + head) * HEAD_SIZE + channel
+    tl.store(target, tl.min(low, 0), mask=channel < HEAD_SIZE)
+    tl.store(target + parts * HEADS * HEAD_SIZE, tl.max(high, 0), mask=channel < HEAD_SIZE)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def channel_scale_kernel(
+    extremes,
+    scales,
+    zero_points,
+    flag,
+    parts,
+    factor,
+    shrink,
+    BITS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PART_TILE: tl.constexpr,
+):
+    """Float16 scale and zero_point [H, D] of a span's channels, from `channel_range_kernel`'s extremes."""
+    head = tl.program_id(0)
+    part, channel = tl.arange(0, PART_TILE)[:, None], tl.arange(0, TILE)
+    there = (part < parts) & (channel < HEAD_SIZE)[None, :]
+    at = extremes + (part * HEADS + head) * HEAD_SIZE + channel[None, :]
+    low = tl.min(tl.load(at, mask=there, other=float("inf")), 0)
+    high = tl.max(tl.load(at + parts * HEADS * HEAD_SIZE, mask=there, other=float("-inf")), 0)
+    LEVELS: tl.constexpr = 2.0**BITS - 1.0
+    scale, zero_point = affine_grid(low, high, LEVELS, 1.0 / LEVELS, factor, shrink)
+    present = channel < HEAD_SIZE
+    flag_if(tl.sum((present & ~storable(scale, zero_point)).to(tl.int32), 0) > 0, flag, 0, head, 1, HEADS)
+    tl.store(scales + head * HEAD_SIZE + channel, scale, mask=present)
+    tl.store(zero_points + head * HEAD_SIZE + channel, zero_point, mask=present)
+
+
+@triton.jit
+def copy_page_kernel(
+    source,
+    target,
+    table,
+    matrix,
+    token_stride,
+    normaliser,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROTATE: tl.constexpr,
+):
+    """One head of an unquantized page, [P, channels] in the dtype of both."""
+    page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    offset = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
+    offset += head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
+    part = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8) + head * (HEAD_SIZE * PAGE)
+    token, channel = tl.arange(0, PAGE), tl.arange(0, TILE)
+    present = channel[None, :] < HEAD_SIZE
+    signs = read_signs(matrix, channel, HEAD_SIZE, TILE, ROTATE)
+    x = read_tokens(source, offset, token, channel, present, signs, normaliser, token_stride, HEAD_SIZE, TILE, ROTATE)
+    tl.store(target + part + token[:, None] * HEAD_SIZE + channel[None, :], x, mask=present)

@@ -1,0 +1,375 @@
+"""Triton kernels for prompts: flash attention with its log-sum-exp, and the attention that each token receives.
+
+Both run over one sequence whose T queries belong to the last T of n keys, and skip what causality or a sliding window
+hides. The first gives every query's output and log-sum-exp; the second, launched after it, gives every program a block
+of keys of one query head and lets it pass over the queries once more, exp(score - log-sum-exp) being the weight. So a
+weight is never stored, memory is linear in n, and the sums depend on no order of atomic additions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kvconvert.errors import UsageError
+from kvconvert.kernels.device import capability
+from kvconvert.kernels.prompt.triton.kernels import ALIGNMENT, LOG2_E, attention_kernel, column_sums_kernel
+from kvconvert.kernels.variants import Variant
+
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+LARGEST_HEAD = 256
+# Bytes of one operand that programs running at the same time may share: they should find it in the L2 cache.
+SHARED_BYTES = 24 << 20
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Rows of a program's tiles of queries and keys, and how it runs.
+
+    With `descriptors` tiles are copied by the tensor copy engine; with `in_registers` the tile that a program keeps, of
+    queries for attention and of keys for column sums, is in registers instead of shared memory.
+    """
+
+    query_rows: int
+    key_rows: int
+    num_warps: int
+    num_stages: int
+    descriptors: bool = False
+    in_registers: bool = False
+
+
+def attention_tiling(device_capability: int, head_tile: int, value_tile: int) -> Tiling:
+    """Tiling of `attention_kernel` for heads of these padded sizes.
+
+    Measured on an H200; elsewhere chosen by shared memory and registers.
+    """
+    largest = max(head_tile, value_tile)
+    if not _copies_tiles(device_capability):
+        if largest <= 64:
+            return Tiling(128, 64, 8, 3)
+        return Tiling(64, 64, 4, 3) if largest <= 128 else Tiling(64, 32, 8, 2)
+    if largest > 128:
+        return Tiling(128, 64, 8, 2, descriptors=True)
+    hopper = device_capability == 90
+    # Blackwell's products pass through registers on their way, for which four warps have too few.
+    return Tiling(64, 64, 4 if hopper else 8, 3, descriptors=True, in_registers=hopper)
+
+
+def column_tiling(device_capability: int, head_tile: int) -> Tiling:
+    """Tiling of `column_sums_kernel`: two programs should fit a multiprocessor, so that the matrix product of one hides
+    the exponentials of the other.
+    """
+    if not _copies_tiles(device_capability):
+        return Tiling(64, 128, 8, 3) if head_tile <= 128 else Tiling(32, 128, 8, 2)
+    if device_capability == 90:
+        if head_tile > 128:
+            return Tiling(32, 128, 4, 4, descriptors=True, in_registers=True)
+        return Tiling(64, 128 if head_tile > 64 else 64, 4, 3, descriptors=True, in_registers=True)
+    return Tiling(64 if head_tile <= 128 else 32, 128, 8, 3, descriptors=True)
+
+
+def _copies_tiles(device_capability: int) -> bool:
+    """Hopper and data-center Blackwell: a tensor copy engine, and shared memory of 227 KB per program."""
+    return 90 <= device_capability < 120
+
+
+def unsupported(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, scaling: float) -> str | None:
+    """Why the kernels cannot serve this call, or None if they can."""
+    if queries.dtype not in DTYPES:
+        return f"{str(queries.dtype).removeprefix('torch.')} is neither float16 nor bfloat16"
+    if keys.dtype != queries.dtype or (values is not None and values.dtype != queries.dtype):
+        return "queries, keys and values differ in dtype"
+    for size in {keys.shape[2], keys.shape[2] if values is None else values.shape[2]}:
+        if size % 8 or not 16 <= size <= LARGEST_HEAD:
+            return f"heads of size {size} are not a multiple of 8 from 16 to {LARGEST_HEAD}"
+    return None if scaling > 0 else f"a scaling of {scaling} is not positive"
+
+
+def attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    window: int | None = None,
+    tiling: Tiling | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Causal attention of the last T of n tokens and its log-sum-exp.
+
+    Args:
+        queries: fp16 or bf16 [Hq, T, D]; keys: [H, n, D]; values: [H, n, E], or None for the log-sum-exp alone.
+        scaling, softcap, sink_logits: as in `attention_reference`; scaling must be positive.
+        window: tokens that a query sees, its own included; None for all before it.
+        tiling: instead of the one chosen for the device.
+
+    Returns:
+        the output [Hq, T, E] in the queries' dtype (None without values) and float32 [Hq, T], the natural logarithm
+        of the sum of exponentials, the sink's included.
+
+    Raises:
+        UsageError: `unsupported` says why, or shapes that do not belong together.
+    """
+    heads, length, size, tokens, window = _checked(queries, keys, values, scaling, window)
+    value_size = 0 if values is None else values.shape[2]
+    output = queries.new_empty(heads, length, value_size)
+    log_sum_exp = torch.empty(heads, length, dtype=torch.float32, device=queries.device)
+    head_tile, value_tile = _tile(size), _tile(value_size)
+    tiling = tiling or attention_tiling(_capability(queries.device), head_tile, value_tile)
+    queries, keys = _aligned(queries), _aligned(keys)
+    values = keys if values is None else _aligned(values)
+    together = _together(heads, heads // keys.shape[0], tokens * (size + value_size) * 2)
+    attention_kernel[(triton.cdiv(length, tiling.query_rows) * heads,)](
+        _tiles(queries, tiling.query_rows, tiling),
+        _tiles(keys, tiling.key_rows, tiling),
+        _tiles(values, tiling.key_rows, tiling),
+        log_sum_exp if sink_logits is None else sink_logits.float().contiguous(),
+        output,
+        log_sum_exp,
+        *_strides(queries),
+        *_strides(keys),
+        *_strides(values),
+        length,
+        tokens,
+        heads // keys.shape[0],
+        together,
+        window,
+        float(scaling),
+        float(softcap or 1.0),
+        QUERY_ROWS=tiling.query_rows,
+        KEY_ROWS=tiling.key_rows,
+        HEAD_SIZE=size,
+        HEAD_TILE=head_tile,
+        VALUE_SIZE=value_size,
+        VALUE_TILE=value_tile,
+        SOFTCAP=bool(softcap),
+        SINKS=sink_logits is not None,
+        WINDOWED=window > 0,
+        DESCRIPTORS=tiling.descriptors,
+        IN_REGISTERS=tiling.in_registers,
+        INTERPRETED=queries.device.type == "cpu",
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    return (None if value_size == 0 else output), log_sum_exp
+
+
+def column_sums(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """Attention that each token receives, summed over queries and over the query heads of its KV head.
+
+    Args:
+        queries, keys, scaling, softcap, window, tiling: as in `attention`.
+        log_sum_exp: float32 [Hq, T], what `attention` returned for the same arguments and the layer's sink_logits.
+
+    Returns:
+        float32 [H, n].
+
+    Raises:
+        UsageError: as in `attention`.
+    """
+    heads, length, size, tokens, window = _checked(queries, keys, None, scaling, window)
+    if log_sum_exp.shape != (heads, length):
+        raise UsageError(f"A log-sum-exp of shape {tuple(log_sum_exp.shape)} does not fit {heads} x {length} queries.")
+    head_tile = _tile(size)
+    tiling = tiling or column_tiling(_capability(queries.device), head_tile)
+    group = heads // keys.shape[0]
+    stride = triton.cdiv(length, ALIGNMENT.value)
+    # In units of log 2, and padded so that every row starts at a multiple of 64 bytes.
+    normalizers = torch.empty(heads, stride * ALIGNMENT.value, dtype=torch.float32, device=queries.device)
+    torch.mul(log_sum_exp, LOG2_E.value, out=normalizers[:, :length])
+    sums = torch.empty(heads, tokens, dtype=torch.float32, device=queries.device)
+    queries, keys = _aligned(queries), _aligned(keys)
+    column_sums_kernel[(triton.cdiv(tokens, tiling.key_rows) * heads,)](
+        _tiles(queries, tiling.query_rows, tiling),
+        _tiles(keys, tiling.key_rows, tiling),
+        normalizers,
+        sums,
+        *_strides(queries),
+        *_strides(keys),
+        stride,
+        length,
+        tokens,
+        group,
+        _together(heads, 1, length * size * 2),
+        window,
+        float(scaling),
+        float(softcap or 1.0),
+        QUERY_ROWS=tiling.query_rows,
+        KEY_ROWS=tiling.key_rows,
+        HEAD_SIZE=size,
+        HEAD_TILE=head_tile,
+        SOFTCAP=bool(softcap),
+        WINDOWED=window > 0,
+        DESCRIPTORS=tiling.descriptors,
+        IN_REGISTERS=tiling.in_registers,
+        INTERPRETED=queries.device.type == "cpu",
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    return sums.unflatten(0, (-1, group)).sum(1)
+
+
+def _checked(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, scaling: float, window: int | None
+) -> tuple[int, int, int, int, int]:
+    """Hq, T, D, n and the window, which is 0 where it hides nothing."""
+    reason = unsupported(queries, keys, values, scaling)
+    if reason is not None:
+        raise UsageError(f"The prompt's attention kernels cannot run: {reason}.")
+    (heads, length, size), (key_heads, tokens, key_size) = queries.shape, keys.shape
+    fits = size == key_size and heads % key_heads == 0 and 0 < length <= tokens
+    if not fits or (values is not None and values.shape[:2] != keys.shape[:2]):
+        shapes = [tuple(x.shape) for x in (queries, keys, values) if x is not None]
+        raise UsageError(f"Queries, keys and values of shapes {shapes} do not belong together.")
+    if window is not None and window < 1:
+        raise UsageError(f"A sliding window of {window} tokens shows a query not even itself.")
+    return heads, length, size, tokens, 0 if window is None or window >= tokens else window
+
+
+def _tile(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+def _capability(device: torch.device) -> int:
+    major, minor = capability(device)
+    return 10 * major + minor
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it where its rows are not contiguous and at multiples of 16 bytes."""
+    if tensor.stride(2) == 1 and not (tensor.stride(0) % 8 or tensor.stride(1) % 8 or tensor.data_ptr() % 16):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _tiles(tensor: torch.Tensor, rows: int, tiling: Tiling) -> torch.Tensor | TensorDescriptor:
+    """What a kernel reads tiles of so many rows from."""
+    if not tiling.descriptors:
+        return tensor
+    return TensorDescriptor(tensor, tensor.shape, tensor.stride(), [1, rows, _tile(tensor.shape[2])])
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, int]:
+    """Of head and token, in units of 8 elements."""
+    return tensor.stride(0) // 8, tensor.stride(1) // 8
+
+
+def _together(heads: int, group: int, nbytes: int) -> int:
+    """How many query heads a section holds: a divisor of their number and a multiple of `group`, whose operand takes
+    `nbytes`, so that a section takes at most SHARED_BYTES where possible.
+    """
+    return group * max(
+        part
+        for part in range(1, heads // group + 1)
+        if heads // group % part == 0 and (part == 1 or part * nbytes <= SHARED_BYTES)
+    )
+
+
+# Head sizes of the usual models, of keys and of values.
+HEAD_SIZES = ((48, 48), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+
+
+def variants(device_capability: int) -> Iterator[Variant]:
+    """Every specialisation that the dispatch can choose on a device for heads of the usual sizes."""
+    for (size, value_size), dtype in product(HEAD_SIZES, DTYPES.values()):
+        for softcap, sink_logits, windowed in product((False, True), repeat=3):
+            for values in (value_size, 0):
+                yield _attention_variant(device_capability, dtype, size, values, softcap, sink_logits, windowed)
+            if not sink_logits:
+                yield _column_variant(device_capability, dtype, size, softcap, windowed)
+
+
+def _attention_variant(
+    device_capability: int, dtype: str, size: int, value_size: int, softcap: bool, sink_logits: bool, windowed: bool
+) -> Variant:
+    head_tile, value_tile = _tile(size), _tile(value_size)
+    tiling = attention_tiling(device_capability, head_tile, value_tile)
+    keys = _source(dtype, tiling.key_rows, head_tile, tiling)
+    features = {"softcap": softcap, "sink_logits": sink_logits, "windowed": windowed}
+    return _variant(
+        "attention" if value_size else "log_sum_exp",
+        attention_kernel,
+        {
+            "queries": _source(dtype, tiling.query_rows, head_tile, tiling),
+            "keys": keys,
+            "values": _source(dtype, tiling.key_rows, value_tile, tiling) if value_size else keys,
+            "sink_logits": "*fp32",
+            "output": f"*{dtype}",
+            "log_sum_exp": "*fp32",
+        },
+        tiling,
+        {"dtype": dtype, "head_size": size} | features,
+        {
+            "HEAD_SIZE": size,
+            "HEAD_TILE": head_tile,
+            "VALUE_SIZE": value_size,
+            "VALUE_TILE": value_tile,
+            "SINKS": sink_logits,
+        },
+    )
+
+
+def _column_variant(device_capability: int, dtype: str, size: int, softcap: bool, windowed: bool) -> Variant:
+    head_tile = _tile(size)
+    tiling = column_tiling(device_capability, head_tile)
+    return _variant(
+        "column_sums",
+        column_sums_kernel,
+        {
+            "queries": _source(dtype, tiling.query_rows, head_tile, tiling),
+            "keys": _source(dtype, tiling.key_rows, head_tile, tiling),
+            "log_sum_exp": "*fp32",
+            "sums": "*fp32",
+        },
+        tiling,
+        {"dtype": dtype, "head_size": size, "softcap": softcap, "windowed": windowed},
+        {"HEAD_SIZE": size, "HEAD_TILE": head_tile},
+    )
+
+
+def _source(dtype: str, rows: int, tile: int, tiling: Tiling) -> str:
+    """The type of what `_tiles` gives."""
+    return f"tensordesc<{dtype}[1,{rows},{tile}]>" if tiling.descriptors else f"*{dtype}"
+
+
+def _variant(
+    operation: str, function: Any, pointers: dict[str, str], tiling: Tiling, axes: dict[str, Any], constants: dict
+) -> Variant:
+    constants = constants | {
+        "QUERY_ROWS": tiling.query_rows,
+        "KEY_ROWS": tiling.key_rows,
+        "SOFTCAP": axes["softcap"],
+        "WINDOWED": axes["windowed"],
+        "DESCRIPTORS": tiling.descriptors,
+        "IN_REGISTERS": tiling.in_registers,
+        "INTERPRETED": False,
+    }
+    scalars = {"scaling": "fp32", "softcap": "fp32"}
+    rest = {name: scalars.get(name, "i32") for name in function.arg_names if name not in pointers | constants}
+    name = "-".join([operation, *(f"{axis}_{value}" for axis, value in axes.items())])
+    return Variant(
+        name,
+        function,
+        pointers | rest,
+        constants,
+        tiling.num_warps,
+        tiling.num_stages,
+        {"operation": operation} | axes,
+        tensor_cores=True,
+        # Tilings for Blackwell have not been tuned on one; on Hopper it is the largest heads.
+        spills="a few bytes outside of the loop" if tiling.descriptors and not tiling.in_registers else "",
+    )

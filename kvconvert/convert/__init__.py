@@ -1,0 +1,1 @@
+"""From a checkpoint to a bundle: recipe, calibration layer by layer, export."""

@@ -1,0 +1,332 @@
+"""Export: from a finished working directory to a bundle, tensor by tensor: memory does not grow with the model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+
+from kvconvert import __version__
+from kvconvert.bundle.card import CARD_NAME, model_card
+from kvconvert.bundle.conventions import conventions
+from kvconvert.bundle.manifest import (
+    FORMAT_VERSION,
+    PLAN_NAME,
+    Fidelity,
+    LayerPlan,
+    Manifest,
+    ModuleCoverage,
+    SourceInfo,
+    TensorInfo,
+    WeightsInfo,
+    quantization_config,
+)
+from kvconvert.bundle.reader import open_bundle
+from kvconvert.bundle.tensorfile import nbytes, read_header, tensor_info, write_tensors
+from kvconvert.bundle.writer import (
+    MAX_SHARD_BYTES,
+    check_output,
+    describe_files,
+    replacing,
+    write_json,
+    write_manifest,
+    write_weights,
+)
+from kvconvert.convert.recipe import Limits, Recipe
+from kvconvert.convert.workdir import WorkDir
+from kvconvert.errors import BundleError, CheckpointError, FidelityError
+from kvconvert.models.source import SourceModel, open_source
+
+# Everything beside the weights that tokenizers, processors and generation read.
+COPIED_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "tekken.json",
+    "chat_template.*",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+    "*processor_config.json",
+)
+SHARED = "shares the embedding's weight"
+ELSEWHERE = "its tensors have names of their own in the checkpoint"
+LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+
+
+def export(
+    work: Path, output: Path, force: bool = False, progress: bool = True, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> Path:
+    """Write the bundle of a finished calibration; equal inputs give equal bytes.
+
+    If the recipe sets limits, fidelity is measured on the finished bundle before it is put in place.
+
+    Args:
+        work: working directory of `kvconvert calibrate`.
+        output: the bundle to make. An existing bundle is only replaced with `force`, and kept until the new
+            one is whole.
+        force: also accept a bundle that misses its recipe's limits; the card and the manifest then say so.
+        progress: show a progress bar.
+        max_shard_bytes: size at which the weights are divided into several files.
+
+    Returns:
+        `output`.
+
+    Raises:
+        UsageError: the output exists, or calibration is not finished.
+        CheckpointError: the source model changed since it was calibrated.
+        FidelityError: a limit is missed, without `force`.
+        KvconvertError: the disk is full or cannot be written. Nothing is left behind after any error.
+    """
+    check_output(output, force)
+    store = WorkDir.open(work)
+    # A Hub id may have moved on since; the directory that was calibrated is then still in the Hub's cache.
+    location = store.state.directory if Path(store.state.directory).is_dir() else store.state.model
+    source = open_source(location)
+    recipe = Recipe.from_dict(store.state.recipe)
+    contents = _Contents.gather(store, source)
+    _check_source(source, store.state.source, contents.copied)
+    with replacing(output, force) as directory:
+        files = _write_files(directory, store, source, contents, max_shard_bytes, progress)
+        manifest = _manifest(store, recipe, contents)
+        config = json.loads((source.directory / "config.json").read_text(encoding="utf-8"))
+        config.pop("auto_map", None)  # it points to the source's own code, which a bundle never carries or runs
+        config["quantization_config"] = quantization_config(manifest.weights, manifest.modules)
+        write_json(directory / "config.json", config)
+        informative = [CARD_NAME, *_copy(source.directory, directory, LICENCE_FILES)]
+        manifest = manifest.model_copy(
+            update={"files": describe_files(directory, [*files, "config.json"]), "informative": sorted(informative)}
+        )
+        write_manifest(directory, manifest)
+        open_bundle(directory, verify="headers")  # whatever a reader would refuse is never put in place
+        limits = recipe.limits.as_set()
+        if limits:
+            manifest = manifest.model_copy(
+                update={"fidelity": _measure(directory, location, recipe.limits, manifest, progress)}
+            )
+            if manifest.fidelity is not None and manifest.fidelity.missed and not force:
+                raise FidelityError(
+                    f"The bundle misses the limits of its recipe, so {output} was not written "
+                    f"({'; '.join(manifest.fidelity.missed)}); choose a gentler recipe, or export it anyway "
+                    "with --force."
+                )
+            write_manifest(directory, manifest)
+        (directory / CARD_NAME).write_text(model_card(manifest), encoding="utf-8")
+    return output
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """Names and shapes of everything that goes into the weight files, gathered before anything is written.
+
+    Attributes:
+        infos: every tensor, in the order in which it is written.
+        layer_of: decoder layer of each tensor that calibration made.
+        copied: tensors that are taken from the source as they are.
+        modules: coverage, with the shapes of Linears.
+        plan: tensors of the KV plan; `plan_layer_of` gives their layers.
+    """
+
+    infos: dict[str, TensorInfo]
+    layer_of: dict[str, int]
+    copied: list[str]
+    modules: list[ModuleCoverage]
+    plan: dict[str, TensorInfo]
+    plan_layer_of: dict[str, int]
+
+    @classmethod
+    def gather(cls, store: WorkDir, source: SourceModel) -> _Contents:
+        infos: dict[str, TensorInfo] = {}
+        layer_of: dict[str, int] = {}
+        plan: dict[str, TensorInfo] = {}
+        plan_layer_of: dict[str, int] = {}
+        covered: list[ModuleCoverage] = []
+        for layer in range(store.state.num_layers):
+            for name, tensor in store.layer_tensors(layer).items():
+                infos[name] = tensor_info(tensor)
+                layer_of[name] = layer
+            for name, tensor in store.layer_plan(layer).items():
+                plan[name] = tensor_info(tensor)
+                plan_layer_of[name] = layer
+            covered += store.layer_record(layer).modules
+        copied = store.state.kept_tensors
+        headers = {
+            file: read_header(source.directory / file) for file in sorted({source.weight_map[name] for name in copied})
+        }
+        infos.update({name: headers[source.weight_map[name]][name] for name in copied})
+        owners = {name.rpartition(".")[0] for name in infos}
+        configs = (source.config, source.config.get_text_config())
+        tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
+        modules = [_with_shape(module, infos, owners, tied) for module in [*covered, *store.state.kept_modules]]
+        modules += _uncovered(infos, copied, {module.prefix for module in modules})
+        return cls(infos, layer_of, copied, modules, plan, plan_layer_of)
+
+
+def _with_shape(module: ModuleCoverage, infos: dict[str, TensorInfo], owners: set[str], tied: bool) -> ModuleCoverage:
+    """Coverage of a Linear with its shape, from its own tensors; a module without any says where they are."""
+    if module.method != "kept":
+        scales, codes = infos.get(f"{module.prefix}.scales"), infos.get(f"{module.prefix}.qweight")
+        if scales is None or codes is None:
+            raise BundleError(
+                f"{module.name} is recorded as {module.method}, but has no packed weights; calibrate again."
+            )
+        return module.model_copy(update={"in_features": codes.shape[0], "out_features": scales.shape[1]})
+    if module.prefix not in owners:
+        return module.model_copy(update={"reason": SHARED if module.kind == "linear" and tied else ELSEWHERE})
+    weight = infos.get(f"{module.prefix}.weight")
+    if module.kind == "linear" and weight is not None and len(weight.shape) == 2:
+        return module.model_copy(update={"in_features": weight.shape[1], "out_features": weight.shape[0]})
+    return module
+
+
+def _uncovered(infos: dict[str, TensorInfo], copied: list[str], covered: set[str]) -> list[ModuleCoverage]:
+    """Coverage of copied matrices whose names the model's own modules do not have: some checkpoints differ."""
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in copied if len(infos[name].shape) > 1)
+    reason = "copied from the source as it is"
+    return [
+        ModuleCoverage(name=name, kind="other", method="kept", reason=reason) for name in owners if name not in covered
+    ]
+
+
+def _check_source(source: SourceModel, recorded: SourceInfo, copied: list[str]) -> None:
+    """Refuse a source whose config, or whose files that still have to be copied from, changed since calibration."""
+    expected = {"config.json": recorded.config_sha256} | {
+        file: recorded.weights_sha256.get(file, "not recorded") for file in {source.weight_map[name] for name in copied}
+    }
+    for file, sha256 in sorted(expected.items()):
+        with (source.directory / file).open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        if found != sha256:
+            raise CheckpointError(
+                f"{source.directory / file} changed since it was calibrated (sha256 {sha256} then, {found} now); "
+                "calibrate again."
+            )
+
+
+def _write_files(
+    directory: Path, store: WorkDir, source: SourceModel, contents: _Contents, max_shard_bytes: int, progress: bool
+) -> list[str]:
+    """Weights, KV plan, and what is copied; returns the names of the load-critical files."""
+    loaded: tuple[int, dict[str, Tensor]] = (-1, {})
+    with tqdm(total=len(contents.infos), desc="export", unit="tensor", disable=not progress) as bar:
+
+        def read(name: str) -> Tensor:
+            nonlocal loaded
+            bar.update()
+            layer = contents.layer_of.get(name)
+            if layer is None:
+                return source.read([name])[name]
+            if loaded[0] != layer:
+                loaded = (layer, store.layer_tensors(layer))
+            return loaded[1][name]
+
+        files = write_weights(directory, contents.infos, read, max_shard_bytes)
+    write_tensors(
+        directory / PLAN_NAME, contents.plan, lambda name: store.layer_plan(contents.plan_layer_of[name])[name]
+    )
+    return [*files, PLAN_NAME, *_copy(source.directory, directory, COPIED_FILES)]
+
+
+def _copy(source: Path, directory: Path, patterns: tuple[str, ...]) -> list[str]:
+    """Copy files, following links; returns their names relative to the bundle."""
+    names = sorted(
+        {path.relative_to(source).as_posix() for pattern in patterns for path in source.glob(pattern) if path.is_file()}
+    )
+    for name in names:
+        (directory / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, directory / name)
+    return names
+
+
+def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents) -> Manifest:
+    """The manifest without files and fidelity."""
+    state = store.state
+    layers = [_layer_plan(store, index) for index in range(state.num_layers)]
+    quantizing = [] if recipe.weights.method == "none" else ["quantize_weights"]
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        kvconvert_version=__version__,
+        versions=state.versions,
+        source=state.source,
+        recipe=recipe.to_dict(),
+        data=state.data,
+        transforms=[*state.transforms, *quantizing],
+        conventions=conventions(layers, recipe.weights.method),
+        layers=layers,
+        modules=contents.modules,
+        weights=_weights_info(recipe, contents),
+        tensors=contents.infos,
+        plan=contents.plan,
+        files={},
+    )
+
+
+def _layer_plan(store: WorkDir, index: int) -> LayerPlan:
+    record = store.layer_record(index)
+    return LayerPlan(
+        index=index,
+        kv=record.scheme,
+        head_dim=record.head_dim,
+        num_key_value_heads=record.num_key_value_heads,
+        value_group_size=record.value_group_size,
+        rotation=record.rotation,
+        reason=record.reason,
+        statistics=record.statistics,
+    )
+
+
+def _weights_info(recipe: Recipe, contents: _Contents) -> WeightsInfo:
+    quantized = {module.prefix: module for module in contents.modules if module.method != "kept"}
+    total = packed = parameters = 0
+    for name, info in contents.infos.items():
+        total += nbytes(info)
+        module, _, part = name.rpartition(".")
+        if module in quantized and part in ("qweight", "qzeros", "scales"):
+            packed += nbytes(info)
+        else:
+            parameters += math.prod(info.shape)
+    quantized_parameters = sum((module.in_features or 0) * (module.out_features or 0) for module in quantized.values())
+    parameters += quantized_parameters
+    plain = recipe.weights.method == "none"
+    return WeightsInfo(
+        method=recipe.weights.method,
+        bits=None if plain else recipe.weights.bits,
+        group_size=None if plain else recipe.weights.group_size,
+        bytes=total,
+        parameters=parameters,
+        bits_per_weight=8 * total / parameters,
+        quantized_bytes=packed,
+        quantized_parameters=quantized_parameters,
+        quantized_bits_per_weight=8 * packed / quantized_parameters if quantized_parameters else None,
+    )
+
+
+def _measure(directory: Path, source: str, limits: Limits, manifest: Manifest, progress: bool) -> Fidelity:
+    """Fidelity of the bundle in `directory`, and which limits it misses."""
+    from kvconvert.fidelity import evaluate
+
+    report = evaluate(directory, against=source, data=None, progress=progress).to_dict()
+    return Fidelity(
+        measured_on=manifest.files_digest(),
+        report=_finite(report),
+        limits=limits.as_set(),
+        missed=limits.missed(report),
+    )
+
+
+def _finite(value: Any) -> Any:
+    """The same report with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

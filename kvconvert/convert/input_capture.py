@@ -1,0 +1,203 @@
+"""What reaches a model's decoder layers: found by running the model's own forward with recorders in their place.
+
+Embeddings and their scales, learned positions, vision towers, masks and rotary embeddings are thereby the model's own,
+whatever its architecture. The recorders return zeros, so that a later layer's input is exactly what the model itself
+adds between the layers (as Qwen3-VL adds image features).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvconvert.calibration.activations import same_arguments
+from kvconvert.errors import NumericError, UnsupportedModelError
+
+_UNSET = -(2**31) + 1  # stands in integer buffers that the model has not filled
+
+
+@dataclass(frozen=True)
+class CalibrationInputs:
+    """What the model is given, sample by sample.
+
+    Attributes:
+        ids: int64 [samples, length].
+        extras: for each sample the model's further inputs (pixel values, token types), as for a batch of that sample
+            alone; empty where there are none.
+        visual: which tokens stand for images, bool [samples, length], or None.
+    """
+
+    ids: Tensor
+    extras: tuple[dict[str, Tensor], ...] = ()
+    visual: Tensor | None = None
+
+    def sample(self, index: int) -> dict[str, Tensor]:
+        """Arguments of the model's forward for one sample."""
+        extra = self.extras[index] if self.extras else {}
+        return {"input_ids": self.ids[index : index + 1], **extra}
+
+
+class InputCapture:
+    """Records the input of the first layer and the arguments of every layer.
+
+    Args:
+        inputs: see there.
+        name: of the module that holds the layers, for messages.
+    """
+
+    def __init__(self, inputs: CalibrationInputs, name: str) -> None:
+        self.inputs, self.name = inputs, name
+        self._layers_return_tuples = False
+        self._arguments: list[list[dict[str, Any]]] = []  # per layer: one for all samples, or one for each
+        # Per layer, by sample: tokens to which the model adds something, and what [tokens, hidden].
+        self._added: list[dict[int, tuple[Tensor, Tensor]]] = []
+
+    @torch.no_grad()
+    def run(self, base: nn.Module, layers: nn.ModuleList, device: torch.device) -> Iterator[Tensor]:
+        """The input of the first layer for one sample after another, float32 [1, length, hidden].
+
+        Args:
+            base: the model without its head, everything but its layers filled; its layers are given up to recorders.
+            layers: of `base`.
+            device: of `base`.
+
+        Raises:
+            NumericError: NaN or infinity in what reaches the layers.
+        """
+        seen: list[tuple[Tensor, dict[str, Any]]] = []
+        for layer in layers:
+            layer.forward = self._recorder(inspect.signature(layer.forward), seen)
+        arguments: list[list[dict[str, Any]]] = [[] for _ in layers]
+        self._added = [{} for _ in layers]
+        for index in range(len(self.inputs.ids)):
+            seen.clear()
+            arguments_of_sample = {key: value.to(device) for key, value in self.inputs.sample(index).items()}
+            if not self._runs(base, arguments_of_sample, seen):
+                self._layers_return_tuples = True
+                seen.clear()
+                base(**arguments_of_sample, use_cache=False)
+            if len(seen) != len(layers):
+                raise UnsupportedModelError(
+                    f"The model ran {len(seen)} of {len(layers)} layers of {self.name} on the calibration data; it can "
+                    'be converted with [weights] method = "none" only.'
+                )
+            for layer, (hidden, kwargs) in enumerate(seen):
+                if not hidden.isfinite().all():
+                    raise NumericError(
+                        f"What reaches {self.name}.{layer} holds NaN or infinity on the calibration data; check the "
+                        "source model's weights."
+                    )
+                if layer and hidden.any():
+                    tokens = hidden[0].any(-1).nonzero()[:, 0]
+                    self._added[layer][index] = tokens, hidden[0, tokens].float()
+                _append(arguments[layer], kwargs, index)
+            yield seen[0][0].float()
+        self._arguments = arguments
+
+    def _runs(self, base: nn.Module, arguments: dict[str, Tensor], seen: list[tuple[Tensor, dict[str, Any]]]) -> bool:
+        """Run the model; False where it turns out to take a layer's output apart, as of one that returns a tuple."""
+        try:
+            base(**arguments, use_cache=False)
+        except (ValueError, TypeError, IndexError, AttributeError):
+            if self._layers_return_tuples or not seen:
+                raise
+            return False
+        return all(hidden.shape == seen[0][0].shape for hidden, _ in seen)
+
+    def _recorder(self, signature: inspect.Signature, seen: list[tuple[Tensor, dict[str, Any]]]) -> Any:
+        """A forward that notes its arguments by name."""
+        first, *_ = signature.parameters
+        collected = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            arguments = signature.bind(*args, **kwargs).arguments
+            arguments |= arguments.pop(collected, {})
+            hidden = arguments.pop(first)
+            seen.append((hidden, arguments))
+            output = torch.zeros_like(hidden)
+            return (output, None) if self._layers_return_tuples else output
+
+        return record
+
+    @property
+    def complete(self) -> bool:
+        """Whether `run` has come to its end."""
+        return bool(self._arguments)
+
+    def shared(self, layer: int) -> bool:
+        """Whether all samples have the same arguments in a layer, so that they may run through it together."""
+        return len(self._arguments[layer]) == 1
+
+    def arguments(self, layer: int, sample: int) -> dict[str, Any]:
+        """What the model passes to a layer besides hidden states, for a batch of one; broadcasts where it is shared."""
+        recorded = self._arguments[layer]
+        return recorded[0] if len(recorded) == 1 else recorded[sample]
+
+    def add(self, layer: int, start: int, hidden: Tensor) -> Tensor:
+        """The input of a layer from the output of the one before, for samples from `start`: [n, length, hidden]."""
+        found = self._added[layer] if layer < len(self._added) else {}
+        if not any(start <= sample < start + len(hidden) for sample in found):
+            return hidden
+        hidden = hidden.clone()
+        for row in range(len(hidden)):
+            if start + row in found:
+                tokens, values = found[start + row]
+                hidden[row, tokens] += values
+        return hidden
+
+
+def _append(recorded: list[dict[str, Any]], arguments: dict[str, Any], sample: int) -> None:
+    """Keep one set of arguments as long as all samples agree, and one for each sample from then on."""
+    if not recorded:
+        recorded.append(arguments)
+    elif len(recorded) > 1 or not same_arguments(recorded[0], arguments):
+        recorded.extend([recorded[0]] * (sample - len(recorded)))
+        recorded.append(arguments)
+
+
+@torch.no_grad()
+def fill(module: nn.Module, owner: PreTrainedModel, tensors: dict[str, Tensor], device: torch.device) -> None:
+    """Give a module of the meta device its tensors in float32, and let the model compute what checkpoints never hold.
+
+    Args:
+        module: all of whose parameters and stored buffers are in `tensors`, but for those of modules left on meta.
+        owner: the model that the module belongs to; knows how buffers are computed, as when transformers loads it.
+        tensors: by name within the module.
+        device: on which to put them.
+
+    Raises:
+        UnsupportedModelError: a buffer that the model does not compute.
+    """
+    values = {k: t.to(device, torch.float32 if t.is_floating_point() else t.dtype) for k, t in tensors.items()}
+    module.load_state_dict(values, strict=False, assign=True)
+    module.requires_grad_(False)
+    for parameter in (*module.parameters(), *module.buffers()):
+        parameter._is_hf_initialized = not parameter.is_meta  # transformers' sign that a tensor is not to be drawn
+    for name, part in module.named_modules():
+        empty = [key for key, buffer in part.named_buffers(recurse=False) if buffer.is_meta]
+        if not empty or any(parameter.is_meta for parameter in part.parameters(recurse=False)):
+            continue
+        for key in empty:
+            buffer = getattr(part, key)
+            unset = float("nan") if buffer.is_floating_point() else _UNSET if buffer.dtype.itemsize > 2 else 0
+            part._buffers[key] = torch.full_like(buffer, unset, device=device)
+        _owner_of(part, owner)._init_weights(part)
+        for key in empty:
+            buffer = getattr(part, key)
+            if (buffer != buffer).any() or (buffer.dtype.itemsize > 2 and (buffer == _UNSET).any()):
+                raise UnsupportedModelError(
+                    f"transformers does not compute the buffer {name}.{key} of {type(owner).__name__}, which no "
+                    'checkpoint holds; it can be converted with [weights] method = "none" only.'
+                )
+
+
+def _owner_of(part: nn.Module, owner: PreTrainedModel) -> PreTrainedModel:
+    """The innermost model that a module belongs to: parts of a composite model each know their own buffers."""
+    inner = [m for m in owner.modules() if isinstance(m, PreTrainedModel) and any(part is c for c in m.modules())]
+    return min(inner, key=lambda model: sum(1 for _ in model.modules())) if inner else owner

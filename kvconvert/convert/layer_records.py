@@ -1,0 +1,138 @@
+"""What a working directory says of a layer: its converted tensors, their coverage, and its cache's scheme."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvconvert.bundle.manifest import ModuleCoverage
+from kvconvert.bundle.scheme import KVScheme
+from kvconvert.calibration.protocol import LayerWork
+from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.convert.recipe import Recipe, WeightsRecipe
+from kvconvert.convert.workdir import LayerRecord
+from kvconvert.errors import NumericError
+from kvconvert.kernels.linear.awq_format import quantize_weight
+from kvconvert.kernels.quantizer import GroupRangeError
+from kvconvert.kernels.rotate import hadamard_kind
+from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
+from kvconvert.models.experts import expert_modules
+from kvconvert.models.layer_types import layer_types_of, pages_unsupported
+
+
+def layer_scheme(runner: LayerRunner, recipe: Recipe, index: int) -> tuple[KVScheme | None, str]:
+    """The recipe's scheme resolved for one layer, and why it differs."""
+    scheme, config = recipe.scheme(index), runner.config
+    if scheme is None:
+        return None, ""
+    unsupported_reason = pages_unsupported(config, layer_types_of(config)[0][index])
+    if unsupported_reason:
+        return None, unsupported_reason
+    if scheme.rotate_values == "folded":
+        structure = runner.structure(index)
+        unsupported_reason = (
+            "no adapter says that this architecture's values may be rotated in the weights"
+            if structure is None
+            else structure.fold_unsupported_reason
+        )
+        if unsupported_reason:
+            return scheme.with_online_rotation(), f"values are rotated on line: {unsupported_reason}"
+    return scheme, ""
+
+
+def resolved_fields(scheme: KVScheme | None, channels: int, kv_heads: int) -> dict[str, Any]:
+    """Fields of a `LayerRecord` that describe the scheme."""
+    if scheme is None:
+        return {"scheme": None}
+    rotates = scheme.rotate_keys != "none" or scheme.rotate_values != "none"
+    return {
+        "scheme": scheme.to_dict(),
+        "head_dim": channels,
+        "num_key_value_heads": kv_heads,
+        "value_group_size": scheme.value_group_for(channels),
+        "rotation": hadamard_kind(channels) if rotates else None,
+    }
+
+
+def untouched_record(runner: LayerRunner, recipe: Recipe, index: int) -> LayerRecord:
+    """A layer of an architecture without adapter: weights stay in the source, only the cache is described."""
+    scheme, reason = layer_scheme(runner, recipe, index)
+    calibration = recipe.calibration_of(index)
+    searched = [f"{side}_clip_ratio" for side in ("key", "value") if calibration.searches_clip_ratio(side)]
+    searched += ["tau1 and tau2"] if scheme is not None and scheme.is_span and calibration.searches_tau else []
+    if scheme is not None and searched:
+        note = f"{', '.join(searched)} are the scheme's own, for no adapter describes this architecture's layers"
+        reason = "; ".join(filter(None, (reason, note)))
+    shape = layer_config(runner.config, index)
+    return LayerRecord(
+        index=index, modules=[], reason=reason, **resolved_fields(scheme, head_dim(shape), key_value_heads(shape))
+    )
+
+
+def converted_tensors(work: LayerWork, dtypes: dict[str, torch.dtype], weights: WeightsRecipe) -> dict[str, Tensor]:
+    """The layer's tensors under the model's names, Linears in AWQ's layout unless the recipe keeps weights.
+
+    Everything else is stored in the source's dtype: exactly the source's bytes where no pass changed it.
+    """
+    tensors = {}
+    # The source's own form of experts is copied, which may be a fused one.
+    copied = expert_modules(work.layer) if weights.method == "none" else ()
+    for name, parameter in work.layer.state_dict().items():
+        if name.startswith(copied):
+            continue
+        module, _, kind = name.rpartition(".")
+        # The layer may own a tensor itself (Gemma 4's layer_scalar).
+        full = f"{work.name}.{module}".rstrip(".")
+        if weights.method != "none" and kind == "weight" and module in work.structure.linears:
+            try:
+                packed = quantize_weight(parameter, weights.bits, weights.group_size)
+            except GroupRangeError as error:
+                raise NumericError(f"{full} cannot be quantized: {error}") from error
+            tensors.update({f"{full}.{field}": value.cpu() for field, value in packed._asdict().items()})
+        else:
+            tensors[f"{full}.{kind}"] = parameter.to(dtypes[name]).cpu()
+    return tensors
+
+
+def layer_coverage(work: LayerWork, weights: WeightsRecipe, reasons: dict[str, str]) -> list[ModuleCoverage]:
+    """What became of every module of a layer that has parameters; `reasons` are the passes', by Linear."""
+    copied = expert_modules(work.layer) if weights.method == "none" else ()
+    coverage = [
+        ModuleCoverage(
+            name=f"{work.name}.{name}".rstrip("."), kind="other", method="kept", reason="the recipe keeps weights"
+        )
+        for name in copied
+    ]
+    for name, module in work.layer.named_modules():
+        if name.startswith(copied) or not any(True for _ in module.parameters(recurse=False)):
+            continue
+        full, linear = f"{work.name}.{name}".rstrip("."), name in work.structure.linears
+        if linear and weights.method != "none":
+            coverage.append(
+                ModuleCoverage(
+                    name=full,
+                    method=weights.method,
+                    bits=weights.bits,
+                    group_size=weights.group_size,
+                    reason=reasons.get(name, ""),
+                )
+            )
+        else:
+            reason = work.structure.unquantized.get(name, "norms and other vectors keep the source's dtype")
+            reason = "the recipe keeps weights" if linear else reason
+            # A router is a matrix for engines too, which have to be told that it is not quantized.
+            matrix = name in work.structure.unquantized and getattr(module, "weight", None) is not None
+            kind = "linear" if matrix else module_kind(module)
+            coverage.append(ModuleCoverage(name=full, kind=kind, method="kept", reason=reason))
+    return coverage
+
+
+def module_kind(module: nn.Module) -> str:
+    """A module in the words of `ModuleCoverage.kind`."""
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    return "norm" if "norm" in type(module).__name__.lower() else "other"

@@ -1,0 +1,201 @@
+"""Decoder layers of a checkpoint, one at a time: the model is built without weights, one layer filled, run, dropped."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from kvconvert.calibration.protocol import RECORDING_ATTENTION, LayerStructure
+from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill
+from kvconvert.convert.workdir import HiddenStates
+from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.models.adapters import Adapter
+from kvconvert.models.experts import separate_experts, split_fused
+from kvconvert.models.source import SourceModel
+from kvconvert.runtime.hf.experts import ExpertRoles
+from kvconvert.runtime.hf.load import model_class
+
+BATCH_TOKENS = 4096  # calibration tokens that run through a layer at once
+
+
+class LayerRunner:
+    """Builds a model without weights and materialises its decoder layers one by one.
+
+    Attributes:
+        model: the model on the meta device.
+        source: its checkpoint, asked by the model's names.
+    """
+
+    def __init__(self, source: SourceModel, adapter: Adapter | None, device: torch.device) -> None:
+        self.adapter, self.device = adapter, device
+        self.model = _build_without_weights(source)
+        self.source = source.named_as(self.model)
+        self._capture: InputCapture | None = None
+        if adapter is not None:
+            self._separate_experts()
+            adapter.check(self.model)
+
+    def _separate_experts(self) -> None:
+        """Give every routed expert of the model Linears of its own, by the names in the layers' structures."""
+        for index in range(self.num_layers):
+            experts = self.structure(index).experts
+            if experts is not None:
+                roles = ExpertRoles(experts.gate, experts.up, experts.down)
+                separate_experts(self.model.get_submodule(self.layer_name(index)), roles)
+
+    def expert_modules(self) -> tuple[str, ...]:
+        """Full name prefixes of the routed experts of all layers ("model.layers.3.mlp.experts.")."""
+        if self.adapter is None:
+            return ()
+        structures = [(self.layer_name(index), self.structure(index).experts) for index in range(self.num_layers)]
+        return tuple(f"{name}.{experts.module}." for name, experts in structures if experts is not None)
+
+    def structure(self, index: int) -> LayerStructure | None:
+        """Names of a decoder layer's parts; None without an adapter."""
+        return None if self.adapter is None else self.adapter.structure(self.model.config, index)
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """Configuration of the language model."""
+        return self.model.config.get_text_config()
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.config.num_hidden_layers
+
+    def layer_name(self, index: int) -> str:
+        """Full name of a decoder layer."""
+        return f"{self.adapter.layers}.{index}"
+
+    def layer(self, index: int) -> tuple[nn.Module, dict[str, torch.dtype]]:
+        """A decoder layer with the source's weights in float32, and the dtype in which each parameter is stored.
+
+        Raises:
+            CheckpointError: tensors missing, left over, or of another shape than the configuration says.
+            NumericError: NaN or infinity in a tensor.
+        """
+        name = self.layer_name(index)
+        layer = copy.deepcopy(self.model.get_submodule(name)).eval()
+        expected = {key: tuple(value.shape) for key, value in layer.state_dict().items()}
+        stored = {key.removeprefix(f"{name}."): key for key in self.source.names(f"{name}.")}
+        stored = {key: full for key, full in stored.items() if key in expected or not self._is_derived(full)}
+        tensors = dict(zip(stored, self.source.read_finite(stored.values()).values(), strict=True))
+        tensors = split_fused(layer, tensors, name)
+        for key in sorted({*expected, *tensors}):
+            if key not in tensors:
+                raise CheckpointError(f"The checkpoint lacks {name}.{key}; it does not fit its config.json.")
+            if key not in expected:
+                raise CheckpointError(
+                    f"The checkpoint holds {name}.{key}, which a {self.config.model_type} model does not have."
+                )
+        for key, tensor in tensors.items():
+            if tuple(tensor.shape) != expected[key]:
+                raise CheckpointError(
+                    f"{name}.{key} has shape {list(tensor.shape)} where config.json asks for {list(expected[key])}."
+                )
+        dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
+        fill(layer, self._owner(name), tensors, self.device)
+        return layer, dtypes
+
+    def _owner(self, name: str) -> PreTrainedModel:
+        """The innermost model around a module."""
+        while name:
+            name = name.rpartition(".")[0]
+            module = self.model.get_submodule(name)
+            if isinstance(module, PreTrainedModel):
+                break
+        return module
+
+    def _is_derived(self, name: str) -> bool:
+        """Buffers that old checkpoints store although models compute them."""
+        ignored = self.model._keys_to_ignore_on_load_unexpected or ()
+        return name.endswith(".rotary_emb.inv_freq") or any(re.search(pattern, name) for pattern in ignored)
+
+    def begin(self, inputs: CalibrationInputs) -> None:
+        """Say what the model will be calibrated with; before `first_input` and `forward`."""
+        self._capture = InputCapture(inputs, self.adapter.layers)
+
+    def first_input(self) -> Iterator[Tensor]:
+        """Input of the first layer, sample by sample: float32 [1, length, hidden]."""
+        name = self.adapter.base
+        base = copy.deepcopy(self.model.get_submodule(name))
+        layers = self.adapter.layers.removeprefix(f"{name}.")
+        outside = [key for key in base.state_dict() if not key.startswith(f"{layers}.")]
+        tensors = self.source.read_finite([f"{name}.{key}" for key in outside])
+        fill(base, base, dict(zip(outside, tensors.values(), strict=True)), self.device)
+        yield from self._capture.run(base, base.get_submodule(layers), self.device)
+
+    def forward(
+        self, layer: nn.Module, inputs: HiddenStates, index: int
+    ) -> Iterator[tuple[Tensor, dict[str, Any], Tensor]]:
+        """Run a layer over its inputs, batch by batch.
+
+        Yields:
+            input, the layer's other arguments, and what the next layer gets: output and what the model adds to it.
+
+        Raises:
+            NumericError: an output is not finite.
+        """
+        if not self._capture.complete:
+            for _ in self.first_input():
+                pass
+        samples, length, _ = inputs.shape
+        size = max(1, BATCH_TOKENS // length) if self._capture.shared(index) else 1
+        for start in range(0, samples, size):
+            stop = min(start + size, samples)
+            batch = inputs.read(start, stop).to(self.device)
+            arguments = self._capture.arguments(index, start)
+            output = layer(batch, **arguments)
+            output = output[0] if isinstance(output, tuple) else output
+            if not output.isfinite().all():
+                place = f"{self.layer_name(index)}.{_first_overflow(layer, batch, arguments)}".rstrip(".")
+                raise NumericError(
+                    f"{place} computes NaN or infinity on the calibration data; "
+                    "check that the source model generates sensible text."
+                )
+            yield batch, arguments, self._capture.add(index + 1, start, output)
+
+
+def _first_overflow(layer: nn.Module, batch: Tensor, arguments: dict[str, Any]) -> str:
+    """The first module of a layer whose output is not finite."""
+    found: list[str] = []
+    with ExitStack() as hooks:
+        for name, module in layer.named_modules():
+
+            def check(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                tensor = output[0] if isinstance(output, tuple) else output
+                if not tensor.isfinite().all():
+                    found.append(name)
+
+            hooks.callback(module.register_forward_hook(check).remove)
+        layer(batch, **arguments)
+    return found[0]
+
+
+def _build_without_weights(source: SourceModel) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            return model_class(source.config).from_config(
+                copy.deepcopy(source.config),
+                dtype=torch.float32,
+                attn_implementation=RECORDING_ATTENTION,
+                trust_remote_code=False,
+            )
+    except (ValueError, KeyError, AttributeError, ImportError) as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        if RECORDING_ATTENTION in reason:
+            raise UnsupportedModelError(
+                f"{source.config.model_type} models compute attention in code of their own, which does not go through "
+                "transformers' attention interface; kvconvert can neither calibrate nor serve their cache."
+            ) from error
+        raise UnsupportedModelError(
+            f"transformers has no causal language model for {source.directory / 'config.json'} ({reason})."
+        ) from error

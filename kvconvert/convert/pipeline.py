@@ -1,0 +1,299 @@
+"""`calibrate`: from a checkpoint to a working directory of converted layers, one decoder layer in memory at a time.
+
+The model is built without weights. For each decoder layer in turn: read its weights, run the calibration sequences
+through it in float32 while the passes observe, let them solve and apply, write the result, free the layer. What goes
+on to the next layer is the output of the UNCHANGED layer, kept on disk. What concerns all layers at once (one pair of
+taus, how budgets are spread) is decided from the stored measurements when the last layer is committed. Peak memory is
+a couple of layers, the embeddings and one small batch of activations, whatever the number of layers and samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import logging
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import kvconvert
+from kvconvert.bundle.manifest import ModuleCoverage
+from kvconvert.calibration.protocol import LayerWork
+from kvconvert.convert.checks import check_group_size, check_purpose, check_recipe
+from kvconvert.convert.input_capture import CalibrationInputs
+from kvconvert.convert.layer_records import (
+    converted_tensors,
+    layer_coverage,
+    layer_scheme,
+    module_kind,
+    resolved_fields,
+    untouched_record,
+)
+from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.convert.passes import cache_format, make_passes
+from kvconvert.convert.recipe import Recipe, WeightsRecipe
+from kvconvert.convert.resolve import resolve_layers
+from kvconvert.convert.workdir import HiddenStates, LayerRecord, WorkDir, WorkState
+from kvconvert.data.samples import load_samples
+from kvconvert.data.text import TokenData
+from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.models.adapters import Adapter, find_adapter, require_adapter
+from kvconvert.models.source import SourceModel, float_dtype, open_source
+from kvconvert.runtime.hf.load import supports_images
+
+logger = logging.getLogger(__name__)
+
+
+def calibrate(
+    model: str,
+    work: Path | str,
+    recipe: Recipe,
+    data: str | None = None,
+    samples: int = 64,
+    seq_len: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    restart: bool = False,
+    progress: bool = True,
+) -> WorkDir:
+    """Convert every decoder layer of a model into a working directory, or go on where an earlier run stopped.
+
+    Args:
+        model: directory or Hub id.
+        work: working directory, absent, empty, or begun from the same inputs.
+        recipe: what to do.
+        data: calibration data, None for what ships with kvconvert: text, or drawings for a model that sees.
+        samples, seq_len: calibration sequences and tokens in each; None takes 512, or what an image needs.
+        seed: of the choice of samples.
+        device: on which layers are computed.
+        restart: discard what is in `work`.
+        progress: show bars and a closing line on stderr.
+
+    Returns:
+        the finished working directory.
+
+    Raises:
+        KvconvertError: one of its children, for everything that can be wrong with the input; nothing half written
+            stays.
+    """
+    target = _device(device)
+    source = open_source(model)
+    check_purpose(source.config, recipe)
+    runner = _make_runner(source, recipe.weights, target)
+    adapter = runner.adapter
+    check_recipe(runner, recipe)
+    if adapter is not None:
+        check_group_size(runner, recipe.weights)
+    tokens = load_samples(source, data, samples, seq_len, seed)
+    if supports_images(source.config) and not tokens.info.images:
+        _say(f"Calibrating with text alone: {tokens.info.source} holds no images.", progress)
+    directory = WorkDir.create(work, _initial_state(model, runner, recipe, tokens, seed, target, progress), restart)
+    first = directory.first_uncommitted()
+    if directory.state.complete:
+        _say(f"{directory.path} is already complete ({directory.state.num_layers} layers); nothing to do.", progress)
+        return directory
+    if first:
+        _say(f"Going on at layer {first} of {directory.state.num_layers} in {directory.path}.", progress)
+    source.check_finite(directory.state.kept_tensors)
+    inputs = CalibrationInputs(tokens.ids, tokens.extras, tokens.visual)
+    if adapter is not None:
+        runner.begin(inputs)
+    layers = range(first, directory.state.num_layers)
+    for index in tqdm(
+        layers, desc="layers", unit="layer", initial=first, total=directory.state.num_layers, disable=not progress
+    ):
+        if adapter is None:
+            directory.commit_layer(index, {}, {}, untouched_record(runner, recipe, index))
+        else:
+            _calibrate_layer(runner, directory, recipe, inputs, index)
+    records = [directory.layer_record(index) for index in range(directory.state.num_layers)]
+    for record in resolve_layers(recipe, records, directory.layer_plan):
+        directory.replace_record(record.index, record)
+    directory.finish()
+    return directory
+
+
+def _make_runner(source: SourceModel, weights: WeightsRecipe, device: torch.device) -> LayerRunner:
+    """With the model's adapter; a recipe that keeps weights does without one that is missing or does not fit."""
+    if weights.method != "none":
+        return LayerRunner(source, require_adapter(source.config), device)
+    adapter = find_adapter(source.config)
+    if adapter is not None:
+        try:
+            return LayerRunner(source, adapter, device)
+        except UnsupportedModelError as error:
+            logger.warning("The cache is converted without calibration. %s", error)
+    return LayerRunner(source, None, device)
+
+
+@torch.no_grad()
+def _calibrate_layer(
+    runner: LayerRunner, directory: WorkDir, recipe: Recipe, inputs: CalibrationInputs, index: int
+) -> None:
+    structure = runner.structure(index)
+    scheme, reason = layer_scheme(runner, recipe, index)
+    passes = make_passes(recipe.weights, scheme, recipe.calibration_of(index), structure)
+    layer, dtypes = runner.layer(index)
+    separate = any(calibration_pass.modifies_before_observing for calibration_pass in passes)
+    work = LayerWork(
+        name=runner.layer_name(index),
+        layer=copy.deepcopy(layer) if separate else layer,
+        structure=structure,
+        num_samples=inputs.ids.shape[0],
+        seq_len=inputs.ids.shape[1],
+        dtype=float_dtype(runner.source),
+        cache=None if scheme is None else cache_format(scheme, structure),
+        visual=inputs.visual,
+    )
+    for calibration_pass in passes:
+        calibration_pass.prepare(work)
+    with ExitStack() as stack:
+        writer = None
+        if passes:
+            hidden = _hidden_input(runner, directory, index)
+
+            def replay() -> None:
+                for _ in runner.forward(work.layer, hidden, index):
+                    pass
+
+            work.replay = replay
+            if index + 1 < runner.num_layers:
+                writer = stack.enter_context(directory.hidden(index + 1, runner.config.hidden_size).writing())
+            with ExitStack() as hooks:
+                for calibration_pass in passes:
+                    hooks.enter_context(calibration_pass.observe(work))
+                for batch, arguments, output in runner.forward(layer, hidden, index):
+                    if separate:
+                        work.layer(batch, **arguments)
+                    if writer is not None:
+                        writer.append(output)
+        del layer
+        for calibration_pass in passes:
+            calibration_pass.solve(work)
+            calibration_pass.apply(work)
+        results = {calibration_pass.name: calibration_pass.result() for calibration_pass in passes}
+        reasons = {name: text for result in results.values() for name, text in result.reasons.items()}
+        for result in results.values():
+            if result.scheme:
+                scheme = replace(scheme, **result.scheme)
+        names = runner.source.tensor_names
+        notes = [reason, *(note for result in results.values() for note in result.notes)]
+        record = LayerRecord(
+            index=index,
+            modules=[names.locate(module) for module in layer_coverage(work, recipe.weights, reasons)],
+            statistics={name: result.statistics for name, result in results.items() if result.statistics},
+            reason="; ".join(filter(None, notes)),
+            **resolved_fields(scheme, structure.head_dim, structure.num_key_value_heads),
+        )
+        plan = {f"layers.{index}.{name}": t for result in results.values() for name, t in result.plan.items()}
+        tensors = converted_tensors(work, dtypes, recipe.weights)
+        directory.commit_layer(index, {names.of_tensor(name): t for name, t in tensors.items()}, plan, record)
+        # Only now: a kill in between leaves the layer committed and its input in place, from which `_hidden_input`
+        # goes on.
+        if writer is not None:
+            writer.commit()
+    directory.hidden(index, runner.config.hidden_size).remove()
+
+
+def _hidden_input(runner: LayerRunner, directory: WorkDir, index: int) -> HiddenStates:
+    """The input of layer `index`, recomputed through source layers from the latest input that is still there."""
+    width = runner.config.hidden_size
+    available = next((i for i in range(index, -1, -1) if directory.hidden(i, width).exists()), None)
+    if available is None:
+        available, first = 0, directory.hidden(0, width)
+        with first.writing() as writer:
+            for sample in runner.first_input():
+                writer.append(sample)
+            writer.commit()
+    for i in range(available, index):
+        layer, _ = runner.layer(i)
+        with directory.hidden(i + 1, width).writing() as writer:
+            for *_, output in runner.forward(layer, directory.hidden(i, width), i):
+                writer.append(output)
+            writer.commit()
+        directory.hidden(i, width).remove()
+    return directory.hidden(index, width)
+
+
+def _initial_state(
+    model: str,
+    runner: LayerRunner,
+    recipe: Recipe,
+    tokens: TokenData,
+    seed: int,
+    device: torch.device,
+    progress: bool,
+) -> WorkState:
+    source, adapter = runner.source, runner.adapter
+    prefix = f"{adapter.layers}." if adapter else None
+    names = source.tensor_names
+    # A checkpoint may hold more layers than the model has (for predicting several tokens); they are copied too.
+    written = () if adapter is None else tuple(f"{runner.layer_name(i)}." for i in range(runner.num_layers))
+    copied = runner.expert_modules() if recipe.weights.method == "none" else ()
+    kept = sorted(
+        stored for name, stored in names.stored.items() if not name.startswith(written) or name.startswith(copied)
+    )
+    modules = [
+        names.locate(
+            ModuleCoverage(
+                name=name,
+                kind=module_kind(module),
+                method="kept",
+                reason=_kept_reason(name, adapter),
+            )
+        )
+        for name, module in runner.model.named_modules()
+        if (prefix is None or not name.startswith(prefix)) and any(True for _ in module.parameters(recurse=False))
+    ]
+    transforms = []
+    schemes = [layer_scheme(runner, recipe, index)[0] for index in range(runner.num_layers)]
+    if any(scheme is not None and scheme.rotate_values == "folded" for scheme in schemes):
+        transforms.append("fold_value_rotation")
+    if recipe.weights.method == "awq":
+        transforms += ["awq_scale", "awq_clip"]
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")}
+    return WorkState(
+        versions={"kvconvert": kvconvert.__version__, **versions},
+        recipe=recipe.to_dict(),
+        source=source.info(progress),
+        model=model,
+        directory=str(source.directory.resolve()),
+        data=tokens.info,
+        seed=seed,
+        device=device.type,
+        num_layers=runner.num_layers,
+        adapter=adapter.model_type if adapter else None,
+        kept_tensors=kept,
+        kept_modules=modules,
+        transforms=transforms,
+    )
+
+
+def _kept_reason(name: str, adapter: Adapter | None) -> str:
+    """Why a module outside the decoder layers keeps its weights."""
+    if adapter is None:
+        return "the recipe keeps weights"
+    language = adapter.layers.rpartition(".")[0]
+    if name.startswith(f"{adapter.base}.") and not f"{name}.".startswith(f"{language}."):
+        return "outside the language model, which alone is quantized"
+    return "outside the decoder layers"
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device {name} is not a device; give cpu or cuda.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {name} asks for a GPU that torch does not find; give cpu.")
+    return device
+
+
+def _say(message: str, progress: bool) -> None:
+    logger.info(message)
+    if progress:
+        tqdm.write(message, file=sys.stderr)

@@ -1,0 +1,388 @@
+"""Recipes: what to do with a model's weights and its key-value cache, and how much fidelity it may cost.
+
+A recipe is a preset (a file in `kvconvert/convert/presets`; dropping one in extends the command line) or a TOML file:
+
+    [weights]
+    method = "awq"        # awq, rtn (round to nearest) or none
+    bits = 4
+    group_size = 128
+
+    [kv]
+    preset = "oscar"      # a preset of kvconvert.bundle.scheme, or "none" for a cache left alone
+    key_group_size = 128  # any field of KVScheme replaces the preset's; without a preset, plain groups
+    calibrate_clip_ratios = true    # choose key_clip_ratio and value_clip_ratio of each layer, but for the one that is given here
+    tau_grid = [0, 1, 2, 3]    # values tried for tau1 and tau2 of spans, unless one of these is given here
+    tau_per_layer = false      # one pair for all layers
+
+    [[kv.layers]]         # layers that differ: any of the above but the tau search, over what [kv] says
+    index = [0, 1]
+    key_bits = 4
+
+    [limits]
+    max_kl = 0.1                   # mean KL divergence from the source model, in nats per token
+    max_perplexity_increase = 0.05 # relative: 0.05 allows 5 %
+    min_passkey = 0.9              # share of passkeys found
+
+A table that is left out takes the default recipe's values: AWQ at 4 bits in groups of 128, `oscar`, no limits.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvconvert.bundle.scheme import PRESETS, KVScheme
+from kvconvert.bundle.summary import figure
+from kvconvert.errors import RecipeError
+
+WEIGHT_GROUP_SIZES = (16, 32, 64, 128, 256)
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class WeightsRecipe(_Table):
+    """How Linears are quantized; `bits` and `group_size` (inputs per scale and zero) mean nothing for "none"."""
+
+    method: Literal["awq", "rtn", "none"] = "awq"
+    bits: int = 4
+    group_size: int = 128
+
+
+class KVCalibration(_Table):
+    """What calibration chooses for the cache; it lives here because a `KVScheme` describes the outcome alone.
+
+    Attributes:
+        calibrate_clip_ratios: choose `key_clip_ratio` and `value_clip_ratio` of each layer.
+        tau_grid: values to try for tau1 and tau2 of spans (CalibQuant).
+        tau_per_layer: one pair (tau1, tau2) for each layer instead of one for all.
+        given: those of key_clip_ratio, value_clip_ratio, tau1 and tau2 that the recipe states, which are not searched.
+    """
+
+    calibrate_clip_ratios: bool = True
+    tau_grid: list[Annotated[float, Field(gt=-1e4, lt=1e4)]] = Field(default=[0.0, 1.0, 2.0, 3.0], min_length=1)
+    tau_per_layer: bool = False
+    given: list[str] = []
+
+    def searches_clip_ratio(self, side: Literal["key", "value"]) -> bool:
+        """Whether the range of keys or values is to be chosen."""
+        return self.calibrate_clip_ratios and f"{side}_clip_ratio" not in self.given
+
+    @property
+    def searches_tau(self) -> bool:
+        """Whether tau1 and tau2 are to be chosen."""
+        return not {"tau1", "tau2"} & {*self.given}
+
+
+class LayerOverride(_Table):
+    """Layers whose cache differs from the recipe's: `index` lists them; the rest is as in `Recipe`."""
+
+    index: list[int] = Field(min_length=1)
+    kv: KVScheme | None
+    calibration: KVCalibration
+
+
+class Limits(_Table):
+    """What a bundle may lose against its source; None leaves a figure unlimited.
+
+    Attributes:
+        max_kl: mean KL divergence, nats per token; on text, and on text about images where these were measured.
+        max_perplexity_increase: relative to the source's perplexity (0.05 = 5 %).
+        min_passkey: share of passkeys that the bundle finds, 0 to 1.
+    """
+
+    max_kl: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    max_perplexity_increase: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    min_passkey: float | None = Field(default=None, ge=0, le=1)
+
+    def as_set(self) -> dict[str, float]:
+        """The limits that are set, by name."""
+        return {name: value for name, value in self.model_dump().items() if value is not None}
+
+    def missed(self, report: dict[str, Any]) -> list[str]:
+        """One clause per limit that a fidelity report misses; a figure not measured, or NaN, misses its limit."""
+        missed = []
+
+        def check(limit: str, bound: float | None, words: str, found: float | None, at_most: bool) -> None:
+            if bound is None:
+                return
+            if found is None:
+                missed.append(f"{words} could not be measured, {limit} is {bound:g}")
+            elif not (found <= bound if at_most else found >= bound):
+                missed.append(f"{words} is {found:.4g}, {limit} is {bound:g}")
+
+        before, after = figure(report, "perplexity.source"), figure(report, "perplexity.bundle")
+        increase = None if before is None or after is None else after / before - 1
+        check("max_kl", self.max_kl, "the mean KL divergence", figure(report, "kl.mean"), True)
+        seen = figure(report, "images.kl")
+        if seen is not None:
+            check("max_kl", self.max_kl, "the mean KL divergence on text about images", seen, True)
+        check("max_perplexity_increase", self.max_perplexity_increase, "the perplexity's increase", increase, True)
+        check("min_passkey", self.min_passkey, "the share of passkeys found", figure(report, "passkey.bundle"), False)
+        return missed
+
+
+class Recipe(_Table):
+    """One conversion's intent; see the module's docstring for the file format.
+
+    Attributes:
+        name: of the preset, or of the file without its ending.
+        weights, limits: see there.
+        kv: scheme of every layer's cache, or None where the cache is left alone.
+        calibration: what calibration chooses for it.
+        layers: layers that differ.
+    """
+
+    name: str = "default"
+    weights: WeightsRecipe = WeightsRecipe()
+    kv: KVScheme | None = PRESETS["oscar"]
+    calibration: KVCalibration = KVCalibration()
+    layers: list[LayerOverride] = []
+    limits: Limits = Limits()
+
+    def scheme(self, index: int) -> KVScheme | None:
+        """The scheme of one layer's cache."""
+        return next((override.kv for override in self.layers if index in override.index), self.kv)
+
+    def calibration_of(self, index: int) -> KVCalibration:
+        """What calibration chooses for one layer's cache."""
+        return next((o.calibration for o in self.layers if index in o.index), self.calibration)
+
+    def schemes(self) -> list[KVScheme]:
+        """The distinct schemes that some layer may have."""
+        every = [self.kv, *(override.kv for override in self.layers)]
+        return [scheme for i, scheme in enumerate(every) if scheme is not None and scheme not in every[:i]]
+
+    @classmethod
+    def load(cls, name: str) -> Recipe:
+        """Read a preset by its name, or a recipe file by its path (ends in `.toml` or contains a path separator).
+
+        Raises:
+            RecipeError: no such preset or file, not TOML, an unknown table or key, or a value that is not possible.
+        """
+        if name.endswith(".toml") or "/" in name or "\\" in name:
+            path = Path(name)
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise RecipeError(f"The recipe file {name} cannot be read ({error}); check its path.") from error
+            return cls._parse(text, where=name, name=path.stem)
+        if name not in preset_names():
+            raise RecipeError(
+                f"There is no recipe preset {name!r}; choose one of {', '.join(preset_names())}, or give the path of "
+                "a .toml file."
+            )
+        text = (resources.files("kvconvert.convert") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
+        return cls._parse(text, where=f"preset {name}", name=name)
+
+    @classmethod
+    def _parse(cls, text: str, where: str, name: str) -> Recipe:
+        try:
+            tables = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise RecipeError(f"The recipe {where} is not valid TOML: {error}.") from error
+        for table, keys in tables.items():
+            if table not in ("weights", "kv", "limits"):
+                what = f"[{table}]" if isinstance(keys, dict) else f"key {table}"
+                raise RecipeError(
+                    f"The recipe {where} has an unknown table or {what}; known are [weights], [kv] and [limits]."
+                )
+            if not isinstance(keys, dict):
+                raise RecipeError(f"The recipe {where} has a value named {table} where a table [{table}] belongs.")
+        weights = _table(WeightsRecipe, tables.get("weights", {}), "weights", where)
+        kv, calibration, layers = _kv_table(tables.get("kv", {"preset": "oscar"}), where)
+        limits = _table(Limits, tables.get("limits", {}), "limits", where)
+        recipe = cls(name=name, weights=weights, kv=kv, calibration=calibration, layers=layers, limits=limits)
+        return cls._checked(recipe, where)
+
+    @classmethod
+    def _checked(cls, recipe: Recipe, where: str) -> Recipe:
+        weights = recipe.weights
+        if weights.method != "none" and weights.bits != 4:
+            raise RecipeError(
+                f"The recipe {where} asks for [weights] bits = {weights.bits}, but bundles hold 4-bit weights in this "
+                "version: kvconvert's own layout for other widths is not available yet; set bits = 4."
+            )
+        if weights.method != "none" and weights.group_size not in WEIGHT_GROUP_SIZES:
+            raise RecipeError(
+                f"The recipe {where} asks for [weights] group_size = {weights.group_size}, which is not possible; "
+                f"choose one of {', '.join(map(str, WEIGHT_GROUP_SIZES))}."
+            )
+        if weights.method == "none" and not recipe.schemes():
+            raise RecipeError(
+                f"The recipe {where} leaves both the weights and the cache alone, so there is nothing to convert; set "
+                '[weights] method = "awq" or a [kv] preset.'
+            )
+        _check_layers(recipe, where)
+        return recipe
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Recipe:
+        """Rebuild a recipe from `to_dict()`, as a working directory or a manifest records it."""
+        try:
+            return cls._checked(
+                cls(
+                    name=values["name"],
+                    weights=_table(WeightsRecipe, values["weights"], "weights", "recorded"),
+                    kv=_recorded_scheme(values["kv"]),
+                    calibration=_table(KVCalibration, values["calibration"], "kv", "recorded"),
+                    layers=[
+                        LayerOverride(
+                            index=layer["index"],
+                            kv=_recorded_scheme(layer["kv"]),
+                            calibration=_table(KVCalibration, layer["calibration"], "kv.layers", "recorded"),
+                        )
+                        for layer in values["layers"]
+                    ],
+                    limits=_table(Limits, values["limits"], "limits", "recorded"),
+                ),
+                "recorded",
+            )
+        except KeyError as error:
+            raise RecipeError(f"The recorded recipe lacks its part {error}; calibrate again.") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole recipe as plain values, for the working directory and the manifest."""
+        return {
+            "name": self.name,
+            "weights": self.weights.model_dump(),
+            "kv": None if self.kv is None else self.kv.to_dict(),
+            "calibration": self.calibration.model_dump(),
+            "layers": [
+                {
+                    "index": layer.index,
+                    "kv": None if layer.kv is None else layer.kv.to_dict(),
+                    "calibration": layer.calibration.model_dump(),
+                }
+                for layer in self.layers
+            ],
+            "limits": self.limits.model_dump(),
+        }
+
+
+def preset_names() -> list[str]:
+    """Names of the recipe presets that are installed."""
+    folder = resources.files("kvconvert.convert") / "presets"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+T = TypeVar("T", bound=_Table)
+
+
+def _table(model: type[T], values: dict[str, Any], table: str, where: str) -> T:
+    try:
+        return model(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            known = ", ".join(model.model_fields)
+            raise RecipeError(
+                f"The recipe {where} has an unknown key {key} in [{table}]; known are {known}."
+            ) from error
+        raise RecipeError(
+            f"The recipe {where} has [{table}] {key} = {first['input']!r}, which is not possible: {first['msg']}."
+        ) from error
+
+
+def _kv_table(values: dict[str, Any], where: str) -> tuple[KVScheme | None, KVCalibration, list[LayerOverride]]:
+    """The [kv] table with its [[kv.layers]]."""
+    values = dict(values)
+    entries = values.pop("layers", [])
+    base = {} if "preset" in values else KVScheme().to_dict()
+    kv, calibration = _kv(values, base, KVCalibration(), "[kv]", where)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise RecipeError(f"The recipe {where} has kv.layers where [[kv.layers]] tables belong.")
+    layers = []
+    for entry in entries:
+        entry = dict(entry)
+        index = entry.pop("index", None)
+        whole = isinstance(index, list) and all(type(i) is int and i >= 0 for i in index)
+        if not whole or not index:
+            raise RecipeError(
+                f"The recipe {where} has [[kv.layers]] index = {index!r}; list the numbers of the layers, from 0."
+            )
+        for field in ("tau_grid", "tau_per_layer"):
+            if field in entry:
+                raise RecipeError(
+                    f"The recipe {where} sets {field} in [[kv.layers]]; it belongs to [kv], for all layers."
+                )
+        if not entry:
+            raise RecipeError(f"The recipe {where} has a [[kv.layers]] table that changes nothing; remove it.")
+        fields = {} if kv is None else kv.to_dict()
+        if kv is None and "preset" not in entry:
+            raise RecipeError(
+                f'The recipe {where} has [[kv.layers]] without a preset, and [kv] preset = "none" has no fields to '
+                "change; give a preset."
+            )
+        scheme, choices = _kv(entry, fields, calibration, "[[kv.layers]]", where)
+        layers.append(LayerOverride(index=index, kv=scheme, calibration=choices))
+    searched = [(kv, calibration), *((layer.kv, layer.calibration) for layer in layers)]
+    spans = [choices.searches_tau for scheme, choices in searched if scheme is not None and scheme.is_span]
+    for option in ("tau_grid", "tau_per_layer"):
+        if option in values and not any(spans):
+            reason = "tau1 or tau2 is given" if spans else "scores are shifted for spans only"
+            raise RecipeError(f"The recipe {where} sets [kv] {option}, but nothing searches it: {reason}.")
+    return kv, calibration, layers
+
+
+def _kv(
+    values: dict[str, Any], base: dict[str, Any], calibration: KVCalibration, table: str, where: str
+) -> tuple[KVScheme | None, KVCalibration]:
+    """A scheme and what is calibrated, from one table over what holds without it."""
+    fields = dict(values)
+    preset = fields.pop("preset", None)
+    options = {
+        name: fields.pop(name) for name in ("calibrate_clip_ratios", "tau_grid", "tau_per_layer") if name in fields
+    }
+    if "tau_grid" in options and isinstance(options["tau_grid"], list):
+        options["tau_grid"] = [float(v) if type(v) is int else v for v in options["tau_grid"]]
+    if preset == "none":
+        if fields or options:
+            raise RecipeError(
+                f'The recipe {where} sets {table} {next(iter(fields or options))} beside preset = "none", which leaves '
+                "the cache alone; remove one of them."
+            )
+        return None, calibration
+    if preset is not None and preset not in PRESETS:
+        raise RecipeError(
+            f"The recipe {where} asks for {table} preset = {preset!r}, which is not available; choose one of none, "
+            f"{', '.join(PRESETS)}."
+        )
+    given = {*fields} & {"key_clip_ratio", "value_clip_ratio", "tau1", "tau2"}
+    if preset is None:  # a layer's own table adds to what [kv] states
+        given |= {*calibration.given}
+    stated = calibration.model_dump() | options | {"given": sorted(given)}
+    choices = _table(KVCalibration, stated, table.strip("[]"), where)
+    try:
+        scheme = KVScheme.from_dict({**(base if preset is None else PRESETS[preset].to_dict()), **fields})
+    except RecipeError as error:
+        raise RecipeError(f"The recipe {where} cannot be used: {error}") from error
+    return scheme, choices
+
+
+def _check_layers(recipe: Recipe, where: str) -> None:
+    """Refuse layers that are listed twice, and budgets that cannot be spread over layers that differ."""
+    listed = [index for override in recipe.layers for index in override.index]
+    twice = next((index for index in listed if listed.count(index) > 1), None)
+    if twice is not None:
+        raise RecipeError(f"The recipe {where} lists layer {twice} twice in [[kv.layers]]; say once what it should be.")
+    budgets = {
+        (s.allocation, s.heavy_ratio, s.recent_ratio, s.pyramid_depth)
+        for s in recipe.schemes()
+        if s.allocation != "uniform"
+    }
+    if len(budgets) > 1:
+        raise RecipeError(
+            f"The recipe {where} spreads several budgets over its layers (allocation, heavy_ratio and recent_ratio "
+            "differ in [[kv.layers]]); a budget that is spread has to be one for all layers that share it."
+        )
+
+
+def _recorded_scheme(values: dict[str, Any] | None) -> KVScheme | None:
+    return None if values is None else KVScheme.from_dict(values)

@@ -1,0 +1,1 @@
+"""Calibration and evaluation data: text, images and the samples made of them."""

@@ -1,0 +1,213 @@
+"""Image documents in, calibration samples out: packed without padding, images whole, with what the model needs of them.
+
+A sample is one long prompt of documents, cut to exactly the length asked for, and goes through the model's own
+processor in one piece, so that every model gets its images as it wants them (tiles, patches, sizes, token types). An
+image is never cut: a document whose images no longer fit waits for the next sample, and the rest of this one is filled
+with the text that ships with kvconvert. Documents are separated by the tokenizer's end-of-sequence token.
+
+Captions follow their image in the plain form of the model (`<image>` and the like, found from its chat template where
+it has one); questions and conversations go through the chat template. A model without one reads them joined by lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import random
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvconvert.bundle.manifest import DataInfo
+from kvconvert.data.images import (
+    Document,
+    directory_documents,
+    drawn_documents,
+    has_image_parts,
+    image_column,
+    is_image_directory,
+    row_document,
+)
+from kvconvert.data.text import EMBEDDED, Table, TokenData, local_files, source_name
+from kvconvert.errors import CheckpointError, DataError
+from kvconvert.models.image_prompts import ImagePrompts
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, ProcessorMixin
+
+LENGTH_STEP = 512  # tokens; the length of samples where none is asked for is a multiple of it
+_TEXT_SHARE = 128  # tokens that a sample of that length has at least besides one image
+_ROWS_SEEN = 64  # of conversations, before they count as text
+_SLACK = 8  # tokens by which joining documents may change their number
+
+
+def holds_images(source: str | None) -> bool:
+    """Whether a SOURCE has images: none at all (drawings), a directory of them, or rows with a column or parts."""
+    if source is None or is_image_directory(source):
+        return True
+    files = local_files(source)
+    if files and files[0].suffix == ".txt":
+        return False
+    table = Table.open(source, files)
+    if image_column(table.columns) is not None:
+        return True
+    return "messages" in table.columns and any(has_image_parts(row["messages"]) for row in table.first(_ROWS_SEEN))
+
+
+def load_image_samples(
+    source: str | None,
+    processor: ProcessorMixin,
+    config: PretrainedConfig,
+    samples: int,
+    length: int | None,
+    seed: int,
+) -> TokenData:
+    """Read a SOURCE that `holds_images` and pack it; the same arguments and files give the same samples.
+
+    Args:
+        source: see `kvconvert.data.images`.
+        processor: the model's own.
+        config: the model's, which says what tokens stand for images.
+        samples, length: how many, and tokens in each; None takes as many as the first document's image needs, and
+            some text, in steps of `LENGTH_STEP`.
+        seed: of the order of documents.
+
+    Raises:
+        DataError: an image or a caption that is missing or unreadable, an image longer than a sample, or too little.
+    """
+    name = source_name(source, "drawings")
+    packer = _Packer(ImagePrompts(processor, config), _documents(source, seed), name, seed)
+    if length is None:
+        length = packer.fitting_length()
+    rows, extras, images = [], [], 0
+    for _ in range(samples):
+        ids, extra, count = packer.sample(length, len(rows), samples)
+        rows.append(ids)
+        extras.append(extra)
+        images += count
+    ids = torch.stack(rows)
+    info = DataInfo(
+        source=name, samples=samples, length=length, seed=seed, images=images, sha256=_fingerprint(ids, extras)
+    )
+    return TokenData(ids, info, tuple(extras), packer.prompts.visual(ids))
+
+
+def _documents(source: str | None, seed: int) -> Iterator[Document]:
+    if source is None:
+        yield from drawn_documents(seed)
+    elif is_image_directory(source):
+        yield from directory_documents(source, seed)
+    else:
+        table = Table.open(source, local_files(source))
+        for place, row in table.shuffled(seed):
+            document = row_document(row, table.wanted, table.folder, f"Data source {place}")
+            if document is not None:
+                yield document
+
+
+class _Packer:
+    """Takes documents one after another and makes samples of them."""
+
+    def __init__(self, prompts: ImagePrompts, documents: Iterator[Document], source: str, seed: int) -> None:
+        self.prompts, self.source = prompts, source
+        self._documents = documents
+        self._waiting: list[Document] = []
+        self._used = 0
+        self._filler = _filler(seed)
+
+    def fitting_length(self) -> int:
+        """Tokens that hold the first document's images and some text."""
+        document = self._next(0, 0)
+        self._waiting.append(document)
+        needed = self._extent(document)[1] + _TEXT_SHARE
+        return -(-needed // LENGTH_STEP) * LENGTH_STEP
+
+    def sample(self, length: int, made: int, wanted: int) -> tuple[Tensor, dict[str, Tensor], int]:
+        """Ids [length], the model's further inputs, and how many images there are in them."""
+        chosen: list[Document] = []
+        used = 0
+        while used < length + _SLACK:
+            document = self._next(made, wanted)
+            tokens, last = self._extent(document)
+            if last > length - _SLACK and not chosen:
+                raise DataError(
+                    f"{document.place}: its images and what precedes them take {last} tokens, more than the {length} "
+                    f"of a sample; give a --seq-len of {-(-(last + _TEXT_SHARE) // 256) * 256} or more, or smaller "
+                    "images."
+                )
+            if used + last > length - _SLACK:
+                self._waiting.append(document)
+                break
+            chosen.append(document)
+            used += tokens + 1
+        return self._encoded(chosen, length)
+
+    def _encoded(self, documents: list[Document], length: int) -> tuple[Tensor, dict[str, Tensor], int]:
+        """The documents in one piece, filled up with text and cut to length."""
+        prompts = self.prompts
+        texts = [prompts.text(document.messages, document.is_caption) for document in documents]
+        images = [image for document in documents for image in document.images]
+        inputs = prompts.encode(prompts.join(texts), images)
+        while (missing := length - inputs["input_ids"].shape[1]) > 0:
+            while missing > 0:
+                texts.append(next(self._filler))
+                missing -= len(prompts.processor.tokenizer(texts[-1]).input_ids)
+            inputs = prompts.encode(prompts.join(texts), images)
+        ids = inputs.pop("input_ids")
+        inputs.pop("attention_mask", None)
+        cut = {name: value[:, :length] if value.shape == ids.shape else value for name, value in inputs.items()}
+        if prompts.visual(ids[:, length:]).any():
+            raise DataError(
+                f"{documents[-1].place}: the processor's tokens differ with what stands around an image, so that it "
+                "does not fit where it was measured to; choose another --seq-len."
+            )
+        return ids[0, :length], cut, len(images)
+
+    def _extent(self, document: Document) -> tuple[int, int]:
+        """Tokens of a document, and how many of them there are up to the end of its last image."""
+        text = self.prompts.text(document.messages, document.is_caption)
+        ids = self.prompts.encode(text, document.images)["input_ids"]
+        visual = self.prompts.visual(ids)[0].nonzero().flatten()
+        if document.images and not len(visual):
+            raise CheckpointError(
+                f"The processor puts none of the tokens {self.prompts.visual_ids} of config.json into a text with an "
+                "image; processor and model do not belong together."
+            )
+        return ids.shape[1], int(visual[-1]) + 1 if len(visual) else 0
+
+    def _next(self, made: int, wanted: int) -> Document:
+        if self._waiting:
+            return self._waiting.pop()
+        document = next(self._documents, None)
+        if document is None:
+            if not self._used:
+                raise DataError(f"Data source {self.source} holds no image with text; give some.")
+            raise DataError(
+                f"Data source {self.source} holds {self._used} documents, which make {made} samples, but {wanted} are "
+                "asked for; give more images, or ask for fewer or shorter samples."
+            )
+        self._used += 1
+        return document
+
+
+def _filler(seed: int) -> Iterator[str]:
+    """Paragraphs of the embedded text, from a place that the seed chooses, without end."""
+    text = (importlib.resources.files("kvconvert.data.texts") / EMBEDDED["calibration"]).read_text(encoding="utf-8")
+    paragraphs = [" ".join(part.split()) for part in text.split("\n\n") if part.strip()]
+    start = random.Random(f"filler {seed}").randrange(len(paragraphs))
+    while True:
+        yield from paragraphs[start:]
+        start = 0
+
+
+def _fingerprint(ids: Tensor, extras: Iterable[dict[str, Tensor]]) -> str:
+    """sha256 of the ids, then of each sample's further inputs in order of their names, little endian."""
+    digest = hashlib.sha256(ids.numpy().astype("<i8").tobytes())
+    for extra in extras:
+        for name in sorted(extra):
+            value = extra[name].contiguous()
+            digest.update(name.encode())
+            digest.update(value.float().numpy().astype("<f4").tobytes())
+    return digest.hexdigest()

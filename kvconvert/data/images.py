@@ -1,0 +1,307 @@
+"""Images with text: where they come from, and how one becomes a document that a processor can read.
+
+A document is an image with its caption, a question about it and its answer, or a conversation with images in it.
+Sources of documents:
+
+- a directory of images, each with its caption in a text file of the same stem, or in a captions.jsonl or
+  metadata.jsonl with a `file_name` and a text column;
+- rows (.jsonl, .parquet, a Hub data set) with an image column (a path, bytes, or a list of either) and a text column,
+  perhaps a `question` and an `answer`; or with `messages` whose parts hold images, or stand for those of the image
+  column in order;
+- nothing: the drawings that the project makes itself.
+
+Paths in rows are relative to the file that names them. Nothing is fetched from the network but a Hub data set itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvconvert.data.drawings import Drawing, draw
+from kvconvert.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+LISTS = ("captions.jsonl", "metadata.jsonl")
+_TABLES = (".jsonl", ".parquet")
+IMAGE_COLUMNS = ("image", "images", "image_path", "file_name", "image_file", "picture", "photo", "img", "jpg", "png")
+CAPTION_COLUMNS = ("caption", "captions", "text", "description", "content")
+QUESTION_COLUMNS, ANSWER_COLUMNS = ("question", "query", "prompt", "instruction"), ("answer", "answers", "response")
+
+# Drawings that bundles are measured with are of another seed than those that calibrate by default.
+EVALUATION_SEED = 500_000
+
+
+@dataclass(frozen=True)
+class Document:
+    """Images and what is said about them.
+
+    Attributes:
+        messages: a conversation in transformers' form; its parts of type "image" stand for `images` in order.
+        images: in RGB.
+        place: where it comes from, for messages.
+        is_caption: one message that is an image and its caption, and no conversation.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    images: tuple[Image, ...]
+    place: str
+    is_caption: bool = False
+
+    @classmethod
+    def captioned(cls, images: Iterable[Image], caption: str, place: str) -> Document:
+        """Images followed by their caption."""
+        images = tuple(images)
+        return cls((_message("user", caption, len(images)),), images, place, is_caption=True)
+
+    @classmethod
+    def asked(cls, images: Iterable[Image], question: str, answer: str, place: str) -> Document:
+        """A question about images, and its answer."""
+        images = tuple(images)
+        return cls((_message("user", question, len(images)), _message("assistant", answer, 0)), images, place)
+
+    @classmethod
+    def conversation(cls, drawing: Drawing) -> Document:
+        """Everything that is asked about a drawing."""
+        from PIL import Image as pillow
+
+        turns = [turn for q in drawing.questions for turn in (("user", q.text), ("assistant", q.answer))]
+        messages = tuple(_message(role, text, int(index == 0)) for index, (role, text) in enumerate(turns))
+        return cls(messages, (pillow.fromarray(drawing.image),), "a drawing")
+
+
+def _message(role: str, text: str, images: int) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "image"}] * images + [{"type": "text", "text": text}]}
+
+
+def read_image(value: Any, folder: Path | None, place: str) -> Image:
+    """An image in RGB from a path, bytes, base64 in a data URL, a mapping with either, or an image.
+
+    Args:
+        value: what a row, a message or the command line gives.
+        folder: that relative paths start from; None for the working directory.
+        place: for messages.
+
+    Raises:
+        DataError: there is no such file, or it is not an image that Pillow can read.
+    """
+    from PIL import Image as pillow
+
+    if isinstance(value, Mapping):
+        value = next((value[key] for key in ("bytes", "path", "image", "url", "base64") if value.get(key)), None)
+    if isinstance(value, str | Path):
+        name = str(value)
+        if name.startswith("data:"):
+            value = _decoded(name, place)
+        elif name.startswith(("hf://", "zip://", "gzip://")):
+            value = _from_hub(name, place)
+        elif name.startswith(("http://", "https://")):
+            raise DataError(f"{place}: the image {name} is on the network; fetch it and give its path.")
+        else:
+            name = name.removeprefix("file://")
+            path = Path(name).expanduser()
+            path = path if folder is None else folder / path
+            if not path.is_file():
+                raise DataError(f"{place}: there is no image {path}; check the path.")
+            value, place = path, f"{place}: {path}" if str(path) not in place else place
+    if isinstance(value, bytes):
+        value = io.BytesIO(value)
+    try:
+        image = value if isinstance(value, pillow.Image) else pillow.open(value)
+        return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, TypeError, AttributeError, pillow.DecompressionBombError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        raise DataError(f"{place} is not an image that can be read ({reason}); replace or remove it.") from error
+
+
+def _decoded(url: str, place: str) -> bytes:
+    try:
+        return base64.b64decode(url.partition(",")[2], validate=True)
+    except ValueError as error:
+        raise DataError(f"{place}: the image in a data URL is not base64 ({error}); correct it.") from error
+
+
+def _from_hub(url: str, place: str) -> Image:
+    """An image file of a Hub data set, or one within an archive, as `datasets` names it."""
+    import datasets
+
+    try:
+        return datasets.Image().decode_example({"path": url, "bytes": None})
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise DataError(f"{place}: the image {url} cannot be read ({reason}); check the network.") from error
+
+
+def is_image_directory(source: str) -> bool:
+    """Whether a SOURCE is a directory of images; one with tables in it, which may name images, is not."""
+    path = Path(source).expanduser()
+    if not path.is_dir() or any(file.suffix in _TABLES and file.name not in LISTS for file in path.rglob("*")):
+        return False
+    return any(_images_in(path))
+
+
+def _images_in(directory: Path) -> Iterator[Path]:
+    for path in sorted(directory.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(directory).parts)
+        if path.suffix.lower() in IMAGE_SUFFIXES and not hidden and path.is_file():
+            yield path
+
+
+def drawn_documents(seed: int) -> Iterator[Document]:
+    """The project's own drawings without end: captions and questions in turn."""
+    from PIL import Image as pillow
+
+    for index in itertools.count():
+        drawing = draw(seed, index)
+        images, place = (pillow.fromarray(drawing.image),), f"drawing {index}"
+        if index % 2:
+            question = drawing.questions[0]
+            yield Document.asked(images, question.text, question.answer, place)
+        else:
+            yield Document.captioned(images, drawing.caption, place)
+
+
+def directory_documents(source: str, seed: int) -> Iterator[Document]:
+    """Images of a directory with their captions, shuffled by the seed.
+
+    Raises:
+        DataError: an image without caption, a list without the columns it needs, a listed image that is missing.
+    """
+    directory = Path(source).expanduser()
+    lists = sorted(file for name in LISTS for file in directory.rglob(name))
+    entries = [entry for file in lists for entry in _listed(file)]
+    if not lists:
+        entries = [(path, None) for path in _images_in(directory)]
+    random.Random(seed).shuffle(entries)
+    for path, caption in entries:
+        if caption is None:
+            file = path.with_suffix(".txt")
+            if not file.is_file():
+                raise DataError(
+                    f"Data directory {directory}: {path.name} has no caption; write {file.name} beside it, or a "
+                    f"{LISTS[0]} with file_name and caption."
+                )
+            caption = file.read_text(encoding="utf-8-sig", errors="replace").strip()
+        yield Document.captioned([read_image(path, None, f"Data directory {directory}")], caption, str(path))
+
+
+def _listed(file: Path) -> list[tuple[Path, str]]:
+    """Images and captions of a captions.jsonl."""
+    entries = []
+    for number, line in enumerate(file.read_text(encoding="utf-8-sig").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            columns = list(row)
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{file}, line {number} is not a JSON object ({error}); correct it.") from error
+        name, caption = image_column(columns), text_column(columns)
+        if name is None or caption is None:
+            raise DataError(
+                f"{file}, line {number} has no {'image' if name is None else 'caption'} column (its columns are "
+                f"{', '.join(columns)}); name the image in file_name and its caption in caption."
+            )
+        path = file.parent / str(row[name])
+        if not path.is_file():
+            raise DataError(f"{file}, line {number} names the image {row[name]}, which does not exist; check the path.")
+        entries.append((path, _text(row[caption])))
+    return entries
+
+
+def image_column(columns: Iterable[str]) -> str | None:
+    """The column that holds images, by its name."""
+    return next((name for name in IMAGE_COLUMNS if name in set(columns)), None)
+
+
+def text_column(columns: Iterable[str]) -> str | None:
+    """The column that holds captions, by its name."""
+    return next((name for name in CAPTION_COLUMNS if name in set(columns)), None)
+
+
+def has_image_parts(value: Any) -> bool:
+    """Whether `messages` have a part that is an image."""
+    return any(_is_image(part) for message in value or () for part in _parts(message))
+
+
+def row_document(row: Mapping[str, Any], wanted: str | None, folder: Path | None, place: str) -> Document | None:
+    """The document of a row; None for one without text.
+
+    Args:
+        row: of a table with an image column, or with messages that have images in them.
+        wanted: the text column that was asked for, or None.
+        folder: that paths start from.
+        place: for messages.
+
+    Raises:
+        DataError: no image or no text where one must be, an unreadable image, or images that do not fit the messages.
+    """
+    column = image_column(row)
+    found = row.get(column) if column else None
+    values = [v for v in found if v is not None] if isinstance(found, list | tuple) else [found] * (found is not None)
+    images = [read_image(value, folder, place) for value in values]
+    if wanted is None and row.get("messages"):
+        return _conversation(row["messages"], images, folder, place)
+    question = next((row[name] for name in QUESTION_COLUMNS if row.get(name)), None)
+    answer = next((row[name] for name in ANSWER_COLUMNS if row.get(name)), None)
+    if wanted is None and question and answer:
+        return Document.asked(images, _text(question), _text(answer), place)
+    name = wanted or text_column(row) or next((name for name in ANSWER_COLUMNS if name in row), None)
+    if name is None or name not in row:
+        raise DataError(
+            f"{place} has no text column ({', '.join(CAPTION_COLUMNS)}, or question and answer); its columns are "
+            f"{', '.join(row)}; rename one."
+        )
+    caption = _text(row[name])
+    return Document.captioned(images, caption, place) if caption else None
+
+
+def _conversation(messages: Any, images: list[Image], folder: Path | None, place: str) -> Document:
+    """Messages with their images gathered; parts without a source of their own take those of the row in order."""
+    rest, gathered, rendered = iter(images), [], []
+    for message in messages:
+        parts = []
+        for part in _parts(message):
+            if not _is_image(part):
+                parts.append({key: value for key, value in part.items() if value is not None})
+                continue
+            value = next((part[key] for key in ("image", "path", "bytes", "url", "base64") if part.get(key)), None)
+            if value is None and isinstance(part.get("image_url"), Mapping | str):
+                value = part["image_url"] if isinstance(part["image_url"], str) else part["image_url"].get("url")
+            image = read_image(value, folder, place) if value is not None else next(rest, None)
+            if image is None:
+                raise DataError(f"{place}: the messages speak of more images than the row has; correct the row.")
+            gathered.append(image)
+            parts.append({"type": "image"})
+        rendered.append({"role": message["role"], "content": parts})
+    if next(rest, None) is not None:
+        raise DataError(f"{place}: the row has more images than its messages speak of; correct the row.")
+    return Document(tuple(rendered), tuple(gathered), place)
+
+
+def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [part for part in content or () if isinstance(part, Mapping)]
+
+
+def _is_image(part: Mapping[str, Any]) -> bool:
+    return part.get("type") in ("image", "image_url")
+
+
+def _text(value: Any) -> str:
+    """A caption; the first of several."""
+    if isinstance(value, list | tuple):
+        value = next((v for v in value if v), "")
+    return str(value or "").strip()

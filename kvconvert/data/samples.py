@@ -1,0 +1,65 @@
+"""The calibration samples of a model: images and text where it sees and the data have both, else text."""
+
+from __future__ import annotations
+
+from transformers import ProcessorMixin
+
+from kvconvert.data.image_samples import holds_images, load_image_samples
+from kvconvert.data.text import TokenData, load_token_samples
+from kvconvert.errors import DataError, UsageError
+from kvconvert.models.processors import has_processor, load_processor, load_tokenizer
+from kvconvert.models.source import SourceModel
+from kvconvert.runtime.hf.load import supports_images
+
+TEXT_LENGTH = 512  # tokens of a text sample where none is asked for
+
+
+def load_samples(model: SourceModel, source: str | None, samples: int, length: int | None, seed: int) -> TokenData:
+    """Calibration samples of a SOURCE for a model, read with its own tokenizer or processor.
+
+    Args:
+        model: says whether it sees, how many positions and which vocabulary it has.
+        source: see `kvconvert.data.text` and `kvconvert.data.images`; None takes the text, or for models that see the drawings,
+            that come with kvconvert.
+        samples, length: how many, and tokens in each; None takes `TEXT_LENGTH`, or what an image needs.
+        seed: of the choice and order.
+
+    Raises:
+        UsageError: samples that cannot be cut, or a package that is missing.
+        DataError: the source cannot be used.
+        CheckpointError: there is no tokenizer that transformers can load, or processor and model do not belong
+            together.
+    """
+    for name, value in (("--samples", samples), ("--seq-len", length)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} is {value}; calibration needs at least 1.")
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and length is not None and length > positions:
+        raise UsageError(
+            f"--seq-len is {length}, more than the {positions} positions this model has; choose a shorter one."
+        )
+    sees = supports_images(model.config) and has_processor(model.directory)
+    if sees and holds_images(source):
+        data = load_image_samples(source, _processor(model), model.config, samples, length, seed)
+    else:
+        length = min(TEXT_LENGTH, positions or TEXT_LENGTH) if length is None else length
+        data = load_token_samples(source, load_tokenizer(model.directory), samples, length, seed)
+    if int(data.ids.max()) >= config.vocab_size:
+        raise DataError(
+            f"The tokenizer of {model.directory} gives token {int(data.ids.max())}, beyond the model's "
+            f"{config.vocab_size}; they do not belong together."
+        )
+    if positions and data.ids.shape[1] > positions:
+        raise UsageError(
+            f"One image and some text take {data.ids.shape[1]} tokens, more than the {positions} positions this model "
+            "has; give smaller images."
+        )
+    return data
+
+
+def _processor(model: SourceModel) -> ProcessorMixin:
+    try:
+        return load_processor(model.directory)
+    except UsageError as error:
+        raise UsageError(f"{str(error).rstrip('.')}, or calibrate with text (--data FILE.txt).") from error

@@ -1,0 +1,376 @@
+"""Text in, token samples out: what calibration observes and what fidelity is measured on.
+
+A SOURCE is a .txt, .jsonl or .parquet file, a directory of one of these kinds, a Hub data set id with optional
+`:config:split:column`, or nothing at all, which means the public-domain text that ships with kvconvert.
+
+How samples are cut, always without overlap and padding, so that every sample has exactly the length asked for:
+
+- Plain text (.txt): each file is one document. All documents are tokenized and joined, the result is divided into
+  windows, and the seed chooses which windows are taken; they keep their order in the text.
+- Rows (.jsonl, .parquet, Hub): rows are shuffled by the seed within a moving buffer of `SHUFFLE_BUFFER` rows, joined,
+  and cut into consecutive windows until there are enough; a row may span windows and a window may hold several rows
+  (what AutoAWQ does, and llm-compressor with `concatenate_data`). Only as many rows are read or downloaded as needed.
+
+Documents are separated by the tokenizer's end-of-sequence token. Where the tokenizer itself begins a text with a
+beginning-of-sequence token, every sample begins with one, because models trained so attend to it as a sink.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import itertools
+import logging
+import random
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from kvconvert.bundle.manifest import DataInfo
+from kvconvert.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+EMBEDDED = {"calibration": "books-calib.txt", "evaluation": "books-val.txt"}
+LOADERS = {".jsonl": "json", ".parquet": "parquet"}
+SUFFIXES = (".txt", *LOADERS)
+TEXT_COLUMNS = ("text", "content", "document", "article", "passage", "body", "raw_content", "markdown", "code")
+SHUFFLE_BUFFER = 1_000
+PIECE_CHARACTERS = 1_000_000  # a long text is tokenized piece by piece: the peak of memory is then one piece's encoding
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """Token samples and where they come from.
+
+    Attributes:
+        ids: int64 [samples, length].
+        info: source, sizes, seed and the sha256 of the ids (and pixels); no text.
+        extras: for each sample the model's further inputs, as for a batch of that sample alone (pixel values, sizes,
+            token types); empty for text.
+        visual: which tokens stand for parts of images, bool [samples, length]; None for text.
+    """
+
+    ids: torch.Tensor
+    info: DataInfo
+    extras: tuple[dict[str, torch.Tensor], ...] = ()
+    visual: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A Hub data set id taken apart: `name[:config[:split[:column]]]`, empty parts meaning the default."""
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+    column: str | None = None
+
+    @classmethod
+    def parse(cls, source: str) -> HubSource:
+        """Take a SOURCE that is not a path apart; raises DataError where it cannot be a data set id."""
+        parts = source.split(":")
+        name = parts[0]
+        wellformed = all(re.fullmatch(r"[\w.-]+", part) for part in name.split("/"))
+        if len(parts) > 4 or name.count("/") > 1 or not wellformed:
+            raise DataError(
+                f"Data source {source!r} is neither a file or directory that exists nor a Hub data set id of the form "
+                f"name:config:split:column; check the spelling."
+            )
+        parts += [""] * (4 - len(parts))
+        return cls(name, parts[1] or None, parts[2] or "train", parts[3] or None)
+
+
+def load_token_samples(
+    source: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: int,
+    length: int,
+    seed: int,
+    default: Literal["calibration", "evaluation"] = "calibration",
+) -> TokenData:
+    """Read a SOURCE and cut it into samples; the same arguments and files give the same ids.
+
+    Args:
+        source: see the module's text; None takes the embedded text named by `default`.
+        tokenizer: the model's own tokenizer, with a chat template if rows hold `messages`.
+        samples: how many samples; asking for more than the source holds is an error that says how many there are.
+        length: tokens per sample.
+        seed: chooses windows of plain text, and the order of rows.
+        default: which embedded text stands in for no source.
+
+    Raises:
+        DataError: the source is missing, empty, undecodable, of an unknown kind, has no text column, or is too short.
+        UsageError: samples or length is not positive.
+    """
+    if samples < 1 or length < 2:
+        raise UsageError(
+            f"{samples} samples of {length} tokens cannot be cut; ask for at least 1 sample of at least 2 tokens."
+        )
+    prefix = _prefix(tokenizer)
+    window, name = length - len(prefix), source_name(source, EMBEDDED[default])
+    if source is None:
+        text = (importlib.resources.files("kvconvert.data.texts") / EMBEDDED[default]).read_text(encoding="utf-8")
+        ids, whole = _join([_encode(text, tokenizer)], tokenizer, None), True
+    else:
+        files = local_files(source)
+        whole = files is not None and files[0].suffix == ".txt"
+        if whole:
+            ids = _join((_encode(_read_text(file), tokenizer) for file in files), tokenizer, None)
+        else:
+            ids = _join(_row_ids(source, files, tokenizer, seed), tokenizer, samples * window)
+    available = len(ids) // window
+    if available < samples:
+        found = f"Data source {name} holds {len(ids)} tokens"
+        if available == 0:
+            raise DataError(f"{found}, but one sample needs {window}; give more text or a smaller sequence length.")
+        raise DataError(
+            f"{found}, which make {available} samples of {length}, but {samples} samples ({samples * window} "
+            f"tokens) are asked for; give more text, or ask for fewer or shorter samples."
+        )
+    chosen = sorted(random.Random(seed).sample(range(available), samples)) if whole else range(samples)
+    rows = torch.tensor([prefix + ids[i * window : (i + 1) * window] for i in chosen], dtype=torch.int64)
+    digest = hashlib.sha256(rows.numpy().astype("<i8").tobytes()).hexdigest()
+    return TokenData(rows, DataInfo(source=name, samples=samples, length=length, seed=seed, sha256=digest))
+
+
+def source_name(source: str | None, default: str) -> str:
+    """What the manifest calls the source: of a local path the last part, for bundles are shared and paths private."""
+    if source is None:
+        return f"kvconvert:{default}"
+    path = Path(source).expanduser()
+    return path.resolve().name if path.exists() else source
+
+
+def local_files(source: str) -> list[Path] | None:
+    """The files a local SOURCE stands for, all of one kind, sorted; None if it has to be a Hub id."""
+    if not source.strip():
+        raise DataError(
+            "The data source is empty text; name a file, a directory or a Hub data set id, or leave it out."
+        )
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise DataError(f"Data file {path} is not of a known kind; convert it to {_listed(SUFFIXES, 'or')}.")
+        if path.stat().st_size == 0:
+            raise DataError(f"Data file {path} is empty; give a file with text.")
+        return [path]
+    if path.is_dir():
+        found = [p for p in sorted(path.rglob("*")) if p.suffix in SUFFIXES and p.is_file()]
+        files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+        kinds = sorted({p.suffix for p in files})
+        if not files:
+            raise DataError(
+                f"Data directory {path} holds no {_listed(SUFFIXES, 'or')} file; name the directory that does."
+            )
+        if len(kinds) > 1:
+            raise DataError(f"Data directory {path} mixes {_listed(kinds, 'and')} files; keep one kind in it.")
+        return files
+    head = source.partition(":")[0]
+    if Path(head).expanduser().exists():
+        raise DataError(
+            f"Data source {source} adds :config:split:column to a local path; only Hub data sets take that."
+        )
+    if head.startswith(("/", ".", "~")) or head.count("/") > 1 or Path(head).suffix in SUFFIXES:
+        raise DataError(f"Data source {source} does not exist; check the path.")
+    return None
+
+
+def _read_text(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"Data file {file} is not UTF-8 text (byte {error.start}); convert it to UTF-8.") from error
+    except OSError as error:
+        raise DataError(f"Data file {file} cannot be read ({error.strerror}); check it and its permissions.") from error
+    if not text.strip():
+        raise DataError(f"Data file {file} holds no text; give a file with text.")
+    return text
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of .jsonl or .parquet files or of a Hub data set, read as a stream through `datasets`.
+
+    Attributes:
+        place: what the rows are called in messages.
+        columns: their names.
+        wanted: the column that the SOURCE asks for, or None.
+        folder: where paths in the rows start, of local files.
+    """
+
+    source: str
+    place: str
+    columns: list[str]
+    wanted: str | None
+    folder: Path | None
+    _stream: Any
+
+    @classmethod
+    def open(cls, source: str, files: list[Path] | None) -> Table:
+        """Open a SOURCE: local files, or the id of a Hub data set where there are none (DataError)."""
+        import datasets
+
+        hub = None if files else HubSource.parse(source)
+        with _readable(source, local=hub is None):
+            if hub is None:
+                kind, names = LOADERS[files[0].suffix], [str(file) for file in files]
+                stream = datasets.load_dataset(kind, data_files=names, split="train", streaming=True)
+            else:
+                stream = datasets.load_dataset(hub.name, hub.config, split=hub.split, streaming=True)
+            # Images stay encoded: each is decoded where it is used, so that an error can name its row.
+            encoded = datasets.Image(decode=False)
+            for name, feature in (stream.features or {}).items():
+                if isinstance(feature, datasets.Image):
+                    stream = stream.cast_column(name, encoded)
+                elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
+                    stream = stream.cast_column(name, datasets.List(encoded))
+            columns = list(stream.features) if stream.features is not None else list(next(iter(stream), {}))
+        place, folder = (source, files[0].parent) if hub is None else (hub.name, None)
+        return cls(source, place, columns, hub.column if hub else None, folder, stream)
+
+    def first(self, count: int) -> list[dict[str, Any]]:
+        """The first rows."""
+        with _readable(self.source, self.folder is not None):
+            return list(itertools.islice(self._stream, count))
+
+    def shuffled(self, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What each row is called, and the row, in an order that the seed gives."""
+        with _readable(self.source, self.folder is not None):
+            for index, row in enumerate(_shuffled(self._stream, seed)):
+                yield f"{self.place}, shuffled row {index}", row
+
+
+@contextmanager
+def _readable(source: str, local: bool) -> Iterator[None]:
+    """What goes wrong in `datasets` as one sentence."""
+    import datasets
+
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        remedy = "check the file" if local else "check the name, the configuration, the split and the network"
+        raise DataError(f"Data source {source} cannot be read through datasets ({cause}); {remedy}.") from error
+
+
+def _row_ids(
+    source: str, files: list[Path] | None, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> Iterator[list[int]]:
+    """Token ids of each row in shuffled order."""
+    table = Table.open(source, files)
+    column = _column(table.columns, table.wanted, table.place)
+    empty = 0
+    for place, row in table.shuffled(seed):
+        ids = _encode_row(row.get(column), tokenizer, f"{place}, column {column}")
+        if ids:
+            yield ids
+        else:
+            empty += 1
+    if empty:
+        logger.info("%s: %d rows without text in column %s were passed over", table.place, empty, column)
+
+
+def _shuffled(rows: Iterable[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
+    """Rows in an order that depends on the seed and the rows alone, not on the version of `datasets`."""
+    chance, buffer = random.Random(seed), []
+    for row in rows:
+        if len(buffer) < SHUFFLE_BUFFER:
+            buffer.append(row)
+            continue
+        index = chance.randrange(SHUFFLE_BUFFER)
+        yield buffer[index]
+        buffer[index] = row
+    chance.shuffle(buffer)
+    yield from buffer
+
+
+def _column(columns: list[str], wanted: str | None, place: str) -> str:
+    """The column that holds the text: the one asked for, `messages`, or the first known name."""
+    if not columns:
+        raise DataError(f"Data source {place} holds no rows; give a source with text.")
+    if wanted is not None:
+        if wanted not in columns:
+            raise DataError(f"Data source {place} has no column {wanted!r}; its columns are {_listed(columns, 'and')}.")
+        return wanted
+    for name in ("messages", *TEXT_COLUMNS):
+        if name in columns:
+            return name
+    raise DataError(
+        f"Data source {place} has none of the text columns messages, {_listed(TEXT_COLUMNS, 'or')}; its columns are "
+        f"{_listed(columns, 'and')}; rename one, or name it in name:config:split:column."
+    )
+
+
+def _encode_row(value: Any, tokenizer: PreTrainedTokenizerBase, place: str) -> list[int]:
+    """Ids of one row: text as it is, messages through the chat template; empty for a row without either."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return _encode(value, tokenizer) if value.strip() else []
+    if isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value):
+        if not getattr(tokenizer, "chat_template", None):
+            raise DataError(
+                f"Data source {place}: rows hold messages, but the tokenizer {tokenizer.name_or_path!r} has no chat "
+                f"template; use a model with one, or data with a text column."
+            )
+        if not value:
+            return []
+        # Optional fields (tool_calls, name, ...) that the table form filled with null are absent for the template.
+        messages = [{key: field for key, field in message.items() if field is not None} for message in value]
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception as error:  # templates raise jinja2 errors of their own making
+            raise DataError(
+                f"Data source {place}: the chat template refuses the row ({error}); correct the row."
+            ) from error
+        return _encode(text, tokenizer)
+    raise DataError(
+        f"Data source {place}: {type(value).__name__} is neither text nor a list of messages; name another column."
+    )
+
+
+def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The beginning-of-sequence token if the tokenizer puts it before a text of its own accord, else nothing."""
+    start = tokenizer.bos_token_id
+    return [start] if start is not None and tokenizer("a")["input_ids"][:1] == [start] else []
+
+
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids without special tokens of the tokenizer's own; a long text is cut into pieces after a line's end."""
+    ids, start = [], 0
+    while start < len(text):
+        end = len(text)
+        if end - start > PIECE_CHARACTERS:
+            newline = text.rfind("\n", start, start + PIECE_CHARACTERS)
+            end = newline + 1 if newline > start else start + PIECE_CHARACTERS
+        ids += tokenizer(text[start:end], add_special_tokens=False, verbose=False)["input_ids"]
+        start = end
+    return ids
+
+
+def _join(documents: Iterable[list[int]], tokenizer: PreTrainedTokenizerBase, enough: int | None) -> list[int]:
+    """All ids in one list, documents separated by the end-of-sequence token, stopping at `enough` ids."""
+    separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    joined: list[int] = []
+    for ids in documents:
+        # A rendered conversation may end in the separator, or begin with it, already.
+        joined += (separator if joined and joined[-1:] != separator and ids[:1] != separator else []) + ids
+        if enough is not None and len(joined) >= enough:
+            break
+    return joined
+
+
+def _listed(names: Iterable[str], word: str) -> str:
+    names = list(names)
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {word} {names[-1]}"

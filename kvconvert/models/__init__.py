@@ -1,0 +1,1 @@
+"""Facts about models: checkpoints, names of tensors and modules, layer types, processors."""

@@ -1,0 +1,55 @@
+"""Which layers of a model can keep their keys and values in pages, and why others cannot."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+# Layers with keys and values; those of the second line carry a recurrent state besides.
+ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+HYBRID_LAYER_TYPES = ("hybrid", "hybrid_sliding")
+
+
+def layer_types_of(config: PretrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
+    """The kind of each layer's cache in transformers' words, and what transformers gives that cache.
+
+    A kind of "dummy" is a layer without a cache of its own: it reads an earlier layer's, or does not attend at all.
+    """
+    return get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+
+
+def has_pages(kind: str) -> bool:
+    """Whether a layer of this kind has keys and values that pages can hold."""
+    return kind in ATTENTION_LAYER_TYPES or kind in HYBRID_LAYER_TYPES
+
+
+def pages_unsupported(config: PretrainedConfig, kind: str) -> str | None:
+    """Why a layer of this kind keeps transformers' own cache, or None where it can have pages."""
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None):
+        return "latent attention (MLA) stores no keys and values per head; its cache is left to transformers"
+    if not _uses_attention_interface(text):
+        return (
+            f"{text.model_type} computes attention by itself instead of through transformers' attention interface; its "
+            "cache is left to transformers"
+        )
+    if kind == "dummy":
+        return "it has no keys and values of its own: it reads an earlier layer's, or does not attend"
+    if not has_pages(kind):
+        return f"a {kind} layer has no keys and values; its state is left to transformers"
+    return None
+
+
+def _uses_attention_interface(config: PretrainedConfig) -> bool:
+    """Whether a model of transformers calls the attention function that was chosen for it; others are believed to."""
+    name = type(config).__module__
+    if not name.startswith("transformers.models.") or ".configuration_" not in name:
+        return True
+    modeling = name.replace(".configuration_", ".modeling_")
+    if modeling not in sys.modules and importlib.util.find_spec(modeling) is None:
+        return True
+    return hasattr(importlib.import_module(modeling), "ALL_ATTENTION_FUNCTIONS")

@@ -1,0 +1,341 @@
+"""The source model: a directory or Hub repository of safetensors files, validated before anything is computed from it.
+
+Tensors are read lazily, one file open at a time, so that a checkpoint of any size needs no more memory than the tensors
+asked for. Pickled weights are refused, not converted: loading one runs whatever code it carries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoConfig, PretrainedConfig
+
+from kvconvert.bundle.manifest import SourceInfo
+from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.models.names import TensorNames
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*"]
+_MAX_HEADER = 100_000_000  # bytes, the safetensors library's own limit
+_PROGRESS_FROM = 256 * 2**20  # bytes
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """A validated checkpoint.
+
+    Attributes:
+        id: Hub id, or the name of a local directory.
+        directory: where its files are.
+        revision: commit of a Hub repository.
+        config: transformers' configuration.
+        weight_map: file that holds each tensor, by the checkpoint's name, in order of names.
+        dtypes: of each tensor, in safetensors' words, by the checkpoint's name.
+        tensor_names: by which names tensors are asked for: the checkpoint's own, or, once `named_as` was told the
+            model, those of the model.
+    """
+
+    id: str
+    directory: Path
+    revision: str | None
+    config: PretrainedConfig
+    weight_map: dict[str, str]
+    dtypes: dict[str, str]
+    tensor_names: TensorNames
+
+    def named_as(self, model: nn.Module) -> SourceModel:
+        """The same checkpoint, asked by the names that its tensors have in the model loaded from it."""
+        return replace(self, tensor_names=TensorNames.of(model, self.weight_map))
+
+    def names(self, prefix: str) -> list[str]:
+        """Tensors whose name starts with `prefix`, sorted."""
+        return [name for name in self.tensor_names.stored if name.startswith(prefix)]
+
+    def read(self, names: str | Iterable[str]) -> dict[str, Tensor]:
+        """Read tensors in their stored dtype.
+
+        Args:
+            names: tensor names, or one prefix.
+
+        Raises:
+            CheckpointError: a tensor that the checkpoint does not have, or a file that changed since it was opened.
+        """
+        wanted = self.names(names) if isinstance(names, str) else list(names)
+        stored = self.tensor_names.stored
+        by_file: dict[str, list[str]] = {}
+        for name in wanted:
+            if name not in stored:
+                raise CheckpointError(
+                    f"{self.directory} holds no tensor {name}; the checkpoint does not fit its config.json."
+                )
+            by_file.setdefault(self.weight_map[stored[name]], []).append(name)
+        tensors = {}
+        for file, members in by_file.items():
+            try:
+                with safe_open(self.directory / file, framework="pt") as shard:
+                    tensors.update({name: shard.get_tensor(stored[name]) for name in members})
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"{self.directory / file} cannot be read ({error}); fetch the file again."
+                ) from error
+        return {name: tensors[name] for name in wanted}
+
+    def read_finite(self, names: str | Iterable[str]) -> dict[str, Tensor]:
+        """`read`, refusing NaN and infinity with the tensor's name (NumericError)."""
+        tensors = self.read(names)
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                stored = self.tensor_names.stored[name]
+                raise NumericError(
+                    f"The source weights hold NaN or infinity in {stored} ({self.directory / self.weight_map[stored]});"
+                    " fetch the model again, or repair it before converting."
+                )
+        return tensors
+
+    def check_finite(self, names: Iterable[str]) -> None:
+        """Read tensors one at a time only to refuse NaN and infinity in them."""
+        for name in names:
+            self.read_finite([name])
+
+    def info(self, progress: bool = False) -> SourceInfo:
+        """Hashes of config and weights, revision and licence; reads every weight file once."""
+        files = sorted(set(self.weight_map.values()))
+        total = sum((self.directory / file).stat().st_size for file in files)
+        with tqdm(
+            total=total, unit="B", unit_scale=True, desc="checksums", disable=not progress or total < _PROGRESS_FROM
+        ) as bar:
+            hashes = {file: _sha256(self.directory / file, bar) for file in files}
+        return SourceInfo(
+            id=self.id,
+            revision=self.revision,
+            licence=_licence(self.directory),
+            config_sha256=_sha256(self.directory / "config.json"),
+            weights_sha256=hashes,
+        )
+
+
+def open_source(model: str) -> SourceModel:
+    """Open and validate a model: files complete and consistent with their index, headers sound, weights unquantized.
+
+    Args:
+        model: a directory, or a Hub id (fetched into the Hub's cache: safetensors, configuration and tokenizer only).
+
+    Raises:
+        CheckpointError: files missing, damaged, pickled, or of a kind that is refused.
+        UnsupportedModelError: transformers does not know the architecture without running its own code.
+    """
+    directory, model_id, revision = _locate(model)
+    if not any(directory.iterdir()):
+        raise CheckpointError(
+            f"The model directory {directory} is empty; give one with config.json and safetensors files."
+        )
+    if (directory / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{directory} is an unmerged LoRA adapter (adapter_config.json), which would not survive the changes to "
+            "the weights; merge it into its base model first (PEFT's merge_and_unload) and convert that."
+        )
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory} has no config.json; give the directory of a transformers model.")
+    files = _weight_files(directory)
+    headers = {file: _read_header(directory / file) for file in files}
+    weight_map = _weight_map(directory, headers)
+    dtypes = {name: headers[file][name]["dtype"] for name, file in weight_map.items()}
+    config = _load_config(directory)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
+        raise CheckpointError(
+            f"{directory} is already quantized ({method}); converting needs the full-precision model it was made from."
+        )
+    for name, dtype in dtypes.items():
+        if dtype not in FLOAT_DTYPES and name.endswith(".weight"):  # some masks are called bias
+            raise CheckpointError(
+                f"{directory / weight_map[name]} stores {name} as {dtype}; converting needs weights in "
+                f"{', '.join(FLOAT_DTYPES)}."
+            )
+    names = TensorNames.same(weight_map)
+    return SourceModel(model_id, directory, revision, config, weight_map, dtypes, names)
+
+
+def _locate(model: str) -> tuple[Path, str, str | None]:
+    """Directory, id and revision."""
+    path = Path(model)
+    if path.is_dir():
+        return path, path.resolve().name, None
+    if path.exists():
+        raise CheckpointError(f"{model} is a file; give the directory that holds config.json and the weights.")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
+        raise CheckpointError(f"There is no model directory {model}; check the path.")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        snapshot = snapshot_download(
+            model, allow_patterns=_HUB_FILES, ignore_patterns=["original/*", "consolidated*", "*/*.safetensors"]
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointError(
+            f"{model} is neither a directory nor a model that the Hub could be asked for ({reason}); check the name, "
+            "the network, and that you are logged in if the model is gated."
+        ) from error
+    return Path(snapshot), model, Path(snapshot).name
+
+
+def _weight_files(directory: Path) -> list[str]:
+    """The safetensors files that make up the model, from the index if there is one."""
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    shards = sorted(file.name for file in directory.iterdir() if _SHARD.fullmatch(file.name))
+    if index.exists():
+        if single.exists():
+            raise CheckpointError(
+                f"{directory} holds both {SINGLE_FILE} and {INDEX_FILE}, which may disagree; remove the one that "
+                "is not meant."
+            )
+        named = sorted(set(_read_index(index).values()))
+        for file in named:
+            if not (directory / file).is_file():
+                raise CheckpointError(f"The shard {file} that {index} names is missing; fetch it again.")
+        extra = sorted(set(shards) - set(named))
+        if extra:
+            raise CheckpointError(
+                f"{directory} holds shard {extra[0]} that {INDEX_FILE} does not name; remove it or repair the index."
+            )
+        return named
+    if shards:
+        missing = f"; remove the shard {shards[0]}" if single.exists() else f" but no {INDEX_FILE}; fetch the index"
+        raise CheckpointError(f"{directory} holds shards{missing}.")
+    if single.exists():
+        return [SINGLE_FILE]
+    pickles = sorted(file.name for file in directory.iterdir() if file.suffix in _PICKLES)
+    if pickles:
+        raise CheckpointError(
+            f"{directory} holds pickled weights ({pickles[0]}), which are refused because loading them runs code; "
+            "convert them where you trust them, with AutoModelForCausalLM.from_pretrained(old).save_pretrained(new)."
+        )
+    raise CheckpointError(
+        f"{directory} holds no weights ({SINGLE_FILE} or {INDEX_FILE} with its shards); fetch the model again."
+    )
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        entries = list(weight_map.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors files ({error!r}); fetch it again.") from error
+    for name, file in entries:
+        if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file:
+            raise CheckpointError(f"{index} places {name} in {file!r}, which is not a safetensors file beside it.")
+    return dict(weight_map)
+
+
+def _weight_map(directory: Path, headers: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Tensor to file, from the headers, checked against the index."""
+    found: dict[str, str] = {}
+    for file, header in headers.items():
+        for name in header:
+            if name in found:
+                raise CheckpointError(
+                    f"{directory} holds {name} twice, in {found[name]} and {file}; remove one of them."
+                )
+            found[name] = file
+    index = directory / INDEX_FILE
+    if index.exists():
+        stated = _read_index(index)
+        for name, file in stated.items():
+            if found.get(name) != file:
+                raise CheckpointError(f"{index} says that {file} holds {name}, but it does not; fetch the shard again.")
+        extra = sorted(set(found) - set(stated))
+        if extra:
+            raise CheckpointError(f"{directory / found[extra[0]]} holds {extra[0]}, which {INDEX_FILE} does not name.")
+    return dict(sorted(found.items()))
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    """A safetensors header (name to dtype, shape, offsets), after comparing its extent with the file's size."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(_MAX_HEADER, size - 8):
+            raise CheckpointError(f"{file} is truncated or not a safetensors file ({size} bytes); fetch it again.")
+        try:
+            header = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise CheckpointError(f"{file} has a damaged safetensors header ({error!r}); fetch it again.") from error
+    if size != 8 + length + end:
+        state = "truncated" if size < 8 + length + end else "too long"
+        raise CheckpointError(
+            f"{file} is {state}: its header describes {8 + length + end} bytes, it has {size}; fetch it again."
+        )
+    return header
+
+
+def _load_config(directory: Path) -> PretrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            f"{directory / 'config.json'} cannot be read ({_first_line(error)}); fetch it again."
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnsupportedModelError(
+            f"transformers cannot read {directory / 'config.json'} without running the model's own code, which "
+            f"kvconvert never does ({_first_line(error)})."
+        ) from error
+    return config
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".")
+
+
+def _sha256(file: Path, bar: tqdm | None = None) -> str:
+    digest = hashlib.sha256()
+    for block in _blocks(file):
+        digest.update(block)
+        if bar is not None:
+            bar.update(len(block))
+    return digest.hexdigest()
+
+
+def _blocks(file: Path, size: int = 2**22) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        while block := stream.read(size):
+            yield block
+
+
+def _licence(directory: Path) -> str | None:
+    """`license:` of the model card's front matter, if there is one."""
+    card = directory / "README.md"
+    if not card.is_file():
+        return None
+    text = card.read_text(encoding="utf-8", errors="replace")
+    front = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+    licence = re.search(r"^license:\s*[\"']?([\w.-]+)", front[1], re.MULTILINE) if front else None
+    return licence[1] if licence else None
+
+
+def float_dtype(source: SourceModel) -> torch.dtype:
+    """The dtype in which transformers loads this model by default: the config's, else that of the first tensor."""
+    stated = getattr(source.config, "dtype", None)
+    if isinstance(stated, torch.dtype):
+        return stated
+    names = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+    return names[next(iter(source.dtypes.values()))]

@@ -1,0 +1,1 @@
+"""What the cache holds and what is computed with it; nothing here knows transformers."""

@@ -1,0 +1,95 @@
+"""From a scheme and a KV plan to the formats of one layer's pages and spans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from kvconvert.bundle.scheme import KVScheme
+from kvconvert.errors import RecipeError
+from kvconvert.kernels.decode.reference import LayerFormat
+from kvconvert.kernels.pages import ChannelScales, KeyFormat, ValueFormat
+from kvconvert.kernels.spans import SpanFormat
+
+
+def layer_format(
+    scheme: KVScheme, heads: int, key_dim: int, value_dim: int, boosted: torch.Tensor | None = None
+) -> LayerFormat:
+    """The page formats of a scheme for a layer's shape; `boosted` int64 [H, n] are its fixed boosted channels.
+
+    Its static scales are left to `static_scales`.
+
+    Raises:
+        RecipeError: the head size cannot be packed at these bits, or calibrated channels are missing or too many.
+    """
+    for name, bits, dim in (("key_bits", scheme.key_bits, key_dim), ("value_bits", scheme.value_bits, value_dim)):
+        if bits < 16 and dim % (16 // bits):
+            raise RecipeError(
+                f"[kv] {name} = {bits} needs a head size that is a multiple of {16 // bits}; this model has {dim}."
+            )
+    count = scheme.boosted_for(key_dim)
+    if count and scheme.boost_select == "calibrated":
+        shape = None if boosted is None else tuple(boosted.shape)
+        if shape != (heads, count):
+            raise RecipeError(
+                f"[kv] boost_select = 'calibrated' needs {count} channels for each of {heads} heads from a KV plan, "
+                "and "
+                f"found {'none' if shape is None else shape}; use a bundle calibrated so, or select dynamically."
+            )
+    static = scheme.static_scales == "calibrated"
+    keys = KeyFormat(
+        heads,
+        key_dim,
+        scheme.page_size,
+        scheme.key_bits,
+        scheme.page_size if static else scheme.key_group_size,
+        scheme.token_norm,
+        scheme.token_norm_measure,
+        scheme.key_clip_ratio,
+        count,
+        scheme.boost_select,
+        static and scheme.key_bits < 16,
+    )
+    values = ValueFormat(
+        heads,
+        value_dim,
+        scheme.page_size,
+        scheme.value_bits,
+        value_dim if static or scheme.value_bits == 16 else scheme.value_group_for(value_dim),
+        scheme.value_clip_ratio,
+        static and scheme.value_bits < 16,
+    )
+    return LayerFormat(keys, values, boosted if scheme.boost_select == "calibrated" else None)
+
+
+def static_scales(
+    side: Literal["key", "value"], f: KeyFormat | ValueFormat, plan: Mapping[str, torch.Tensor], device: torch.device
+) -> ChannelScales | None:
+    """The scales that static pages of one side need, from a layer's part of the KV plan; None for other pages.
+
+    Raises:
+        RecipeError: they are missing or do not fit the layer's shape.
+    """
+    if not f.static:
+        return None
+    parts = []
+    for part in ChannelScales._fields:
+        tensor = plan.get(f"static_{side}_{part}")
+        shape = None if tensor is None else tuple(tensor.shape)
+        if shape != (f.heads, f.head_dim):
+            raise RecipeError(
+                f"[kv] static_scales = 'calibrated' needs static_{side}_{part} for {f.heads} heads of {f.head_dim} "
+                f"channels from a KV plan, and found {'none' if shape is None else shape}; use a bundle calibrated so, "
+                'or static_scales = "none".'
+            )
+        parts.append(tensor.to(device, torch.float16))
+    return ChannelScales(*parts)
+
+
+def span_format(scheme: KVScheme) -> SpanFormat | None:
+    """The span format of a scheme, or None for pages."""
+    if not scheme.is_span:
+        return None
+    return SpanFormat(scheme.key_bits, scheme.value_bits, scheme.key_clip_ratio, scheme.value_clip_ratio)

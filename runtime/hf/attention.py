@@ -1,0 +1,150 @@
+"""The attention and mask functions that transformers calls under the name "kvconvert"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from kvconvert.errors import CacheError, UnsupportedModelError
+from kvconvert.kernels.decode.reference import DenseRun, LayerFormat, paged_attention
+from kvconvert.kernels.pages import KeyFormat, ValueFormat
+from kvconvert.runtime.hf.handles import KeyHandle, MaskHandle
+from kvconvert.runtime.hf.layer import PagedLayer
+
+NAME = "kvconvert"
+
+
+def mask_function(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> MaskHandle:
+    """A mask handle [B, 1, T, 1] of query columns; see `runtime/hf/handles.py`.
+
+    The signature is transformers' mask interface.
+    """
+    # Static caches advance their offset tensor in place before the mask is needed.
+    offset = int(q_offset)
+    columns = (torch.arange(q_length, device=device) + offset).view(1, 1, -1, 1).expand(batch_size, 1, q_length, 1)
+    arguments = kwargs | {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "device": device,
+    }
+    return MaskHandle.wrap(columns, arguments)
+
+
+def attention_function(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention through the cache when `key` is a handle of one, else over `key` and `value` themselves.
+
+    Args:
+        module: the attention module, for its name and layer index.
+        query: [B, Hq, T, D]; key, value: [B, H, n, D] and [B, H, n, E], new tokens only when `key` is a handle.
+        attention_mask: a `MaskHandle`, or whatever the model prepared.
+        scaling, softcap, s_aux: factor of the dot products, soft cap and attention-sink logits of the model.
+
+    Returns:
+        [B, T, Hq, E] and no weights.
+
+    Raises:
+        CacheError: the mask or the cache is not what the seam put there, or dropout is asked for.
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} adds a position bias to its attention scores, which the kvconvert cache does "
+            "not know yet."
+        )
+    if not isinstance(key, KeyHandle):
+        return _without_cache(
+            module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs
+        ), None
+    layer = getattr(key, "layer", None)
+    where = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
+    if not isinstance(layer, PagedLayer):
+        raise CacheError(
+            f"The keys that reached {where} have lost their cache layer; the model changes them after the cache update."
+        )
+    if not isinstance(attention_mask, MaskHandle):
+        raise CacheError(
+            f"The attention mask that reached {where} is not kvconvert's: pass a 2-D attention_mask of ones and "
+            "zeros (4-D masks are "
+            f"not possible with this cache)."
+        )
+    if dropout:
+        raise CacheError(f"Attention dropout is on in {where}; call model.eval() before generating.")
+    chunk = attention_mask.chunk(query.device, query.shape[2])
+    rotated = layer.commit(chunk, query)
+    if rotated is None:
+        output = layer.attend(query, chunk, scaling, softcap, s_aux)
+    else:
+        output = layer.attend(rotated, chunk, scaling, softcap, s_aux, rotated=True)
+    layer.end_forward()
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _without_cache(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Ordinary attention over the given keys: SDPA, or the streaming softmax for soft caps and sink_logits."""
+    plain = softcap is None and sink_logits is None
+    if isinstance(attention_mask, MaskHandle):
+        attention_mask = attention_mask.materialise(allow_causal_skip=plain)
+    if plain:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )[0]
+    batch, _, length, dim = query.shape
+    if attention_mask is None:
+        attention_mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril(
+            key.shape[2] - length
+        )[None, None]
+    visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
+    visible = visible.expand(batch, 1, length, key.shape[2])
+    heads, e = key.shape[1], value.shape[-1]
+    no_pages = LayerFormat(KeyFormat(heads, dim, 128, 16, 128), ValueFormat(heads, e, 128, 16, e))
+    runs = [DenseRun(row, key[row], value[row], visible[row]) for row in range(batch)]
+    output = paged_attention(query, [], runs, no_pages, scaling, softcap, sink_logits)
+    return output.to(query.dtype).transpose(1, 2).contiguous()
+
+
+def register() -> None:
+    """Make `attn_implementation="kvconvert"` known to transformers."""
+    AttentionInterface.register(NAME, attention_function)
+    AttentionMaskInterface.register(NAME, mask_function)

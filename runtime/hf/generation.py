@@ -1,0 +1,118 @@
+"""What a loaded bundle's model does differently: every cache it makes by itself follows the bundle's KV plan."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation import GenerationConfig, GenerationMode
+
+from kvconvert.bundle.scheme import KVScheme
+from kvconvert.errors import UsageError
+from kvconvert.runtime.hf.attention import NAME
+from kvconvert.runtime.hf.cache import KVCache
+from kvconvert.runtime.hf.modality import watch_inputs
+
+
+class BundleModel:
+    """Mixed into the class of a model that was loaded from a bundle with a KV plan."""
+
+    kv_schemes: Sequence[KVScheme | None]
+    kv_plan: Mapping[str, torch.Tensor]
+
+    def new_kv_cache(self, *, kv_memory: int | None = None) -> KVCache:
+        """An empty cache after the bundle's KV plan; see `KVCache` for `kv_memory` in bytes."""
+        return KVCache(self.config, self.kv_schemes, plan=self.kv_plan, kv_memory=kv_memory)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict,
+        generation_mode: GenerationMode,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic"):
+            raise UsageError(
+                f"cache_implementation={implementation!r} is not possible with a bundle's low-bit cache; leave it "
+                "out, or pass "
+                f'"dynamic" for a full-precision cache.'
+            )
+        if generation_config.use_cache is False and _caches(self):
+            # Recomputing everything at each step is correct, only slow; the user asked for it.
+            return super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, *args, **kwargs
+            )
+        if (
+            implementation is None
+            and model_kwargs.get("past_key_values") is None
+            and generation_config.use_cache is not False
+        ):
+            cache = self.new_kv_cache()
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+            elif generation_config.prefill_chunk_size is None:
+                cache.expect_whole_prompt()
+            model_kwargs["past_key_values"] = cache
+            return None
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: transformers' continuous batching brings its own full-precision paged cache."""
+        raise UsageError(
+            "Continuous batching of transformers keeps its own full-precision cache and would ignore the bundle's KV "
+            "plan; use generate()."
+        )
+
+    generate_batch = init_continuous_batching
+    continuous_batching_context_manager = init_continuous_batching
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a bundle is its files and their hashes."""
+        raise UsageError(
+            "A loaded bundle is saved by copying its directory; save_pretrained would lose its manifest and its KV "
+            "plan."
+        )
+
+    push_to_hub = save_pretrained
+
+
+def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapping[str, torch.Tensor]) -> None:
+    """Give a loaded model the bundle's attention, caches and refusals."""
+    if not any(scheme is not None for scheme in schemes):
+        return
+    base = type(model)
+    model.kv_schemes, model.kv_plan = tuple(schemes), dict(plan)
+    model.__class__ = type(base.__name__, (BundleModel, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    model.set_attn_implementation(NAME)
+    parameters = list(inspect.signature(base.forward).parameters)[1:]
+    position = parameters.index("past_key_values") if "past_key_values" in parameters else None
+    if position is not None:
+        model.register_forward_pre_hook(functools.partial(_cache_by_default, position=position), with_kwargs=True)
+    if any(scheme is not None and scheme.modality != "all" for scheme in schemes):
+        watch_inputs(model)
+
+
+def _cache_by_default(model: Any, args: tuple, kwargs: dict, position: int) -> tuple[tuple, dict] | None:
+    """A forward pass that would build a full-precision cache of its own gets the bundle's instead."""
+    if len(args) > position or kwargs.get("past_key_values") is not None:
+        return None
+    use_cache = kwargs.get("use_cache")
+    if use_cache is None:
+        use_cache = _caches(model)
+    if not use_cache or (model.training and torch.is_grad_enabled()):
+        return None
+    return args, kwargs | {"past_key_values": model.new_kv_cache()}
+
+
+def _caches(model: PreTrainedModel) -> bool:
+    """What the config says of caches; composite models leave it to their text config."""
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        if getattr(config, "use_cache", None) is not None:
+            return config.use_cache
+    return True

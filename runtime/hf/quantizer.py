@@ -1,0 +1,143 @@
+"""How `from_pretrained` learns to load a bundle.
+
+A bundle says `quant_method: awq`, so that any AWQ engine reads its weights, plus a key `kvconvert`. Importing the
+runtime puts a dispatcher in the place of transformers' "awq" configuration class: dictionaries with that key become a
+`BundleConfig`, whose quantizer is registered under our own name; all others go to the stock class, untouched.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AwqConfig, PreTrainedModel
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from kvconvert.bundle.manifest import MANIFEST_NAME
+from kvconvert.bundle.reader import Bundle, open_bundle
+from kvconvert.bundle.scheme import KVScheme
+from kvconvert.errors import BundleError
+from kvconvert.kernels.linear import QuantizedLinear
+from kvconvert.runtime.hf.experts import SeparateExperts, merges_experts, place_packed_experts
+from kvconvert.runtime.hf.generation import adopt
+
+METHOD = "kvconvert"
+KEY = "kvconvert"
+
+
+class BundleConfig(QuantizationConfigMixin):
+    """The `quantization_config` of a bundle.
+
+    Attributes:
+        values: exactly what config.json said; `to_dict` writes it back.
+        kv_schemes: each layer's KV scheme, known once the manifest is read.
+    """
+
+    def __init__(self, values: dict[str, Any]):
+        self.quant_method = METHOD
+        self.values = values
+        self.kv_schemes: tuple[KVScheme | None, ...] = ()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """From config.json's dictionary."""
+        config = cls(copy.deepcopy(config_dict))
+        return (config, kwargs) if return_unused_kwargs else config
+
+    def to_dict(self) -> dict[str, Any]:
+        """What config.json said."""
+        return copy.deepcopy(self.values)
+
+
+class AwqDispatch(AwqConfig):
+    """Stands in transformers' registry for "awq": bundles become a `BundleConfig`, everything else stays an
+    `AwqConfig`.
+    """
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """The configuration object for this dictionary."""
+        target = BundleConfig if KEY in config_dict else AwqConfig
+        return target.from_dict(config_dict, return_unused_kwargs=return_unused_kwargs, **kwargs)
+
+
+class BundleQuantizer(HfQuantizer):
+    """Verifies the bundle, puts packed Linears where its manifest says so, and hands the model its KV plan."""
+
+    requires_calibration = True
+    # How thoroughly the next bundle is verified; `runtime.load` sets it for one call.
+    verify = "full"
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        bundle = open_bundle(_directory(model, kwargs["checkpoint_files"]), verify=self.verify)
+        self.schemes, self.plan = bundle.manifest.schemes(), bundle.plan
+        self.quantization_config.kv_schemes = tuple(self.schemes)
+        # The model was built from a copy of the config, made before the plan was known.
+        model.config.quantization_config = self.quantization_config
+        place_packed_linears(model, bundle)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        adopt(model, self.schemes, self.plan)
+        return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        """Transformers' conversions without those that would merge the tensors of experts that are stored apart."""
+        if not any(isinstance(module, SeparateExperts) for module in model.modules()):
+            return weight_conversions
+        return [entry for entry in weight_conversions if not merges_experts(entry)]
+
+    def is_serializable(self) -> bool:
+        """A loaded bundle is saved by copying its directory."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Packed weights have no gradients."""
+        return False
+
+
+def place_packed_linears(model: PreTrainedModel, bundle: Bundle) -> None:
+    """Replace, on the meta device, each Linear and each expert that the manifest calls quantized.
+
+    Raises:
+        BundleError: the model has no such Linear, or experts of its own that the manifest does not cover.
+    """
+    quantized = {module.name: module for module in bundle.manifest.modules if module.method != "kept"}
+    place_packed_experts(model, bundle.manifest.modules)
+    for name, module in quantized.items():
+        try:
+            linear = model.get_submodule(name)
+        except AttributeError:
+            linear = None
+        if isinstance(linear, QuantizedLinear):
+            continue
+        if not isinstance(linear, torch.nn.Linear):
+            raise BundleError(
+                f"{MANIFEST_NAME} says that {name} is quantized, but {type(model).__name__} has no Linear of "
+                "that name; the bundle belongs to another architecture or version of transformers."
+            )
+        with torch.device("meta"):
+            packed = QuantizedLinear(
+                linear.in_features, linear.out_features, module.group_size, bias=linear.bias is not None
+            )
+        model.set_submodule(name, packed)
+
+
+def _directory(model: PreTrainedModel, checkpoint_files: list[str]) -> Path:
+    """The bundle's directory; of one on the Hub, the files that from_pretrained did not fetch are fetched first."""
+    directory = Path(checkpoint_files[0]).parent
+    if (directory / MANIFEST_NAME).exists() or Path(model.config._name_or_path).exists():
+        return directory
+    return Path(snapshot_download(model.config._name_or_path, revision=getattr(model.config, "_commit_hash", None)))
+
+
+def register() -> None:
+    """Make bundles known to `from_pretrained`."""
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = BundleConfig
+    auto.AUTO_QUANTIZER_MAPPING[METHOD] = BundleQuantizer
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING["awq"] = AwqDispatch

@@ -1,0 +1,1 @@
+"""Its place makes `tests` importable, so that every test finds the package `tiny`."""

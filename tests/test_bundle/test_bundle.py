@@ -1,0 +1,466 @@
+import ast
+import hashlib
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny.bundle import edit_json, replace_tensors, reseal, tiny_tensors, write_tiny_bundle
+
+from kvconvert.bundle.manifest import MANIFEST_NAME, PLAN_NAME
+from kvconvert.bundle.reader import INDEX_NAME, open_bundle
+from kvconvert.bundle.tensorfile import read_header
+from kvconvert.errors import BundleError
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+LOAD_CRITICAL = [
+    MANIFEST_NAME,
+    "config.json",
+    PLAN_NAME,
+    FIRST,
+    SECOND,
+    INDEX_NAME,
+    "tokenizer.json",
+    "generation_config.json",
+    "chat_template.jinja",
+]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("pristine") / "bundle"
+    write_tiny_bundle(directory)
+    return directory
+
+
+@pytest.fixture
+def bundle(pristine, tmp_path):
+    return Path(shutil.copytree(pristine, tmp_path / "bundle"))
+
+
+def refusal(directory, verify="headers"):
+    """The one-sentence message with which the bundle is refused."""
+    with pytest.raises(BundleError) as caught:
+        open_bundle(directory, verify=verify)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("verify", ["full", "headers"])
+def test_what_was_written_is_read_back(pristine, verify):
+    bundle = open_bundle(pristine, verify=verify)
+    expected = tiny_tensors()
+    assert {path.name for path in bundle.weight_files.values()} == {FIRST, SECOND}
+    assert bundle.weight_files.keys() == expected.keys()
+    for file in (FIRST, SECOND):
+        for name, tensor in load_file(pristine / file).items():
+            assert torch.equal(tensor, expected[name])
+    assert set(bundle.plan) == {"layers.0.key_scale", "layers.1.key_scale"}
+    assert [scheme.key_bits for scheme in bundle.manifest.schemes()] == [2, 2]
+
+
+def test_equal_inputs_give_equal_bytes(pristine, tmp_path):
+    write_tiny_bundle(tmp_path / "again")
+    for file in pristine.iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_small_model_is_one_file_without_an_index(tmp_path):
+    write_tiny_bundle(tmp_path, max_shard_bytes=10**6)
+    assert not (tmp_path / INDEX_NAME).exists()
+    open_bundle(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "last"])
+@pytest.mark.parametrize("name", LOAD_CRITICAL)
+def test_one_flipped_bit_in_any_load_critical_file_is_noticed(bundle, name, where):
+    path = bundle / name
+    content = bytearray(path.read_bytes())
+    content[{"first": 0, "middle": len(content) // 2, "last": -1}[where]] ^= 1
+    path.write_bytes(content)
+    assert name in refusal(bundle, verify="full")
+
+
+def test_the_list_of_load_critical_files_above_is_complete(pristine):
+    assert set(LOAD_CRITICAL) == {MANIFEST_NAME, *open_bundle(pristine).manifest.files}
+
+
+@pytest.mark.parametrize("mask", [0x01, 0x20])
+def test_no_byte_of_the_manifest_can_change_unnoticed(bundle, mask):
+    path = bundle / MANIFEST_NAME
+    content = path.read_bytes()
+    for position in range(0, len(content), 61):
+        path.write_bytes(content[:position] + bytes([content[position] ^ mask]) + content[position + 1 :])
+        refusal(bundle)
+
+
+@pytest.mark.parametrize("name", LOAD_CRITICAL)
+def test_a_missing_file_is_named(bundle, name):
+    (bundle / name).unlink()
+    assert name in refusal(bundle)
+
+
+@pytest.mark.parametrize("name", LOAD_CRITICAL)
+def test_a_truncated_file_is_noticed_without_hashing(bundle, name):
+    os.truncate(bundle / name, (bundle / name).stat().st_size - 1)
+    assert name in refusal(bundle)
+
+
+@pytest.mark.parametrize("name", LOAD_CRITICAL)
+def test_symbolic_links_are_refused(bundle, name):
+    (bundle / name).rename(bundle.parent / "elsewhere")
+    (bundle / name).symlink_to(bundle.parent / "elsewhere")
+    message = refusal(bundle)
+    assert name in message
+    assert "symbolic link" in message
+
+
+def test_the_links_of_the_hubs_own_cache_are_followed_but_only_to_its_blobs(pristine, tmp_path):
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(pristine, blobs)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    open_bundle(snapshot)
+    fields = json.loads((blobs / MANIFEST_NAME).read_text())
+    nested = "additional_chat_templates/extra.jinja"
+    (blobs / "extra").write_bytes(b"x")
+    (snapshot / nested).parent.mkdir()
+    (snapshot / nested).symlink_to("../../../blobs/extra")
+    digest = hashlib.sha256(b"x").hexdigest()
+    reseal(blobs, files=fields["files"] | {nested: {"size": 1, "sha256": digest}})
+    open_bundle(snapshot)
+    (blobs / "config.json").rename(tmp_path / "elsewhere")
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to(tmp_path / "elsewhere")
+    assert "symbolic link" in refusal(snapshot)
+
+
+@pytest.mark.parametrize(
+    "name", ["../evil", "/etc/passwd", "a/../../b", "a\\b", "C:\\x", "", ".", "a//b", "a\nb", "a\0b", MANIFEST_NAME]
+)
+@pytest.mark.parametrize("field", ["files", "informative"])
+def test_names_that_lead_out_of_the_bundle_are_refused(bundle, name, field):
+    fields = json.loads((bundle / MANIFEST_NAME).read_text())
+    if field == "files":
+        reseal(bundle, files=fields["files"] | {name: {"size": 0, "sha256": "0" * 64}})
+    else:
+        reseal(bundle, informative=[name])
+    assert repr(name) in refusal(bundle)
+
+
+def test_a_linked_folder_inside_the_bundle_is_refused(bundle):
+    outside = bundle.parent / "outside"
+    outside.mkdir()
+    (outside / "extra.jinja").write_text("x")
+    (bundle / "additional_chat_templates").symlink_to(outside)
+    fields = json.loads((bundle / MANIFEST_NAME).read_text())
+    name = "additional_chat_templates/extra.jinja"
+    reseal(bundle, files=fields["files"] | {name: {"size": 1, "sha256": "0" * 64}})
+    assert "symbolic link" in refusal(bundle)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "adapter_config.json", "pytorch_model.bin", "modeling.py"])
+def test_an_unlisted_file_that_a_loader_would_read_is_refused(bundle, name):
+    (bundle / name).write_bytes(b"")
+    assert name in refusal(bundle)
+
+
+def test_a_listed_file_that_loading_could_execute_is_refused(bundle):
+    fields = json.loads((bundle / MANIFEST_NAME).read_text())
+    (bundle / "modeling.py").write_bytes(b"x")
+    reseal(bundle, files=fields["files"] | {"modeling.py": {"size": 1, "sha256": "0" * 64}})
+    assert "could execute" in refusal(bundle)
+
+
+def test_a_manifest_without_seal_is_refused(bundle):
+    text = (bundle / MANIFEST_NAME).read_text()
+    seal = json.loads(text)["manifest_sha256"]
+    (bundle / MANIFEST_NAME).write_text(text.replace(seal, ""))
+    assert "manifest_sha256" in refusal(bundle)
+
+
+def test_files_for_people_may_be_added_or_removed(bundle):
+    (bundle / "README.md").unlink()
+    (bundle / "LICENSE").write_text("x")
+    (bundle / ".gitattributes").write_text("x")
+    open_bundle(bundle)
+
+
+def test_a_newer_format_version_is_refused_and_says_what_to_do(bundle):
+    reseal(bundle, format_version=1)
+    message = refusal(bundle)
+    assert "format_version 1" in message
+    assert "newer kvconvert" in message
+
+
+@pytest.mark.parametrize("version", [-1, "0", None, 0.5, True])
+def test_a_meaningless_format_version_is_refused(bundle, version):
+    reseal(bundle, format_version=version)
+    assert "format_version" in refusal(bundle)
+
+
+@pytest.mark.parametrize(("field", "value"), [("layers", 3), ("surprise", 1), ("transforms", ["a", 1])])
+def test_a_manifest_that_breaks_its_schema_is_refused_by_field(bundle, field, value):
+    fields = json.loads((bundle / MANIFEST_NAME).read_text()) | {field: value}
+    (bundle / MANIFEST_NAME).write_text(json.dumps(fields))
+    message = refusal(bundle)
+    assert MANIFEST_NAME in message
+    assert field in message
+
+
+def test_a_directory_without_manifest_is_no_bundle(tmp_path):
+    assert "kvconvert export" in refusal(tmp_path)
+    assert "not a directory" in refusal(tmp_path / "gone")
+
+
+def header_of(path):
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def write_with_header(path, header, data):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def overlap(header):
+    header[list(header)[-1]]["data_offsets"] = [value - 2 for value in header[list(header)[-1]]["data_offsets"]]
+
+
+def gap(header):
+    header[list(header)[-1]]["data_offsets"] = [value + 2 for value in header[list(header)[-1]]["data_offsets"]]
+
+
+def set_entry(**changes):
+    return lambda header: header[list(header)[-1]].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (overlap, "offset"),
+        (gap, "offset"),
+        (set_entry(dtype="F17"), "dtype"),
+        (set_entry(dtype=["F16"]), "dtype"),
+        (set_entry(shape=[-1]), "shape"),
+        (set_entry(shape=[2**62, 2**62]), "bytes"),
+        (set_entry(shape=[True]), "shape"),
+        (set_entry(data_offsets=[0]), "data_offsets"),
+        (set_entry(extra=1), "entry"),
+        (lambda header: header.update(__metadata__={"a": 1}), "__metadata__"),
+        (lambda header: header.update(x=3), "entry"),
+    ],
+)
+def test_a_hostile_safetensors_header_is_refused(bundle, spoil, words):
+    header, data = header_of(bundle / SECOND)
+    spoil(header)
+    write_with_header(bundle / SECOND, header, data)
+    reseal(bundle)
+    message = refusal(bundle)
+    assert SECOND in message
+    assert words in message
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x01\x00",
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", 99) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 2) + b"{]",
+        struct.pack("<Q", 2) + b"{}trailing",
+        struct.pack("<Q", 2) + b"\xff\xfe",
+        struct.pack("<Q", 200_000) + b'{"a":' * 40_000,
+        struct.pack("<Q", 13) + b'{"a":1,"a":2}',
+    ],
+)
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path, content):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(BundleError, match=r"x\.safetensors"):
+        read_header(path)
+
+
+Q = "model.layers.0.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        (f"{Q}.scales", None, "missing"),
+        (f"{Q}.qzeros", None, "missing"),
+        ("model.layers.0.norm.weight", None, "missing"),
+        (f"{Q}.weight", torch.ones(32, 32), "extra"),
+        (f"{Q}.qweight", torch.zeros(32, 8, dtype=torch.int32), "[32, 8]"),
+        (f"{Q}.qweight", torch.zeros(32, 4, dtype=torch.int64), "I64"),
+        (f"{Q}.scales", torch.ones(2, 32), "F32"),
+    ],
+)
+def test_a_missing_extra_or_misshapen_tensor_is_named(bundle, name, tensor, words):
+    file = open_bundle(bundle).weight_files[name if name != f"{Q}.weight" else f"{Q}.scales"]
+    replace_tensors(file, **{name.replace(".", "__"): tensor})
+    index = json.loads((bundle / INDEX_NAME).read_text())
+    if tensor is None:
+        del index["weight_map"][name]
+    else:
+        index["weight_map"][name] = file.name
+    headers = [read_header(bundle / shard) for shard in (FIRST, SECOND)]
+    index["metadata"]["total_size"] = sum(
+        load_file(bundle / shard)[name].nbytes
+        for shard, header in zip((FIRST, SECOND), headers, strict=True)
+        for name in header
+    )
+    edit_json(bundle / INDEX_NAME, **index)
+    reseal(bundle)
+    message = refusal(bundle)
+    assert name in message
+    assert words in message
+
+
+def spoil_scales(bundle, change):
+    file = open_bundle(bundle).weight_files[f"{Q}.scales"]
+    scales = load_file(file)[f"{Q}.scales"].clone()
+    change(scales)
+    replace_tensors(file, **{f"{Q}.scales".replace(".", "__"): scales})
+    reseal(bundle)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("where", [(1, slice(None)), (0, 3), (slice(None), slice(None))])
+def test_scales_that_are_zero_negative_or_not_finite_are_refused(bundle, value, where):
+    spoil_scales(bundle, lambda scales: scales.__setitem__(where, value))
+    message = refusal(bundle)
+    assert f"{Q}.scales" in message
+
+
+def test_a_plan_that_is_not_finite_is_refused(bundle):
+    replace_tensors(bundle / PLAN_NAME, layers__1__key_scale=torch.full((2, 16), float("nan")))
+    reseal(bundle)
+    assert "layers.1.key_scale" in refusal(bundle)
+
+
+@pytest.mark.parametrize("name", ["layers.2.key_scale", "key_scale"])
+def test_a_plan_tensor_of_no_layer_is_refused(bundle, name):
+    replace_tensors(bundle / PLAN_NAME, **{name.replace(".", "__"): torch.ones(1)})
+    fields = json.loads((bundle / MANIFEST_NAME).read_text())
+    reseal(bundle, plan=fields["plan"] | {name: {"dtype": "F32", "shape": [1]}})
+    assert name in refusal(bundle)
+
+
+def test_a_plan_tensor_of_another_shape_is_refused(bundle):
+    replace_tensors(bundle / PLAN_NAME, layers__1__key_scale=torch.ones(2, 15))
+    reseal(bundle)
+    assert "[2, 15]" in refusal(bundle)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda index: index["weight_map"].popitem(), "weight_map"),
+        (lambda index: index["weight_map"].update(ghost=FIRST), "ghost"),
+        (lambda index: index["weight_map"].update({f"{Q}.scales": "../x"}), f"{Q}.scales"),
+        (lambda index: index.update(weight_map=[]), "weight_map"),
+        (lambda index: index["metadata"].update(total_size=1), "total_size"),
+    ],
+)
+def test_an_index_that_disagrees_with_the_shards_is_refused(bundle, spoil, words):
+    index = json.loads((bundle / INDEX_NAME).read_text())
+    spoil(index)
+    edit_json(bundle / INDEX_NAME, **index)
+    reseal(bundle)
+    message = refusal(bundle)
+    assert INDEX_NAME in message
+    assert words in message
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda config: config.pop("quantization_config"), "quantization_config"),
+        (lambda config: config["quantization_config"].update(group_size=128), "group_size"),
+        (lambda config: config["quantization_config"].update(bits=3), "bits"),
+        (lambda config: config["quantization_config"].pop("kvconvert"), "kvconvert"),
+        (lambda config: config["quantization_config"].update(surprise=1), "surprise"),
+        (lambda config: config["quantization_config"].update(modules_to_not_convert=[]), "modules_to_not_convert"),
+        (lambda config: config.update(num_hidden_layers=3), "num_hidden_layers"),
+        (lambda config: config.update(auto_map={"AutoModel": "evil.Model"}), "auto_map"),
+    ],
+)
+def test_a_config_that_disagrees_with_the_manifest_is_refused(bundle, spoil, words):
+    config = json.loads((bundle / "config.json").read_text())
+    spoil(config)
+    (bundle / "config.json").write_text(json.dumps(config))
+    reseal(bundle)
+    assert words in refusal(bundle)
+
+
+def change_module(bundle, number, **changes):
+    modules = json.loads((bundle / MANIFEST_NAME).read_text())["modules"]
+    modules[number] |= changes
+    reseal(bundle, modules=modules)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"group_size": 8}, "model.layers.0.q_proj"),
+        ({"bits": 3}, "model.layers.0.q_proj"),
+        ({"in_features": 64}, "qweight"),
+        ({"method": "rtn"}, "model.layers.0.q_proj"),
+        ({"method": "kept"}, "model.layers.0.q_proj"),
+        ({"name": "model.layers.1.q_proj"}, "model.layers.1.q_proj"),
+        ({"name": "ghost"}, "ghost"),
+    ],
+)
+def test_coverage_that_disagrees_with_the_tensors_is_refused(bundle, changes, words):
+    change_module(bundle, 0, **changes)
+    assert words in refusal(bundle)
+
+
+def test_a_matrix_that_the_coverage_does_not_mention_is_refused(bundle):
+    modules = json.loads((bundle / MANIFEST_NAME).read_text())["modules"]
+    reseal(bundle, modules=[module for module in modules if module["name"] != "model.embed_tokens"])
+    assert "model.embed_tokens" in refusal(bundle)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"kv": {"key_bits": 5}}, {"kv": {"surprise": 1}}, {"index": 7}, {"head_dim": None}, {"value_group_size": 32}],
+)
+def test_a_kv_plan_that_means_nothing_is_refused(bundle, changes):
+    layers = json.loads((bundle / MANIFEST_NAME).read_text())["layers"]
+    layers[1] |= changes
+    reseal(bundle, layers=layers)
+    assert "layers" in refusal(bundle)
+
+
+def test_fidelity_measured_on_another_bundle_is_refused(bundle):
+    reseal(bundle, fidelity={"measured_on": "3" * 64, "report": {}, "limits": {}, "missed": []})
+    assert "fidelity.measured_on" in refusal(bundle)
+
+
+def test_the_bundle_package_imports_nothing_that_production_does_without():
+    allowed = {"torch", "safetensors", "pydantic", "kvconvert"}
+    import sys
+
+    import kvconvert.bundle
+
+    for path in Path(kvconvert.bundle.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                assert name.split(".")[0] in allowed | sys.stdlib_module_names, (path.name, name)
+                assert not name.startswith("kvconvert.") or name.split(".")[1] in ("bundle", "errors"), (
+                    path.name,
+                    name,
+                )

@@ -1,0 +1,162 @@
+"""Attention received, the curves of loss, and how budgets are spread, against direct computation."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from sample_layers import layer_work, random_sample, run_passes
+
+from kvconvert.calibration.attention_sample import AttentionSampler
+from kvconvert.calibration.minikv import (
+    MiniKVPass,
+    allocate,
+    attention_variance,
+    eviction_loss,
+    spend_by_marginal_loss,
+)
+from kvconvert.errors import NumericError
+from kvconvert.kernels.select import column_sums_reference, select_tokens
+
+
+def weights_of(sample, sequence, head):
+    scores = sample.queries[sequence, head].double() @ sample.keys[sequence, head // 2].double().T * sample.scaling
+    return scores.masked_fill(~sample.visible, float("-inf")).softmax(-1)
+
+
+def test_variance_is_that_of_column_sums_with_mean_one():
+    sample = random_sample(tokens=20)
+    expected = []
+    for s in range(2):
+        for h in range(2):
+            sums = weights_of(sample, s, 2 * h).sum(0) + weights_of(sample, s, 2 * h + 1).sum(0)
+            expected.append((sums / sums.mean() - 1).square().mean())
+    assert attention_variance(sample) == pytest.approx(float(torch.stack(expected).mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize(("sinks", "recent_ratio"), [(0, 0.0), (0, 0.25), (3, 0.2), (30, 0.5), (0, 1.0)])
+def test_curves_are_what_attention_masked_to_the_kept_tokens_loses(sinks, recent_ratio):
+    sample = replace(random_sample(tokens=41, dim=8), output_weight=torch.randn(5, 32))
+    points, prompt = 6, 20
+    found = eviction_loss(sample, recent_ratio, sinks, points)
+    lost, error, size = torch.zeros(3, points, dtype=torch.float64)
+    for s in range(2):
+        received = column_sums_reference(
+            sample.queries[s, :, :prompt], sample.keys[s, :, :prompt], sample.visible[:prompt, :prompt], sample.scaling
+        )
+        for i in range(points):
+            heavy, recent = round(i / (points - 1) * prompt), round(recent_ratio * prompt)
+            kept = select_tokens(received, heavy, recent, min(sinks, prompt - recent))
+            exact_heads, kept_heads = [], []
+            for head in range(4):
+                weights = weights_of(sample, s, head)[prompt:]
+                seen = torch.ones(41, dtype=torch.bool)
+                seen[:prompt] = False
+                seen[kept[head // 2]] = True
+                lost[i] += weights[:, ~seen].sum(1).mean() / 8
+                part = weights * seen
+                values = sample.values[s, head // 2].double()
+                exact_heads.append(weights @ values)
+                kept_heads.append(part / part.sum(1, keepdim=True) @ values)
+            weight = sample.output_weight.double()
+            exact, masked = (torch.cat(heads, 1) @ weight.T for heads in (exact_heads, kept_heads))
+            error[i] += (masked - exact).square().sum()
+            size[i] += exact.square().sum()
+    torch.testing.assert_close(found.attention, lost, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(found.output, error / size, rtol=1e-3, atol=1e-9)
+    assert found.attention.diff().max() <= 1e-12
+    assert found.attention[-1] == found.output[-1] == 0
+
+
+def test_two_tokens_are_enough_to_measure():
+    curves = eviction_loss(random_sample(tokens=2), 0.0)
+    assert curves.attention[0] > 0
+    assert curves.attention[-1] == 0
+
+
+CURVES = {
+    "steep": torch.tensor([1.0, 0.1, 0.05, 0.02, 0.0]),
+    "flat": torch.tensor([0.1, 0.08, 0.06, 0.03, 0.0]),
+    "done": torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0]),
+}
+
+
+def total_loss(curves, shares):
+    loss = 0.0
+    for curve, share in zip(curves, shares, strict=True):
+        at = share * (len(curve) - 1)
+        low = min(int(at), len(curve) - 2)
+        loss += float(curve[low] + (at - low) * (curve[low + 1] - curve[low]))
+    return loss
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.3, 0.75, 1.2, 2.0, 3.0])
+def test_calibrated_budgets_lose_least_of_all_that_spend_the_same(budget):
+    """Convex curves: compared with every spread in steps of a twentieth."""
+    curves = [torch.tensor([1.0, 0.4, 0.15, 0.05, 0.0]), torch.tensor([0.5, 0.3, 0.2, 0.1, 0.0]), CURVES["steep"]]
+    shares = spend_by_marginal_loss(curves, budget, 1.0)
+    assert sum(shares) == pytest.approx(budget)
+    assert all(0 <= share <= 1 for share in shares)
+    steps = [i / 20 for i in range(21)]
+    best = min(
+        total_loss(curves, (a, b, budget - a - b)) for a in steps for b in steps if -1e-9 <= budget - a - b <= 1 + 1e-9
+    )
+    assert total_loss(curves, shares) <= best + 1e-9
+
+
+def test_a_curve_that_is_not_convex_is_spent_along_its_hull():
+    """The first half saves nothing by itself, yet leads to the steepest fall: it is not passed over."""
+    shares = spend_by_marginal_loss([torch.tensor([1.0, 1.0, 0.0]), torch.tensor([0.6, 0.3, 0.0])], 1.0, 1.0)
+    assert shares == pytest.approx([1.0, 0.0])
+
+
+def test_equal_layers_share_alike_and_a_limit_holds():
+    assert spend_by_marginal_loss([CURVES["steep"]] * 3, 0.9, 1.0) == pytest.approx([0.3] * 3)
+    assert spend_by_marginal_loss([CURVES["done"]] * 2, 0.5, 1.0) == pytest.approx([0.25] * 2)
+    limited = spend_by_marginal_loss([CURVES["steep"], CURVES["flat"]], 0.8, 0.6)
+    assert max(limited) <= 0.6
+    assert sum(limited) == pytest.approx(0.8)
+    assert spend_by_marginal_loss([CURVES["steep"]] * 2, 5.0, 0.6) == pytest.approx([0.6] * 2)
+    assert spend_by_marginal_loss([CURVES["steep"]] * 2, 1.0, 0.0) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "pyramid", "var_prop", "var_inv", "calibrated"])
+@pytest.mark.parametrize(
+    ("heavy", "recent"), [(0.25, 0.25), (0.0, 0.25), (0.25, 0.0), (0.7, 0.25), (1.0, 0.0), (0.5, 1.0)]
+)
+def test_budgets_keep_their_mean_as_far_as_recent_windows_leave_room(allocation, heavy, recent):
+    variances = [1.0, 30.0, 2.0, 0.5]
+    ratios = allocate(allocation, heavy, recent, variances, [*CURVES.values(), CURVES["flat"]])
+    assert sum(ratios) / 4 == pytest.approx(min(heavy, 1 - recent))
+    assert all(-1e-12 <= ratio <= 1 - recent + 1e-12 for ratio in ratios)
+
+
+def test_variance_gives_in_proportion_or_in_inverse_proportion():
+    assert allocate("var_prop", 0.1, 0.1, [1.0, 3.0], []) == pytest.approx([0.05, 0.15])
+    assert allocate("var_inv", 0.1, 0.1, [1.0, 3.0], []) == pytest.approx([0.15, 0.05])
+    assert allocate("var_inv", 0.1, 0.1, [0.0, 3.0], []) == pytest.approx([0.2, 0.0], abs=1e-6)
+    for allocation in ("var_prop", "var_inv"):
+        assert allocate(allocation, 0.1, 0.1, [0.0, 0.0], []) == pytest.approx([0.1, 0.1])
+
+
+def test_clamped_layers_pass_their_excess_on_in_proportion():
+    assert allocate("var_prop", 0.5, 0.25, [10.0, 1.0, 2.0], []) == pytest.approx([0.75, 0.25, 0.5])
+
+
+def test_the_pass_writes_its_measurements():
+    work, _ = layer_work(samples=2, length=16)
+    work.cache = replace(work.cache, sink_tokens=2)
+    sampler = AttentionSampler(2)
+    result = run_passes([sampler, MiniKVPass(sampler, 0.25)], work)
+    curves = eviction_loss(sampler.sample, 0.25, 2)
+    torch.testing.assert_close(result.plan["lost_attention"], curves.attention.float())
+    torch.testing.assert_close(result.plan["lost_output"], curves.output.float())
+    assert result.plan["attention_variance"].item() == pytest.approx(attention_variance(sampler.sample))
+    assert result.plan.keys() == {*MiniKVPass.plan_tensors}
+
+
+def test_nan_is_named_with_its_layer():
+    work, _ = layer_work(samples=1, length=8)
+    sampler = AttentionSampler(1)
+    sampler.sample = replace(random_sample(tokens=8), queries=torch.full((2, 4, 8, 16), float("nan")))
+    with pytest.raises(NumericError, match=r"model\.layers\.0"):
+        MiniKVPass(sampler, 0.25).solve(work)

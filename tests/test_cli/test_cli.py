@@ -1,0 +1,233 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny.bundle import write_tiny_bundle
+from tiny.llama import write_recipe, write_tiny_llama
+
+from kvconvert.cli import cli
+
+
+def kvconvert(*arguments, stdin=""):
+    """Run a command in this process; an exception that is not kvconvert's own fails the test."""
+    result = CliRunner().invoke(cli, [str(argument) for argument in arguments], input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def refusal(code, *arguments):
+    """The one sentence on stderr of a command that fails with `code`."""
+    result = kvconvert(*arguments)
+    assert result.exit_code == code, result.output
+    lines = result.stderr.strip().splitlines()
+    assert lines[-1].startswith("Error: ")
+    assert "Traceback" not in result.output
+    return lines[-1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model, calibrated and exported through the command line."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("cli")
+    write_tiny_llama(folder / "model", tied=True)
+    recipe = write_recipe(folder / "tiny.toml", method="awq")
+    options = ["--recipe", recipe, "--samples", "2", "--seq-len", "32"]
+    result = kvconvert("calibrate", folder / "model", "-o", folder / "work", *options)
+    assert result.exit_code == 0, result.output
+    result = kvconvert("export", folder / "work", "-o", folder / "bundle")
+    assert result.exit_code == 0, result.output
+    assert "Exported" in result.stdout
+    return folder
+
+
+def test_help_and_wrong_usage_answer_without_importing_torch():
+    code = (
+        "import sys; from kvconvert.cli import cli\n"
+        "for arguments in (['--help'], ['calibrate', '--help'], ['generate', 'x'], ['export', 'x']):\n"
+        "    try: cli(arguments)\n"
+        "    except SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'datasets', 'pydantic'} & sys.modules.keys()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    for command in ("calibrate", "export", "eval", "generate", "inspect", "verify"):
+        assert command in result.stdout
+
+
+def test_a_fresh_bundle_verifies_and_says_what_was_checked(folder):
+    result = kvconvert("verify", folder / "bundle")
+    assert result.exit_code == 0, result.output
+    for word in ("SHA-256", "scales: 14", "KV plan: 2 layers", "intact"):
+        assert word in result.stdout
+
+
+def test_inspect_shows_coverage_and_labels_its_estimate(folder):
+    result = kvconvert("inspect", folder / "bundle")
+    assert result.exit_code == 0, result.output
+    for words in (
+        "model.layers.*.mlp.down_proj",
+        "awq 4 bit, groups of 16",
+        "shares the embedding",
+        "keys 2 bit",
+        "not measured",
+    ):
+        assert words in result.stdout
+
+
+def test_inspect_json_is_the_manifest_with_an_estimate_that_says_what_it_is(folder):
+    values = json.loads(kvconvert("inspect", folder / "bundle", "--json").stdout)
+    # Per layer, one head of 16 channels: 2-bit keys with 32/32 bits of scale and minimum, 2-bit values with 32/16,
+    # and a norm per token.
+    assert values["kv_estimate_not_measured"]["bytes_per_token"] == 2 * (16 * (2 + 1) + 16 * (2 + 2) + 16) / 8
+    assert {"format_version", "modules", "layers", "files", "source"} <= values.keys()
+
+
+def test_generate_streams_a_continuation(folder):
+    result = kvconvert("generate", folder / "bundle", "--prompt", "It was", "--max-new-tokens", "5")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip()
+
+
+def test_chat_answers_each_line_and_says_that_there_is_no_template(folder):
+    result = kvconvert(
+        "generate", folder / "bundle", "--chat", "--max-new-tokens", "4", stdin="Hello\n\nHow are you?\n"
+    )
+    assert result.exit_code == 0, result.output
+    assert "no chat template" in result.stderr
+    assert len([line for line in result.stdout.splitlines() if line.strip()]) >= 2
+
+
+def test_a_second_turn_continues_the_cache_of_the_first(folder, monkeypatch):
+    from kvconvert.console import Console
+
+    console = Console(folder / "bundle", 4)
+    seen = []
+    generate = console.model.generate
+
+    def spy(ids, **options):
+        cache = options["past_key_values"]
+        seen.append((ids.shape[1], None if cache is None else cache.get_seq_length()))
+        return generate(ids, **options)
+
+    monkeypatch.setattr(console.model, "generate", spy)
+    console.chat(iter(["Hello\n", "How are you?\n"]))
+    (first, none), (second, cached) = seen
+    assert none is None
+    assert first + 4 - 1 == cached < second  # everything but the last generated token is in the cache
+
+
+def test_with_a_chat_template_each_turn_renders_the_whole_conversation(folder, monkeypatch):
+    from kvconvert.console import Console
+
+    console = Console(folder / "bundle", 4)
+    console.tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    prompts = []
+    generate = console.model.generate
+
+    def spy(ids, **options):
+        prompts.append(console.tokenizer.decode(ids[0]))
+        return generate(ids, **options)
+
+    monkeypatch.setattr(console.model, "generate", spy)
+    console.chat(iter(["Hello\n", "How are you?\n"]))
+    assert prompts[0] == "user: Hello\n"
+    assert prompts[1].startswith("user: Hello\nassistant: ")
+    assert prompts[1].endswith("user: How are you?\n")
+
+
+def test_a_prompt_longer_than_the_model_is_refused(folder):
+    message = refusal(2, "generate", folder / "bundle", "--prompt", "word " * 600)
+    assert "512 positions" in message
+
+
+@pytest.mark.parametrize("options", [[], ["--prompt", "x", "--chat"]])
+def test_generate_wants_either_a_prompt_or_a_chat(folder, options):
+    assert "--prompt TEXT or --chat" in refusal(2, "generate", folder / "bundle", *options)
+
+
+def test_eval_prints_one_json_object_with_the_figures_of_the_contract(folder):
+    result = kvconvert("eval", folder / "bundle", "--against", folder / "model", "--tokens", "64", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    for name in (
+        *("perplexity.source", "perplexity.bundle", "kl.mean", "kl.p99", "top1_agreement"),
+        *("passkey.source", "passkey.bundle", "recitation.source", "recitation.bundle"),
+        *("kv.bits_per_value", "kv.bytes_per_token", "weights.bytes", "weights.bits_per_weight"),
+    ):
+        value = report
+        for part in name.split("."):
+            value = value[part]
+
+
+def test_an_existing_output_is_wrong_usage(folder):
+    assert "--force" in refusal(2, "export", folder / "work", "-o", folder / "bundle")
+
+
+@pytest.fixture
+def limited_work(folder, tmp_path):
+    """The calibration with a limit that no quantized model meets."""
+    work = shutil.copytree(folder / "work", tmp_path / "work")
+    state = json.loads((work / "state.json").read_text())
+    state["recipe"]["limits"]["max_kl"] = 1e-9
+    (work / "state.json").write_text(json.dumps(state))
+    return work
+
+
+def test_a_missed_limit_is_exit_code_3_and_writes_nothing(limited_work, tmp_path, monkeypatch):
+    report = types.SimpleNamespace(to_dict=lambda: {"kl": {"mean": 0.5}})
+    monkeypatch.setitem(sys.modules, "kvconvert.fidelity", types.SimpleNamespace(evaluate=lambda *a, **k: report))
+    assert "max_kl is 1e-09" in refusal(3, "export", limited_work, "-o", tmp_path / "bundle")
+    assert os.listdir(tmp_path) == ["work"]
+
+
+def test_force_writes_a_bundle_that_misses_its_limit_with_what_was_measured(limited_work, tmp_path):
+    bundle = tmp_path / "bundle"
+    assert kvconvert("export", limited_work, "-o", bundle, "--force").exit_code == 0
+    assert "max_kl is 1e-09" in kvconvert("inspect", bundle).stdout
+    assert "exported by force" in (bundle / "README.md").read_text()
+    assert kvconvert("verify", bundle).exit_code == 0
+    assert json.loads((bundle / "kvconvert.json").read_text())["fidelity"]["report"]["kl"]["mean"] > 0
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_a_damaged_bundle_fails_with_one_sentence(tmp_path, command):
+    write_tiny_bundle(tmp_path / "bundle")
+    os.truncate(tmp_path / "bundle" / "config.json", 10)
+    assert "config.json" in refusal(1, command, tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("command", [["verify"], ["inspect"], ["eval"], ["generate", "--prompt", "x"]])
+def test_what_is_not_a_bundle_fails_with_one_sentence(tmp_path, command):
+    refusal(1, *command, tmp_path)
+    refusal(1, *command, tmp_path / "gone")
+
+
+@pytest.mark.parametrize(
+    ("code", "options"),
+    [(2, ["--recipe", "nonsense"]), (2, ["--recipe", "gone.toml"]), (1, []), (2, ["--device", "abacus"])],
+)
+def test_calibrate_refuses_wrong_usage_with_2_and_a_missing_model_with_1(tmp_path, code, options):
+    refusal(code, "calibrate", tmp_path / "gone", "-o", tmp_path / "work", *options)
+    assert os.listdir(tmp_path) == []
+
+
+def test_options_that_do_not_exist_are_wrong_usage(tmp_path):
+    assert kvconvert("verify", tmp_path, "--surprise").exit_code == 2
+    assert kvconvert("calibrate", tmp_path).exit_code == 2
+    assert kvconvert("eval", tmp_path, "--tokens", "0").exit_code == 2
+
+
+def test_an_interrupted_command_says_so_and_fails(folder, tmp_path, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvconvert.convert.export.export", interrupt)
+    assert "Interrupted" in refusal(1, "export", folder / "work", "-o", tmp_path / "bundle")

@@ -1,0 +1,100 @@
+"""Layer by layer, from what the prologue recorded, a model computes what it computes as a whole."""
+
+import pytest
+import torch
+from tiny.models import ARCHITECTURES
+from torch import nn
+
+from kvconvert.convert.input_capture import CalibrationInputs, InputCapture
+from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.convert.workdir import HiddenStates
+from kvconvert.errors import NumericError, UnsupportedModelError
+from kvconvert.models.adapters import find_adapter
+from kvconvert.models.source import open_source
+
+LENGTH = 24
+NAMES = [name for name, tiny in ARCHITECTURES.items() if not tiny.multimodal and find_adapter(tiny.config())]
+
+
+def through_layers(runner: LayerRunner, inputs: CalibrationInputs, directory) -> torch.Tensor:
+    """Hidden states after the last layer, [samples, length, hidden]."""
+    runner.begin(inputs)
+    hidden = torch.cat(list(runner.first_input()))
+    for index in range(runner.num_layers):
+        store = HiddenStates(directory / f"{index}.f32", tuple(hidden.shape))
+        with store.writing() as writer:
+            writer.append(hidden)
+            writer.commit()
+        layer, _ = runner.layer(index)
+        with torch.no_grad():
+            hidden = torch.cat([output for *_, output in runner.forward(layer, store, index)])
+    return hidden
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_one_by_one_compute_what_the_model_computes(name, tmp_path):
+    tiny = ARCHITECTURES[name]
+    source = open_source(str(tiny.write(tmp_path / "model")))
+    model = tiny.build()
+    ids = tiny.inputs(2, LENGTH)["input_ids"]
+    adapter = find_adapter(tiny.config())
+    expected = []
+    layers = model.get_submodule(adapter.layers)
+    hook = layers[-1].register_forward_hook(lambda module, args, output: expected.append(output))
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    hook.remove()
+    output = expected[0][0] if isinstance(expected[0], tuple) else expected[0]
+    found = through_layers(LayerRunner(source, adapter, torch.device("cpu")), CalibrationInputs(ids), tmp_path)
+    # Both in float32, with other kernels for attention: a few roundings per layer.
+    torch.testing.assert_close(found, output, rtol=0, atol=1e-4 * float(output.abs().max()))
+
+
+class Base(nn.Module):
+    """Two layers; the model adds features of an image to the input of the second, and tells layers the sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, input_ids, features=None, use_cache=None):
+        hidden = input_ids[..., None].float() * torch.ones(4)
+        hidden = self.layers[0](hidden, shift=input_ids.sum())
+        if features is not None:
+            hidden = hidden + features
+        return self.layers[1](hidden, torch.ones(1))
+
+
+class Layer(nn.Module):
+    def forward(self, hidden, shift, **kwargs):
+        return hidden + shift
+
+
+def test_what_differs_between_samples_is_kept_for_each_and_what_the_model_adds_is_added():
+    features = torch.zeros(1, 3, 4)
+    features[0, 1] = 2.5
+    inputs = CalibrationInputs(torch.tensor([[1, 2, 3], [4, 5, 6], [1, 2, 3]]), ({}, {"features": features}, {}))
+    base = Base()
+    expected = [base(**inputs.sample(index)) for index in range(3)]
+    prologue = InputCapture(inputs, "layers")
+    recorded = Base()
+    first = torch.cat(list(prologue.run(recorded, recorded.layers, torch.device("cpu"))))
+    assert (prologue.shared(0), prologue.shared(1)) == (False, True)
+    for index in range(3):
+        hidden = base.layers[0](first[index : index + 1], **prologue.arguments(0, index))
+        hidden = base.layers[1](prologue.add(1, index, hidden), **prologue.arguments(1, index))
+        assert torch.equal(hidden, expected[index])
+    batch = torch.zeros(3, 3, 4)
+    assert torch.equal(prologue.add(1, 0, batch)[1:2], features)
+    assert not batch.any()
+
+
+def test_a_model_whose_input_is_not_finite_or_that_passes_over_layers_is_refused():
+    inputs = CalibrationInputs(torch.ones(1, 3, dtype=torch.int64), ({"features": torch.full((1, 3, 4), torch.nan)},))
+    base = Base()
+    with pytest.raises(NumericError, match=r"reaches layers\.1"):
+        list(InputCapture(inputs, "layers").run(base, base.layers, torch.device("cpu")))
+    base = Base()
+    layers = nn.ModuleList([*base.layers, Layer()])
+    with pytest.raises(UnsupportedModelError, match="2 of 3 layers"):
+        list(InputCapture(CalibrationInputs(torch.ones(1, 3)), "layers").run(base, layers, torch.device("cpu")))

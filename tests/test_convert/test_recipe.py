@@ -1,0 +1,130 @@
+import pytest
+
+from kvconvert.bundle.scheme import PRESETS
+from kvconvert.convert.recipe import Recipe, preset_names
+from kvconvert.errors import RecipeError
+
+
+def load(tmp_path, text):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return Recipe.load(str(path))
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_loads_and_survives_being_recorded(name):
+    recipe = Recipe.load(name)
+    assert recipe.name == name
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+
+
+def test_default_is_awq_4_bit_in_groups_of_128_with_oscar():
+    recipe = Recipe.load("default")
+    assert recipe.weights.model_dump() == {"method": "awq", "bits": 4, "group_size": 128}
+    assert recipe.kv == PRESETS["oscar"]
+    assert recipe.limits.as_set() == {}
+
+
+def test_a_table_that_is_left_out_takes_the_default(tmp_path):
+    recipe = load(tmp_path, '[weights]\nmethod = "rtn"\n')
+    assert (recipe.name, recipe.weights.method, recipe.kv) == ("mine", "rtn", PRESETS["oscar"])
+
+
+def test_fields_replace_the_values_of_a_kv_preset(tmp_path):
+    recipe = load(tmp_path, '[kv]\npreset = "oscar"\nkey_bits = 4\nkey_clip_ratio = 0.85\n')
+    assert (recipe.kv.key_bits, recipe.kv.key_clip_ratio, recipe.kv.rotate_keys) == (4, 0.85, "hadamard")
+
+
+def test_what_a_recipe_states_itself_is_not_searched(tmp_path):
+    recipe = load(
+        tmp_path,
+        '[kv]\npreset = "calibquant-1bit"\nvalue_clip_ratio = 0.4\ntau_grid = [0, 0.5]\ntau_per_layer = true\n'
+        '[[kv.layers]]\nindex = [2, 3]\ntau2 = 1.0\n[[kv.layers]]\nindex = [5]\npreset = "kivi"\n',
+    )
+    own = recipe.calibration
+    assert (own.tau_grid, own.tau_per_layer, own.given, own.searches_tau) == (
+        [0.0, 0.5],
+        True,
+        ["value_clip_ratio"],
+        True,
+    )
+    assert (own.searches_clip_ratio("key"), own.searches_clip_ratio("value")) == (True, False)
+    assert recipe.kv.key_clip_ratio == 0.5  # the preset's, replaced by what calibration finds
+    override = recipe.calibration_of(3)
+    assert (override.given, override.searches_tau, recipe.scheme(3).tau2) == (["tau2", "value_clip_ratio"], False, 1.0)
+    assert recipe.scheme(3).value_clip_ratio == 0.4
+    assert (recipe.scheme(5), recipe.calibration_of(5).given) == (PRESETS["kivi"], [])
+    assert (recipe.scheme(4), recipe.calibration_of(4)) == (recipe.kv, own)
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+
+
+def test_kv_none_leaves_the_cache_alone(tmp_path):
+    assert load(tmp_path, '[kv]\npreset = "none"\n').kv is None
+
+
+def test_limits_accept_whole_numbers(tmp_path):
+    assert load(tmp_path, "[limits]\nmax_kl = 1\n").limits.as_set() == {"max_kl": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[weights]\nbit = 4\n", ["mine.toml", "[weights]", "bit", "group_size"]),
+        ("[wights]\nbits = 4\n", ["mine.toml", "[wights]", "[weights], [kv] and [limits]"]),
+        ("bits = 4\n", ["mine.toml", "bits"]),
+        ("weights = 4\n", ["mine.toml", "weights"]),
+        ('[weights]\nmethod = "gptq"\n', ["mine.toml", "[weights] method", "gptq", "'awq'"]),
+        ("[weights]\nbits = 3\n", ["mine.toml", "[weights] bits = 3", "set bits = 4"]),
+        ('[weights]\nbits = "4"\n', ["mine.toml", "[weights] bits"]),
+        ("[weights]\ngroup_size = 100\n", ["mine.toml", "group_size = 100", "128"]),
+        ('[kv]\npreset = "oskar"\n', ["mine.toml", "'oskar'", "oscar"]),
+        ("[kv]\nkey_bit = 2\n", ["mine.toml", "[kv] key_bit", "key_bits"]),
+        ("[kv]\nkey_bits = 3\n", ["mine.toml", "[kv] key_bits = 3"]),
+        ("[kv]\nmodality = 'visual'\n", ["mine.toml", "modality = 'visual'", "only spans"]),
+        ('[kv]\npreset = "calibquant-1bit"\nmodality = "images"\n', ["mine.toml", "modality", "visual or audio"]),
+        ('[kv]\npreset = "none"\nkey_bits = 2\n', ["mine.toml", "[kv] key_bits", "none"]),
+        ('[kv]\npreset = "none"\ncalibrate_clip_ratios = true\n', ["mine.toml", "[kv] calibrate_clip_ratios", "none"]),
+        ("[kv]\ncalibrate_clip_ratios = 1\n", ["mine.toml", "[kv] calibrate_clip_ratios = 1"]),
+        ("[kv]\ntau_grid = [0, 1]\n", ["mine.toml", "[kv] tau_grid", "spans only"]),
+        ("[kv]\ntau_per_layer = true\n", ["mine.toml", "[kv] tau_per_layer", "spans only"]),
+        ('[kv]\npreset = "calibquant-2bit"\ntau1 = 1.0\ntau_grid = [0]\n', ["mine.toml", "tau_grid", "is given"]),
+        ('[kv]\npreset = "calibquant-2bit"\ntau_grid = []\n', ["mine.toml", "[kv] tau_grid"]),
+        ('[kv]\npreset = "calibquant-2bit"\ntau_grid = [0, inf]\n', ["mine.toml", "[kv] tau_grid", "inf"]),
+        ("[kv]\nlayers = 3\n", ["mine.toml", "kv.layers", "[[kv.layers]]"]),
+        ("[[kv.layers]]\nkey_bits = 4\n", ["mine.toml", "[[kv.layers]] index = None"]),
+        ("[[kv.layers]]\nindex = [-1]\nkey_bits = 4\n", ["mine.toml", "[[kv.layers]] index = [-1]"]),
+        ("[[kv.layers]]\nindex = 1\nkey_bits = 4\n", ["mine.toml", "[[kv.layers]] index = 1"]),
+        ("[[kv.layers]]\nindex = [1]\n", ["mine.toml", "changes nothing"]),
+        ("[[kv.layers]]\nindex = [1]\ntau_grid = [1]\n", ["mine.toml", "tau_grid", "for all layers"]),
+        ("[[kv.layers]]\nindex = [1]\nkey_bit = 4\n", ["mine.toml", "key_bit is not a field"]),
+        ("[[kv.layers]]\nindex = [1, 1]\nkey_bits = 4\n", ["mine.toml", "layer 1 twice"]),
+        ('[kv]\npreset = "none"\n[[kv.layers]]\nindex = [1]\nkey_bits = 4\n', ["mine.toml", "without a preset"]),
+        (
+            '[kv]\npreset = "minikv-pyramid"\n[[kv.layers]]\nindex = [1]\nheavy_ratio = 0.1\n',
+            ["mine.toml", "several budgets"],
+        ),
+        ("[limits]\nmax_kl = -1\n", ["mine.toml", "[limits] max_kl", "-1"]),
+        ("[limits]\nmax_kl = nan\n", ["mine.toml", "[limits] max_kl", "nan"]),
+        ("[limits]\nmin_passkey = 1.5\n", ["mine.toml", "[limits] min_passkey"]),
+        ("[limits]\nmax_kld = 1\n", ["mine.toml", "[limits]", "max_kld"]),
+        ('[weights]\nmethod = "none"\n[kv]\npreset = "none"\n', ["mine.toml", "nothing to convert"]),
+        ("[weights\n", ["mine.toml", "TOML"]),
+    ],
+)
+def test_a_recipe_that_means_nothing_is_refused_by_file_table_and_key(tmp_path, text, words):
+    with pytest.raises(RecipeError) as caught:
+        load(tmp_path, text)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_an_unknown_preset_lists_those_there_are():
+    with pytest.raises(RecipeError, match=r"'defalt'.*default.*kv-only"):
+        Recipe.load("defalt")
+
+
+def test_a_missing_recipe_file_is_named(tmp_path):
+    with pytest.raises(RecipeError, match=r"gone\.toml"):
+        Recipe.load(str(tmp_path / "gone.toml"))

@@ -1,0 +1,194 @@
+"""Samples are what was asked for, the same each time, or a sentence that says why not."""
+
+import hashlib
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from kvconvert.data.text import HubSource, load_token_samples
+from kvconvert.errors import DataError, UsageError
+
+CHAT = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {{ m.name if m.name is defined }} {% endfor %}"
+
+
+def word_tokenizer(start: bool = False, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """One token per word "w0" ... "w999"; </s> ends a document, <s> begins a text if `start`."""
+    words = ["<s>", "</s>", "<unk>", *(f"w{i}" for i in range(1000)), "<user>", "<assistant>"]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if start:
+        core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def words(first: int, last: int) -> str:
+    return " ".join(f"w{i}" for i in range(first, last))
+
+
+def spoken(tokenizer, row) -> list[str]:
+    return tokenizer.convert_ids_to_tokens(row.tolist())
+
+
+def write_jsonl(path, rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_text_windows_do_not_overlap_are_contiguous_and_chosen_by_the_seed(tmp_path):
+    tokenizer = word_tokenizer()
+    (tmp_path / "book.txt").write_text(words(0, 1000))
+    source = str(tmp_path / "book.txt")
+    data = load_token_samples(source, tokenizer, 10, 16, seed=3)
+    numbers = torch.tensor([[int(word[1:]) for word in spoken(tokenizer, row)] for row in data.ids])
+    assert data.ids.shape == (10, 16)
+    assert data.ids.dtype == torch.int64
+    assert (numbers.diff(dim=1) == 1).all(), "a window is a stretch of the text"
+    assert len(set(numbers.flatten().tolist())) == 160, "no token is in two windows"
+    assert torch.equal(data.ids, load_token_samples(source, tokenizer, 10, 16, seed=3).ids)
+    assert not torch.equal(data.ids, load_token_samples(source, tokenizer, 10, 16, seed=4).ids)
+
+
+def test_info_fingerprints_the_ids_and_keeps_private_paths_to_itself(tmp_path):
+    (tmp_path / "book.txt").write_text(words(0, 100))
+    data = load_token_samples(str(tmp_path / "book.txt"), word_tokenizer(), 3, 16, seed=0)
+    assert data.info.sha256 == hashlib.sha256(data.ids.numpy().astype("<i8").tobytes()).hexdigest()
+    assert (data.info.source, data.info.samples, data.info.length, data.info.seed) == ("book.txt", 3, 16, 0)
+
+
+@pytest.mark.parametrize(("default", "name"), [("calibration", "books-calib.txt"), ("evaluation", "books-val.txt")])
+def test_no_source_means_the_embedded_text(default, name):
+    data = load_token_samples(None, word_tokenizer(), 2, 64, seed=0, default=default)
+    assert data.info.source == f"kvconvert:{name}"
+
+
+def test_every_sample_begins_as_the_tokenizer_begins_a_text(tmp_path):
+    tokenizer = word_tokenizer(start=True)
+    (tmp_path / "book.txt").write_text(words(0, 60))
+    data = load_token_samples(str(tmp_path / "book.txt"), tokenizer, 4, 16, seed=0)
+    assert all(spoken(tokenizer, row)[0] == "<s>" and spoken(tokenizer, row)[1] != "<s>" for row in data.ids)
+    assert spoken(tokenizer, data.ids[1])[1] == "w15", "15 tokens of text and one <s> to a sample"
+
+
+def test_a_directory_of_texts_is_joined_with_document_ends(tmp_path):
+    tokenizer = word_tokenizer()
+    for name, first in (("b.txt", 5), ("a.txt", 0)):
+        (tmp_path / name).write_text(words(first, first + 5))
+    (tmp_path / "README.md").write_text("not data")
+    (tmp_path / ".hidden.txt").write_text("not data")
+    data = load_token_samples(str(tmp_path), tokenizer, 1, 11, seed=0)
+    assert spoken(tokenizer, data.ids[0]) == [*words(0, 5).split(), "</s>", *words(5, 10).split()]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_are_shuffled_by_the_seed_and_joined_whole(tmp_path, kind):
+    tokenizer = word_tokenizer()
+    rows = [{"id": i, "content": words(10 * i, 10 * i + 7)} for i in range(40)] + [{"id": 40, "content": ""}]
+    source = str(tmp_path / f"rows.{kind}")
+    if kind == "jsonl":
+        write_jsonl(tmp_path / "rows.jsonl", rows)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    data = load_token_samples(source, tokenizer, 11, 29, seed=1)
+    documents = " ".join(spoken(tokenizer, data.ids.flatten())).split(" </s> ")
+    assert sorted(map(len, map(str.split, documents))) == [7] * 40, "all 40 rows, each of them whole"
+    assert torch.equal(data.ids, load_token_samples(source, tokenizer, 11, 29, seed=1).ids)
+    assert not torch.equal(data.ids, load_token_samples(source, tokenizer, 11, 29, seed=2).ids)
+
+
+def test_messages_go_through_the_chat_template(tmp_path):
+    tokenizer = word_tokenizer(chat_template=CHAT)
+    turns = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+    # The second row has a field that the first lacks: the table form fills it with null, the template must not see it.
+    named = [{"role": "user", "content": "w1", "name": "w9"}, {"role": "assistant", "content": "w2"}]
+    source = write_jsonl(
+        tmp_path / "chat.jsonl", [{"messages": turns, "text": "w5"}, {"messages": named, "text": "w5"}]
+    )
+    text = spoken(tokenizer, load_token_samples(source, tokenizer, 1, 10, seed=0).ids[0])
+    assert sorted(" ".join(text).split(" </s> ")) == ["<user> w1 <assistant> w2", "<user> w1 w9 <assistant> w2"]
+
+
+def test_messages_without_a_chat_template_are_refused_by_name(tmp_path):
+    source = write_jsonl(tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": "w1"}]}])
+    with pytest.raises(DataError, match="no chat template"):
+        load_token_samples(source, word_tokenizer(), 1, 4, seed=0)
+
+
+def test_short_data_says_how_many_tokens_were_found_and_needed(tmp_path):
+    (tmp_path / "short.txt").write_text(words(0, 40))
+    with pytest.raises(DataError, match="holds 40 tokens, but one sample needs 64"):
+        load_token_samples(str(tmp_path / "short.txt"), word_tokenizer(), 1, 64, seed=0)
+    with pytest.raises(DataError, match=r"40 tokens, which make 2 samples of 16, but 3 samples \(48 tokens\)"):
+        load_token_samples(str(tmp_path / "short.txt"), word_tokenizer(), 3, 16, seed=0)
+
+
+def test_bad_sources_are_one_sentence_each(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    (tmp_path / "table.csv").write_text("a,b")
+    (tmp_path / "broken.jsonl").write_text('{"text": "w1"}\n{"tex')
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
+    write_jsonl(tmp_path / "columns.jsonl", [{"question": "w1", "label": 3}])
+    write_jsonl(tmp_path / "numbers.jsonl", [{"text": 3}])
+    (tmp_path / "none").mkdir()
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "a.txt").write_text("w1")
+    write_jsonl(tmp_path / "mixed" / "b.jsonl", [{"text": "w1"}])
+    expected = {
+        "empty.txt": "is empty",
+        "blank.txt": "holds no text",
+        "latin.txt": r"not UTF-8 text \(byte 3\)",
+        "table.csv": "not of a known kind; convert it to .txt, .jsonl or .parquet",
+        "broken.jsonl": "cannot be read",
+        "broken.parquet": "cannot be read",
+        "columns.jsonl": "its columns are question and label",
+        "numbers.jsonl": "int is neither text nor a list of messages",
+        "none": "holds no .txt, .jsonl or .parquet file",
+        "mixed": "mixes .jsonl and .txt files",
+        "missing.txt": "does not exist",
+        "latin.txt:text": "only Hub data sets take that",
+    }
+    for name, message in expected.items():
+        with pytest.raises(DataError, match=message) as caught:
+            load_token_samples(str(tmp_path / name), word_tokenizer(), 1, 4, seed=0)
+        assert str(caught.value).count("\n") == 0, name
+    for source in ("", "a:b:c:d:e", "not a name", "owner//name"):
+        with pytest.raises(DataError):
+            load_token_samples(source, word_tokenizer(), 1, 4, seed=0)
+    with pytest.raises(UsageError):
+        load_token_samples(None, word_tokenizer(), 0, 4, seed=0)
+
+
+def test_hub_sources_are_taken_apart():
+    assert HubSource.parse("wikitext:wikitext-2-raw-v1:test:text") == HubSource(
+        "wikitext", "wikitext-2-raw-v1", "test", "text"
+    )
+    assert HubSource.parse("owner/name::validation") == HubSource("owner/name", None, "validation", None)
+    assert HubSource.parse("owner/name") == HubSource("owner/name", None, "train", None)
+
+
+def test_hub_rows_are_read_through_datasets_with_the_named_column(monkeypatch):
+    import datasets
+
+    asked = {}
+
+    def load_dataset(name, config=None, *, split, streaming):
+        asked.update(name=name, config=config, split=split, streaming=streaming)
+        rows = [{"text": "w1 w1", "story": words(10 * i, 10 * i + 5)} for i in range(10)]
+        return datasets.Dataset.from_list(rows).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    tokenizer = word_tokenizer()
+    data = load_token_samples("owner/name:part:test:story", tokenizer, 2, 12, seed=0)
+    assert asked == {"name": "owner/name", "config": "part", "split": "test", "streaming": True}
+    assert "w1" not in spoken(tokenizer, data.ids.flatten())
+    assert data.info.source == "owner/name:part:test:story"
+    with pytest.raises(DataError, match="no column 'plot'; its columns are text and story"):
+        load_token_samples("owner/name:part:test:plot", tokenizer, 2, 12, seed=0)

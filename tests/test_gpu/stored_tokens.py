@@ -1,0 +1,201 @@
+"""Random stored tokens for the decode kernel, and the float64 attention that it has to agree with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvconvert.kernels.decode.plan import Run, SequencePlan, plan_work
+from kvconvert.kernels.decode.reference import LayerFormat, attention_reference
+from kvconvert.kernels.decode.triton.launch import PageTables, Tails, Visibility, decode_attention
+from kvconvert.kernels.pages import (
+    ChannelScales,
+    KeyFormat,
+    ValueFormat,
+    dequantize_keys,
+    dequantize_values,
+    empty_keys,
+    empty_values,
+    quantize_keys,
+    quantize_values,
+)
+
+PAGE = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer and what its sequences hold; pages, half pages and tail tokens of each sequence."""
+
+    heads: int = 2
+    group: int = 4
+    key_dim: int = 128
+    value_dim: int = 128
+    key_bits: int = 2
+    value_bits: int = 2
+    key_group: int = 128
+    value_group: int = 128
+    norm: str = "none"
+    boosted: int = 0
+    boost_select: str = "dynamic"
+    static: bool = False
+    dtype: torch.dtype = torch.float32
+    pages: tuple[int, ...] = (3, 0, 1)
+    tail: tuple[int, ...] = (70, 33, 0)
+    half: int = 0
+    half_pages: tuple[int, ...] = (0, 0, 0)
+    sinks: int = 4
+    queries: int = 1
+    masked: bool = False
+    softcap: float | None = None
+    attention_sinks: bool = False
+    programs: int = 3
+    scaling: float = 0.11
+
+    def __str__(self) -> str:
+        default = Case()
+        return ",".join(f"{k}={v}" for k, v in vars(self).items() if v != getattr(default, k)).replace("torch.", "")
+
+
+class Stored:
+    """Pages, half pages and tails of a case, with what they dequantize to."""
+
+    def __init__(self, case: Case, device: torch.device, seed: int = 0):
+        self.case, self.device = case, device
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=generator)
+
+        c = case
+        keys = KeyFormat(
+            c.heads, c.key_dim, PAGE, c.key_bits, PAGE if c.static else c.key_group, c.norm, boosted=c.boosted,
+            boost_select=c.boost_select, static=c.static and c.key_bits < 16,
+        )  # fmt: skip
+        values = ValueFormat(
+            c.heads, c.value_dim, PAGE, c.value_bits, c.value_dim if c.static else c.value_group,
+            static=c.static and c.value_bits < 16,
+        )  # fmt: skip
+        channels = None
+        if c.boosted and c.boost_select == "calibrated":
+            channels = torch.stack(
+                [torch.randperm(c.key_dim, generator=generator)[: c.boosted].sort().values for _ in range(c.heads)]
+            )
+        scales = [None, None]
+        if c.static:
+            for side, dim in enumerate((c.key_dim, c.value_dim)):
+                scales[side] = ChannelScales(
+                    (random(c.heads, dim).abs() * 0.1 + 0.3).half(), (random(c.heads, dim) * 0.2 - 2).half()
+                )
+        self.format = LayerFormat(keys, values, channels, *scales)
+        offset = random(1, c.heads, 1, c.key_dim) * 2  # keys have channels far from zero, as in real models
+        self.sequences = []
+        key_pages, value_pages = [], []
+        self.rows = torch.zeros(len(c.pages), 8, dtype=torch.int64)
+        plans, self.buffers = [], []
+        for row, (pages, half, tail) in enumerate(zip(c.pages, c.half_pages, c.tail, strict=True)):
+            k = (random(pages + half, c.heads, PAGE, c.key_dim) + offset).to(c.dtype)
+            v = random(pages + half, c.heads, PAGE, c.value_dim).to(c.dtype)
+            sinks = min(c.sinks, tail)
+            tk, tv = (
+                (random(c.heads, tail, c.key_dim) + offset[0]).to(c.dtype),
+                random(c.heads, tail, c.value_dim).to(c.dtype),
+            )
+            key_count = pages + (half if c.half == 1 else 0)
+            value_count = pages + (half if c.half == 2 else 0)
+            plans.append((pages, half, tail, len(key_pages)))
+            qk, qv = quantize_keys(k, keys, channels, scales[0]), quantize_values(v, values, scales[1])
+            dk = dequantize_keys(qk, keys, channels, scales[0]).transpose(2, 3)
+            dv = dequantize_values(qv, values, scales[1])
+            dk[key_count:], dv[value_count:] = k[key_count:].float(), v[value_count:].float()
+            # Both tables have an entry for every half page; the side in full precision has no page to point to.
+            key_pages += [qk.select(slice(i, i + 1)) if i < key_count else None for i in range(pages + half)]
+            value_pages += [qv.select(slice(i, i + 1)) if i < value_count else None for i in range(pages + half)]
+            buffers = []
+            for side, (paged, tokens, full) in enumerate(((key_count, tk, k), (value_count, tv, v))):
+                rest = full[paged:].transpose(0, 1).reshape(c.heads, -1, full.shape[-1])
+                joined = torch.cat([tokens[:, :sinks], rest, tokens[:, sinks:]], 1)
+                capacity = joined.shape[1] + 3 * row + 1
+                buffer = torch.full((c.heads, capacity, full.shape[-1]), float("nan"), dtype=c.dtype)
+                buffer[:, : joined.shape[1]] = joined
+                buffers.append(buffer.to(device))
+                self.rows[row, 5 + side] = rest.shape[1]
+            self.buffers.append(buffers)
+            self.rows[row, 4], self.rows[row, 7] = sinks, tail
+            flat = [x.transpose(0, 1).reshape(c.heads, -1, x.shape[-1]) for x in (dk, dv)]
+            self.sequences.append((torch.cat([flat[0], tk.float()], 1), torch.cat([flat[1], tv.float()], 1)))
+        self.base = torch.zeros(8, dtype=c.dtype, device=device)
+        for row, buffers in enumerate(self.buffers):
+            for side, buffer in enumerate(buffers):
+                self.rows[row, 2 * side] = (buffer.data_ptr() - self.base.data_ptr()) // (8 * buffer.element_size())
+                self.rows[row, 2 * side + 1] = buffer.stride(0) // 8
+        self.key_pool, self.keys = self._pool(key_pages, empty_keys, keys)
+        self.value_pool, self.values = self._pool(value_pages, empty_values, values)
+        sequences = []
+        for pages, half, tail, first in plans:
+            runs = (Run(first, first + pages, pages * PAGE),) if pages else ()
+            tokens = pages * PAGE
+            sequences.append(SequencePlan(runs, tail, half, first + pages, tokens, tokens + half * PAGE))
+        self.plan = plan_work(sequences, c.programs)
+
+    def _pool(self, pages, empty, f):
+        """Pages in a shuffled order, so that the tables matter."""
+        count = len(pages)
+        room = empty(count + 1, f, self.case.dtype, self.device)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
+        for page, place in zip(pages, order, strict=True):
+            if page is None:
+                continue
+            for name, tensor in page.tensors():
+                getattr(room, name)[place] = tensor[0].to(self.device)
+        record = room.codes if f.bits == 16 else room.record
+        step = record.stride(0) * record.element_size()
+        assert step % 16 == 0
+        return record, torch.tensor([place * step // 16 for place in order] + [0], device=self.device)
+
+    def tables(self) -> PageTables:
+        shared = None
+        f = self.format
+        if self.case.static:
+            scales = []
+            for base, channel_scales in ((self.key_pool, f.static_keys), (self.value_pool, f.static_values)):
+                for tensor in channel_scales:
+                    own = tensor.to(self.device).contiguous()
+                    self.buffers.append([own])
+                    scales.append((own.data_ptr() - base.data_ptr()) // 16)
+            shared = torch.tensor([scales], device=self.device)
+        return PageTables(self.key_pool, self.value_pool, self.keys, self.values, self.plan.to(self.device), shared)
+
+
+def compare(case: Case, device: torch.device, seed: int = 0) -> tuple[float, torch.Tensor]:
+    """Largest error of a case relative to the outputs' RMS, and the output."""
+    stored = Stored(case, device, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    batch, query_heads = len(case.pages), case.heads * case.group
+    queries = torch.randn(batch, query_heads, case.queries, case.key_dim, generator=generator).to(case.dtype)
+    sinks = torch.randn(query_heads, generator=generator) if case.attention_sinks else None
+    visibility, visible = None, None
+    if case.masked:
+        most = max(k.shape[1] for k, _ in stored.sequences)
+        visible = torch.rand(batch, case.queries, most + 5, generator=generator) > 0.3
+        mask = visible.to(device, torch.uint8).contiguous()
+        visibility = Visibility(mask, mask.stride(0), 0, mask.stride(1))
+    format = stored.format
+    if format.boosted is not None:
+        format = replace(format, boosted=format.boosted.to(device, torch.int32))
+    out = decode_attention(
+        queries.to(device), stored.tables(), Tails(stored.base, stored.rows.to(device)), format, case.scaling,
+        half=case.half, softcap=case.softcap, sink_logits=None if sinks is None else sinks.to(device), visibility=visibility,
+    )  # fmt: skip
+    worst = 0.0
+    for row, (keys, values) in enumerate(stored.sequences):
+        seen = None if visible is None else visible[row, :, : keys.shape[1]]
+        want = attention_reference(queries[row], keys, values, seen, case.scaling, case.softcap, sinks)
+        got = out[row].double().cpu()
+        assert got.isfinite().all()
+        if keys.shape[1]:
+            worst = max(worst, float((got - want).abs().max() / want.square().mean().sqrt().clamp(min=1e-9)))
+        else:
+            assert not got.any()
+    return worst, out

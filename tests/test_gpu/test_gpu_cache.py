@@ -1,0 +1,75 @@
+"""A cache served by the kernels gives what the reference path gives."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from kvconvert.bundle.scheme import KVScheme
+from kvconvert.kernels import device as dispatch
+from kvconvert.runtime import KVCache
+from kvconvert.runtime.cache import attend as reading
+from kvconvert.runtime.hf.handles import Chunk
+from kvconvert.runtime.hf.modality import ModalityMask
+
+CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+CONFIG.image_token_id = 1
+SCHEMES = {
+    "norms and sinks": KVScheme(rotate_keys="hadamard", rotate_values="online", token_norm="joint", sink_tokens=3),
+    "keys stay longer": KVScheme(key_recent_tokens=200, sink_tokens=5, value_bits=4, value_group_size=16),
+    "values stay longer": KVScheme(value_recent_tokens=200, boost_fraction=0.25, key_group_size=128),
+    "1 bit": KVScheme(key_bits=1, value_bits=1, key_group_size=128, token_norm="per_head"),
+    "16 and 8 bits": KVScheme(key_bits=16, value_bits=8, key_recent_tokens=20, value_recent_tokens=20),
+    "visual spans with tau": replace(KVScheme.preset("calibquant-2bit-visual"), sink_tokens=2, tau2=0.5),
+    "spans with tau": replace(KVScheme.preset("calibquant-1bit"), sink_tokens=2, tau2=0.5),
+    "eviction": replace(KVScheme.preset("minikv"), key_group_size=32),
+}
+PADDING = torch.ones(2, 600, dtype=torch.bool)
+PADDING[1, :150] = False
+
+
+def window(batch, head, query, key):
+    return (key <= query) & (key > query - 170)
+
+
+LONG = ("keys stay longer", "1 bit", "16 and 8 bits", "eviction", "spans with tau")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n in LONG else n for n in SCHEMES])
+def test_attention_over_the_cache_is_the_reference_paths(device, monkeypatch, name):
+    generator = torch.Generator().manual_seed(0)
+    layer = KVCache(CONFIG, SCHEMES[name]).layers[0]
+
+    def step(layer, tokens, keys, values, queries, mask_function):
+        start = layer.logical
+        if layer.scheme.modality != "all":  # what is visual has gaps, and differs in the rows
+            layer.marks = ModalityMask(torch.arange(2 * tokens).view(2, tokens) % 9 > 4)
+        layer.update(keys, values)
+        columns = torch.arange(start, start + tokens, device=keys.device)
+        chunk = Chunk(columns, PADDING[:, : start + tokens].to(keys.device), mask_function)
+        layer.commit(chunk)
+        output = layer.attend(queries, chunk, 0.2)
+        layer.end_forward()
+        return output[:, :, PADDING[1, start : start + tokens]]
+
+    # a prompt, a single token, a few at once, a few behind a sliding window
+    for tokens, mask_function in ((330, None), (1, None), (3, None), (2, window)):
+        new = [torch.randn(2, heads, tokens, 32, generator=generator).to(device) for heads in (2, 2, 4)]
+        reference = copy.deepcopy(layer)
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "_interpreted", False)
+            patch.setattr(reading, "_in_one_kernel", lambda *given: None)
+            expected = step(reference, tokens, *new, mask_function)
+        if tokens > 3:
+            # What the kernels make of a prompt is tested elsewhere.
+            layer = reference
+            continue
+        got = step(layer, tokens, *new, mask_function)
+        error = float((got - expected).double().norm() / expected.double().norm())
+        # products of fp16 halves with float32 sums
+        assert error < 2e-3, (tokens, mask_function)
+        assert layer.fallbacks == 0
+        if "tau" in name:
+            assert int(layer.clamped_rows) == int(reference.clamped_rows)

@@ -1,0 +1,272 @@
+"""Pages hold what their format says, computed from what is stored."""
+
+import pytest
+import torch
+
+from kvconvert.errors import NumericError
+from kvconvert.kernels.pages import (
+    KeyFormat,
+    KeyPages,
+    ValueFormat,
+    dequantize_keys,
+    dequantize_values,
+    empty_keys,
+    empty_values,
+    quantize_keys,
+    quantize_values,
+    rank_channels,
+    token_norms,
+)
+from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
+
+
+def key_format(bits=2, heads=2, dim=64, group=32, **more) -> KeyFormat:
+    return KeyFormat(heads, dim, 128, bits, group, **more)
+
+
+def value_format(bits=2, heads=2, dim=64, group=32, **more) -> ValueFormat:
+    return ValueFormat(heads, dim, 128, bits, group, **more)
+
+
+def by_hand(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """Quantize and dequantize groups of the last dimension in float64, one group at a time."""
+    flat = x.double().reshape(-1, group)
+    out = torch.empty_like(flat)
+    for i, values in enumerate(flat):
+        low = float(values.min().half())
+        scale = float(((values.max() - values.min()) / (2**bits - 1)).half())
+        codes = torch.zeros_like(values) if scale == 0 else ((values - low) / scale).round().clamp(0, 2**bits - 1)
+        out[i] = codes * scale + low
+    return out.view(x.shape)
+
+
+@pytest.mark.parametrize("dim", [48, 64, 80, 96, 128])
+@pytest.mark.parametrize("bits", [(1, 4), (2, 2), (4, 8), (8, 1)])
+def test_pages_come_back_as_the_formula_says(dim, bits):
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 2, 128, dim), torch.randn(2, 2, 128, dim)
+    group = 16 if dim % 32 else 32
+    keys_as, values_as = key_format(bits[0], dim=dim, group=64), value_format(bits[1], dim=dim, group=group)
+    got_keys = dequantize_keys(quantize_keys(keys, keys_as), keys_as)
+    got_values = dequantize_values(quantize_values(values, values_as), values_as)
+    # float32 against float64: a value on the edge between two codes may fall either way, so nearly all rather than all
+    assert ((got_keys - by_hand(keys.transpose(2, 3), bits[0], 64)).abs() < 1e-4).float().mean() > 0.999
+    assert ((got_values - by_hand(values, bits[1], group)).abs() < 1e-4).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sixteen_bits_store_the_input_exactly(dtype):
+    keys, values = torch.randn(1, 2, 128, 48).to(dtype), torch.randn(1, 2, 128, 32).to(dtype)
+    keys_as, values_as = key_format(16, dim=48), value_format(16, dim=32)
+    assert torch.equal(dequantize_keys(quantize_keys(keys, keys_as), keys_as), keys.transpose(2, 3).float())
+    assert torch.equal(dequantize_values(quantize_values(values, values_as), values_as), values.float())
+
+
+@pytest.mark.parametrize("scope", ["joint", "per_head"])
+@pytest.mark.parametrize("measure", ["l2", "mean_abs"])
+def test_norms_survive_tokens_of_very_different_size(scope, measure):
+    torch.manual_seed(1)
+    size = torch.logspace(-2, 2, 128)[torch.randperm(128)].view(1, 1, 128, 1)
+    keys = torch.randn(1, 2, 128, 64) * size
+    with_norm, without = key_format(4, token_norm=scope, token_norm_measure=measure), key_format(4)
+
+    def relative_error(format):
+        stored = dequantize_keys(quantize_keys(keys, format), format)
+        return ((stored.transpose(2, 3) - keys).norm(dim=-1) / keys.norm(dim=-1)).max()
+
+    assert relative_error(with_norm) < 0.25
+    assert relative_error(without) > 1
+
+
+def test_norms_are_means_over_the_stated_scope():
+    keys = torch.randn(1, 3, 128, 16)
+    assert token_norms(keys, "joint", "l2").shape == (1, 1, 128)
+    assert token_norms(keys, "per_head", "mean_abs").shape == (1, 3, 128)
+    torch.testing.assert_close(token_norms(keys, "joint", "l2")[0, 0, 5], keys[0, :, 5].square().mean().sqrt())
+    torch.testing.assert_close(token_norms(keys, "per_head", "mean_abs")[0, 2, 7], keys[0, 2, 7].abs().mean())
+
+
+@pytest.mark.parametrize("norm", ["none", "joint", "per_head"])
+@pytest.mark.parametrize(("boosted", "select"), [(0, "dynamic"), (10, "dynamic"), (10, "calibrated")])
+def test_stored_tensors_are_those_that_empty_pages_make_room_for(norm, boosted, select):
+    keys_as = key_format(heads=3, dim=80, token_norm=norm, boosted=boosted, boost_select=select)
+    values_as = value_format(4, heads=3, dim=48, group=24)
+    fixed = torch.arange(10).expand(3, 10)
+    keys = quantize_keys(torch.randn(5, 3, 128, 80), keys_as, fixed)
+    values = quantize_values(torch.randn(5, 3, 128, 48), values_as)
+    device = torch.device("cpu")
+    for pages, room in (
+        (keys, empty_keys(5, keys_as, torch.float32, device)),
+        (values, empty_values(5, values_as, torch.float32, device)),
+    ):
+        assert [(n, t.shape, t.dtype) for n, t in pages.tensors()] == [(n, t.shape, t.dtype) for n, t in room.tensors()]
+        assert pages.nbytes == room.nbytes
+        assert pages.select(slice(1, 3)).nbytes * 5 == pages.nbytes * 2
+
+
+def test_two_bit_pages_cost_what_the_layout_promises():
+    meta = torch.device("meta")
+    codes = 2 * 128 * 64 * 2 // 8
+    assert empty_keys(1, key_format(group=128, token_norm="joint"), torch.bfloat16, meta).nbytes == codes + 512 + 256
+    assert empty_values(1, value_format(group=64), torch.bfloat16, meta).nbytes == codes + 2 * 128 * 4
+    boosted = key_format(group=128, boosted=16)
+    assert empty_keys(1, boosted, torch.bfloat16, meta).nbytes == codes + 512 + 2 * (16 * 32 + 16)
+
+
+def test_padding_counts_as_bytes():
+    # 12 float16 scales and zero_points are padded to 16, 3 channels to 16 bytes
+    odd = key_format(heads=3, dim=12, group=128, boosted=3)
+    assert empty_keys(1, odd, torch.bfloat16, torch.device("meta")).nbytes == 3 * (12 * 32 + 3 * 32 + 2 * 32 + 16)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("norm", ["none", "joint", "per_head"])
+@pytest.mark.parametrize(("boosted", "select"), [(0, "dynamic"), (5, "dynamic"), (5, "calibrated")])
+def test_key_fields_lie_where_the_layout_says_and_nowhere_twice(bits, norm, boosted, select):
+    f = key_format(bits, heads=3, dim=20, token_norm=norm, boosted=boosted, boost_select=select)
+    layout = KeyLayout.of(f)
+    pages = empty_keys(2, f, torch.float32, torch.device("cpu"))
+    rows, high_rows = (10, 3 if boosted else 0) if bits == 1 else (20, boosted)
+    assert (layout.rows, layout.high_rows, layout.lanes) == (rows, high_rows, 8 * max(bits, 2))
+    assert pages.codes.shape == (2, 3, layout.lanes, rows)
+    assert (layout.high < 0, layout.norm < 0, layout.joint_norm < 0) == (
+        not boosted,
+        norm != "per_head",
+        norm != "joint",
+    )
+    assert (layout.channels < 0) == (not boosted or select == "calibrated")
+    heads = [page * layout.record + head * layout.head_stride for page in range(2) for head in range(3)]
+    starts = {"codes": layout.codes, "high": layout.high, "scale": layout.scale, "zero_point": layout.zero_point}
+    starts |= {"norm": layout.norm, "channels": layout.channels}
+    check_places(pages, heads, starts, {"norm": layout.joint_norm} if norm == "joint" else {}, layout.record)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_value_fields_lie_where_the_layout_says_and_nowhere_twice(bits):
+    f = value_format(bits, heads=3, dim=40, group=40)
+    layout = ValueLayout.of(f)
+    pages = empty_values(2, f, torch.float32, torch.device("cpu"))
+    rows = 64 if bits == 1 else 128
+    assert pages.codes.shape == (2, 3, 40 * max(bits, 2) // 16, rows)
+    heads = [page * layout.record + head * layout.head_stride for page in range(2) for head in range(3)]
+    starts = {"codes": layout.codes, "scale": layout.scale, "zero_point": layout.zero_point}
+    check_places(pages, heads, starts, {}, layout.record)
+
+
+def check_places(pages, heads, starts, once_per_page, size):
+    """Each field begins at the stated unit, its items lie one after another, and no byte belongs to two fields."""
+    pages.record.zero_()
+    assert pages.record.shape == (2, size)
+    assert size % 8 == 0
+    raw = pages.record.flatten().view(torch.uint8)
+    taken = torch.zeros_like(raw)
+    for name, tensor in pages.tensors():
+        begins = [page * size + once_per_page[name] for page in range(2)] if name in once_per_page else None
+        begins = begins or [head + starts[name] for head in heads]
+        # not flatten: it would copy where a joint norm follows the heads
+        for part, begin in zip([head for page in tensor for head in page], begins, strict=True):
+            assert begin % 8 == 0
+            pattern = torch.randint(0, 256, (part.nbytes,), dtype=torch.uint8)
+            # scales and zero_points lie group after group
+            stored = part.T if name in ("scale", "zero_point") else part
+            stored.copy_(pattern.view(part.dtype).view(stored.shape))
+            assert torch.equal(raw[2 * begin : 2 * begin + part.nbytes], pattern)
+            taken[2 * begin : 2 * begin + part.nbytes] += 1
+    assert taken.max() == 1
+
+
+def test_key_lanes_hold_tokens_of_one_channel_and_value_lanes_channels_of_one_token():
+    torch.manual_seed(0)
+    keys, values = torch.randint(0, 4, (1, 2, 128, 8)), torch.randint(0, 4, (1, 2, 128, 16))
+    # every group spans 0 to 3, so that numbers are their own codes
+    keys[:, :, 0] = values[..., 0] = 0
+    keys[:, :, 1] = values[..., 1] = 3
+    key_words = quantize_keys(keys.float(), key_format(2, dim=8, group=128)).codes
+    value_words = quantize_values(values.float(), value_format(2, dim=16, group=16)).codes
+    assert (key_words.shape, value_words.shape) == ((1, 2, 16, 8), (1, 2, 2, 128))
+    shifts = 2 * torch.arange(8)
+    for lane, row in ((0, 0), (13, 5), (15, 7)):
+        assert int(key_words[0, 1, lane, row]) % 2**16 == int((keys[0, 1, lane::16, row] << shifts).sum())
+    for lane, row in ((0, 0), (1, 127), (1, 64)):
+        assert int(value_words[0, 1, lane, row]) % 2**16 == int((values[0, 1, row, lane::2] << shifts).sum())
+
+
+def test_sixteen_bit_pages_are_one_tensor_without_a_record():
+    pages = empty_keys(3, key_format(16), torch.bfloat16, torch.device("cpu"))
+    assert pages.record is None
+    assert pages.buffer is pages.codes
+    assert (pages.codes.shape, pages.codes.dtype) == ((3, 2, 128, 64), torch.bfloat16)
+
+
+def test_chosen_pages_are_copies_and_slices_views_with_all_their_fields():
+    f = key_format(token_norm="joint", boosted=7)
+    keys = torch.randn(4, 2, 128, 64)
+    pages = quantize_keys(keys, f)
+    for index in (slice(1, 3), torch.tensor([3, 0, 3])):
+        assert torch.equal(dequantize_keys(pages.select(index), f), dequantize_keys(quantize_keys(keys[index], f), f))
+    assert pages.select(slice(1, 3)).codes.data_ptr() == pages.codes[1].data_ptr()
+    both = KeyPages.cat([pages.select(slice(2, 4)), pages.select(slice(0, 2))])
+    assert torch.equal(dequantize_keys(both, f), dequantize_keys(quantize_keys(keys.roll(2, 0), f), f))
+
+
+def test_a_norm_beyond_float16_is_an_error():
+    with pytest.raises(NumericError, match="exceeds float16"):
+        quantize_keys(torch.full((1, 2, 128, 64), 1e5), key_format(token_norm="joint"))
+
+
+def test_a_shrunk_range_clamps_outliers_and_refines_the_rest():
+    torch.manual_seed(0)
+    x = torch.randn(4, 2, 128, 64)
+
+    def error(r):
+        format = value_format(group=64, clip_ratio=r)
+        return (dequantize_values(quantize_values(x, format), format) - x).square().mean()
+
+    # For 64 near-Gaussian values at 2 bits the best uniform range is well inside (min, max) and well above nothing.
+    assert error(0.75) < error(1.0)
+    assert error(0.75) < error(0.2)
+
+
+def test_channels_are_ranked_by_mean_magnitude_with_ties_to_the_lower_index():
+    keys = torch.zeros(1, 1, 128, 8)
+    keys[..., 5], keys[..., 2], keys[..., 6] = 3.0, -4.0, 3.0
+    assert rank_channels(keys, 2).tolist() == [[[2, 5]]]
+    assert rank_channels(keys, 4).tolist() == [[[0, 2, 5, 6]]]
+    assert rank_channels(keys, 0).shape == (1, 1, 0)
+    # Equal channels whose sum is rounded, in a number that processors do not add up in one way.
+    torch.manual_seed(0)
+    equal = torch.rand(8, 1, 128, 1).expand(8, 1, 128, 80)
+    assert rank_channels(equal, 21).tolist() == [[[*range(21)]]] * 8
+
+
+@pytest.mark.parametrize("boosted", [1, 8, 15, 64])
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_boosted_channels_come_back_at_twice_the_bits(bits, boosted):
+    torch.manual_seed(0)
+    keys = torch.randn(2, 2, 128, 64) * torch.linspace(0.1, 2, 64)
+    format = key_format(bits, group=128, boosted=boosted)
+    pages = quantize_keys(keys, format)
+    got, expected = dequantize_keys(pages, format), keys.transpose(2, 3)
+    fine, coarse = by_hand(expected, 2 * bits, 128), by_hand(expected, bits, 128)
+    chosen = torch.zeros(2, 2, 64, dtype=torch.bool).scatter(2, pages.channels.long(), True)
+    want = torch.where(chosen.unsqueeze(3), fine, coarse)
+    # a scale that float64 rounds to the neighbouring float16 moves its whole channel by a code times 2^-11
+    assert ((got - want).abs() < 5e-3).float().mean() > 0.999
+    assert chosen.sum(-1).unique().tolist() == [boosted]
+
+
+def test_boosting_by_score_beats_boosting_other_channels():
+    torch.manual_seed(0)
+    size = torch.logspace(-1, 1, 64)[torch.randperm(64)]
+    keys, queries = torch.randn(4, 2, 128, 64) * size, torch.randn(4, 2, 16, 64)
+    exact = queries @ keys.transpose(2, 3)
+    fixed = key_format(group=128, boosted=8, boost_select="calibrated")
+
+    def error(channels):
+        return (
+            (queries @ dequantize_keys(quantize_keys(keys, fixed, channels), fixed, channels) - exact).square().mean()
+        )
+
+    by_score = rank_channels(keys.transpose(0, 1).flatten(1, 2)[None], 8)[0]
+    others = [torch.stack([torch.randperm(64)[:8] for _ in range(2)]) for _ in range(5)]
+    assert all(error(by_score) < 0.7 * error(channels) for channels in others)

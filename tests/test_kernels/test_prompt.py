@@ -1,0 +1,45 @@
+"""Attention of prompts without a GPU: torch's own and blocks of queries, against float64."""
+
+import pytest
+import torch
+
+from kvconvert.kernels import select as selection
+from kvconvert.kernels.decode.reference import attention_reference
+from kvconvert.kernels.prompt import prompt_attention, selective_attention
+from kvconvert.kernels.select import column_sums_reference
+
+
+def causal(length, tokens, window=None):
+    own, columns = torch.arange(tokens - length, tokens).unsqueeze(1), torch.arange(tokens)
+    return (columns <= own) & (columns > own - (window or tokens))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [1, 63, 129])
+def test_prompts_attend_causally_to_themselves(dtype, length):
+    queries, keys, values = torch.randn(6, length, 80), torch.randn(2, length, 80), torch.randn(2, length, 80)
+    got = prompt_attention(queries.to(dtype), keys.to(dtype), values.to(dtype), 0.1)
+    expected = attention_reference(queries.to(dtype), keys.to(dtype), values.to(dtype), causal(length, length), 0.1)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("block", [1 << 22, 2500, 1])
+@pytest.mark.parametrize(("length", "tokens"), [(1, 9), (40, 129), (63, 63), (0, 5)])
+@pytest.mark.parametrize(
+    "extras",
+    [{}, {"softcap": 2.0}, {"sink_logits": torch.linspace(-1, 3, 6)}, {"window": 9}, {"window": 1}, {"window": 500}],
+    ids=str,
+)
+def test_chunks_caps_sinks_and_windows_give_the_references_output_and_sums(monkeypatch, block, length, tokens, extras):
+    monkeypatch.setattr(selection, "BLOCK_SCORES", block)
+    torch.manual_seed(3)
+    queries, keys, values = torch.randn(6, length, 16), torch.randn(3, tokens, 16), torch.randn(3, tokens, 24)
+    output, received = selective_attention(queries, keys, values, 0.25, **extras)
+    extras = dict(extras)
+    visible = causal(length, tokens, extras.pop("window", None))
+    expected = attention_reference(queries, keys, values, visible, 0.25, **extras)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
+    sums = column_sums_reference(queries, keys, visible, 0.25, **extras)
+    torch.testing.assert_close(received.double(), sums, rtol=1e-4, atol=1e-5)
+    assert received.dtype == torch.float32

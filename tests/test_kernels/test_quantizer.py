@@ -1,0 +1,174 @@
+"""The group quantizer against its formula, in float64 and one group at a time."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconvert.errors import NumericError, UsageError
+from kvconvert.kernels.quantizer import GroupRangeError, dequantize, quantize
+
+
+def formula(group: torch.Tensor, bits: int, clip_ratio: float) -> tuple[list[int], float, float]:
+    """DESIGN's formula for one group, in Python floats."""
+    low, high = float(group.min()), float(group.max())
+    middle = (low + high) / 2
+    low, high = middle - (middle - low) * clip_ratio, middle + (high - middle) * clip_ratio
+    levels = 2**bits - 1
+    scale = float(torch.tensor((high - low) / levels, dtype=torch.float64).half())
+    zero_point = float(torch.tensor(low, dtype=torch.float64).half())
+    codes = [0 if scale == 0 else min(max(round((v - zero_point) / scale), 0), levels) for v in group.tolist()]
+    return codes, scale, zero_point
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("clip_ratio", [1.0, 0.7])
+@pytest.mark.parametrize("dim", [-1, 0, 1])
+def test_every_group_follows_the_formula(bits: int, clip_ratio: float, dim: int) -> None:
+    torch.manual_seed(bits)
+    # Multiples of 1/64 keep float32 arithmetic exact up to the division, so that ties round alike in both.
+    x = (torch.randn(12, 24, 12) * 256).round() / 64
+    result = quantize(x, bits, 6, dim, clip_ratio)
+    assert result.codes.dtype == torch.uint8
+    assert result.scale.dtype == result.zero_point.dtype == torch.float16
+    moved, codes = x.movedim(dim, -1), result.codes.movedim(dim, -1)
+    scale, zero_point = result.scale.movedim(dim, -1), result.zero_point.movedim(dim, -1)
+    compared = differing = 0
+    for i in range(0, moved.shape[0], 5):
+        for j in range(0, moved.shape[1], 5):
+            for group in range(moved.shape[-1] // 6):
+                members = slice(6 * group, 6 * group + 6)
+                expected, expected_scale, expected_minimum = formula(moved[i, j, members].double(), bits, clip_ratio)
+                # float32 against float64 may fall to either side of an fp16 or a code's rounding boundary.
+                assert float(scale[i, j, group]) == pytest.approx(expected_scale, rel=1.1e-3, abs=1e-7)
+                assert float(zero_point[i, j, group]) == pytest.approx(expected_minimum, rel=1.1e-3, abs=1e-7)
+                compared += 6
+                differing += sum(a != b for a, b in zip(codes[i, j, members].tolist(), expected, strict=True))
+    assert differing <= compared // 100
+
+
+def test_codes_come_from_the_stored_scale_and_minimum() -> None:
+    x = torch.tensor([[1000.3, 1000.4, 1001.1, 1003.3]])
+    codes, scale, zero_point = quantize(x, 2, 4, -1)
+    assert float(zero_point) == 1000.5
+    assert float(scale) == 1.0
+    # Against the unrounded zero_point 1000.3, the third value would still be nearest to code 1.
+    assert codes.tolist() == [[0, 0, 1, 3]]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_values_within_the_range_come_back_within_half_a_step(bits: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 128, 48)
+    for group_size, dim in ((32, 2), (24, -1), (48, 3), (128, -2)):
+        result = quantize(x, bits, group_size, dim)
+        error = (dequantize(*result, group_size, dim) - x).abs()
+        step = result.scale.float().repeat_interleave(group_size, dim)
+        # fp16 keeps 11 bits of zero_point and scale: the end of the range may lie that much beyond the last code.
+        assert (error <= step / 2 + 4 * 2**-11 * x.abs().max()).all()
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -3.3e4, 7e-9, 65504.0])
+def test_a_constant_group_comes_back_as_its_own_fp16_rounding(value: float) -> None:
+    x = torch.full((3, 64), value)
+    codes, scale, zero_point = quantize(x, 2, 32, -1, clip_ratio=0.8)
+    assert not codes.any()
+    assert not scale.any()
+    assert torch.equal(dequantize(codes, scale, zero_point, 32, -1), x.half().float())
+
+
+@pytest.mark.parametrize("spread", [1e-7, 3e-8, 1e-9, 1e-42])
+@pytest.mark.parametrize("offset", [0.0, 1e-7, 0.5])
+def test_a_group_too_narrow_for_fp16_stays_finite_and_near(spread: float, offset: float) -> None:
+    x = offset + torch.linspace(0, spread, 32).unsqueeze(0)
+    codes, scale, zero_point = quantize(x, 2, 32, -1)
+    back = dequantize(codes, scale, zero_point, 32, -1)
+    assert back.isfinite().all()
+    # fp16 cannot tell numbers apart that are closer than this: half a subnormal step, or 2^-11 of the value.
+    assert (back - x).abs().max() <= spread + 3e-8 + offset * 2**-11
+
+
+def test_the_largest_fp16_values_do_not_become_infinite() -> None:
+    x = torch.tensor([[0.0, 100.0, 30000.0, 65504.0]])
+    quantized = quantize(x, 2, 4, -1)
+    back = dequantize(*quantized, 4, -1, torch.float16)
+    assert back.isfinite().all()
+    assert float(back.max()) == 65504.0
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (float("nan"), "NaN"),
+        (float("inf"), "NaN"),
+        (float("-inf"), "NaN"),
+        (1e6, "spans"),
+        (-7e4, "spans"),
+        (3e38, "spans"),
+    ],
+)
+@pytest.mark.parametrize("clip_ratio", [1.0, 0.5])
+def test_what_fp16_cannot_hold_is_refused_with_its_position(bad: float, said: str, clip_ratio: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 64, 8)
+    x[1, 2, 40, 3] = bad
+    # Shrinking the range about its midpoint must not hide these; -7e4 would come to lie inside fp16's range.
+    if bad == -7e4 and clip_ratio < 1:
+        x[1, 2, 40, 3] = 3 * bad
+    with pytest.raises(GroupRangeError, match=said) as caught:
+        quantize(x, 2, 32, 2, clip_ratio)
+    assert isinstance(caught.value, NumericError)
+    assert caught.value.index == (1, 2, 1, 3)
+
+
+def test_opposite_extremes_of_float32_are_refused_rather_than_overflowing() -> None:
+    with pytest.raises(GroupRangeError, match="spans"):
+        quantize(torch.tensor([-3.4e38, 3.4e38]), 8, 2, 0)
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    x = torch.zeros(4, 30)
+    for call in (
+        lambda: quantize(x, 3, 10, 1),
+        lambda: quantize(x, 2, 32, 1),
+        lambda: quantize(x, 2, 0, 1),
+        lambda: quantize(x, 2, 10, 1, clip_ratio=0.0),
+        lambda: quantize(x, 2, 10, 1, clip_ratio=1.5),
+    ):
+        with pytest.raises(UsageError):
+            call()
+
+
+def test_no_tokens_make_no_groups() -> None:
+    codes, scale, zero_point = quantize(torch.zeros(2, 0, 8), 2, 32, 1)
+    assert codes.shape == (2, 0, 8)
+    assert scale.shape == zero_point.shape == (2, 0, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_inputs_dtype_and_strides_do_not_matter(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 64, 5).to(dtype)
+    plain, strided = quantize(x.float(), 4, 16, 1), quantize(x.transpose(0, 2).contiguous().transpose(0, 2), 4, 16, 1)
+    for a, b in zip(plain, strided, strict=True):
+        assert torch.equal(a, b)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.floats(-6e4, 6e4, width=32), min_size=8, max_size=8),
+    st.sampled_from([2, 4, 8]),
+    st.sampled_from([1.0, 0.85]),
+)
+def test_any_finite_group_comes_back_finite_and_inside_its_own_range(
+    values: list[float], bits: int, clip_ratio: float
+) -> None:
+    x = torch.tensor(values)
+    codes, scale, zero_point = quantize(x, bits, 8, 0, clip_ratio)
+    back = dequantize(codes, scale, zero_point, 8, 0)
+    assert back.isfinite().all()
+    assert int(codes.max()) < 2**bits
+    # The range's ends may move by the fp16 rounding of zero_point and scale (an ulp of the larger end, times the levels).
+    slack = 2**-11 * (x.abs().max() + (x.max() - x.min())) + 2**bits * 6e-8
+    assert (back >= x.min() - slack).all()
+    assert (back <= x.max() + slack).all()

@@ -1,0 +1,105 @@
+"""Column sums, selection of prompt tokens and budgets, against small independent oracles."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from kvconvert.kernels import select as selection
+from kvconvert.kernels.select import (
+    clamp_ratios,
+    column_sums,
+    column_sums_reference,
+    proportional_ratios,
+    pyramid_ratios,
+    select_tokens,
+)
+
+
+def by_loops(queries, keys, visible, scaling):
+    """One weight at a time."""
+    heads, n, _ = keys.shape
+    sums = torch.zeros(heads, n, dtype=torch.float64)
+    for head in range(queries.shape[0]):
+        kv = head // (queries.shape[0] // heads)
+        for t in range(queries.shape[1]):
+            scores = [float(queries[head, t].double() @ keys[kv, j].double()) * scaling for j in range(n)]
+            shown = [j for j in range(n) if visible[t, j]]
+            total = sum(torch.tensor(scores[j]).double().exp() for j in shown)
+            for j in shown:
+                sums[kv, j] += torch.tensor(scores[j]).double().exp() / total
+    return sums
+
+
+def test_the_reference_counts_what_each_token_receives():
+    torch.manual_seed(0)
+    queries, keys = torch.randn(4, 5, 8), torch.randn(2, 7, 8)
+    visible = torch.arange(7)[None] <= torch.arange(5)[:, None] + 2
+    expected = by_loops(queries, keys, visible, 0.3)
+    # float32 scores in the loops' exponentials
+    torch.testing.assert_close(column_sums_reference(queries, keys, visible, 0.3), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("block", [1 << 22, 700, 1])
+@pytest.mark.parametrize(("length", "tokens"), [(1, 1), (63, 63), (40, 129)])
+@pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}, {"sink_logits": torch.linspace(-1, 3, 6)}])
+def test_blocks_give_the_same_sums(monkeypatch, block, length, tokens, extras):
+    monkeypatch.setattr(selection, "BLOCK_SCORES", block)
+    torch.manual_seed(1)
+    queries, keys = torch.randn(6, length, 16), torch.randn(3, tokens, 16)
+    causal = torch.arange(tokens)[None] <= torch.arange(length)[:, None] + tokens - length
+    got = column_sums(queries, keys, None, 0.25, **extras)
+    torch.testing.assert_close(
+        got.double(), column_sums_reference(queries, keys, causal, 0.25, **extras), rtol=1e-4, atol=1e-5
+    )
+    window = causal & (torch.arange(tokens)[None] > torch.arange(length)[:, None] + tokens - length - 9)
+    masked = column_sums(queries, keys, lambda q, k: window[q, k], 0.25, **extras)
+    expected = column_sums_reference(queries, keys, window, 0.25, **extras)
+    torch.testing.assert_close(masked.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heavy", "recent", "sinks", "expected"),
+    [
+        (2, 1, 0, [[1, 3, 5], [0, 2, 5]]),
+        (0, 2, 0, [[4, 5], [4, 5]]),
+        (1, 0, 0, [[3], [5]]),
+        (1, 1, 2, [[0, 1, 3, 5], [0, 1, 2, 5]]),
+        (9, 9, 9, [[0, 1, 2, 3, 4, 5]] * 2),
+        (0, 0, 0, [[], []]),
+    ],
+)
+def test_selection_keeps_sinks_the_heaviest_and_the_newest_in_order(heavy, recent, sinks, expected):
+    scores = torch.tensor([[0.0, 5, 1, 7, 1, 2], [4.0, 1, 4, 1, 1, 9]])
+    assert select_tokens(scores, heavy, recent, sinks).tolist() == expected
+
+
+def test_pyramids_follow_the_papers_formula_and_keep_the_mean():
+    ratios = pyramid_ratios(0.25, 7, 7)
+    assert ratios[0] == pytest.approx(0.5 - 0.25 / 7)
+    assert ratios[-1] == pytest.approx(0.25 / 7)
+    steps = [a - b for a, b in pairwise(ratios)]
+    assert steps == pytest.approx([steps[0]] * 6)
+    assert sum(ratios) / 7 == pytest.approx(0.25)
+    assert pyramid_ratios(0.3, 1, 7) == [0.3]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "recent", "expected"),
+    [
+        ([0.9, 0.3, 0.1], 0.5, [0.5, 0.5, 0.3]),  # 0.4 too much: 0.3 and 0.1 share it 3 to 1, the first is full again
+        ([0.2, 0.2], 0.5, [0.2, 0.2]),
+        ([0.9, 0.9], 0.5, [0.5, 0.5]),  # all saturated: everything is kept
+        ([1.0, 0.0], 0.5, [0.5, 0.5]),
+        ([0.4], 1.0, [0.0]),
+    ],
+)
+def test_excess_goes_to_the_layers_that_have_room_in_proportion(ratios, recent, expected):
+    got = clamp_ratios(ratios, recent)
+    assert got == pytest.approx(expected)
+    assert sum(got) == pytest.approx(min(sum(ratios), (1 - recent) * len(ratios)))
+
+
+def test_proportional_ratios_have_the_nominal_mean():
+    assert proportional_ratios(0.2, [1.0, 3.0]) == pytest.approx([0.1, 0.3])
+    assert proportional_ratios(0.2, [0.0, 0.0]) == [0.2, 0.2]

@@ -1,0 +1,53 @@
+"""What calibration chooses for a cache (ranges, taus) reaches the loaded bundle, on every architecture with a cache."""
+
+import pytest
+from kv_cells import NAME, RECIPES, REFUSED, generate, needs_own_attention, with_attention
+from kv_reference import reference_cache
+from tiny.models import ARCHITECTURES
+from transformers.cache_utils import DynamicCache
+from weight_cells import convert
+
+from kvconvert.bundle.reader import open_bundle
+from kvconvert.bundle.scheme import KVScheme
+from kvconvert.models.adapters import find_adapter
+from kvconvert.runtime import load
+
+# Preset of the recipe, further settings, and the prompt on which it compresses.
+PRESETS = {
+    "kivi": ("kivi", "", RECIPES["kivi"]),
+    "kitty": ("kitty", "", RECIPES["kitty"]),
+    "minikv": ("minikv", "", RECIPES["minikv"]),
+    "calibquant": ("calibquant-1bit", "tau_grid = [0, 2]", RECIPES["calibquant"]),
+}
+KEPT = [name for name in ARCHITECTURES if name not in REFUSED]
+IN_EVERY_RUN = ("gemma2", "gpt_oss", "qwen3_next", "gemma4_text", "qwen3_vl", "falcon_h1")
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        pytest.param(name, preset, marks=() if name in IN_EVERY_RUN else pytest.mark.full, id=f"{name}-{preset}")
+        for name, preset in zip(KEPT, list(PRESETS) * len(KEPT), strict=False)
+    ],
+)
+def test_a_bundle_generates_as_the_reference_does_with_what_was_calibrated(name, preset, tmp_path):
+    entry, (scheme_name, settings, recipe) = ARCHITECTURES[name], PRESETS[preset]
+    text = f'[weights]\nmethod = "none"\n\n[kv]\npreset = "{scheme_name}"\n{settings}\n'
+    bundle = convert(entry, tmp_path, text, recipe.length)
+    layers = open_bundle(bundle).manifest.layers
+    schemes = [None if layer.kv is None else KVScheme.from_dict(layer.kv) for layer in layers]
+    stated = KVScheme.preset(scheme_name)
+    chosen = [scheme for scheme in schemes if scheme is not None]
+    assert chosen
+    if find_adapter(entry.config()):
+        assert any(
+            (s.key_clip_ratio, s.value_clip_ratio) != (stated.key_clip_ratio, stated.value_clip_ratio) for s in chosen
+        )
+    model, inputs = entry.build(), entry.inputs(2, recipe.length, padding=recipe.padding)
+    full = generate(model, inputs, DynamicCache(config=model.config), None)
+    tokens = full.argmax(-1)
+    with_attention(model, entry, NAME if any(map(needs_own_attention, chosen)) else "eager")
+    expected = generate(model, inputs, reference_cache(model, schemes, [recipe.padding, 0]), tokens)
+    found = generate(load(bundle)[0], inputs, None, tokens)
+    # As for caches without calibration (test_kv.py).
+    assert (found - expected).abs().mean() < 0.02 * (expected - full).abs().mean()

@@ -1,0 +1,37 @@
+"""docs/models.md is what the matrix found, for every architecture of it."""
+
+import json
+
+import pytest
+from facts import LIMITS, cache_facts, identity, refused_weights
+from kv_cells import RECIPES
+from models_page import PAGE, RESULTS, render
+from tiny.models import ARCHITECTURES
+
+ANEW = "record it anew: python tests/test_matrix/models_page.py --record"
+
+
+@pytest.fixture(scope="module")
+def results():
+    return json.loads(RESULTS.read_text(encoding="utf8"))
+
+
+def test_the_page_is_what_was_recorded(results):
+    assert PAGE.read_text(encoding="utf8") == render(results), "run python tests/test_matrix/models_page.py"
+
+
+def test_every_architecture_is_recorded_with_every_recipe(results):
+    assert list(results["models"]) == list(ARCHITECTURES), ANEW
+    for entry in results["models"].values():
+        assert "refused" in entry["cache"] or list(entry["cache"]["recipes"]) == list(RECIPES), ANEW
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_what_was_recorded_is_still_so(results, name):
+    entry, recorded = ARCHITECTURES[name], results["models"][name]
+    assert identity(entry).items() <= recorded.items(), ANEW
+    assert cache_facts(entry).items() <= recorded["cache"].items(), ANEW
+    refusal = refused_weights(entry)
+    assert recorded["weights"] == refusal if refusal else "quantized" in recorded["weights"], ANEW
+    for figures in (recorded["weights"], *recorded["cache"].get("recipes", {}).values()):
+        assert all(figures[kind] is None or figures[kind] < LIMITS[kind] for kind in LIMITS if kind in figures)

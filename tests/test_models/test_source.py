@@ -1,0 +1,216 @@
+"""What a source checkpoint can be, and how each thing it cannot be is said."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny.checkpoints import save_checkpoint
+
+from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.models.source import INDEX_FILE, open_source
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("source") / "single", dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("source") / "sharded", dtype=torch.bfloat16, max_shard_size="100KB")
+
+
+@pytest.fixture
+def model(sharded, tmp_path):
+    """A copy of the sharded checkpoint that a test may damage."""
+    return shutil.copytree(sharded, tmp_path / "model")
+
+
+def shards(directory):
+    return sorted(directory.glob("model-*.safetensors"))
+
+
+def test_reads_exactly_the_stored_tensors_from_one_file_or_several(single, sharded):
+    expected = load_file(single / WEIGHTS)
+    assert len(shards(sharded)) > 2
+    for directory in (single, sharded):
+        source = open_source(str(directory))
+        tensors = source.read("")
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    assert set(source.read("model.layers.1.")) == {name for name in expected if name.startswith("model.layers.1.")}
+    assert list(source.read(["model.norm.weight"])) == ["model.norm.weight"]
+
+
+def test_info_identifies_every_weight_file_by_content(sharded, tmp_path):
+    info = open_source(str(sharded)).info()
+    assert info.id == "sharded"
+    assert set(info.weights_sha256) == {file.name for file in shards(sharded)}
+    other = shutil.copytree(sharded, tmp_path / "sharded")
+    assert open_source(str(other)).info() == info
+    (other / "config.json").write_text((other / "config.json").read_text() + " ")
+    assert open_source(str(other)).info().config_sha256 != info.config_sha256
+
+
+def test_licence_comes_from_the_model_card(model):
+    (model / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# A model\nlicense: none\n")
+    assert open_source(str(model)).info().licence == "apache-2.0"
+
+
+def missing_directory(model):
+    shutil.rmtree(model)
+
+
+def empty_directory(model):
+    for file in model.iterdir():
+        file.unlink()
+
+
+def no_config(model):
+    (model / "config.json").unlink()
+
+
+def broken_config(model):
+    (model / "config.json").write_text("{")
+
+
+def only_pickles(model):
+    for file in shards(model):
+        file.unlink()
+    (model / INDEX_FILE).unlink()
+    (model / "pytorch_model.bin").write_bytes(b"\x80\x04")
+
+
+def no_weights(model):
+    for file in shards(model):
+        file.unlink()
+    (model / INDEX_FILE).unlink()
+
+
+def truncated_shard(model):
+    file = shards(model)[1]
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def shard_of_a_few_bytes(model):
+    shards(model)[1].write_bytes(b"\x01\x02")
+
+
+def garbled_header(model):
+    file = shards(model)[1]
+    data = bytearray(file.read_bytes())
+    data[8] = ord("!")
+    file.write_bytes(data)
+
+
+def missing_shard(model):
+    shards(model)[1].unlink()
+
+
+def extra_shard(model):
+    shutil.copyfile(shards(model)[0], model / "model-00099-of-00099.safetensors")
+
+
+def missing_index(model):
+    (model / INDEX_FILE).unlink()
+
+
+def tensor_not_in_its_shard(model):
+    file = shards(model)[1]
+    tensors = load_file(file)
+    tensors.pop(sorted(tensors)[0])
+    save_file(tensors, file)
+
+
+def tensor_not_in_the_index(model):
+    file = shards(model)[1]
+    save_file(load_file(file) | {"model.stray": torch.zeros(2)}, file)
+
+
+def index_that_leads_elsewhere(model):
+    index = json.loads((model / INDEX_FILE).read_text())
+    index["weight_map"][next(iter(index["weight_map"]))] = "../model.safetensors"
+    (model / INDEX_FILE).write_text(json.dumps(index))
+
+
+def index_beside_a_single_file(model):
+    shutil.copyfile(shards(model)[0], model / WEIGHTS)
+
+
+def unmerged_adapter(model):
+    (model / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+
+
+def already_quantized(model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
+
+
+def integer_weights(model):
+    file = next(f for f in shards(model) if any(name.endswith(".weight") for name in load_file(f)))
+    save_file({name: tensor.to(torch.int8) for name, tensor in load_file(file).items()}, file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (missing_directory, "There is no model directory"),
+        (empty_directory, "is empty"),
+        (no_config, r"no config\.json"),
+        (broken_config, r"config\.json.* cannot be read"),
+        (only_pickles, r"pickled weights \(pytorch_model\.bin\).*save_pretrained"),
+        (no_weights, "holds no weights"),
+        (truncated_shard, r"model-00002-of-\d+\.safetensors is truncated"),
+        (shard_of_a_few_bytes, r"model-00002-of-\d+\.safetensors is truncated"),
+        (garbled_header, "damaged safetensors header"),
+        (missing_shard, r"model-00002-of-\d+\.safetensors .* is missing"),
+        (extra_shard, r"model-00099-of-00099\.safetensors that .* does not name"),
+        (missing_index, "fetch the index"),
+        (tensor_not_in_its_shard, "says that .* holds .*, but it does not"),
+        (tensor_not_in_the_index, r"holds model\.stray, which .* does not name"),
+        (index_that_leads_elsewhere, "not a safetensors file beside it"),
+        (index_beside_a_single_file, "remove the one"),
+        (unmerged_adapter, "unmerged LoRA adapter.*merge"),
+        (already_quantized, r"already quantized \(gptq\)"),
+        (integer_weights, "as I8; converting needs weights in"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_converted_is_refused_in_one_sentence(model, damage, said):
+    damage(model)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        open_source(str(model))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+
+
+def test_a_name_that_is_no_path_and_no_hub_id_is_not_looked_up():
+    with pytest.raises(CheckpointError, match="There is no model directory"):
+        open_source("./no/such/place")
+
+
+def test_code_that_comes_with_a_model_is_never_run(model):
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "homemade", "auto_map": {"AutoConfig": "homemade.HomemadeConfig"}})
+    )
+    (model / "homemade.py").write_text("raise SystemExit('this code ran')\n")
+    with pytest.raises(UnsupportedModelError, match="without running the model's own code"):
+        open_source(str(model))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(model, value):
+    source = open_source(str(model))
+    name = "model.layers.1.mlp.up_proj.weight"
+    file = model / source.weight_map[name]
+    tensors = load_file(file)
+    tensors[name][3, 5] = value
+    save_file(tensors, file)
+    with pytest.raises(NumericError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        open_source(str(model)).read_finite("model.layers.1.")

@@ -1,0 +1,247 @@
+"""The cache's own promises: what it stores, what it costs, what it refuses."""
+
+import copy
+
+import pytest
+import torch
+from tiny.models import GREEDY, random_ids, tiny_model
+from transformers import DeepseekV3Config, LlamaConfig
+
+from kvconvert.bundle.scheme import KVScheme
+from kvconvert.errors import CacheError, NumericError, RecipeError, UnsupportedModelError
+from kvconvert.runtime import KVCache
+from kvconvert.runtime.hf.handles import Chunk
+
+OSCAR = KVScheme(rotate_keys="hadamard", rotate_values="online", token_norm="joint")
+REFERENCE_SHAPE = LlamaConfig(
+    hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64
+)
+
+
+def feed(
+    cache: KVCache, tokens: int, batch: int = 1, heads: int = 2, dim: int = 64, dtype=torch.bfloat16, seed: int = 0
+):
+    """Store random tokens the way attention does, without a model around it."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in cache.paged_layers():
+        start = layer.logical
+        keys, values = (torch.randn(batch, heads, tokens, dim, generator=generator).to(dtype) for _ in range(2))
+        layer.update(keys, values)
+        layer.commit(Chunk(torch.arange(start, start + tokens), None, None))
+        layer.end_forward()
+
+
+@pytest.mark.parametrize(("preset", "smaller"), [("oscar", 4.5), ("oscar-g128", 6.0)])
+def test_2048_tokens_without_residual_shrink_as_promised(preset, smaller):
+    cache = KVCache(REFERENCE_SHAPE, preset)
+    feed(cache, 2048)
+    stats = cache.stats()
+    assert stats.residual_tokens == 0
+    assert stats.values == 2048 * 2 * 2 * 64 * 2
+    assert stats.values * 2 / stats.bytes_used >= smaller
+
+
+@pytest.mark.parametrize("preset", ["oscar", "oscar-g128"])
+@pytest.mark.parametrize("tokens", [4097, 4223, 4224, 5000, 12_345])
+def test_beyond_4096_tokens_little_is_allocated_and_not_used(preset, tokens):
+    cache = KVCache(REFERENCE_SHAPE, preset)
+    feed(cache, tokens)
+    stats = cache.stats()
+    assert stats.bytes_used <= stats.bytes_allocated <= 1.15 * stats.bytes_used
+
+
+def test_slack_stays_small_while_decoding_token_by_token():
+    cache = KVCache(REFERENCE_SHAPE, "oscar-g128")
+    feed(cache, 4100)
+    for step in range(260):
+        feed(cache, 1, seed=step)
+        stats = cache.stats()
+        assert stats.bytes_allocated <= 1.15 * stats.bytes_used, step
+
+
+def test_reported_bytes_are_those_of_the_tensors():
+    cache = KVCache(REFERENCE_SHAPE, "oscar")
+    feed(cache, 1000)
+    layer = cache.layers[0]
+    tensors = [chunk.buffer for pool in (layer.key_pool, layer.value_pool) for chunk in pool._chunks]
+    tensors += [t for s in layer.sequences for t in (s.keys.buffer, s.values.buffer)]
+    assert layer.bytes_allocated() == sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+def test_beams_share_pages_and_give_them_back():
+    cache = KVCache(REFERENCE_SHAPE, "oscar")
+    feed(cache, 300)
+    alone = cache.stats()
+    cache.batch_repeat_interleave(4)
+    assert cache.stats().pages == alone.pages
+    feed(cache, 90, batch=4)
+    assert cache.stats().pages == alone.pages + 4 * 2
+    cache.reorder_cache(torch.tensor([2, 2, 2, 2]))
+    assert cache.stats().pages == alone.pages + 2
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert cache.stats().bytes_allocated == 0
+
+
+def test_diverging_beams_do_not_write_into_each_other():
+    model = tiny_model("llama", "kvconvert", num_hidden_layers=1)
+    ids = random_ids(1, 140)
+    cache = KVCache(model.config, OSCAR)
+    model(ids, past_key_values=cache)
+    single = copy.deepcopy(cache)
+    cache.reorder_cache(torch.tensor([0, 0]))
+    both = model(torch.tensor([[5], [9]]), past_key_values=cache).logits
+    alone = model(torch.tensor([[9]]), past_key_values=single).logits
+    torch.testing.assert_close(both[1], alone[0], rtol=1e-4, atol=1e-5)  # same sums, another batch size
+
+
+def test_sinks_and_recent_tokens_stay_in_full_precision():
+    scheme = KVScheme(sink_tokens=4, key_recent_tokens=64, value_recent_tokens=64)
+    cache = KVCache(REFERENCE_SHAPE, scheme)
+    feed(cache, 4 + 128 + 63)
+    assert cache.stats().pages == 0
+    feed(cache, 1)
+    assert (cache.stats().pages, cache.stats().residual_tokens) == (2, 4 + 64)
+    assert cache.layers[0].sequences[0].tail_columns(128, torch.device("cpu")).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        *range(132, 196),
+    ]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 400])
+def test_a_sliding_layer_drops_pages_that_no_query_can_see(chunk):
+    config = {"sliding_window": 150, "num_hidden_layers": 1}
+    model = tiny_model("mistral", "eager", **config)
+    ids = random_ids(1, 400)
+    expected = model(ids, use_cache=False).logits
+    model.set_attn_implementation("kvconvert")
+    cache = KVCache(model.config, KVScheme(key_bits=16, value_bits=16))
+    got = torch.cat([model(ids[:, s : s + chunk], past_key_values=cache).logits for s in range(0, 400, chunk)], 1)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)  # float32 sums in another order
+    assert cache.get_seq_length() == 400
+    assert cache.stats().tokens <= 150 + 128 + 16
+
+
+def test_crop_takes_back_recorded_tokens_exactly():
+    model = tiny_model("llama", "kvconvert", num_hidden_layers=2)
+    ids = random_ids(1, 200)
+    plain, cropped = KVCache(model.config, OSCAR), KVCache(model.config, OSCAR)
+    model(ids, past_key_values=plain)
+    model(ids, past_key_values=cropped)
+    cropped.activate_past_recording()
+    model(random_ids(1, 90, seed=5), past_key_values=cropped)  # crosses a page boundary, which recording leaves open
+    cropped.crop(-90)
+    assert cropped.stats() == plain.stats()
+    probe = random_ids(1, 1, seed=6)
+    assert torch.equal(model(probe, past_key_values=plain).logits, model(probe, past_key_values=cropped).logits)
+
+
+def test_a_crop_into_pages_is_refused_and_changes_nothing():
+    cache = KVCache(REFERENCE_SHAPE, "oscar")
+    feed(cache, 130)
+    before = cache.stats()
+    with pytest.raises(CacheError, match=r"cannot give back its newest 3 tokens: layer 0 has already quantized"):
+        cache.crop(-3)
+    assert cache.stats() == before
+    cache.crop(-2)
+    assert cache.get_seq_length() == 128
+    with pytest.raises(CacheError, match="negative number"):
+        cache.crop(5)
+
+
+def test_a_preallocated_cache_runs_out_of_pages_by_name():
+    page = (
+        128 * (2 * 2 * 64 * 2 // 8) + 16 * 128 + 16 * 128 + 256
+    )  # codes, key and value metadata, norms of `oscar` at G = 32
+    cache = KVCache(REFERENCE_SHAPE, "oscar", kv_memory=2 * 3 * page)
+    feed(cache, 3 * 128)
+    layer = cache.layers[0]
+    assert layer.key_pool.bytes_allocated + layer.value_pool.bytes_allocated == 3 * page
+    with pytest.raises(CacheError, match=r"layer 0 of the KV cache is out of pages: 3 of 3 are in use.*kv_memory"):
+        feed(cache, 128)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"), [(float("nan"), "Layer 1, KV head 1"), (float("inf"), "Layer 1, KV head 1"), (3e38, "Layer 1")]
+)
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_numbers_that_cannot_be_stored_name_layer_and_head(value, what, part):
+    cache = KVCache(REFERENCE_SHAPE, "kivi")
+    for index, layer in enumerate(cache.layers):
+        keys, values = torch.randn(1, 2, 128, 64), torch.randn(1, 2, 128, 64)
+        if index == 1:
+            (keys if part == "keys" else values)[0, 1, 40, 3] = value
+        layer.update(keys, values)
+        layer.commit(Chunk(torch.arange(128), None, None))
+        if index == 0:
+            layer.end_forward()
+        else:
+            with pytest.raises(NumericError, match=what):
+                layer.end_forward()
+
+
+def test_a_token_of_zeros_comes_back_as_zeros():
+    cache = KVCache(REFERENCE_SHAPE, "oscar")
+    layer = cache.layers[0]
+    keys, values = torch.randn(1, 2, 128, 64), torch.randn(1, 2, 128, 64)
+    keys[:, :, 17] = 0
+    layer.update(keys, values)
+    layer.commit(Chunk(torch.arange(128), None, None))
+    layer.end_forward()
+    pages = layer.key_pool.read(layer.sequences[0].keys.pages)
+    assert pages.norm[0, 0, 17] == 0
+    assert torch.isfinite(pages.scale).all()
+
+
+def test_a_copied_cache_goes_its_own_way():
+    model = tiny_model("llama", "kvconvert", num_hidden_layers=2)
+    cache = KVCache(model.config, "oscar")
+    prefix = random_ids(1, 140)
+    model(prefix, past_key_values=cache)
+    saved = copy.deepcopy(cache)
+    first = model.generate(
+        torch.cat([prefix, random_ids(1, 4, seed=3)], 1), max_new_tokens=5, past_key_values=cache, **GREEDY
+    )
+    again = model.generate(
+        torch.cat([prefix, random_ids(1, 4, seed=3)], 1), max_new_tokens=5, past_key_values=saved, **GREEDY
+    )
+    assert first.tolist() == again.tolist()
+
+
+def test_schemes_that_do_not_fit_the_model_are_refused():
+    folded = KVScheme.preset("oscar")
+    with pytest.raises(RecipeError, match=r"layer 0 says rotate_values = \"folded\".*online"):
+        KVCache(REFERENCE_SHAPE, folded)
+    assert KVCache(REFERENCE_SHAPE, "oscar").schemes[0].rotate_values == "online"
+    with pytest.raises(RecipeError, match="3 KV schemes were given for a model of 2 layers"):
+        KVCache(REFERENCE_SHAPE, [OSCAR] * 3)
+    with pytest.raises(RecipeError, match="preset 'oscr' is not available"):
+        KVCache(REFERENCE_SHAPE, "oscr")
+    narrow = KVCache(REFERENCE_SHAPE, KVScheme(key_bits=1, value_bits=1))
+    with pytest.raises(RecipeError, match="multiple of 16; this model has 24"):
+        feed(narrow, 4, dim=24)
+    with pytest.raises(UnsupportedModelError, match="MLA"):
+        KVCache(DeepseekV3Config(), "kivi")
+
+
+def test_one_layer_may_stay_unquantized_beside_others():
+    model = tiny_model("llama", "kvconvert", num_hidden_layers=2)
+    cache = KVCache(model.config, [None, KVScheme()])
+    model(random_ids(1, 128), past_key_values=cache)
+    assert cache.layers[0].key_pool.page_bytes == 128 * 2 * 16 * 4
+    assert cache.layers[1].key_pool.page_bytes < 128 * 2 * 16
+
+
+def test_a_cache_quantizes_nothing_twice():
+    model = tiny_model("llama", "kvconvert", num_hidden_layers=1)
+    cache = KVCache(model.config, "oscar")
+    model(random_ids(1, 256), past_key_values=cache)
+    before = {name: tensor.clone() for name, tensor in cache.layers[0].key_pool.read([0, 1]).tensors()}
+    for step in range(140):
+        model(random_ids(1, 1, seed=step), past_key_values=cache)
+    assert cache.stats().pages == 3
+    for name, tensor in cache.layers[0].key_pool.read([0, 1]).tensors():
+        assert torch.equal(tensor, before[name]), name

@@ -1,0 +1,243 @@
+"""Loading a bundle: through the runtime and through plain transformers, and what a loaded model does by itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny.models import GREEDY, random_ids
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TextIteratorStreamer
+from transformers.cache_utils import DynamicCache, StaticCache
+
+from kvconvert.convert.export import export
+from kvconvert.convert.pipeline import calibrate
+from kvconvert.convert.recipe import Recipe
+from kvconvert.errors import BundleError, RecipeError, UsageError
+from kvconvert.kernels.linear import QuantizedLinear
+from kvconvert.runtime import KVCache, load
+
+REFERENCE = Path(__file__).resolve().parents[2] / "examples" / "reference-lm"
+
+
+def convert(root: Path, name: str, source: Path, recipe: str) -> Path:
+    (root / f"{name}.toml").write_text(recipe)
+    work = root / f"{name}-work"
+    calibrate(str(source), work, Recipe.load(str(root / f"{name}.toml")), None, 2, 64, 0, "cpu", False, progress=False)
+    return export(work, root / name, False, progress=False)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A random Llama with biases in attention and the reference model's tokenizer."""
+    directory = tmp_path_factory.mktemp("source")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        head_dim=16,
+        num_key_value_heads=2,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data.mul_(3) if parameter.dim() > 1 else parameter.data.add_(0.05 * torch.randn_like(parameter))
+    model.to(torch.bfloat16).save_pretrained(directory)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(REFERENCE / file, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def bundle(source, tmp_path_factory):
+    root = tmp_path_factory.mktemp("bundle")
+    return convert(root, "bundle", source, '[weights]\nmethod = "awq"\ngroup_size = 32\n[kv]\npreset = "oscar"\n')
+
+
+@pytest.fixture(scope="module")
+def unquantized_weights(source, tmp_path_factory):
+    return convert(
+        tmp_path_factory.mktemp("none"), "bundle", source, '[weights]\nmethod = "none"\n[kv]\npreset = "oscar"\n'
+    )
+
+
+def test_load_gives_packed_weights_and_a_cache_after_the_plan(bundle):
+    model, tokenizer = load(bundle)
+    assert isinstance(model, LlamaForCausalLM)
+    packed = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+    assert len(packed) == 2 * 7
+    assert model.dtype == torch.bfloat16
+    ids = tokenizer("It was a dark night " * 40, return_tensors="pt")
+    result = model.generate(**ids, max_new_tokens=4, return_dict_in_generate=True, **GREEDY)
+    cache = result.past_key_values
+    assert isinstance(cache, KVCache)
+    assert cache.schemes == tuple(model.kv_schemes)
+    assert cache.schemes[0].rotate_values == "folded"
+    assert cache.stats().pages == 2 * (cache.get_seq_length() // 128) > 0
+
+
+def test_plain_from_pretrained_is_the_same_model(bundle):
+    model, _ = load(bundle, dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(bundle, dtype=torch.float32)
+    ids = random_ids(1, 150)
+    expected = model.generate(ids, max_new_tokens=5, **GREEDY)
+    result = plain.generate(ids, max_new_tokens=5, return_dict_in_generate=True, **GREEDY)
+    assert result.sequences.tolist() == expected.tolist()
+    assert isinstance(result.past_key_values, KVCache)
+
+
+def test_the_config_is_written_back_as_it_was_read(bundle):
+    model, _ = load(bundle, verify="headers")
+    said = json.loads((bundle / "config.json").read_text())["quantization_config"]
+    assert model.config.to_dict()["quantization_config"] == said
+    assert json.loads(model.config.to_json_string(use_diff=False))["quantization_config"] == said
+
+
+def test_a_forward_pass_without_a_cache_argument_builds_the_bundles(bundle):
+    model, _ = load(bundle)
+    ids = random_ids(1, 130)
+    with torch.no_grad():
+        assert isinstance(model(ids).past_key_values, KVCache)
+        assert model(ids, use_cache=False).past_key_values is None
+        assert isinstance(model(ids, None, None, DynamicCache(config=model.config)).past_key_values, DynamicCache)
+
+
+def test_a_full_precision_cache_is_used_when_asked_for(bundle):
+    model, _ = load(bundle, dtype=torch.float32)
+    ids = random_ids(2, 20)
+    dynamic = model.generate(
+        ids, max_new_tokens=5, cache_implementation="dynamic", return_dict_in_generate=True, **GREEDY
+    )
+    assert type(dynamic.past_key_values) is DynamicCache
+    static = StaticCache(config=model.config, max_cache_len=32)
+    assert (
+        model.generate(ids, max_new_tokens=5, past_key_values=static, **GREEDY).tolist() == dynamic.sequences.tolist()
+    )
+    assert model.generate(ids, max_new_tokens=5, use_cache=False, **GREEDY).tolist() == dynamic.sequences.tolist()
+
+
+@pytest.mark.parametrize("implementation", ["static", "offloaded", "quantized"])
+def test_other_caches_of_transformers_are_refused_by_name(bundle, implementation):
+    model, _ = load(bundle, verify="headers")
+    with pytest.raises(UsageError, match=f"cache_implementation='{implementation}'"):
+        model.generate(random_ids(1, 4), max_new_tokens=2, cache_implementation=implementation, **GREEDY)
+
+
+def test_continuous_batching_and_saving_are_refused_by_name(bundle, tmp_path):
+    model, _ = load(bundle, verify="headers")
+    with pytest.raises(UsageError, match="Continuous batching"):
+        model.generate_batch([[1, 2, 3]])
+    with pytest.raises(UsageError, match="copying its directory"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_contrastive_search_is_not_served_by_this_version_of_transformers(bundle):
+    model, _ = load(bundle, verify="headers")
+    with pytest.raises(ValueError, match="Contrastive Search requires"):
+        model.generate(random_ids(1, 4), max_new_tokens=2, penalty_alpha=0.5, top_k=4, pad_token_id=0)
+
+
+def test_streamers_receive_the_text(bundle):
+    model, tokenizer = load(bundle, verify="headers")
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    ids = random_ids(1, 6)
+    tokens = model.generate(ids, max_new_tokens=8, streamer=streamer, **GREEDY)
+    assert "".join(streamer) == tokenizer.decode(tokens[0, 6:])
+
+
+def test_beams_samples_lookup_and_assistants_run_with_the_bundles_cache(bundle):
+    model, _ = load(bundle, dtype=torch.float32, verify="headers")
+    ids = random_ids(1, 30).repeat(1, 5)
+    greedy = model.generate(ids, max_new_tokens=6, **GREEDY)
+    assert model.generate(ids, max_new_tokens=6, prompt_lookup_num_tokens=3, **GREEDY).tolist() == greedy.tolist()
+    assert model.generate(ids, max_new_tokens=6, assistant_model=model, **GREEDY).tolist() == greedy.tolist()
+    beams = model.generate(ids, max_new_tokens=6, num_beams=3, num_return_sequences=2, **GREEDY)
+    assert beams.shape == (2, 156)
+    sampled = model.generate(
+        ids, max_new_tokens=6, do_sample=True, num_return_sequences=3, eos_token_id=None, pad_token_id=0
+    )
+    assert sampled.shape == (3, 156)
+
+
+def test_weights_may_stay_unquantized_under_a_kv_plan(unquantized_weights, source):
+    model, _ = load(unquantized_weights, dtype=torch.float32)
+    assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
+    original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    ids = random_ids(1, 100)
+    with torch.no_grad():
+        got, expected = model(ids, use_cache=False).logits, original(ids, use_cache=False).logits
+    # the fold is stored in bfloat16, whose rounding is 2^-9 per weight
+    assert (got - expected).abs().max() < 0.03 * expected.abs().max()
+
+
+@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}])
+def test_device_maps(bundle, device_map):
+    model, _ = load(bundle, device_map=device_map, verify="headers")
+    assert model.generate(random_ids(1, 6), max_new_tokens=3, **GREEDY).shape == (1, 9)
+
+
+def test_layers_offloaded_to_disk_generate_the_same(unquantized_weights, tmp_path):
+    model, _ = load(unquantized_weights, verify="headers")
+    device_map = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu", "model.rotary_emb": "cpu"}
+    device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    offloaded = AutoModelForCausalLM.from_pretrained(
+        unquantized_weights, device_map=device_map, offload_folder=tmp_path
+    )
+    ids = random_ids(1, 140)
+    assert (
+        offloaded.generate(ids, max_new_tokens=4, **GREEDY).tolist()
+        == model.generate(ids, max_new_tokens=4, **GREEDY).tolist()
+    )
+
+
+def test_what_is_no_bundle_is_said_to_be_none(tmp_path, source):
+    with pytest.raises(BundleError, match=r"is not a kvconvert bundle: it has no kvconvert\.json"):
+        load(source)
+    with pytest.raises(BundleError, match="is not a kvconvert bundle"):
+        load(tmp_path / "missing")
+
+
+def test_a_model_that_would_be_drawn_at_random_in_part_is_refused(unquantized_weights, tmp_path):
+    shutil.copytree(unquantized_weights, tmp_path / "bundle")
+    config = tmp_path / "bundle" / "config.json"
+    config.write_text(config.read_text().replace('"mlp_bias": false', '"mlp_bias": true '))
+    with pytest.raises(BundleError, match=r"lacks model\.layers\.0\.mlp\.down_proj\.bias and 5 more"):
+        load(tmp_path / "bundle", verify="headers")
+
+
+def test_from_pretrained_verifies_too(bundle, tmp_path):
+    copy = shutil.copytree(bundle, tmp_path / "copy")
+    weights = copy / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-100] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(BundleError, match=r"model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(copy)
+
+
+def test_other_awq_checkpoints_still_reach_transformers_own_quantizer(bundle, tmp_path):
+    copy = shutil.copytree(bundle, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    del config["quantization_config"]["kvconvert"]
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ImportError, match="gptqmodel"):
+        AutoModelForCausalLM.from_pretrained(copy)
+
+
+def test_a_cache_for_a_bundle_knows_that_its_weights_are_folded(bundle):
+    model, tokenizer = load(bundle, verify="headers")
+    assert KVCache(model.config, "oscar").schemes[0].rotate_values == "folded"
+    assert KVCache(model.config, "kivi").schemes[0].rotate_values == "none"
+    assert AutoTokenizer.from_pretrained(bundle).vocab_size == tokenizer.vocab_size
+    with pytest.raises(RecipeError, match="1 KV schemes were given"):
+        KVCache(model.config, [None])

@@ -1,0 +1,205 @@
+"""Tables of addresses lead to everything that a layer stores, in the order that they state."""
+
+import copy
+import ctypes
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from kvconvert.bundle.scheme import KVScheme
+from kvconvert.kernels.decode.reference import attention_reference
+from kvconvert.kernels.pages import dequantize_keys, dequantize_values, empty_keys, empty_values
+from kvconvert.kernels.spans import Span, span_keys, span_values
+from kvconvert.runtime import KVCache
+from kvconvert.runtime.hf.handles import Chunk
+from kvconvert.runtime.hf.modality import ModalityMask
+
+CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+CONFIG.image_token_id = 1
+SCHEMES = {
+    "norms and sinks": KVScheme(sink_tokens=3, token_norm="joint"),
+    "keys stay longer": KVScheme(key_recent_tokens=300, sink_tokens=5, value_bits=4, value_group_size=16),
+    "values stay longer": KVScheme(value_recent_tokens=260, key_bits=1, value_bits=1, boost_fraction=0.25),
+    "16 bits": KVScheme(key_bits=16, value_bits=4, key_recent_tokens=20, value_recent_tokens=20),
+    "spans": replace(KVScheme.preset("calibquant-1bit"), tau2=0.0, sink_tokens=2),
+    "visual spans": replace(KVScheme.preset("calibquant-1bit-visual"), tau2=0.0, sink_tokens=2),
+    "eviction": replace(KVScheme.preset("minikv"), key_group_size=32),
+}
+PADDING = torch.ones(3, 1000, dtype=torch.bool)
+PADDING[1, :70] = PADDING[1, 330:340] = PADDING[2, :290] = False
+
+
+def window(batch, head, query, key):
+    return (key <= query) & (key > query - 250)
+
+
+def advance(layer, tokens: int, mask_function=None, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, Chunk]:
+    """Store random tokens and attend with random queries, as a model would; queries, output and chunk."""
+    generator = torch.Generator().manual_seed(seed + layer.logical)
+    rows = len(layer.sequences) or 3
+    start = layer.logical
+    keys, values = (torch.randn(rows, 2, tokens, 16, generator=generator).bfloat16() for _ in range(2))
+    if layer.scheme.modality != "all":
+        layer.marks = ModalityMask(torch.rand(rows, tokens, generator=generator) > 0.4)
+    layer.update(keys, values)
+    chunk = Chunk(torch.arange(start, start + tokens), PADDING[:rows, : start + tokens], mask_function)
+    layer.commit(chunk)
+    queries = torch.randn(rows, 4, tokens, 16, generator=generator)
+    # A fresh prompt goes through torch's own attention, which wants one dtype; few float32 queries measure exactly.
+    queries = queries.bfloat16() if tokens > 10 else queries
+    return queries, layer.attend(queries, chunk, 0.25), chunk
+
+
+def raw(base: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """`count` numbers from `start` bytes after `base`."""
+    address = base.data_ptr() + start
+    return torch.frombuffer(bytearray(ctypes.string_at(address, count * dtype.itemsize)), dtype=dtype)
+
+
+def page(tables, offset: int, empty, f, dtype):
+    """One page's dequantized tokens [H, P, channels]."""
+    room = empty(1, f, dtype, torch.device("cpu"))
+    room.buffer.copy_(raw(tables.base, 16 * offset, room.buffer.numel(), room.buffer.dtype).view(room.buffer.shape))
+    return dequantize_keys(room, f)[0].transpose(1, 2) if empty is empty_keys else dequantize_values(room, f)[0]
+
+
+def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a row, float32 [H, n, 16], read through the tables alone, in the order of masks."""
+    tables, dense = layer.places.tables(), layer.places.dense()
+    plan = tables.sequences[row]
+    key_address, key_stride, value_address, value_stride, sinks, *skips, tail = dense.rows[row].tolist()
+    spans = [run for run in plan.runs if layer.span_format]
+    pages = [entry for run in plan.runs if run not in spans for entry in range(run.begin, run.end)]
+    half = list(range(plan.half_begin, plan.half_begin + plan.half))
+    sides, tails = [], []
+    for offsets, address, stride, skip, empty, f in (
+        (tables.keys.tolist(), key_address, key_stride, skips[0], empty_keys, layer.format.keys),
+        (tables.values.tolist(), value_address, value_stride, skips[1], empty_values, layer.format.values),
+    ):
+        unit, tokens = 8 * layer.dtype.itemsize, sinks + skip + tail
+        heads = [raw(dense.base, (address + head * stride) * unit, tokens * 16, layer.dtype) for head in range(2)]
+        buffer = torch.stack(heads).view(2, -1, 16).float()
+        parts = [page(tables, offsets[entry], empty, f, layer.dtype) for entry in pages]
+        if skip:
+            assert [offsets[entry] for entry in half] == [0] * (skip // 128)
+            parts.append(buffer[:, sinks : sinks + skip])
+        else:
+            parts += [page(tables, offsets[entry], empty, f, layer.dtype) for entry in half]
+        sides.append(parts)
+        tails.append(torch.cat([buffer[:, :sinks], buffer[:, sinks + skip : skip + tail]], 1))
+    assert (plan.half_token, plan.tail_token) == (
+        128 * len(pages), 128 * (len(pages) + len(half)) + sum(run.tokens for run in spans)
+    )  # fmt: skip
+    for run in spans:
+        assert run.first_token == sum(part.shape[1] for part in sides[0])
+        codes = []
+        for offsets, lanes, rows in ((tables.keys, 16, 8), (tables.values, 2, 64)):
+            blocks = [
+                raw(tables.base, 16 * int(offset), 2 * lanes * rows, torch.int16).view(2, lanes, rows)
+                for offset in offsets[run.begin : run.end]
+            ]
+            codes.append(torch.stack(blocks))
+        scales = [raw(tables.base, 16 * o, 32, torch.float16).view(2, 16) for o in tables.shared[run.scales].tolist()]
+        span = Span(run.tokens, codes[0], *scales[:2], codes[1], *scales[2:])
+        sides[0].append(span_keys(span, layer.span_format))
+        sides[1].append(span_values(span, layer.span_format))
+    return tuple(torch.cat([*parts, tail], 1) for parts, tail in zip(sides, tails, strict=True))
+
+
+def check(layer, queries, output, chunk) -> None:
+    mask = layer.places.mask(chunk)
+    for row in range(len(layer.sequences)):
+        keys, values = followed(layer, row)
+        assert keys.shape == values.shape
+        visible = None
+        if mask is not None:
+            visible = mask[row, :, :, : keys.shape[1]].bool()
+            assert not mask[row, :, :, keys.shape[1] :].any()
+            visible = visible.expand(2, -1, -1).repeat_interleave(2, 0)
+        real = PADDING[row, chunk.query_columns]
+        expected = attention_reference(queries[row], keys, values, visible, 0.25)
+        torch.testing.assert_close(output[row, :, real].double(), expected[:, real], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("mask_function", [None, window])
+def test_following_the_tables_gives_what_attention_gives(name, mask_function):
+    layer = KVCache(CONFIG, SCHEMES[name]).layers[0]
+    kinds = set()
+    for tokens in (420, 1, 1, 90, 1, 3, 140, 1):
+        queries, output, chunk = advance(layer, tokens, mask_function)
+        if tokens < 10:
+            check(layer, queries, output, chunk)
+            plans = layer.places.tables().sequences
+            kinds |= {("pages", "spans")[bool(layer.span_format)] for plan in plans if plan.runs}
+            kinds |= {"half" for plan in plans if plan.half}
+        layer.end_forward()
+    expected = {"spans"} if "spans" in name else {"pages", "half"} if "longer" in name else {"pages"}
+    assert kinds == expected
+
+
+def test_one_token_that_sees_everything_needs_no_mask():
+    layer = KVCache(CONFIG, SCHEMES["16 bits"]).layers[0]
+    advance(layer, 300)
+    layer.end_forward()
+    assert layer.places.mask(advance(layer, 1)[2]) is None
+
+
+def test_tables_stay_the_same_object_until_a_page_is_written_or_rows_move():
+    layer = KVCache(CONFIG, SCHEMES["norms and sinks"]).layers[0]
+    advance(layer, 500)
+    layer.end_forward()
+    before = layer.places.tables()
+    changes = 0
+    for _ in range(128):
+        check(layer, *advance(layer, 1))
+        layer.end_forward()
+        changes += layer.places.tables() is not before
+        before = layer.places.tables()
+    # three rows of different lengths
+    assert changes == 3
+    layer.reorder_cache(torch.tensor([2, 0, 0]))
+    assert layer.places.tables() is not before
+    pages = [plan.runs[0].tokens for plan in before.sequences]
+    assert [plan.runs[0].tokens for plan in layer.places.tables().sequences] == [pages[row] for row in (2, 0, 0)]
+
+
+def test_work_is_divided_anew_only_when_tables_change_or_tails_have_grown_a_lot():
+    layer = KVCache(CONFIG, SCHEMES["spans"]).layers[0]
+    advance(layer, 400)
+    plans = []
+    for _ in range(300):
+        advance(layer, 1)
+        layer.end_forward()
+        plans.append(layer.places.work(8))
+    assert len({id(plan) for plan in plans}) == 3
+    assert layer.places.work(8) is plans[-1]
+    assert layer.places.work(4) is not plans[-1]
+
+
+def test_tables_follow_beams_and_crops():
+    layer = KVCache(CONFIG, SCHEMES["values stay longer"]).layers[0]
+    layer.activate_past_recording()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "PADDING", torch.ones(3, 1000, dtype=torch.bool))
+        advance(layer, 430)
+        layer.end_forward()
+        layer.reorder_cache(torch.tensor([1, 1, 0]))
+        check(layer, *advance(layer, 5))
+        layer.end_forward()
+        layer.crop(-3)
+        check(layer, *advance(layer, 1))
+
+
+def test_a_copied_cache_has_places_of_its_own():
+    layer = KVCache(CONFIG, SCHEMES["norms and sinks"]).layers[0]
+    advance(layer, 500)
+    layer.end_forward()
+    layer.places.tables()
+    copied = copy.deepcopy(layer)
+    layer.key_pool.read(layer.sequences[0].keys.pages).record.fill_(-1)
+    for sequence in layer.sequences:
+        sequence.keys.buffer.fill_(1e9)
+    check(copied, *advance(copied, 1))

@@ -1,0 +1,93 @@
+"""Pages of a pool: numbers, references, views and addresses."""
+
+import ctypes
+
+import pytest
+import torch
+
+from kvconvert.errors import CacheError
+from kvconvert.kernels.pages import KeyFormat, ValueFormat, dequantize_keys, empty_keys, empty_values, quantize_keys
+from kvconvert.runtime.cache.pool import PagePool
+
+CPU = torch.device("cpu")
+FORMAT = KeyFormat(2, 16, 128, 2, 32, token_norm="joint")
+
+
+def key_pool(f=FORMAT, dtype=torch.bfloat16, capacity=None) -> PagePool:
+    return PagePool(lambda count, device: empty_keys(count, f, dtype, device), CPU, capacity)
+
+
+def some_pages(count: int, f=FORMAT):
+    return quantize_keys(torch.randn(count, 2, 128, 16).bfloat16(), f)
+
+
+def bytes_at(base: torch.Tensor, offset: int, count: int) -> bytes:
+    return ctypes.string_at(base.data_ptr() + 16 * offset, count)
+
+
+@pytest.mark.parametrize("bits", [2, 16])
+def test_offsets_lead_from_any_tensor_to_the_record_of_each_page_in_every_chunk(bits):
+    f = KeyFormat(2, 16, 128, bits, 32)
+    pool, base = key_pool(f), torch.empty(64, dtype=torch.int16)
+    pages = some_pages(23, f)
+    numbers = [number for part in (3, 6, 14) for number in pool.write(pages.select(slice(0, part)))]
+    assert len(pool._chunks) > 2
+    order = torch.randperm(23).tolist()
+    for i, offset in zip(order, pool.offsets([numbers[i] for i in order], base), strict=True):
+        page = pages.buffer[i if i < 3 else i - 3 if i < 9 else i - 9]
+        assert bytes_at(base, offset, page.nbytes) == page.flatten().view(torch.uint8).numpy().tobytes()
+
+
+def test_growing_leaves_pages_where_they_are():
+    pool, base = key_pool(), torch.empty(1, dtype=torch.int16)
+    numbers = pool.write(some_pages(5))
+    before = pool.offsets(numbers, base)
+    for _ in range(4):
+        pool.reserve(30)
+    assert pool.offsets(numbers, base) == before
+
+
+def test_views_of_reserved_pages_are_where_reading_finds_them():
+    pool = key_pool()
+    pool.write(some_pages(3))
+    hole = pool.write(some_pages(2))
+    pool.write(some_pages(2))
+    pool.release(hole)
+    numbers = pool.reserve(12)
+    pages, at = some_pages(12), 0
+    runs = pool.views(numbers)
+    assert sum(map(len, runs)) == 12
+    for run in runs:
+        run.record.copy_(pages.record[at : at + len(run)])
+        at += len(run)
+    assert torch.equal(dequantize_keys(pool.read(numbers), FORMAT), dequantize_keys(pages, FORMAT))
+    assert torch.equal(pool.read(numbers[::-1]).record, pages.record.flip(0))
+
+
+def test_views_split_at_chunks_and_gaps_and_nowhere_else():
+    pool = key_pool(capacity=10)
+    numbers = pool.reserve(10)
+    assert [len(run) for run in pool.views(numbers)] == [10]
+    assert [len(run) for run in pool.views([0, 1, 2, 5, 6, 4])] == [3, 2, 1]
+    assert pool.views([]) == []
+    growing = key_pool()
+    assert [len(run) for run in growing.views(growing.reserve(4) + growing.reserve(4))] == [4, 4]
+
+
+def test_reserved_pages_have_one_reference_and_are_free_after_its_release():
+    pool = key_pool(capacity=4)
+    numbers = pool.reserve(3)
+    assert pool.pages_used == 3
+    pool.retain(numbers[:1])
+    pool.release(numbers)
+    assert pool.pages_used == 1
+    with pytest.raises(CacheError, match="1 of 4 are in use and 4 more"):
+        pool.reserve(4)
+    assert pool.pages_used == 1
+
+
+def test_a_page_costs_its_record():
+    f = ValueFormat(3, 24, 128, 1, 24)
+    pool = PagePool(lambda count, device: empty_values(count, f, torch.float32, device), CPU, 7)
+    assert pool.page_bytes == 3 * (64 * 3 + 128 * 2) * 2
+    assert pool.bytes_allocated == 7 * pool.page_bytes

@@ -1,0 +1,1 @@
+"""Tiny random models, checkpoints and processors for tests."""
