@@ -171,8 +171,8 @@ def _provenance(manifest: Manifest) -> list[str]:
     if data is not None:
         pictures = f" with {data.images} images" if data.images else ""
         lines.append(
-            f"- Calibration: {data.samples} samples of {data.length} tokens{pictures} from {data.source} "
-            f"(seed {data.seed}, sha256 of the {'inputs' if data.images else 'token ids'} `{data.sha256}`)"
+            f"- Calibration: {data.samples} samples of {data.length} tokens{pictures} from {data.source} (seed "
+            f"{data.seed}, sha256 of the {'inputs' if data.images else 'token ids'} `{data.sha256}`)"
         )
     lines.append(
         f"- kvconvert {manifest.kvconvert_version}, bundle format {manifest.format_version}; see `kvconvert.json`"

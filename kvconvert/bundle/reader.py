@@ -135,8 +135,8 @@ def _read_manifest(directory: Path) -> Manifest:
         raise mismatch(MANIFEST_NAME, "format_version", FORMAT_VERSION, repr(version))
     if version > FORMAT_VERSION:
         raise BundleError(
-            f"{MANIFEST_NAME} has format_version {version}, but this kvconvert reads up to {FORMAT_VERSION}; "
-            "install a newer kvconvert."
+            f"{MANIFEST_NAME} has format_version {version}, but this kvconvert reads up to {FORMAT_VERSION}; install a "
+            "newer kvconvert."
         )
     try:
         manifest = Manifest.model_validate_json(content)
@@ -196,8 +196,8 @@ def _check_regular(path: Path, name: str) -> None:
     mode = path.stat().st_mode if _is_hub_blob(path) else path.lstat().st_mode
     if stat.S_ISLNK(mode):
         raise BundleError(
-            f"{name} does not fit the bundle: the file should be a regular file, found a symbolic link; copy "
-            "the bundle with links followed (cp -rL)."
+            f"{name} does not fit the bundle: the file should be a regular file, found a symbolic link; copy the "
+            "bundle with links followed (cp -rL)."
         )
     if not stat.S_ISREG(mode):
         raise mismatch(name, "the file", "a regular file", "something else")

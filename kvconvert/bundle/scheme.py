@@ -257,9 +257,8 @@ class KVScheme:
             if head_dim % size == 0 and size % 8 == 0:
                 return size
         raise RecipeError(
-            f"[kv] value_group_size = {self.value_group_size} does not suit a head size of {head_dim}: no multiple "
-            "of 8 "
-            f"up to it divides the head size; the model's cache cannot be quantized in groups."
+            f"[kv] value_group_size = {self.value_group_size} does not suit a head size of {head_dim}: no multiple of "
+            "8 up to it divides the head size; the model's cache cannot be quantized in groups."
         )
 
     def boosted_for(self, head_dim: int) -> int:

@@ -168,8 +168,8 @@ def kv_line(manifest: Manifest) -> str:
     rest = f"; holds for {' and '.join(only)} tokens, others stay in full precision" if only else ""
     return (
         f"{planned} of {len(manifest.layers)} layers; estimated from the plan, not measured: "
-        f"{estimate.bytes_per_token:,.1f} bytes per token in complete pages, "
-        f"{estimate.bits_per_value:.2f} bits per value ({estimate.plain_bytes_per_token:,.0f} bytes in 16 bits){rest}"
+        f"{estimate.bytes_per_token:,.1f} bytes per token in complete pages, {estimate.bits_per_value:.2f} bits per "
+        f"value ({estimate.plain_bytes_per_token:,.0f} bytes in 16 bits){rest}"
     )
 
 

@@ -43,8 +43,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def mismatch(file: str, field: str, expected: object, found: object) -> BundleError:
     """The error for a file that is not what it has to be, in one sentence."""
     return BundleError(
-        f"{file} does not fit the bundle: {field} should be {expected}, found {found}; "
-        "the file is damaged or was changed, so fetch or export the bundle again."
+        f"{file} does not fit the bundle: {field} should be {expected}, found {found}; the file is damaged or was "
+        "changed, so fetch or export the bundle again."
     )
 
 
@@ -159,8 +159,8 @@ def write_tensors(path: Path, infos: Mapping[str, TensorInfo], read: Callable[[s
             tensor = read(name)
             if tensor_info(tensor) != infos[name]:
                 raise BundleError(
-                    f"Tensor {name} changed while it was being exported: expected {infos[name]}, "
-                    f"found {tensor_info(tensor)}."
+                    f"Tensor {name} changed while it was being exported: expected {infos[name]}, found "
+                    f"{tensor_info(tensor)}."
                 )
             if tensor.numel():
                 stream.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -116,8 +116,8 @@ def export(
             if manifest.fidelity is not None and manifest.fidelity.missed and not force:
                 raise FidelityError(
                     f"The bundle misses the limits of its recipe, so {output} was not written "
-                    f"({'; '.join(manifest.fidelity.missed)}); choose a gentler recipe, or export it anyway "
-                    "with --force."
+                    f"({'; '.join(manifest.fidelity.missed)}); choose a gentler recipe, or export it anyway with "
+                    "--force."
                 )
             write_manifest(directory, manifest)
         (directory / CARD_NAME).write_text(model_card(manifest), encoding="utf-8")

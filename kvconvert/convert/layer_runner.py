@@ -158,8 +158,8 @@ class LayerRunner:
             if not output.isfinite().all():
                 place = f"{self.layer_name(index)}.{_first_overflow(layer, batch, arguments)}".rstrip(".")
                 raise NumericError(
-                    f"{place} computes NaN or infinity on the calibration data; "
-                    "check that the source model generates sensible text."
+                    f"{place} computes NaN or infinity on the calibration data; check that the source model generates "
+                    "sensible text."
                 )
             yield batch, arguments, self._capture.add(index + 1, start, output)
 

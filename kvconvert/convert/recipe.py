@@ -174,8 +174,8 @@ class Recipe(_Table):
             return cls._parse(text, where=name, name=path.stem)
         if name not in preset_names():
             raise RecipeError(
-                f"There is no recipe preset {name!r}; choose one of {', '.join(preset_names())}, or give the path of "
-                "a .toml file."
+                f"There is no recipe preset {name!r}; choose one of {', '.join(preset_names())}, or give the path of a "
+                ".toml file."
             )
         text = (resources.files("kvconvert.convert") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
         return cls._parse(text, where=f"preset {name}", name=name)

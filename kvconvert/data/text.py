@@ -83,7 +83,7 @@ class HubSource:
         if len(parts) > 4 or name.count("/") > 1 or not wellformed:
             raise DataError(
                 f"Data source {source!r} is neither a file or directory that exists nor a Hub data set id of the form "
-                f"name:config:split:column; check the spelling."
+                "name:config:split:column; check the spelling."
             )
         parts += [""] * (4 - len(parts))
         return cls(name, parts[1] or None, parts[2] or "train", parts[3] or None)
@@ -133,8 +133,8 @@ def load_token_samples(
         if available == 0:
             raise DataError(f"{found}, but one sample needs {window}; give more text or a smaller sequence length.")
         raise DataError(
-            f"{found}, which make {available} samples of {length}, but {samples} samples ({samples * window} "
-            f"tokens) are asked for; give more text, or ask for fewer or shorter samples."
+            f"{found}, which make {available} samples of {length}, but {samples} samples ({samples * window} tokens) "
+            "are asked for; give more text, or ask for fewer or shorter samples."
         )
     chosen = sorted(random.Random(seed).sample(range(available), samples)) if whole else range(samples)
     rows = torch.tensor([prefix + ids[i * window : (i + 1) * window] for i in chosen], dtype=torch.int64)
@@ -322,7 +322,7 @@ def _encode_row(value: Any, tokenizer: PreTrainedTokenizerBase, place: str) -> l
         if not getattr(tokenizer, "chat_template", None):
             raise DataError(
                 f"Data source {place}: rows hold messages, but the tokenizer {tokenizer.name_or_path!r} has no chat "
-                f"template; use a model with one, or data with a text column."
+                "template; use a model with one, or data with a text column."
             )
         if not value:
             return []

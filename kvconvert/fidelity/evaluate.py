@@ -198,8 +198,8 @@ def evaluate(
     vocabularies = [m.get_output_embeddings().weight.shape[0] for m in (source_model, model)]
     if vocabularies[0] != vocabularies[1]:
         raise UsageError(
-            f"{checkpoint.id} ranks {vocabularies[0]} tokens and the bundle {vocabularies[1]}; compare a bundle "
-            f"with the model it was made from."
+            f"{checkpoint.id} ranks {vocabularies[0]} tokens and the bundle {vocabularies[1]}; compare a bundle with "
+            "the model it was made from."
         )
     source, decoder = Decoder.plain(source_model), decoder_of(model.eval())
     length, prefill, scored = _segment_shape(source_model, treats_whole_prompts(decoder.new_cache()))
@@ -353,7 +353,7 @@ def _source_of(manifest: Manifest, against: str | None) -> str:
     if recorded.revision is None and not Path(recorded.id).is_dir():
         raise UsageError(
             f"The bundle was made from a local directory named {recorded.id}, which is not here; say where it is with "
-            f"--against."
+            "--against."
         )
     return recorded.id
 

@@ -142,7 +142,7 @@ class _Stream:
         if not scores.isfinite().all():
             raise NumericError(
                 f"The {self.name} answers with NaN or infinity before token {self.length} of the evaluation text; its "
-                f"fidelity cannot be measured."
+                "fidelity cannot be measured."
             )
         return scores
 

@@ -203,8 +203,8 @@ def _weight_files(directory: Path) -> list[str]:
     if index.exists():
         if single.exists():
             raise CheckpointError(
-                f"{directory} holds both {SINGLE_FILE} and {INDEX_FILE}, which may disagree; remove the one that "
-                "is not meant."
+                f"{directory} holds both {SINGLE_FILE} and {INDEX_FILE}, which may disagree; remove the one that is "
+                "not meant."
             )
         named = sorted(set(_read_index(index).values()))
         for file in named:

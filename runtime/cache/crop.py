@@ -51,15 +51,14 @@ def _check_crop(layer: PagedLayer, row: int, sequence: Sequence, length: int) ->
     in_span = any(columns.before(length) < len(columns) for _, columns in sequence.spans)
     if removed > loose or in_span:
         raise CacheError(
-            f"Sequence {row} cannot give back its newest {removed} tokens: layer {layer.index} has already "
-            f"quantized some of them; call activate_past_recording() before the tokens are added, and crop at most "
-            f"a page at a time."
+            f"Sequence {row} cannot give back its newest {removed} tokens: layer {layer.index} has already quantized "
+            "some of them; call activate_past_recording() before the tokens are added, and crop at most a page at a "
+            "time."
         )
     if removed and sequence.dropped and layer.sliding_window:
         oldest = sequence.columns.column(sequence.sink_tokens + sequence.dropped * layer.page_size)
         if oldest > length - layer.sliding_window:
             raise CacheError(
-                f"Sequence {row} cannot give back its newest {removed} tokens: layer {layer.index} has dropped "
-                f"tokens that its sliding window would need again; call activate_past_recording() before the "
-                f"tokens are added."
+                f"Sequence {row} cannot give back its newest {removed} tokens: layer {layer.index} has dropped tokens "
+                "that its sliding window would need again; call activate_past_recording() before the tokens are added."
             )

@@ -35,8 +35,7 @@ def layer_format(
         if shape != (heads, count):
             raise RecipeError(
                 f"[kv] boost_select = 'calibrated' needs {count} channels for each of {heads} heads from a KV plan, "
-                "and "
-                f"found {'none' if shape is None else shape}; use a bundle calibrated so, or select dynamically."
+                f"and found {'none' if shape is None else shape}; use a bundle calibrated so, or select dynamically."
             )
     static = scheme.static_scales == "calibrated"
     keys = KeyFormat(

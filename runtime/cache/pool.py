@@ -78,7 +78,7 @@ class PagePool(Generic[Pages]):
             if self.capacity is not None:
                 raise CacheError(
                     f"{self.name} is out of pages: {self.pages_used} of {self.capacity} are in use and {count} more "
-                    f"are needed; give the cache more kv_memory, or run fewer or shorter sequences."
+                    "are needed; give the cache more kv_memory, or run fewer or shorter sequences."
                 )
             self._grow(max(missing, SMALLEST_CHUNK, (len(self._references) + missing) // GROWTH))
         numbers = [self._free.pop() for _ in range(count)]

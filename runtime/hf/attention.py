@@ -79,8 +79,8 @@ def attention_function(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if kwargs.get("position_bias") is not None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} adds a position bias to its attention scores, which the kvconvert cache does "
-            "not know yet."
+            f"{type(module).__name__} adds a position bias to its attention scores, which the kvconvert cache does not "
+            "know yet."
         )
     if not isinstance(key, KeyHandle):
         return _without_cache(
@@ -94,9 +94,8 @@ def attention_function(
         )
     if not isinstance(attention_mask, MaskHandle):
         raise CacheError(
-            f"The attention mask that reached {where} is not kvconvert's: pass a 2-D attention_mask of ones and "
-            "zeros (4-D masks are "
-            f"not possible with this cache)."
+            f"The attention mask that reached {where} is not kvconvert's: pass a 2-D attention_mask of ones and zeros "
+            "(4-D masks are not possible with this cache)."
         )
     if dropout:
         raise CacheError(f"Attention dropout is on in {where}; call model.eval() before generating.")

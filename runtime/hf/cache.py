@@ -228,9 +228,8 @@ def spread_ratios(schemes: Sequence_[KVScheme | None]) -> tuple[KVScheme | None,
     for i in evicting:
         if schemes[i].allocation not in ("uniform", "pyramid"):
             raise RecipeError(
-                f"[kv] allocation = {schemes[i].allocation!r} spreads the budget by what calibration measured; use "
-                "it in a "
-                f"recipe and load the bundle, or choose uniform or pyramid."
+                f"[kv] allocation = {schemes[i].allocation!r} spreads the budget by what calibration measured; use it "
+                "in a recipe and load the bundle, or choose uniform or pyramid."
             )
     pyramid = [i for i in evicting if schemes[i].allocation == "pyramid"]
     if pyramid:

@@ -78,8 +78,8 @@ def fused_layout(fused: nn.Module) -> FusedLayout:
     standard = scored_before or getattr(fused, "has_gate", False)
     if not standard or names not in (gated, gated | {f"{name}_bias" for name in gated}):
         raise UnsupportedModelError(
-            f"{kind} with {', '.join(sorted(names))} is a kind of fused experts that kvconvert cannot take apart; "
-            'use [weights] method = "none".'
+            f"{kind} with {', '.join(sorted(names))} is a kind of fused experts that kvconvert cannot take apart; use "
+            '[weights] method = "none".'
         )
     if getattr(fused, "has_post_expert_norm", False):
         raise UnsupportedModelError(

@@ -39,9 +39,8 @@ class BundleModel:
         implementation = generation_config.cache_implementation
         if implementation not in (None, "dynamic"):
             raise UsageError(
-                f"cache_implementation={implementation!r} is not possible with a bundle's low-bit cache; leave it "
-                "out, or pass "
-                f'"dynamic" for a full-precision cache.'
+                f"cache_implementation={implementation!r} is not possible with a bundle's low-bit cache; leave it out, "
+                'or pass "dynamic" for a full-precision cache.'
             )
         if generation_config.use_cache is False and _caches(self):
             # Recomputing everything at each step is correct, only slow; the user asked for it.

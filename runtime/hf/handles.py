@@ -45,8 +45,7 @@ class Chunk:
         if self._length is not None and self._length != length + len(self.query_columns):
             raise CacheError(
                 f"The attention mask has {self._length} columns and {where} of the cache needs "
-                f"{length + len(self.query_columns)}: pass "
-                f"one mask over all tokens seen so far and the new ones."
+                f"{length + len(self.query_columns)}: pass one mask over all tokens seen so far and the new ones."
             )
         if past is self._checked:
             return
@@ -58,8 +57,7 @@ class Chunk:
         if not same:
             raise CacheError(
                 f"The attention mask changed for columns that {where} of the cache has stored already; pass the same "
-                "mask for old "
-                f"columns, or start a new cache."
+                "mask for old columns, or start a new cache."
             )
         self._checked = past
 
@@ -119,7 +117,7 @@ class KeyHandle(torch.Tensor):
         where = f" of layer {layer.index}" if layer is not None else ""
         raise CacheError(
             f"The keys{where} in a kvconvert cache reached {name or func!r} instead of kvconvert's attention; call "
-            f'model.set_attn_implementation("kvconvert") before using this cache.'
+            'model.set_attn_implementation("kvconvert") before using this cache.'
         )
 
 

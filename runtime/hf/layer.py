@@ -140,14 +140,12 @@ class PagedLayer(CacheLayerMixin):
         if self.pending is not None:
             raise CacheError(
                 f"Layer {self.index} received keys twice without attention in between; is the model's attention "
-                "implementation "
-                f'"kvconvert"? Call model.set_attn_implementation("kvconvert").'
+                'implementation "kvconvert"? Call model.set_attn_implementation("kvconvert").'
             )
         if key_states.shape[0] != len(self.sequences):
             raise CacheError(
                 f"The cache holds {len(self.sequences)} sequences and layer {self.index} was given "
-                f"{key_states.shape[0]}; "
-                f"use a new cache for another batch."
+                f"{key_states.shape[0]}; use a new cache for another batch."
             )
         if self.keep_for_sharing:
             flush(self, 0)

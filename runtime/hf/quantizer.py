@@ -118,8 +118,8 @@ def place_packed_linears(model: PreTrainedModel, bundle: Bundle) -> None:
             continue
         if not isinstance(linear, torch.nn.Linear):
             raise BundleError(
-                f"{MANIFEST_NAME} says that {name} is quantized, but {type(model).__name__} has no Linear of "
-                "that name; the bundle belongs to another architecture or version of transformers."
+                f"{MANIFEST_NAME} says that {name} is quantized, but {type(model).__name__} has no Linear of that "
+                "name; the bundle belongs to another architecture or version of transformers."
             )
         with torch.device("meta"):
             packed = QuantizedLinear(

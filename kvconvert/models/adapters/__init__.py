@@ -48,8 +48,8 @@ def require_adapter(config: PretrainedConfig) -> Adapter:
             '"none".'
         )
     raise UnsupportedModelError(
-        f"No adapter describes {stated} (model type {config.model_type}): the names of its decoder layers, norms "
-        "and Linears, which Linears read each norm, and whether values may be rotated in the weights are missing; "
+        f"No adapter describes {stated} (model type {config.model_type}): the names of its decoder layers, norms and "
+        "Linears, which Linears read each norm, and whether values may be rotated in the weights are missing; "
         f"docs/models.md lists the {len(ADAPTERS) + len(VISION)} kinds of models that have one, and others convert "
         'with [weights] method = "none".'
     )
