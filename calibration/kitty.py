@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 
 from kvconvert.calibration.attention_sample import as_cached
-from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult, attention_observed, require_finite
+from kvconvert.calibration.protocol import (
+    CalibrationPass,
+    LayerWork,
+    PassRequest,
+    PassResult,
+    attention_observed,
+    require_finite,
+)
 from kvconvert.kernels.pages import token_norms
 
 
@@ -81,12 +88,19 @@ class KittyPass(CalibrationPass):
     """
 
     name = "kitty"
-    plan_tensors = ("key_mean_abs", "key_range", "query_mean_abs", "key_sensitivity", "boosted_channels")
 
     def __init__(self, select: Literal["dynamic", "calibrated"]) -> None:
         self.select = select
         self._statistics: ChannelStatistics | None = None
         self._tensors: dict[str, Tensor] = {}
+
+    @classmethod
+    def of(cls, request: PassRequest) -> KittyPass | None:
+        """Of a scheme that boosts any channel of the layer's heads."""
+        scheme = request.scheme
+        if scheme is None or not scheme.boosted_for(request.structure.head_dim):
+            return None
+        return cls(scheme.boost_select)
 
     @contextmanager
     def observe(self, work: LayerWork) -> Iterator[None]:

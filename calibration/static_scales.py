@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from kvconvert.calibration.attention_sample import as_cached
-from kvconvert.calibration.protocol import CalibrationPass, ChannelBounds, LayerWork, PassResult, attention_observed
+from kvconvert.calibration.protocol import (
+    CalibrationPass,
+    ChannelBounds,
+    LayerWork,
+    PassRequest,
+    PassResult,
+    attention_observed,
+)
 from kvconvert.errors import NumericError
 
 
@@ -49,11 +56,15 @@ class StaticScalesPass(CalibrationPass):
     """
 
     name = "static_scales"
-    plan_tensors = ("static_key_scale", "static_key_zero_point", "static_value_scale", "static_value_zero_point")
 
     def __init__(self) -> None:
         self._work: LayerWork | None = None
         self._bounds: dict[str, RunningBounds] = {}
+
+    @classmethod
+    def of(cls, request: PassRequest) -> StaticScalesPass | None:
+        """Of a scheme with static scales."""
+        return cls() if request.scheme is not None and request.scheme.is_static else None
 
     def solve(self, work: LayerWork) -> None:
         """Find the bounds of all calibration tokens."""

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny.models import GREEDY, random_ids, tiny_model
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.kernels import device
+from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import attend as reading
 from kvconvert.runtime.cache.append import make_room
