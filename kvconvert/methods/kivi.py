@@ -54,7 +54,7 @@ class Kivi(Part):
     )
     value_recent_tokens: int = option(0, "it is a number of tokens, 0 or more", "the same for values", ge=0)
     page_size: Annotated[int, AfterValidator(one_of(PAGE_SIZES))] = option(
-        128, "pages hold 128 tokens in this version", "tokens that are quantized together"
+        128, "choose 128, for pages hold 128 tokens in this version", "tokens that are quantized together"
     )
 
     @property
