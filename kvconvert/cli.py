@@ -25,11 +25,25 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KvconvertError as error:
-            click.echo(f"Error: {' '.join(str(error).splitlines())}", err=True)
+            message = self._with_options(" ".join(str(error).splitlines()), ctx.invoked_subcommand)
+            click.echo(f"Error: {message}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             click.echo("Error: Interrupted; nothing half written was left behind.", err=True)
             ctx.exit(1)
+
+    def _with_options(self, message: str, invoked: str | None) -> str:
+        """A message in which options stand for the arguments that the library names: `restart=True` is --restart.
+
+        The invoked command's options come first, for its `work` may be another's -o.
+        """
+        for command in sorted(self.commands.values(), key=lambda command: command.name != invoked):
+            for parameter in command.params:
+                argument = isinstance(parameter, click.Argument)
+                shown = parameter.human_readable_name if argument else parameter.opts[0]
+                for name in (f"`{parameter.name}`", f"`{parameter.name}=True`"):
+                    message = message.replace(name, shown)
+        return message
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

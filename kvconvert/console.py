@@ -110,8 +110,8 @@ class Console:
         images = list(images)
         if images and self.prompts is None:
             reason = "has no processor" if supports_images(self.model.config) else "reads no images"
-            raise UsageError(f"This bundle's model {reason}; leave --image out, or give a bundle that sees.")
-        return [read_image(path, None, "--image") for path in images]
+            raise UsageError(f"This bundle's model {reason}; leave `images` out, or give a bundle whose model supports them.")
+        return [read_image(path, None, "`images`") for path in images]
 
     def _named(self, line: str, interactive: bool) -> list[Image]:
         """The image that a line names; on a terminal a mistake costs only a message."""

@@ -123,7 +123,7 @@ def export(
                 raise FidelityError(
                     f"The bundle misses the limits of its recipe, so {output} was not written "
                     f"({'; '.join(manifest.fidelity.missed)}); choose a gentler recipe, or export it anyway with "
-                    "--force."
+                    "`force=True`."
                 )
             write_manifest(directory, manifest)
         (directory / CARD_NAME).write_text(model_card(manifest), encoding="utf-8")

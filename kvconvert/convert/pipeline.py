@@ -292,9 +292,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"--device {name} is not a device; give cpu or cuda.") from error
+        raise UsageError(f"There is no device {name}; `device` may be cpu or cuda.") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"--device {name} asks for a GPU that torch does not find; give cpu.")
+        raise UsageError(f"torch finds no GPU for the device {name}; `device` has to be cpu.")
     return device
 
 

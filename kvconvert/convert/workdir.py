@@ -143,14 +143,12 @@ class WorkDir:
         """A finished working directory; UsageError where it is not one, or not finished."""
         path = Path(path)
         if not (path / _STATE).is_file():
-            raise UsageError(
-                f"{path} is not a working directory of kvconvert; run kvconvert calibrate with -o {path} first."
-            )
+            raise UsageError(f"{path} is not a working directory of kvconvert; make it with kvconvert calibrate first.")
         work = cls(path, _read_state(path))
         if not work.state.complete:
             raise UsageError(
                 f"The calibration in {path} stopped after {work.first_uncommitted()} of {work.state.num_layers} "
-                "layers; run the same kvconvert calibrate command again, which goes on from there."
+                "layers; calibrate again with the same arguments, which goes on from there."
             )
         return work
 
@@ -168,16 +166,16 @@ class WorkDir:
         """
         path, state = Path(path), state.sealed()
         if path.exists() and not path.is_dir():
-            raise UsageError(f"{path} is a file; give -o a directory.")
+            raise UsageError(f"{path} is a file; `work` has to be a directory.")
         begun = (path / _STATE).exists()
         # A kill before the first state.json leaves nothing but its temporary file.
         if path.exists() and not begun and any(not entry.name.endswith(_TEMPORARY) for entry in path.iterdir()):
-            raise UsageError(f"{path} holds files that are not kvconvert's; give -o a new or empty directory.")
+            raise UsageError(f"{path} holds files that are not kvconvert's; `work` has to be a new or empty directory.")
         if begun and not restart:
             previous = _read_state(path)
             if previous.fingerprint != state.fingerprint:
                 raise UsageError(
-                    f"{_changes(previous, state)}; give --restart to calibrate {path} anew, or another -o."
+                    f"{_changes(previous, state)}; calibrate {path} anew with `restart=True`, or choose another `work`."
                 )
             state = previous
         with _disk_errors(path):
@@ -244,7 +242,7 @@ class WorkDir:
             return LayerRecord.model_validate_json(file.read_bytes())
         except (OSError, ValidationError) as error:
             raise UsageError(
-                f"{file} cannot be read ({_first_line(error)}); calibrate again with --restart."
+                f"{file} cannot be read ({_first_line(error)}); calibrate again with `restart=True`."
             ) from error
 
     def finish(self) -> None:
@@ -267,7 +265,7 @@ class WorkDir:
             return load_file(file)
         except (OSError, SafetensorError) as error:
             raise UsageError(
-                f"{file} cannot be read ({_first_line(error)}); calibrate again with --restart."
+                f"{file} cannot be read ({_first_line(error)}); calibrate again with `restart=True`."
             ) from error
 
 
@@ -342,12 +340,12 @@ def _read_state(path: Path) -> WorkState:
         if isinstance(values, dict) and values.get("format") != WORK_FORMAT:
             raise UsageError(
                 f"{path} was written by another version of kvconvert (working format {values.get('format')}, this is "
-                f"{WORK_FORMAT}); calibrate again with --restart."
+                f"{WORK_FORMAT}); calibrate again with `restart=True`."
             )
         return WorkState.model_validate(values)
     except (OSError, ValueError, ValidationError) as error:
         raise UsageError(
-            f"{path / _STATE} cannot be read ({_first_line(error)}); calibrate again with --restart."
+            f"{path / _STATE} cannot be read ({_first_line(error)}); calibrate again with `restart=True`."
         ) from error
 
 
@@ -393,6 +391,6 @@ def _disk_errors(path: Path) -> Iterator[None]:
         if not full:
             raise
         raise KvconvertError(
-            f"The disk is full while writing to {path}; free some space and run the same command again, which goes on "
-            "from the last finished layer."
+            f"The disk is full while writing to {path}; free some space and calibrate again with the same arguments, "
+            "which goes on from the last finished layer."
         ) from error

@@ -134,7 +134,7 @@ class _Packer:
             if last > length - _SLACK and not chosen:
                 raise DataError(
                     f"{document.place}: its images and what precedes them take {last} tokens, more than the {length} "
-                    f"of a sample; give a --seq-len of {-(-(last + _TEXT_SHARE) // 256) * 256} or more, or smaller "
+                    f"of a sample; give a `seq_len` of {-(-(last + _TEXT_SHARE) // 256) * 256} or more, or smaller "
                     "images."
                 )
             if used + last > length - _SLACK:
@@ -161,7 +161,7 @@ class _Packer:
         if prompts.visual(ids[:, length:]).any():
             raise DataError(
                 f"{documents[-1].place}: the processor's tokens differ with what stands around an image, so that it "
-                "does not fit where it was measured to; choose another --seq-len."
+                "does not fit where it was measured to; choose another `seq_len`."
             )
         return ids[0, :length], cut, len(images)
 

@@ -30,14 +30,14 @@ def load_samples(model: SourceModel, source: str | None, samples: int, length: i
         CheckpointError: there is no tokenizer that transformers can load, or processor and model do not belong
             together.
     """
-    for name, value in (("--samples", samples), ("--seq-len", length)):
+    for name, value in (("samples", samples), ("seq_len", length)):
         if value is not None and value < 1:
-            raise UsageError(f"{name} is {value}; calibration needs at least 1.")
+            raise UsageError(f"`{name}` is {value}; calibration needs at least 1.")
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     if positions and length is not None and length > positions:
         raise UsageError(
-            f"--seq-len is {length}, more than the {positions} positions this model has; choose a shorter one."
+            f"`seq_len` is {length}, more than the {positions} positions this model has; choose a shorter one."
         )
     sees = supports_images(model.config) and has_processor(model.directory)
     if sees and holds_images(source):
@@ -62,4 +62,4 @@ def _processor(model: SourceModel) -> ProcessorMixin:
     try:
         return load_processor(model.directory)
     except UsageError as error:
-        raise UsageError(f"{str(error).rstrip('.')}, or calibrate with text (--data FILE.txt).") from error
+        raise UsageError(f"{str(error).rstrip('.')}, or calibrate with text (a .txt file as `data`).") from error

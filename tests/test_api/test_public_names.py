@@ -22,7 +22,7 @@ def test_every_public_name_is_there_and_listed():
 
 def test_a_name_that_does_not_exist_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'convert_everything'"):
-        kvconvert.convert_everything
+        _ = kvconvert.convert_everything
 
 
 def test_importing_kvconvert_imports_nothing_heavy():

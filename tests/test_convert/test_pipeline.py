@@ -204,7 +204,7 @@ def test_killed_at_any_moment_the_rerun_gives_the_same_bytes(
         except KilledError:
             still_other = restarting and moment <= 2
             if still_other:
-                with pytest.raises(UsageError, match="--restart"):
+                with pytest.raises(UsageError, match="`restart=True`"):
                     run(model, work, text)
             run(model, work, text, restart=still_other)
             assert contents(work) == expected, f"killed before rename {moment}"
@@ -267,7 +267,7 @@ def test_a_changed_input_refuses_to_resume_and_restart_obeys(tmp_path, model, te
     before = contents(tmp_path / "work")
     options = {}
     change(changed, options)
-    with pytest.raises(UsageError, match=f"{said}.*--restart") as caught:
+    with pytest.raises(UsageError, match=f"{said}.*`restart=True`") as caught:
         run(changed, tmp_path / "work", text, **options)
     assert "\n" not in str(caught.value)
     assert contents(tmp_path / "work") == before
