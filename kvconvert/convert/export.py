@@ -28,7 +28,7 @@ from kvconvert.bundle.manifest import (
     quantization_config,
 )
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.tensorfile import nbytes, read_header, tensor_info, write_tensors
+from kvconvert.bundle.tensorfile import nbytes, tensor_info, write_tensors
 from kvconvert.bundle.writer import (
     MAX_SHARD_BYTES,
     check_output,
@@ -165,10 +165,7 @@ class _Contents:
                 plan_layer_of[name] = layer
             covered += store.layer_record(layer).modules
         copied = store.state.kept_tensors
-        headers = {
-            file: read_header(source.directory / file) for file in sorted({source.weight_map[name] for name in copied})
-        }
-        infos.update({name: headers[source.weight_map[name]][name] for name in copied})
+        infos.update({name: source.tensors[name] for name in copied})
         owners = {name.rpartition(".")[0] for name in infos}
         configs = (source.config, source.config.get_text_config())
         tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
