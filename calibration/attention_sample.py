@@ -15,13 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvconvert.calibration.protocol import (
-    CacheFormat,
-    CalibrationPass,
-    LayerWork,
-    attention_arguments,
-    attention_observed,
-)
+from kvconvert.calibration.attention_capture import attention_arguments, attention_observed
+from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWork
 from kvconvert.kernels.rotate import hadamard_transform
 
 SAMPLE_SEQUENCES = 8

@@ -38,15 +38,8 @@ from torch import Tensor, nn
 
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationRecorder, ActivationStatistics, point_of
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
-from kvconvert.calibration.protocol import (
-    CalibrationPass,
-    LayerStructure,
-    LayerWork,
-    NormGroup,
-    PassResult,
-    Projection,
-    ScalingPair,
-)
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult
+from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError

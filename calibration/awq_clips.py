@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.calibration.activations import ActivationStatistics, point_of
-from kvconvert.calibration.protocol import LayerStructure, Projection
+from kvconvert.calibration.structure import LayerStructure, Projection
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 
 CLIP_STEPS = 10

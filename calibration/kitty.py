@@ -21,8 +21,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvconvert.calibration.attention_capture import attention_observed
 from kvconvert.calibration.attention_sample import as_cached
-from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult, attention_observed, require_finite
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult, require_finite
 from kvconvert.kernels.pages import token_norms
 
 

@@ -28,14 +28,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from kvconvert.calibration.protocol import (
-    CalibrationPass,
-    LayerStructure,
-    LayerWork,
-    PassResult,
-    attention_observed,
-    require_finite,
-)
+from kvconvert.calibration.attention_capture import attention_observed
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult, require_finite
+from kvconvert.calibration.structure import LayerStructure
 from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.rotate import hadamard_matrix, hadamard_transform
 

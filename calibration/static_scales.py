@@ -17,8 +17,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvconvert.calibration.attention_capture import attention_observed
 from kvconvert.calibration.attention_sample import as_cached
-from kvconvert.calibration.protocol import CalibrationPass, ChannelBounds, LayerWork, PassResult, attention_observed
+from kvconvert.calibration.protocol import CalibrationPass, ChannelBounds, LayerWork, PassResult
 from kvconvert.errors import NumericError
 
 

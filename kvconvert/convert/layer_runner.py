@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kvconvert.calibration.protocol import RECORDING_ATTENTION, LayerStructure
+from kvconvert.calibration.attention_capture import RECORDING_ATTENTION
+from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill
 from kvconvert.convert.workdir import HiddenStates
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError

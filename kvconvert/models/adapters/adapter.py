@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from kvconvert.calibration.protocol import LayerStructure, NormGroup, Projection, ScalingPair
+from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
 from kvconvert.errors import UnsupportedModelError
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from transformers import PretrainedConfig
 
-from kvconvert.calibration.protocol import LayerStructure, NormGroup, Projection, RoutedExperts, ScalingPair
+from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, RoutedExperts, ScalingPair
 from kvconvert.models.adapters.adapter import Adapter, LayerNames, Variant
 from kvconvert.models.adapters.dense import CLAMPED, GEMMA4_LAYER, GEMMA4_SAME, GEMMA4_SAME_KV, PER_LAYER, SHARED_KV
 from kvconvert.runtime.hf.experts import EXPERT_ROLES, ExpertRoles
