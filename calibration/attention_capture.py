@@ -28,7 +28,7 @@ def attention_observed(attention: nn.Module, observer: AttentionObserver) -> Ite
     """Call `observer(query, key, value)` with what the attention computes on: after q/k norms and RoPE.
 
     Shapes [B, heads, T, head_dim], with the number of KV heads for key and value. The model has to run with
-    `attn_implementation=RECORDING_ATTENTION`. Several observers see the same, in the order of their contexts.
+    `attn_implementation=RECORDING_ATTENTION`. Several observers get the same tensors, in the order of their contexts.
     """
     previous: tuple[AttentionObserver, ...] = getattr(attention, _OBSERVERS, ())
     setattr(attention, _OBSERVERS, (*previous, observer))
@@ -40,9 +40,9 @@ def attention_observed(attention: nn.Module, observer: AttentionObserver) -> Ite
 
 @contextmanager
 def attention_arguments(attention: nn.Module) -> Iterator[dict[str, Any]]:
-    """A dict that receives what the model passes to attention besides tensors of tokens, as far as it does.
+    """A dict of the arguments, other than tokens' tensors, that the model passes to attention: those of these it has.
 
-    `scaling` of the dot products, `softcap` of the scores, `s_aux`: logits [heads] of attention sinks.
+    `scaling` of the dot products, `softcap` of the scores, `s_aux`: sink logits [heads].
     """
     found: dict[str, Any] = {}
     setattr(attention, _ARGUMENTS, found)
@@ -75,7 +75,7 @@ def _capped_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention with a soft cap on its scores and a sink logit per query head, which torch's function has not."""
+    """Attention with a soft cap on its scores and a sink logit per query head, which torch's function lacks."""
     heads, kv_heads = query.shape[1], key.shape[1]
     key, value = (side.repeat_interleave(heads // kv_heads, dim=1) for side in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)

@@ -2,7 +2,7 @@
 
 The pipeline takes decoder layers one at a time. For each it makes a `LayerWork` and takes every pass through the same
 four steps: `prepare` (changes that need no data), `observe` (hooks while calibration data runs through the layer),
-`solve`, `apply`. Then it asks for the `result` and commits it. A pass knows nothing of files, models or the command
+`solve`, `apply`. Then it takes the `result` and commits it. A pass does not depend on files, models or the command
 line.
 """
 
@@ -25,14 +25,14 @@ from kvconvert.kernels.spans import SpanFormat
 
 
 class ChannelBounds(NamedTuple):
-    """Smallest and largest number of each channel of a layer's keys or values: float32 [H, channels]."""
+    """Smallest and largest value of each channel of a layer's keys or values: float32 [H, channels]."""
 
     low: Tensor
     high: Tensor
 
-    def scales(self, bits: int, value_clip_ratio: float) -> ChannelScales:
-        """The grid from `low` to `high`, shrunk about its middle by `value_clip_ratio`."""
-        return ChannelScales(*affine_grid(self.low, self.high, bits, value_clip_ratio))
+    def scales(self, bits: int, clip_ratio: float) -> ChannelScales:
+        """The grid from `low` to `high`, shrunk about its midpoint by `clip_ratio`."""
+        return ChannelScales(*affine_grid(self.low, self.high, bits, clip_ratio))
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class CacheFormat:
         rotate_values: values are rotated on write; False where weights carry the rotation.
         sink_tokens, key_recent_tokens, value_recent_tokens: tokens in full precision, see `KVScheme`.
         modality: which tokens go to spans, see `KVScheme`.
-        key_bounds, value_bounds: smallest and largest number of each channel, where pages are static and it is known.
+        key_bounds, value_bounds: of each channel, where pages are static and they have been measured.
     """
 
     pages: LayerFormat
@@ -60,13 +60,13 @@ class CacheFormat:
     key_bounds: ChannelBounds | None = None
     value_bounds: ChannelBounds | None = None
 
-    def static_keys(self, value_clip_ratio: float) -> ChannelScales | None:
-        """Scales of the layer's static key pages with this range; None for other pages."""
-        return None if self.key_bounds is None else self.key_bounds.scales(self.pages.keys.bits, value_clip_ratio)
+    def static_keys(self, clip_ratio: float) -> ChannelScales | None:
+        """Scales of the layer's static key pages with this clip ratio; None for other pages."""
+        return None if self.key_bounds is None else self.key_bounds.scales(self.pages.keys.bits, clip_ratio)
 
-    def static_values(self, value_clip_ratio: float) -> ChannelScales | None:
+    def static_values(self, clip_ratio: float) -> ChannelScales | None:
         """The same for values."""
-        return None if self.value_bounds is None else self.value_bounds.scales(self.pages.values.bits, value_clip_ratio)
+        return None if self.value_bounds is None else self.value_bounds.scales(self.pages.values.bits, clip_ratio)
 
 
 @dataclass
@@ -80,7 +80,7 @@ class LayerWork:
         num_samples, seq_len: calibration sequences, all of equal length; they run through the layer in order.
         dtype: in which the converted model's norms and biases will be stored and loaded.
         cache: how its cache will store keys and values, as far as passes have chosen; None where it stays as it is.
-        replay: runs all calibration data once more through the layer as it then is; there from `solve` on.
+        replay: runs all calibration data once more through the layer in its current state; set from `solve` on.
         visual: which tokens stand for images, bool [num_samples, seq_len]; None where there are none.
     """
 
@@ -97,7 +97,7 @@ class LayerWork:
 
 @dataclass
 class PassResult:
-    """What a pass found out about one layer.
+    """The outcome of a pass for one layer.
 
     Attributes:
         plan: tensors for the bundle's KV plan, by the names that the pass declares.
@@ -128,7 +128,7 @@ class CalibrationPass:
     modifies_before_observing: bool = False
 
     def prepare(self, work: LayerWork) -> None:
-        """Change the layer before any data is seen."""
+        """Change the layer before any data runs through it."""
 
     def observe(self, work: LayerWork) -> AbstractContextManager[None]:
         """Hooks on the layer, in place while calibration data runs through it, removed afterwards."""

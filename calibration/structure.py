@@ -57,11 +57,11 @@ class Projection:
 
 @dataclass(frozen=True)
 class NormGroup:
-    """A norm and EVERY module that reads its output: scaling the norm is only sound if all readers are scaled back.
+    """A norm and EVERY module that reads its output: scaling the norm is only correct if all readers are scaled back.
 
     Attributes:
         norm: module name within the layer; None where the readers share an input that no norm can scale.
-        readers: Linears (and routers) with this input. The first sees every token.
+        readers: Linears (and routers) with this input. The first gets every token.
         inspected: modules whose added outputs' error the scale search minimises; their input is the norm's output.
         unit_offset: the norm multiplies by (1 + weight) instead of weight.
         unsupported_reason: why the norm may not be scaled; None where it may.
@@ -79,7 +79,7 @@ class ScalingPair:
     """A projection and the Linear that reads it.
 
     Attributes:
-        up: its outputs enter `down` linearly, unless there is an unsupported_reason.
+        up: its outputs enter `down` linearly, unless `unsupported_reason` is set.
         down: name of the reading Linear.
         unsupported_reason: why a scale may not move from one to the other; None where it may.
     """
