@@ -8,8 +8,8 @@ span linearly from [gamma, delta], their smallest and largest, onto [gamma - tau
 
 w being the post-softmax weights over every token that a query attends to. The last tokens of each sample sequence are
 the decoding queries, the tokens before them the span: queries attend to the sink tokens, the span, and each other up to
-themselves, all but the span in full precision. Where a scheme compresses visual tokens only (as in the paper), the span is the
-visual tokens before the decoding queries, and these are text; sequences without such a span are left out.
+themselves, all but the span in full precision. Where a scheme compresses visual tokens only (as in the paper), the
+span is the visual tokens before the decoding queries, and these are text; sequences without such a span are left out.
 
 The clip ratios, which shrink the span's (min, max), can be searched too: that of values first, which does not depend on
 tau, by the error of exact weights times values; then that of keys, the best one for each pair.

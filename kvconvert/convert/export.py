@@ -44,7 +44,7 @@ from kvconvert.errors import BundleError, CheckpointError, FidelityError
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.version import __version__
 
-# Everything beside the weights that tokenizers, processors and generation read.
+# The files beside the weights that tokenizers, processors and generation need.
 COPIED_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -113,7 +113,7 @@ def export(
             update={"files": describe_files(directory, [*files, "config.json"]), "informative": sorted(informative)}
         )
         write_manifest(directory, manifest)
-        open_bundle(directory, verify="headers")  # whatever a reader would refuse is never put in place
+        open_bundle(directory, verify="headers")  # a bundle that a reader would refuse is never put in place
         limits = recipe.limits.as_set()
         if limits:
             manifest = manifest.model_copy(
@@ -175,7 +175,7 @@ class _Contents:
 
 
 def _with_shape(module: ModuleCoverage, infos: dict[str, TensorInfo], owners: set[str], tied: bool) -> ModuleCoverage:
-    """Coverage of a Linear with its shape, from its own tensors; a module without any says where they are."""
+    """Coverage of a Linear with its shape, from its own tensors; a module without any gets the reason."""
     if module.method != "kept":
         scales, codes = infos.get(f"{module.prefix}.scales"), infos.get(f"{module.prefix}.qweight")
         if scales is None or codes is None:

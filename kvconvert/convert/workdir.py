@@ -1,10 +1,10 @@
-"""The working directory of a calibration: what is done, what it was done from, and how a killed run resumes.
+"""The working directory of a calibration: its inputs, the layers that are done, and how a killed run resumes.
 
     WORK/state.json                      inputs, their fingerprint, and whether all layers are done
     WORK/layers/00000.safetensors        a layer's tensors under their final checkpoint names
     WORK/layers/00000.plan.safetensors   its KV-plan tensors, named layers.{i}.{what}
     WORK/layers/00000.json               its record; written last: where it is, the layer is committed;
-                                         once all are, it is replaced where the last decisions change it
+                                         once all are, it is replaced where decisions on all layers change it
     WORK/hidden/00000.f32                input of a layer, raw float32 [samples, length, hidden], while it is needed
 
 Every file is written under a temporary name, flushed to the disk and renamed, so that after a kill at any moment each
@@ -83,7 +83,7 @@ class WorkState(_Record):
     complete: bool = False
 
     def inputs(self) -> dict[str, Any]:
-        """Everything that the result depends on, flat, under names for people."""
+        """Everything that the result depends on, flattened, with readable keys."""
         inputs: dict[str, Any] = {"the model's config.json": self.source.config_sha256}
         inputs |= {f"the model's {file}": digest for file, digest in self.source.weights_sha256.items()}
         inputs |= {
@@ -191,12 +191,12 @@ class WorkDir:
 
     @staticmethod
     def _set_aside(path: Path) -> None:
-        """Undo an earlier calibration in steps of which each leaves a state that tells the truth."""
+        """Undo an earlier calibration in steps, each of which leaves a consistent state."""
         shutil.rmtree(path / "hidden", ignore_errors=True)
         try:
             previous = _read_state(path)
         except UsageError:
-            logger.warning("%s cannot be read; starting anew as asked.", path / _STATE)
+            logger.warning("%s cannot be read; starting anew.", path / _STATE)
         else:
             _write_text(path / _STATE, _to_json(previous.model_copy(update={"complete": False})))
         shutil.rmtree(path / f"layers{_TEMPORARY}", ignore_errors=True)
@@ -222,7 +222,7 @@ class WorkDir:
             _write_text(self._layer(index, "json"), _to_json(record))
 
     def replace_record(self, index: int, record: LayerRecord) -> None:
-        """Write a committed layer's record anew, if it changed."""
+        """Write a committed layer's record again, if it changed."""
         if record != self.layer_record(index):
             with _disk_errors(self.path):
                 _write_text(self._layer(index, "json"), _to_json(record))
@@ -279,7 +279,7 @@ class HiddenStates:
         self.path, self.shape = path, shape
 
     def exists(self) -> bool:
-        """Whether all of it is there."""
+        """Whether the file is there and complete."""
         samples, length, width = self.shape
         return self.path.exists() and self.path.stat().st_size == samples * length * width * 4
 
@@ -321,7 +321,7 @@ class HiddenWriter:
 
 
 def _changes(previous: WorkState, state: WorkState) -> str:
-    """The start of a sentence: which inputs differ."""
+    """The beginning of the message: which inputs differ."""
     before, now = previous.inputs(), state.inputs()
     changed = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
 

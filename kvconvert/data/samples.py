@@ -1,4 +1,4 @@
-"""The calibration samples of a model: images and text where it sees and the data have both, else text."""
+"""Calibration samples of a model: images and text for a vision-language model and data with images, else text."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvconvert.models.processors import has_processor, load_processor, load_toke
 from kvconvert.models.source import SourceModel
 from kvconvert.runtime.hf.load import supports_images
 
-TEXT_LENGTH = 512  # tokens of a text sample where none is asked for
+TEXT_LENGTH = 512  # default tokens of a text sample
 
 
 def load_samples(model: SourceModel, source: str | None, samples: int, length: int | None, seed: int) -> TokenData:
     """Calibration samples of a SOURCE for a model, read with its own tokenizer or processor.
 
     Args:
-        model: says whether it sees, how many positions and which vocabulary it has.
-        source: see `kvconvert.data.text` and `kvconvert.data.images`; None takes the text, or for models that see the drawings,
-            that come with kvconvert.
+        model: its configuration gives the number of positions, the vocabulary, and whether images are supported.
+        source: see `kvconvert.data.text` and `kvconvert.data.images`; None takes the text that ships with kvconvert,
+            or its drawings for vision-language models.
         samples, length: how many, and tokens in each; None takes `TEXT_LENGTH`, or what an image needs.
         seed: of the choice and order.
 
@@ -39,8 +39,8 @@ def load_samples(model: SourceModel, source: str | None, samples: int, length: i
         raise UsageError(
             f"`seq_len` is {length}, more than the {positions} positions this model has; choose a shorter one."
         )
-    sees = supports_images(model.config) and has_processor(model.directory)
-    if sees and holds_images(source):
+    multimodal = supports_images(model.config) and has_processor(model.directory)
+    if multimodal and holds_images(source):
         data = load_image_samples(source, _processor(model), model.config, samples, length, seed)
     else:
         length = min(TEXT_LENGTH, positions or TEXT_LENGTH) if length is None else length

@@ -1,7 +1,7 @@
 """The source model: a directory or Hub repository of safetensors files, validated before anything is computed from it.
 
 Tensors are read lazily, one file open at a time, so that a checkpoint of any size needs no more memory than the tensors
-asked for. Pickled weights are refused, not converted: loading one runs whatever code it carries.
+that are read. Pickled weights are refused, not converted: loading one runs whatever code it carries.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class SourceModel:
         config: transformers' configuration.
         weight_map: file that holds each tensor, by the checkpoint's name, in order of names.
         tensors: type and shape of each tensor, by the checkpoint's name, in the same order.
-        tensor_names: by which names tensors are asked for: the checkpoint's own, or, once `named_as` was told the
-            model, those of the model.
+        tensor_names: the names by which tensors are read: the checkpoint's own, or those of the model after
+            `named_as`.
     """
 
     id: str
@@ -57,7 +57,7 @@ class SourceModel:
     tensor_names: TensorNames
 
     def named_as(self, model: nn.Module) -> SourceModel:
-        """The same checkpoint, asked by the names that its tensors have in the model loaded from it."""
+        """The same checkpoint, with tensors named as in the model loaded from it."""
         return replace(self, tensor_names=TensorNames.of(model, self.weight_map))
 
     def names(self, prefix: str) -> list[str]:
@@ -189,8 +189,8 @@ def _locate(model: str) -> tuple[Path, str, str | None]:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().split("\n")[0]
         raise CheckpointError(
-            f"{model} is neither a directory nor a model that the Hub could be asked for ({reason}); check the name, "
-            "the network, and that you are logged in if the model is gated."
+            f"{model} is neither a directory nor a model that could be fetched from the Hub ({reason}); check the "
+            "name, the network, and that you are logged in if the model is gated."
         ) from error
     return Path(snapshot), model, Path(snapshot).name
 
@@ -202,8 +202,7 @@ def _weight_files(directory: Path) -> list[str]:
     if index.exists():
         if single.exists():
             raise CheckpointError(
-                f"{directory} holds both {SINGLE_FILE} and {INDEX_FILE}, which may disagree; remove the one that is "
-                "not meant."
+                f"{directory} holds both {SINGLE_FILE} and {INDEX_FILE}, which may disagree; remove the wrong one."
             )
         named = sorted(set(_read_index(index).values()))
         for file in named:

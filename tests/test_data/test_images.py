@@ -224,7 +224,7 @@ def test_what_is_wrong_with_image_data_is_one_sentence(model, pictures, tmp_path
 def test_an_image_longer_than_a_sample_and_too_few_images_are_refused(model, pictures):
     with pytest.raises(DataError, match=r"take 4 tokens, more than the 8 of a sample; give a `seq_len` of 256"):
         samples(model, pictures, length=8)
-    with pytest.raises(DataError, match=r"holds 6 documents, which make \d samples, but 9 are asked for"):
+    with pytest.raises(DataError, match=r"holds 6 documents, which make \d samples, but 9 are requested"):
         samples(model, pictures, count=9)
     with pytest.raises(UsageError, match="1024 positions"):
         samples(model, pictures, length=2048)

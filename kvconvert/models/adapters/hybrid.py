@@ -1,4 +1,4 @@
-"""Text models whose layers are of several kinds: attention among linear attention or short convolutions."""
+"""Hybrid text models: layers of several types, attention among linear attention or short convolutions."""
 
 from __future__ import annotations
 
