@@ -2,9 +2,9 @@
 
 The model is built without weights. For each decoder layer in turn: read its weights, run the calibration sequences
 through it in float32 while the passes observe, let them solve and apply, write the result, free the layer. The next
-layer's input is the output of the UNCHANGED layer, kept on disk. What concerns all layers at once (one pair of taus, the
-allocation of budgets) is decided from the stored measurements when the last layer is committed. Peak memory is a couple
-of layers, the embeddings and one small batch of activations, regardless of the number of layers and samples.
+layer's input is the output of the UNCHANGED layer, kept on disk. What concerns all layers at once (one pair of taus,
+the allocation of budgets) is decided from the stored measurements when the last layer is committed. Peak memory is a
+couple of layers, the embeddings and one small batch of activations, regardless of the number of layers and samples.
 """
 
 from __future__ import annotations

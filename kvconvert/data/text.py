@@ -113,7 +113,7 @@ def load_token_samples(
     """
     if samples < 1 or length < 2:
         raise UsageError(
-            f"{samples} samples of {length} tokens cannot be cut; ask for at least 1 sample of at least 2 tokens."
+            f"{samples} samples of {length} tokens cannot be cut; request at least 1 sample of at least 2 tokens."
         )
     prefix = _prefix(tokenizer)
     window, name = length - len(prefix), source_name(source, EMBEDDED[default])
