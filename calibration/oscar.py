@@ -28,15 +28,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from kvconvert.calibration.protocol import (
-    CalibrationPass,
-    LayerStructure,
-    LayerWork,
-    PassRequest,
-    PassResult,
-    attention_observed,
-    require_finite,
-)
+from kvconvert.calibration.attention_capture import attention_observed
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult, require_finite
+from kvconvert.calibration.structure import LayerStructure
 from kvconvert.kernels.rotate import hadamard_matrix, hadamard_transform
 
 STAGES = ("original", "rotated", "rotated_scaled")
@@ -126,7 +120,7 @@ class KeyStatistics:
 
 
 class OscarPass(CalibrationPass):
-    """Fold the rotation into W_V and W_O where asked to, and measure token-norm imbalance.
+    """Fold the rotation into W_V and W_O if `fold_values` is set, and measure token-norm imbalance.
 
     Args:
         fold_values: rotate values in the weights.
@@ -176,7 +170,7 @@ class OscarPass(CalibrationPass):
         require_finite(self._tensors, "keys", work)
 
     def result(self) -> PassResult:
-        """The four statistics as plan tensors, and their means over heads for reading."""
+        """The four statistics as plan tensors, and their means over heads as readable statistics."""
         return PassResult(
             plan=self._tensors,
             statistics={

@@ -13,8 +13,9 @@ from kvconvert.calibration.clip_ratios import ClipRatioPass
 from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
-from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerStructure, PassRequest, PassResult
+from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, PassRequest, PassResult
 from kvconvert.calibration.static_scales import StaticScalesPass
+from kvconvert.calibration.structure import LayerStructure
 from kvconvert.methods import PLAN_TENSORS, KVCalibration, KVScheme
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.runtime.cache.formats import layer_format, span_format

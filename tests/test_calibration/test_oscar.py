@@ -5,19 +5,15 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
+from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
 from kvconvert.calibration.oscar import (
     STAGES,
     KeyStatistics,
     OscarPass,
     fold_value_rotation,
 )
-from kvconvert.calibration.protocol import (
-    RECORDING_ATTENTION,
-    LayerStructure,
-    LayerWork,
-    Projection,
-    attention_observed,
-)
+from kvconvert.calibration.protocol import LayerWork
+from kvconvert.calibration.structure import LayerStructure, Projection
 from kvconvert.calibration.value_cache import simulate_value_cache
 from kvconvert.errors import NumericError
 from kvconvert.kernels.rotate import hadamard_matrix
