@@ -14,7 +14,6 @@ from itertools import product
 import torch
 
 from aot_variants.variant import Variant
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.kernels.decode.triton.combine import combine_kernel
 from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
 from kvconvert.kernels.decode.triton.launch import (
@@ -29,6 +28,7 @@ from kvconvert.kernels.decode.triton.launch import (
 from kvconvert.kernels.decode.triton.shape import DecodeShape, query_columns, query_rows
 from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.spans import SpanFormat
+from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.formats import layer_format, span_format
 
 HEADS = 8
