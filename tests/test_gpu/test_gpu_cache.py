@@ -36,11 +36,16 @@ def window(batch, head, query, key):
     return (key <= query) & (key > query - 170)
 
 
-LONG = ("keys stay longer", "1 bit", "16 and 8 bits", "eviction", "spans with tau")
+# A prompt, a single token, a few behind a sliding window; and a few at once, over which the mask is causal.
+SHORT = ((330, None), (1, None), (2, window))
+LONG = ((330, None), (1, None), (3, None), (2, window))
+USUAL = ("norms and sink tokens", "values stay longer", "visual spans with tau")
+CASES = [pytest.param(name, SHORT, id=name) for name in USUAL]
+CASES += [pytest.param(name, LONG, id=f"{name}, longer", marks=pytest.mark.full) for name in SCHEMES]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n in LONG else n for n in SCHEMES])
-def test_attention_over_the_cache_is_the_reference_paths(device, monkeypatch, name):
+@pytest.mark.parametrize(("name", "steps"), CASES)
+def test_attention_over_the_cache_is_the_reference_paths(device, monkeypatch, name, steps):
     generator = torch.Generator().manual_seed(0)
     layer = KVCache(CONFIG, SCHEMES[name]).layers[0]
 
@@ -56,8 +61,7 @@ def test_attention_over_the_cache_is_the_reference_paths(device, monkeypatch, na
         layer.end_forward()
         return output[:, :, PADDING[1, start : start + tokens]]
 
-    # a prompt, a single token, a few at once, a few behind a sliding window
-    for tokens, mask_function in ((330, None), (1, None), (3, None), (2, window)):
+    for tokens, mask_function in steps:
         new = [torch.randn(2, heads, tokens, 32, generator=generator).to(device) for heads in (2, 2, 4)]
         reference = copy.deepcopy(layer)
         with dispatch.interpreted(False), monkeypatch.context() as patch:

@@ -64,7 +64,7 @@ def test_it_equals_float64_attention_everywhere(case, device):
 
 
 def test_how_work_is_divided_changes_rounding_only(device):
-    case = Case(pages=(5, 2, 0), norm="joint")
+    case = Case(heads=1, pages=(3, 1, 0), norm="joint")
     few, many = (compare(replace(case, programs=programs), device)[1] for programs in (1, 40))
     # Each part rounds its weights to fp16 relative to its own maximum.
     torch.testing.assert_close(few, many, atol=4e-3, rtol=0)
@@ -72,8 +72,8 @@ def test_how_work_is_divided_changes_rounding_only(device):
 
 @pytest.mark.parametrize(("bits", "tau"), [(1, (0.4, 1.5)), (2, (0.0, 0.0))])
 def test_spans_of_several_prompts_are_shifted_together(bits, tau, device):
-    heads, group, dim, scaling = 2, 2, 64, 0.15
-    lengths, residuals = ((200, 40), (129,)), (17, 0)
+    heads, group, dim, scaling = 2, 2, 32, 0.15
+    lengths, residuals = ((129, 40), (30,)), (17, 0)
     form = SpanFormat(bits, bits)
     generator = torch.Generator().manual_seed(3)
 
