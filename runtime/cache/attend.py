@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,19 +18,17 @@ from kvconvert.kernels.pages import KeyPages, ValuePages
 from kvconvert.kernels.prompt import prompt_attention, selective_attention
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.select import column_sums
+from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.pool import PagePool
 from kvconvert.runtime.cache.sequence import KVSide, Sequence
-from kvconvert.runtime.hf.handles import Chunk
-
-if TYPE_CHECKING:
-    from kvconvert.runtime.hf.layer import PagedLayer
+from kvconvert.runtime.cache.store import LayerStore
 
 # Queries of one launch of the decode kernel: bounds masks and partial results when a prompt follows stored tokens.
 QUERIES_AT_ONCE = 256
 
 
 def attend(
-    layer: PagedLayer,
+    store: LayerStore,
     queries: torch.Tensor,
     chunk: Chunk,
     scaling: float,
@@ -41,57 +38,57 @@ def attend(
 ) -> torch.Tensor:
     """Attention of queries [B, Hq, T, D] over everything stored: [B, Hq, T, E] in the queries' dtype.
 
-    The last T columns are the queries'; outputs at padding columns are zeros or meaningless, as with every mask.
-    `rotated` says that the queries have the scheme's rotation already.
+    The queries are at the last T positions; outputs at padding are zeros or meaningless, as with every mask. `rotated`
+    tells that the scheme's rotation has been applied to the queries.
     """
-    if layer.scheme.rotate_keys == "hadamard" and not rotated:
+    if store.scheme.rotate_keys == "hadamard" and not rotated:
         queries = hadamard_transform(queries)
     length = queries.shape[2]
-    first = layer.logical - length
-    output = queries.new_zeros(*queries.shape[:3], layer.format.values.head_dim)
+    first = store.logical - length
+    output = queries.new_zeros(*queries.shape[:3], store.format.values.head_dim)
     others = []
-    for row, sequence in enumerate(layer.sequences):
-        selecting = sequence.open_from is not None and layer.scheme.evicts
+    for row, sequence in enumerate(store.sequences):
+        selecting = sequence.open_from is not None and store.scheme.evicts
         if not (sequence.untouched and length > 1 and chunk.is_causal):
             if selecting:
-                _receive(layer, row, sequence, queries[row], chunk, scaling, softcap, sink_logits)
+                _add_attention_mass(store, row, sequence, queries[row], chunk, scaling, softcap, sink_logits)
             others.append(row)
             continue
-        tokens, before = sequence.keys.dense, sequence.columns.before(first)
+        tokens, before = sequence.keys.buffered, sequence.positions.before(first)
         if tokens == before:
             continue
-        # A prompt, or a part of one, over nothing but what is in full precision; padding neither asks nor answers.
+        # A prompt, or part of one, over full-precision tokens alone; padding is excluded from queries and keys.
         padded = tokens - before < length
-        at = sequence.columns.span(before, tokens, queries.device) - first if padded else slice(None)
+        at = sequence.positions.slice(before, tokens, queries.device) - first if padded else slice(None)
         arguments = (sequence.keys.tokens(0, tokens), sequence.values.tokens(0, tokens), scaling, softcap, sink_logits)
         if selecting:
             attended, sums = selective_attention(queries[row][:, at], *arguments)
-            _add_received(sequence, sums)
+            _add_sums(sequence, sums)
         else:
             attended = prompt_attention(queries[row][:, at], *arguments)
         output[row, :, at] = attended.to(output.dtype)
     if others:
-        attended = _in_one_kernel(layer, queries, chunk, scaling, softcap, sink_logits)
+        attended = _in_one_kernel(store, queries, chunk, scaling, softcap, sink_logits)
         if attended is None:
             attended = paged_attention(
                 queries,
-                _tiles(layer, others, chunk, length, queries.shape[1]),
-                _dense(layer, others, chunk, length),
-                layer.format,
+                _tiles(store, others, chunk, length, queries.shape[1]),
+                _residual_tokens(store, others, chunk, length),
+                store.format,
                 scaling,
                 softcap,
                 sink_logits,
-                _spans(layer, others, chunk),
+                _spans(store, others, chunk),
             )
-        if len(others) == len(layer.sequences):
+        if len(others) == len(store.sequences):
             output = attended.to(output.dtype)
         else:
             output[others] = attended[others].to(output.dtype)
-    return hadamard_transform(output, inverse=True) if layer.scheme.rotate_values == "online" else output
+    return hadamard_transform(output, inverse=True) if store.scheme.rotate_values == "online" else output
 
 
 def _in_one_kernel(
-    layer: PagedLayer,
+    store: LayerStore,
     queries: torch.Tensor,
     chunk: Chunk,
     scaling: float,
@@ -101,53 +98,61 @@ def _in_one_kernel(
     """All rows' attention by the fused decode kernel, [B, Hq, T, E]; None where it is not meant to serve, or cannot."""
     if not runs_triton(queries.device):
         if queries.is_cuda:
-            layer.fall_back("attention over the cache", why_not(queries.device))
+            store.fall_back("attention over the cache", why_not(queries.device))
         return None
     from kvconvert.kernels.decode.triton import launch as decode
 
-    format, heads, length = layer.places.format, queries.shape[1], queries.shape[2]
-    reason = decode.why_not_decode(format, layer.span_format, layer.dtype, heads)
-    if reason is None and queries.dtype != layer.dtype:
-        reason = f"queries are {queries.dtype} and stored tokens {layer.dtype}"
+    format, heads, length = store.block_tables.format, queries.shape[1], queries.shape[2]
+    reason = decode.why_not_decode(format, store.span_format, store.dtype, heads)
+    if reason is None and queries.dtype != store.dtype:
+        reason = f"queries are {queries.dtype} and stored tokens {store.dtype}"
     if reason is not None:
-        layer.fall_back("attention over the cache", reason)
+        store.fall_back("attention over the cache", reason)
         return None
-    tables, dense = layer.places.tables(), layer.places.dense()
+    tables, dense = (
+        store.block_tables.quantized(store.sequences, store.version),
+        store.block_tables.residual(store.sequences),
+    )
     tails = decode.Tails(dense.base, dense.rows)
     parts = []
     for start in range(0, length, QUERIES_AT_ONCE):
         part = queries[:, :, start : start + QUERIES_AT_ONCE]
-        mask = layer.places.mask(chunk, slice(start, start + QUERIES_AT_ONCE))
+        mask = store.block_tables.mask(store.sequences, chunk, slice(start, start + QUERIES_AT_ONCE))
         visibility = None
         if mask is not None:
             visibility = decode.Visibility(mask, mask.stride(0), mask.stride(1) * (mask.shape[1] > 1), mask.stride(2))
         programs = decode.programs_for(
-            queries.device, format, layer.span_format, heads // format.keys.heads, part.shape[2]
+            queries.device, format, store.span_format, heads // format.keys.heads, part.shape[2]
         )
         parts.append(
             decode.decode_attention(
                 part,
                 decode.PageTables(
-                    tables.base, tables.base, tables.keys, tables.values, layer.places.work(programs), tables.shared
+                    tables.base,
+                    tables.base,
+                    tables.keys,
+                    tables.values,
+                    store.block_tables.work(store.sequences, store.version, programs),
+                    tables.shared,
                 ),
                 tails,
                 format,
                 scaling,
-                span=layer.span_format,
+                span=store.span_format,
                 half=tables.half,
                 softcap=softcap,
                 sink_logits=sink_logits,
                 visibility=visibility,
-                tau1=layer.scheme.tau1,
-                tau2=layer.scheme.tau2,
-                clamped_rows=layer.clamped_rows,
+                tau1=store.scheme.tau1,
+                tau2=store.scheme.tau2,
+                clamped_rows=store.clamped_rows,
             )
         )
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def _receive(
-    layer: PagedLayer,
+def _add_attention_mass(
+    store: LayerStore,
     row: int,
     sequence: Sequence,
     queries: torch.Tensor,
@@ -156,59 +161,59 @@ def _receive(
     softcap: float | None,
     sink_logits: torch.Tensor | None,
 ) -> None:
-    """Add what the open prompt's tokens receive from these queries [Hq, T, D]; padding queries ask nothing."""
-    tokens, first = sequence.keys.dense, layer.logical - queries.shape[1]
-    columns = sequence.columns.span(0, tokens, queries.device)
-    own = columns[sequence.columns.before(first) :]
+    """Add the attention that the open prompt's tokens receive from these queries [Hq, T, D], padding excluded."""
+    tokens, first = sequence.keys.buffered, store.logical - queries.shape[1]
+    positions = sequence.positions.slice(0, tokens, queries.device)
+    own = positions[sequence.positions.before(first) :]
     visible = None
     if not chunk.is_causal:
 
         def visible(block: slice, keys: slice) -> torch.Tensor:
-            return chunk.visible(row, own[block], columns[keys])[0]
+            return chunk.visible(row, own[block], positions[keys])[0]
 
     stored = sequence.keys.tokens(0, tokens)
-    _add_received(sequence, column_sums(queries[:, own - first], stored, visible, scaling, softcap, sink_logits))
+    _add_sums(sequence, column_sums(queries[:, own - first], stored, visible, scaling, softcap, sink_logits))
 
 
-def _add_received(sequence: Sequence, sums: torch.Tensor) -> None:
-    """Add what one chunk's queries give to the open prompt's tokens, [H, n]."""
-    if sequence.received is not None:
-        sums[:, : sequence.received.shape[1]] += sequence.received
-    sequence.received = sums
+def _add_sums(sequence: Sequence, sums: torch.Tensor) -> None:
+    """Add one chunk's column sums [H, n] to the attention mass of the open prompt's tokens."""
+    if sequence.attention_mass is not None:
+        sums[:, : sequence.attention_mass.shape[1]] += sequence.attention_mass
+    sequence.attention_mass = sums
 
 
-def _dense(layer: PagedLayer, rows: list[int], chunk: Chunk, length: int) -> Iterator[DenseRun]:
+def _residual_tokens(store: LayerStore, rows: list[int], chunk: Chunk, length: int) -> Iterator[DenseRun]:
     for row in rows:
-        sequence, size = layer.sequences[row], layer.page_size
-        keys, values = sequence.tail(sequence.keys, size), sequence.tail(sequence.values, size)
+        sequence, size = store.sequences[row], store.page_size
+        keys, values = sequence.residual(sequence.keys, size), sequence.residual(sequence.values, size)
         if not keys.shape[1]:
             continue
         visible = None
         if length > 1 or not chunk.is_causal:
-            visible = chunk.visible(row, chunk.query_columns, sequence.tail_columns(size, layer.device))
+            visible = chunk.visible(row, chunk.query_positions, sequence.residual_positions(size, store.device))
         yield DenseRun(row, keys, values, visible)
 
 
-def _spans(layer: PagedLayer, rows: list[int], chunk: Chunk) -> Iterator[SpanRun]:
+def _spans(store: LayerStore, rows: list[int], chunk: Chunk) -> Iterator[SpanRun]:
     for row in rows:
-        spans = layer.sequences[row].spans
+        spans = store.sequences[row].spans
         if not spans:
             continue
         visible = None
         if not chunk.is_causal:
-            columns = torch.cat([c.span(0, len(c), layer.device) for _, c in spans])
-            visible = chunk.visible(row, chunk.query_columns, columns)
-        tau1, tau2 = layer.scheme.tau1, layer.scheme.tau2
-        yield SpanRun(row, [s for s, _ in spans], layer.span_format, tau1, tau2, visible, layer.clamped_rows)
+            positions = torch.cat([of_span.slice(0, len(of_span), store.device) for _, of_span in spans])
+            visible = chunk.visible(row, chunk.query_positions, positions)
+        tau1, tau2 = store.scheme.tau1, store.scheme.tau2
+        yield SpanRun(row, [s for s, _ in spans], store.span_format, tau1, tau2, visible, store.clamped_rows)
 
 
-def _tiles(layer: PagedLayer, rows: list[int], chunk: Chunk, length: int, query_heads: int) -> Iterator[PageTile]:
-    """Pages of all rows: first those quantized on both sides, then those whose other side is still dense."""
-    size, step = layer.page_size, pages_per_tile(query_heads, length, layer.format)
+def _tiles(store: LayerStore, rows: list[int], chunk: Chunk, length: int, query_heads: int) -> Iterator[PageTile]:
+    """Pages of all rows: first those quantized on both sides, then half-quantized ones."""
+    size, step = store.page_size, pages_per_tile(query_heads, length, store.format)
     both: list[tuple[int, int]] = []
     half: list[tuple[int, int]] = []
     for row in rows:
-        sequence = layer.sequences[row]
+        sequence = store.sequences[row]
         shared = min(len(sequence.keys.pages), len(sequence.values.pages))
         both += [(row, page) for page in range(shared)]
         half += [(row, page) for page in range(shared, sequence.pages)]
@@ -217,21 +222,21 @@ def _tiles(layer: PagedLayer, rows: list[int], chunk: Chunk, length: int, query_
         # Pages are older than every query, so only windows and other special masks can hide them.
         if not chunk.is_causal:
             seen = [
-                chunk.visible(row, chunk.query_columns, layer.sequences[row].page_columns(page, size, layer.device))
+                chunk.visible(row, chunk.query_positions, store.sequences[row].page_positions(page, size, store.device))
                 for row, page in part
             ]
-            # Tokens that survived an eviction have columns per head, those of later pages have not.
+            # Tokens that survived an eviction have positions per KV head, those of later pages have not.
             heads = max(x.shape[0] for x in seen)
             visible = torch.stack([x.expand(heads, -1, -1) for x in seen])
-        keys = _read(layer, layer.key_pool, [layer.sequences[row].keys for row, _ in part], part)
-        values = _read(layer, layer.value_pool, [layer.sequences[row].values for row, _ in part], part)
-        yield PageTile(keys, values, torch.tensor([row for row, _ in part], device=layer.device), visible)
+        keys = _read(store, store.key_pool, [store.sequences[row].keys for row, _ in part], part)
+        values = _read(store, store.value_pool, [store.sequences[row].values for row, _ in part], part)
+        yield PageTile(keys, values, torch.tensor([row for row, _ in part], device=store.device), visible)
 
 
 def _read(
-    layer: PagedLayer, pool: PagePool, sides: list[KVSide], part: list[tuple[int, int]]
+    store: LayerStore, pool: PagePool, sides: list[KVSide], part: list[tuple[int, int]]
 ) -> KeyPages | ValuePages | torch.Tensor:
     row, page = part[0]
     if page >= len(sides[0].pages):
-        return layer.sequences[row].buffer_tokens(sides[0], page, 1, layer.page_size)[None]
+        return store.sequences[row].buffer_tokens(sides[0], page, 1, store.page_size)[None]
     return pool.read([side.pages[page] for side, (_, page) in zip(sides, part, strict=True)])
