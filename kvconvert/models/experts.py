@@ -28,10 +28,10 @@ class ExpertRoles(NamedTuple):
     down: str
 
 
-# Llama's words, and those of Mixtral's first implementation.
+# Llama's names, and those of Mixtral's first implementation.
 EXPERT_ROLES = (ExpertRoles("gate_proj", "up_proj", "down_proj"), ExpertRoles("w1", "w3", "w2"))
-# Fused experts that get every token for every expert, already multiplied by the router's score: zeros where the token
-# was routed elsewhere.
+# Fused experts whose input holds every token once per expert, multiplied by the router's score beforehand: zeros where
+# the token was routed elsewhere.
 SCORED_BEFORE = ("Llama4TextExperts",)
 FUSED_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 FUSED_BIASES = ("gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
@@ -65,24 +65,24 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def fused_layout(fused: nn.Module) -> FusedLayout:
-    """The layout of transformers' fused experts, from what the module itself declares.
+    """The layout of transformers' fused experts, as the module itself declares it.
 
     Raises:
-        UnsupportedModelError: a kind of experts that cannot be taken apart here.
+        UnsupportedModelError: these experts cannot be split.
     """
-    kind = type(fused).__name__
-    scored_before = kind in SCORED_BEFORE
+    name = type(fused).__name__
+    scored_before = name in SCORED_BEFORE
     names = {name for name, _ in fused.named_parameters(recurse=False)}
     gated = {"gate_up_proj", "down_proj"}
     standard = scored_before or getattr(fused, "has_gate", False)
     if not standard or names not in (gated, gated | {f"{name}_bias" for name in gated}):
         raise UnsupportedModelError(
-            f"{kind} with {', '.join(sorted(names))} is a kind of fused experts that kvconvert cannot take apart; use "
+            f"{name} with {', '.join(sorted(names))} are fused experts that kvconvert cannot split; use "
             '[weights] method = "none".'
         )
     if getattr(fused, "has_post_expert_norm", False):
         raise UnsupportedModelError(
-            f'{kind} normalises what its experts compute, which is not supported; use [weights] method = "none".'
+            f'{name} normalises the output of its experts, which is not supported; use [weights] method = "none".'
         )
     transposed = scored_before or fused.is_transposed
     experts, rows, columns = fused.down_proj.shape
@@ -98,14 +98,14 @@ def fused_layout(fused: nn.Module) -> FusedLayout:
 
 
 class SeparateExperts(nn.Module):
-    """Experts as Linears: the function of transformers' fused experts, whose place this module takes.
+    """Experts as Linears, in the place of transformers' fused experts; the function is the same.
 
-    Children are named "0", "1", ..., and theirs by `roles`.
+    Experts are named "0", "1", ..., and their Linears by `roles`.
 
     Args:
         fused: transformers' module, on any device; it is not changed. Its activation is kept, its weights are not.
         roles: names of each expert's Linears.
-        make_linear: makes one of them from its inputs, its outputs and whether it has a bias.
+        make_linear: makes one of them, given its number of inputs and of outputs and whether it has a bias.
     """
 
     def __init__(self, fused: nn.Module, roles: ExpertRoles, make_linear: MakeLinear) -> None:
@@ -119,7 +119,7 @@ class SeparateExperts(nn.Module):
                 roles.down: make_linear(intermediate, hidden, bias),
             }
             self.add_module(str(expert), nn.ModuleDict(linears))
-        # Not a child: transformers would initialise the weights that a module of this class ought to have.
+        # Not a submodule: transformers would initialise the weights that it expects in a module of this class.
         self.__dict__["gating"] = _without_weights(fused)
 
     def experts(self) -> Iterator[nn.ModuleDict]:
@@ -129,7 +129,7 @@ class SeparateExperts(nn.Module):
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
     ) -> Tensor:
-        """What the fused module computes from the same arguments: [tokens, hidden] in the input's dtype.
+        """The output of the fused module for the same arguments: [tokens, hidden] in the input's dtype.
 
         Args:
             hidden_states: [tokens, hidden]; where scores are applied before, [experts * tokens, hidden] in order of
@@ -154,11 +154,11 @@ class SeparateExperts(nn.Module):
         return weighted.view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
     def compute(self, number: int, tokens: Tensor) -> Tensor:
-        """What one expert makes of tokens [n, hidden], before any score."""
+        """One expert's output for tokens [n, hidden], before any score."""
         return self._expert(self.get_submodule(str(number)), tokens)
 
     def _scored(self, hidden_states: Tensor) -> Tensor:
-        # Without biases an expert makes zeros of zeros: only its own tokens, which are not zero, need to be computed.
+        # Without biases, zeros give zeros: only the expert's own tokens, which are not zero, need to be computed.
         routed = hidden_states.ne(0).any(-1).view(self.layout.num_experts, -1)
         outputs = torch.zeros_like(hidden_states)
         for number, (expert, count) in enumerate(zip(self.experts(), routed.sum(1).tolist(), strict=True)):
@@ -192,22 +192,22 @@ def expert_names(prefix: str, layout: FusedLayout, roles: ExpertRoles) -> list[s
 
 
 def separate_experts(layer: nn.Module, roles: ExpertRoles) -> nn.Module:
-    """Replace a layer's fused experts by Linears, in place; their weights are taken over.
+    """Replace a layer's fused experts by Linears with the same weights, in place.
 
     Args:
-        layer: a decoder layer, on any device; without fused experts it stays as it is.
-        roles: names of each expert's Linears, as the bundle will have them.
+        layer: a decoder layer, on any device; without fused experts it is left unchanged.
+        roles: names of each expert's Linears in the bundle.
 
     Returns:
         `layer`.
 
     Raises:
-        UnsupportedModelError: experts of a kind that cannot be taken apart.
+        UnsupportedModelError: experts that cannot be split.
     """
     for name, fused in [(name, module) for name, module in layer.named_modules() if is_fused(module)]:
         with torch.device("meta"):
             separate = SeparateExperts(fused, roles, lambda i, o, bias: nn.Linear(i, o, bias))
-        weights = {f"{name}.{kind}": parameter for kind, parameter in fused.named_parameters(recurse=False)}
+        weights = {f"{name}.{key}": parameter for key, parameter in fused.named_parameters(recurse=False)}
         layer.set_submodule(name, separate)
         split = split_fused(layer, weights, type(layer).__name__)
         separate.load_state_dict({key.removeprefix(f"{name}."): value for key, value in split.items()}, assign=True)
@@ -216,36 +216,36 @@ def separate_experts(layer: nn.Module, roles: ExpertRoles) -> nn.Module:
 
 
 def expert_modules(layer: nn.Module) -> tuple[str, ...]:
-    """Name prefixes of a layer's experts that were taken apart ("mlp.experts.")."""
+    """Name prefixes of a layer's separate experts ("mlp.experts.")."""
     return tuple(f"{name}." for name, module in layer.named_modules() if isinstance(module, SeparateExperts))
 
 
 def split_fused(layer: nn.Module, tensors: Mapping[str, Tensor], layer_name: str) -> dict[str, Tensor]:
-    """Tensors of a layer with those of fused experts cut into one per expert and projection (views).
+    """Tensors of a layer, those of fused experts split into one per expert and projection (views).
 
     Args:
         layer: with separate experts.
-        tensors: by name within the layer; experts fused as in transformers, or apart already.
+        tensors: by name within the layer; experts fused as in transformers, or separate.
         layer_name: for messages.
 
     Raises:
-        CheckpointError: a fused tensor whose shape does not fit the layer's experts.
+        CheckpointError: a fused tensor has a shape that does not fit the layer's experts.
     """
     result = dict(tensors)
     for name, module in layer.named_modules():
         if isinstance(module, SeparateExperts):
-            for kind, shape in _fused_shapes(module.layout).items():
-                tensor = result.pop(f"{name}.{kind}", None)
+            for fused_name, shape in _fused_shapes(module.layout).items():
+                tensor = result.pop(f"{name}.{fused_name}", None)
                 if tensor is None:
                     continue
                 if tensor.ndim == 3 and tuple(tensor.transpose(1, 2).shape) == shape != tuple(tensor.shape):
                     tensor = tensor.transpose(1, 2)  # as Qwen3-VL's published mixtures have them
                 if tuple(tensor.shape) != shape:
                     raise CheckpointError(
-                        f"{layer_name}.{name}.{kind} has shape {list(tensor.shape)} where config.json asks for "
+                        f"{layer_name}.{name}.{fused_name} has shape {list(tensor.shape)} where config.json asks for "
                         f"{list(shape)}."
                     )
-                result |= {f"{name}.{part}": value for part, value in _split(module, kind, tensor).items()}
+                result |= {f"{name}.{part}": value for part, value in _split(module, fused_name, tensor).items()}
     return result
 
 
@@ -260,16 +260,18 @@ def _fused_shapes(layout: FusedLayout) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _split(module: SeparateExperts, kind: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A fused tensor's parts, by name within the module of experts."""
+def _split(module: SeparateExperts, fused_name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The parts of one fused tensor, by name within the module of experts."""
     layout, roles = module.layout, module.roles
-    part = "bias" if kind.endswith("_bias") else "weight"
+    part = "bias" if fused_name.endswith("_bias") else "weight"
     if part == "weight" and layout.transposed:
         tensor = tensor.transpose(1, 2)
-    if kind.startswith("down_proj"):
-        cut = {roles.down: tensor}
+    if fused_name.startswith("down_proj"):
+        split = {roles.down: tensor}
     elif layout.interleaved:
-        cut = {roles.gate: tensor[:, ::2], roles.up: tensor[:, 1::2]}
+        split = {roles.gate: tensor[:, ::2], roles.up: tensor[:, 1::2]}
     else:
-        cut = dict(zip((roles.gate, roles.up), tensor.chunk(2, dim=1), strict=True))
-    return {f"{expert}.{role}.{part}": values[expert] for role, values in cut.items() for expert in range(len(values))}
+        split = dict(zip((roles.gate, roles.up), tensor.chunk(2, dim=1), strict=True))
+    return {
+        f"{expert}.{role}.{part}": values[expert] for role, values in split.items() for expert in range(len(values))
+    }

@@ -19,10 +19,10 @@ ENDINGS = ("token_id", "token_index")
 
 
 def placeholder_ids(config: PretrainedConfig, modality: Modality) -> tuple[int, ...]:
-    """Ids of the tokens that stand for a modality, from the config or, if it has none, from those nested in it.
+    """Ids of a modality's placeholder tokens, from the config or, if it names none, from those nested in it.
 
     Raises:
-        UnsupportedModelError: the config knows no such token.
+        UnsupportedModelError: the config names no such token.
     """
     text = config.get_text_config(decoder=True)
     nested = [part for name in config.sub_configs if isinstance(part := getattr(config, name, None), PretrainedConfig)]

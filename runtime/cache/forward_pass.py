@@ -1,4 +1,4 @@
-"""What one forward pass says of its tokens: their positions, the padding, the mask and their modality.
+"""The tokens of one forward pass: their positions, padding, attention mask and modality.
 
 A token's position is its index in the padded input, which masks and sliding windows refer to.
 """

@@ -87,7 +87,7 @@ class LayerStore:
         return self.scheme.page_size
 
     def reset(self) -> None:
-        """Drop everything stored; the next tokens start anew."""
+        """Drop everything stored; the next tokens start a new cache."""
         self.logical = 0
         self.attended = 0
         self.real: torch.Tensor | None = None

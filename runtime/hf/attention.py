@@ -34,7 +34,7 @@ def mask_function(
     **kwargs: Any,
 ) -> MaskHandle:
     """A `MaskHandle` [B, 1, T, 1] of query positions; the signature is that of transformers' mask interface."""
-    # Static caches advance their offset tensor in place before the mask is needed.
+    # Static caches advance their offset tensor in place before the mask is evaluated.
     offset = int(q_offset)
     positions = (torch.arange(q_length, device=device) + offset).view(1, 1, -1, 1).expand(batch_size, 1, q_length, 1)
     arguments = kwargs | {

@@ -40,7 +40,7 @@ def place_packed_experts(model: nn.Module, modules: Iterable[ModuleCoverage]) ->
         if roles is None:
             if quantizes and name not in coverage and not any(other.startswith(f"{name}.") for other in coverage):
                 raise BundleError(
-                    f"{MANIFEST_NAME} does not say what happened to {name}, whose experts {type(model).__name__} has; "
+                    f"{MANIFEST_NAME} does not list {name}, the experts of a layer of {type(model).__name__}; "
                     "the bundle belongs to another architecture or version of transformers."
                 )
             continue

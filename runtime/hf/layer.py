@@ -36,7 +36,7 @@ class PagedLayer(CacheLayerMixin):
         self.is_sliding = store.sliding_window is not None
 
     def reset(self) -> None:
-        """Drop everything stored; the next update starts anew."""
+        """Drop everything stored; the next update starts a new cache."""
         self.store.reset()
         self.is_initialized = False
 
@@ -52,13 +52,13 @@ class PagedLayer(CacheLayerMixin):
         """Park new keys [B, H, T, D] and values [B, H, T, E]; the attention function finds the store in the key handle.
 
         Raises:
-            CacheError: the model passes arguments that kvconvert does not know, calls update twice without attention in
-                between, or the batch size changed.
+            CacheError: the model passes further arguments, calls update twice without attention in between, or the
+                batch size changed.
         """
         store = self.store
         if args or kwargs:
             raise CacheError(
-                f"Layer {store.index}'s model passes {[*kwargs] or args} to the cache, which kvconvert does not know."
+                f"Layer {store.index} passes {[*kwargs] or args} to the cache, which kvconvert does not support."
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

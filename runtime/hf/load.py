@@ -77,8 +77,8 @@ def _locate(bundle: str | Path, **hub_arguments: Any) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise BundleError(
-            f"{bundle} is neither a directory nor a bundle that the Hub could be asked for ({reason}); check the name, "
-            "the revision and the token, or fetch it first."
+            f"{bundle} is neither a directory nor a repository that can be fetched from the Hub ({reason}); check the "
+            "name, the revision and the token, or fetch it first."
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Telling a cache which tokens of a model's input are visual, or audio, for schemes that compress one modality.
+"""Modality masks: which tokens of a model's input are visual, or audio, for schemes that compress one modality.
 
-`watch_inputs` looks for placeholder tokens in the ids of every forward pass and tells the cache; models of a bundle are
-watched from the start.
+`watch_inputs` looks for placeholder tokens in the ids of every forward pass and sets the cache's masks; models of a
+bundle are watched from the start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def watch_inputs(model: PreTrainedModel) -> RemovableHandle:
         )
     positions = {name: parameters.index(name) for name in ("input_ids", "past_key_values")}
 
-    def tell(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+    def set_masks(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
         ids, cache = (
             args[position] if position < len(args) else kwargs.get(name) for name, position in positions.items()
         )
@@ -42,4 +42,4 @@ def watch_inputs(model: PreTrainedModel) -> RemovableHandle:
             chosen = None if ids is None else sum(ids == placeholder for placeholder in placeholders).bool()
             cache.set_modality_mask(chosen, modality)
 
-    return model.register_forward_pre_hook(tell, with_kwargs=True)
+    return model.register_forward_pre_hook(set_masks, with_kwargs=True)

@@ -234,7 +234,7 @@ def test_a_repository_on_the_hub_is_fetched_with_the_arguments_given(bundle, mon
 
 def test_a_repository_that_cannot_be_fetched_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(BundleError, match="owner/name is neither a directory nor a bundle that the Hub could be asked"):
+    with pytest.raises(BundleError, match="owner/name is neither a directory nor a repository that can be fetched"):
         load("owner/name", local_files_only=True)
 
 
