@@ -21,8 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvconvert.errors import NumericError
-from kvconvert.kernels.decode.reference import LayerFormat
-from kvconvert.kernels.pages import ChannelScales
+from kvconvert.kernels.pages import ChannelScales, LayerFormat
 from kvconvert.kernels.quantizer import affine_grid
 from kvconvert.kernels.spans import SpanFormat
 

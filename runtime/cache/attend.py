@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
-from kvconvert.kernels.decode.reference import (
-    DenseRun,
+from kvconvert.kernels.decode import (
+    PageTables,
     PageTile,
-    SpanRun,
-    paged_attention,
+    ResidualTokens,
+    ResidualWindows,
+    SpanTokens,
+    Visibility,
+    decode_attention,
     pages_per_tile,
 )
-from kvconvert.kernels.device import runs_triton, why_not
 from kvconvert.kernels.pages import KeyPages, ValuePages
-from kvconvert.kernels.prompt import prompt_attention, selective_attention
+from kvconvert.kernels.prompt import prompt_attention
 from kvconvert.kernels.rotate import hadamard_transform
-from kvconvert.kernels.select import column_sums
+from kvconvert.kernels.select import column_sums, selective_attention
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.pool import PagePool
 from kvconvert.runtime.cache.sequence import KVSide, Sequence
 from kvconvert.runtime.cache.store import LayerStore
-
-# Queries of one launch of the decode kernel: bounds masks and partial results when a prompt follows stored tokens.
-QUERIES_AT_ONCE = 256
 
 
 def attend(
@@ -57,7 +57,7 @@ def attend(
         tokens, before = sequence.keys.buffered, sequence.positions.before(first)
         if tokens == before:
             continue
-        # A prompt, or part of one, over full-precision tokens alone; padding is excluded from queries and keys.
+        # A prompt, or a part of one, over full-precision tokens alone; padding is excluded from queries and keys.
         padded = tokens - before < length
         at = sequence.positions.slice(before, tokens, queries.device) - first if padded else slice(None)
         arguments = (sequence.keys.tokens(0, tokens), sequence.values.tokens(0, tokens), scaling, softcap, sink_logits)
@@ -68,87 +68,26 @@ def attend(
             attended = prompt_attention(queries[row][:, at], *arguments)
         output[row, :, at] = attended.to(output.dtype)
     if others:
-        attended = _in_one_kernel(store, queries, chunk, scaling, softcap, sink_logits)
-        if attended is None:
-            attended = paged_attention(
-                queries,
-                _tiles(store, others, chunk, length, queries.shape[1]),
-                _residual_tokens(store, others, chunk, length),
-                store.format,
-                scaling,
-                softcap,
-                sink_logits,
-                _spans(store, others, chunk),
-            )
+        attended = decode_attention(
+            queries,
+            StoredRows(store, others, chunk, length),
+            store.format,
+            store.dtype,
+            scaling,
+            span=store.span_format,
+            half_quantized=store.block_tables.half_quantized,
+            softcap=softcap,
+            sink_logits=sink_logits,
+            tau1=store.scheme.tau1,
+            tau2=store.scheme.tau2,
+            clamped_rows=store.clamped_rows,
+            fall_back=store.fall_back,
+        )
         if len(others) == len(store.sequences):
             output = attended.to(output.dtype)
         else:
             output[others] = attended[others].to(output.dtype)
     return hadamard_transform(output, inverse=True) if store.scheme.rotate_values == "online" else output
-
-
-def _in_one_kernel(
-    store: LayerStore,
-    queries: torch.Tensor,
-    chunk: Chunk,
-    scaling: float,
-    softcap: float | None,
-    sink_logits: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """All rows' attention by the fused decode kernel, [B, Hq, T, E]; None where it is not meant to serve, or cannot."""
-    if not runs_triton(queries.device):
-        if queries.is_cuda:
-            store.fall_back("attention over the cache", why_not(queries.device))
-        return None
-    from kvconvert.kernels.decode.triton import launch as decode
-
-    format, heads, length = store.block_tables.format, queries.shape[1], queries.shape[2]
-    reason = decode.why_not_decode(format, store.span_format, store.dtype, heads)
-    if reason is None and queries.dtype != store.dtype:
-        reason = f"queries are {queries.dtype} and stored tokens {store.dtype}"
-    if reason is not None:
-        store.fall_back("attention over the cache", reason)
-        return None
-    tables, dense = (
-        store.block_tables.quantized(store.sequences, store.version),
-        store.block_tables.residual(store.sequences),
-    )
-    tails = decode.Tails(dense.base, dense.rows)
-    parts = []
-    for start in range(0, length, QUERIES_AT_ONCE):
-        part = queries[:, :, start : start + QUERIES_AT_ONCE]
-        mask = store.block_tables.mask(store.sequences, chunk, slice(start, start + QUERIES_AT_ONCE))
-        visibility = None
-        if mask is not None:
-            visibility = decode.Visibility(mask, mask.stride(0), mask.stride(1) * (mask.shape[1] > 1), mask.stride(2))
-        programs = decode.programs_for(
-            queries.device, format, store.span_format, heads // format.keys.heads, part.shape[2]
-        )
-        parts.append(
-            decode.decode_attention(
-                part,
-                decode.PageTables(
-                    tables.base,
-                    tables.base,
-                    tables.keys,
-                    tables.values,
-                    store.block_tables.work(store.sequences, store.version, programs),
-                    tables.shared,
-                ),
-                tails,
-                format,
-                scaling,
-                span=store.span_format,
-                half=tables.half,
-                softcap=softcap,
-                sink_logits=sink_logits,
-                visibility=visibility,
-                tau1=store.scheme.tau1,
-                tau2=store.scheme.tau2,
-                clamped_rows=store.clamped_rows,
-            )
-        )
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _add_attention_mass(
@@ -182,55 +121,96 @@ def _add_sums(sequence: Sequence, sums: torch.Tensor) -> None:
     sequence.attention_mass = sums
 
 
-def _residual_tokens(store: LayerStore, rows: list[int], chunk: Chunk, length: int) -> Iterator[DenseRun]:
-    for row in rows:
-        sequence, size = store.sequences[row], store.page_size
-        keys, values = sequence.residual(sequence.keys, size), sequence.residual(sequence.values, size)
-        if not keys.shape[1]:
-            continue
-        visible = None
-        if length > 1 or not chunk.is_causal:
-            visible = chunk.visible(row, chunk.query_positions, sequence.residual_positions(size, store.device))
-        yield DenseRun(row, keys, values, visible)
+@dataclass(frozen=True)
+class StoredRows:
+    """The tokens of some rows of a store, in the forms that `decode_attention` takes; tables hold every row.
 
+    Attributes:
+        store: of one layer.
+        rows: of the batch.
+        chunk: of the forward pass.
+        length: queries of each row.
+    """
 
-def _spans(store: LayerStore, rows: list[int], chunk: Chunk) -> Iterator[SpanRun]:
-    for row in rows:
-        spans = store.sequences[row].spans
-        if not spans:
-            continue
-        visible = None
-        if not chunk.is_causal:
-            positions = torch.cat([of_span.slice(0, len(of_span), store.device) for _, of_span in spans])
-            visible = chunk.visible(row, chunk.query_positions, positions)
-        tau1, tau2 = store.scheme.tau1, store.scheme.tau2
-        yield SpanRun(row, [s for s, _ in spans], store.span_format, tau1, tau2, visible, store.clamped_rows)
+    store: LayerStore
+    rows: list[int]
+    chunk: Chunk
+    length: int
 
+    def page_tables(self, programs: int) -> PageTables:
+        """Where pages and spans lie, with work for about `programs` programs."""
+        store, tables = self.store, self.store.block_tables
+        quantized = tables.quantized(store.sequences, store.version)
+        work = tables.work(store.sequences, store.version, programs)
+        base = quantized.base
+        return PageTables(base, base, quantized.keys, quantized.values, work, quantized.shared, tables.boosted)
 
-def _tiles(store: LayerStore, rows: list[int], chunk: Chunk, length: int, query_heads: int) -> Iterator[PageTile]:
-    """Pages of all rows: first those quantized on both sides, then half-quantized ones."""
-    size, step = store.page_size, pages_per_tile(query_heads, length, store.format)
-    both: list[tuple[int, int]] = []
-    half: list[tuple[int, int]] = []
-    for row in rows:
-        sequence = store.sequences[row]
-        shared = min(len(sequence.keys.pages), len(sequence.values.pages))
-        both += [(row, page) for page in range(shared)]
-        half += [(row, page) for page in range(shared, sequence.pages)]
-    for part in [both[i : i + step] for i in range(0, len(both), step)] + [[entry] for entry in half]:
-        visible = None
-        # Pages are older than every query, so only windows and other special masks can hide them.
-        if not chunk.is_causal:
-            seen = [
-                chunk.visible(row, chunk.query_positions, store.sequences[row].page_positions(page, size, store.device))
-                for row, page in part
-            ]
-            # Tokens that survived an eviction have positions per KV head, those of later pages have not.
-            heads = max(x.shape[0] for x in seen)
-            visible = torch.stack([x.expand(heads, -1, -1) for x in seen])
-        keys = _read(store, store.key_pool, [store.sequences[row].keys for row, _ in part], part)
-        values = _read(store, store.value_pool, [store.sequences[row].values for row, _ in part], part)
-        yield PageTile(keys, values, torch.tensor([row for row, _ in part], device=store.device), visible)
+    def residual_windows(self) -> ResidualWindows:
+        """Where full-precision tokens lie."""
+        table = self.store.block_tables.residual(self.store.sequences)
+        return ResidualWindows(table.base, table.rows)
+
+    def visibility(self, queries: slice) -> Visibility | None:
+        """Which tokens some of the queries attend to; None for all."""
+        mask = self.store.block_tables.mask(self.store.sequences, self.chunk, queries)
+        if mask is None:
+            return None
+        return Visibility(mask, mask.stride(0), mask.stride(1) * (mask.shape[1] > 1), mask.stride(2))
+
+    def residual_tokens(self) -> Iterator[ResidualTokens]:
+        """The full-precision tokens of each row that has any."""
+        store, chunk, size = self.store, self.chunk, self.store.page_size
+        for row in self.rows:
+            sequence = store.sequences[row]
+            keys, values = sequence.residual(sequence.keys, size), sequence.residual(sequence.values, size)
+            if not keys.shape[1]:
+                continue
+            visible = None
+            if self.length > 1 or not chunk.is_causal:
+                visible = chunk.visible(row, chunk.query_positions, sequence.residual_positions(size, store.device))
+            yield ResidualTokens(row, keys, values, visible)
+
+    def spans(self) -> Iterator[SpanTokens]:
+        """The spans of each row that has any."""
+        store, chunk = self.store, self.chunk
+        for row in self.rows:
+            spans = store.sequences[row].spans
+            if not spans:
+                continue
+            visible = None
+            if not chunk.is_causal:
+                positions = torch.cat([of_span.slice(0, len(of_span), store.device) for _, of_span in spans])
+                visible = chunk.visible(row, chunk.query_positions, positions)
+            tau1, tau2 = store.scheme.tau1, store.scheme.tau2
+            yield SpanTokens(row, [s for s, _ in spans], store.span_format, tau1, tau2, visible, store.clamped_rows)
+
+    def page_tiles(self, num_query_heads: int, num_queries: int) -> Iterator[PageTile]:
+        """Pages of all rows: first those quantized on both sides, then those quantized on one."""
+        store, chunk, size = self.store, self.chunk, self.store.page_size
+        step = pages_per_tile(num_query_heads, num_queries, store.format)
+        both: list[tuple[int, int]] = []
+        half_quantized: list[tuple[int, int]] = []
+        for row in self.rows:
+            sequence = store.sequences[row]
+            shared = min(len(sequence.keys.pages), len(sequence.values.pages))
+            both += [(row, page) for page in range(shared)]
+            half_quantized += [(row, page) for page in range(shared, sequence.pages)]
+        for part in [both[i : i + step] for i in range(0, len(both), step)] + [[entry] for entry in half_quantized]:
+            visible = None
+            # Pages are older than every query, so only windows and other special masks can hide them.
+            if not chunk.is_causal:
+                seen = [
+                    chunk.visible(
+                        row, chunk.query_positions, store.sequences[row].page_positions(page, size, store.device)
+                    )
+                    for row, page in part
+                ]
+                # Tokens that survived an eviction have positions per KV head, those of later pages do not.
+                heads = max(x.shape[0] for x in seen)
+                visible = torch.stack([x.expand(heads, -1, -1) for x in seen])
+            keys = _read(store, store.key_pool, [store.sequences[row].keys for row, _ in part], part)
+            values = _read(store, store.value_pool, [store.sequences[row].values for row, _ in part], part)
+            yield PageTile(keys, values, torch.tensor([row for row, _ in part], device=store.device), visible)
 
 
 def _read(

@@ -13,9 +13,8 @@ import torch
 
 from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import CacheError
-from kvconvert.kernels.decode.plan import Run, SequencePlan, WorkPlan, plan_work
-from kvconvert.kernels.decode.reference import LayerFormat
-from kvconvert.kernels.pages import KeyPages, ValuePages
+from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, plan_work
+from kvconvert.kernels.pages import KeyPages, LayerFormat, ValuePages
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.pool import UNIT, PagePool
 from kvconvert.runtime.cache.sequence import Sequence
@@ -40,8 +39,6 @@ class QuantizedTable:
             and of values, float16 [H, E]: those of each span, or of the whole layer where scales are static; else None.
         sequences: per row, which entries are its own. Masks count a row's tokens in the order of its pages,
             half-quantized pages, spans and residual tokens.
-        half: 0 where keys and values are quantized together, 1 where values stay longer in full precision, 2 where keys
-            do.
     """
 
     base: torch.Tensor
@@ -49,7 +46,6 @@ class QuantizedTable:
     values: torch.Tensor
     shared: torch.Tensor | None
     sequences: list[SequencePlan]
-    half: int
 
 
 @dataclass(frozen=True)
@@ -81,6 +77,9 @@ class BlockTables:
         scheme, format: how its tokens are stored.
         key_pool, value_pool: its pages.
         dtype: of its full-precision tokens.
+
+    Attributes:
+        boosted: int32 [H, n] boosted channels of a scheme that fixes them, as kernels read them; else None.
     """
 
     def __init__(
@@ -95,8 +94,8 @@ class BlockTables:
         self._layer, self._scheme, self._dtype = layer, scheme, dtype
         self._pools, self._device = (key_pool, value_pool), key_pool.device
         self._base = torch.zeros(UNIT, dtype=torch.int16, device=self._device)
-        boosted = format.boosted
-        self._format = replace(format, boosted=None if boosted is None else boosted.int())
+        self._static_scales = (format.static_keys, format.static_values)
+        self.boosted = None if format.boosted is None else format.boosted.int()
         self._tables: QuantizedTable | None = None
         self._built_for = (-1, 0)
         self._work: dict[int, WorkPlan] = {}
@@ -104,9 +103,10 @@ class BlockTables:
         self._append_table: torch.Tensor | None = None
 
     @property
-    def format(self) -> LayerFormat:
-        """The layer's format, with indices of boosted channels in int32."""
-        return self._format
+    def half_quantized(self) -> int:
+        """0 where keys and values are quantized together, 1 where values are quantized later, 2 where keys are."""
+        key_window, value_window = self._scheme.key_recent_tokens, self._scheme.value_recent_tokens
+        return 0 if key_window == value_window else 1 if key_window < value_window else 2
 
     def quantized(self, sequences: list[Sequence], version: int) -> QuantizedTable:
         """Where pages and spans are; the same object until one of them changes."""
@@ -119,14 +119,12 @@ class BlockTables:
     def _build(self, sequences: list[Sequence]) -> QuantizedTable:
         entries: tuple[list[int], list[int]] = ([], [])
         shared: list[list[int]] = []
-        static = (self._format.static_keys, self._format.static_values)
+        static = self._static_scales
         if any(static):
             shared.append([self._offset(part) if scales else 0 for scales in static for part in scales or (None, None)])
         plans = [self._describe(sequence, entries, shared) for sequence in sequences]
         keys, values = (self._upload(part + (part[-1:] or [0])) for part in entries)
-        windows = (self._scheme.key_recent_tokens, self._scheme.value_recent_tokens)
-        half = 0 if windows[0] == windows[1] else 1 if windows[0] < windows[1] else 2
-        return QuantizedTable(self._base, keys, values, self._upload(shared) if shared else None, plans, half)
+        return QuantizedTable(self._base, keys, values, self._upload(shared) if shared else None, plans)
 
     def _describe(
         self, sequence: Sequence, entries: tuple[list[int], list[int]], shared: list[list[int]]
@@ -137,19 +135,19 @@ class BlockTables:
             target += pool.offsets(side.pages, self._base)
             target += [0] * (sequence.pages - len(side.pages))
         both = min(len(sequence.keys.pages), len(sequence.values.pages))
-        runs = [Run(first, first + both, both * size)] if both else []
+        segments = [Segment(first, first + both, both * size)] if both else []
         tokens = sequence.pages * size
         for span, _ in sequence.spans:
             begin = len(entries[0])
             for target, codes in zip(entries, (span.key_codes, span.value_codes), strict=True):
                 start, stride = self._offset(codes), codes.stride(0) * codes.element_size() // UNIT
                 target += [start + block * stride for block in range(len(codes))]
-            runs.append(Run(begin, len(entries[0]), span.tokens, len(shared), tokens))
+            segments.append(Segment(begin, len(entries[0]), span.tokens, len(shared), tokens))
             scales = (span.key_scale, span.key_zero_point, span.value_scale, span.value_zero_point)
             shared.append([self._offset(part) for part in scales])
             tokens += span.tokens
         return SequencePlan(
-            tuple(runs), self._reserved(sequence), sequence.pages - both, first + both, both * size, tokens
+            tuple(segments), self._reserved(sequence), sequence.pages - both, first + both, both * size, tokens
         )
 
     def _offset(self, tensor: torch.Tensor) -> int:
@@ -182,9 +180,9 @@ class BlockTables:
         The same object until pages or spans change, or a row has many more residual tokens than were planned for.
         """
         planned = self.quantized(sequences, version).sequences
-        if any(self._residual(sequence) > plan.tail for sequence, plan in zip(sequences, planned, strict=True)):
+        if any(self._residual(sequence) > plan.residual for sequence, plan in zip(sequences, planned, strict=True)):
             reserved = [self._reserved(sequence) for sequence in sequences]
-            planned = [replace(plan, tail=tokens) for plan, tokens in zip(planned, reserved, strict=True)]
+            planned = [replace(plan, residual=tokens) for plan, tokens in zip(planned, reserved, strict=True)]
             self._tables, self._work = replace(self._tables, sequences=planned), {}
         if programs not in self._work:
             self._work[programs] = plan_work(planned, programs).to(self._device)

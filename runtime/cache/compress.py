@@ -7,16 +7,11 @@ from typing import NamedTuple
 import torch
 
 from kvconvert.errors import KvconvertError, NumericError
-from kvconvert.kernels.device import runs_triton
-from kvconvert.kernels.pages import quantize_keys, quantize_values
+from kvconvert.kernels.pages import new_flag, quantize_in_place, raise_if_flagged
 from kvconvert.kernels.select import select_tokens
 from kvconvert.kernels.spans import quantize_span
-from kvconvert.runtime.cache.pool import UNIT, PagePool
 from kvconvert.runtime.cache.sequence import KVSide, Sequence, remove_tokens
 from kvconvert.runtime.cache.store import LayerStore
-
-# Pages quantized in one call: bounds the float32 copies that a long prompt's flush needs.
-FLUSH_PAGES = 32
 
 
 def end_forward(store: LayerStore) -> None:
@@ -120,81 +115,36 @@ def _due(store: LayerStore, sequence: Sequence, side: KVSide, held_back: int) ->
 
 
 def _flush_sides(store: LayerStore, keys: list[PendingPages], values: list[PendingPages]) -> None:
-    """Move complete pages of all rows to the pools: keys, then values, each in one launch where kernels serve them."""
-    launches = []
+    """Move complete pages of all rows to the pools: keys, then values, all of them or, after an error, none."""
+    f, size, moved = store.format, store.page_size, []
+    if store.flag is None:
+        store.flag = new_flag(store.device)
     try:
-        for pool, due in ((store.key_pool, keys), (store.value_pool, values)):
-            f = store.format.keys if pool is store.key_pool else store.format.values
+        for pool, due, channels, static in (
+            (store.key_pool, keys, f.boosted, f.static_keys),
+            (store.value_pool, values, None, f.static_values),
+        ):
             if not due:
                 continue
-            if runs_triton(store.device):
-                from kvconvert.kernels.pages.triton.launch import new_flag, why_not
-
-                reason = why_not(due[0].side.buffer, f)
-                if reason is None:
-                    if store.flag is None:
-                        store.flag = new_flag(store.device)
-                    numbers = pool.reserve(sum(part.count for part in due))
-                    launches.append((pool, numbers, due))
-                    _quantize_in_one_launch(store, pool, numbers, due)
-                    continue
-                store.fall_back("page quantization", reason)
-            _quantize_by_reference(store, pool, due)
-        if launches:
-            from kvconvert.kernels.pages.triton.launch import raise_if_flagged
-
-            # Read once for both sides: the host waits here for the device.
+            numbers = pool.reserve(sum(part.count for part in due))
+            moved.append((pool, numbers, due))
+            tokens = [side.tokens(start, start + count * size) for side, start, count in due]
             with _NamedErrors(store.index, 1):
-                raise_if_flagged(store.flag, store.format.keys.heads)
+                quantize_in_place(tokens, pool.views(numbers), store.flag, channels, static, store.fall_back)
+        # Read once for both sides: the host waits here for the device.
+        with _NamedErrors(store.index, 1):
+            raise_if_flagged(store.flag, f.keys.heads)
     except KvconvertError:
-        for pool, numbers, _ in launches:
+        for pool, numbers, _ in moved:
             pool.release(numbers)
         store.flag = None
         raise
-    for _, numbers, due in launches:
+    for _, numbers, due in moved:
         for side, _, count in due:
             side.pages += numbers[:count]
             numbers = numbers[count:]
             store.flushes += count
-        remove_tokens([(side, start, start + count * store.page_size) for side, start, count in due])
-
-
-def _quantize_by_reference(store: LayerStore, pool: PagePool, due: list[PendingPages]) -> None:
-    size = store.page_size
-    for side, start, count in due:
-        for first in range(0, count, FLUSH_PAGES):
-            pages = side.pages_at(start + first * size, min(FLUSH_PAGES, count - first), size)
-            with _NamedErrors(store.index, 1):
-                if pool is store.key_pool:
-                    quantized = quantize_keys(pages, store.format.keys, store.format.boosted, store.format.static_keys)
-                else:
-                    quantized = quantize_values(pages, store.format.values, store.format.static_values)
-            side.pages += pool.write(quantized)
-        side.remove([(start, start + count * size)])
-        store.flushes += count
-
-
-def _quantize_in_one_launch(store: LayerStore, pool: PagePool, numbers: list[int], due: list[PendingPages]) -> None:
-    """All rows' pages at once, from their buffers straight into the records of these numbers."""
-    from kvconvert.kernels.pages.triton.launch import quantize_key_pages, quantize_value_pages
-
-    size, base, flag = store.page_size, due[0].side.buffer, store.flag
-    records = pool.views(numbers[:1])[0].buffer
-    # Offsets count elements of their base; the pool's count 16 bytes.
-    offsets = [offset * UNIT // records.element_size() for offset in pool.offsets(numbers, records)]
-    table = []
-    for side, start, count in due:
-        buffer = side.buffer
-        origin = (buffer.data_ptr() - base.data_ptr()) // base.element_size() + start * buffer.stride(1)
-        for page in range(count):
-            table.append((origin + page * size * buffer.stride(1), buffer.stride(0), offsets[len(table)], size))
-    places = torch.tensor(table, dtype=torch.int64).to(store.device, non_blocking=True)
-    format = store.format
-    if pool is store.key_pool:
-        more = (format.boosted, format.static_keys)
-        quantize_key_pages(base, base.stride(1), places, format.keys, records, flag, *more)
-    else:
-        quantize_value_pages(base, base.stride(1), places, format.values, records, flag, format.static_values)
+        remove_tokens([(side, start, start + count * size) for side, start, count in due])
 
 
 def _drop_outside_window(store: LayerStore, sequence: Sequence) -> None:

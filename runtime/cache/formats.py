@@ -9,8 +9,7 @@ import torch
 
 from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import RecipeError
-from kvconvert.kernels.decode.reference import LayerFormat
-from kvconvert.kernels.pages import ChannelScales, KeyFormat, ValueFormat
+from kvconvert.kernels.pages import ChannelScales, KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.spans import SpanFormat
 
 

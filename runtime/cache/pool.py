@@ -86,20 +86,6 @@ class PagePool(Generic[Pages]):
             self._references[number] = 1
         return numbers
 
-    def write(self, pages: Pages) -> list[int]:
-        """Store pages and return their numbers, each with one reference.
-
-        Raises:
-            CacheError: the pool has a fixed capacity and no room left.
-        """
-        numbers = self.reserve(len(pages))
-        taken = 0
-        for chunk, where in self._slots(numbers):
-            count = where.stop - where.start if isinstance(where, slice) else len(where)
-            self._chunks[chunk].buffer[where] = pages.buffer[taken : taken + count]
-            taken += count
-        return numbers
-
     def retain(self, numbers: list[int]) -> None:
         """Add a reference to each page."""
         for number in numbers:

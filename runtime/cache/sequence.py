@@ -95,10 +95,6 @@ class KVSide:
         """Tokens start..stop-1 of the buffer, a view [H, n, channels]."""
         return self.buffer[:, start:stop]
 
-    def pages_at(self, start: int, count: int, size: int) -> torch.Tensor:
-        """Tokens of `count` pages of `size` from token `start` on, a view [count, H, size, channels]."""
-        return self.tokens(start, start + count * size).unflatten(1, (count, size)).transpose(0, 1)
-
     def copy(self) -> KVSide:
         """A copy with a buffer of its own, sharing the pages (whose references the caller counts)."""
         return KVSide(self.buffer.clone(), self.growth, self.buffered, self.pages.copy())

@@ -18,8 +18,7 @@ from kvconvert.calibration.protocol import (
     Projection,
     attention_observed,
 )
-from kvconvert.kernels.decode.reference import LayerFormat
-from kvconvert.kernels.pages import KeyFormat, ValueFormat
+from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
 
 STRUCTURE = LayerStructure(
     "self_attn",

@@ -7,8 +7,7 @@ import torch
 from sample_layers import layer_work, run_passes
 
 from kvconvert.calibration.kitty import ChannelStatistics, KittyPass, choose_channels
-from kvconvert.kernels.decode.reference import LayerFormat
-from kvconvert.kernels.pages import KeyFormat, ValueFormat, dequantize_keys, quantize_keys
+from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat, dequantize_keys, quantize_keys
 from kvconvert.kernels.rotate import hadamard_matrix
 
 

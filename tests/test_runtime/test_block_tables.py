@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig
 
 from kvconvert.bundle.scheme import KVScheme
+from kvconvert.kernels.decode import attention_reference
 from kvconvert.kernels.decode.plan import WorkPlan
-from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, empty_keys, empty_values
 from kvconvert.kernels.spans import Span, span_keys, span_values
 from kvconvert.runtime import KVCache
@@ -85,9 +85,9 @@ def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     tables, residual = quantized(layer.store), layer.store.block_tables.residual(layer.store.sequences)
     plan = tables.sequences[row]
     key_address, key_stride, value_address, value_stride, sink_tokens, *skips, count = residual.rows[row].tolist()
-    spans = [run for run in plan.runs if layer.store.span_format]
-    pages = [entry for run in plan.runs if run not in spans for entry in range(run.begin, run.end)]
-    half = list(range(plan.half_begin, plan.half_begin + plan.half))
+    spans = [segment for segment in plan.segments if layer.store.span_format]
+    pages = [entry for part in plan.segments if part not in spans for entry in range(part.begin, part.end)]
+    half = list(range(plan.half_quantized_begin, plan.half_quantized_begin + plan.half_quantized))
     sides, residuals = [], []
     for offsets, address, stride, skip, empty, f in (
         (tables.keys.tolist(), key_address, key_stride, skips[0], empty_keys, layer.store.format.keys),
@@ -106,20 +106,22 @@ def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
             parts += [page(tables, offsets[entry], empty, f, layer.store.dtype) for entry in half]
         sides.append(parts)
         residuals.append(torch.cat([buffer[:, :sink_tokens], buffer[:, sink_tokens + skip : skip + count]], 1))
-    assert (plan.half_token, plan.tail_token) == (
-        128 * len(pages), 128 * (len(pages) + len(half)) + sum(run.tokens for run in spans)
+    assert (plan.half_quantized_token, plan.residual_token) == (
+        128 * len(pages), 128 * (len(pages) + len(half)) + sum(segment.tokens for segment in spans)
     )  # fmt: skip
-    for run in spans:
-        assert run.first_token == sum(part.shape[1] for part in sides[0])
+    for segment in spans:
+        assert segment.first_token == sum(part.shape[1] for part in sides[0])
         codes = []
         for offsets, lanes, rows in ((tables.keys, 16, 8), (tables.values, 2, 64)):
             blocks = [
                 raw(tables.base, 16 * int(offset), 2 * lanes * rows, torch.int16).view(2, lanes, rows)
-                for offset in offsets[run.begin : run.end]
+                for offset in offsets[segment.begin : segment.end]
             ]
             codes.append(torch.stack(blocks))
-        scales = [raw(tables.base, 16 * o, 32, torch.float16).view(2, 16) for o in tables.shared[run.scales].tolist()]
-        span = Span(run.tokens, codes[0], *scales[:2], codes[1], *scales[2:])
+        scales = [
+            raw(tables.base, 16 * o, 32, torch.float16).view(2, 16) for o in tables.shared[segment.scales].tolist()
+        ]
+        span = Span(segment.tokens, codes[0], *scales[:2], codes[1], *scales[2:])
         sides[0].append(span_keys(span, layer.store.span_format))
         sides[1].append(span_values(span, layer.store.span_format))
     return tuple(torch.cat([*parts, last], 1) for parts, last in zip(sides, residuals, strict=True))
@@ -150,8 +152,8 @@ def test_following_the_tables_gives_what_attention_gives(name, mask_function):
         if tokens < 10:
             check(layer, queries, output, chunk)
             plans = quantized(layer.store).sequences
-            kinds |= {("pages", "spans")[bool(layer.store.span_format)] for plan in plans if plan.runs}
-            kinds |= {"half" for plan in plans if plan.half}
+            kinds |= {("pages", "spans")[bool(layer.store.span_format)] for plan in plans if plan.segments}
+            kinds |= {"half" for plan in plans if plan.half_quantized}
         end_forward(layer.store)
     expected = {"spans"} if "spans" in name else {"pages", "half"} if "longer" in name else {"pages"}
     assert kinds == expected
@@ -179,8 +181,8 @@ def test_tables_stay_the_same_object_until_a_page_is_written_or_rows_move():
     assert changes == 3
     layer.reorder_cache(torch.tensor([2, 0, 0]))
     assert quantized(layer.store) is not before
-    pages = [plan.runs[0].tokens for plan in before.sequences]
-    assert [plan.runs[0].tokens for plan in quantized(layer.store).sequences] == [pages[row] for row in (2, 0, 0)]
+    pages = [plan.segments[0].tokens for plan in before.sequences]
+    assert [plan.segments[0].tokens for plan in quantized(layer.store).sequences] == [pages[row] for row in (2, 0, 0)]
 
 
 def test_work_is_divided_again_only_when_tables_change_or_residual_windows_have_grown_a_lot():
