@@ -24,7 +24,7 @@ from kvconvert.runtime.cache.store import LayerStore
 CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 CONFIG.image_token_id = 1
 SCHEMES = {
-    "norms and sinks": KVScheme(sink_tokens=3, token_norm="joint"),
+    "norms and sink tokens": KVScheme(sink_tokens=3, token_norm="joint"),
     "keys stay longer": KVScheme(key_recent_tokens=300, sink_tokens=5, value_bits=4, value_group_size=16),
     "values stay longer": KVScheme(value_recent_tokens=260, key_bits=1, value_bits=1, boost_fraction=0.25),
     "16 bits": KVScheme(key_bits=16, value_bits=4, key_recent_tokens=20, value_recent_tokens=20),
@@ -167,7 +167,7 @@ def test_one_token_that_attends_to_everything_needs_no_mask():
 
 
 def test_tables_stay_the_same_object_until_a_page_is_written_or_rows_move():
-    layer = KVCache(CONFIG, SCHEMES["norms and sinks"]).layers[0]
+    layer = KVCache(CONFIG, SCHEMES["norms and sink tokens"]).layers[0]
     advance(layer, 500)
     end_forward(layer.store)
     before = quantized(layer.store)
@@ -212,7 +212,7 @@ def test_tables_follow_beams_and_crops():
 
 
 def test_a_copied_cache_has_block_tables_of_its_own():
-    layer = KVCache(CONFIG, SCHEMES["norms and sinks"]).layers[0]
+    layer = KVCache(CONFIG, SCHEMES["norms and sink tokens"]).layers[0]
     advance(layer, 500)
     end_forward(layer.store)
     quantized(layer.store)

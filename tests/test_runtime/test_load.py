@@ -1,4 +1,4 @@
-"""Loading a bundle: through the runtime and through plain transformers, and what a loaded model does by itself."""
+"""Loading a bundle: through the runtime and through plain transformers, and what a loaded model does by default."""
 
 from __future__ import annotations
 

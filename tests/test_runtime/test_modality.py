@@ -285,7 +285,7 @@ def test_layers_that_share_keys_read_the_prompt_in_full_precision_before_it_is_s
 # --- schemes
 
 
-def test_sinks_stay_dense_even_where_they_are_visual(llava):
+def test_sink_tokens_stay_in_full_precision_even_where_they_are_visual(llava):
     ids, cache = prompt(20, [0, 8]), KVCache(llava.config, replace(VISUAL, sink_tokens=3))
     llava(ids, **pixels(ids), past_key_values=cache)
     cache.seal()
