@@ -51,16 +51,12 @@ class LayerStore:
         version: changes with whatever block tables describe: pages, spans and the order of sequences.
         flushes: pages quantized so far.
         fallbacks: calls that a slower path served than the one meant for the device.
-
-    Those below exist once `allocate` was called.
-
-    Attributes:
-        dtype, device: of the tokens.
+        dtype, device: of the tokens; these and the following exist once `allocate` was called.
         format, span_format: of pages, and of spans (None for schemes of pages).
         key_pool, value_pool: pages in use, and free ones.
         block_tables: where all of it lies, for kernels.
-        clamped_rows: int64 scalar, see `CacheStats.clamped_rows`.
-        flag: what page kernels raise on numbers that cannot be stored; None until they first run.
+        clamped_rows: int64 scalar, query rows for which CalibQuant's shift had to make different scores equal.
+        flag: what page kernels raise on numbers that cannot be stored; None before the first flush.
     """
 
     def __init__(
