@@ -1,4 +1,4 @@
-"""From a scheme and a KV plan to the formats of one layer's pages and spans."""
+"""The formats of one layer's pages and spans, from its scheme and its part of the KV plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def layer_format(
 ) -> LayerFormat:
     """The page formats of a scheme for a layer's shape; `boosted` int64 [H, n] are its fixed boosted channels.
 
-    Its static scales are left to `static_scales`.
+    Static scales come from `static_scales`.
 
     Raises:
         RecipeError: the head size cannot be packed at these bits, or calibrated channels are missing or too many.
