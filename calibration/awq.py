@@ -338,11 +338,11 @@ class AwqPass(CalibrationPass):
     def solve(self, work: LayerWork) -> None:
         """Search the scales."""
         try:
-            self._observed = self._recorder.result()
+            self._statistics = self._recorder.result()
             self._scalings, self._skipped = search_scales(
                 work.layer,
                 work.structure,
-                self._observed,
+                self._statistics,
                 self.bits,
                 self.group_size,
                 dtype=work.dtype,
@@ -355,7 +355,7 @@ class AwqPass(CalibrationPass):
         """Scale the layer, search the clips on the scaled weights, and clamp them."""
         apply_scales(work.layer, work.structure, self._scalings, work.dtype)
         clips = search_clips(
-            work.layer, work.structure, self._observed, reader_scales(self._scalings), self.bits, self.group_size
+            work.layer, work.structure, self._statistics, reader_scales(self._scalings), self.bits, self.group_size
         )
         apply_clips(work.layer, clips, self.group_size)
         statistics = {
