@@ -179,7 +179,7 @@ class OscarPass(CalibrationPass):
 
 
 def simulate_value_cache(values: Tensor, bits: int, group_size: int, value_clip_ratio: float, rotate: bool) -> Tensor:
-    """What a cache makes of values [..., head_dim]: quantized per token over groups of channels and read back, float32.
+    """Values [..., head_dim] as read back from a cache: quantized per token over groups of channels, float32.
 
     Args:
         bits, group_size, value_clip_ratio: as in a KV scheme; 16 bits leave values as they are.
