@@ -38,8 +38,9 @@ from torch import Tensor, nn
 
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationRecorder, ActivationStatistics, point_of
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
-from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult
 from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
+from kvconvert.calibration.value_cache import value_rounding
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
@@ -318,7 +319,7 @@ class AwqPass(CalibrationPass):
 
     Args:
         bits, group_size: of the weights.
-        quantize_values: see `search_scales`.
+        quantize_values: see `search_scales`; None takes what the layer's own cache makes of values.
     """
 
     name = "awq"
@@ -327,6 +328,12 @@ class AwqPass(CalibrationPass):
         self.bits, self.group_size, self.quantize_values = bits, group_size, quantize_values
         self._recorder: ActivationRecorder | None = None
         self._result = PassResult()
+
+    @classmethod
+    def of(cls, request: PassRequest) -> AwqPass | None:
+        """Of a recipe whose weights are searched."""
+        weights = request.weights
+        return cls(weights.bits, weights.group_size) if weights.method == "awq" else None
 
     @contextmanager
     def observe(self, work: LayerWork) -> Iterator[None]:
@@ -346,7 +353,7 @@ class AwqPass(CalibrationPass):
                 self.bits,
                 self.group_size,
                 dtype=work.dtype,
-                quantize_values=self.quantize_values,
+                quantize_values=self.quantize_values or value_rounding(work.cache),
             )
         except NumericError as error:
             raise NumericError(f"AWQ cannot quantize {work.name}: {error}") from error

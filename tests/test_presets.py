@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.scheme import PRESETS
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.recipe import Recipe, preset_names
 from kvconvert.fidelity import evaluate, recall
+from kvconvert.methods import PRESETS
 from kvconvert.runtime import KVCache, load
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,7 +15,6 @@ from tiny.checkpoints import save_checkpoint, save_text
 from tiny.models import ARCHITECTURES
 from transformers import AutoModelForCausalLM
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.convert import workdir
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.recipe import Recipe, WeightsRecipe
@@ -30,6 +29,7 @@ from kvconvert.errors import (
     UsageError,
 )
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
+from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import ADAPTERS, LayerNames
 from kvconvert.models.source import float_dtype, open_source
 
