@@ -1,4 +1,4 @@
-"""What a cache makes of values, for passes that change weights and must not make values harder to store."""
+"""Values as read back from a cache, for passes that change weights and must not make values harder to store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def value_rounding(cache: CacheFormat | None) -> Callable[[Tensor], Tensor] | No
 
 
 def simulate_value_cache(values: Tensor, bits: int, group_size: int, clip_ratio: float, rotate: bool) -> Tensor:
-    """What a cache makes of values [..., head_dim]: quantized per token over groups of channels and read back, float32.
+    """Values [..., head_dim] as read back from a cache: quantized per token over groups of channels, float32.
 
     Args:
         bits, group_size, clip_ratio: as in a KV scheme; 16 bits leave values as they are.

@@ -299,7 +299,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_can_go_on(tmp_path, model, text
 
     with monkeypatch.context() as patch:
         patch.setattr(workdir, "save_file", full)
-        with pytest.raises(KvconvertError, match=r"The disk is full.*run the same command again"):
+        with pytest.raises(KvconvertError, match=r"The disk is full.*calibrate again with the same arguments"):
             run(model, tmp_path / "work", text)
     run(model, tmp_path / "work", text)
     assert contents(tmp_path / "work") == contents(finished.path)
@@ -392,7 +392,7 @@ def test_a_model_with_attention_code_of_its_own_is_refused(tmp_path, text):
         ({"recipe": Recipe()}, RecipeError, r"128 does not divide the 64 inputs of model\.layers\.0.*group_size = 64"),
         ({"seq_len": 4000}, UsageError, "more than the 128 positions"),
         ({"samples": 0}, UsageError, "at least 1"),
-        ({"device": "toaster"}, UsageError, "not a device"),
+        ({"device": "toaster"}, UsageError, "There is no device"),
         ({"samples": 4000}, DataError, "tokens"),
     ],
 )
