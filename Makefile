@@ -2,6 +2,7 @@
 # make test         run the test suite (what CI runs)
 # make test-full    run the slow groups too, then sweep the kernels (an hour)
 # make readme       run the quickstart and write its output into README.md
+# make docs         write the tables that are made from the code into docs
 # make lint         ruff
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 # Two processes of one thread each make better use of two cores than the reverse, and none of them spins while it waits.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test test-full readme lint clean
+.PHONY: quickstart test test-full readme docs lint clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python examples/quickstart.py
@@ -28,6 +29,9 @@ test-full: $(VENV)/ready test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m full -n 2 --ignore tests/test_gpu
 	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m full -n 2 --dist load tests/test_gpu
 
+docs: $(VENV)/ready
+	$(BIN)/python -m kvconvert.methods.tables
+
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,4 +44,4 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build quickstart-out *.egg-info
+	rm -rf $(VENV) build quickstart-out src/*.egg-info

@@ -13,15 +13,11 @@ import torch
 from kvconvert.kernels import device, prompt
 from kvconvert.kernels.prompt import attention_and_log_sum_exp, is_fallback
 from kvconvert.kernels.prompt.cpu import weight_blocks
-from kvconvert.kernels.select.ratios import clamp_ratios, proportional_ratios, pyramid_ratios
 from kvconvert.kernels.select.reference import column_sums_reference, select_tokens
 
 __all__ = [
-    "clamp_ratios",
     "column_sums",
     "column_sums_reference",
-    "proportional_ratios",
-    "pyramid_ratios",
     "select_tokens",
     "selective_attention",
     "unsupported",

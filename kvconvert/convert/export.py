@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from kvconvert import __version__
 from kvconvert.bundle.card import CARD_NAME, model_card
 from kvconvert.bundle.conventions import conventions
 from kvconvert.bundle.manifest import (
@@ -29,7 +28,7 @@ from kvconvert.bundle.manifest import (
     quantization_config,
 )
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.tensorfile import nbytes, read_header, tensor_info, write_tensors
+from kvconvert.bundle.tensorfile import nbytes, tensor_info, write_tensors
 from kvconvert.bundle.writer import (
     MAX_SHARD_BYTES,
     check_output,
@@ -43,8 +42,9 @@ from kvconvert.convert.recipe import Limits, Recipe
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import BundleError, CheckpointError, FidelityError
 from kvconvert.models.source import SourceModel, open_source
+from kvconvert.version import __version__
 
-# Everything beside the weights that tokenizers, processors and generation read.
+# The files beside the weights that tokenizers, processors and generation need.
 COPIED_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -64,22 +64,27 @@ LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 
 def export(
-    work: Path, output: Path, force: bool = False, progress: bool = True, max_shard_bytes: int = MAX_SHARD_BYTES
+    work: str | Path,
+    bundle: str | Path,
+    *,
+    force: bool = False,
+    progress: bool = True,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Write the bundle of a finished calibration; equal inputs give equal bytes.
 
     If the recipe sets limits, fidelity is measured on the finished bundle before it is put in place.
 
     Args:
-        work: working directory of `kvconvert calibrate`.
-        output: the bundle to make. An existing bundle is only replaced with `force`, and kept until the new
-            one is whole.
-        force: also accept a bundle that misses its recipe's limits; the card and the manifest then say so.
+        work: the finished working directory of `calibrate`.
+        bundle: directory to write.
+        force: replace an existing bundle, which is kept until the new one is complete, and accept a bundle that misses
+            its recipe's limits; its card and manifest then say so.
         progress: show a progress bar.
         max_shard_bytes: size at which the weights are divided into several files.
 
     Returns:
-        `output`.
+        the path of the bundle.
 
     Raises:
         UsageError: the output exists, or calibration is not finished.
@@ -87,6 +92,7 @@ def export(
         FidelityError: a limit is missed, without `force`.
         KvconvertError: the disk is full or cannot be written. Nothing is left behind after any error.
     """
+    output = Path(bundle)
     check_output(output, force)
     store = WorkDir.open(work)
     # A Hub id may have moved on since; the directory that was calibrated is then still in the Hub's cache.
@@ -107,7 +113,7 @@ def export(
             update={"files": describe_files(directory, [*files, "config.json"]), "informative": sorted(informative)}
         )
         write_manifest(directory, manifest)
-        open_bundle(directory, verify="headers")  # whatever a reader would refuse is never put in place
+        open_bundle(directory, verify="headers")  # a bundle that a reader would refuse is never put in place
         limits = recipe.limits.as_set()
         if limits:
             manifest = manifest.model_copy(
@@ -117,7 +123,7 @@ def export(
                 raise FidelityError(
                     f"The bundle misses the limits of its recipe, so {output} was not written "
                     f"({'; '.join(manifest.fidelity.missed)}); choose a gentler recipe, or export it anyway with "
-                    "--force."
+                    "`force=True`."
                 )
             write_manifest(directory, manifest)
         (directory / CARD_NAME).write_text(model_card(manifest), encoding="utf-8")
@@ -159,10 +165,7 @@ class _Contents:
                 plan_layer_of[name] = layer
             covered += store.layer_record(layer).modules
         copied = store.state.kept_tensors
-        headers = {
-            file: read_header(source.directory / file) for file in sorted({source.weight_map[name] for name in copied})
-        }
-        infos.update({name: headers[source.weight_map[name]][name] for name in copied})
+        infos.update({name: source.tensors[name] for name in copied})
         owners = {name.rpartition(".")[0] for name in infos}
         configs = (source.config, source.config.get_text_config())
         tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
@@ -172,7 +175,7 @@ class _Contents:
 
 
 def _with_shape(module: ModuleCoverage, infos: dict[str, TensorInfo], owners: set[str], tied: bool) -> ModuleCoverage:
-    """Coverage of a Linear with its shape, from its own tensors; a module without any says where they are."""
+    """Coverage of a Linear with its shape, from its own tensors; a module without any gets the reason."""
     if module.method != "kept":
         scales, codes = infos.get(f"{module.prefix}.scales"), infos.get(f"{module.prefix}.qweight")
         if scales is None or codes is None:

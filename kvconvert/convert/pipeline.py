@@ -1,10 +1,10 @@
 """`calibrate`: from a checkpoint to a working directory of converted layers, one decoder layer in memory at a time.
 
 The model is built without weights. For each decoder layer in turn: read its weights, run the calibration sequences
-through it in float32 while the passes observe, let them solve and apply, write the result, free the layer. What goes
-on to the next layer is the output of the UNCHANGED layer, kept on disk. What concerns all layers at once (one pair of
-taus, how budgets are spread) is decided from the stored measurements when the last layer is committed. Peak memory is
-a couple of layers, the embeddings and one small batch of activations, whatever the number of layers and samples.
+through it in float32 while the passes observe, let them solve and apply, write the result, free the layer. The next
+layer's input is the output of the UNCHANGED layer, kept on disk. What concerns all layers at once (one pair of taus,
+the allocation of budgets) is decided from the stored measurements when the last layer is committed. Peak memory is a
+couple of layers, the embeddings and one small batch of activations, regardless of the number of layers and samples.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-import kvconvert
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.convert.checks import check_group_size, check_purpose, check_recipe
@@ -34,7 +34,7 @@ from kvconvert.convert.layer_records import (
     untouched_record,
 )
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.passes import cache_format, make_passes
+from kvconvert.convert.passes import cache_format, make_passes, plan_of
 from kvconvert.convert.recipe import Recipe, WeightsRecipe
 from kvconvert.convert.resolve import resolve_layers
 from kvconvert.convert.workdir import HiddenStates, LayerRecord, WorkDir, WorkState
@@ -44,15 +44,17 @@ from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.models.adapters import Adapter, find_adapter, require_adapter
 from kvconvert.models.auto_class import supports_images
 from kvconvert.models.source import SourceModel, float_dtype, open_source
+from kvconvert.version import __version__
 
 logger = logging.getLogger(__name__)
 
 
 def calibrate(
-    model: str,
-    work: Path | str,
-    recipe: Recipe,
-    data: str | None = None,
+    model: str | Path,
+    work: str | Path,
+    *,
+    recipe: Recipe | str | Path = "default",
+    data: str | Path | None = None,
     samples: int = 64,
     seq_len: int | None = None,
     seed: int = 0,
@@ -65,13 +67,15 @@ def calibrate(
     Args:
         model: directory or Hub id.
         work: working directory, absent, empty, or begun from the same inputs.
-        recipe: what to do.
-        data: calibration data, None for what ships with kvconvert: text, or drawings for a model that sees.
-        samples, seq_len: calibration sequences and tokens in each; None takes 512, or what an image needs.
+        recipe: a `Recipe`, the name of a preset, or the path of a recipe file (see `Recipe.load`).
+        data: calibration data: a file, a directory or a Hub data set (see `kvconvert.data`). None takes what ships
+            with kvconvert: text, or drawings with captions for a vision-language model.
+        samples: number of calibration sequences.
+        seq_len: tokens in each; None takes 512, or what an image needs.
         seed: of the choice of samples.
-        device: on which layers are computed.
-        restart: discard what is in `work`.
-        progress: show bars and a closing line on stderr.
+        device: on which layers are computed, "cpu" or "cuda".
+        restart: discard what `work` holds instead of going on from there.
+        progress: show a progress bar and messages on stderr.
 
     Returns:
         the finished working directory.
@@ -80,7 +84,9 @@ def calibrate(
         KvconvertError: one of its children, for everything that can be wrong with the input; nothing half written
             stays.
     """
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(str(recipe))
     target = _device(device)
+    model, data = str(model), None if data is None else str(data)
     source = open_source(model)
     check_purpose(source.config, recipe)
     runner = _make_runner(source, recipe.weights, target)
@@ -118,7 +124,7 @@ def calibrate(
 
 
 def _make_runner(source: SourceModel, weights: WeightsRecipe, device: torch.device) -> LayerRunner:
-    """With the model's adapter; a recipe that keeps weights does without one that is missing or does not fit."""
+    """With the model's adapter; a recipe that keeps weights needs none, where it is missing or does not fit."""
     if weights.method != "none":
         return LayerRunner(source, require_adapter(source.config), device)
     adapter = find_adapter(source.config)
@@ -138,10 +144,10 @@ def _calibrate_layer(
     scheme, reason = layer_scheme(runner, recipe, index)
     passes = make_passes(recipe.weights, scheme, recipe.calibration_of(index), structure)
     layer, dtypes = runner.layer(index)
-    separate = any(calibration_pass.modifies_before_observing for calibration_pass in passes)
+    modified = any(calibration_pass.modifies_before_observing for calibration_pass in passes)
     work = LayerWork(
         name=runner.layer_name(index),
-        layer=copy.deepcopy(layer) if separate else layer,
+        layer=copy.deepcopy(layer) if modified else layer,
         structure=structure,
         num_samples=inputs.ids.shape[0],
         seq_len=inputs.ids.shape[1],
@@ -167,7 +173,7 @@ def _calibrate_layer(
                 for calibration_pass in passes:
                     hooks.enter_context(calibration_pass.observe(work))
                 for batch, arguments, output in runner.forward(layer, hidden, index):
-                    if separate:
+                    if modified:
                         work.layer(batch, **arguments)
                     if writer is not None:
                         writer.append(output)
@@ -189,7 +195,9 @@ def _calibrate_layer(
             reason="; ".join(filter(None, notes)),
             **resolved_fields(scheme, structure.head_dim, structure.num_key_value_heads),
         )
-        plan = {f"layers.{index}.{name}": t for result in results.values() for name, t in result.plan.items()}
+        plan: dict[str, Tensor] = {}
+        for calibration_pass in passes:
+            plan |= plan_of(calibration_pass, results[calibration_pass.name], index)
         tensors = converted_tensors(work, dtypes, recipe.weights)
         directory.commit_layer(index, {names.of_tensor(name): t for name, t in tensors.items()}, plan, record)
         # Only now: a kill in between leaves the layer committed and its input in place, from which `_hidden_input`
@@ -249,15 +257,12 @@ def _initial_state(
         for name, module in runner.model.named_modules()
         if (prefix is None or not name.startswith(prefix)) and any(True for _ in module.parameters(recurse=False))
     ]
-    transforms = []
     schemes = [layer_scheme(runner, recipe, index)[0] for index in range(runner.num_layers)]
-    if any(scheme is not None and scheme.rotate_values == "folded" for scheme in schemes):
-        transforms.append("fold_value_rotation")
-    if recipe.weights.method == "awq":
-        transforms += ["awq_scale", "awq_clip"]
+    folds = [change for scheme in schemes if scheme is not None for change in scheme.transforms()]
+    transforms = [*dict.fromkeys(folds), *recipe.weights.transforms()]
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")}
     return WorkState(
-        versions={"kvconvert": kvconvert.__version__, **versions},
+        versions={"kvconvert": __version__, **versions},
         recipe=recipe.to_dict(),
         source=source.info(progress),
         model=model,
@@ -287,9 +292,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"--device {name} is not a device; give cpu or cuda.") from error
+        raise UsageError(f"There is no device {name}; `device` may be cpu or cuda.") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"--device {name} asks for a GPU that torch does not find; give cpu.")
+        raise UsageError(f"torch finds no GPU for the device {name}; `device` has to be cpu.")
     return device
 
 

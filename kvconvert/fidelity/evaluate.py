@@ -17,7 +17,6 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-import kvconvert
 from kvconvert.bundle.manifest import PLAN_NAME, DataInfo, Manifest
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.text import load_token_samples
@@ -39,6 +38,7 @@ from kvconvert.models.auto_class import model_class, supports_images
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.runtime import KVCache, load
+from kvconvert.version import __version__
 
 SEGMENT_TOKENS = 1024
 SCORED_TOKENS_WANTED = 512  # of each segment
@@ -249,7 +249,7 @@ def evaluate(
 def versions() -> dict[str, str]:
     """What a figure may depend on besides its inputs."""
     return {
-        "kvconvert": kvconvert.__version__,
+        "kvconvert": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

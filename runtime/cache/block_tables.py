@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import CacheError
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, plan_work
 from kvconvert.kernels.pages import KeyPages, LayerFormat, ValuePages
+from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.pool import UNIT, PagePool
 from kvconvert.runtime.cache.sequence import Sequence

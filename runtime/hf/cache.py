@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequence_
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import RecipeError, UnsupportedModelError
-from kvconvert.kernels.select import clamp_ratios, pyramid_ratios
+from kvconvert.methods import KVScheme, spread_ratios
 from kvconvert.models.layer_types import HYBRID_LAYER_TYPES, has_pages, layer_types_of, pages_unsupported
 from kvconvert.models.modality import Modality, placeholder_ids
 from kvconvert.runtime.cache.compress import seal
@@ -22,14 +21,6 @@ from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.hf.hybrid_layer import HybridLayer
 from kvconvert.runtime.hf.layer import PagedLayer
 
-# The tensors of a KV plan that layers read.
-PLAN_TENSORS = (
-    "boosted_channels",
-    "static_key_scale",
-    "static_key_zero_point",
-    "static_value_scale",
-    "static_value_zero_point",
-)
 # What a layer without a scheme holds when its neighbours have one: pages of the model's own dtype.
 UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)
 
@@ -86,7 +77,7 @@ class KVCache(Cache):
     Args:
         config: the model's config.
         scheme: a preset's name, one scheme for all layers, or one per layer (None leaves a layer unquantized).
-        plan: calibrated tensors by the names of a bundle's KV plan, `layers.{i}.` before each of `PLAN_TENSORS`.
+        plan: calibrated tensors by their names in a bundle's KV plan, `layers.{i}.{what}`.
         kv_memory: bytes for pages, over all layers, taken at once and never exceeded; None grows as needed.
             Full-precision tokens (sink tokens, residual windows, the prompt being processed) come on top.
 
@@ -117,6 +108,7 @@ class KVCache(Cache):
         paged = sum(reason is None for reason in unsupported_reasons)
         page_bytes = kv_memory // paged if kv_memory is not None else None
         shared = bool(getattr(text_config, "num_kv_shared_layers", 0)) or "dummy" in layer_types
+        plans = _layer_plans(plan or {})
         layers = []
         for index, (layer_type, kwargs) in enumerate(zip(layer_types, arguments, strict=True)):
             if not has_pages(layer_type):
@@ -128,7 +120,7 @@ class KVCache(Cache):
                 sliding_window=kwargs.get("sliding_window"),
                 page_bytes=page_bytes,
                 keep_for_sharing=shared,
-                plan={name: (plan or {}).get(f"layers.{index}.{name}") for name in PLAN_TENSORS},
+                plan=plans.get(f"layers.{index}"),
             )
             if layer_type in HYBRID_LAYER_TYPES:
                 layers.append(HybridLayer(store, number_of_states=kwargs.get("number_of_states", 1)))
@@ -201,6 +193,15 @@ def _folded_layers(config: PretrainedConfig) -> frozenset[int]:
     return frozenset(i for i, scheme in enumerate(schemes) if scheme is not None and scheme.rotate_values == "folded")
 
 
+def _layer_plans(plan: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """A KV plan by layer, `layers.{i}`, and then by what follows in the tensors' names."""
+    plans: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in plan.items():
+        layer, _, what = name.rpartition(".")
+        plans.setdefault(layer, {})[what] = tensor
+    return plans
+
+
 def _per_layer(
     scheme: KVScheme | str | Sequence_[KVScheme | None], count: int, folded: frozenset[int]
 ) -> tuple[KVScheme | None, ...]:
@@ -219,29 +220,3 @@ def _per_layer(
                 'rotation; use "online" (KVScheme.with_online_rotation()).'
             )
     return schemes
-
-
-def spread_ratios(schemes: Sequence_[KVScheme | None]) -> tuple[KVScheme | None, ...]:
-    """Give each layer its own ratio of heavy hitters, where schemes state the mean over layers and its allocation.
-
-    A pyramid is a formula; calibrated allocations arrive as layers of allocation "uniform" with ratios of their own.
-    Layers whose heavy hitters and recent tokens would exceed the prompt pass the excess on to the others.
-
-    Raises:
-        RecipeError: an allocation that needs calibration.
-    """
-    schemes = list(schemes)
-    evicting = [i for i, scheme in enumerate(schemes) if scheme is not None and scheme.evicts]
-    for i in evicting:
-        if schemes[i].allocation not in ("uniform", "pyramid"):
-            raise RecipeError(
-                f"[kv] allocation = {schemes[i].allocation!r} spreads the budget by what calibration measured; use it "
-                "in a recipe and load the bundle, or choose uniform or pyramid."
-            )
-    pyramid = [i for i in evicting if schemes[i].allocation == "pyramid"]
-    if pyramid:
-        first = schemes[pyramid[0]]
-        ratios = pyramid_ratios(first.heavy_ratio, len(pyramid), first.pyramid_depth)
-        for i, ratio in zip(pyramid, clamp_ratios(ratios, first.recent_ratio), strict=True):
-            schemes[i] = replace(schemes[i], heavy_ratio=ratio, allocation="uniform")
-    return tuple(schemes)

@@ -10,7 +10,6 @@ from PIL import Image
 from tiny.models import ARCHITECTURES
 from tiny.processors import quick_and_full, write_seeing
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.cli import cli
 from kvconvert.console import Console
 from kvconvert.convert.recipe import Limits
@@ -18,6 +17,7 @@ from kvconvert.data.drawings import draw
 from kvconvert.errors import UsageError
 from kvconvert.fidelity.images import image_figures
 from kvconvert.fidelity.scoring import Decoder
+from kvconvert.methods import KVScheme
 from kvconvert.models.processors import load_processor
 from kvconvert.runtime import KVCache, load
 
@@ -158,7 +158,7 @@ def test_missing_files_and_bundles_without_vision_are_one_sentence(folder, tmp_p
     assert "not an image that can be read" in result.stderr
     (tmp_path / "plain").mkdir()
     ARCHITECTURES["llama"].write(tmp_path / "plain" / "model")
-    with pytest.raises(UsageError, match="reads no images"):
+    with pytest.raises(UsageError, match="does not support images"):
         Console(converted(tmp_path / "plain"), 4).complete("x", [folder / "1.png"])
 
 

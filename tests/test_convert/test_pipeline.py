@@ -15,7 +15,6 @@ from tiny.checkpoints import save_checkpoint, save_text
 from tiny.models import ARCHITECTURES
 from transformers import AutoModelForCausalLM
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.convert import workdir
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.recipe import Recipe, WeightsRecipe
@@ -30,6 +29,7 @@ from kvconvert.errors import (
     UsageError,
 )
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
+from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import ADAPTERS, LayerNames
 from kvconvert.models.source import float_dtype, open_source
 
@@ -40,7 +40,7 @@ HERE = Path(__file__).parent
 
 def run(model, work, text, recipe=AWQ, **options):
     settings = {"samples": 3, "seq_len": 24, "progress": False} | options
-    return calibrate(str(model), work, recipe, data=text, **settings)
+    return calibrate(str(model), work, recipe=recipe, data=text, **settings)
 
 
 def contents(work):
@@ -143,8 +143,8 @@ def test_layer_inputs_come_from_unquantized_layers_with_the_models_own_masks(pla
     """The statistics of the last layer's keys are those of the whole source model, sliding windows and all."""
     from transformers import AutoTokenizer
 
+    from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
     from kvconvert.calibration.oscar import KeyStatistics
-    from kvconvert.calibration.protocol import RECORDING_ATTENTION, attention_observed
     from kvconvert.data.text import load_token_samples
 
     path = save_checkpoint(
@@ -204,7 +204,7 @@ def test_killed_at_any_moment_the_rerun_gives_the_same_bytes(
         except KilledError:
             still_other = restarting and moment <= 2
             if still_other:
-                with pytest.raises(UsageError, match="--restart"):
+                with pytest.raises(UsageError, match="`restart=True`"):
                     run(model, work, text)
             run(model, work, text, restart=still_other)
             assert contents(work) == expected, f"killed before rename {moment}"
@@ -224,7 +224,7 @@ def commit(self):
 original = workdir.HiddenWriter.commit
 workdir.HiddenWriter.commit = commit
 recipe = Recipe(weights=WeightsRecipe(method="awq", group_size=32))
-calibrate(sys.argv[1], sys.argv[2], recipe, data=sys.argv[3], samples=3, seq_len=24, progress=False)
+calibrate(sys.argv[1], sys.argv[2], recipe=recipe, data=sys.argv[3], samples=3, seq_len=24, progress=False)
 """
 
 
@@ -267,7 +267,7 @@ def test_a_changed_input_refuses_to_resume_and_restart_obeys(tmp_path, model, te
     before = contents(tmp_path / "work")
     options = {}
     change(changed, options)
-    with pytest.raises(UsageError, match=f"{said}.*--restart") as caught:
+    with pytest.raises(UsageError, match=f"{said}.*`restart=True`") as caught:
         run(changed, tmp_path / "work", text, **options)
     assert "\n" not in str(caught.value)
     assert contents(tmp_path / "work") == before
@@ -486,7 +486,7 @@ from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.recipe import Recipe, WeightsRecipe
 def peak(model, work):
     recipe = Recipe(weights=WeightsRecipe(method="awq", group_size=128))
-    calibrate(model, work, recipe, data=sys.argv[1], samples=2, seq_len=16, progress=False)
+    calibrate(model, work, recipe=recipe, data=sys.argv[1], samples=2, seq_len=16, progress=False)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 few = peak(sys.argv[2], sys.argv[3])
 print(few, peak(sys.argv[4], sys.argv[5]))

@@ -12,7 +12,6 @@ from tiny.llama import write_recipe, write_tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.recipe import Recipe
@@ -23,6 +22,7 @@ from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.evaluate import text_figures
 from kvconvert.fidelity.recall import NAMES, PASSKEY_CONTEXTS, TABLE_ROWS, DrillBook, agreement, passkey, recitation
 from kvconvert.fidelity.scoring import Decoder, batches, compare, generate_greedily
+from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 
 UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)
@@ -272,7 +272,7 @@ def source(tmp_path_factory):
 
 def make_bundle(source, folder, method: str, kv: str, more: str = ""):
     recipe = Recipe.load(str(write_recipe(folder / "recipe.toml", method, kv, more)))
-    calibrate(str(source), folder / "work", recipe, samples=1, seq_len=16, progress=False)
+    calibrate(str(source), folder / "work", recipe=recipe, samples=1, seq_len=16, progress=False)
     return export(folder / "work", folder / "bundle", force=True, progress=False)
 
 

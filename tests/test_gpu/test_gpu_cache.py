@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.kernels import decode
 from kvconvert.kernels import device as dispatch
+from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.append import commit
 from kvconvert.runtime.cache.attend import attend

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import NumericError
 from kvconvert.kernels import device as dispatch
+from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import compress
 from kvconvert.runtime.cache.append import commit

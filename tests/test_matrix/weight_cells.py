@@ -21,12 +21,12 @@ from transformers.cache_utils import DynamicCache
 
 from kvconvert.bundle.manifest import Manifest, ModuleCoverage
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.calibration import awq
 from kvconvert.convert import pipeline
 from kvconvert.convert.export import export
 from kvconvert.convert.recipe import Recipe
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
+from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import require_adapter
 from kvconvert.models.experts import ExpertRoles, separate_experts
 from kvconvert.runtime import load
@@ -139,8 +139,10 @@ def convert(entry: TinyModel, directory: Path, recipe: str, length: int = 32) ->
     (directory / "recipe.toml").write_text(recipe)
     (directory / "text.txt").write_text(WORDS)
     settings, text = Recipe.load(str(directory / "recipe.toml")), str(directory / "text.txt")
-    pipeline.calibrate(str(source), directory / "work", settings, text, 3, length, 0, "cpu", False, progress=False)
-    return export(directory / "work", directory / "bundle", False, progress=False)
+    pipeline.calibrate(
+        str(source), directory / "work", recipe=settings, data=text, samples=3, seq_len=length, progress=False
+    )
+    return export(directory / "work", directory / "bundle", progress=False)
 
 
 def weight_cell(entry: TinyModel, directory: Path) -> WeightResult:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.kernels.decode import attention_reference
 from kvconvert.kernels.decode.plan import WorkPlan
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, empty_keys, empty_values
 from kvconvert.kernels.spans import Span, span_keys, span_values
+from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.append import commit
 from kvconvert.runtime.cache.attend import attend

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny.models import GREEDY, random_ids, tiny_model
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.kernels import decode, device
+from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.append import make_room
 from kvconvert.runtime.cache.forward_pass import Chunk
