@@ -34,9 +34,9 @@ class LayerStore:
         page_bytes: room for pages in bytes, taken at the first tokens and never exceeded; None grows as needed.
         keep_for_sharing: later layers read this layer's keys again within one forward pass, so pages are flushed one
             step late.
-        plan: this layer's part of the KV plan, as far as the scheme needs it: `boosted_channels` integers [H, n];
-            `static_key_scale`, `static_key_zero_point` float16 [H, D], `static_value_scale`, `static_value_zero_point`
-            float16 [H, E].
+        plan: this layer's part of the KV plan, of which `allocate` takes what the scheme needs: `boosted_channels`
+            integers [H, n]; `static_key_scale`, `static_key_zero_point` float16 [H, D], `static_value_scale`,
+            `static_value_zero_point` float16 [H, E].
         growth: how the full-precision buffers grow; None chooses by device.
 
     Attributes:

@@ -21,14 +21,6 @@ from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.hf.hybrid_layer import HybridLayer
 from kvconvert.runtime.hf.layer import PagedLayer
 
-# The tensors of a KV plan that layers read.
-PLAN_TENSORS = (
-    "boosted_channels",
-    "static_key_scale",
-    "static_key_zero_point",
-    "static_value_scale",
-    "static_value_zero_point",
-)
 # What a layer without a scheme holds when its neighbours have one: pages of the model's own dtype.
 UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)
 
@@ -85,7 +77,7 @@ class KVCache(Cache):
     Args:
         config: the model's config.
         scheme: a preset's name, one scheme for all layers, or one per layer (None leaves a layer unquantized).
-        plan: calibrated tensors by the names of a bundle's KV plan, `layers.{i}.` before each of `PLAN_TENSORS`.
+        plan: calibrated tensors by their names in a bundle's KV plan, `layers.{i}.{what}`.
         kv_memory: bytes for pages, over all layers, taken at once and never exceeded; None grows as needed.
             Full-precision tokens (sink tokens, residual windows, the prompt being processed) come on top.
 
@@ -116,6 +108,7 @@ class KVCache(Cache):
         paged = sum(reason is None for reason in unsupported_reasons)
         page_bytes = kv_memory // paged if kv_memory is not None else None
         shared = bool(getattr(text_config, "num_kv_shared_layers", 0)) or "dummy" in layer_types
+        plans = _layer_plans(plan or {})
         layers = []
         for index, (layer_type, kwargs) in enumerate(zip(layer_types, arguments, strict=True)):
             if not has_pages(layer_type):
@@ -127,7 +120,7 @@ class KVCache(Cache):
                 sliding_window=kwargs.get("sliding_window"),
                 page_bytes=page_bytes,
                 keep_for_sharing=shared,
-                plan={name: (plan or {}).get(f"layers.{index}.{name}") for name in PLAN_TENSORS},
+                plan=plans.get(f"layers.{index}"),
             )
             if layer_type in HYBRID_LAYER_TYPES:
                 layers.append(HybridLayer(store, number_of_states=kwargs.get("number_of_states", 1)))
@@ -198,6 +191,15 @@ def _folded_layers(config: PretrainedConfig) -> frozenset[int]:
     """Layers whose weights carry the value rotation: known from a bundle's quantization config, none otherwise."""
     schemes = getattr(getattr(config, "quantization_config", None), "kv_schemes", None) or []
     return frozenset(i for i, scheme in enumerate(schemes) if scheme is not None and scheme.rotate_values == "folded")
+
+
+def _layer_plans(plan: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """A KV plan by layer, `layers.{i}`, and then by what follows in the tensors' names."""
+    plans: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in plan.items():
+        layer, _, what = name.rpartition(".")
+        plans.setdefault(layer, {})[what] = tensor
+    return plans
 
 
 def _per_layer(
