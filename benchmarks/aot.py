@@ -27,7 +27,7 @@ from aot_docs import write_tables
 
 # Values that are left to the full run, where pairs of all values would take `make test` too long.
 FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
-    "decode_variants": {
+    "decode": {
         "head_size": (48, 64, 80, 96, 192, 256),
         "value_size": (48, 64, 80, 96, 192, 256),
         "dtype": ("fp16", "fp32"),
@@ -36,7 +36,7 @@ FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
         "slots": (64,),
     },
     "prompt": {"head_size": (48, 80, 96, 192), "dtype": ("fp16",)},
-    "quantize": {
+    "pages": {
         "HEAD_SIZE": (64, 256),
         "dtype": ("fp16", "fp32"),
         "GROUP": (16, 64),
@@ -44,8 +44,8 @@ FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
         "BOOSTED": (20, 32),
     },
     "rotate": {"head_size": (64, 96, 256), "dtype": ("fp16", "fp32")},
-    "linear": {"span": (64,), "dtype": ("fp16",)},
-    "linear_prompt": {"span": (64,)},
+    "linear_few_rows": {"k_block": (64,), "dtype": ("fp16",)},
+    "linear_many_rows": {"k_block": (64,)},
 }
 TUNED_ON = 90
 # Modules with more variants than this are covered by pairs even in the full run, others by triples.
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures there")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="write the readable table into this document")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one per core)")
-    parser.add_argument("--module", action="append", default=[], help="only this module, by its name in kernels/gpu")
+    parser.add_argument("--module", action="append", default=[], help="only this module, by its name in aot_variants")
     parser.add_argument("--list", action="store_true", help="say how much would be compiled, and stop")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:

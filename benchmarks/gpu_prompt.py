@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvconvert.kernels import prompt as dispatch
-from kvconvert.kernels.decode.reference import attention_reference
+from kvconvert.kernels.decode import attention_reference
 from kvconvert.kernels.prompt.triton import launch as kernels
 from kvconvert.kernels.select import column_sums_reference
 

@@ -23,7 +23,7 @@ from kvconvert.kernels.linear.awq_format import AwqWeight, pack_awq, unpack_awq
 TILE = 32
 LONGEST_K_BLOCK = 128
 # Codes repacked at a time, which bounds the memory that repacking needs beside the weight.
-_CHUNK_CODES = 1 << 24
+CHUNK_CODES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def has_layout(group_size: int) -> bool:
     return group_size in (32, 64) or (group_size > 0 and group_size % LONGEST_K_BLOCK == 0)
 
 
-def pack_weight(weight: AwqWeight) -> PackedWeight:
-    """Repack AWQ's tensors; `unpack_codes` is the exact inverse for the codes."""
+def pack_weight(weight: AwqWeight, chunk_codes: int = CHUNK_CODES) -> PackedWeight:
+    """Repack AWQ's tensors, about `chunk_codes` at a time; `unpack_codes` is the exact inverse for the codes."""
     inputs, outputs = weight.qweight.shape[0], weight.scales.shape[1]
     groups = weight.scales.shape[0]
     if not has_layout(inputs // groups):
@@ -67,7 +67,7 @@ def pack_weight(weight: AwqWeight) -> PackedWeight:
     k_block = min(inputs // groups, LONGEST_K_BLOCK)
     tiles = -(-outputs // TILE)
     lanes = weight.qweight.new_zeros(tiles, inputs // k_block, 16, k_block // 2, dtype=torch.int16)
-    step = max(1, _CHUNK_CODES // (inputs * TILE))
+    step = max(1, chunk_codes // (inputs * TILE))
     for start in range(0, tiles, step):
         words = weight.qweight[:, start * (TILE // 8) : (start + step) * (TILE // 8)]
         codes = _padded(unpack_awq(words)).to(torch.int16)
@@ -80,11 +80,11 @@ def pack_weight(weight: AwqWeight) -> PackedWeight:
     return PackedWeight(lanes, grid, outputs)
 
 
-def unpack_codes(lanes: Tensor, outputs: int) -> Tensor:
+def unpack_codes(lanes: Tensor, outputs: int, chunk_codes: int = CHUNK_CODES) -> Tensor:
     """AWQ's qweight int32 [in, out / 8] from the lanes of `pack_weight`."""
     tiles, k_blocks, _, half = lanes.shape
     qweight = lanes.new_empty(k_blocks * 2 * half, outputs // 8, dtype=torch.int32)
-    step = max(1, _CHUNK_CODES // (k_blocks * 2 * half * TILE))
+    step = max(1, chunk_codes // (k_blocks * 2 * half * TILE))
     for start in range(0, tiles, step):
         part = lanes[start : start + step]
         codes = torch.stack([part >> 4 * nibble & 15 for nibble in range(4)]).unflatten(0, (2, 2))

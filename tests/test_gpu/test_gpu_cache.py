@@ -62,8 +62,7 @@ def test_attention_over_the_cache_is_the_reference_paths(device, monkeypatch, na
     for tokens, mask_function in ((330, None), (1, None), (3, None), (2, window)):
         new = [torch.randn(2, heads, tokens, 32, generator=generator).to(device) for heads in (2, 2, 4)]
         reference = copy.deepcopy(layer)
-        with monkeypatch.context() as patch:
-            patch.setattr(dispatch, "_interpreted", False)
+        with dispatch.interpreted(False), monkeypatch.context() as patch:
             patch.setattr(decode, "unsupported", lambda *given: "the reference is wanted")
             expected = step(reference, tokens, *new, mask_function)
         if tokens > 3:

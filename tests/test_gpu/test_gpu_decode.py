@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from stored_tokens import Case, compare
+from decode_cases import Case, compare
 
 from kvconvert.kernels.decode import PageTables, ResidualWindows, attention_reference, unsupported
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work

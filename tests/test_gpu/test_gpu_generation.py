@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvconvert.kernels.device import interpreted
 from kvconvert.runtime.hf.cache import KVCache
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,14 +32,9 @@ def agree(scheme: str, prompt: int, steps: int, device: torch.device) -> None:
     ids = tokenizer(text, return_tensors="pt").input_ids[:, : prompt + steps]
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="kvconvert").eval()
     if device.type == "cpu":
-        from kvconvert.kernels import device as where
-
         kernels = logits_of_steps(model, ids, prompt, scheme)
-        before, where._interpreted = where._interpreted, False
-        try:
+        with interpreted(False):
             reference = logits_of_steps(model, ids, prompt, scheme)
-        finally:
-            where._interpreted = before
     else:
         reference = logits_of_steps(model, ids, prompt, scheme)
         kernels = logits_of_steps(model.to(device), ids.to(device), prompt, scheme)

@@ -70,7 +70,7 @@ def _weights(lanes, grid, NIBBLE: tl.constexpr, BF16: tl.constexpr, INLINE_ASM: 
 
 
 @triton.jit(do_not_specialize=["rows", "octets", "k_blocks"])
-def _prompt_kernel(
+def prompt_kernel(
     x,
     lanes,
     grid,
@@ -131,7 +131,7 @@ def _prompt_kernel(
 
 
 @triton.jit(do_not_specialize=["first_tile", "tiles", "k_blocks"])
-def _dequantize_kernel(
+def dequantize_kernel(
     lanes,
     grid,
     weights,
@@ -176,7 +176,7 @@ def prompt(x: Tensor, weight: PackedWeight, shape: PromptShape | None = None) ->
     rows, shape = checked(x, weight), shape or prompt_shape(len(x), capability(x.device))
     y = rows.new_empty(rows.shape[0], weight.outputs)
     tiles, k_blocks = weight.lanes.shape[:2]
-    _prompt_kernel[(triton.cdiv(tiles, shape.tiles) * triton.cdiv(rows.shape[0], shape.rows),)](
+    prompt_kernel[(triton.cdiv(tiles, shape.tiles) * triton.cdiv(rows.shape[0], shape.rows),)](
         rows, weight.lanes, weight.grid, y, rows.shape[0], weight.outputs // 8, k_blocks,
         K_BLOCK=weight.k_block, GROUP_K_BLOCKS=weight.group_size // weight.k_block, ROWS=shape.rows, TILES=shape.tiles,
         STAGES=shape.stages, INLINE_ASM=x.is_cuda, num_warps=shape.warps, num_stages=shape.stages,
@@ -190,7 +190,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: i
     stop = tiles if stop is None else stop
     values = torch.empty((stop - start) * TILE, weight.inputs, dtype=dtype, device=weight.lanes.device)
     count = k_blocks_per_program(weight.k_block)
-    _dequantize_kernel[((stop - start) * triton.cdiv(k_blocks, count),)](
+    dequantize_kernel[((stop - start) * triton.cdiv(k_blocks, count),)](
         weight.lanes, weight.grid, values, start, stop - start, k_blocks,
         K_BLOCK=weight.k_block, GROUP_K_BLOCKS=weight.group_size // weight.k_block, K_BLOCKS=count, num_warps=4,
     )  # fmt: skip

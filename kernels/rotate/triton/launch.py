@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import triton
 
-from kvconvert.errors import UsageError
 from kvconvert.kernels.rotate.matrices import hadamard_signs
 from kvconvert.kernels.rotate.triton.kernels import rotate_and_append_kernel, rotate_kernel
 
@@ -41,26 +40,6 @@ def rotate(x: torch.Tensor, inverse: bool = False) -> torch.Tensor:
     return target.view(x.shape) if target.is_contiguous() else target.reshape(x.shape)
 
 
-def append_table(
-    keys: list[torch.Tensor], key_base: torch.Tensor, values: list[torch.Tensor], value_base: torch.Tensor
-) -> torch.Tensor:
-    """Where `rotate_and_append` finds buffers [H, capacity, channels] of each sequence: int64 [B, 4] on the device.
-
-    Columns: offset of the key buffer from `key_base` in elements, its stride from head to head, the same of the values.
-    """
-    rows = [
-        (_offset(key, key_base), key.stride(0), _offset(value, value_base), value.stride(0))
-        for key, value in zip(keys, values, strict=True)
-    ]
-    return torch.tensor(rows, dtype=torch.int64).to(key_base.device, non_blocking=True)
-
-
-def _offset(tensor: torch.Tensor, base: torch.Tensor) -> int:
-    if not _aligned(tensor) or base.data_ptr() % 16:
-        raise UsageError("A buffer of keys or values has rows that do not start at multiples of 16 bytes.")
-    return (tensor.data_ptr() - base.data_ptr()) // base.element_size()
-
-
 def rotate_and_append(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -79,7 +58,8 @@ def rotate_and_append(
         queries: [B, Hq, T, D]; with `rotate_keys` they are rotated as the keys are.
         keys, values: [B, H, T, D] and [B, H, T, E], any strides but channels side by side.
         key_base, value_base: tensors of the same dtype whose addresses `table` counts from.
-        table: int64 [B, 4], see `append_table`. Tokens of a buffer lie `D` and `E` elements apart.
+        table: int64 [B, 4]: offset of each sequence's key buffer from `key_base` in elements, its stride from head to
+            head, the same of its value buffer. Tokens of a buffer lie `D` and `E` elements apart.
         first_tokens: int64 [B] on the device: where in its buffer each sequence's first new token goes; negative where
             nothing is stored.
         rotate_keys, rotate_values: which are rotated.
@@ -113,11 +93,6 @@ def rotate_and_append(
         rows_are_heads, num_warps=4,
     )  # fmt: skip
     return rotated
-
-
-def _aligned(x: torch.Tensor) -> bool:
-    """Whether every row starts at a multiple of 8 elements and of 16 bytes."""
-    return x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
 
 
 def tile_of(dim: int) -> int:
