@@ -347,7 +347,7 @@ def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp
     assert not figures.against.is_recorded_source
     assert "not the checkpoint that the manifest records" in " ".join(figures.notes)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="--against"):
+    with pytest.raises(UsageError, match="give its path as `against`"):
         evaluate(bundle, progress=False)
     with pytest.raises(UsageError, match="nothing to score"):
         evaluate(bundle, against=str(source), tokens=0)
