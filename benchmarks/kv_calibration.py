@@ -99,7 +99,7 @@ def calibrated(scheme: KVScheme, calibration: KVCalibration) -> tuple[list[KVSch
     """Resolved schemes and plan of the reference model's layers, values rotated on line."""
     recipe = Recipe(weights=WeightsRecipe(method="none"), kv=scheme, calibration=calibration)
     with tempfile.TemporaryDirectory() as folder:
-        work = calibrate(str(MODEL), folder, recipe, samples=16, seq_len=512, progress=False)
+        work = calibrate(str(MODEL), folder, recipe=recipe, samples=16, seq_len=512, progress=False)
         layers = range(work.state.num_layers)
         schemes = [KVScheme.from_dict(work.layer_record(i).scheme).with_online_rotation() for i in layers]
         return schemes, {name: tensor for i in layers for name, tensor in work.layer_plan(i).items()}

@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.evaluate import text_figures, versions
 from kvconvert.fidelity.scoring import Comparison, Decoder, compare, feed, seal, treats_whole_prompts
@@ -32,7 +31,7 @@ from kvconvert.runtime import load
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples" / "reference-lm"
 RESULTS = ROOT / "benchmarks" / "results" / "methods.json"
-CALIBRATION = (32, 512)
+SAMPLES, LENGTH = 32, 512  # of the calibration text
 MEASURED_TOKENS = 2048
 FIXED = "calibrate_clip_ratios = false\n"
 ONE_BIT = "key_bits = 1\nvalue_bits = 1\nkey_group_size = 128\nvalue_group_size = 128\n"
@@ -79,8 +78,8 @@ def converted(name: str, table: str, directory: Path, seed: int) -> Decoder:
     recipe = directory / "recipe.toml"
     recipe.write_text(f'[weights]\nmethod = "none"\n\n[kv]\n{table}')
     work, bundle = directory / "work", directory / "bundle"
-    calibrate(str(MODEL), work, Recipe.load(str(recipe)), None, *CALIBRATION, seed, "cpu", False, progress=False)
-    export(work, bundle, False, progress=False)
+    calibrate(str(MODEL), work, recipe=recipe, samples=SAMPLES, seq_len=LENGTH, seed=seed, progress=False)
+    export(work, bundle, progress=False)
     # The fold is stored in bfloat16 as any bundle's; computing in float32 leaves that rounding in the figures.
     model, _ = load(bundle, dtype=torch.float32, verify="headers")
     print(f"calibrated and exported {name}", file=sys.stderr, flush=True)
@@ -142,7 +141,7 @@ def main() -> None:
         ),
         "seed": args.seed,
         "versions": versions(),
-        "calibrated_on": {"samples": CALIBRATION[0], "length": CALIBRATION[1], "text": "books-calib"},
+        "calibrated_on": {"samples": SAMPLES, "length": LENGTH, "text": "books-calib"},
         "measured_on": held_out.info.model_dump(),
         "methods": {},
     }

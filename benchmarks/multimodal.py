@@ -40,7 +40,6 @@ from kvconvert.calibration.attention_sample import AttentionSample
 from kvconvert.calibration.calibquant import SPAN_CLIP_RATIO_GRID, choose_taus, search_taus
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.evaluate import versions
 from kvconvert.kernels.spans import SpanFormat
@@ -172,7 +171,7 @@ class Plan:
         """What the command line makes of the reference: 4-bit weights and a cache calibrated on its own drawings."""
         with tempfile.TemporaryDirectory() as directory:
             work, bundle = Path(directory) / "work", Path(directory) / "bundle"
-            calibrate(str(MODEL), work, Recipe.load(preset), None, BUNDLE_SAMPLES, progress=False)
+            calibrate(str(MODEL), work, recipe=preset, samples=BUNDLE_SAMPLES, progress=False)
             export(work, bundle, progress=False)
             model, processor = load(bundle, dtype=torch.float32)
         bench = Bench(model.eval(), processor, HELD_OUT_SEED, len(self.bench.pairs))

@@ -1,11 +1,55 @@
 """Convert Hugging Face models into bundles with quantized weights and a calibrated low-bit key-value cache.
 
-Importing this package is cheap: the runtime (`kvconvert.runtime`), the numerics (`kvconvert.kernels`) and the
-conversion pipeline are imported by those who use them.
+Everything that a program needs is imported from here (docs/api.md):
+
+    from kvconvert import calibrate, export, evaluate, load, Recipe, KVScheme, KVCache
+
+Importing this package is cheap: each of these names brings in its module, and with it torch and transformers, only when
+it is first used.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from kvconvert.errors import KvconvertError
+from kvconvert.version import __version__
 
-__all__ = ["KvconvertError", "__version__"]
+if TYPE_CHECKING:  # what editors and type checkers read; `_HOMES` says the same to Python
+    from kvconvert.bundle.scheme import KVScheme
+    from kvconvert.convert.export import export
+    from kvconvert.convert.pipeline import calibrate
+    from kvconvert.convert.recipe import Recipe
+    from kvconvert.fidelity import evaluate
+    from kvconvert.runtime import KVCache, load
 
-__version__ = "0.1.0"
+__all__ = [
+    "KVCache",
+    "KVScheme",
+    "KvconvertError",
+    "Recipe",
+    "__version__",
+    "calibrate",
+    "evaluate",
+    "export",
+    "load",
+]
+
+_HOMES = {
+    "KVCache": "kvconvert.runtime",
+    "KVScheme": "kvconvert.bundle.scheme",
+    "Recipe": "kvconvert.convert.recipe",
+    "calibrate": "kvconvert.convert.pipeline",
+    "evaluate": "kvconvert.fidelity",
+    "export": "kvconvert.convert.export",
+    "load": "kvconvert.runtime",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

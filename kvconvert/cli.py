@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from kvconvert import __version__
 from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.version import __version__
 
 
 class _Commands(click.Group):
@@ -76,7 +76,17 @@ def calibrate(
     loaded = Recipe.load(recipe)  # a wrong recipe is refused before anything slow is imported
     from kvconvert.convert.pipeline import calibrate as run
 
-    run(model, work, loaded, data, samples, seq_len, seed, device, restart)
+    run(
+        model,
+        work,
+        recipe=loaded,
+        data=data,
+        samples=samples,
+        seq_len=seq_len,
+        seed=seed,
+        device=device,
+        restart=restart,
+    )
     click.echo(f"Calibrated {model} in {work}; next: kvconvert export {work} -o BUNDLE")
 
 
@@ -91,7 +101,7 @@ def export(work: Path, bundle: Path, force: bool) -> None:
     check_output(bundle, force)
     from kvconvert.convert.export import export as run
 
-    run(work, bundle, force)
+    run(work, bundle, force=force)
     size = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
     click.echo(f"Exported {bundle}, {size:,} bytes; next: kvconvert generate {bundle} --prompt TEXT")
 

@@ -38,8 +38,8 @@ def test_a_preset_goes_all_the_way_in_process(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(recall, "TABLES", 2)
     monkeypatch.setattr(recall, "FREE_TOKENS", 16)
     model = str(ROOT / MODEL)
-    calibrate(model, tmp_path / "work", Recipe.load(recipe), None, 8, 512, 0, "cpu", False, progress=False)
-    bundle = export(tmp_path / "work", tmp_path / "bundle", False, progress=False)
+    calibrate(model, tmp_path / "work", recipe=recipe, samples=8, seq_len=512, progress=False)
+    bundle = export(tmp_path / "work", tmp_path / "bundle", progress=False)
     open_bundle(bundle, verify="full")
     converted, tokenizer = load(bundle)
     prompt = tokenizer(

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from kvconvert import __version__
 from kvconvert.bundle.card import CARD_NAME, model_card
 from kvconvert.bundle.conventions import conventions
 from kvconvert.bundle.manifest import (
@@ -43,6 +42,7 @@ from kvconvert.convert.recipe import Limits, Recipe
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import BundleError, CheckpointError, FidelityError
 from kvconvert.models.source import SourceModel, open_source
+from kvconvert.version import __version__
 
 # Everything beside the weights that tokenizers, processors and generation read.
 COPIED_FILES = (
@@ -64,22 +64,27 @@ LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 
 def export(
-    work: Path, output: Path, force: bool = False, progress: bool = True, max_shard_bytes: int = MAX_SHARD_BYTES
+    work: str | Path,
+    bundle: str | Path,
+    *,
+    force: bool = False,
+    progress: bool = True,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Write the bundle of a finished calibration; equal inputs give equal bytes.
 
     If the recipe sets limits, fidelity is measured on the finished bundle before it is put in place.
 
     Args:
-        work: working directory of `kvconvert calibrate`.
-        output: the bundle to make. An existing bundle is only replaced with `force`, and kept until the new
-            one is whole.
-        force: also accept a bundle that misses its recipe's limits; the card and the manifest then say so.
+        work: the finished working directory of `calibrate`.
+        bundle: directory to write.
+        force: replace an existing bundle, which is kept until the new one is complete, and accept a bundle that misses
+            its recipe's limits; its card and manifest then say so.
         progress: show a progress bar.
         max_shard_bytes: size at which the weights are divided into several files.
 
     Returns:
-        `output`.
+        the path of the bundle.
 
     Raises:
         UsageError: the output exists, or calibration is not finished.
@@ -87,6 +92,7 @@ def export(
         FidelityError: a limit is missed, without `force`.
         KvconvertError: the disk is full or cannot be written. Nothing is left behind after any error.
     """
+    output = Path(bundle)
     check_output(output, force)
     store = WorkDir.open(work)
     # A Hub id may have moved on since; the directory that was calibrated is then still in the Hub's cache.

@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import kvconvert
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.convert.checks import check_group_size, check_purpose, check_recipe
@@ -44,15 +43,17 @@ from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.models.adapters import Adapter, find_adapter, require_adapter
 from kvconvert.models.source import SourceModel, float_dtype, open_source
 from kvconvert.runtime.hf.load import supports_images
+from kvconvert.version import __version__
 
 logger = logging.getLogger(__name__)
 
 
 def calibrate(
-    model: str,
-    work: Path | str,
-    recipe: Recipe,
-    data: str | None = None,
+    model: str | Path,
+    work: str | Path,
+    *,
+    recipe: Recipe | str | Path = "default",
+    data: str | Path | None = None,
     samples: int = 64,
     seq_len: int | None = None,
     seed: int = 0,
@@ -65,13 +66,15 @@ def calibrate(
     Args:
         model: directory or Hub id.
         work: working directory, absent, empty, or begun from the same inputs.
-        recipe: what to do.
-        data: calibration data, None for what ships with kvconvert: text, or drawings for a model that sees.
-        samples, seq_len: calibration sequences and tokens in each; None takes 512, or what an image needs.
+        recipe: a `Recipe`, the name of a preset, or the path of a recipe file (see `Recipe.load`).
+        data: calibration data: a file, a directory or a Hub data set (see `kvconvert.data`). None takes what ships
+            with kvconvert: text, or drawings with captions for a vision-language model.
+        samples: number of calibration sequences.
+        seq_len: tokens in each; None takes 512, or what an image needs.
         seed: of the choice of samples.
-        device: on which layers are computed.
-        restart: discard what is in `work`.
-        progress: show bars and a closing line on stderr.
+        device: on which layers are computed, "cpu" or "cuda".
+        restart: discard what `work` holds instead of going on from there.
+        progress: show a progress bar and messages on stderr.
 
     Returns:
         the finished working directory.
@@ -80,7 +83,9 @@ def calibrate(
         KvconvertError: one of its children, for everything that can be wrong with the input; nothing half written
             stays.
     """
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(str(recipe))
     target = _device(device)
+    model, data = str(model), None if data is None else str(data)
     source = open_source(model)
     check_purpose(source.config, recipe)
     runner = _make_runner(source, recipe.weights, target)
@@ -257,7 +262,7 @@ def _initial_state(
         transforms += ["awq_scale", "awq_clip"]
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")}
     return WorkState(
-        versions={"kvconvert": kvconvert.__version__, **versions},
+        versions={"kvconvert": __version__, **versions},
         recipe=recipe.to_dict(),
         source=source.info(progress),
         model=model,

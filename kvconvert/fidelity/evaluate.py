@@ -17,7 +17,6 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-import kvconvert
 from kvconvert.bundle.manifest import PLAN_NAME, DataInfo, Manifest
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.tensorfile import nbytes, read_header
@@ -42,6 +41,7 @@ from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.runtime import KVCache, load
 from kvconvert.runtime.hf.load import model_class, supports_images
+from kvconvert.version import __version__
 
 SEGMENT_TOKENS = 1024
 SCORED_TOKENS_WANTED = 512  # of each segment
@@ -259,7 +259,7 @@ def evaluate(
 def versions() -> dict[str, str]:
     """What a figure may depend on besides its inputs."""
     return {
-        "kvconvert": kvconvert.__version__,
+        "kvconvert": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

@@ -226,7 +226,7 @@ def test_options_that_do_not_exist_are_wrong_usage(tmp_path):
 
 
 def test_an_interrupted_command_says_so_and_fails(folder, tmp_path, monkeypatch):
-    def interrupt(*arguments):
+    def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kvconvert.convert.export.export", interrupt)

@@ -41,7 +41,7 @@ def model(place):
 
 def run(model, work, text, kv, **options):
     recipe = Recipe(weights=NO_WEIGHTS, kv=kv, **options)
-    return calibrate(str(model), work, recipe, data=text, samples=2, seq_len=LENGTH, progress=False)
+    return calibrate(str(model), work, recipe=recipe, data=text, samples=2, seq_len=LENGTH, progress=False)
 
 
 def schemes(work):
@@ -65,7 +65,7 @@ def test_every_preset_calibrates_exports_loads_and_generates(tmp_path, model, te
     recipe = Recipe.load(name)
     if recipe.weights.method != "none":  # groups of 128 do not fit the tiny model; its search is another test's matter
         recipe = recipe.model_copy(update={"weights": WeightsRecipe(method="rtn", group_size=32)})
-    work = calibrate(str(model), tmp_path / "work", recipe, data=text, samples=2, seq_len=LENGTH, progress=False)
+    work = calibrate(str(model), tmp_path / "work", recipe=recipe, data=text, samples=2, seq_len=LENGTH, progress=False)
     for scheme, given in zip(schemes(work), [recipe.kv] * 3, strict=True):
         changed = {f for f, v in scheme.to_dict().items() if v != getattr(given, f)}
         assert changed <= {"key_clip_ratio", "value_clip_ratio", "tau1", "tau2", "heavy_ratio", "allocation"}
@@ -82,7 +82,7 @@ def test_every_preset_calibrates_exports_loads_and_generates(tmp_path, model, te
 @pytest.mark.parametrize("name", [n for n in preset_names() if kv(n) is not None and kv(n).modality != "all"])
 def test_presets_of_a_modality_are_refused_before_any_work_by_a_model_that_lacks_it(tmp_path, model, text, name):
     with pytest.raises(UnsupportedModelError, match="no image or video token"):
-        calibrate(str(model), tmp_path / "work", Recipe.load(name), data=text, samples=2, seq_len=64, progress=False)
+        calibrate(str(model), tmp_path / "work", recipe=name, data=text, samples=2, seq_len=64, progress=False)
     assert not (tmp_path / "work").exists()
 
 
@@ -190,7 +190,7 @@ def test_layers_may_have_schemes_of_their_own(tmp_path, model, text):
     )
     recipe = Recipe.load(str(file))
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
-    work = calibrate(str(model), tmp_path / "work", recipe, data=text, samples=2, seq_len=LENGTH, progress=False)
+    work = calibrate(str(model), tmp_path / "work", recipe=recipe, data=text, samples=2, seq_len=LENGTH, progress=False)
     first, second, third = schemes(work)
     assert (first.key_bits, first.key_clip_ratio, first.boost_fraction) == (4, 0.9, 0.125)
     assert (second.key_bits, second.is_span, third.is_span) == (2, False, True)
@@ -226,7 +226,7 @@ def test_damaged_boosted_channels_are_refused(tmp_path, model, text, damage, mon
 
 def test_short_sequences_leave_ranges_and_the_record_says_why(tmp_path, model, text):
     recipe = Recipe(weights=NO_WEIGHTS, kv=PRESETS["oscar"])
-    work = calibrate(str(model), tmp_path / "work", recipe, data=text, samples=2, seq_len=64, progress=False)
+    work = calibrate(str(model), tmp_path / "work", recipe=recipe, data=text, samples=2, seq_len=64, progress=False)
     assert "sequences of 64 tokens are too short to calibrate key_clip_ratio" in work.layer_record(0).reason
     assert schemes(work)[0].key_clip_ratio == 1.0
 
@@ -249,7 +249,7 @@ def test_recipes_that_do_not_fit_the_model_are_refused_before_any_work(tmp_path,
         narrow = save_checkpoint(tmp_path / "narrow", head_dim=8)
         model, said = narrow, "multiple of 16; this model has 8"
     with pytest.raises(RecipeError, match=said):
-        calibrate(str(model), tmp_path / "work", recipe, data=text, samples=2, seq_len=64, progress=False)
+        calibrate(str(model), tmp_path / "work", recipe=recipe, data=text, samples=2, seq_len=64, progress=False)
     assert not (tmp_path / "work").exists()
 
 
@@ -267,4 +267,6 @@ def test_what_only_calibration_can_say_is_refused_without_an_adapter(tmp_path, t
     GPT2LMHeadModel(GPT2Config(vocab_size=4096, n_embd=64, n_layer=1, n_head=4)).save_pretrained(tmp_path / "gpt2")
     recipe = Recipe(weights=NO_WEIGHTS, kv=KVScheme(**change))
     with pytest.raises(RecipeError, match=said):
-        calibrate(str(tmp_path / "gpt2"), tmp_path / "work", recipe, data=text, samples=2, seq_len=64, progress=False)
+        calibrate(
+            str(tmp_path / "gpt2"), tmp_path / "work", recipe=recipe, data=text, samples=2, seq_len=64, progress=False
+        )

@@ -30,7 +30,7 @@ def source(tmp_path_factory):
 def work(source, tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
     recipe = Recipe.load(str(write_recipe(folder / "tiny.toml")))
-    calibrate(str(source), folder / "work", recipe, samples=1, seq_len=16, progress=False)
+    calibrate(str(source), folder / "work", recipe=recipe, samples=1, seq_len=16, progress=False)
     return folder / "work"
 
 
@@ -114,7 +114,7 @@ def test_tokenizer_licence_and_templates_come_along_but_no_code(source, work, tm
     config = json.loads((moved / "config.json").read_text()) | {"auto_map": {"AutoModelForCausalLM": "modeling_tiny.M"}}
     (moved / "config.json").write_text(json.dumps(config))
     recipe = Recipe.load(str(write_recipe(tmp_path / "tiny.toml", method="none")))
-    calibrate(str(moved), tmp_path / "work", recipe, samples=1, seq_len=16, progress=False)
+    calibrate(str(moved), tmp_path / "work", recipe=recipe, samples=1, seq_len=16, progress=False)
     bundle = export(tmp_path / "work", tmp_path / "bundle", progress=False)
     manifest = open_bundle(bundle).manifest
     assert {"chat_template.jinja", "additional_chat_templates/tool.jinja", "tokenizer.json"} <= manifest.files.keys()
@@ -258,7 +258,7 @@ def test_an_unfinished_calibration_is_not_exported(work, tmp_path):
 def test_a_source_that_changed_since_it_was_calibrated_is_refused(source, tmp_path, file):
     moved = shutil.copytree(source, tmp_path / "tiny-llama")
     recipe = Recipe.load(str(write_recipe(tmp_path / "tiny.toml")))
-    calibrate(str(moved), tmp_path / "work", recipe, samples=1, seq_len=16, progress=False)
+    calibrate(str(moved), tmp_path / "work", recipe=recipe, samples=1, seq_len=16, progress=False)
     if file == "config.json":
         (moved / file).write_text((moved / file).read_text() + " ")
     else:

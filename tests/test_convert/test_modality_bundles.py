@@ -27,7 +27,7 @@ def test_a_loaded_bundle_compresses_its_modality_by_itself(tmp_path, name):
     source = tiny.write(tmp_path / "source")
     recipe = Recipe(weights=WeightsRecipe(method="none"), kv=scheme)
     text = save_text(tmp_path)
-    calibrate(str(source), tmp_path / "work", recipe, data=text, samples=2, seq_len=32, progress=False)
+    calibrate(str(source), tmp_path / "work", recipe=recipe, data=text, samples=2, seq_len=32, progress=False)
     bundle = export(tmp_path / "work", tmp_path / "bundle", progress=False)
     told = manifest_text(open_bundle(bundle).manifest)
     assert f"{scheme.modality} tokens of prompts as spans" in told
@@ -56,7 +56,7 @@ def test_tau_and_ranges_are_searched_where_the_data_has_images_and_the_record_sa
     source = write_seeing(tmp_path, "llava")
     recipe = Recipe(weights=WeightsRecipe(method="rtn", group_size=32), kv=VISUAL)
     data = None if images else save_text(tmp_path)
-    work = calibrate(str(source), tmp_path / "work", recipe, data=data, samples=2, seq_len=96, progress=False)
+    work = calibrate(str(source), tmp_path / "work", recipe=recipe, data=data, samples=2, seq_len=96, progress=False)
     for record in (work.layer_record(0), work.layer_record(1)):
         scheme = KVScheme.from_dict(record.scheme)
         assert scheme.modality == "visual"

@@ -40,7 +40,7 @@ HERE = Path(__file__).parent
 
 def run(model, work, text, recipe=AWQ, **options):
     settings = {"samples": 3, "seq_len": 24, "progress": False} | options
-    return calibrate(str(model), work, recipe, data=text, **settings)
+    return calibrate(str(model), work, recipe=recipe, data=text, **settings)
 
 
 def contents(work):
@@ -224,7 +224,7 @@ def commit(self):
 original = workdir.HiddenWriter.commit
 workdir.HiddenWriter.commit = commit
 recipe = Recipe(weights=WeightsRecipe(method="awq", group_size=32))
-calibrate(sys.argv[1], sys.argv[2], recipe, data=sys.argv[3], samples=3, seq_len=24, progress=False)
+calibrate(sys.argv[1], sys.argv[2], recipe=recipe, data=sys.argv[3], samples=3, seq_len=24, progress=False)
 """
 
 
@@ -486,7 +486,7 @@ from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.recipe import Recipe, WeightsRecipe
 def peak(model, work):
     recipe = Recipe(weights=WeightsRecipe(method="awq", group_size=128))
-    calibrate(model, work, recipe, data=sys.argv[1], samples=2, seq_len=16, progress=False)
+    calibrate(model, work, recipe=recipe, data=sys.argv[1], samples=2, seq_len=16, progress=False)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 few = peak(sys.argv[2], sys.argv[3])
 print(few, peak(sys.argv[4], sys.argv[5]))

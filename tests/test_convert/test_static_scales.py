@@ -10,7 +10,6 @@ from kvconvert.calibration.protocol import RECORDING_ATTENTION, CalibrationPass,
 from kvconvert.calibration.static_scales import RunningBounds
 from kvconvert.convert import pipeline
 from kvconvert.convert.export import export
-from kvconvert.convert.recipe import Recipe
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import BundleError
 from kvconvert.kernels.rotate import hadamard_matrix
@@ -42,7 +41,7 @@ def calibrated(model, directory, text, fields, weights="none"):
     group = "" if weights == "none" else "group_size = 32\n"
     recipe.write_text(f'[weights]\nmethod = "{weights}"\n{group}[kv]\nstatic_scales = "calibrated"\n{fields}')
     settings = {"samples": SAMPLES, "seq_len": LENGTH, "progress": False}
-    return pipeline.calibrate(str(model), directory / "work", Recipe.load(str(recipe)), data=text, **settings)
+    return pipeline.calibrate(str(model), directory / "work", recipe=recipe, data=text, **settings)
 
 
 def calibration_ids(model, text):
@@ -130,7 +129,7 @@ def test_a_bundle_with_static_scales_loads_and_generates(place, model, text, bit
     scheme = work.layer_record(0).scheme
     if weights == "none":
         check(work.layer_plan(0), 0, "key", seen(model, text, 0)[0], bits, scheme["key_clip_ratio"])
-    export(work.path, directory / "bundle", False, progress=False)
+    export(work.path, directory / "bundle", progress=False)
     built, _ = load(directory / "bundle", dtype=torch.float32)
     ids = calibration_ids(model, text)[:1, :256]
     cache = built.new_kv_cache()
@@ -151,4 +150,4 @@ def test_a_bundle_that_lost_a_static_scale_is_refused(place, model, text):
     del plan["layers.1.static_value_scale"]
     save_file(plan, file, {"format": "pt"})
     with pytest.raises(BundleError, match=r"layers\.1\.static_value_scale.*missing"):
-        export(work.path, place / "lost" / "bundle", False, progress=False)
+        export(work.path, place / "lost" / "bundle", progress=False)

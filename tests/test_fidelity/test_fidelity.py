@@ -272,7 +272,7 @@ def source(tmp_path_factory):
 
 def make_bundle(source, folder, method: str, kv: str, more: str = ""):
     recipe = Recipe.load(str(write_recipe(folder / "recipe.toml", method, kv, more)))
-    calibrate(str(source), folder / "work", recipe, samples=1, seq_len=16, progress=False)
+    calibrate(str(source), folder / "work", recipe=recipe, samples=1, seq_len=16, progress=False)
     return export(folder / "work", folder / "bundle", force=True, progress=False)
 
 

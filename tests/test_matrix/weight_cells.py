@@ -140,8 +140,10 @@ def convert(entry: TinyModel, directory: Path, recipe: str, length: int = 32) ->
     (directory / "recipe.toml").write_text(recipe)
     (directory / "text.txt").write_text(WORDS)
     settings, text = Recipe.load(str(directory / "recipe.toml")), str(directory / "text.txt")
-    pipeline.calibrate(str(source), directory / "work", settings, text, 3, length, 0, "cpu", False, progress=False)
-    return export(directory / "work", directory / "bundle", False, progress=False)
+    pipeline.calibrate(
+        str(source), directory / "work", recipe=settings, data=text, samples=3, seq_len=length, progress=False
+    )
+    return export(directory / "work", directory / "bundle", progress=False)
 
 
 def weight_cell(entry: TinyModel, directory: Path) -> WeightResult:

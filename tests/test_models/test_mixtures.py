@@ -125,7 +125,7 @@ def checkpoint(directory: Path, model_type: str) -> Path:
 def convert(place: Path, model_type: str, recipe: Recipe = AWQ) -> Path:
     source = checkpoint(place / "source", model_type)
     text = save_text(place)
-    calibrate(str(source), place / "work", recipe, data=text, samples=2, seq_len=24, progress=False)
+    calibrate(str(source), place / "work", recipe=recipe, data=text, samples=2, seq_len=24, progress=False)
     return export(place / "work", place / "bundle", progress=False)
 
 
@@ -180,7 +180,13 @@ def test_a_mixture_that_sees_loads_back(tmp_path):
     entry = ARCHITECTURES["qwen3_vl_moe"]
     write_processor(entry.write(tmp_path / "source"), "qwen3_vl_moe")
     calibrate(
-        str(tmp_path / "source"), tmp_path / "work", AWQ, save_text(tmp_path), samples=2, seq_len=48, progress=False
+        str(tmp_path / "source"),
+        tmp_path / "work",
+        recipe=AWQ,
+        data=save_text(tmp_path),
+        samples=2,
+        seq_len=48,
+        progress=False,
     )
     assert_round_trip(export(tmp_path / "work", tmp_path / "bundle", progress=False), entry.build())
 
@@ -216,7 +222,9 @@ def test_an_expert_missing_from_a_checkpoint_is_refused_by_name(tmp_path):
     del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight"):
-        calibrate(str(source), tmp_path / "work", AWQ, save_text(tmp_path), samples=2, seq_len=16, progress=False)
+        calibrate(
+            str(source), tmp_path / "work", recipe=AWQ, data=save_text(tmp_path), samples=2, seq_len=16, progress=False
+        )
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])

@@ -17,7 +17,6 @@ from kvconvert.convert.export import export
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.data.drawings import draw
 from kvconvert.data.samples import load_samples
@@ -42,7 +41,7 @@ def convert(directory, name, method="awq", recipe=None, **options):
         recipe = directory / "recipe.toml"
         recipe.write_text(RECIPE.format(method))
     options = {"samples": 2, "seq_len": 128, "progress": False} | options
-    calibrate(str(directory / "model"), directory / "work", Recipe.load(str(recipe)), **options)
+    calibrate(str(directory / "model"), directory / "work", recipe=recipe, **options)
     return export(directory / "work", directory / "bundle", progress=False)
 
 

@@ -46,8 +46,8 @@ def bundle(tmp_path_factory):
         shutil.copy(REFERENCE / name, root / "source")
     (root / "recipe.toml").write_text("[weights]\ngroup_size = 32\n")
     recipe = Recipe.load(str(root / "recipe.toml"))
-    calibrate(str(root / "source"), root / "work", recipe, None, 2, 64, 0, "cpu", False, progress=False)
-    return export(root / "work", root / "bundle", False, progress=False)
+    calibrate(str(root / "source"), root / "work", recipe=recipe, samples=2, seq_len=64, progress=False)
+    return export(root / "work", root / "bundle", progress=False)
 
 
 def unpack(words: numpy.ndarray) -> numpy.ndarray:

@@ -14,7 +14,6 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import BundleError, RecipeError, UsageError
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.runtime import KVCache, load
@@ -25,8 +24,8 @@ REFERENCE = Path(__file__).resolve().parents[2] / "examples" / "reference-lm"
 def convert(root: Path, name: str, source: Path, recipe: str) -> Path:
     (root / f"{name}.toml").write_text(recipe)
     work = root / f"{name}-work"
-    calibrate(str(source), work, Recipe.load(str(root / f"{name}.toml")), None, 2, 64, 0, "cpu", False, progress=False)
-    return export(work, root / name, False, progress=False)
+    calibrate(str(source), work, recipe=root / f"{name}.toml", samples=2, seq_len=64, progress=False)
+    return export(work, root / name, progress=False)
 
 
 @pytest.fixture(scope="module")
