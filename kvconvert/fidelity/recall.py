@@ -241,14 +241,14 @@ def recitation(
     new_tokens = longest + 8
     if TABLE_CONTEXT + new_tokens + 1 > max_length:
         return RecitationResult(None, None, None, None, 0, TABLE_CONTEXT)
-    counts = []
+    totals = []
     for answer in (source, bundle):
         scored = [_recited(drill, text) for drill, text in zip(drills, answer(drills, new_tokens), strict=True)]
-        counts.append(tuple(map(sum, zip(*scored, strict=True))))
+        totals.append(tuple(map(sum, zip(*scored, strict=True))))
     pairs = counts.tables * TABLE_ROWS
     return RecitationResult(
-        *(exact / pairs for exact, _ in counts),
-        *(exact / keys if keys else None for exact, keys in counts),
+        *(exact / pairs for exact, _ in totals),
+        *(exact / keys if keys else None for exact, keys in totals),
         pairs=pairs,
         context=TABLE_CONTEXT,
     )

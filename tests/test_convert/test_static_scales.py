@@ -97,7 +97,8 @@ def test_the_plan_holds_the_smallest_and_largest_number_of_each_channel(place, m
 
 
 def test_channels_are_measured_after_the_rotations(place, model, text):
-    fields = 'key_bits = 8\nvalue_bits = 8\nrotate_keys = "hadamard"\nrotate_values = "folded"\ncalibrate_clip_ratios = false\n'
+    fields = 'rotate_keys = "hadamard"\nrotate_values = "folded"\n'
+    fields += "key_bits = 8\nvalue_bits = 8\ncalibrate_clip_ratios = false\n"
     plan = calibrated(model, place / "rotated", text, fields).layer_plan(0)
     keys, values = (x @ hadamard_matrix(16).float() for x in seen(model, text, 0))
     check(plan, 0, "key", keys, 8)
