@@ -7,6 +7,7 @@ Figures of slow tests are kept in tests/baselines, one JSON file per test file, 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 BASELINES = TESTS / "baselines"
+# The scripts are tested too, and they are not installed. Last, so that none hides a package.
+sys.path += [str(TESTS.parent / folder) for folder in ("benchmarks", "examples")]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,10 +1,12 @@
 """The reference vision-language model answers, and what is measured with it is what is claimed."""
 
-import sys
 from pathlib import Path
 
+import multimodal
 import pytest
 import torch
+import train_reference_vlm as training
+from multimodal_measure import TURN, Bench, FakeFormat, Reader, fake_reader
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration
 
 from kvconvert.data.drawings import draw
@@ -12,12 +14,6 @@ from kvconvert.runtime import KVCache
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples" / "reference-vlm"
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
-
-import multimodal  # noqa: E402
-import train_reference_vlm as training  # noqa: E402
-from multimodal_measure import TURN, Bench, FakeFormat, Reader, fake_reader  # noqa: E402
-
 HELD_OUT_SEED = 5_000_000
 
 

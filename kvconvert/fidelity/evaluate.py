@@ -164,8 +164,8 @@ class FidelityReport:
 
 
 def evaluate(
-    bundle: Path,
-    against: str | None = None,
+    bundle: str | Path,
+    against: str | Path | None = None,
     *,
     data: str | None = None,
     tokens: int = 8192,
@@ -194,6 +194,7 @@ def evaluate(
         raise UsageError(f"tokens = {tokens} leaves nothing to score; score at least one token.")
     if drawings < 1:
         raise UsageError(f"drawings = {drawings}: images are compared on at least one conversation.")
+    bundle = Path(bundle)
     opened = open_bundle(bundle)
     manifest = opened.manifest
     checkpoint = open_source(_source_of(manifest, against))
@@ -356,9 +357,9 @@ def _max_length(model: PreTrainedModel) -> int:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or SEGMENT_TOKENS
 
 
-def _source_of(manifest: Manifest, against: str | None) -> str:
+def _source_of(manifest: Manifest, against: str | Path | None) -> str:
     if against is not None:
-        return against
+        return str(against)
     recorded = manifest.source
     if recorded.revision is None and not Path(recorded.id).is_dir():
         raise UsageError(
