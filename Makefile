@@ -45,4 +45,4 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build quickstart-out *.egg-info
+	rm -rf $(VENV) build quickstart-out src/*.egg-info

@@ -25,7 +25,7 @@ from kvconvert.bundle.scheme import KVScheme
 from kvconvert.calibration.activations import ActivationRecorder, ActivationStatistics
 from kvconvert.calibration.awq import apply_scales, reader_scales, search_scales
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
-from kvconvert.calibration.protocol import LayerStructure
+from kvconvert.calibration.structure import LayerStructure
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.evaluate import text_figures, versions

@@ -1,12 +1,12 @@
-"""What a weight search needs to know of a decoder layer's activations, gathered by hooks in one pass over the data.
+"""Activation statistics of a decoder layer for the weight searches, gathered by hooks in one pass over the data.
 
-Means and second moments take in every calibration token. Inputs that a search evaluates again and again are a sample
+Means and second moments cover every calibration token. Inputs that a search evaluates again and again are a sample
 of at most `LOSS_TOKENS` tokens: evenly spaced whole sequences for attention, which mixes tokens, and else every n-th
 token. So memory does not grow with the data, and the sample depends only on the number and length of sequences.
 
-A routed expert sees the tokens that the router sends it, so its inputs are gathered apart, at most `EXPERT_TOKENS` of
-them as a sample. Where they are fewer than `MIN_EXPERT_TOKENS`, a sample of what all experts of the layer see is sent
-through the expert and takes their place: what it would see if it were chosen for everything.
+A routed expert computes only the tokens that the router selects for it, so the inputs of each expert are gathered
+separately, at most `EXPERT_TOKENS` of them as a sample. An expert with fewer than `MIN_EXPERT_TOKENS` is run on
+a sample of the tokens of all the layer's experts instead, as if the router had selected it for every token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvconvert.calibration.protocol import LayerStructure
+from kvconvert.calibration.structure import LayerStructure
 from kvconvert.errors import NumericError
 
 LOSS_TOKENS = 2048  # on the reference model 1024, 2048 and 4096 tokens lead to the same KL within 2 %
@@ -29,7 +29,7 @@ MIN_EXPERT_TOKENS = 32  # benchmarks/expert_tokens.py: with 16 of its own an exp
 
 @dataclass
 class ActivationStatistics:
-    """What the search needs to know of a layer's activations. Keys are names of Linears (or routers).
+    """Activations of one layer as the searches need them. Keys are names of Linears (or routers).
 
     Attributes:
         mean_abs: mean |x| per input channel over all tokens, [in]; one entry per distinct input, under its first
@@ -39,7 +39,7 @@ class ActivationStatistics:
         sequences: inputs of the attention module, [n, T, hidden].
         tokens: inputs of other modules at sampled tokens, [n, in], under the same keys as `mean_abs`.
         attention_kwargs: the attention module's other arguments for each of these sequences, as a batch of one.
-        routed: calibration tokens that each expert was chosen for.
+        routed: number of calibration tokens that the router selected each expert for.
     """
 
     mean_abs: dict[str, Tensor] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class ActivationRecorder:
 
     @contextmanager
     def attached(self, layer: nn.Module) -> Iterator[None]:
-        """Hooks on the layer, removed on leaving; before that, experts that saw few tokens are shown the layer's."""
+        """Hooks on the layer, removed on exit; before that, experts with few tokens run on a sample of the layer's."""
         with ExitStack() as hooks:
             for point in input_points(self.structure):
                 handle = layer.get_submodule(point).register_forward_pre_hook(self._linear_hook(point))
@@ -117,7 +117,7 @@ class ActivationRecorder:
                 hooks.callback(module.register_forward_pre_hook(self._pool_hook, with_kwargs=True).remove)
             yield
             if experts is not None:
-                self._show_neglected_experts(layer)
+                self._run_rare_experts(layer)
 
     def _linear_hook(self, point: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -130,12 +130,12 @@ class ActivationRecorder:
             experts = self.structure.experts
             owner = None if experts is None else experts.owner(point)
             if owner is not None:
-                if point == experts.linears(owner)[2]:  # of others, only the moments are searched on
+                if point == experts.linears(owner)[2]:  # the other searches need no more than the moments
                     self._sample(point, x, seen, EXPERT_TOKENS)
                 return
             index = torch.arange(seen, seen + x.shape[0], device=x.device)
-            # Each sequence starts one token later, lest a stride that divides their length meets the same positions in
-            # all.
+            # Each sequence starts one token later: a stride that divides their length would otherwise take the same
+            # positions of all of them.
             kept = (index + index // self.seq_len) % self._stride == 0
             self._tokens.setdefault(point, []).append(x[kept])
 
@@ -156,7 +156,7 @@ class ActivationRecorder:
             kept, stride = kept[::2], 2 * stride
         self._tokens[point], self._strides[point] = [kept], stride
 
-    def _show_neglected_experts(self, layer: nn.Module) -> None:
+    def _run_rare_experts(self, layer: nn.Module) -> None:
         experts = self.structure.experts
         self._routed = tuple(self._seen.get(experts.linears(e)[0], 0) for e in range(experts.count))
         tokens = torch.cat(self._tokens[experts.module])
@@ -209,5 +209,5 @@ def point_of(structure: LayerStructure, linear: str) -> str:
 
 
 def shared_point(structure: LayerStructure, linear: str) -> str:
-    """The first reader of the norm that a Linear reads, which sees every token; the Linear itself without a norm."""
+    """The first reader of the norm that a Linear reads, which gets every token; the Linear itself without a norm."""
     return next((group.readers[0] for group in structure.norm_groups if linear in group.readers), linear)

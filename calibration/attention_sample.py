@@ -1,4 +1,4 @@
-"""A bounded sample of one layer's attention as its cache sees it: what searches evaluate again and again.
+"""A bounded sample of one layer's attention, in the cache's coordinates, on which searches evaluate their candidates.
 
 Whole sequences, evenly spaced over the calibration data, at most `SAMPLE_SEQUENCES`: attention mixes tokens, and pages
 are whole. The sample is taken from the finished layer (weights folded, scaled and clipped), because AWQ's scaling of
@@ -15,13 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvconvert.calibration.protocol import (
-    CacheFormat,
-    CalibrationPass,
-    LayerWork,
-    attention_arguments,
-    attention_observed,
-)
+from kvconvert.calibration.attention_capture import attention_arguments, attention_observed
+from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWork
 from kvconvert.kernels.rotate import hadamard_transform
 
 SAMPLE_SEQUENCES = 8
@@ -34,13 +29,13 @@ class AttentionSample:
     Attributes:
         queries: [n, Hq, T, D]; keys: [n, H, T, D]; values: [n, H, T, E].
         scaling: factor of the dot products.
-        visible: bool [T, T], or [n, T, T] where sequences differ: which keys (columns) a query (row) may see.
-        output_weight: [hidden, Hq * E], the output projection of concatenated heads, or None; what an error in a
-            head's output amounts to in the layer's output. Undoes the rotation of folded values; for those rotated on
-            line it is rotated too.
+        visible: bool [T, T], or [n, T, T] where sequences differ: which keys (columns) a query (row) attends to.
+        output_weight: [hidden, Hq * E], the output projection of concatenated heads, or None; turns an error of the
+            heads' outputs into one of the layer's output. It undoes the rotation of folded values, and is rotated too
+            where values are rotated at run time.
         visual: bool [n, T], which tokens stand for images; None where the data has none.
         softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
-        sink_logits: [Hq], of a virtual token with no value that every query sees (gpt-oss).
+        sink_logits: [Hq], logits of a virtual token without a value that every query attends to (gpt-oss).
     """
 
     queries: Tensor
@@ -74,13 +69,13 @@ class AttentionSample:
         sinks = self.sink_logits.view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
         return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
-    def seen(self, sequence: int) -> Tensor:
+    def visible_in(self, sequence: int) -> Tensor:
         """`visible` of one sequence, bool [T, T]."""
         return self.visible if self.visible.dim() == 2 else self.visible[sequence]
 
 
 def causal(num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
-    """Bool [T, T]: each query sees itself and what came before."""
+    """Bool [T, T]: each query attends to itself and to the tokens before it."""
     return torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
 
 
@@ -93,7 +88,7 @@ def squared_output(heads: Tensor, output_weight: Tensor | None) -> float:
 
 
 def as_cached(queries: Tensor, keys: Tensor, values: Tensor, cache: CacheFormat) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [..., head_dim] in float32, rotated as the cache rotates them."""
+    """Queries, keys and values [..., head_dim] in the cache's coordinates (after its rotations), in float32."""
     queries, keys, values = queries.float(), keys.float(), values.float()
     if cache.rotate_keys:
         queries, keys = hadamard_transform(queries), hadamard_transform(keys)
@@ -122,7 +117,7 @@ class AttentionSampler(CalibrationPass):
 
     @contextmanager
     def observe(self, work: LayerWork) -> Iterator[None]:
-        """Keep every so-many-th sequence of the layer's input; of a visual cache, of those with images in them."""
+        """Keep evenly spaced sequences of the layer's input; for a visual cache, of those that have images."""
         candidates = list(range(work.num_samples))
         if work.cache.modality == "visual" and work.visual is not None and work.visual.any():
             candidates = work.visual.any(1).nonzero().flatten().tolist()
@@ -144,13 +139,13 @@ class AttentionSampler(CalibrationPass):
 
     def solve(self, work: LayerWork) -> None:
         """Run the kept inputs through the layer as it is now."""
-        seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        captured: list[tuple[Tensor, Tensor, Tensor]] = []
         attention = work.layer.get_submodule(work.structure.attention)
-        observed = attention_observed(attention, lambda q, k, v: seen.append((q, k, v)))
+        observed = attention_observed(attention, lambda q, k, v: captured.append((q, k, v)))
         with observed, attention_arguments(attention) as found:
             for hidden, arguments in self._inputs:
                 work.layer(hidden, **arguments)
-        queries, keys, values = (torch.cat(parts) for parts in zip(*seen, strict=True))
+        queries, keys, values = (torch.cat(parts) for parts in zip(*captured, strict=True))
         masks = [arguments.get("attention_mask") for _, arguments in self._inputs]
         weight = work.layer.get_submodule(work.structure.output).weight
         if work.cache.rotate_values:

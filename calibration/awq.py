@@ -1,6 +1,6 @@
 """AWQ (Lin et al., "Activation-aware Weight Quantization"): per-input-channel scales and clipping, found by search.
 
-Scaling (section 3.2, equations 4 and 5). Multiplying input channel c of a Linear by s_c, and dividing whatever
+Scaling (section 3.2, equations 4 and 5). Multiplying input channel c of a Linear by s_c, and dividing what
 produces that channel by s_c, leaves the function as it is but makes salient channels lose less to rounding. With the
 activation statistic a_c = mean |x_c|, the candidates are
 
@@ -38,15 +38,8 @@ from torch import Tensor, nn
 
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationRecorder, ActivationStatistics, point_of
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
-from kvconvert.calibration.protocol import (
-    CalibrationPass,
-    LayerStructure,
-    LayerWork,
-    NormGroup,
-    PassResult,
-    Projection,
-    ScalingPair,
-)
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult
+from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
@@ -76,7 +69,7 @@ class Scaling:
 
     @property
     def label(self) -> str:
-        """Producer and readers, for people."""
+        """Producer and readers, readable."""
         return _label(self.producer, self.readers)
 
 
@@ -115,7 +108,7 @@ def representable_scale(norm: nn.Module, scale: Tensor, unit_offset: bool, dtype
 def search_scales(
     layer: nn.Module,
     structure: LayerStructure,
-    observed: ActivationStatistics,
+    statistics: ActivationStatistics,
     bits: int,
     group_size: int,
     *,
@@ -127,12 +120,12 @@ def search_scales(
     Args:
         layer: decoder layer in float32.
         structure: its names.
-        observed: its activations. Only `mean_abs` decides on the candidates, so statistics from elsewhere, or shuffled
-            ones, may take its place.
+        statistics: of its activations. Only `mean_abs` decides on the candidates, so statistics from elsewhere, or
+            shuffled ones, may be given.
         bits, group_size: of the weights, 2 to 8 bits.
         dtype: in which norms will be stored.
         quantize_values: what the KV cache makes of values [tokens, KV heads, head_dim]. With it, candidates for value
-            -> output which raise the mean squared error of the values are passed over.
+            -> output which raise the mean squared error of the values are skipped.
 
     Returns:
         the scalings, and for each pair that was skipped (by label) the reason.
@@ -141,11 +134,11 @@ def search_scales(
     skipped: dict[str, str] = {}
     for group in structure.norm_groups:
         if group.unsupported_reason is None:
-            scalings.append(_search_norm_group(layer, structure, group, observed, bits, group_size, dtype))
+            scalings.append(_search_norm_group(layer, structure, group, statistics, bits, group_size, dtype))
         else:
             skipped[_label(group.norm, group.readers)] = group.unsupported_reason
     if structure.value is not None and structure.value_scaling_unsupported_reason is None:
-        scaling, reason = _search_value_output(layer, structure, observed, bits, group_size, quantize_values)
+        scaling, reason = _search_value_output(layer, structure, statistics, bits, group_size, quantize_values)
         scalings.append(scaling)
         if reason:
             skipped[scaling.label] = reason
@@ -155,7 +148,7 @@ def search_scales(
         )
     for pair in structure.pairs:
         if pair.unsupported_reason is None:
-            scalings.append(_search_pair(layer, pair, observed, bits, group_size))
+            scalings.append(_search_pair(layer, pair, statistics, bits, group_size))
         else:
             skipped[_label(pair.up, (pair.down,))] = pair.unsupported_reason
     return scalings, skipped
@@ -211,7 +204,7 @@ def _search_norm_group(
     layer: nn.Module,
     structure: LayerStructure,
     group: NormGroup,
-    observed: ActivationStatistics,
+    statistics: ActivationStatistics,
     bits: int,
     group_size: int,
     dtype: torch.dtype,
@@ -219,9 +212,9 @@ def _search_norm_group(
     point = group.readers[0]
     inspected = [layer.get_submodule(name) for name in group.inspected]
     if structure.attention in group.inspected:
-        chunks = list(observed.sequence_chunks(_CHUNK_TOKENS))
+        chunks = list(statistics.sequence_chunks(_CHUNK_TOKENS))
     else:
-        chunks = [(chunk.unsqueeze(0), {}) for chunk in observed.tokens[point].split(_CHUNK_TOKENS)]
+        chunks = [(chunk.unsqueeze(0), {}) for chunk in statistics.tokens[point].split(_CHUNK_TOKENS)]
     readers = [layer.get_submodule(reader) for reader in group.readers if reader not in structure.unquantized]
     norm = layer.get_submodule(group.norm)
 
@@ -251,7 +244,7 @@ def _search_norm_group(
         return float(torch.stack(errors).sum()) / count
 
     def scale_of(ratio: float) -> Tensor:
-        scale = candidate_scale(observed.mean_abs[point], ratio)
+        scale = candidate_scale(statistics.mean_abs[point], ratio)
         return representable_scale(norm, scale, group.unit_offset, dtype) if ratio else scale
 
     scale, ratio, before, after = _best_ratio(scale_of, loss)
@@ -261,7 +254,7 @@ def _search_norm_group(
 def _search_value_output(
     layer: nn.Module,
     structure: LayerStructure,
-    observed: ActivationStatistics,
+    statistics: ActivationStatistics,
     bits: int,
     group_size: int,
     quantize_values: Callable[[Tensor], Tensor] | None,
@@ -272,13 +265,13 @@ def _search_value_output(
         repeats = structure.num_attention_heads // kv_heads
         return scale.view(kv_heads, 1, d).expand(kv_heads, repeats, d).flatten()
 
-    statistic = observed.mean_abs[structure.output].view(kv_heads, -1, d).mean(1).flatten()
-    loss = _linear_loss(layer.get_submodule(structure.output), observed.tokens[structure.output], bits, group_size)
+    statistic = statistics.mean_abs[structure.output].view(kv_heads, -1, d).mean(1).flatten()
+    loss = _linear_loss(layer.get_submodule(structure.output), statistics.tokens[structure.output], bits, group_size)
     passed_over: list[float] = []
     admissible: Callable[[Tensor], bool] = lambda scale: True  # noqa: E731
     if quantize_values is not None:
         value, name = structure.value, structure.value.linear
-        outputs = layer.get_submodule(name)(observed.tokens[point_of(structure, name)])
+        outputs = layer.get_submodule(name)(statistics.tokens[point_of(structure, name)])
         values = value.rows(outputs, dim=-1).unflatten(-1, (kv_heads, d))
 
         def value_error(scale: Tensor) -> float:
@@ -304,10 +297,10 @@ def _search_value_output(
 
 
 def _search_pair(
-    layer: nn.Module, pair: ScalingPair, observed: ActivationStatistics, bits: int, group_size: int
+    layer: nn.Module, pair: ScalingPair, statistics: ActivationStatistics, bits: int, group_size: int
 ) -> Scaling:
-    statistic = observed.mean_abs[pair.down]
-    loss = _linear_loss(layer.get_submodule(pair.down), observed.tokens[pair.down], bits, group_size)
+    statistic = statistics.mean_abs[pair.down]
+    loss = _linear_loss(layer.get_submodule(pair.down), statistics.tokens[pair.down], bits, group_size)
     scale, ratio, before, after = _best_ratio(lambda r: candidate_scale(statistic, r), loss)
     return Scaling(pair.up, (pair.down,), scale, scale, ratio, before, after)
 
@@ -345,24 +338,24 @@ class AwqPass(CalibrationPass):
     def solve(self, work: LayerWork) -> None:
         """Search the scales."""
         try:
-            self._observed = self._recorder.result()
+            self._statistics = self._recorder.result()
             self._scalings, self._skipped = search_scales(
                 work.layer,
                 work.structure,
-                self._observed,
+                self._statistics,
                 self.bits,
                 self.group_size,
                 dtype=work.dtype,
                 quantize_values=self.quantize_values,
             )
         except NumericError as error:
-            raise NumericError(f"AWQ cannot treat {work.name}: {error}") from error
+            raise NumericError(f"AWQ cannot quantize {work.name}: {error}") from error
 
     def apply(self, work: LayerWork) -> None:
         """Scale the layer, search the clips on the scaled weights, and clamp them."""
         apply_scales(work.layer, work.structure, self._scalings, work.dtype)
         clips = search_clips(
-            work.layer, work.structure, self._observed, reader_scales(self._scalings), self.bits, self.group_size
+            work.layer, work.structure, self._statistics, reader_scales(self._scalings), self.bits, self.group_size
         )
         apply_clips(work.layer, clips, self.group_size)
         statistics = {
@@ -379,8 +372,8 @@ class AwqPass(CalibrationPass):
                     reasons[linear] = f"AWQ scaling {_short(label)} skipped: {reason}"
         experts = work.structure.experts
         if experts is not None:
-            statistics["tokens_per_expert"] = list(self._observed.routed)
-            for number, count in enumerate(self._observed.routed):
+            statistics["tokens_per_expert"] = list(self._statistics.routed)
+            for number, count in enumerate(self._statistics.routed):
                 if count < MIN_EXPERT_TOKENS:
                     note = (
                         f"its expert saw fewer than {MIN_EXPERT_TOKENS} calibration tokens and was calibrated on those "

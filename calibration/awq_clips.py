@@ -1,4 +1,4 @@
-"""AWQ's clipping: each group of weights is clamped to what rounding serves best.
+"""AWQ's clipping: each group of weights is clamped where rounding loses least.
 
 Each group of each output channel of every Linear but the query and key projections is clamped to +- max |w| (1 - i/20),
 i = 0..9, taking the i with the least squared error of that group's share of the output. The error needs no activations,
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.calibration.activations import ActivationStatistics, point_of
-from kvconvert.calibration.protocol import LayerStructure, Projection
+from kvconvert.calibration.structure import LayerStructure, Projection
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 
 CLIP_STEPS = 10
@@ -24,7 +24,7 @@ _CHUNK_WEIGHTS = 2**22  # bounds the search's memory
 def search_clips(
     layer: nn.Module,
     structure: LayerStructure,
-    observed: ActivationStatistics,
+    statistics: ActivationStatistics,
     reader_scale: Mapping[str, Tensor],
     bits: int,
     group_size: int,
@@ -32,7 +32,7 @@ def search_clips(
     """Search how far to clamp each group of each Linear but query and key, for weights that were scaled.
 
     Args:
-        observed: activations as they were BEFORE scaling.
+        statistics: of the activations BEFORE scaling.
         reader_scale: what each Linear's input channels were multiplied by, where they were.
 
     Returns:
@@ -45,7 +45,7 @@ def search_clips(
         part = _clipped_part(structure, name)
         if part is None:
             continue
-        moment = observed.second_moment[point_of(structure, name)]
+        moment = statistics.second_moment[point_of(structure, name)]
         if name in reader_scale:
             scale = reader_scale[name].unflatten(0, (-1, group_size))
             moment = moment / (scale.unsqueeze(2) * scale.unsqueeze(1))

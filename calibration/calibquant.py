@@ -6,13 +6,13 @@ span linearly from [gamma, delta], their smallest and largest, onto [gamma - tau
 
     error(tau1, tau2) = mean over queries, query heads and visible tokens of (w - w_exact)^2,
 
-w being the post-softmax weights over everything a query sees. The last tokens of each sample sequence are the decoding
-queries, the tokens before them the span: queries see the sink_tokens, the span, and each other up to themselves, all but the
-span in full precision. Where a scheme compresses visual tokens only (as the paper does), the span is what is visual
-before the decoding queries, and these are text; sequences without such a span are left out.
+w being the post-softmax weights over every token that a query attends to. The last tokens of each sample sequence are
+the decoding queries, the tokens before them the span: queries attend to the sink tokens, the span, and each other up to
+themselves, all but the span in full precision. Where a scheme compresses visual tokens only (as in the paper), the
+span is the visual tokens before the decoding queries, and these are text; sequences without such a span are left out.
 
-The factors that shrink the span's (min, max) can be searched along: the range of values first, which does not depend on
-tau, by the error of exact weights times values; then the range of keys, for each pair the one that suits it best.
+The clip ratios, which shrink the span's (min, max), can be searched too: that of values first, which does not depend on
+tau, by the error of exact weights times values; then that of keys, the best one for each pair.
 `choose_taus` takes the pair with the smallest sum of errors over layers; ties go to the smaller error of the attention
 output, then to smaller tau1, then tau2.
 """
@@ -39,11 +39,11 @@ class TauTables:
     """Errors of one layer for every pair; n1 values of tau1 in rows, n2 of tau2 in columns.
 
     Attributes:
-        error: mean squared error of the attention weights with each pair's best key range, float64 [n1, n2].
-        output_error: of the attention output, relative to its mean square, with that range, float64 [n1, n2].
-        key_clip_ratio: that range, float64 [n1, n2].
-        clip_ratio_error: error of the weights for every key range, float64 [ranges, n1, n2].
-        value_clip_ratio: factor of the values' (min, max).
+        error: mean squared error of the attention weights with each pair's best key clip ratio, float64 [n1, n2].
+        output_error: of the attention output, relative to its mean square, with that clip ratio, float64 [n1, n2].
+        key_clip_ratio: the key clip ratio with the smallest error, float64 [n1, n2].
+        clip_ratio_error: error of the weights for every key clip ratio, float64 [clip ratios, n1, n2].
+        value_clip_ratio: the values' clip ratio.
     """
 
     error: Tensor
@@ -62,7 +62,7 @@ class _Decoding:
         span: indices of its tokens, int64 [n].
         queries: [H, Hq / H, q, D].
         keys, values: [H, T, channels].
-        scores, weights: in full precision, [H, Hq / H, q, T]; scores of invisible tokens are -inf.
+        scores, weights: in full precision, [H, Hq / H, q, T]; scores of masked tokens are -inf.
     """
 
     sample: AttentionSample
@@ -75,7 +75,7 @@ class _Decoding:
 
     @classmethod
     def of(cls, sample: AttentionSample, sequence: int, sink_tokens: int) -> _Decoding | None:
-        """None where the sequence has no visual token before its decoding queries and the sample knows which are."""
+        """None where the sample says which tokens are visual and the sequence has none before its decoding queries."""
         prompt = span_of(sample.num_tokens, sink_tokens)
         tokens = torch.arange(sample.num_tokens, device=sample.keys.device)
         span, rows = tokens[prompt], tokens[prompt.stop :]
@@ -85,7 +85,7 @@ class _Decoding:
             if not len(span) or not len(rows):
                 return None
         queries, keys = sample.grouped_queries(sequence)[:, :, rows], sample.keys[sequence]
-        scores = sample.scores(queries, keys).masked_fill(~sample.seen(sequence)[rows], float("-inf"))
+        scores = sample.scores(queries, keys).masked_fill(~sample.visible_in(sequence)[rows], float("-inf"))
         return cls(sample, span, queries, keys, sample.values[sequence], scores, sample.weights(scores))
 
     def read_back(self, f: SpanFormat) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ def has_spans(sample: AttentionSample, sink_tokens: int) -> bool:
 
 
 def span_of(num_tokens: int, sink_tokens: int) -> slice:
-    """The span of a sample sequence: what lies between the sink_tokens and the last `DECODING_QUERIES` tokens.
+    """The span of a sample sequence: the tokens between the sink tokens and the last `DECODING_QUERIES` tokens.
 
     At least the first half of the sequence precedes the queries, and at least one token is the span.
     """
@@ -132,30 +132,31 @@ def search_taus(
     value_clip_ratios: Sequence[float],
     sink_tokens: int = 0,
 ) -> TauTables:
-    """Measure every pair (tau1, tau2) with every range; see the module's docstring.
+    """Measure every pair (tau1, tau2) with every clip ratio; see the module's docstring.
 
     Args:
-        sample: attention of the layer; at least two tokens. Where it says what is visual, spans are visual tokens, and
+        sample: attention of the layer; at least two tokens. With `visual`, spans are visual tokens, and
             `has_spans` has to hold.
-        span: format of the layer's spans, but for its ranges.
+        span: format of the layer's spans, but for its clip ratios.
         tau1s, tau2s: values to try.
-        key_clip_ratios, value_clip_ratios: factors to try, descending; ties go to the larger one. One each means no search.
+        key_clip_ratios, value_clip_ratios: values to try, descending; ties go to the larger one. A single value
+            means no search.
         sink_tokens: first tokens of a sequence that stay in full precision.
     """
     pairs = [(i, j) for i in range(len(tau1s)) for j in range(len(tau2s))]
     value_clip_ratio = _best_value_clip_ratio(sample, span, value_clip_ratios, sink_tokens)
     span = replace(span, value_clip_ratio=value_clip_ratio)
     clip_ratio_error = torch.zeros(len(key_clip_ratios), len(tau1s), len(tau2s), dtype=torch.float64)
-    seen = 0.0
+    visible = 0.0
     for case in _cases(sample, sink_tokens):
-        seen += float((case.scores > float("-inf")).sum())
+        visible += float((case.scores > float("-inf")).sum())
         for r, key_clip_ratio in enumerate(key_clip_ratios):
             keys, _ = case.read_back(replace(span, key_clip_ratio=key_clip_ratio))
             scores = sample.scores(case.queries, keys)
             for i, j in pairs:
                 weights = case.weights_with(scores, tau1s[i], tau2s[j])
                 clip_ratio_error[r, i, j] += float((weights - case.weights).square().sum(dtype=torch.float64))
-    clip_ratio_error /= max(seen, 1.0)
+    clip_ratio_error /= max(visible, 1.0)
     best = clip_ratio_error.argmin(0)
     output_error, size = torch.zeros(best.shape, dtype=torch.float64), 0.0
     for case in _cases(sample, sink_tokens):
@@ -180,7 +181,7 @@ def search_taus(
 def _best_value_clip_ratio(
     sample: AttentionSample, span: SpanFormat, value_clip_ratios: Sequence[float], sink_tokens: int
 ) -> float:
-    """The factor whose values, weighted exactly, give the smallest squared error."""
+    """The clip ratio whose values, weighted exactly, give the smallest squared error."""
     if len(value_clip_ratios) == 1:
         return value_clip_ratios[0]
     errors = torch.zeros(len(value_clip_ratios), dtype=torch.float64)
@@ -209,9 +210,9 @@ class CalibQuantPass(CalibrationPass):
 
     Args:
         sampler: takes the sample, earlier in the list of passes.
-        grid: values of tau1 and of tau2, or None where `taus` is given and only ranges are searched.
+        grid: values of tau1 and of tau2, or None where `taus` is given and only clip ratios are searched.
         taus: the scheme's own pair.
-        search_keys, search_values: search the ranges of keys and of values; else they keep the scheme's.
+        search_keys, search_values: search the clip ratio of keys, of values; otherwise the scheme's is kept.
     """
 
     name = "calibquant"
@@ -240,7 +241,9 @@ class CalibQuantPass(CalibrationPass):
     def solve(self, work: LayerWork) -> None:
         """Measure the table, unless the data holds nothing of what the scheme compresses."""
         if work.seq_len < 2:
-            self._note = "sequences of one token hold no query after a span, so that tau and ranges are not calibrated"
+            self._note = (
+                "sequences of one token hold no query after a span, so that tau and clip ratios are not calibrated"
+            )
             return
         f, cache, sample = work.cache.span, work.cache, self.sampler.sample
         if cache.modality == "all":
@@ -248,7 +251,7 @@ class CalibQuantPass(CalibrationPass):
         elif cache.modality != "visual" or sample.visual is None or not has_spans(sample, cache.sink_tokens):
             self._note = (
                 f"the calibration data has no {cache.modality} tokens with text to decode after them, so that tau and "
-                "ranges are the scheme's own"
+                "clip ratios are the scheme's own"
             )
             return
         self._tables = search_taus(
@@ -267,7 +270,7 @@ class CalibQuantPass(CalibrationPass):
             )
 
     def result(self) -> PassResult:
-        """The table; the range of values; and the range of keys where no pair is left to choose."""
+        """The table; the value clip ratio; and the key clip ratio where no pair is left to choose."""
         tables = self._tables
         if tables is None:
             return PassResult(notes=(self._note,))

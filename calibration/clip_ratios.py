@@ -1,17 +1,17 @@
-"""Range calibration: how far to shrink each group's (min, max) before it is quantized.
+"""Calibration of clip ratios: how far to shrink each group's (min, max) before it is quantized.
 
 The best uniform quantizer of b bits does not reach to the extremes. Of 128 near-Gaussian values, min and max are about
 5.3 standard deviations apart, while the range that minimises the mean squared error spans about 3 at 2 bits and 1.6 at
-1 bit: clamping a few values costs less than a coarse step costs all. A factor r shrinks (min, max) about their
-midpoint. It is chosen per layer, for keys and for values, on a sample of the layer's attention,
+1 bit: clamping a few values costs less than a coarse step costs all. The clip ratio r shrinks (min, max) about
+their midpoint. It is chosen per layer, for keys and for values, on a sample of the layer's attention,
 
     r* = argmin over the grid of  E || (o_r(t) - o(t)) W_O^T ||^2
 
 o(t) being the heads' attention outputs of query t in full precision and o_r(t) the same where every complete page that
 precedes t is quantized as the runtime would, with t's own page in full precision. Keys are searched with exact values,
 values with exact attention weights: searched with the quantized keys, values make up for the keys' error on the sample,
-which did not carry over to held-out text. Without W_O, or by the error of the attention weights alone, the chosen
-ranges served held-out text less well.
+which did not carry over to held-out text. Without W_O, or by the error of the attention weights alone, the
+chosen clip ratios were worse on held-out text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pages_read(num_tokens: int, sink_tokens: int, recent: int, page_size: int) -
     """Quantized pages that the last of `num_tokens` tokens attends to.
 
     Page p holds tokens sink_tokens + p page_size and following. It is quantized after the attention of the token that
-    completes it and `recent` further ones, so that only later tokens read it quantized.
+    completes it and of `recent` further ones, so that only later tokens read it quantized.
     """
     return max(0, (num_tokens - 1 - sink_tokens - recent) // page_size)
 
@@ -53,7 +53,7 @@ def reads_quantized(
 
 
 def stored_keys(keys: Tensor, cache: CacheFormat, clip_ratio: float) -> Tensor:
-    """One sequence's keys [H, T, D] as read back from pages of this range; unchanged where no page is read."""
+    """One sequence's keys [H, T, D] as read back from pages with this clip ratio; unchanged where no page is read."""
     f = replace(cache.pages.keys, clip_ratio=clip_ratio)
     count = pages_read(keys.shape[1], cache.sink_tokens, cache.key_recent_tokens, f.page_size)
     part = slice(cache.sink_tokens, cache.sink_tokens + count * f.page_size)
@@ -111,7 +111,7 @@ def _blocks(sample: AttentionSample, first: int) -> Iterator[_Block]:
             reach = rows.stop
             queries = sample.grouped_queries(sequence)[:, :, rows]
             scores = sample.scores(queries, keys[:, :reach])
-            visible = sample.seen(sequence)[rows, :reach]
+            visible = sample.visible_in(sequence)[rows, :reach]
             weights = _weights(sample, scores, visible)
             yield _Block(sequence, rows, reach, queries, scores, weights, weights @ values[:, :, :reach], visible)
 
@@ -185,7 +185,7 @@ class ClipRatioPass(CalibrationPass):
 
     Args:
         sampler: takes the sample, earlier in the list of passes.
-        search_keys, search_values: what to search; the other keeps the scheme's range.
+        search_keys, search_values: what to search; the other side keeps the scheme's clip ratio.
     """
 
     name = "clip_ratios"
@@ -218,18 +218,18 @@ class ClipRatioPass(CalibrationPass):
             self._errors[side] = errors
 
     def apply(self, work: LayerWork) -> None:
-        """Put the chosen ranges into the format of the layer's pages."""
+        """Put the chosen clip ratios into the format of the layer's pages."""
         chosen, pages = self._chosen(), work.cache.pages
         keys = replace(pages.keys, clip_ratio=chosen.get("key", pages.keys.clip_ratio))
         values = replace(pages.values, clip_ratio=chosen.get("value", pages.values.clip_ratio))
         work.cache = replace(work.cache, pages=replace(pages, keys=keys, values=values))
 
     def _chosen(self) -> dict[str, float]:
-        """The best factor of each searched side; ties go to the larger one."""
+        """The best clip ratio of each searched side; ties go to the larger one."""
         return {side: CLIP_RATIO_GRID[int(errors.argmin())] for side, errors in self._errors.items()}
 
     def result(self) -> PassResult:
-        """The chosen ranges, their error curves, and the error with r = 1 beside that of the choice."""
+        """The chosen clip ratios, their error curves, and the error with r = 1 beside that of the choice."""
         plan = {f"{side}_clip_ratio_error": errors.float() for side, errors in self._errors.items()}
         if plan:
             plan["clip_ratio_grid"] = torch.tensor(CLIP_RATIO_GRID)

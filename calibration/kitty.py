@@ -1,14 +1,14 @@
-"""Kitty (MLSys 2026): which key channels deserve twice the bits.
+"""Kitty (MLSys 2026): which key channels get twice the bits.
 
 A key channel d with step Delta_d puts at most |q_d| Delta_d / 2 of error into a score, and Delta_d = R_d / (2^b - 1)
 with the channel's range R_d over a page (equations 4 and 5). The paper's released code ranks each page's channels by
-mean |K| alone, when the page is written, because the queries to come are unknown. Calibration knows queries, so that
+mean |K| alone, when the page is written, because future queries are unknown. Calibration data has queries, so that
 fixed channels per layer and head can be chosen by the bound itself:
 
     key_sensitivity_d = E|q_d| E[R_d]
 
 with E|q_d| averaged over tokens and over the query heads of a KV head, and R_d = max_t k_td - min_t k_td averaged over
-pages. Keys enter as the quantizer sees them: after RoPE, the scheme's rotation and its token norm.
+pages. Keys are taken as the quantizer gets them: after RoPE, the scheme's rotation and its token norm.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvconvert.calibration.attention_capture import attention_observed
 from kvconvert.calibration.attention_sample import as_cached
-from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult, attention_observed, require_finite
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult, require_finite
 from kvconvert.kernels.pages import token_norms
 
 
@@ -74,7 +75,7 @@ def choose_channels(score: Tensor, count: int) -> Tensor:
 
 
 class KittyPass(CalibrationPass):
-    """Statistics of the layer's key channels and, if asked for, the fixed channels to boost.
+    """Statistics of the layer's key channels and, if `select` says so, the fixed channels to boost.
 
     Args:
         select: "calibrated" fixes the channels, "dynamic" leaves them to each page.
@@ -90,7 +91,7 @@ class KittyPass(CalibrationPass):
 
     @contextmanager
     def observe(self, work: LayerWork) -> Iterator[None]:
-        """Record queries and keys as the page quantizer sees them."""
+        """Record queries and keys as the page quantizer gets them."""
         cache, f = work.cache, work.cache.pages.keys
         self._statistics = ChannelStatistics(f.page_size, cache.sink_tokens)
 

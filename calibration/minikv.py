@@ -1,20 +1,21 @@
 """MiniKV (arXiv 2411.18077), section 3.1.3: how many heavy hitters each layer keeps.
 
-Two measurements say how hard eviction is on a layer. The variance of attention received is the paper's (var_prop,
-var_inv): with column sums c_j = sum_i w_ij of causal attention over a sequence, summed over the query heads of a KV
-head and divided by their mean, it is the variance over tokens j, averaged over KV heads and sequences. The curves of
-loss are ours: of each sequence the first half is the prompt; each KV head keeps its sink_tokens, its newest tokens and, of
-the others, a share f of the prompt with the largest column sums within it, as the runtime does; then, for the queries q
-after the prompt, o_f(q) being the heads' outputs over the kept tokens,
+Two measurements say how much eviction costs a layer. The variance of the attention mass is the paper's (var_prop,
+var_inv): with the attention mass c_j = sum_i w_ij of token j under causal attention over a sequence, summed over the
+query heads of a KV head and divided by its mean over tokens, it is the variance over j, averaged over KV heads and
+sequences. The loss curves are ours: of each sequence the first half is the prompt; each KV head keeps its sink tokens,
+its newest tokens and, of the others, a share f of the prompt, the heavy hitters, which have the largest attention mass
+within it, as the runtime does; then, for the queries q after the prompt, o_f(q) being the heads' outputs over the kept
+tokens,
 
-    lost_attention(f) = mean over q of the attention weight that fell on tokens not kept
+    lost_attention(f) = mean over q of the attention weight on tokens that are not kept
     lost_output(f)    = mean over q of || (o_f(q) - o(q)) W_O^T ||^2, relative to that of || o(q) W_O^T ||^2
 
 The allocation `calibrated` minimises the sum of lost_output(f_l) over layers l at the nominal mean of f_l: budgets grow
 in the order of the loss that the next token saves, along each curve's convex hull, until the total is spent. Lost
-attention itself is no objective: a layer that spreads its attention thinly loses most of it and little of its output.
-On the reference model, budgets by lost attention go to layer 0 and serve held-out text worse than uniform ones, those
-by lost output far better. No layer gets more than its recent window leaves.
+attention itself is not the objective: a layer that spreads its attention thinly loses most of it and little of its
+output. On the reference model, budgets by lost attention go to layer 0 and are worse on held-out text than uniform
+ones, those by lost output far better. No layer gets more than its recent window leaves.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResul
 from kvconvert.errors import NumericError
 from kvconvert.kernels.select import clamp_ratios, column_sums, proportional_ratios, pyramid_ratios
 
-CURVE_POINTS = 33  # heavy ratios 0, 1/32 ... 1
+CURVE_POINTS = 33  # ratios of heavy hitters 0, 1/32 ... 1
 Allocation = Literal["uniform", "pyramid", "var_prop", "var_inv", "calibrated"]
 
 
 def attention_variance(sample: AttentionSample) -> float:
-    """Variance over tokens of the attention they receive, which has mean 1; averaged over KV heads and sequences."""
+    """Variance over tokens of their attention mass, scaled to mean 1; averaged over KV heads and sequences."""
     variances = []
     for sequence in range(len(sample.queries)):
-        received = _received(sample, sequence, sample.num_tokens).double()
-        received = received / received.mean(1, keepdim=True)
-        variances.append(received.var(1, correction=0).mean())
+        mass = _attention_mass(sample, sequence, sample.num_tokens).double()
+        mass = mass / mass.mean(1, keepdim=True)
+        variances.append(mass.var(1, correction=0).mean())
     return float(torch.stack(variances).mean())
 
 
@@ -51,7 +52,7 @@ class EvictionLoss:
     """What a layer loses when its prompts keep a share i / (points - 1) of heavy hitters, i = 0 ... points - 1.
 
     Attributes:
-        attention: mean attention weight that later queries would have put on evicted tokens, float64 [points].
+        attention: mean attention weight of later queries on tokens that were evicted, float64 [points].
         output: squared error of the layer's attention output at later queries, relative to its square, float64
             [points].
     """
@@ -78,11 +79,11 @@ def eviction_loss(
     attention, output = torch.zeros(points, dtype=torch.float64), torch.zeros(points, dtype=torch.float64)
     size = 0.0
     for sequence in range(len(sample.queries)):
-        order = torch.sort(_received(sample, sequence, prompt)[:, middle], dim=-1, descending=True, stable=True).indices
-        rank = order.argsort(-1)  # [H, middle], place of each token in the order of keeping
+        mass = _attention_mass(sample, sequence, prompt)[:, middle]
+        rank = torch.sort(mass, dim=-1, descending=True, stable=True).indices.argsort(-1)  # [H, middle]
         values = sample.values[sequence].unsqueeze(1)
         scores = sample.scores(sample.grouped_queries(sequence)[:, :, prompt:], sample.keys[sequence])
-        scores = scores.masked_fill(~sample.seen(sequence)[prompt:], float("-inf"))
+        scores = scores.masked_fill(~sample.visible_in(sequence)[prompt:], float("-inf"))
         exact = sample.weights(scores)
         size += squared_output(exact @ values, sample.output_weight)
         for i, count in enumerate(kept):
@@ -97,10 +98,10 @@ def eviction_loss(
     return EvictionLoss(attention / len(sample.queries), output / size if size else output)
 
 
-def _received(sample: AttentionSample, sequence: int, tokens: int) -> Tensor:
-    """Column sums of the first `tokens` tokens' attention to each other, [H, tokens]."""
+def _attention_mass(sample: AttentionSample, sequence: int, tokens: int) -> Tensor:
+    """Attention mass (column sums) of the first `tokens` tokens among themselves, [H, tokens]."""
     queries, keys = sample.queries[sequence][:, :tokens], sample.keys[sequence][:, :tokens]
-    visible = sample.seen(sequence)
+    visible = sample.visible_in(sequence)
     return column_sums(
         queries, keys, lambda rows, columns: visible[rows, columns], sample.scaling, sample.softcap, sample.sink_logits
     )
@@ -114,7 +115,7 @@ def allocate(
     curves: Sequence[Tensor],
     pyramid_depth: float = 7.0,
 ) -> list[float]:
-    """Heavy ratio of each layer, with mean `heavy_ratio` as far as recent windows leave room for it.
+    """Ratio of heavy hitters of each layer, with mean `heavy_ratio` as far as recent windows leave room for it.
 
     Args:
         allocation: how to spread.
@@ -180,7 +181,7 @@ def _hull(values: list[float], limit: float) -> list[tuple[float, float]]:
 
 
 class MiniKVPass(CalibrationPass):
-    """Measure how hard eviction is on the layer; what it may keep is decided when every layer is measured.
+    """Measure what eviction costs the layer; its budget is decided when every layer is measured.
 
     Args:
         sampler: takes the sample, earlier in the list of passes.

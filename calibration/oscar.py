@@ -28,14 +28,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from kvconvert.calibration.protocol import (
-    CalibrationPass,
-    LayerStructure,
-    LayerWork,
-    PassResult,
-    attention_observed,
-    require_finite,
-)
+from kvconvert.calibration.attention_capture import attention_observed
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult, require_finite
+from kvconvert.calibration.structure import LayerStructure
 from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.rotate import hadamard_matrix, hadamard_transform
 
@@ -126,7 +121,7 @@ class KeyStatistics:
 
 
 class OscarPass(CalibrationPass):
-    """Fold the rotation into W_V and W_O where asked to, and measure token-norm imbalance.
+    """Fold the rotation into W_V and W_O if `fold_values` is set, and measure token-norm imbalance.
 
     Args:
         fold_values: rotate values in the weights.
@@ -173,7 +168,7 @@ class OscarPass(CalibrationPass):
         require_finite(self._tensors, "keys", work)
 
     def result(self) -> PassResult:
-        """The four statistics as plan tensors, and their means over heads for reading."""
+        """The four statistics as plan tensors, and their means over heads as readable statistics."""
         return PassResult(
             plan=self._tensors,
             statistics={
@@ -188,7 +183,7 @@ def simulate_value_cache(values: Tensor, bits: int, group_size: int, value_clip_
 
     Args:
         bits, group_size, value_clip_ratio: as in a KV scheme; 16 bits leave values as they are.
-        rotate: rotate before and back after quantizing (schemes that rotate on line; folded weights give rotated
+        rotate: rotate before and back after quantizing (schemes that rotate at run time; folded weights give rotated
             values).
 
     Raises:

@@ -1,13 +1,13 @@
 """Static scales: one grid per channel of a layer for all tokens, fixed by calibration.
 
-With m_c and M_c the smallest and largest number of channel c over all calibration tokens, as the cache stores them
+With m_c and M_c the smallest and largest value of channel c over all calibration tokens, as the cache stores them
 (after RoPE and rotation, weights folded, scaled and clipped), each KV head's keys and values get
 
-    scale_c = r (M_c - m_c) / (2^b - 1)      minimum_c = m_c + (1 - r) (M_c - m_c) / 2
+    scale_c = r (M_c - m_c) / (2^b - 1)      zero_point_c = m_c + (1 - r) (M_c - m_c) / 2
 
-in float16, r being `key_clip_ratio` or `value_clip_ratio`, given or chosen by the search for ranges. Pages then hold codes alone.
-Sinks never reach a page and are left out. Keys hold for the positions that were seen: RoPE takes slow channels beyond
-their bounds at later ones, so calibrate at the length to be served.
+in float16, r being `key_clip_ratio` or `value_clip_ratio`, given or calibrated (`clip_ratios`). Pages then hold codes
+alone. Sink tokens never reach a page and are left out. The scales of keys hold for the positions of the calibration
+data: RoPE takes slow channels beyond their bounds at later positions, so calibrate at the length to be served.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvconvert.calibration.attention_capture import attention_observed
 from kvconvert.calibration.attention_sample import as_cached
-from kvconvert.calibration.protocol import CalibrationPass, ChannelBounds, LayerWork, PassResult, attention_observed
+from kvconvert.calibration.protocol import CalibrationPass, ChannelBounds, LayerWork, PassResult
 from kvconvert.errors import NumericError
 
 
 class RunningBounds:
-    """Smallest and largest number of each channel over all that was seen.
+    """Running smallest and largest value of each channel.
 
     Args:
         sink_tokens: first tokens of each sequence to leave out; a sequence no longer than that counts with its last.
@@ -45,7 +46,7 @@ class RunningBounds:
 class StaticScalesPass(CalibrationPass):
     """Measure the channels of the finished layer, which costs one more run of the calibration data through it.
 
-    Stands after passes that change weights and before those that choose ranges: these shrink the measured bounds.
+    Stands after passes that change weights and before those that choose clip ratios: these shrink the measured bounds.
     """
 
     name = "static_scales"
@@ -87,12 +88,12 @@ class StaticScalesPass(CalibrationPass):
                 head, channel = unfit.nonzero()[0].tolist()
                 raise NumericError(
                     f"Channel {channel} of {side} head {head} of {work.name}.{work.structure.attention} takes values "
-                    "on the calibration data that no float16 scale and zero_point can describe; keep this layer's "
+                    "on the calibration data that no float16 scale and zero point can describe; keep this layer's "
                     f"{side}s in 16 bits."
                 )
 
     def result(self) -> PassResult:
-        """The scales with the ranges that later passes chose."""
+        """The scales with the clip ratios that later passes chose."""
         cache = self._work.cache
         sides = {
             "key": cache.static_keys(cache.pages.keys.clip_ratio),

@@ -25,11 +25,25 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KvconvertError as error:
-            click.echo(f"Error: {' '.join(str(error).splitlines())}", err=True)
+            message = self._with_options(" ".join(str(error).splitlines()), ctx.invoked_subcommand)
+            click.echo(f"Error: {message}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             click.echo("Error: Interrupted; nothing half written was left behind.", err=True)
             ctx.exit(1)
+
+    def _with_options(self, message: str, invoked: str | None) -> str:
+        """A message in which options stand for the arguments that the library names: `restart=True` is --restart.
+
+        The invoked command's options come first, for its `work` may be another's -o.
+        """
+        for command in sorted(self.commands.values(), key=lambda command: command.name != invoked):
+            for parameter in command.params:
+                argument = isinstance(parameter, click.Argument)
+                shown = parameter.human_readable_name if argument else parameter.opts[0]
+                for name in (f"`{parameter.name}`", f"`{parameter.name}=True`"):
+                    message = message.replace(name, shown)
+        return message
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -69,7 +83,8 @@ def calibrate(
     SOURCE is a .txt, .jsonl or .parquet file, a directory of them, or a Hub data set id with optional
     :config:split:column. For a vision-language model it may hold images: rows with an image column and a text column,
     or messages with images in them, or a directory of images with captions (NAME.txt beside each image, or a
-    captions.jsonl with file_name and caption). Without SOURCE text is used, or drawings where the model reads images.
+    captions.jsonl with file_name and caption). Without SOURCE text is used, or, for a
+    vision-language model, drawings.
     """
     from kvconvert.convert.recipe import Recipe
 
@@ -113,7 +128,7 @@ def export(work: Path, bundle: Path, force: bool) -> None:
 @click.option("--tokens", metavar="N", type=click.IntRange(min=1), help="Tokens to score.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(bundle: Path, against: str | None, data: str | None, tokens: int | None, as_json: bool) -> None:
-    """Measure what BUNDLE lost against its source, through the low-bit cache as decoding sees it."""
+    """Measure how far BUNDLE departs from its source, decoding with the low-bit cache."""
     from kvconvert.fidelity import evaluate as run
 
     report = run(bundle, against=against, data=data, **({} if tokens is None else {"tokens": tokens})).to_dict()
@@ -138,8 +153,8 @@ def evaluate(bundle: Path, against: str | None, data: str | None, tokens: int | 
 def generate(bundle: Path, prompt: str | None, chat: bool, images: tuple[Path, ...], max_new_tokens: int) -> None:
     """Generate text with BUNDLE and its low-bit cache.
 
-    With --image the prompt goes through the model's chat template, if it has one. In a conversation with a model that
-    reads images, a line `/image FILE` gives an image to the next line.
+    With --image the prompt goes through the model's chat template, if it has one. In a conversation with a
+    vision-language model, a line `/image FILE` gives an image to the next line.
     """
     if chat == (prompt is not None):
         raise UsageError("kvconvert generate needs either --prompt TEXT or --chat, and not both.")

@@ -1,4 +1,4 @@
-"""Generation on a console: one prompt or a conversation, with images where the model reads them."""
+"""Generation on a console: one prompt or a conversation, with images where the model supports them."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Console:
         """Stream the continuation of a prompt.
 
         Without images the prompt is taken as plain text. With images it is a message, after them, in the model's chat
-        template; a model without one gets its own sign for an image before the text.
+        template; a model without one gets its placeholder for an image before the text.
 
         Raises:
-            UsageError: the prompt is empty or does not fit the model's positions, or the model reads no images.
+            UsageError: the prompt is empty or does not fit the model's positions, or the model does not support images.
             DataError: a file that is missing or no image.
         """
         opened = self._open(images)
@@ -59,12 +59,12 @@ class Console:
     def chat(self, lines: Iterator[str], images: Iterable[Path] = ()) -> None:
         """Answer line after line until the input ends.
 
-        With a chat template each turn renders the whole conversation, otherwise the text simply grows. The cache of the
-        turn before is continued wherever it holds the beginning of the new text; a turn with images is read from the
-        beginning, for some models place what follows an image by all images before it.
+        With a chat template each turn renders the whole conversation, otherwise the text simply grows. The cache of
+        the previous turn is continued wherever it holds the beginning of the new text; a turn with images is processed
+        from the beginning, because in some models the positions after an image depend on all images before it.
 
         Args:
-            lines: what is said; for a model that reads images, `/image FILE` gives one to the next line.
+            lines: the user's turns; for a vision-language model, `/image FILE` gives an image to the next one.
             images: given to the first line.
         """
         interactive = sys.stdin.isatty()
@@ -100,7 +100,7 @@ class Console:
             ids = inputs["input_ids"]
             if cache is not None and (waiting or not _continues(ids, sequence, cache.get_seq_length())):
                 cache = None
-            # What the images become is in the cache that is continued.
+            # The images are already in the cache that is continued.
             sequence, cache = self._generate(inputs if cache is None else {"input_ids": ids}, cache)
             waiting = []
             answer = self.tokenizer.decode(sequence[0, ids.shape[1] :], skip_special_tokens=True)
@@ -109,9 +109,11 @@ class Console:
     def _open(self, images: Iterable[Path]) -> list[Image]:
         images = list(images)
         if images and self.prompts is None:
-            reason = "has no processor" if supports_images(self.model.config) else "reads no images"
-            raise UsageError(f"This bundle's model {reason}; leave --image out, or give a bundle that sees.")
-        return [read_image(path, None, "--image") for path in images]
+            reason = "has no processor" if supports_images(self.model.config) else "does not support images"
+            raise UsageError(
+                f"This bundle's model {reason}; leave `images` out, or give a bundle whose model supports them."
+            )
+        return [read_image(path, None, "`images`") for path in images]
 
     def _named(self, line: str, interactive: bool) -> list[Image]:
         """The image that a line names; on a terminal a mistake costs only a message."""

@@ -1,8 +1,9 @@
 """The one family of exceptions that kvconvert raises on purpose.
 
-Each message is one sentence for a person: what is wrong, where, and what to do. The command line prints it and exits
-with `exit_code`; every other exception is a defect and keeps its traceback. This module imports nothing, so every room
-may import it.
+Each message is one sentence for a person: what is wrong, where, and what to do. Where it names an argument of the
+public functions, it does so in backquotes (`seq_len`, `restart=True`). The command line prints it with its own options
+in their place and exits with `exit_code`; every other exception is a defect and keeps its traceback. This module
+imports nothing, so every room may import it.
 """
 
 
@@ -33,7 +34,7 @@ class CheckpointError(KvconvertError):
 
 
 class UnsupportedModelError(KvconvertError):
-    """An architecture, or a part of one, that kvconvert cannot treat; the message lists what is missing."""
+    """An architecture, or a part of one, that kvconvert does not support; the message lists what is missing."""
 
 
 class DataError(KvconvertError):

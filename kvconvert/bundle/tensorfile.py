@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.bundle.manifest import TensorInfo
-from kvconvert.errors import BundleError
+from kvconvert.errors import BundleError, KvconvertError
 
 # A header larger than this is refused before it is read: the limit that the format's own reader has.
 MAX_HEADER = 100_000_000
@@ -39,6 +39,9 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+# Makes the error for a file that is not what it has to be, from the file's name, the field, what it should be and is.
+Refusal = Callable[[str, str, object, object], KvconvertError]
+
 
 def mismatch(file: str, field: str, expected: object, found: object) -> BundleError:
     """The error for a file that is not what it has to be, in one sentence."""
@@ -56,76 +59,84 @@ def tensor_info(tensor: Tensor) -> TensorInfo:
 
 
 def nbytes(info: TensorInfo) -> int:
-    """Bytes that a tensor takes in a file."""
+    """Bytes that a tensor takes in a file; BundleError for a type that bundles do not hold."""
+    if info.dtype not in DTYPES:
+        raise BundleError(f"A tensor of type {info.dtype} cannot be stored in a bundle.")
     return math.prod(info.shape) * DTYPES[info.dtype].itemsize
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
+def read_header(path: Path, refuse: Refusal = mismatch, any_dtype: bool = False) -> dict[str, TensorInfo]:
     """Tensors of a safetensors file, after checking every rule of the format; no tensor data is read.
+
+    Args:
+        path: of the file.
+        refuse: makes the error; the one for a bundle's file by default.
+        any_dtype: also accept types that bundles do not hold (`DTYPES`), whose bytes are not compared with their shape.
 
     Raises:
         BundleError: the file is truncated or longer than its header says, the header is no valid JSON, or an entry has
-            an unknown type, an impossible shape, or offsets that overlap, leave a gap or do not match its shape.
+            an unknown type, an impossible shape, or offsets that overlap, leave a gap or do not match its shape. With
+            `refuse`, whatever it makes.
     """
     file = path.name
     size = path.stat().st_size
     with path.open("rb") as stream:
         start = stream.read(8)
         if len(start) < 8:
-            raise mismatch(file, "its length", "at least 8 bytes", f"{size} bytes")
+            raise refuse(file, "its length", "at least 8 bytes", f"{size} bytes")
         (length,) = struct.unpack("<Q", start)
         if length > min(MAX_HEADER, size - 8):
-            raise mismatch(file, "the length of its header", f"at most {min(MAX_HEADER, size - 8)} bytes", length)
+            raise refuse(file, "the length of its header", f"at most {min(MAX_HEADER, size - 8)} bytes", length)
         text = stream.read(length)
-    header = _parse(file, text)
+    header = _parse(file, text, refuse)
     infos: dict[str, TensorInfo] = {}
     spans: list[tuple[int, int, str]] = []
     for name, entry in header.items():
-        infos[name], begin, end = _entry(file, name, entry)
+        infos[name], begin, end = _entry(file, name, entry, refuse, any_dtype)
         spans.append((begin, end, name))
     position = 0
     for begin, end, name in sorted(spans):
         if begin != position:
-            raise mismatch(file, f"the offset of tensor {name}", position, begin)
+            raise refuse(file, f"the offset of tensor {name}", position, begin)
         position = end
     if position != size - 8 - length:
-        raise mismatch(file, "its length", f"{8 + length + position} bytes", f"{size} bytes")
+        raise refuse(file, "its length", f"{8 + length + position} bytes", f"{size} bytes")
     return infos
 
 
-def _parse(file: str, text: bytes) -> dict[str, Any]:
+def _parse(file: str, text: bytes, refuse: Refusal) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         entries = dict(pairs)
         if len(entries) != len(pairs):
-            raise mismatch(file, "its header", "names that occur once", "a repeated name")
+            raise refuse(file, "its header", "names that occur once", "a repeated name")
         return entries
 
     if not text.startswith(b"{"):
-        raise mismatch(file, "its header", "JSON that starts with {", repr(text[:1]))
+        raise refuse(file, "its header", "JSON that starts with {", repr(text[:1]))
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise mismatch(file, "its header", "valid JSON", error) from error
+        raise refuse(file, "its header", "valid JSON", error) from error
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise mismatch(file, "__metadata__", "text values by name", repr(metadata)[:80])
+        raise refuse(file, "__metadata__", "text values by name", repr(metadata)[:80])
     return header
 
 
-def _entry(file: str, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
+def _entry(file: str, name: str, entry: Any, refuse: Refusal, any_dtype: bool) -> tuple[TensorInfo, int, int]:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise mismatch(file, f"the entry of tensor {name}", "dtype, shape and data_offsets", repr(entry)[:80])
+        raise refuse(file, f"the entry of tensor {name}", "dtype, shape and data_offsets", repr(entry)[:80])
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise mismatch(file, f"the dtype of tensor {name}", f"one of {', '.join(DTYPES)}", repr(dtype)[:80])
+    if not isinstance(dtype, str) or not (any_dtype or dtype in DTYPES):
+        raise refuse(file, f"the dtype of tensor {name}", f"one of {', '.join(DTYPES)}", repr(dtype)[:80])
     if not _is_counts(shape):
-        raise mismatch(file, f"the shape of tensor {name}", "a list of sizes", repr(shape)[:80])
+        raise refuse(file, f"the shape of tensor {name}", "a list of sizes", repr(shape)[:80])
     if not _is_counts(offsets) or len(offsets) != 2:
-        raise mismatch(file, f"the data_offsets of tensor {name}", "begin and end", repr(offsets)[:80])
+        raise refuse(file, f"the data_offsets of tensor {name}", "begin and end", repr(offsets)[:80])
     info = TensorInfo(dtype=dtype, shape=shape)
     begin, end = offsets
-    if end - begin != nbytes(info):
-        raise mismatch(file, f"the bytes of tensor {name}", nbytes(info), end - begin)
+    if end < begin or (dtype in DTYPES and end - begin != nbytes(info)):
+        raise refuse(file, f"the bytes of tensor {name}", nbytes(info) if dtype in DTYPES else "0 or more", end - begin)
     return info, begin, end
 
 

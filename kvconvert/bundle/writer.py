@@ -37,7 +37,7 @@ def check_output(output: Path, force: bool) -> None:
     if not (output.is_dir() and (output / MANIFEST_NAME).is_file()):
         raise UsageError(f"The output {output} exists and is not a bundle, so it is not replaced; choose another path.")
     if not force:
-        raise UsageError(f"The output {output} exists; choose another path, or replace it with --force.")
+        raise UsageError(f"The output {output} exists; choose another path, or replace it with `force=True`.")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from transformers import PretrainedConfig
 
-from kvconvert.calibration.protocol import LayerStructure
+from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.recipe import Recipe, WeightsRecipe
 from kvconvert.errors import RecipeError, UnsupportedModelError

@@ -28,7 +28,7 @@ from kvconvert.bundle.manifest import (
     quantization_config,
 )
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.tensorfile import nbytes, read_header, tensor_info, write_tensors
+from kvconvert.bundle.tensorfile import nbytes, tensor_info, write_tensors
 from kvconvert.bundle.writer import (
     MAX_SHARD_BYTES,
     check_output,
@@ -44,7 +44,7 @@ from kvconvert.errors import BundleError, CheckpointError, FidelityError
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.version import __version__
 
-# Everything beside the weights that tokenizers, processors and generation read.
+# The files beside the weights that tokenizers, processors and generation need.
 COPIED_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -113,7 +113,7 @@ def export(
             update={"files": describe_files(directory, [*files, "config.json"]), "informative": sorted(informative)}
         )
         write_manifest(directory, manifest)
-        open_bundle(directory, verify="headers")  # whatever a reader would refuse is never put in place
+        open_bundle(directory, verify="headers")  # a bundle that a reader would refuse is never put in place
         limits = recipe.limits.as_set()
         if limits:
             manifest = manifest.model_copy(
@@ -123,7 +123,7 @@ def export(
                 raise FidelityError(
                     f"The bundle misses the limits of its recipe, so {output} was not written "
                     f"({'; '.join(manifest.fidelity.missed)}); choose a gentler recipe, or export it anyway with "
-                    "--force."
+                    "`force=True`."
                 )
             write_manifest(directory, manifest)
         (directory / CARD_NAME).write_text(model_card(manifest), encoding="utf-8")
@@ -165,10 +165,7 @@ class _Contents:
                 plan_layer_of[name] = layer
             covered += store.layer_record(layer).modules
         copied = store.state.kept_tensors
-        headers = {
-            file: read_header(source.directory / file) for file in sorted({source.weight_map[name] for name in copied})
-        }
-        infos.update({name: headers[source.weight_map[name]][name] for name in copied})
+        infos.update({name: source.tensors[name] for name in copied})
         owners = {name.rpartition(".")[0] for name in infos}
         configs = (source.config, source.config.get_text_config())
         tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
@@ -178,7 +175,7 @@ class _Contents:
 
 
 def _with_shape(module: ModuleCoverage, infos: dict[str, TensorInfo], owners: set[str], tied: bool) -> ModuleCoverage:
-    """Coverage of a Linear with its shape, from its own tensors; a module without any says where they are."""
+    """Coverage of a Linear with its shape, from its own tensors; a module without any gets the reason."""
     if module.method != "kept":
         scales, codes = infos.get(f"{module.prefix}.scales"), infos.get(f"{module.prefix}.qweight")
         if scales is None or codes is None:

@@ -1,7 +1,7 @@
-"""What reaches a model's decoder layers: found by running the model's own forward with recorders in their place.
+"""Captures the inputs of a model's decoder layers by running the model's own forward with recorders in their place.
 
 Embeddings and their scales, learned positions, vision towers, masks and rotary embeddings are thereby the model's own,
-whatever its architecture. The recorders return zeros, so that a later layer's input is exactly what the model itself
+for every architecture. The recorders return zeros, so that a later layer's input is exactly what the model itself
 adds between the layers (as Qwen3-VL adds image features).
 """
 
@@ -24,7 +24,7 @@ _UNSET = -(2**31) + 1  # stands in integer buffers that the model has not filled
 
 @dataclass(frozen=True)
 class CalibrationInputs:
-    """What the model is given, sample by sample.
+    """The model's inputs, sample by sample.
 
     Attributes:
         ids: int64 [samples, length].
@@ -47,7 +47,7 @@ class InputCapture:
     """Records the input of the first layer and the arguments of every layer.
 
     Args:
-        inputs: see there.
+        inputs: of the model.
         name: of the module that holds the layers, for messages.
     """
 
@@ -68,50 +68,52 @@ class InputCapture:
             device: of `base`.
 
         Raises:
-            NumericError: NaN or infinity in what reaches the layers.
+            NumericError: NaN or infinity in the input of a layer.
         """
-        seen: list[tuple[Tensor, dict[str, Any]]] = []
+        captured: list[tuple[Tensor, dict[str, Any]]] = []
         for layer in layers:
-            layer.forward = self._recorder(inspect.signature(layer.forward), seen)
+            layer.forward = self._recorder(inspect.signature(layer.forward), captured)
         arguments: list[list[dict[str, Any]]] = [[] for _ in layers]
         self._added = [{} for _ in layers]
         for index in range(len(self.inputs.ids)):
-            seen.clear()
+            captured.clear()
             arguments_of_sample = {key: value.to(device) for key, value in self.inputs.sample(index).items()}
-            if not self._runs(base, arguments_of_sample, seen):
+            if not self._runs(base, arguments_of_sample, captured):
                 self._layers_return_tuples = True
-                seen.clear()
+                captured.clear()
                 base(**arguments_of_sample, use_cache=False)
-            if len(seen) != len(layers):
+            if len(captured) != len(layers):
                 raise UnsupportedModelError(
-                    f"The model ran {len(seen)} of {len(layers)} layers of {self.name} on the calibration data; it can "
-                    'be converted with [weights] method = "none" only.'
+                    f"The model ran {len(captured)} of {len(layers)} layers of {self.name} on the calibration data; "
+                    'it can be converted with [weights] method = "none" only.'
                 )
-            for layer, (hidden, kwargs) in enumerate(seen):
+            for layer, (hidden, kwargs) in enumerate(captured):
                 if not hidden.isfinite().all():
                     raise NumericError(
-                        f"What reaches {self.name}.{layer} holds NaN or infinity on the calibration data; check the "
+                        f"The input of {self.name}.{layer} holds NaN or infinity on the calibration data; check the "
                         "source model's weights."
                     )
                 if layer and hidden.any():
                     tokens = hidden[0].any(-1).nonzero()[:, 0]
                     self._added[layer][index] = tokens, hidden[0, tokens].float()
                 _append(arguments[layer], kwargs, index)
-            yield seen[0][0].float()
+            yield captured[0][0].float()
         self._arguments = arguments
 
-    def _runs(self, base: nn.Module, arguments: dict[str, Tensor], seen: list[tuple[Tensor, dict[str, Any]]]) -> bool:
-        """Run the model; False where it turns out to take a layer's output apart, as of one that returns a tuple."""
+    def _runs(
+        self, base: nn.Module, arguments: dict[str, Tensor], captured: list[tuple[Tensor, dict[str, Any]]]
+    ) -> bool:
+        """Run the model; False where it unpacks a layer's output, as that of a layer that returns a tuple."""
         try:
             base(**arguments, use_cache=False)
         except (ValueError, TypeError, IndexError, AttributeError):
-            if self._layers_return_tuples or not seen:
+            if self._layers_return_tuples or not captured:
                 raise
             return False
-        return all(hidden.shape == seen[0][0].shape for hidden, _ in seen)
+        return all(hidden.shape == captured[0][0].shape for hidden, _ in captured)
 
-    def _recorder(self, signature: inspect.Signature, seen: list[tuple[Tensor, dict[str, Any]]]) -> Any:
-        """A forward that notes its arguments by name."""
+    def _recorder(self, signature: inspect.Signature, captured: list[tuple[Tensor, dict[str, Any]]]) -> Any:
+        """A forward that records its arguments by name."""
         first, *_ = signature.parameters
         collected = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
 
@@ -119,7 +121,7 @@ class InputCapture:
             arguments = signature.bind(*args, **kwargs).arguments
             arguments |= arguments.pop(collected, {})
             hidden = arguments.pop(first)
-            seen.append((hidden, arguments))
+            captured.append((hidden, arguments))
             output = torch.zeros_like(hidden)
             return (output, None) if self._layers_return_tuples else output
 
@@ -127,15 +129,15 @@ class InputCapture:
 
     @property
     def complete(self) -> bool:
-        """Whether `run` has come to its end."""
+        """Whether `run` has finished."""
         return bool(self._arguments)
 
     def shared(self, layer: int) -> bool:
-        """Whether all samples have the same arguments in a layer, so that they may run through it together."""
+        """Whether all samples have the same arguments in a layer, so that they can run through it together."""
         return len(self._arguments[layer]) == 1
 
     def arguments(self, layer: int, sample: int) -> dict[str, Any]:
-        """What the model passes to a layer besides hidden states, for a batch of one; broadcasts where it is shared."""
+        """A layer's arguments other than hidden states, for a batch of one; they broadcast where shared."""
         recorded = self._arguments[layer]
         return recorded[0] if len(recorded) == 1 else recorded[sample]
 
@@ -163,11 +165,11 @@ def _append(recorded: list[dict[str, Any]], arguments: dict[str, Any], sample: i
 
 @torch.no_grad()
 def fill(module: nn.Module, owner: PreTrainedModel, tensors: dict[str, Tensor], device: torch.device) -> None:
-    """Give a module of the meta device its tensors in float32, and let the model compute what checkpoints never hold.
+    """Give a module of the meta device its tensors in float32; the model computes buffers that no checkpoint holds.
 
     Args:
         module: all of whose parameters and stored buffers are in `tensors`, but for those of modules left on meta.
-        owner: the model that the module belongs to; knows how buffers are computed, as when transformers loads it.
+        owner: the model that the module belongs to; computes buffers as when transformers loads it.
         tensors: by name within the module.
         device: on which to put them.
 
@@ -178,7 +180,8 @@ def fill(module: nn.Module, owner: PreTrainedModel, tensors: dict[str, Tensor], 
     module.load_state_dict(values, strict=False, assign=True)
     module.requires_grad_(False)
     for parameter in (*module.parameters(), *module.buffers()):
-        parameter._is_hf_initialized = not parameter.is_meta  # transformers' sign that a tensor is not to be drawn
+        # transformers initializes what does not carry this mark.
+        parameter._is_hf_initialized = not parameter.is_meta
     for name, part in module.named_modules():
         empty = [key for key, buffer in part.named_buffers(recurse=False) if buffer.is_meta]
         if not empty or any(parameter.is_meta for parameter in part.parameters(recurse=False)):
@@ -198,6 +201,6 @@ def fill(module: nn.Module, owner: PreTrainedModel, tensors: dict[str, Tensor], 
 
 
 def _owner_of(part: nn.Module, owner: PreTrainedModel) -> PreTrainedModel:
-    """The innermost model that a module belongs to: parts of a composite model each know their own buffers."""
+    """The innermost model that a module belongs to: each part of a composite model computes its own buffers."""
     inner = [m for m in owner.modules() if isinstance(m, PreTrainedModel) and any(part is c for c in m.modules())]
     return min(inner, key=lambda model: sum(1 for _ in model.modules())) if inner else owner

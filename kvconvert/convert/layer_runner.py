@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kvconvert.calibration.protocol import RECORDING_ATTENTION, LayerStructure
+from kvconvert.calibration.attention_capture import RECORDING_ATTENTION
+from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill
 from kvconvert.convert.workdir import HiddenStates
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
@@ -30,7 +31,7 @@ class LayerRunner:
 
     Attributes:
         model: the model on the meta device.
-        source: its checkpoint, asked by the model's names.
+        source: its checkpoint, with tensors named as in the model.
     """
 
     def __init__(self, source: SourceModel, adapter: Adapter | None, device: torch.device) -> None:
@@ -43,7 +44,7 @@ class LayerRunner:
             adapter.check(self.model)
 
     def _separate_experts(self) -> None:
-        """Give every routed expert of the model Linears of its own, by the names in the layers' structures."""
+        """Replace fused experts by Linears for each expert, under the names in the layers' structures."""
         for index in range(self.num_layers):
             experts = self.structure(index).experts
             if experts is not None:
@@ -99,7 +100,7 @@ class LayerRunner:
         for key, tensor in tensors.items():
             if tuple(tensor.shape) != expected[key]:
                 raise CheckpointError(
-                    f"{name}.{key} has shape {list(tensor.shape)} where config.json asks for {list(expected[key])}."
+                    f"{name}.{key} has shape {list(tensor.shape)} where config.json expects {list(expected[key])}."
                 )
         dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
         fill(layer, self._owner(name), tensors, self.device)
@@ -120,7 +121,7 @@ class LayerRunner:
         return name.endswith(".rotary_emb.inv_freq") or any(re.search(pattern, name) for pattern in ignored)
 
     def begin(self, inputs: CalibrationInputs) -> None:
-        """Say what the model will be calibrated with; before `first_input` and `forward`."""
+        """Set the calibration inputs; before `first_input` and `forward`."""
         self._capture = InputCapture(inputs, self.adapter.layers)
 
     def first_input(self) -> Iterator[Tensor]:
@@ -139,7 +140,7 @@ class LayerRunner:
         """Run a layer over its inputs, batch by batch.
 
         Yields:
-            input, the layer's other arguments, and what the next layer gets: output and what the model adds to it.
+            the input, the layer's other arguments, and the next layer's input: the output and what the model adds.
 
         Raises:
             NumericError: an output is not finite.
@@ -194,7 +195,7 @@ def _build_without_weights(source: SourceModel) -> PreTrainedModel:
         if RECORDING_ATTENTION in reason:
             raise UnsupportedModelError(
                 f"{source.config.model_type} models compute attention in code of their own, which does not go through "
-                "transformers' attention interface; kvconvert can neither calibrate nor serve their cache."
+                "transformers' attention interface; so that kvconvert can neither calibrate nor serve their cache."
             ) from error
         raise UnsupportedModelError(
             f"transformers has no causal language model for {source.directory / 'config.json'} ({reason})."

@@ -14,8 +14,9 @@ from kvconvert.calibration.clip_ratios import ClipRatioPass
 from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass, simulate_value_cache
-from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerStructure
+from kvconvert.calibration.protocol import CacheFormat, CalibrationPass
 from kvconvert.calibration.static_scales import StaticScalesPass
+from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.recipe import KVCalibration, WeightsRecipe
 from kvconvert.runtime.cache.formats import layer_format, span_format
 

@@ -1,10 +1,10 @@
 """`calibrate`: from a checkpoint to a working directory of converted layers, one decoder layer in memory at a time.
 
 The model is built without weights. For each decoder layer in turn: read its weights, run the calibration sequences
-through it in float32 while the passes observe, let them solve and apply, write the result, free the layer. What goes
-on to the next layer is the output of the UNCHANGED layer, kept on disk. What concerns all layers at once (one pair of
-taus, how budgets are spread) is decided from the stored measurements when the last layer is committed. Peak memory is
-a couple of layers, the embeddings and one small batch of activations, whatever the number of layers and samples.
+through it in float32 while the passes observe, let them solve and apply, write the result, free the layer. The next
+layer's input is the output of the UNCHANGED layer, kept on disk. What concerns all layers at once (one pair of taus,
+the allocation of budgets) is decided from the stored measurements when the last layer is committed. Peak memory is a
+couple of layers, the embeddings and one small batch of activations, regardless of the number of layers and samples.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def calibrate(
 
 
 def _make_runner(source: SourceModel, weights: WeightsRecipe, device: torch.device) -> LayerRunner:
-    """With the model's adapter; a recipe that keeps weights does without one that is missing or does not fit."""
+    """With the model's adapter; a recipe that keeps weights needs none, where it is missing or does not fit."""
     if weights.method != "none":
         return LayerRunner(source, require_adapter(source.config), device)
     adapter = find_adapter(source.config)
@@ -143,10 +143,10 @@ def _calibrate_layer(
     scheme, reason = layer_scheme(runner, recipe, index)
     passes = make_passes(recipe.weights, scheme, recipe.calibration_of(index), structure)
     layer, dtypes = runner.layer(index)
-    separate = any(calibration_pass.modifies_before_observing for calibration_pass in passes)
+    modified = any(calibration_pass.modifies_before_observing for calibration_pass in passes)
     work = LayerWork(
         name=runner.layer_name(index),
-        layer=copy.deepcopy(layer) if separate else layer,
+        layer=copy.deepcopy(layer) if modified else layer,
         structure=structure,
         num_samples=inputs.ids.shape[0],
         seq_len=inputs.ids.shape[1],
@@ -172,7 +172,7 @@ def _calibrate_layer(
                 for calibration_pass in passes:
                     hooks.enter_context(calibration_pass.observe(work))
                 for batch, arguments, output in runner.forward(layer, hidden, index):
-                    if separate:
+                    if modified:
                         work.layer(batch, **arguments)
                     if writer is not None:
                         writer.append(output)
@@ -292,9 +292,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"--device {name} is not a device; give cpu or cuda.") from error
+        raise UsageError(f"There is no device {name}; `device` may be cpu or cuda.") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"--device {name} asks for a GPU that torch does not find; give cpu.")
+        raise UsageError(f"torch finds no GPU for the device {name}; `device` has to be cpu.")
     return device
 
 

@@ -1,10 +1,10 @@
-"""The working directory of a calibration: what is done, what it was done from, and how a killed run resumes.
+"""The working directory of a calibration: its inputs, the layers that are done, and how a killed run resumes.
 
     WORK/state.json                      inputs, their fingerprint, and whether all layers are done
     WORK/layers/00000.safetensors        a layer's tensors under their final checkpoint names
     WORK/layers/00000.plan.safetensors   its KV-plan tensors, named layers.{i}.{what}
     WORK/layers/00000.json               its record; written last: where it is, the layer is committed;
-                                         once all are, it is replaced where the last decisions change it
+                                         once all are, it is replaced where decisions on all layers change it
     WORK/hidden/00000.f32                input of a layer, raw float32 [samples, length, hidden], while it is needed
 
 Every file is written under a temporary name, flushed to the disk and renamed, so that after a kill at any moment each
@@ -83,7 +83,7 @@ class WorkState(_Record):
     complete: bool = False
 
     def inputs(self) -> dict[str, Any]:
-        """Everything that the result depends on, flat, under names for people."""
+        """Everything that the result depends on, flattened, with readable keys."""
         inputs: dict[str, Any] = {"the model's config.json": self.source.config_sha256}
         inputs |= {f"the model's {file}": digest for file, digest in self.source.weights_sha256.items()}
         inputs |= {
@@ -143,14 +143,12 @@ class WorkDir:
         """A finished working directory; UsageError where it is not one, or not finished."""
         path = Path(path)
         if not (path / _STATE).is_file():
-            raise UsageError(
-                f"{path} is not a working directory of kvconvert; run kvconvert calibrate with -o {path} first."
-            )
+            raise UsageError(f"{path} is not a working directory of kvconvert; make it with kvconvert calibrate first.")
         work = cls(path, _read_state(path))
         if not work.state.complete:
             raise UsageError(
                 f"The calibration in {path} stopped after {work.first_uncommitted()} of {work.state.num_layers} "
-                "layers; run the same kvconvert calibrate command again, which goes on from there."
+                "layers; calibrate again with the same arguments, which goes on from there."
             )
         return work
 
@@ -168,16 +166,16 @@ class WorkDir:
         """
         path, state = Path(path), state.sealed()
         if path.exists() and not path.is_dir():
-            raise UsageError(f"{path} is a file; give -o a directory.")
+            raise UsageError(f"{path} is a file; `work` has to be a directory.")
         begun = (path / _STATE).exists()
         # A kill before the first state.json leaves nothing but its temporary file.
         if path.exists() and not begun and any(not entry.name.endswith(_TEMPORARY) for entry in path.iterdir()):
-            raise UsageError(f"{path} holds files that are not kvconvert's; give -o a new or empty directory.")
+            raise UsageError(f"{path} holds files that are not kvconvert's; `work` has to be a new or empty directory.")
         if begun and not restart:
             previous = _read_state(path)
             if previous.fingerprint != state.fingerprint:
                 raise UsageError(
-                    f"{_changes(previous, state)}; give --restart to calibrate {path} anew, or another -o."
+                    f"{_changes(previous, state)}; calibrate {path} anew with `restart=True`, or choose another `work`."
                 )
             state = previous
         with _disk_errors(path):
@@ -193,12 +191,12 @@ class WorkDir:
 
     @staticmethod
     def _set_aside(path: Path) -> None:
-        """Undo an earlier calibration in steps of which each leaves a state that tells the truth."""
+        """Undo an earlier calibration in steps, each of which leaves a consistent state."""
         shutil.rmtree(path / "hidden", ignore_errors=True)
         try:
             previous = _read_state(path)
         except UsageError:
-            logger.warning("%s cannot be read; starting anew as asked.", path / _STATE)
+            logger.warning("%s cannot be read; starting anew.", path / _STATE)
         else:
             _write_text(path / _STATE, _to_json(previous.model_copy(update={"complete": False})))
         shutil.rmtree(path / f"layers{_TEMPORARY}", ignore_errors=True)
@@ -224,7 +222,7 @@ class WorkDir:
             _write_text(self._layer(index, "json"), _to_json(record))
 
     def replace_record(self, index: int, record: LayerRecord) -> None:
-        """Write a committed layer's record anew, if it changed."""
+        """Write a committed layer's record again, if it changed."""
         if record != self.layer_record(index):
             with _disk_errors(self.path):
                 _write_text(self._layer(index, "json"), _to_json(record))
@@ -244,7 +242,7 @@ class WorkDir:
             return LayerRecord.model_validate_json(file.read_bytes())
         except (OSError, ValidationError) as error:
             raise UsageError(
-                f"{file} cannot be read ({_first_line(error)}); calibrate again with --restart."
+                f"{file} cannot be read ({_first_line(error)}); calibrate again with `restart=True`."
             ) from error
 
     def finish(self) -> None:
@@ -267,7 +265,7 @@ class WorkDir:
             return load_file(file)
         except (OSError, SafetensorError) as error:
             raise UsageError(
-                f"{file} cannot be read ({_first_line(error)}); calibrate again with --restart."
+                f"{file} cannot be read ({_first_line(error)}); calibrate again with `restart=True`."
             ) from error
 
 
@@ -281,7 +279,7 @@ class HiddenStates:
         self.path, self.shape = path, shape
 
     def exists(self) -> bool:
-        """Whether all of it is there."""
+        """Whether the file is there and complete."""
         samples, length, width = self.shape
         return self.path.exists() and self.path.stat().st_size == samples * length * width * 4
 
@@ -323,7 +321,7 @@ class HiddenWriter:
 
 
 def _changes(previous: WorkState, state: WorkState) -> str:
-    """The start of a sentence: which inputs differ."""
+    """The beginning of the message: which inputs differ."""
     before, now = previous.inputs(), state.inputs()
     changed = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
 
@@ -342,12 +340,12 @@ def _read_state(path: Path) -> WorkState:
         if isinstance(values, dict) and values.get("format") != WORK_FORMAT:
             raise UsageError(
                 f"{path} was written by another version of kvconvert (working format {values.get('format')}, this is "
-                f"{WORK_FORMAT}); calibrate again with --restart."
+                f"{WORK_FORMAT}); calibrate again with `restart=True`."
             )
         return WorkState.model_validate(values)
     except (OSError, ValueError, ValidationError) as error:
         raise UsageError(
-            f"{path / _STATE} cannot be read ({_first_line(error)}); calibrate again with --restart."
+            f"{path / _STATE} cannot be read ({_first_line(error)}); calibrate again with `restart=True`."
         ) from error
 
 
@@ -393,6 +391,6 @@ def _disk_errors(path: Path) -> Iterator[None]:
         if not full:
             raise
         raise KvconvertError(
-            f"The disk is full while writing to {path}; free some space and run the same command again, which goes on "
-            "from the last finished layer."
+            f"The disk is full while writing to {path}; free some space and calibrate again with the same arguments, "
+            "which goes on from the last finished layer."
         ) from error

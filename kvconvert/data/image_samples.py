@@ -1,9 +1,9 @@
 """Image documents in, calibration samples out: packed without padding, images whole, with what the model needs of them.
 
-A sample is one long prompt of documents, cut to exactly the length asked for, and goes through the model's own
-processor in one piece, so that every model gets its images as it wants them (tiles, patches, sizes, token types). An
-image is never cut: a document whose images no longer fit waits for the next sample, and the rest of this one is filled
-with the text that ships with kvconvert. Documents are separated by the tokenizer's end-of-sequence token.
+A sample is one long prompt of documents, cut to exactly the requested length, and goes through the model's own
+processor in one piece, so that every model gets images in its own form (tiles, patches, sizes, token types). An image
+is never cut: a document whose images no longer fit is left for the next sample, and the rest of this one is filled with
+the text that ships with kvconvert. Documents are separated by the tokenizer's end-of-sequence token.
 
 Captions follow their image in the plain form of the model (`<image>` and the like, found from its chat template where
 it has one); questions and conversations go through the chat template. A model without one reads them joined by lines.
@@ -37,9 +37,9 @@ from kvconvert.models.image_prompts import ImagePrompts
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, ProcessorMixin
 
-LENGTH_STEP = 512  # tokens; the length of samples where none is asked for is a multiple of it
+LENGTH_STEP = 512  # tokens; the default length of samples is a multiple of it
 _TEXT_SHARE = 128  # tokens that a sample of that length has at least besides one image
-_ROWS_SEEN = 64  # of conversations, before they count as text
+_ROWS_INSPECTED = 64  # of conversations: without an image among them, they count as text
 _SLACK = 8  # tokens by which joining documents may change their number
 
 
@@ -53,7 +53,7 @@ def holds_images(source: str | None) -> bool:
     table = Table.open(source, files)
     if image_column(table.columns) is not None:
         return True
-    return "messages" in table.columns and any(has_image_parts(row["messages"]) for row in table.first(_ROWS_SEEN))
+    return "messages" in table.columns and any(has_image_parts(row["messages"]) for row in table.first(_ROWS_INSPECTED))
 
 
 def load_image_samples(
@@ -69,7 +69,7 @@ def load_image_samples(
     Args:
         source: see `kvconvert.data.images`.
         processor: the model's own.
-        config: the model's, which says what tokens stand for images.
+        config: the model's, with the ids of its image tokens.
         samples, length: how many, and tokens in each; None takes as many as the first document's image needs, and
             some text, in steps of `LENGTH_STEP`.
         seed: of the order of documents.
@@ -134,7 +134,7 @@ class _Packer:
             if last > length - _SLACK and not chosen:
                 raise DataError(
                     f"{document.place}: its images and what precedes them take {last} tokens, more than the {length} "
-                    f"of a sample; give a --seq-len of {-(-(last + _TEXT_SHARE) // 256) * 256} or more, or smaller "
+                    f"of a sample; give a `seq_len` of {-(-(last + _TEXT_SHARE) // 256) * 256} or more, or smaller "
                     "images."
                 )
             if used + last > length - _SLACK:
@@ -161,7 +161,7 @@ class _Packer:
         if prompts.visual(ids[:, length:]).any():
             raise DataError(
                 f"{documents[-1].place}: the processor's tokens differ with what stands around an image, so that it "
-                "does not fit where it was measured to; choose another --seq-len."
+                "does not fit where it was measured to; choose another `seq_len`."
             )
         return ids[0, :length], cut, len(images)
 
@@ -186,7 +186,7 @@ class _Packer:
                 raise DataError(f"Data source {self.source} holds no image with text; give some.")
             raise DataError(
                 f"Data source {self.source} holds {self._used} documents, which make {made} samples, but {wanted} are "
-                "asked for; give more images, or ask for fewer or shorter samples."
+                "requested; give more images, or request fewer or shorter samples."
             )
         self._used += 1
         return document

@@ -1,4 +1,4 @@
-"""Images with text: where they come from, and how one becomes a document that a processor can read.
+"""Images with text: where they come from, and how one becomes a document for a processor.
 
 A document is an image with its caption, a question about it and its answer, or a conversation with images in it.
 Sources of documents:
@@ -8,7 +8,7 @@ Sources of documents:
 - rows (.jsonl, .parquet, a Hub data set) with an image column (a path, bytes, or a list of either) and a text column,
   perhaps a `question` and an `answer`; or with `messages` whose parts hold images, or stand for those of the image
   column in order;
-- nothing: the drawings that the project makes itself.
+- nothing: drawings made by kvconvert itself.
 
 Paths in rows are relative to the file that names them. Nothing is fetched from the network but a Hub data set itself.
 """
@@ -44,7 +44,7 @@ EVALUATION_SEED = 500_000
 
 @dataclass(frozen=True)
 class Document:
-    """Images and what is said about them.
+    """Images and the text about them.
 
     Attributes:
         messages: a conversation in transformers' form; its parts of type "image" stand for `images` in order.
@@ -72,7 +72,7 @@ class Document:
 
     @classmethod
     def conversation(cls, drawing: Drawing) -> Document:
-        """Everything that is asked about a drawing."""
+        """All questions about a drawing, and their answers."""
         from PIL import Image as pillow
 
         turns = [turn for q in drawing.questions for turn in (("user", q.text), ("assistant", q.answer))]
@@ -88,7 +88,7 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
     """An image in RGB from a path, bytes, base64 in a data URL, a mapping with either, or an image.
 
     Args:
-        value: what a row, a message or the command line gives.
+        value: from a row, a message or the caller.
         folder: that relative paths start from; None for the working directory.
         place: for messages.
 
@@ -239,7 +239,7 @@ def row_document(row: Mapping[str, Any], wanted: str | None, folder: Path | None
 
     Args:
         row: of a table with an image column, or with messages that have images in them.
-        wanted: the text column that was asked for, or None.
+        wanted: the requested text column, or None.
         folder: that paths start from.
         place: for messages.
 
@@ -280,12 +280,12 @@ def _conversation(messages: Any, images: list[Image], folder: Path | None, place
                 value = part["image_url"] if isinstance(part["image_url"], str) else part["image_url"].get("url")
             image = read_image(value, folder, place) if value is not None else next(rest, None)
             if image is None:
-                raise DataError(f"{place}: the messages speak of more images than the row has; correct the row.")
+                raise DataError(f"{place}: the messages refer to more images than the row has; correct the row.")
             gathered.append(image)
             parts.append({"type": "image"})
         rendered.append({"role": message["role"], "content": parts})
     if next(rest, None) is not None:
-        raise DataError(f"{place}: the row has more images than its messages speak of; correct the row.")
+        raise DataError(f"{place}: the row has more images than its messages refer to; correct the row.")
     return Document(tuple(rendered), tuple(gathered), place)
 
 

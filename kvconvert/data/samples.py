@@ -1,4 +1,4 @@
-"""The calibration samples of a model: images and text where it sees and the data have both, else text."""
+"""Calibration samples of a model: images and text for a vision-language model and data with images, else text."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvconvert.models.processors import has_processor, load_processor, load_toke
 from kvconvert.models.source import SourceModel
 from kvconvert.runtime.hf.load import supports_images
 
-TEXT_LENGTH = 512  # tokens of a text sample where none is asked for
+TEXT_LENGTH = 512  # default tokens of a text sample
 
 
 def load_samples(model: SourceModel, source: str | None, samples: int, length: int | None, seed: int) -> TokenData:
     """Calibration samples of a SOURCE for a model, read with its own tokenizer or processor.
 
     Args:
-        model: says whether it sees, how many positions and which vocabulary it has.
-        source: see `kvconvert.data.text` and `kvconvert.data.images`; None takes the text, or for models that see the drawings,
-            that come with kvconvert.
+        model: its configuration gives the number of positions, the vocabulary, and whether images are supported.
+        source: see `kvconvert.data.text` and `kvconvert.data.images`; None takes the text that ships with kvconvert,
+            or its drawings for vision-language models.
         samples, length: how many, and tokens in each; None takes `TEXT_LENGTH`, or what an image needs.
         seed: of the choice and order.
 
@@ -30,17 +30,17 @@ def load_samples(model: SourceModel, source: str | None, samples: int, length: i
         CheckpointError: there is no tokenizer that transformers can load, or processor and model do not belong
             together.
     """
-    for name, value in (("--samples", samples), ("--seq-len", length)):
+    for name, value in (("samples", samples), ("seq_len", length)):
         if value is not None and value < 1:
-            raise UsageError(f"{name} is {value}; calibration needs at least 1.")
+            raise UsageError(f"`{name}` is {value}; calibration needs at least 1.")
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     if positions and length is not None and length > positions:
         raise UsageError(
-            f"--seq-len is {length}, more than the {positions} positions this model has; choose a shorter one."
+            f"`seq_len` is {length}, more than the {positions} positions this model has; choose a shorter one."
         )
-    sees = supports_images(model.config) and has_processor(model.directory)
-    if sees and holds_images(source):
+    multimodal = supports_images(model.config) and has_processor(model.directory)
+    if multimodal and holds_images(source):
         data = load_image_samples(source, _processor(model), model.config, samples, length, seed)
     else:
         length = min(TEXT_LENGTH, positions or TEXT_LENGTH) if length is None else length
@@ -62,4 +62,4 @@ def _processor(model: SourceModel) -> ProcessorMixin:
     try:
         return load_processor(model.directory)
     except UsageError as error:
-        raise UsageError(f"{str(error).rstrip('.')}, or calibrate with text (--data FILE.txt).") from error
+        raise UsageError(f"{str(error).rstrip('.')}, or calibrate with text (a .txt file as `data`).") from error

@@ -3,7 +3,7 @@
 A SOURCE is a .txt, .jsonl or .parquet file, a directory of one of these kinds, a Hub data set id with optional
 `:config:split:column`, or nothing at all, which means the public-domain text that ships with kvconvert.
 
-How samples are cut, always without overlap and padding, so that every sample has exactly the length asked for:
+How samples are cut, always without overlap and padding, so that every sample has exactly the requested length:
 
 - Plain text (.txt): each file is one document. All documents are tokenized and joined, the result is divided into
   windows, and the seed chooses which windows are taken; they keep their order in the text.
@@ -102,7 +102,7 @@ def load_token_samples(
     Args:
         source: see the module's text; None takes the embedded text named by `default`.
         tokenizer: the model's own tokenizer, with a chat template if rows hold `messages`.
-        samples: how many samples; asking for more than the source holds is an error that says how many there are.
+        samples: how many samples; more than the source holds are an error that says how many there are.
         length: tokens per sample.
         seed: chooses windows of plain text, and the order of rows.
         default: which embedded text stands in for no source.
@@ -113,7 +113,7 @@ def load_token_samples(
     """
     if samples < 1 or length < 2:
         raise UsageError(
-            f"{samples} samples of {length} tokens cannot be cut; ask for at least 1 sample of at least 2 tokens."
+            f"{samples} samples of {length} tokens cannot be cut; request at least 1 sample of at least 2 tokens."
         )
     prefix = _prefix(tokenizer)
     window, name = length - len(prefix), source_name(source, EMBEDDED[default])
@@ -134,7 +134,7 @@ def load_token_samples(
             raise DataError(f"{found}, but one sample needs {window}; give more text or a smaller sequence length.")
         raise DataError(
             f"{found}, which make {available} samples of {length}, but {samples} samples ({samples * window} tokens) "
-            "are asked for; give more text, or ask for fewer or shorter samples."
+            "are requested; give more text, or request fewer or shorter samples."
         )
     chosen = sorted(random.Random(seed).sample(range(available), samples)) if whole else range(samples)
     rows = torch.tensor([prefix + ids[i * window : (i + 1) * window] for i in chosen], dtype=torch.int64)
@@ -203,7 +203,7 @@ class Table:
     Attributes:
         place: what the rows are called in messages.
         columns: their names.
-        wanted: the column that the SOURCE asks for, or None.
+        wanted: the column that the SOURCE names, or None.
         folder: where paths in the rows start, of local files.
     """
 
@@ -278,7 +278,7 @@ def _row_ids(
         else:
             empty += 1
     if empty:
-        logger.info("%s: %d rows without text in column %s were passed over", table.place, empty, column)
+        logger.info("%s: %d rows without text in column %s were skipped", table.place, empty, column)
 
 
 def _shuffled(rows: Iterable[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
@@ -296,7 +296,7 @@ def _shuffled(rows: Iterable[dict[str, Any]], seed: int) -> Iterator[dict[str, A
 
 
 def _column(columns: list[str], wanted: str | None, place: str) -> str:
-    """The column that holds the text: the one asked for, `messages`, or the first known name."""
+    """The column that holds the text: the requested one, `messages`, or the first known name."""
     if not columns:
         raise DataError(f"Data source {place} holds no rows; give a source with text.")
     if wanted is not None:

@@ -21,7 +21,7 @@ from kvconvert.bundle.manifest import PLAN_NAME, DataInfo, Manifest
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.tensorfile import nbytes, read_header
 from kvconvert.data.text import load_token_samples
-from kvconvert.errors import BundleError, CheckpointError, UsageError
+from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.images import DRAWINGS, ImageFigures, image_figures
 from kvconvert.fidelity.recall import (
@@ -378,19 +378,16 @@ def _weight_size(directory: Path, manifest: Manifest, checkpoint: SourceModel) -
     own = [name for name in manifest.files if name.endswith(".safetensors") and name != PLAN_NAME]
     if not own:
         raise BundleError(f"{directory} lists no weight files; export the bundle again.")
-    size, _ = _tensor_sizes([directory / name for name in own])
-    files = [checkpoint.directory / name for name in set(checkpoint.weight_map.values())]
-    try:
-        source_size, parameters = _tensor_sizes(files)
-    except BundleError as error:
-        raise CheckpointError(f"A weight file in {checkpoint.directory} is damaged; fetch the model again.") from error
+    size = sum(nbytes(info) for name in own for info in read_header(directory / name).values())
+    source_size = sum(_data_bytes(checkpoint.directory / name) for name in set(checkpoint.weight_map.values()))
+    parameters = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
     return WeightSize(bytes=size, bits_per_weight=8 * size / parameters, source_bytes=source_size)
 
 
-def _tensor_sizes(files: list[Path]) -> tuple[int, int]:
-    """Bytes and numbers in the tensors of safetensors files."""
-    infos = [info for file in files for info in read_header(file).values()]
-    return sum(map(nbytes, infos)), sum(math.prod(info.shape) for info in infos)
+def _data_bytes(file: Path) -> int:
+    """Bytes of the tensors in a safetensors file, whatever their types: all but the header and the length before it."""
+    with file.open("rb") as stream:
+        return file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
 
 
 def _plain(value: Any) -> Any:

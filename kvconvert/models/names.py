@@ -65,7 +65,7 @@ class TensorNames:
             if loaded in stored:
                 raise CheckpointError(
                     f"The checkpoint holds both {stored[loaded]} and {name}, which are one tensor, {loaded}, for "
-                    "transformers; remove the one that is not meant."
+                    "transformers; remove the wrong one."
                 )
             stored[loaded] = name
         return cls(dict(sorted(stored.items())), _prefixes(stored))
@@ -102,7 +102,7 @@ def _prefixes(stored: Mapping[str, str]) -> dict[str, str]:
             ours.pop()
             theirs.pop()
             prefixes[".".join(ours)] = ".".join(theirs)
-    # A module's own tensors know better than those of modules inside it, which a checkpoint may hold elsewhere.
+    # A module's own tensors take precedence over those of modules inside it, which a checkpoint may hold elsewhere.
     for loaded, name in stored.items():
         (ours, _, part), (theirs, _, other) = loaded.rpartition("."), name.rpartition(".")
         if ours in prefixes and part == other:

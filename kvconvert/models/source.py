@@ -1,7 +1,7 @@
 """The source model: a directory or Hub repository of safetensors files, validated before anything is computed from it.
 
 Tensors are read lazily, one file open at a time, so that a checkpoint of any size needs no more memory than the tensors
-asked for. Pickled weights are refused, not converted: loading one runs whatever code it carries.
+that are read. Pickled weights are refused, not converted: loading one runs whatever code it carries.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,7 +19,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 
-from kvconvert.bundle.manifest import SourceInfo
+from kvconvert.bundle.manifest import SourceInfo, TensorInfo
+from kvconvert.bundle.tensorfile import read_header
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
 from kvconvert.models.names import TensorNames
 
@@ -30,7 +30,6 @@ FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*"]
-_MAX_HEADER = 100_000_000  # bytes, the safetensors library's own limit
 _PROGRESS_FROM = 256 * 2**20  # bytes
 
 
@@ -44,9 +43,9 @@ class SourceModel:
         revision: commit of a Hub repository.
         config: transformers' configuration.
         weight_map: file that holds each tensor, by the checkpoint's name, in order of names.
-        dtypes: of each tensor, in safetensors' words, by the checkpoint's name.
-        tensor_names: by which names tensors are asked for: the checkpoint's own, or, once `named_as` was told the
-            model, those of the model.
+        tensors: type and shape of each tensor, by the checkpoint's name, in the same order.
+        tensor_names: the names by which tensors are read: the checkpoint's own, or those of the model after
+            `named_as`.
     """
 
     id: str
@@ -54,11 +53,11 @@ class SourceModel:
     revision: str | None
     config: PretrainedConfig
     weight_map: dict[str, str]
-    dtypes: dict[str, str]
+    tensors: dict[str, TensorInfo]
     tensor_names: TensorNames
 
     def named_as(self, model: nn.Module) -> SourceModel:
-        """The same checkpoint, asked by the names that its tensors have in the model loaded from it."""
+        """The same checkpoint, with tensors named as in the model loaded from it."""
         return replace(self, tensor_names=TensorNames.of(model, self.weight_map))
 
     def names(self, prefix: str) -> list[str]:
@@ -153,7 +152,7 @@ def open_source(model: str) -> SourceModel:
     files = _weight_files(directory)
     headers = {file: _read_header(directory / file) for file in files}
     weight_map = _weight_map(directory, headers)
-    dtypes = {name: headers[file][name]["dtype"] for name, file in weight_map.items()}
+    tensors = {name: headers[file][name] for name, file in weight_map.items()}
     config = _load_config(directory)
     quantization = getattr(config, "quantization_config", None)
     if quantization:
@@ -161,14 +160,14 @@ def open_source(model: str) -> SourceModel:
         raise CheckpointError(
             f"{directory} is already quantized ({method}); converting needs the full-precision model it was made from."
         )
-    for name, dtype in dtypes.items():
-        if dtype not in FLOAT_DTYPES and name.endswith(".weight"):  # some masks are called bias
+    for name, info in tensors.items():
+        if info.dtype not in FLOAT_DTYPES and name.endswith(".weight"):  # some masks are called bias
             raise CheckpointError(
-                f"{directory / weight_map[name]} stores {name} as {dtype}; converting needs weights in "
+                f"{directory / weight_map[name]} stores {name} as {info.dtype}; converting needs weights in "
                 f"{', '.join(FLOAT_DTYPES)}."
             )
     names = TensorNames.same(weight_map)
-    return SourceModel(model_id, directory, revision, config, weight_map, dtypes, names)
+    return SourceModel(model_id, directory, revision, config, weight_map, tensors, names)
 
 
 def _locate(model: str) -> tuple[Path, str, str | None]:
@@ -190,8 +189,8 @@ def _locate(model: str) -> tuple[Path, str, str | None]:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().split("\n")[0]
         raise CheckpointError(
-            f"{model} is neither a directory nor a model that the Hub could be asked for ({reason}); check the name, "
-            "the network, and that you are logged in if the model is gated."
+            f"{model} is neither a directory nor a model that could be fetched from the Hub ({reason}); check the "
+            "name, the network, and that you are logged in if the model is gated."
         ) from error
     return Path(snapshot), model, Path(snapshot).name
 
@@ -203,8 +202,7 @@ def _weight_files(directory: Path) -> list[str]:
     if index.exists():
         if single.exists():
             raise CheckpointError(
-                f"{directory} holds both {SINGLE_FILE} and {INDEX_FILE}, which may disagree; remove the one that is "
-                "not meant."
+                f"{directory} holds both {SINGLE_FILE} and {INDEX_FILE}, which may disagree; remove the wrong one."
             )
         named = sorted(set(_read_index(index).values()))
         for file in named:
@@ -244,7 +242,7 @@ def _read_index(index: Path) -> dict[str, str]:
     return dict(weight_map)
 
 
-def _weight_map(directory: Path, headers: dict[str, dict[str, Any]]) -> dict[str, str]:
+def _weight_map(directory: Path, headers: dict[str, dict[str, TensorInfo]]) -> dict[str, str]:
     """Tensor to file, from the headers, checked against the index."""
     found: dict[str, str] = {}
     for file, header in headers.items():
@@ -266,25 +264,15 @@ def _weight_map(directory: Path, headers: dict[str, dict[str, Any]]) -> dict[str
     return dict(sorted(found.items()))
 
 
-def _read_header(file: Path) -> dict[str, Any]:
-    """A safetensors header (name to dtype, shape, offsets), after comparing its extent with the file's size."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(_MAX_HEADER, size - 8):
-            raise CheckpointError(f"{file} is truncated or not a safetensors file ({size} bytes); fetch it again.")
-        try:
-            header = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointError(f"{file} has a damaged safetensors header ({error!r}); fetch it again.") from error
-    if size != 8 + length + end:
-        state = "truncated" if size < 8 + length + end else "too long"
-        raise CheckpointError(
-            f"{file} is {state}: its header describes {8 + length + end} bytes, it has {size}; fetch it again."
+def _read_header(path: Path) -> dict[str, TensorInfo]:
+    """A safetensors header; types that bundles do not hold pass, for not every tensor is copied into one."""
+
+    def refuse(file: str, field: str, expected: object, found: object) -> CheckpointError:
+        return CheckpointError(
+            f"{path} is truncated or damaged: {field} should be {expected}, found {found}; fetch it again."
         )
-    return header
+
+    return read_header(path, refuse, any_dtype=True)
 
 
 def _load_config(directory: Path) -> PretrainedConfig:
@@ -338,4 +326,4 @@ def float_dtype(source: SourceModel) -> torch.dtype:
     if isinstance(stated, torch.dtype):
         return stated
     names = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-    return names[next(iter(source.dtypes.values()))]
+    return names[next(iter(source.tensors.values())).dtype]

@@ -7,17 +7,10 @@ from contextlib import ExitStack
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
 from kvconvert.calibration.attention_sample import AttentionSample, causal
-from kvconvert.calibration.protocol import (
-    RECORDING_ATTENTION,
-    CacheFormat,
-    CalibrationPass,
-    LayerStructure,
-    LayerWork,
-    PassResult,
-    Projection,
-    attention_observed,
-)
+from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWork, PassResult
+from kvconvert.calibration.structure import LayerStructure, Projection
 from kvconvert.kernels.decode.reference import LayerFormat
 from kvconvert.kernels.pages import KeyFormat, ValueFormat
 

@@ -5,8 +5,9 @@ import torch
 from sample_layers import STRUCTURE, cache_format
 from tiny.models import ARCHITECTURES, random_ids
 
+from kvconvert.calibration.attention_capture import RECORDING_ATTENTION
 from kvconvert.calibration.attention_sample import AttentionSampler
-from kvconvert.calibration.protocol import RECORDING_ATTENTION, LayerWork
+from kvconvert.calibration.protocol import LayerWork
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "granite"])
@@ -29,7 +30,7 @@ def test_the_samples_attention_is_the_layers_own(name, index):
     sample = sampler.sample
     for sequence in range(2):
         scores = sample.scores(sample.grouped_queries(sequence), sample.keys[sequence])
-        weights = sample.weights(scores.masked_fill(~sample.seen(sequence), float("-inf")))
+        weights = sample.weights(scores.masked_fill(~sample.visible_in(sequence), float("-inf")))
         heads = (weights @ sample.values[sequence].unsqueeze(1)).flatten(0, 1)
         torch.testing.assert_close(heads.transpose(0, 1).flatten(1), outputs[sequence][0], rtol=1e-3, atol=1e-4)
     assert (sample.softcap is not None) == (name == "gemma2")

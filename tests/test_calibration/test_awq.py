@@ -19,7 +19,8 @@ from kvconvert.calibration.awq import (
 )
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
 from kvconvert.calibration.oscar import simulate_value_cache
-from kvconvert.calibration.protocol import LayerStructure, LayerWork, NormGroup, Projection, ScalingPair
+from kvconvert.calibration.protocol import LayerWork
+from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 

@@ -250,4 +250,4 @@ def test_sequences_that_differ_in_their_masks_keep_their_own():
             work.layer(hidden, position_embeddings=embeddings, attention_mask=mask)
     sampler.solve(work)
     assert torch.equal(sampler.sample.visible, torch.cat(masks)[:, 0])
-    assert torch.equal(sampler.sample.seen(1), masks[1][0, 0])
+    assert torch.equal(sampler.sample.visible_in(1), masks[1][0, 0])

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
+from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
 from kvconvert.calibration.oscar import (
     STAGES,
     KeyStatistics,
@@ -12,13 +13,8 @@ from kvconvert.calibration.oscar import (
     fold_value_rotation,
     simulate_value_cache,
 )
-from kvconvert.calibration.protocol import (
-    RECORDING_ATTENTION,
-    LayerStructure,
-    LayerWork,
-    Projection,
-    attention_observed,
-)
+from kvconvert.calibration.protocol import LayerWork
+from kvconvert.calibration.structure import LayerStructure, Projection
 from kvconvert.errors import NumericError
 from kvconvert.kernels.rotate import hadamard_matrix
 

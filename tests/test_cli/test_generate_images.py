@@ -158,7 +158,7 @@ def test_missing_files_and_bundles_without_vision_are_one_sentence(folder, tmp_p
     assert "not an image that can be read" in result.stderr
     (tmp_path / "plain").mkdir()
     ARCHITECTURES["llama"].write(tmp_path / "plain" / "model")
-    with pytest.raises(UsageError, match="reads no images"):
+    with pytest.raises(UsageError, match="does not support images"):
         Console(converted(tmp_path / "plain"), 4).complete("x", [folder / "1.png"])
 
 

@@ -143,7 +143,7 @@ def test_the_card_links_a_hub_source_and_states_the_licence(exported):
 def test_an_existing_bundle_is_replaced_only_with_force(work, exported, tmp_path):
     bundle = shutil.copytree(exported, tmp_path / "bundle")
     (bundle / "note.txt").write_text("old")
-    with pytest.raises(UsageError, match="--force"):
+    with pytest.raises(UsageError, match="`force=True`"):
         export(work, bundle, progress=False)
     assert (bundle / "note.txt").exists()
     export(work, bundle, force=True, progress=False)

@@ -144,8 +144,8 @@ def test_layer_inputs_come_from_unquantized_layers_with_the_models_own_masks(pla
     """The statistics of the last layer's keys are those of the whole source model, sliding windows and all."""
     from transformers import AutoTokenizer
 
+    from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
     from kvconvert.calibration.oscar import KeyStatistics
-    from kvconvert.calibration.protocol import RECORDING_ATTENTION, attention_observed
     from kvconvert.data.text import load_token_samples
 
     path = save_checkpoint(
@@ -183,7 +183,7 @@ def test_killed_at_any_moment_the_rerun_gives_the_same_bytes(tmp_path, model, te
     for moment, left in enumerate(killed):
         still_other = restarting and moment <= 2
         if still_other:
-            with pytest.raises(UsageError, match="--restart"):
+            with pytest.raises(UsageError, match="`restart=True`"):
                 run(model, left, text)
         run(model, left, text, restart=still_other)
         assert contents(left) == expected, f"killed before rename {moment}"
@@ -244,7 +244,7 @@ def test_a_changed_input_refuses_to_resume_and_restart_obeys(tmp_path, model, te
     before = contents(tmp_path / "work")
     options = {}
     change(changed, options)
-    with pytest.raises(UsageError, match=f"{said}.*--restart") as caught:
+    with pytest.raises(UsageError, match=f"{said}.*`restart=True`") as caught:
         run(changed, tmp_path / "work", text, **options)
     assert "\n" not in str(caught.value)
     assert contents(tmp_path / "work") == before

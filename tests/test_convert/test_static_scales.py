@@ -6,7 +6,8 @@ from safetensors.torch import load_file, save_file
 from tiny.checkpoints import save_checkpoint, save_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvconvert.calibration.protocol import RECORDING_ATTENTION, CalibrationPass, attention_observed
+from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
+from kvconvert.calibration.protocol import CalibrationPass
 from kvconvert.calibration.static_scales import RunningBounds
 from kvconvert.convert import pipeline
 from kvconvert.convert.export import export

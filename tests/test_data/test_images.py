@@ -222,9 +222,9 @@ def test_what_is_wrong_with_image_data_is_one_sentence(model, pictures, tmp_path
 
 
 def test_an_image_longer_than_a_sample_and_too_few_images_are_refused(model, pictures):
-    with pytest.raises(DataError, match=r"take 4 tokens, more than the 8 of a sample; give a --seq-len of 256"):
+    with pytest.raises(DataError, match=r"take 4 tokens, more than the 8 of a sample; give a `seq_len` of 256"):
         samples(model, pictures, length=8)
-    with pytest.raises(DataError, match=r"holds 6 documents, which make \d samples, but 9 are asked for"):
+    with pytest.raises(DataError, match=r"holds 6 documents, which make \d samples, but 9 are requested"):
         samples(model, pictures, count=9)
     with pytest.raises(UsageError, match="1024 positions"):
         samples(model, pictures, length=2048)
@@ -271,7 +271,7 @@ def test_videos_are_refused_where_torchvision_is_missing(tmp_path):
 def test_a_processor_that_needs_torchvision_says_how_to_install_it(tmp_path):
     with pytest.raises(UsageError, match=r"needs torchvision; run pip install torchvision\.$"):
         load_processor(write_seeing(tmp_path, "mistral3"))
-    with pytest.raises(UsageError, match=r"torchvision, or calibrate with text \(--data FILE\.txt\)\.$"):
+    with pytest.raises(UsageError, match=r"torchvision, or calibrate with text \(a \.txt file as `data`\)\.$"):
         samples(tmp_path, None)
     (tmp_path / "book.txt").write_text("A long walk through the town. " * 40)
     assert samples(tmp_path, tmp_path / "book.txt", length=32).info.images == 0

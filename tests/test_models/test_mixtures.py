@@ -25,7 +25,7 @@ from kvconvert.bundle.writer import describe_files
 from kvconvert.calibration import awq
 from kvconvert.calibration.activations import EXPERT_TOKENS, MIN_EXPERT_TOKENS, ActivationRecorder, ActivationStatistics
 from kvconvert.calibration.awq import apply_scales, search_scales
-from kvconvert.calibration.protocol import LayerStructure
+from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.recipe import Recipe, WeightsRecipe

@@ -168,7 +168,7 @@ def integer_weights(model):
         (no_weights, "holds no weights"),
         (truncated_shard, r"model-00002-of-\d+\.safetensors is truncated"),
         (shard_of_a_few_bytes, r"model-00002-of-\d+\.safetensors is truncated"),
-        (garbled_header, "damaged safetensors header"),
+        (garbled_header, "is truncated or damaged: its header should be JSON"),
         (missing_shard, r"model-00002-of-\d+\.safetensors .* is missing"),
         (extra_shard, r"model-00099-of-00099\.safetensors that .* does not name"),
         (missing_index, "fetch the index"),
@@ -214,3 +214,18 @@ def test_a_weight_that_is_not_finite_is_named(model, value):
     save_file(tensors, file)
     with pytest.raises(NumericError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
         open_source(str(model)).read_finite("model.layers.1.")
+
+
+def test_a_tensor_of_a_type_that_bundles_do_not_hold_is_described(single, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(single, model)
+    file = model / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+    header["model.scales"] = {"dtype": "F8_E8M0", "shape": [4], "data_offsets": [end, end + 4]}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :] + bytes(4))
+    info = open_source(str(model)).tensors["model.scales"]
+    assert (info.dtype, info.shape) == ("F8_E8M0", [4])

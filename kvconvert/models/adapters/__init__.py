@@ -1,4 +1,4 @@
-"""Architecture adapters, one table for each kind of model, and how the adapter of a configuration is found."""
+"""Architecture adapters, in tables by type of model, and the search for the adapter of a configuration."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def require_adapter(config: PretrainedConfig) -> Adapter:
     raise UnsupportedModelError(
         f"No adapter describes {stated} (model type {config.model_type}): the names of its decoder layers, norms and "
         "Linears, which Linears read each norm, and whether values may be rotated in the weights are missing; "
-        f"docs/models.md lists the {len(ADAPTERS) + len(VISION)} kinds of models that have one, and others convert "
+        f"docs/models.md lists the {len(ADAPTERS) + len(VISION)} architectures that have one, and others convert "
         'with [weights] method = "none".'
     )
 

@@ -9,17 +9,18 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from kvconvert.calibration.protocol import LayerStructure, NormGroup, Projection, ScalingPair
+from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
 from kvconvert.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True)
 class LayerNames:
-    """One kind of decoder layer: a Llama layer unless something else is said.
+    """The names of one type of decoder layer; those of a Llama layer by default.
 
     Attributes:
-        attention, query, key, value, output, norm_groups, pairs, fold_unsupported_reason, value_scaling_unsupported_reason, unquantized: see
-            `LayerStructure`. Query, key and value are names of Linears; the same name thrice is a fused Linear.
+        attention, query, key, value, output, norm_groups, pairs, fold_unsupported_reason,
+            value_scaling_unsupported_reason, unquantized: see `LayerStructure`. Query, key and value are names of
+            Linears; the same name three times is a fused Linear.
         interleaved: a fused Linear holds query, key and value of one head after the other, not all queries first.
     """
 
@@ -66,7 +67,7 @@ class LayerNames:
 
 @dataclass(frozen=True)
 class Variant:
-    """Other names for the layers of models or indices whose configuration says so.
+    """Other names for the layers of models or indices that a configuration selects.
 
     Attributes:
         where: fields of the text configuration and the value that each must have; a list of as many entries as layers
@@ -78,7 +79,7 @@ class Variant:
     layer: LayerNames
 
     def applies(self, config: PretrainedConfig, index: int) -> bool:
-        """Whether layer `index` is of this kind."""
+        """Whether layer `index` is of this type."""
         for name, wanted in self.where.items():
             value = getattr(config, name, None)
             if isinstance(value, list | tuple) and len(value) == config.num_hidden_layers:
@@ -96,11 +97,11 @@ class Adapter:
         model_type: of the configuration.
         architecture: class of the model.
         layer: names within a decoder layer.
-        variants: kinds of layers that differ; the first that applies counts.
+        variants: other types of layers; the first that applies is used.
         base: the model without its head, which takes token ids and returns hidden states.
         layers: list of decoder layers. Both are module names within the model.
-        refusals: fields of the text configuration that, when neither 0 nor absent, rule weights and folding out, with
-            the reason.
+        refusals: fields of the text configuration that, when neither 0 nor absent, rule out converting weights and
+            folding, with the reason.
         fixed_values: the same, where values may not be rotated or scaled in the weights, and all else stays possible.
     """
 
@@ -116,8 +117,8 @@ class Adapter:
     def structure(self, config: PretrainedConfig, index: int) -> LayerStructure:
         """Names and attention shape of decoder layer `index`."""
         config = config.get_text_config()
-        kind = next((variant.layer for variant in self.variants if variant.applies(config, index)), self.layer)
-        structure = kind.structure(layer_config(config, index))
+        names = next((variant.layer for variant in self.variants if variant.applies(config, index)), self.layer)
+        structure = names.structure(layer_config(config, index))
         fixed = _reason_set(config, self.fixed_values)
         return (
             structure
@@ -130,7 +131,7 @@ class Adapter:
         return _reason_set(config.get_text_config(), self.refusals)
 
     def check(self, model: nn.Module) -> None:
-        """Compare the names with a model (on any device), so that no part of it is passed over without a word.
+        """Compare the names with a model (on any device), so that no part of it is skipped silently.
 
         Raises:
             UnsupportedModelError: a named part is absent, or a layer owns a Linear or parameter that has no name here.
@@ -177,7 +178,7 @@ def _reason_set(config: PretrainedConfig, reasons: Mapping[str, str]) -> str | N
 
 
 def layer_config(config: PretrainedConfig, index: int) -> PretrainedConfig:
-    """A text configuration as one layer sees it: some models' attention has another shape in every other layer."""
+    """The text configuration of one layer: in some models the shape of the attention differs between layers."""
     layers = getattr(config, "per_layer_config", None)
     return config if layers is None else layers[index]
 

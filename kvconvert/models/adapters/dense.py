@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvconvert.calibration.protocol import NormGroup, Projection, ScalingPair
+from kvconvert.calibration.structure import NormGroup, Projection, ScalingPair
 from kvconvert.models.adapters.adapter import Adapter, LayerNames, Variant
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -1,10 +1,10 @@
-"""Text models whose layers are of several kinds: attention among linear attention or short convolutions."""
+"""Hybrid text models: layers of several types, attention among linear attention or short convolutions."""
 
 from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from kvconvert.calibration.protocol import NormGroup, Projection, ScalingPair
+from kvconvert.calibration.structure import NormGroup, Projection, ScalingPair
 from kvconvert.models.adapters.adapter import Adapter, LayerNames, Variant
 from kvconvert.models.adapters.dense import LLAMA
 from kvconvert.models.adapters.mixture import GRANITE_SHARED, Mixture, MixtureNames, SparseLayers, by_step, shared_mlp

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from transformers import PretrainedConfig
 
-from kvconvert.calibration.protocol import LayerStructure, NormGroup, Projection, RoutedExperts, ScalingPair
+from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, RoutedExperts, ScalingPair
 from kvconvert.models.adapters.adapter import Adapter, LayerNames, Variant
 from kvconvert.models.adapters.dense import CLAMPED, GEMMA4_LAYER, GEMMA4_SAME, GEMMA4_SAME_KV, PER_LAYER, SHARED_KV
 from kvconvert.runtime.hf.experts import EXPERT_ROLES, ExpertRoles
@@ -24,20 +24,20 @@ class Mixture:
     """The experts of a decoder layer.
 
     Attributes:
-        block: the module that holds them and adds their outputs; its input is the output of `norm`.
+        block: the module that contains them and sums their outputs; its input is the output of `norm`.
         experts, router: module names within the layer.
         roles: names of an expert's Linears, as AWQ checkpoints of this architecture have them.
-        shared_readers: further Linears that read the norm: those of shared experts, which see every token.
+        shared_readers: further Linears that read the norm: those of shared experts, which get every token.
         shared_pairs: up and down projections of shared experts.
         shared_gate: Linear that weighs a shared expert's output; it stays unquantized.
         shared_count: field of the configuration that is 0 where a model has no shared experts.
         beside: modules other than `block` that read the norm and whose output is added.
         others: modules with weights that are neither scaled nor quantized, with the reason.
-        up_obstacle: why no scale may move from an expert's up projection to its down projection.
+        up_unsupported_reason: why no scale may move from an expert's up projection to its down projection.
         norm: the norm that all of them read.
         unit_offset: see `NormGroup`.
-        unsupported_reason: why that norm may not be scaled, in a layer whose router does not read it; `block` then is the
-            module of experts itself.
+        unsupported_reason: why that norm may not be scaled, in a layer whose router does not read it; `block` is then
+            the module of experts itself.
     """
 
     block: str = "mlp"
@@ -50,7 +50,7 @@ class Mixture:
     shared_count: str | None = None
     beside: tuple[str, ...] = ()
     others: dict[str, str] = field(default_factory=dict)
-    up_obstacle: str | None = None
+    up_unsupported_reason: str | None = None
     norm: str = "post_attention_layernorm"
     unit_offset: bool = False
     unsupported_reason: str | None = None
@@ -64,7 +64,7 @@ class Mixture:
         gates = (self.shared_gate,) if shares and self.shared_gate else ()
         readers = [self.router, *gates, *(self.shared_readers if shares else ())]
         readers += [name for gate, up, _ in linears for name in (gate, up)]
-        pairs = [ScalingPair(Projection(up), down, self.up_obstacle) for _, up, down in linears]
+        pairs = [ScalingPair(Projection(up), down, self.up_unsupported_reason) for _, up, down in linears]
         kept = {self.router: _ROUTER} | dict.fromkeys(gates, "the shared expert's gate is scaled with its norm only")
         if self.unsupported_reason is not None:
             readers[0] = self.block
@@ -241,7 +241,7 @@ MIXTURES = (
         _mixture(
             Mixture(
                 router="mlp.router",
-                up_obstacle="experts compute (up + 1) times the gate, which is not linear in up",
+                up_unsupported_reason="experts compute (up + 1) times the gate, which is not linear in up",
             )
         ),
     ),

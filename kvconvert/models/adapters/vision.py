@@ -1,4 +1,4 @@
-"""Models that see or hear: where a text model's decoder layers stand in them. The rest of them stays as it is.
+"""Vision-language and audio-language models: where they hold a text model's decoder layers. Only these are converted.
 
 An entry names the model and the list of its language model's layers; what is in a layer is the text adapter's.
 """

@@ -1,0 +1,38 @@
+"""docs/api.md: its examples run, and it describes every public name and every argument."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from tiny.checkpoints import save_checkpoint
+
+import kvconvert
+
+PAGE = (Path(kvconvert.__file__).resolve().parent.parent / "docs" / "api.md").read_text(encoding="utf8")
+SECTIONS = dict(re.findall(r"^## (.+?)$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+
+
+def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys):
+    save_checkpoint(
+        tmp_path / "model", hidden_size=128, intermediate_size=256, head_dim=32, max_position_embeddings=256
+    )
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {}
+    examples = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(examples) > len(SECTIONS)
+    for example in examples:
+        exec(compile(example, "docs/api.md", "exec"), namespace)
+    assert "`device` may be cpu or cuda" in capsys.readouterr().out
+
+
+def test_the_page_has_a_section_for_every_public_name():
+    described = {name for title in SECTIONS for name in title.split(" and ")}
+    assert described == set(kvconvert.__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize("name", ["calibrate", "export", "load", "evaluate"])
+def test_every_argument_is_described_and_given_by_keyword_after_the_first_two(name):
+    parameters = inspect.signature(getattr(kvconvert, name)).parameters.values()
+    assert not [parameter.name for parameter in parameters if f"`{parameter.name}`" not in SECTIONS[name]]
+    assert not [p.name for p in list(parameters)[2:] if p.kind is not p.KEYWORD_ONLY]

@@ -1,0 +1,89 @@
+"""The library's errors name arguments; the command line shows its own options in their place."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from tiny.llama import write_recipe, write_tiny_llama
+
+from kvconvert import calibrate, export
+from kvconvert.cli import cli
+from kvconvert.errors import UsageError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model, a recipe, its finished calibration and its bundle."""
+    folder = tmp_path_factory.mktemp("messages")
+    write_tiny_llama(folder / "model", tied=True)
+    recipe = write_recipe(folder / "recipe.toml", method="none")
+    calibrate(folder / "model", folder / "work", recipe=recipe, samples=2, seq_len=16, progress=False)
+    export(folder / "work", folder / "bundle", progress=False)
+    (folder / "file").write_text("text")
+    return folder
+
+
+def calibration(folder, **changed):
+    """Arguments of a calibration of few tokens, some of them changed."""
+    arguments = {"recipe": str(folder / "recipe.toml"), "samples": 2, "seq_len": 16}
+    return arguments | changed
+
+
+# The command, the function's arguments, and what the message says of them: in the library, and on the command line.
+CASES = {
+    "device": (calibration, {"device": "abacus"}, "`device` may be", "--device may be"),
+    "length": (calibration, {"seq_len": 10**6}, "`seq_len` is 1000000", "--seq-len is 1000000"),
+    "other inputs": (
+        calibration,
+        {"seed": 1},
+        "with `restart=True`, or choose another `work`",
+        "with --restart, or choose another -o",
+    ),
+    "a file": (calibration, {"work": "file"}, "`work` has to be a directory", "-o has to be a directory"),
+    "output": (dict, {}, "replace it with `force=True`", "replace it with --force"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_errors_name_arguments_and_the_command_line_its_options(folder, case):
+    command, changed, said, shown = CASES[case]
+    if command is dict:
+        with pytest.raises(UsageError, match=re.escape(said)):
+            export(folder / "work", folder / "bundle", progress=False)
+        words = ["export", folder / "work", "-o", folder / "bundle"]
+    else:
+        arguments = calibration(folder, **changed)
+        work = folder / arguments.pop("work", "work")
+        with pytest.raises(UsageError, match=re.escape(said)):
+            calibrate(folder / "model", work, **arguments, progress=False)
+        options = [word for name, value in arguments.items() for word in (f"--{name.replace('_', '-')}", value)]
+        words = ["calibrate", folder / "model", "-o", work, *options]
+    result = CliRunner().invoke(cli, [str(word) for word in words])
+    assert result.exit_code == 2
+    assert shown in result.stderr
+    assert "`" not in result.stderr
+
+
+def test_an_option_of_another_command_is_shown_too(folder):
+    damaged = folder / "damaged"
+    damaged.mkdir()
+    (damaged / "state.json").write_text("no JSON")
+    result = CliRunner().invoke(cli, ["export", str(damaged), "-o", str(folder / "new")])
+    assert result.stderr.strip().endswith("; calibrate again with --restart.")
+
+
+@pytest.mark.parametrize("room", ["kvconvert", "calibration", "kernels", "runtime"])
+def test_no_message_of_the_library_names_an_option(room):
+    options = {name for command in cli.commands.values() for parameter in command.params for name in parameter.opts}
+    options = {name for name in options if name.startswith("-")}
+    for path in (ROOT / room).rglob("*.py"):
+        if path.name == "cli.py":
+            continue
+        raised = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))) if isinstance(node, ast.Raise))
+        for node in raised:
+            found = options & set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", ast.unparse(node)))
+            assert not found, f"{path}, line {node.lineno}: {found}"
