@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kills import killed_at_every_rename
-from tiny.checkpoints import save_checkpoint, save_text
+from calibrations import contents, killed_at_every_rename
+from tiny.checkpoints import save_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvconvert.bundle.reader import open_bundle
@@ -25,16 +25,6 @@ LENGTH = 300  # two pages that some query reads
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def text(place):
-    return save_text(place)
-
-
-@pytest.fixture(scope="module")
 def model(place):
     return save_checkpoint(place / "model", num_hidden_layers=3, max_position_embeddings=512)
 
@@ -50,10 +40,6 @@ def schemes(work):
 
 def plan(work, name):
     return [work.layer_plan(i)[f"layers.{i}.{name}"] for i in range(work.state.num_layers)]
-
-
-def contents(work):
-    return {str(f.relative_to(work)): f.read_bytes() for f in sorted(work.rglob("*")) if f.is_file()}
 
 
 def kv(name):

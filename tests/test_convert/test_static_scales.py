@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny.checkpoints import save_checkpoint, save_text
+from tiny.checkpoints import save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
@@ -21,18 +21,8 @@ GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("static")
-
-
-@pytest.fixture(scope="module")
 def model(place):
     return save_checkpoint(place / "model", max_position_embeddings=512)
-
-
-@pytest.fixture(scope="module")
-def text(place):
-    return save_text(place)
 
 
 def calibrated(model, directory, text, fields, weights="none"):

@@ -1,4 +1,4 @@
-"""What kills leave of a calibration: its working directory copied before each rename, by which everything appears."""
+"""Short calibrations of tiny models, and what kills leave of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ from typing import Any
 import pytest
 
 from kvconvert.convert import workdir
+from kvconvert.convert.pipeline import calibrate
+from kvconvert.convert.recipe import Recipe, WeightsRecipe
+
+AWQ = Recipe(weights=WeightsRecipe(method="awq", group_size=32))
+KV_ONLY = Recipe(weights=WeightsRecipe(method="none"))
+
+
+def run(model, work, text, recipe=AWQ, **options):
+    settings = {"samples": 3, "seq_len": 24, "progress": False} | options
+    return calibrate(str(model), work, recipe=recipe, data=text, **settings)
+
+
+def contents(work):
+    """Every file below a directory, by relative name."""
+    return {str(f.relative_to(work)): f.read_bytes() for f in sorted(Path(work).rglob("*")) if f.is_file()}
 
 
 def killed_at_every_rename(
