@@ -3,6 +3,7 @@
 # make test-full    run the slow groups too, then sweep the kernels (an hour)
 # make baselines    measure the figures of the slow tests anew and write tests/baselines (a quarter of an hour)
 # make readme       run the quickstart and write its output into README.md
+# make docs         write the tables that are made from the code into docs
 # make lint         ruff
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 # Two processes of one thread each make better use of two cores than the reverse, and none of them spins while it waits.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test test-full baselines readme lint clean
+.PHONY: quickstart test test-full baselines readme docs lint clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python examples/quickstart.py
@@ -32,6 +33,9 @@ test-full: $(VENV)/ready test
 baselines: $(VENV)/ready
 	rm -f tests/baselines/*.json
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m full --update-baselines tests/test_claims.py tests/test_presets.py
+
+docs: $(VENV)/ready
+	$(BIN)/python -m kvconvert.methods.tables
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

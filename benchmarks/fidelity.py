@@ -21,7 +21,6 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.calibration.activations import ActivationRecorder, ActivationStatistics
 from kvconvert.calibration.awq import apply_scales, reader_scales, search_scales
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
@@ -31,6 +30,7 @@ from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.evaluate import text_figures, versions
 from kvconvert.fidelity.scoring import Comparison, Decoder, compare, feed
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
+from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import require_adapter
 from kvconvert.runtime import KVCache
 

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvconvert.bundle.scheme import PRESETS, KVScheme
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.recipe import KVCalibration, Recipe, WeightsRecipe
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.scoring import Decoder, compare
+from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.runtime import KVCache
 
 ROOT = Path(__file__).resolve().parent.parent

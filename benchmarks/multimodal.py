@@ -35,7 +35,6 @@ from multimodal_measure import (
 )
 from transformers import AutoModelForImageTextToText, AutoProcessor, DynamicCache
 
-from kvconvert.bundle.scheme import PRESETS, KVScheme
 from kvconvert.calibration.attention_sample import AttentionSample
 from kvconvert.calibration.calibquant import SPAN_CLIP_RATIO_GRID, choose_taus, search_taus
 from kvconvert.convert.export import export
@@ -43,6 +42,7 @@ from kvconvert.convert.pipeline import calibrate
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.evaluate import versions
 from kvconvert.kernels.spans import SpanFormat
+from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.runtime import KVCache, load
 from kvconvert.runtime.hf.attention import NAME
 

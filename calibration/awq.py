@@ -7,7 +7,7 @@ activation statistic a_c = mean |x_c|, the candidates are
     s = clamp(a^r, 1e-4) / sqrt(max(.) min(.)),   r = 0, 1/20, ..., 1,
 
 and the one with the least squared error of the inspected module's output, || f(x; Q(W s) / s) - f(x; W) ||^2, is kept.
-r = 0 is the identity, so the search never loses to plain rounding on what it inspects. Producers and readers:
+r = 0 is the identity, so the result is never worse than plain rounding on the inspected outputs. Producers and readers:
 
     norm -> every Linear that reads the norm     (inspected: attention, MLP)
     value -> output projection                   (inspected: output; one scale per channel of a KV head)
@@ -38,8 +38,9 @@ from torch import Tensor, nn
 
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationRecorder, ActivationStatistics, point_of
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
-from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult
 from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
+from kvconvert.calibration.value_cache import value_rounding
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
@@ -115,7 +116,7 @@ def search_scales(
     dtype: torch.dtype = torch.float32,
     quantize_values: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[list[Scaling], dict[str, str]]:
-    """Search the scale of every pair of a layer. The layer comes back as it was.
+    """Search the scale of every pair of a layer. The layer is unchanged afterwards.
 
     Args:
         layer: decoder layer in float32.
@@ -124,8 +125,8 @@ def search_scales(
             shuffled ones, may be given.
         bits, group_size: of the weights, 2 to 8 bits.
         dtype: in which norms will be stored.
-        quantize_values: what the KV cache makes of values [tokens, KV heads, head_dim]. With it, candidates for value
-            -> output which raise the mean squared error of the values are skipped.
+        quantize_values: gives values [tokens, KV heads, head_dim] as read back from the KV cache. With it, candidates
+            for value -> output that raise the mean squared error of the values are skipped.
 
     Returns:
         the scalings, and for each pair that was skipped (by label) the reason.
@@ -318,7 +319,7 @@ class AwqPass(CalibrationPass):
 
     Args:
         bits, group_size: of the weights.
-        quantize_values: see `search_scales`.
+        quantize_values: see `search_scales`; None takes what the layer's own cache makes of values.
     """
 
     name = "awq"
@@ -327,6 +328,12 @@ class AwqPass(CalibrationPass):
         self.bits, self.group_size, self.quantize_values = bits, group_size, quantize_values
         self._recorder: ActivationRecorder | None = None
         self._result = PassResult()
+
+    @classmethod
+    def of(cls, request: PassRequest) -> AwqPass | None:
+        """Of a recipe whose weights are searched."""
+        weights = request.weights
+        return cls(weights.bits, weights.group_size) if weights.method == "awq" else None
 
     @contextmanager
     def observe(self, work: LayerWork) -> Iterator[None]:
@@ -346,7 +353,7 @@ class AwqPass(CalibrationPass):
                 self.bits,
                 self.group_size,
                 dtype=work.dtype,
-                quantize_values=self.quantize_values,
+                quantize_values=self.quantize_values or value_rounding(work.cache),
             )
         except NumericError as error:
             raise NumericError(f"AWQ cannot quantize {work.name}: {error}") from error

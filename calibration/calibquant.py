@@ -19,16 +19,25 @@ output, then to smaller tau1, then tau2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler
-from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult
-from kvconvert.errors import NumericError
+from kvconvert.calibration.clip_ratios import searched_sides
+from kvconvert.calibration.protocol import (
+    CalibrationPass,
+    LayerWork,
+    MeasuredLayer,
+    PassRequest,
+    PassResult,
+    Resolution,
+    require_finite,
+)
 from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, span_keys, span_values
+from kvconvert.methods import KVCalibration
 
 SPAN_CLIP_RATIO_GRID = tuple(round(1 - 0.1 * i, 1) for i in range(10))  # 1.0, 0.9 ... 0.1
 DECODING_QUERIES = 128
@@ -216,14 +225,7 @@ class CalibQuantPass(CalibrationPass):
     """
 
     name = "calibquant"
-    plan_tensors = (
-        "tau_grid",
-        "tau_error",
-        "tau_output_error",
-        "tau_key_clip_ratio",
-        "tau_clip_ratio_grid",
-        "tau_clip_ratio_error",
-    )
+    reads_sample = True
 
     def __init__(
         self,
@@ -237,6 +239,41 @@ class CalibQuantPass(CalibrationPass):
         self.search_keys, self.search_values = search_keys, search_values
         self._tables: TauTables | None = None
         self._note = ""
+
+    @classmethod
+    def of(cls, request: PassRequest) -> CalibQuantPass | None:
+        """Of a scheme with spans, for what the recipe leaves open."""
+        scheme, search = request.scheme, request.search
+        if scheme is None or not scheme.is_span:
+            return None
+        keys, values = searched_sides(scheme, search)
+        if not (search.searches_tau or keys or values):
+            return None
+        grid = search.tau_grid if search.searches_tau else None
+        return cls(request.sampler, grid, (scheme.tau1, scheme.tau2), keys, values)
+
+    @classmethod
+    def resolve(cls, layers: Mapping[int, MeasuredLayer], search: KVCalibration) -> dict[int, Resolution]:
+        """One pair (tau1, tau2) for all layers, or one for each, with the best key clip ratio of each layer."""
+        measured = {i: layer.plan for i, layer in layers.items() if layer.scheme.is_span and "tau_grid" in layer.plan}
+        groups = [[index] for index in measured] if search.tau_per_layer else [[*measured]] if measured else []
+        resolved = {}
+        for group in groups:
+            row, column = choose_taus(
+                [measured[i]["tau_error"] for i in group], [measured[i]["tau_output_error"] for i in group]
+            )
+            for index in group:
+                found = measured[index]
+                grid, errors = found["tau_grid"], found["tau_error"]
+                chosen = {"tau1": round(float(grid[row]), 6), "tau2": round(float(grid[column]), 6)}
+                if "tau_clip_ratio_grid" in found:
+                    chosen["key_clip_ratio"] = round(float(found["tau_key_clip_ratio"][row, column]), 6)
+                unshifted = [i for i, tau in enumerate(grid.tolist()) if tau == 0]
+                statistics = {"weights_error": _figure(errors[row, column])}
+                if unshifted:
+                    statistics["weights_error_without_tau"] = _figure(errors[unshifted[0], unshifted[0]])
+                resolved[index] = Resolution(chosen, statistics)
+        return resolved
 
     def solve(self, work: LayerWork) -> None:
         """Measure the table, unless the data holds nothing of what the scheme compresses."""
@@ -263,11 +300,8 @@ class CalibQuantPass(CalibrationPass):
             SPAN_CLIP_RATIO_GRID if self.search_values else (f.value_clip_ratio,),
             cache.sink_tokens,
         )
-        if not (self._tables.clip_ratio_error.isfinite().all() and self._tables.output_error.isfinite().all()):
-            raise NumericError(
-                f"The attention of {work.name} holds NaN or infinity on the calibration data; check the source model's "
-                "weights."
-            )
+        errors = {"tau_error": self._tables.clip_ratio_error, "tau_output_error": self._tables.output_error}
+        require_finite(errors, "attention weights", work)
 
     def result(self) -> PassResult:
         """The table; the value clip ratio; and the key clip ratio where no pair is left to choose."""
@@ -288,3 +322,7 @@ class CalibQuantPass(CalibrationPass):
         elif self.search_keys:
             scheme["key_clip_ratio"] = float(tables.key_clip_ratio[0, 0])
         return PassResult(plan=plan, scheme=scheme)
+
+
+def _figure(value: Tensor) -> float:
+    return float(f"{float(value):.6g}")

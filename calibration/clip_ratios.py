@@ -24,9 +24,16 @@ import torch
 from torch import Tensor
 
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, squared_output
-from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWork, PassResult
-from kvconvert.errors import NumericError
+from kvconvert.calibration.protocol import (
+    CacheFormat,
+    CalibrationPass,
+    LayerWork,
+    PassRequest,
+    PassResult,
+    require_finite,
+)
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, quantize_keys, quantize_values
+from kvconvert.methods import KVCalibration, KVScheme
 
 CLIP_RATIO_GRID = tuple(round(1 - 0.05 * i, 2) for i in range(17))  # 1.0, 0.95 ... 0.2
 QUERY_BLOCK = 128  # queries whose attention is held at once
@@ -180,6 +187,13 @@ def _errors(
     return errors / size if size else errors
 
 
+def searched_sides(scheme: KVScheme, search: KVCalibration) -> tuple[bool, bool]:
+    """Whether keys, and whether values, are quantized with a clip ratio that is to be chosen."""
+    sides = (("key", scheme.key_bits), ("value", scheme.value_bits))
+    keys, values = (bits < 16 and search.searches_clip_ratio(side) for side, bits in sides)
+    return keys, values
+
+
 class ClipRatioPass(CalibrationPass):
     """Choose `key_clip_ratio` and `value_clip_ratio` of the layer's pages.
 
@@ -189,12 +203,21 @@ class ClipRatioPass(CalibrationPass):
     """
 
     name = "clip_ratios"
-    plan_tensors = ("clip_ratio_grid", "key_clip_ratio_error", "value_clip_ratio_error")
+    reads_sample = True
 
     def __init__(self, sampler: AttentionSampler, search_keys: bool = True, search_values: bool = True) -> None:
         self.sampler, self.search_keys, self.search_values = sampler, search_keys, search_values
         self._errors: dict[str, Tensor] = {}
         self._note = ""
+
+    @classmethod
+    def of(cls, request: PassRequest) -> ClipRatioPass | None:
+        """Of a page scheme, for the quantized sides whose ratio the recipe leaves open."""
+        scheme = request.scheme
+        if scheme is None or scheme.is_span:
+            return None
+        keys, values = searched_sides(scheme, request.search)
+        return cls(request.sampler, keys, values) if keys or values else None
 
     def solve(self, work: LayerWork) -> None:
         """Search each side whose pages the calibration sequences are long enough to fill and read."""
@@ -210,11 +233,7 @@ class ClipRatioPass(CalibrationPass):
             if not search[side]:
                 continue
             errors = measure(self.sampler.sample, cache, CLIP_RATIO_GRID)
-            if not errors.isfinite().all():
-                raise NumericError(
-                    f"The attention of {work.name} holds NaN or infinity on the calibration data; check the source "
-                    "model's weights."
-                )
+            require_finite({f"{side}_clip_ratio_error": errors}, "attention weights", work)
             self._errors[side] = errors
 
     def apply(self, work: LayerWork) -> None:

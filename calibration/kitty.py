@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvconvert.calibration.attention_capture import attention_observed
 from kvconvert.calibration.attention_sample import as_cached
-from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult, require_finite
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult, require_finite
 from kvconvert.kernels.pages import token_norms
 
 
@@ -82,12 +82,19 @@ class KittyPass(CalibrationPass):
     """
 
     name = "kitty"
-    plan_tensors = ("key_mean_abs", "key_range", "query_mean_abs", "key_sensitivity", "boosted_channels")
 
     def __init__(self, select: Literal["dynamic", "calibrated"]) -> None:
         self.select = select
         self._statistics: ChannelStatistics | None = None
         self._tensors: dict[str, Tensor] = {}
+
+    @classmethod
+    def of(cls, request: PassRequest) -> KittyPass | None:
+        """Of a scheme that boosts any channel of the layer's heads."""
+        scheme = request.scheme
+        if scheme is None or not scheme.boosted_for(request.structure.head_dim):
+            return None
+        return cls(scheme.boost_select)
 
     @contextmanager
     def observe(self, work: LayerWork) -> Iterator[None]:

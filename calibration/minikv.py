@@ -20,7 +20,7 @@ ones, those by lost output far better. No layer gets more than its recent window
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -29,9 +29,17 @@ import torch
 from torch import Tensor
 
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, squared_output
-from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult
-from kvconvert.errors import NumericError
-from kvconvert.kernels.select import clamp_ratios, column_sums, proportional_ratios, pyramid_ratios
+from kvconvert.calibration.protocol import (
+    CalibrationPass,
+    LayerWork,
+    MeasuredLayer,
+    PassRequest,
+    PassResult,
+    Resolution,
+    require_finite,
+)
+from kvconvert.kernels.select import column_sums
+from kvconvert.methods import KVCalibration, clamp_ratios, proportional_ratios, pyramid_ratios
 
 CURVE_POINTS = 33  # ratios of heavy hitters 0, 1/32 ... 1
 Allocation = Literal["uniform", "pyramid", "var_prop", "var_inv", "calibrated"]
@@ -189,11 +197,40 @@ class MiniKVPass(CalibrationPass):
     """
 
     name = "minikv"
-    plan_tensors = ("attention_variance", "lost_attention", "lost_output")
+    reads_sample = True
 
     def __init__(self, sampler: AttentionSampler, recent_ratio: float) -> None:
         self.sampler, self.recent_ratio = sampler, recent_ratio
         self._plan: dict[str, Tensor] = {}
+
+    @classmethod
+    def of(cls, request: PassRequest) -> MiniKVPass | None:
+        """Of a scheme that evicts."""
+        scheme = request.scheme
+        return cls(request.sampler, scheme.recent_ratio) if scheme is not None and scheme.evicts else None
+
+    @classmethod
+    def resolve(cls, layers: Mapping[int, MeasuredLayer], search: KVCalibration) -> dict[int, Resolution]:
+        """Spread the budget over the layers that share it; a recipe has one at most."""
+        spread = {i: layer for i, layer in layers.items() if layer.nominal.allocation != "uniform"}
+        if not spread:
+            return {}
+        nominal = next(iter(spread.values())).nominal
+        ratios = allocate(
+            nominal.allocation,
+            nominal.heavy_ratio,
+            nominal.recent_ratio,
+            # A pyramid is a formula, which needs no measurement and may have none.
+            [float(layer.plan.get("attention_variance", 0.0)) for layer in spread.values()],
+            [layer.plan.get("lost_output") for layer in spread.values()],
+            nominal.pyramid_depth,
+        )
+        return {
+            index: Resolution(
+                {"heavy_ratio": min(1.0, ratio), "allocation": "uniform"}, {"allocation": nominal.allocation}
+            )
+            for index, ratio in zip(spread, ratios, strict=True)
+        }
 
     def solve(self, work: LayerWork) -> None:
         """Measure the variance and the curves."""
@@ -204,11 +241,7 @@ class MiniKVPass(CalibrationPass):
             "lost_attention": loss.attention.float(),
             "lost_output": loss.output.float(),
         }
-        if not all(tensor.isfinite().all() for tensor in self._plan.values()):
-            raise NumericError(
-                f"The attention of {work.name} holds NaN or infinity on the calibration data; check the source model's "
-                "weights."
-            )
+        require_finite(self._plan, "attention weights", work)
 
     def result(self) -> PassResult:
         """The measurements."""

@@ -29,9 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.calibration.attention_capture import attention_observed
-from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult, require_finite
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult, require_finite
 from kvconvert.calibration.structure import LayerStructure
-from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.rotate import hadamard_matrix, hadamard_transform
 
 STAGES = ("original", "rotated", "rotated_scaled")
@@ -129,12 +128,6 @@ class OscarPass(CalibrationPass):
     """
 
     name = "oscar"
-    plan_tensors = (
-        "key_norm_imbalance",
-        "key_channel_range",
-        "key_norm_max_over_median",
-        "key_norm_min_over_median",
-    )
 
     def __init__(
         self,
@@ -146,6 +139,15 @@ class OscarPass(CalibrationPass):
         self.modifies_before_observing = fold_values
         self._statistics = KeyStatistics(group_size, token_norm, measure)
         self._tensors: dict[str, Tensor] = {}
+
+    @classmethod
+    def of(cls, request: PassRequest) -> OscarPass | None:
+        """Of a scheme that rotates or normalises."""
+        scheme = request.scheme
+        if scheme is None or not (scheme.rotates or scheme.token_norm != "none"):
+            return None
+        norm = "per_head" if scheme.token_norm == "per_head" else "joint"
+        return cls(scheme.folds_values, scheme.key_group_size, norm, scheme.token_norm_measure)
 
     def prepare(self, work: LayerWork) -> None:
         """Fold the value rotation."""
@@ -176,22 +178,3 @@ class OscarPass(CalibrationPass):
                 for name, values in self._tensors.items()
             },
         )
-
-
-def simulate_value_cache(values: Tensor, bits: int, group_size: int, value_clip_ratio: float, rotate: bool) -> Tensor:
-    """What a cache makes of values [..., head_dim]: quantized per token over groups of channels and read back, float32.
-
-    Args:
-        bits, group_size, value_clip_ratio: as in a KV scheme; 16 bits leave values as they are.
-        rotate: rotate before and back after quantizing (schemes that rotate at run time; folded weights give rotated
-            values).
-
-    Raises:
-        GroupRangeError: values beyond fp16.
-    """
-    if bits == 16:
-        return values
-    stored = hadamard_transform(values) if rotate else values
-    quantized = quantize(stored, bits, group_size, dim=-1, clip_ratio=value_clip_ratio)
-    read = dequantize(*quantized, group_size, dim=-1)
-    return hadamard_transform(read, inverse=True) if rotate else read

@@ -8,7 +8,7 @@ line.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.errors import NumericError
-from kvconvert.kernels.decode.reference import LayerFormat
-from kvconvert.kernels.pages import ChannelScales
+from kvconvert.kernels.pages import ChannelScales, LayerFormat
 from kvconvert.kernels.quantizer import affine_grid
 from kvconvert.kernels.spans import SpanFormat
+from kvconvert.methods import KVCalibration, KVScheme
+from kvconvert.methods.awq import WeightsRecipe
 
 
 class ChannelBounds(NamedTuple):
@@ -59,6 +60,20 @@ class CacheFormat:
     modality: str = "all"
     key_bounds: ChannelBounds | None = None
     value_bounds: ChannelBounds | None = None
+
+    @classmethod
+    def of(cls, scheme: KVScheme, pages: LayerFormat, span: SpanFormat | None) -> CacheFormat:
+        """A scheme whose pages and spans have these formats."""
+        return cls(
+            pages=pages,
+            span=span,
+            rotate_keys=scheme.rotate_keys == "hadamard",
+            rotate_values=scheme.rotate_values == "online",
+            sink_tokens=scheme.sink_tokens,
+            key_recent_tokens=scheme.key_recent_tokens,
+            value_recent_tokens=scheme.value_recent_tokens,
+            modality=scheme.modality,
+        )
 
     def static_keys(self, clip_ratio: float) -> ChannelScales | None:
         """Scales of the layer's static key pages with this clip ratio; None for other pages."""
@@ -100,7 +115,7 @@ class PassResult:
     """The outcome of a pass for one layer.
 
     Attributes:
-        plan: tensors for the bundle's KV plan, by the names that the pass declares.
+        plan: tensors for the bundle's KV plan, by names that the methods declare (`kvconvert.methods.PLAN_TENSORS`).
         statistics: plain numbers, strings, lists and dicts of them.
         reasons: per Linear (name within the layer), what was not done to it and why.
         scheme: fields of the layer's KV scheme that the pass chose.
@@ -114,18 +129,69 @@ class PassResult:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class PassRequest:
+    """What a recipe asks for in one layer.
+
+    Attributes:
+        weights: how Linears are quantized.
+        scheme: of the layer's cache; None where it is left alone.
+        search: what calibration chooses of it.
+        structure: names of the layer's parts.
+        sampler: takes a sample of the layer's attention for the passes that ask for one (`reads_sample`).
+    """
+
+    weights: WeightsRecipe
+    scheme: KVScheme | None
+    search: KVCalibration
+    structure: LayerStructure
+    sampler: CalibrationPass
+
+
+@dataclass(frozen=True)
+class MeasuredLayer:
+    """A layer of a finished calibration, as far as decisions about all layers need it.
+
+    Attributes:
+        nominal: the recipe's scheme for the layer.
+        scheme: what its passes made of it.
+        plan: what they measured, by name.
+    """
+
+    nominal: KVScheme
+    scheme: KVScheme
+    plan: Mapping[str, Tensor]
+
+
+class Resolution(NamedTuple):
+    """Fields of a layer's scheme that are decided when every layer is measured, and what to record of it."""
+
+    scheme: dict[str, Any]
+    statistics: dict[str, Any]
+
+
 class CalibrationPass:
     """One method's calibration of one layer; a new object for every layer. Every step is optional.
 
     Attributes:
         name: of the method.
-        plan_tensors: names of the plan tensors that `result` may hold.
         modifies_before_observing: `prepare` changes the layer, so that the source layer has to be kept beside it.
+        reads_sample: it evaluates candidates on `PassRequest.sampler`'s sample of the finished layer's attention.
     """
 
     name: ClassVar[str]
-    plan_tensors: ClassVar[tuple[str, ...]] = ()
     modifies_before_observing: bool = False
+    reads_sample: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, request: PassRequest) -> CalibrationPass | None:
+        """The pass that a recipe asks for, or None where it asks for none."""
+        return None
+
+    @classmethod
+    def resolve(cls, layers: Mapping[int, MeasuredLayer], search: KVCalibration) -> dict[int, Resolution]:
+        """What can only be decided when every layer is measured; a pure function of the measurements."""
+        return {}
 
     def prepare(self, work: LayerWork) -> None:
         """Change the layer before any data runs through it."""

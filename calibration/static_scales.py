@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvconvert.calibration.attention_capture import attention_observed
 from kvconvert.calibration.attention_sample import as_cached
-from kvconvert.calibration.protocol import CalibrationPass, ChannelBounds, LayerWork, PassResult
+from kvconvert.calibration.protocol import CalibrationPass, ChannelBounds, LayerWork, PassRequest, PassResult
 from kvconvert.errors import NumericError
 
 
@@ -50,11 +50,15 @@ class StaticScalesPass(CalibrationPass):
     """
 
     name = "static_scales"
-    plan_tensors = ("static_key_scale", "static_key_zero_point", "static_value_scale", "static_value_zero_point")
 
     def __init__(self) -> None:
         self._work: LayerWork | None = None
         self._bounds: dict[str, RunningBounds] = {}
+
+    @classmethod
+    def of(cls, request: PassRequest) -> StaticScalesPass | None:
+        """Of a scheme with static scales."""
+        return cls() if request.scheme is not None and request.scheme.is_static else None
 
     def solve(self, work: LayerWork) -> None:
         """Find the bounds of all calibration tokens."""

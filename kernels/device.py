@@ -39,21 +39,23 @@ def interpreted() -> Iterator[None]:
         _interpreted = before
 
 
-def runs_triton(device: torch.device) -> bool:
-    """Whether the kernels serve tensors of this device: NVIDIA GPUs from Ampere on, or the interpreter's."""
-    if device.type == "cpu":
-        return _interpreted
-    return device.type == "cuda" and torch.version.hip is None and capability(device) >= LOWEST_CAPABILITY
-
-
-def why_not(device: torch.device) -> str:
-    """The reason for which `runs_triton` is False, for messages."""
+def unsupported(device: torch.device) -> str | None:
+    """Why no Triton kernel runs on a device; None where they do: NVIDIA GPUs from Ampere on, or the interpreter's CPU."""
+    if device.type == "cpu" and _interpreted:
+        return None
     if device.type != "cuda":
         return f"there are no kernels for {device.type}"
     if torch.version.hip is not None:
         return "there are no kernels for AMD GPUs"
-    major, minor = capability(device)
-    return f"compute capability {major}.{minor} is below {LOWEST_CAPABILITY[0]}.{LOWEST_CAPABILITY[1]}"
+    if capability(device) < LOWEST_CAPABILITY:
+        major, minor = capability(device)
+        return f"compute capability {major}.{minor} is below {LOWEST_CAPABILITY[0]}.{LOWEST_CAPABILITY[1]}"
+    return None
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether kernels run on a device; if so, a call that they do not serve is a fallback."""
+    return unsupported(device) is None
 
 
 def capability(device: torch.device) -> tuple[int, int]:

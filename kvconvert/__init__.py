@@ -15,11 +15,11 @@ from kvconvert.errors import KvconvertError
 from kvconvert.version import __version__
 
 if TYPE_CHECKING:  # what editors and type checkers read; `_HOMES` says the same to Python
-    from kvconvert.bundle.scheme import KVScheme
     from kvconvert.convert.export import export
     from kvconvert.convert.pipeline import calibrate
     from kvconvert.convert.recipe import Recipe
     from kvconvert.fidelity import evaluate
+    from kvconvert.methods import KVScheme
     from kvconvert.runtime import KVCache, load
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
 
 _HOMES = {
     "KVCache": "kvconvert.runtime",
-    "KVScheme": "kvconvert.bundle.scheme",
+    "KVScheme": "kvconvert.methods",
     "Recipe": "kvconvert.convert.recipe",
     "calibrate": "kvconvert.convert.pipeline",
     "evaluate": "kvconvert.fidelity",

@@ -10,9 +10,9 @@ import pytest
 
 from kvconvert import KVCache, Recipe, calibrate, evaluate, export, load
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.scheme import PRESETS
 from kvconvert.convert.recipe import preset_names
 from kvconvert.fidelity import DrillCounts
+from kvconvert.methods import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "examples/reference-lm"

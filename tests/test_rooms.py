@@ -13,9 +13,17 @@ ROOMS = {"kernels": "kvconvert.kernels", "calibration": "kvconvert.calibration",
 # Leaf and data-format modules that several rooms may use.
 ALLOWED = {
     "kernels": ("kvconvert.kernels", "kvconvert.errors"),
-    "calibration": ("kvconvert.calibration", "kvconvert.kernels", "kvconvert.errors"),
-    "runtime": ("kvconvert.runtime", "kvconvert.kernels", "kvconvert.bundle", "kvconvert.models", "kvconvert.errors"),
-    "kvconvert/bundle": ("kvconvert.bundle", "kvconvert.errors"),
+    "calibration": ("kvconvert.calibration", "kvconvert.kernels", "kvconvert.methods", "kvconvert.errors"),
+    "runtime": (
+        "kvconvert.runtime",
+        "kvconvert.kernels",
+        "kvconvert.bundle",
+        "kvconvert.methods",
+        "kvconvert.models",
+        "kvconvert.errors",
+    ),
+    "kvconvert/methods": ("kvconvert.methods", "kvconvert.errors"),
+    "kvconvert/bundle": ("kvconvert.bundle", "kvconvert.methods", "kvconvert.errors"),
 }
 
 
@@ -65,6 +73,7 @@ def test_the_runtime_imports_only_what_production_needs():
 def test_kernels_run_without_transformers_and_help_without_torch():
     assert "transformers" not in imported_by("import kvconvert.kernels.decode.reference, kvconvert.kernels.linear")
     assert not imported_by("import kvconvert, kvconvert.cli") & {"torch", "transformers", "datasets"}
+    assert "torch" not in imported_by("import kvconvert.methods")
 
 
 def test_every_package_is_declared_for_installation():

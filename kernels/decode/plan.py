@@ -1,9 +1,9 @@
 """How one decode step is divided among programs: work items of nearly equal cost.
 
-An item is a stretch of one sequence: quantized pages, then half pages (one side quantized, the other still in full
-precision), then tokens of the full-precision tail. Each of the three that is not empty gives one partial result, in a
+An item is a stretch of one sequence: quantized pages, then half-quantized pages (one side quantized, the other
+still in full precision), then tokens of the residual window. Each of the three that is not empty gives one partial result, in a
 slot of its own; a sequence's slots are consecutive. Items depend on how many pages and tokens there are, not on what
-they hold, so a plan serves many steps: the last item of a sequence takes whatever the tail has grown by.
+they hold, so a plan serves many steps: the last item of a sequence takes whatever the residual window has grown by.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from itertools import pairwise
 
 import torch
 
-PAGE = 128
-# Full-precision tokens that cost as much as a page, and a half page's cost; both as timed on an H200.
-TAIL_TOKENS = 64
-HALF_COST = 16
+from kvconvert.kernels.pages.formats import PAGE_SIZE
+
+# Query rows (query heads of a KV head times queries) of one program: two blocks of a matrix product's columns.
+MOST_ROWS = 16
+# Full-precision tokens that cost as much as a page, and a half-quantized page's cost; both as timed on an H200.
+RESIDUAL_TOKENS = 64
+HALF_QUANTIZED_COST = 16
 # Columns of an item, which the kernel knows by number.
 ITEM_COLUMNS = 16
 # An end that no sequence reaches: the kernel stops at the tail's own length.
@@ -25,7 +28,7 @@ OPEN_END = 1 << 30
 
 
 @dataclass(frozen=True)
-class Run:
+class Segment:
     """Consecutive entries of the page tables that one item may cover: a sequence's pages, or the blocks of one span.
 
     Attributes:
@@ -47,18 +50,20 @@ class SequencePlan:
     """What one sequence has stored.
 
     Attributes:
-        runs: its quantized pages or spans.
-        half: number of half pages; half_begin: table entry of the first one, in the table of the quantized side.
-        tail: full-precision tokens to divide, sink tokens included; of those that are still to come an item finds none.
-        half_token, tail_token: numbers of the first half-page token and of the first tail token, as masks count them.
+        segments: its quantized pages or spans.
+        residual: full-precision tokens to divide, sink tokens included; of those still to come an item finds none.
+        half_quantized: number of half-quantized pages; half_quantized_begin: table entry of the first one, in the table
+            of the quantized side.
+        half_quantized_token, residual_token: numbers of the first token of half-quantized pages and of the residual
+            window, as masks count them.
     """
 
-    runs: tuple[Run, ...]
-    tail: int
-    half: int = 0
-    half_begin: int = 0
-    half_token: int = 0
-    tail_token: int = 0
+    segments: tuple[Segment, ...]
+    residual: int
+    half_quantized: int = 0
+    half_quantized_begin: int = 0
+    half_quantized_token: int = 0
+    residual_token: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,9 +71,10 @@ class WorkPlan:
     """Work items of a batch, sequence after sequence.
 
     Attributes:
-        items: int32 [W, 16]: 0 sequence, 1-2 page entries from and to, 3-4 half pages, 5-6 tail tokens, 7-9 slots of
-            pages, half pages and tail (-1 for none), 10 row of shared scales, 11 real tokens from the first page on,
-            12-14 mask numbers of the first token of pages, half pages and tail, 15 table entry of half page 0.
+        items: int32 [W, 16]: 0 sequence, 1-2 page entries from and to, 3-4 half-quantized pages, 5-6 residual tokens, 7-9 slots of
+            pages, half-quantized pages and residual window (-1 for none), 10 row of shared scales, 11 real tokens from the first page on,
+            12-14 mask numbers of the first token of pages, half-quantized pages and residual window, 15 table entry of
+            half-quantized page 0.
         item_rows, slot_rows: int32 [B + 1], where each sequence's items and slots begin.
         slots: their number; most_slots: the most that one sequence has.
     """
@@ -116,8 +122,8 @@ def plan_work(sequences: Sequence[SequencePlan], programs: int) -> WorkPlan:
 
 
 def _units(sequence: SequencePlan) -> int:
-    pages = sum(run.end - run.begin for run in sequence.runs)
-    return pages + HALF_COST * sequence.half + -(-sequence.tail // TAIL_TOKENS)
+    pages = sum(segment.end - segment.begin for segment in sequence.segments)
+    return pages + HALF_QUANTIZED_COST * sequence.half_quantized + -(-sequence.residual // RESIDUAL_TOKENS)
 
 
 def _units_per_item(sequences: Sequence[SequencePlan], units: list[int], programs: int) -> int:
@@ -129,14 +135,14 @@ def _units_per_item(sequences: Sequence[SequencePlan], units: list[int], program
             high = middle
         else:
             low = middle + 1
-    # Pages and half pages are not divided further, so that items may stay below what they can hold.
+    # Pages and half-quantized pages are not divided further, so that items may stay below what they can hold.
     while low < max(units) and sum(len(_divide(sequence, 0, low)) for sequence in sequences) > programs:
         low += max(1, low // 8)
     return low
 
 
 def _divide(sequence: SequencePlan, row: int, most: int) -> list[list[int]]:
-    """Items of one sequence, each of at most `most` units and of one run; the last one has the open end."""
+    """Items of one sequence, each of at most `most` units and of one segment; the last one has the open end."""
     items: list[list[int]] = []
     room = 0
 
@@ -148,30 +154,34 @@ def _divide(sequence: SequencePlan, row: int, most: int) -> list[list[int]]:
         room -= cost
         return items[-1]
 
-    for run in sequence.runs:
-        begin = run.begin
-        while begin < run.end:
-            end = min(run.end, begin + most)
+    for segment in sequence.segments:
+        begin = segment.begin
+        while begin < segment.end:
+            end = min(segment.end, begin + most)
             room = 0
             item = item_with(end - begin)
             item[1:3] = [begin, end]
-            item[10] = run.scales
-            done = (begin - run.begin) * PAGE
-            item[11], item[12] = run.tokens - done, run.first_token + done
+            item[10] = segment.scales
+            done = (begin - segment.begin) * PAGE_SIZE
+            item[11], item[12] = segment.tokens - done, segment.first_token + done
             begin = end
-    for page in range(sequence.half):
-        item = item_with(HALF_COST)
+    for page in range(sequence.half_quantized):
+        item = item_with(HALF_QUANTIZED_COST)
         if item[3] == item[4]:
-            item[3], item[13], item[15] = page, sequence.half_token + page * PAGE, sequence.half_begin
+            item[3], item[13], item[15] = (
+                page,
+                sequence.half_quantized_token + page * PAGE_SIZE,
+                sequence.half_quantized_begin,
+            )
         item[4] = page + 1
-    for start in range(0, sequence.tail, TAIL_TOKENS):
+    for start in range(0, sequence.residual, RESIDUAL_TOKENS):
         item = item_with(1)
         if item[5] == item[6]:
-            item[5], item[14] = start, sequence.tail_token
-        item[6] = min(start + TAIL_TOKENS, sequence.tail)
+            item[5], item[14] = start, sequence.residual_token
+        item[6] = min(start + RESIDUAL_TOKENS, sequence.residual)
     if not items or items[-1][5] == items[-1][6]:
         # Tokens to come need an item, too.
         item = item_with(1)
-        item[5], item[14] = sequence.tail, sequence.tail_token
+        item[5], item[14] = sequence.residual, sequence.residual_token
     items[-1][6] = OPEN_END
     return items

@@ -1,18 +1,14 @@
 """A Linear with 4-bit weights and 16-bit activations (W4A16), whose weights stay packed on every device.
 
-`w4a16_reference` is the oracle. On a CPU two paths give the same result up to the rounding of the input's dtype:
+`w4a16_reference` is the oracle. Which path a call takes depends on the device, the activations' dtype and how many rows
+there are; paths with a layout of their own REPLACE AWQ's `qweight` in memory, and turn it back exactly for state dicts,
+copies, casts and moves.
 
-- `int4pack`: torch's int4 matrix product, for bfloat16 and few rows, as in decoding. It wants its own weight layout,
-  which then REPLACES AWQ's `qweight` in memory and is turned back exactly for state dicts, copies, casts and moves.
-- `tiled`: dequantizes a few hundred output channels at a time into a buffer that stays in the cache, and multiplies.
-
-On NVIDIA GPUs from Ampere on, Triton kernels (kvconvert.kernels.linear.triton.few_rows, which has their layout and their numerics)
-serve fp16 and bfloat16 activations and groups of 32, 64 or a multiple of 128 inputs; 4 bits only, as all here. Their
-layout replaces `qweight` as torch's does on a CPU. Which of three a call takes depends on its rows and on the outputs:
-
-- `few rows`: the inputs split among the warps of a program, codes and activations multiplied exactly.
-- `fused`: weights dequantized between memory and tensor cores.
-- `unpacked`: weights dequantized to memory, at most 2^26 at a time, and multiplied by torch's matrix product.
+- On a CPU, `int4pack` and `tiled` (kernels/linear/cpu.py).
+- On NVIDIA GPUs from Ampere on, Triton kernels for fp16 and bfloat16 activations and groups of 32, 64 or a multiple of
+  128 inputs; 4 bits only, as all here: `few rows`, the inputs split among the warps of a program, codes and activations
+  multiplied exactly; `fused`, weights dequantized between memory and tensor cores; `unpacked`, weights dequantized to
+  memory, at most 2^26 at a time, and multiplied by torch's matrix product.
 
 Everything else runs the reference, which dequantizes the whole weight for each call: right, but slower than an
 unquantized model. The first such call logs a warning, and `QuantizedLinear.path` tells which path a call takes.
@@ -22,30 +18,30 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from kvconvert.errors import UsageError
-from kvconvert.kernels.device import fall_back, runs_triton, why_not
-from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, pack_awq, unpack_awq
-from kvconvert.kernels.linear.packed_layout import DTYPES, PackedWeight, pack_weight, supports_group_size, unpack_codes
+from kvconvert.kernels import device as devices
+from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, pack_awq
+from kvconvert.kernels.linear.cpu import (
+    int4pack_block,
+    int4pack_product,
+    pack_int4,
+    takes_int4pack,
+    tiled_product,
+    unpack_int4pack,
+)
+from kvconvert.kernels.linear.packed_layout import PackedWeight, has_layout, pack_weight, unpack_codes
+from kvconvert.kernels.linear.reference import w4a16_reference
+
+__all__ = ["Path", "QuantizedLinear", "int4pack_block", "unpack_int4pack", "unsupported", "w4a16_reference"]
 
 Path = Literal["int4pack", "tiled", "few rows", "fused", "unpacked", "reference"]
 
-# Measured by benchmarks/cpu_linear.py: for large weights torch's int4 product costs as much as dequantizing between 48
-# and 64 rows, for small ones later.
-INT4PACK_ROWS = 48
-INT4PACK_GROUP_SIZES = (32, 64, 128, 256)
-# Weights dequantized at a time. Measured: from 2^18 to 2^21 all are within a tenth, more leaves the cache. A tile has
-# at least 128 channels all the same, because narrower ones read half cache lines of `qweight`.
-TILE_WEIGHTS = 1 << 20
-TILE_CHANNELS = 128
-# Channels of the four bytes of an AWQ word, counted from the low end: the low nibbles', then the high nibbles'.
-_BYTE_CHANNELS = (0, 4, 1, 5, 2, 6, 3, 7)
-
+KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 # Most rows of the paths `few rows` and `fused`, measured on an H200 by benchmarks/gpu_linear.py; with fewer outputs
 # than this, too few programs of the second would run at a time.
 GPU_WIDE_OUTPUTS = 8192
@@ -55,16 +51,16 @@ GPU_FUSED_ROWS = {"wide": 384, "narrow": 0}
 _layout_lock = threading.Lock()
 
 
-def w4a16_reference(x: Tensor, weight: AwqWeight, bias: Tensor | None = None) -> Tensor:
-    """Dequantize the whole weight and multiply: [..., in] to [..., out].
-
-    The arithmetic is float32 (float64 for float64), the result in the dtype of `x`.
-    """
-    accumulate = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = x.to(accumulate) @ dequantize_weight(weight, accumulate).T
-    if bias is not None:
-        y += bias.to(accumulate)
-    return y.to(x.dtype)
+def unsupported(device: torch.device, dtype: torch.dtype, group_size: int) -> str | None:
+    """Why the Triton kernels cannot serve activations of this dtype over such a weight; None if they can."""
+    reason = devices.unsupported(device)
+    if reason is not None:
+        return reason
+    if dtype not in KERNEL_DTYPES:
+        return f"there are kernels for fp16 and bf16 activations, not for {dtype}"
+    if not has_layout(group_size):
+        return f"there are kernels for groups of 32, 64 or a multiple of 128 inputs, not of {group_size}"
+    return None
 
 
 class QuantizedLinear(nn.Module):
@@ -140,19 +136,16 @@ class QuantizedLinear(nn.Module):
     def path(self, rows: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Path:
         """Which path a call with so many rows of this dtype takes on a device."""
         device = torch.device(device)
-        if self._on_gpu(device):
-            if self._no_kernel(dtype) is not None:
-                return "reference"
+        if device.type == "cuda" and not torch.cuda.is_available():
+            return "reference"
+        if unsupported(device, dtype, self.group_size) is None:
             width = "wide" if self.out_features >= GPU_WIDE_OUTPUTS else "narrow"
             if rows <= GPU_FEW_ROWS[width]:
                 return "few rows"
             return "fused" if rows <= GPU_FUSED_ROWS[width] else "unpacked"
-        if device.type != "cpu":
+        if device.type != "cpu" or devices.runs_triton(device):
             return "reference"
-        fits = self.out_features % 16 == 0 and self.group_size in INT4PACK_GROUP_SIZES
-        if dtype == torch.bfloat16 and rows <= INT4PACK_ROWS and fits and int4pack_block() is not None:
-            return "int4pack"
-        return "tiled"
+        return "int4pack" if takes_int4pack(rows, dtype, self.out_features, self.group_size) else "tiled"
 
     def awq_weight(self) -> AwqWeight:
         """The weight in AWQ's file layout, whichever layout is in memory."""
@@ -175,8 +168,8 @@ class QuantizedLinear(nn.Module):
             return rows.new_empty(0, self.out_features)
         path = self.path(rows.shape[0], rows.dtype, rows.device)
         if path == "reference":
-            reason = self._no_kernel(rows.dtype) if self._on_gpu(rows.device) else why_not(rows.device)
-            fall_back("A Linear with 4-bit weights", reason)
+            reason = unsupported(rows.device, rows.dtype, self.group_size)
+            devices.fall_back("A Linear with 4-bit weights", reason)
             return w4a16_reference(rows, self.awq_weight())
         if path in ("few rows", "fused", "unpacked"):
             return self._gpu_product(rows, path)
@@ -185,21 +178,8 @@ class QuantizedLinear(nn.Module):
             self._to_awq()
         if path == "int4pack":
             self._to_int4pack()
-            return torch.ops.aten._weight_int4pack_mm_for_cpu(
-                rows.contiguous(), self.int4pack, self.group_size, self.int4pack_grid
-            )
-        return self._tiled_product(rows)
-
-    def _on_gpu(self, device: torch.device) -> bool:
-        return (device.type != "cuda" or torch.cuda.is_available()) and runs_triton(device)
-
-    def _no_kernel(self, dtype: torch.dtype) -> str | None:
-        """Why the kernels cannot serve activations of this dtype, None if they can."""
-        if dtype not in DTYPES:
-            return f"there are kernels for fp16 and bf16 activations, not for {dtype}"
-        if not supports_group_size(self.group_size):
-            return f"there are kernels for groups of 32, 64 or a multiple of 128 inputs, not of {self.group_size}"
-        return None
+            return int4pack_product(rows, self.int4pack, self.int4pack_grid, self.group_size)
+        return tiled_product(rows, self.qweight, self.int4pack, self.qzeros, self.scales)
 
     def _gpu_product(self, rows: Tensor, path: Path) -> Tensor:
         from kvconvert.kernels.linear.triton.few_rows import few_rows
@@ -215,34 +195,6 @@ class QuantizedLinear(nn.Module):
         product = {"few rows": few_rows, "fused": prompt, "unpacked": unpacked}[path]
         return product(rows, PackedWeight(self.gpu_lanes, self.gpu_grid, self.out_features))
 
-    def _tiled_product(self, rows: Tensor) -> Tensor:
-        """`x W` by tiles of output channels, which come out in the order their nibbles lie in ("lanes")."""
-        inputs, groups = self.in_features, self.in_features // self.group_size
-        qweight, packed = self.qweight, self.int4pack
-        tiling = _tiling(inputs, self.out_features, None if packed is None else int4pack_block())
-        scales = self.scales.index_select(1, tiling.channel).float()
-        zero_bytes = self.qzeros.view(torch.uint8)
-        zeros = torch.cat((zero_bytes & 15, zero_bytes >> 4), 1).index_select(1, tiling.zero)
-        # CPUs multiply fp16 many times slower than float32, which besides rounds less.
-        compute = torch.float32 if rows.dtype == torch.float16 else rows.dtype
-        rows_in, products = rows.to(compute), []
-        buffer = torch.empty(inputs * max(stop - start for start, stop in tiling.tiles), dtype=torch.float32)
-        for start, stop in tiling.tiles:
-            half = (stop - start) // 2
-            if packed is None:
-                codes = qweight.view(torch.uint8)[:, start // 2 : stop // 2]
-            else:
-                codes = _int4pack_bytes(packed, start, stop)
-            values = buffer[: inputs * 2 * half].view(inputs, 2 * half)
-            for plane, first in ((codes & 15, 0), (codes >> 4, half)):
-                # q - z in bytes, wrapping around: a quarter of the traffic of subtracting floats.
-                plane.view(groups, -1, half).sub_(zeros[:, None, start + first : start + first + half])
-                values[:, first : first + half] = plane.view(torch.int8)
-            values.view(groups, -1, 2 * half).mul_(scales[:, None, start:stop])
-            products.append(rows_in @ values.to(compute))
-        y = products[0] if len(products) == 1 else torch.cat(products, 1)
-        return y.index_select(1, tiling.lane).to(rows.dtype)
-
     def _to_int4pack(self) -> None:
         """Replace `qweight` by torch's int4 layout; does nothing if that has happened."""
         if self.int4pack is not None:
@@ -250,16 +202,9 @@ class QuantizedLinear(nn.Module):
         with _layout_lock, torch.inference_mode(False):
             if self.int4pack is not None:
                 return
-            scales, zeros = self.scales.float(), unpack_awq(self.qzeros).float()
-            # That product computes w = (q - 8) scale + offset.
-            self.int4pack_grid = torch.stack((scales, (8 - zeros) * scales), -1).to(torch.bfloat16)
-            step = max(TILE_CHANNELS, TILE_WEIGHTS // self.in_features // TILE_CHANNELS * TILE_CHANNELS)
-            chunks = [
-                torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_awq(words).T.contiguous().int(), 1)
-                for words in self.qweight.split(step // 8, dim=1)
-            ]
+            packed, grid = pack_int4(AwqWeight(self.qweight, self.qzeros, self.scales))
             # Other threads read qweight, then int4pack: the new layout has to be there before the old one goes.
-            self.int4pack = torch.cat(chunks)
+            self.int4pack_grid, self.int4pack = grid, packed
             self.qweight = None
 
     def _to_awq(self) -> None:
@@ -306,86 +251,3 @@ class _FrozenProduct(torch.autograd.Function):
         accumulate = torch.float64 if grad.dtype == torch.float64 else torch.float32
         weight = dequantize_weight(ctx.module.awq_weight(), accumulate)
         return (grad.to(accumulate) @ weight).to(grad.dtype), None
-
-
-class _Tiling(NamedTuple):
-    """How the tiles of one shape and layout enumerate output channels; a lane is a column of a tile.
-
-    tiles: (start, stop) lanes of each tile, the first half of them low nibbles, the second high ones.
-    channel: int64 [out], the channel of each lane. lane: its inverse. zero: [out], where a lane's zero is in the low
-    nibbles of `qzeros`' bytes followed by the high ones.
-    """
-
-    tiles: tuple[tuple[int, int], ...]
-    channel: Tensor
-    lane: Tensor
-    zero: Tensor
-
-
-@lru_cache(maxsize=256)
-def _tiling(in_features: int, out_features: int, block: int | None) -> _Tiling:
-    """For AWQ's layout (`block` None) or torch's, whose blocks of that many channels split into halves."""
-    whole = out_features if block is None else out_features // block * block
-    step = max(TILE_CHANNELS, TILE_WEIGHTS // in_features // TILE_CHANNELS * TILE_CHANNELS)
-    tiles = [(start, min(start + step, whole)) for start in range(0, whole, step)]
-    if whole < out_features:
-        tiles.append((whole, out_features))
-    with torch.inference_mode(False), torch.device("cpu"):
-        parts = []
-        for start, stop in tiles:
-            channels = torch.arange(start, stop)
-            if block is None:
-                parts += [channels.view(-1, 8)[:, list(_BYTE_CHANNELS[half : half + 4])].flatten() for half in (0, 4)]
-            elif start < whole:
-                parts += [channels.view(-1, 2, block // 2)[:, half].flatten() for half in (0, 1)]
-            else:
-                parts += [channels[half::2] for half in (0, 1)]
-        channel = torch.cat(parts)
-        words = torch.arange(out_features).view(-1, 8)
-        zero_channel = torch.cat([words[:, list(_BYTE_CHANNELS[half : half + 4])].flatten() for half in (0, 4)])
-        return _Tiling(tuple(tiles), channel, channel.argsort(), zero_channel.argsort()[channel])
-
-
-def _int4pack_bytes(packed: Tensor, start: int, stop: int) -> Tensor:
-    """Bytes of the channels from `start` to `stop`, blocks or the incomplete last one, as [in, (stop - start) / 2]."""
-    half_inputs, block = packed.shape[1], int4pack_block()
-    flat = packed.view(-1)[start * half_inputs : stop * half_inputs]
-    if (stop - start) % block:
-        return flat.view(2 * half_inputs, -1)
-    return flat.view(-1, 2 * half_inputs, block // 2).transpose(0, 1).reshape(2 * half_inputs, -1)
-
-
-def unpack_int4pack(packed: Tensor, block: int | None = None) -> Tensor:
-    """Invert torch's `_convert_weight_to_int4pack_for_cpu`: uint8 [out, in / 2] to codes [out, in].
-
-    Blocks of `block` channels (default: this processor's) hold for each input one byte per channel of their first
-    half, whose high nibble is the channel half a block further; an incomplete last block pairs neighbouring channels
-    instead.
-    """
-    block = block or int4pack_block()
-    out_features, in_features = packed.shape[0], 2 * packed.shape[1]
-    whole = out_features // block * block
-    body, rest = packed.view(-1).split((whole * in_features // 2, (out_features - whole) * in_features // 2))
-    codes = packed.new_empty(out_features, in_features)
-    bytes_ = body.view(-1, in_features, block // 2).transpose(1, 2)
-    halves = codes[:whole].view(-1, 2, block // 2, in_features)
-    halves[:, 0], halves[:, 1] = bytes_ & 15, bytes_ >> 4
-    if whole < out_features:
-        pairs = rest.view(in_features, -1).T
-        codes[whole::2], codes[whole + 1 :: 2] = pairs & 15, pairs >> 4
-    return codes
-
-
-@lru_cache(maxsize=1)
-def int4pack_block() -> int | None:
-    """Channels per block of torch's int4 layout on this processor, None where that layout is not one we can turn back.
-
-    Known are AVX-512 (64) and AVX2 (32); a small conversion proves it, since torch does not document the layout.
-    """
-    block = {"AVX512": 64, "AVX2": 32}.get(torch.backends.cpu.get_cpu_capability())
-    if block is None:
-        return None
-    with torch.inference_mode(False), torch.device("cpu"):
-        codes = torch.arange(112 * 64).mul(7).remainder(31).remainder(16).view(112, 64)
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-        return block if torch.equal(unpack_int4pack(packed, block).long(), codes) else None

@@ -15,14 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvconvert.kernels.packing import field_bits, packed_rows
-
-if TYPE_CHECKING:
-    from kvconvert.kernels.pages import KeyFormat, ValueFormat
+from kvconvert.kernels.pages.formats import KeyFormat, ValueFormat
 
 # Units of 2 bytes: what one 16-byte load reads.
 ALIGNMENT = 8

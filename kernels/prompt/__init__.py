@@ -1,18 +1,43 @@
-"""Causal attention of a prompt over itself and what is in full precision before it, and what each token receives.
+"""Causal attention of a prompt over itself and what is in full precision before it.
 
-The T queries belong to the last T of n tokens, so a prompt may come in chunks. `attention_reference` and
-`column_sums_reference` are the oracles. On a CPU torch's own attention serves plain prompts and blocks of queries serve
-the rest; on a GPU the kernels of `kernels/prompt/triton/launch.py` do, and their log-sum-exp is reused for what tokens receive.
-Memory is linear in n. torch's fastest attention on a GPU, cuDNN's, is not used: it is about a tenth faster for long
-prompts, but takes some 60 ms to prepare for every new length.
+The T queries belong to the last T of n tokens, so a prompt may come in chunks. `attention_reference` of
+`kernels/decode/reference.py` is the oracle. On a GPU Triton kernels serve prompts, and their log-sum-exp is reused for
+the attention mass of tokens (`kernels/select/__init__.py`); elsewhere `blockwise_attention` does.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kvconvert.kernels.device import fall_back
-from kvconvert.kernels.select import column_sums, no_kernel, weight_blocks
+from kvconvert.kernels import device
+from kvconvert.kernels.prompt.cpu import blockwise_attention
+
+__all__ = ["attention_and_log_sum_exp", "prompt_attention", "unsupported"]
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+LARGEST_HEAD = 256
+
+
+def unsupported(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, scaling: float) -> str | None:
+    """Why the Triton kernels cannot serve a prompt's attention or, without values, its log-sum-exp; None if they can."""
+    reason = device.unsupported(queries.device)
+    if reason is not None:
+        return reason
+    if not queries.shape[1]:
+        return "there are no queries"
+    if queries.dtype not in KERNEL_DTYPES:
+        return f"{str(queries.dtype).removeprefix('torch.')} is neither float16 nor bfloat16"
+    if keys.dtype != queries.dtype or (values is not None and values.dtype != queries.dtype):
+        return "queries, keys and values differ in dtype"
+    for size in {keys.shape[2], keys.shape[2] if values is None else values.shape[2]}:
+        if size % 8 or not 16 <= size <= LARGEST_HEAD:
+            return f"heads of size {size} are not a multiple of 8 from 16 to {LARGEST_HEAD}"
+    return None if scaling > 0 else f"a scaling of {scaling} is not positive"
+
+
+def is_fallback(queries: torch.Tensor) -> bool:
+    """Whether queries that the kernels do not serve are worth a warning: not on a CPU, nor where there are none."""
+    return bool(queries.shape[1]) and (queries.device.type != "cpu" or device.runs_triton(queries.device))
 
 
 def prompt_attention(
@@ -39,10 +64,10 @@ def prompt_attention(
     Returns:
         [Hq, T, E] in the queries' dtype.
     """
-    return _attend(queries, keys, values, scaling, softcap, sink_logits, window)[0]
+    return attention_and_log_sum_exp(queries, keys, values, scaling, softcap, sink_logits, window)[0]
 
 
-def selective_attention(
+def attention_and_log_sum_exp(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -50,48 +75,13 @@ def selective_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     window: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`prompt_attention`, and the attention that each token receives (MiniKV, section 4).
-
-    Arguments as there.
-
-    Returns:
-        the output [Hq, T, E], and float32 [H, n], summed over the T queries and the query heads of each KV head.
-    """
-    output, log_sum_exp = _attend(queries, keys, values, scaling, softcap, sink_logits, window)
-    return output, column_sums(queries, keys, None, scaling, softcap, sink_logits, window, log_sum_exp)
-
-
-def _attend(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-    sink_logits: torch.Tensor | None,
-    window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The output, and the log-sum-exp [Hq, T] where the path gives it."""
-    reason = no_kernel(queries, keys, values, scaling)
+    """`prompt_attention`, and float32 [Hq, T], the logarithm of each query's sum of exponentials, if the path has it."""
+    reason = unsupported(queries, keys, values, scaling)
     if reason is None:
-        from kvconvert.kernels.prompt.triton import launch as kernels
+        from kvconvert.kernels.prompt.triton.launch import attention
 
-        return kernels.attention(queries, keys, values, scaling, softcap, sink_logits, window)
-    if reason:
-        fall_back("The attention of prompts", reason)
-    if not softcap and sink_logits is None and window is None and queries.shape[1] == keys.shape[1]:
-        grouped = queries.shape[0] != keys.shape[0]
-        if reason and grouped:
-            # Only torch's attention without groups has linear memory in float32 and on old GPUs.
-            repeat, grouped = queries.shape[0] // keys.shape[0], False
-            keys, values = keys.repeat_interleave(repeat, 0), values.repeat_interleave(repeat, 0)
-        output = torch.nn.functional.scaled_dot_product_attention(
-            queries[None], keys[None], values[None], is_causal=True, scale=scaling, enable_gqa=grouped
-        )[0]
-        return output, None
-    heads = keys.shape[0]
-    output = queries.new_empty(*queries.shape[:2], values.shape[2])
-    grouped, values = output.unflatten(0, (heads, -1)), values.float()
-    for block, seen, weights in weight_blocks(queries, keys, None, scaling, softcap, sink_logits, window):
-        grouped[:, :, block] = (weights @ values[:, None, seen]).to(output.dtype)
-    return output, None
+        return attention(queries, keys, values, scaling, softcap, sink_logits, window)
+    if is_fallback(queries):
+        device.fall_back("The attention of prompts", reason)
+    return blockwise_attention(queries, keys, values, scaling, softcap, sink_logits, window), None

@@ -1,161 +1,64 @@
 """Spans: a whole prompt's keys and values with one scale per channel (CalibQuant).
 
-Keys and values are quantized per channel over all tokens of the span, so that scales and zero_points cost nothing per token
+Keys and values are quantized per channel over all tokens of the span, so that scales and zero points cost nothing
+per token
 and leave both products: q k becomes (q * scale) codes + q zero_point, and w v becomes (w codes) * scale + sum(w) zero_point
 (CalibQuant, section 4.2, "post-scaling"). At 1 and 2 bits the scores of the span are then mapped onto a smaller
 interval (section 4.3), see `shift_extremes`.
 
-Codes lie in blocks of 128 tokens, packed as those of pages are, so that one decode kernel reads both.
+Codes lie in blocks of PAGE_SIZE tokens, packed as those of pages are, so that one decode kernel reads both.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from kvconvert.kernels.device import fall_back, runs_triton
-from kvconvert.kernels.packing import pack_codes, unpack_codes
-from kvconvert.kernels.quantizer import dequantize, quantize
+from kvconvert.kernels import device, pages
+from kvconvert.kernels.spans.formats import Span, SpanFormat
+from kvconvert.kernels.spans.reference import (
+    clamped_rows,
+    quantize_span_reference,
+    shift_extremes,
+    span_keys,
+    span_scores,
+    span_values,
+    weighted_span_values,
+)
 
-BLOCK = 128
-# Blocks unpacked at a time.
-TILE_BLOCKS = 64
+__all__ = [
+    "Span",
+    "SpanFormat",
+    "clamped_rows",
+    "quantize_span",
+    "quantize_span_reference",
+    "shift_extremes",
+    "span_keys",
+    "span_scores",
+    "span_values",
+    "unsupported",
+    "weighted_span_values",
+]
 
 
-@dataclass(frozen=True)
-class SpanFormat:
-    """The meaning of a layer's span bytes: bits (1, 2, 4 or 8) and range factors of keys and values."""
+def unsupported(keys: torch.Tensor, values: torch.Tensor) -> str | None:
+    """Why the Triton kernels cannot quantize a span of such keys and values; None if they can.
 
-    key_bits: int
-    value_bits: int
-    key_clip_ratio: float = 1.0
-    value_clip_ratio: float = 1.0
-
-
-@dataclass(frozen=True)
-class Span:
-    """One quantized span of n tokens, H KV heads, D key and E value channels; all tensors are contiguous.
-
-    Attributes:
-        tokens: n.
-        key_codes: int16 [blocks, H, 128 * bits / 16, D], packed along a block's tokens, those after the last one with
-            code 0; [blocks, H, 16, D / 2] at 1 bit, see `kernels/packing.py`.
-        key_scale, key_zero_point: float16 [H, D].
-        value_codes: int16 [blocks, H, E * bits / 16, 128], packed along the channels; [blocks, H, E / 8, 64] at 1 bit.
-        value_scale, value_zero_point: float16 [H, E].
+    Blocks of a span are pages to them, whose limits are theirs.
     """
-
-    tokens: int
-    key_codes: torch.Tensor
-    key_scale: torch.Tensor
-    key_zero_point: torch.Tensor
-    value_codes: torch.Tensor
-    value_scale: torch.Tensor
-    value_zero_point: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        parts = (self.key_codes, self.key_scale, self.key_zero_point)
-        parts += (self.value_codes, self.value_scale, self.value_zero_point)
-        return sum(tensor.nbytes for tensor in parts)
+    return pages.unsupported(keys) or pages.unsupported(values)
 
 
 def quantize_span(keys: torch.Tensor, values: torch.Tensor, f: SpanFormat) -> Span:
     """Quantize all tokens of a span: keys [H, n, D], values [H, n, E], n at least 1.
 
-    On a GPU the kernels of kernels/pages/triton/values.py do it.
-
     Raises:
-        NumericError: NaN, infinity, or a scale or zero_point beyond float16.
+        NumericError: NaN, infinity, or a scale or zero point beyond float16.
     """
-    if runs_triton(keys.device):
-        from kvconvert.kernels.pages.triton import launch as gpu
+    reason = unsupported(keys, values)
+    if reason is None:
+        from kvconvert.kernels.spans.triton.launch import quantize_span as quantize_by_kernels
 
-        reason = gpu.why_not(keys, f) or gpu.why_not(values, f)
-        if reason is None:
-            return gpu.quantize_span(keys, values, f)
-        fall_back("Quantization of a span", reason)
+        return quantize_by_kernels(keys, values, f)
+    if device.runs_triton(keys.device):
+        device.fall_back("Quantization of a span", reason)
     return quantize_span_reference(keys, values, f)
-
-
-def quantize_span_reference(keys: torch.Tensor, values: torch.Tensor, f: SpanFormat) -> Span:
-    """`quantize_span` in plain PyTorch."""
-    n = keys.shape[1]
-    key = quantize(keys, f.key_bits, n, dim=1, clip_ratio=f.key_clip_ratio)
-    value = quantize(values, f.value_bits, n, dim=1, clip_ratio=f.value_clip_ratio)
-    # The last block is filled up with code 0; whoever unpacks it cuts the padding off.
-    key_codes, value_codes = (
-        torch.nn.functional.pad(part.codes, (0, 0, 0, -n % BLOCK)).unflatten(1, (-1, BLOCK)).transpose(0, 1)
-        for part in (key, value)
-    )
-    return Span(
-        n,
-        pack_codes(key_codes, f.key_bits, dim=2, across=3),
-        key.scale[:, 0].contiguous(),
-        key.zero_point[:, 0].contiguous(),
-        pack_codes(value_codes.transpose(2, 3), f.value_bits, dim=2, across=3),
-        value.scale[:, 0].contiguous(),
-        value.zero_point[:, 0].contiguous(),
-    )
-
-
-def span_keys(span: Span, f: SpanFormat) -> torch.Tensor:
-    """Dequantized keys, float32 [H, n, D]."""
-    codes = _key_codes(span, f).transpose(1, 2)
-    return dequantize(codes, span.key_scale.unsqueeze(1), span.key_zero_point.unsqueeze(1), span.tokens, 1)
-
-
-def span_values(span: Span, f: SpanFormat) -> torch.Tensor:
-    """Dequantized values, float32 [H, n, E]."""
-    codes = _value_codes(span, f, slice(None))
-    return dequantize(codes, span.value_scale.unsqueeze(1), span.value_zero_point.unsqueeze(1), span.tokens, 1)
-
-
-def _key_codes(span: Span, f: SpanFormat) -> torch.Tensor:
-    """Unpacked key codes, uint8 [H, D, n]."""
-    codes = unpack_codes(span.key_codes, f.key_bits, 2, BLOCK, across=3)
-    return codes.permute(1, 3, 0, 2).contiguous().flatten(2)[..., : span.tokens]
-
-
-def _value_codes(span: Span, f: SpanFormat, blocks: slice) -> torch.Tensor:
-    """Unpacked value codes of some blocks, uint8 [H, their tokens, E]."""
-    codes = unpack_codes(span.value_codes[blocks], f.value_bits, 2, span.value_scale.shape[1], across=3)
-    return codes.permute(1, 0, 3, 2).contiguous().flatten(1, 2)[:, : span.tokens - (blocks.start or 0) * BLOCK]
-
-
-def span_scores(queries: torch.Tensor, span: Span, f: SpanFormat) -> torch.Tensor:
-    """Dot products of queries [H, R, D] with the span's keys, float32 [H, R, n]."""
-    scaled = queries * span.key_scale.float().unsqueeze(1)
-    offset = queries @ span.key_zero_point.float().unsqueeze(2)
-    return (scaled @ _key_codes(span, f).float()).add_(offset)
-
-
-def weighted_span_values(weights: torch.Tensor, span: Span, f: SpanFormat) -> torch.Tensor:
-    """Sum of the span's values by weights [H, R, n], float32 [H, R, E]."""
-    output = 0.0
-    for block in range(0, len(span.value_codes), TILE_BLOCKS):
-        codes = _value_codes(span, f, slice(block, block + TILE_BLOCKS)).float()
-        output = output + weights[..., block * BLOCK : (block + TILE_BLOCKS) * BLOCK] @ codes
-    offset = weights.sum(-1, keepdim=True) * span.value_zero_point.float().unsqueeze(1)
-    return output * span.value_scale.float().unsqueeze(1) + offset
-
-
-def shift_extremes(scores: torch.Tensor, tau1: float, tau2: float) -> torch.Tensor:
-    """CalibQuant's calibration of pre-softmax scores [..., n] (section 4.3), linear in each score.
-
-    With gamma = min and delta = max of the last dimension, maps [gamma, delta] onto [gamma - tau1, delta - tau2]. Where
-    delta - gamma <= tau2 - tau1 the slope would not be positive: it is clamped at 0, so that all become gamma - tau1.
-    Equal scores (delta = gamma) become x - tau1.
-    """
-    gamma, delta = scores.amin(-1, keepdim=True), scores.amax(-1, keepdim=True)
-    width = delta - gamma
-    slope = torch.where(width > 0, 1 - (tau2 - tau1) / width.clamp(min=torch.finfo(width.dtype).tiny), 0.0)
-    return (scores - gamma) * slope.clamp(min=0.0) + (gamma - tau1)
-
-
-def clamped_rows(scores: torch.Tensor, tau1: float, tau2: float) -> torch.Tensor:
-    """Where `shift_extremes` has to clamp its slope at 0 and makes different scores equal: bool [...] for [..., n]."""
-    width = scores.amax(-1) - scores.amin(-1)
-    return (width > 0) & (width <= tau2 - tau1)

@@ -6,6 +6,7 @@ import json
 
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.bundle.summary import coverage_rows, describe_scheme, figure, kv_line, layer_ranges, weights_line
+from kvconvert.methods import awq
 
 CARD_NAME = "README.md"
 
@@ -55,8 +56,7 @@ def model_card(manifest: Manifest) -> str:
 def _header(manifest: Manifest) -> list[str]:
     source = manifest.source
     tags = ["kvconvert"]
-    if manifest.weights.method != "none":
-        tags += ["awq", "4-bit"]
+    tags += awq.tags(manifest.weights.method)
     if any(layer.kv for layer in manifest.layers):
         tags.append("kv-cache-quantization")
     task = "image-text-to-text" if _supports_images(manifest) else "text-generation"
@@ -69,11 +69,6 @@ def _header(manifest: Manifest) -> list[str]:
 
 
 def _introduction(manifest: Manifest) -> list[str]:
-    weights = {
-        "awq": "AWQ-quantized weights (4 bits)",
-        "rtn": "weights rounded to nearest (4 bits)",
-        "none": "weights in their original width",
-    }[manifest.weights.method]
     cache = (
         "a calibrated low-bit key-value cache"
         if any(layer.kv for layer in manifest.layers)
@@ -82,7 +77,7 @@ def _introduction(manifest: Manifest) -> list[str]:
     return [
         f"# {manifest.source.id.rsplit('/', 1)[-1]}, converted by kvconvert",
         "",
-        f"{manifest.source.id} with {weights} and {cache}.",
+        f"{manifest.source.id} with {awq.describe(manifest.weights.method)} and {cache}.",
         "",
     ]
 

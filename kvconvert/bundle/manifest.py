@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvconvert.bundle.scheme import KVScheme
+from kvconvert.methods import KVScheme, LayerShape
 
 FORMAT_VERSION = 0
 MANIFEST_NAME = "kvconvert.json"
@@ -117,6 +117,15 @@ class LayerPlan(_Record):
     reason: str = ""
     statistics: dict[str, Any] = Field(default_factory=dict)
 
+    def scheme(self) -> KVScheme | None:
+        """The layer's scheme; None where the cache is left to the model's own class."""
+        return None if self.kv is None else KVScheme.from_dict(self.kv)
+
+    def shape(self) -> LayerShape:
+        """Sizes of the layer's keys and values; only of a layer with a scheme."""
+        head_dim = self.head_dim or 0
+        return LayerShape(self.num_key_value_heads or 0, head_dim, self.value_group_size or head_dim, self.rotation)
+
 
 class WeightsInfo(_Record):
     """Size of the stored weights.
@@ -212,7 +221,7 @@ class Manifest(_Record):
 
     def schemes(self) -> list[KVScheme | None]:
         """The KV scheme of each decoder layer; None where the cache is left to the model's own class."""
-        return [None if layer.kv is None else KVScheme.from_dict(layer.kv) for layer in self.layers]
+        return [layer.scheme() for layer in self.layers]
 
     def files_digest(self) -> str:
         """One SHA-256 over names, sizes and hashes of all load-critical files: the identity of the contents."""

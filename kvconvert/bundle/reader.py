@@ -28,9 +28,9 @@ from kvconvert.bundle.manifest import (
     quantization_config,
     unseal,
 )
-from kvconvert.bundle.scheme import KVScheme
-from kvconvert.bundle.tensorfile import mismatch, nbytes, read_header
+from kvconvert.bundle.tensorfile import mismatch, nbytes, read_header, tensor_info
 from kvconvert.errors import BundleError, RecipeError
+from kvconvert.methods import PLAN_TENSORS
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_JSON = 256_000_000
@@ -389,42 +389,31 @@ def _check_scales(file: str, name: str, scales: Tensor) -> None:
 def _read_plan(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
     plan: dict[str, Tensor] = {}
     for name, tensor in _tensors(dict.fromkeys(manifest.plan, directory / PLAN_NAME), list(manifest.plan)):
-        match = re.fullmatch(r"layers\.(\d+)\.[\w.]+", name)
+        match = re.fullmatch(r"layers\.(\d+)\.(\w+)", name)
         if match is None or int(match[1]) >= len(manifest.layers):
             raise mismatch(PLAN_NAME, f"tensor {name}", f"a name layers.0 to layers.{len(manifest.layers) - 1}", name)
+        if match[2] not in PLAN_TENSORS:
+            raise mismatch(PLAN_NAME, f"tensor {name}", f"one of {', '.join(PLAN_TENSORS)}", match[2])
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise mismatch(PLAN_NAME, f"tensor {name}", "finite values", "NaN or infinity")
         plan[name] = tensor
-    for number, (layer, scheme) in enumerate(zip(manifest.layers, manifest.schemes(), strict=True)):
-        if scheme is not None and scheme.boost_select == "calibrated" and scheme.boosted_for(layer.head_dim):
-            _check_boosted(f"layers.{number}.boosted_channels", plan, layer, scheme)
-        if scheme is not None and scheme.static_scales == "calibrated":
-            for side in (side for side in ("key", "value") if getattr(scheme, f"{side}_bits") < 16):
-                _check_static(f"layers.{number}.static_{side}", plan, layer)
+    for layer in manifest.layers:
+        _check_required(layer, plan)
     return plan
 
 
-def _check_boosted(name: str, plan: dict[str, Tensor], layer: LayerPlan, scheme: KVScheme) -> None:
-    """The channels that get more bits: int32 [KV heads, boosted], ascending in each head."""
-    if name not in plan:
-        raise mismatch(PLAN_NAME, f"tensor {name}", 'present (boost_select = "calibrated")', "missing")
-    channels = plan[name]
-    shape = [layer.num_key_value_heads, scheme.boosted_for(layer.head_dim)]
-    if channels.dtype != torch.int32 or [*channels.shape] != shape:
-        raise mismatch(PLAN_NAME, f"tensor {name}", f"I32 {shape}", f"{channels.dtype} {[*channels.shape]}")
-    if bool((channels < 0).any() | (channels >= layer.head_dim).any() | (channels.diff(dim=1) <= 0).any()):
-        expected = f"channels 0 to {layer.head_dim - 1}, ascending in each head"
-        raise mismatch(PLAN_NAME, f"tensor {name}", expected, channels.tolist())
-
-
-def _check_static(stem: str, plan: dict[str, Tensor], layer: LayerPlan) -> None:
-    """The scales and zero_points of one side's channels: float16 [KV heads, head_dim], scales not negative."""
-    shape = [layer.num_key_value_heads, layer.head_dim]
-    for name in (f"{stem}_scale", f"{stem}_zero_point"):
+def _check_required(layer: LayerPlan, plan: dict[str, Tensor]) -> None:
+    """The tensors without which the layer's scheme cannot be served."""
+    scheme = layer.scheme()
+    wanted = {} if scheme is None else scheme.required_tensors(layer.shape())
+    for what, rule in wanted.items():
+        name = f"layers.{layer.index}.{what}"
         if name not in plan:
-            raise mismatch(PLAN_NAME, f"tensor {name}", 'present (static_scales = "calibrated")', "missing")
-        if plan[name].dtype != torch.float16 or [*plan[name].shape] != shape:
-            found = f"{plan[name].dtype} {[*plan[name].shape]}"
-            raise mismatch(PLAN_NAME, f"tensor {name}", f"F16 {shape}", found)
-    if bool((plan[f"{stem}_scale"] < 0).any()):
-        raise mismatch(PLAN_NAME, f"tensor {stem}_scale", "scales of 0 or more", float(plan[f"{stem}_scale"].min()))
+            raise mismatch(PLAN_NAME, f"tensor {name}", f"present ({rule.why})", "missing")
+        info = tensor_info(plan[name])
+        if (info.dtype, tuple(info.shape)) != (rule.dtype, rule.shape):
+            raise mismatch(PLAN_NAME, f"tensor {name}", f"{rule.dtype} {[*rule.shape]}", _words(info))
+        values = plan[name].tolist()
+        expected = None if rule.fault is None else rule.fault(values)
+        if expected is not None:
+            raise mismatch(PLAN_NAME, f"tensor {name}", expected, repr(values)[:80])

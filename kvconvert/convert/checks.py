@@ -8,8 +8,9 @@ from transformers import PretrainedConfig
 
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.recipe import Recipe, WeightsRecipe
+from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import RecipeError, UnsupportedModelError
+from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.models.adapters import head_dim, layer_config
 from kvconvert.models.layer_types import layer_types_of, pages_unsupported
 from kvconvert.runtime.cache.formats import layer_format
@@ -20,7 +21,7 @@ def check_purpose(config: PretrainedConfig, recipe: Recipe) -> None:
     """Refuse a recipe that would change nothing: it keeps the weights, and the model can have no cache of ours."""
     text = config.get_text_config(decoder=True)
     unsupported_reasons = [pages_unsupported(text, kind) for kind in layer_types_of(text)[0]]
-    if recipe.weights.method == "none" and all(unsupported_reasons):
+    if not recipe.weights.quantizes and all(unsupported_reasons):
         raise UnsupportedModelError(
             f"There is nothing to convert: the recipe leaves the weights alone, and no layer of this {text.model_type} "
             f"model can keep its keys and values in a kvconvert cache ({unsupported_reasons[0]})."
@@ -37,15 +38,11 @@ def check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
     shapes = [layer_config(runner.config, index) for index in range(runner.num_layers)]
     for scheme in recipe.schemes():
         for channels in dict.fromkeys(map(head_dim, shapes)):
-            layer_format(replace(scheme, boost_select="dynamic"), 1, channels, channels)
-        if scheme.modality != "all":
-            placeholder_ids(runner.source.config, scheme.modality)
-        measured = {
-            "boost_select": scheme.boost_select == "calibrated",
-            "static_scales": scheme.static_scales == "calibrated",
-            "allocation": scheme.allocation in ("var_prop", "var_inv", "calibrated"),
-        }
-        field = next((name for name, asked in measured.items() if asked), None)
+            layer_format(replace(scheme, **scheme.before_calibration()), 1, channels, channels)
+        only = scheme.only_tokens()
+        if only is not None:
+            placeholder_ids(runner.source.config, only)
+        field = scheme.needs_calibration()
         if runner.adapter is None and field is not None:
             raise RecipeError(
                 f"[kv] {field} = {getattr(scheme, field)!r} follows from calibration, and no adapter describes this "
@@ -55,7 +52,7 @@ def check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
 
 def check_group_size(runner: LayerRunner, weights: WeightsRecipe) -> None:
     """Refuse, before any work, weights that the recipe's groups do not fit."""
-    if weights.method == "none":
+    if not weights.quantizes:
         return
     checked: list[LayerStructure] = []
     for index in range(runner.num_layers):

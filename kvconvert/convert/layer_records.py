@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.bundle.manifest import ModuleCoverage
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.recipe import Recipe, WeightsRecipe
+from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.workdir import LayerRecord
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
 from kvconvert.kernels.rotate import hadamard_kind
+from kvconvert.methods import KVScheme
+from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
 from kvconvert.models.experts import expert_modules
 from kvconvert.models.layer_types import layer_types_of, pages_unsupported
@@ -30,7 +31,7 @@ def layer_scheme(runner: LayerRunner, recipe: Recipe, index: int) -> tuple[KVSch
     unsupported_reason = pages_unsupported(config, layer_types_of(config)[0][index])
     if unsupported_reason:
         return None, unsupported_reason
-    if scheme.rotate_values == "folded":
+    if scheme.folds_values:
         structure = runner.structure(index)
         unsupported_reason = (
             "no adapter says that this architecture's values may be rotated in the weights"
@@ -38,7 +39,7 @@ def layer_scheme(runner: LayerRunner, recipe: Recipe, index: int) -> tuple[KVSch
             else structure.fold_unsupported_reason
         )
         if unsupported_reason:
-            return scheme.with_online_rotation(), f"values are rotated on line: {unsupported_reason}"
+            return scheme.with_online_rotation(), f"values are rotated at run time: {unsupported_reason}"
     return scheme, ""
 
 
@@ -46,13 +47,12 @@ def resolved_fields(scheme: KVScheme | None, channels: int, kv_heads: int) -> di
     """Fields of a `LayerRecord` that describe the scheme."""
     if scheme is None:
         return {"scheme": None}
-    rotates = scheme.rotate_keys != "none" or scheme.rotate_values != "none"
     return {
         "scheme": scheme.to_dict(),
         "head_dim": channels,
         "num_key_value_heads": kv_heads,
         "value_group_size": scheme.value_group_for(channels),
-        "rotation": hadamard_kind(channels) if rotates else None,
+        "rotation": hadamard_kind(channels) if scheme.rotates else None,
     }
 
 
@@ -60,8 +60,7 @@ def untouched_record(runner: LayerRunner, recipe: Recipe, index: int) -> LayerRe
     """A layer of an architecture without adapter: weights stay in the source, only the cache is described."""
     scheme, reason = layer_scheme(runner, recipe, index)
     calibration = recipe.calibration_of(index)
-    searched = [f"{side}_clip_ratio" for side in ("key", "value") if calibration.searches_clip_ratio(side)]
-    searched += ["tau1 and tau2"] if scheme is not None and scheme.is_span and calibration.searches_tau else []
+    searched = calibration.searched(scheme)
     if scheme is not None and searched:
         note = f"{', '.join(searched)} are the scheme's own, for no adapter describes this architecture's layers"
         reason = "; ".join(filter(None, (reason, note)))
@@ -78,14 +77,14 @@ def converted_tensors(work: LayerWork, dtypes: dict[str, torch.dtype], weights: 
     """
     tensors = {}
     # The source's own form of experts is copied, which may be a fused one.
-    copied = expert_modules(work.layer) if weights.method == "none" else ()
+    copied = expert_modules(work.layer) if not weights.quantizes else ()
     for name, parameter in work.layer.state_dict().items():
         if name.startswith(copied):
             continue
         module, _, kind = name.rpartition(".")
         # The layer may own a tensor itself (Gemma 4's layer_scalar).
         full = f"{work.name}.{module}".rstrip(".")
-        if weights.method != "none" and kind == "weight" and module in work.structure.linears:
+        if weights.quantizes and kind == "weight" and module in work.structure.linears:
             try:
                 packed = quantize_weight(parameter, weights.bits, weights.group_size)
             except GroupRangeError as error:
@@ -98,7 +97,7 @@ def converted_tensors(work: LayerWork, dtypes: dict[str, torch.dtype], weights: 
 
 def layer_coverage(work: LayerWork, weights: WeightsRecipe, reasons: dict[str, str]) -> list[ModuleCoverage]:
     """What became of every module of a layer that has parameters; `reasons` are the passes', by Linear."""
-    copied = expert_modules(work.layer) if weights.method == "none" else ()
+    copied = expert_modules(work.layer) if not weights.quantizes else ()
     coverage = [
         ModuleCoverage(
             name=f"{work.name}.{name}".rstrip("."), kind="other", method="kept", reason="the recipe keeps weights"
@@ -109,7 +108,7 @@ def layer_coverage(work: LayerWork, weights: WeightsRecipe, reasons: dict[str, s
         if name.startswith(copied) or not any(True for _ in module.parameters(recurse=False)):
             continue
         full, linear = f"{work.name}.{name}".rstrip("."), name in work.structure.linears
-        if linear and weights.method != "none":
+        if linear and weights.quantizes:
             coverage.append(
                 ModuleCoverage(
                     name=full,

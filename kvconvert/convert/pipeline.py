@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from kvconvert.bundle.manifest import ModuleCoverage
@@ -33,7 +34,7 @@ from kvconvert.convert.layer_records import (
     untouched_record,
 )
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.passes import cache_format, make_passes
+from kvconvert.convert.passes import cache_format, make_passes, plan_of
 from kvconvert.convert.recipe import Recipe, WeightsRecipe
 from kvconvert.convert.resolve import resolve_layers
 from kvconvert.convert.workdir import HiddenStates, LayerRecord, WorkDir, WorkState
@@ -194,7 +195,9 @@ def _calibrate_layer(
             reason="; ".join(filter(None, notes)),
             **resolved_fields(scheme, structure.head_dim, structure.num_key_value_heads),
         )
-        plan = {f"layers.{index}.{name}": t for result in results.values() for name, t in result.plan.items()}
+        plan: dict[str, Tensor] = {}
+        for calibration_pass in passes:
+            plan |= plan_of(calibration_pass, results[calibration_pass.name], index)
         tensors = converted_tensors(work, dtypes, recipe.weights)
         directory.commit_layer(index, {names.of_tensor(name): t for name, t in tensors.items()}, plan, record)
         # Only now: a kill in between leaves the layer committed and its input in place, from which `_hidden_input`
@@ -254,12 +257,9 @@ def _initial_state(
         for name, module in runner.model.named_modules()
         if (prefix is None or not name.startswith(prefix)) and any(True for _ in module.parameters(recurse=False))
     ]
-    transforms = []
     schemes = [layer_scheme(runner, recipe, index)[0] for index in range(runner.num_layers)]
-    if any(scheme is not None and scheme.rotate_values == "folded" for scheme in schemes):
-        transforms.append("fold_value_rotation")
-    if recipe.weights.method == "awq":
-        transforms += ["awq_scale", "awq_clip"]
+    folds = [change for scheme in schemes if scheme is not None for change in scheme.transforms()]
+    transforms = [*dict.fromkeys(folds), *recipe.weights.transforms()]
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")}
     return WorkState(
         versions={"kvconvert": __version__, **versions},

@@ -1,6 +1,7 @@
 """Recipes: what to do with a model's weights and its key-value cache, and how much fidelity it may cost.
 
-A recipe is a preset (a file in `kvconvert/convert/presets`; dropping one in extends the command line) or a TOML file:
+A recipe is a preset or a TOML file. Presets are those of the methods (`kvconvert.methods`), with AWQ weights, and the
+files in `kvconvert/convert/presets`; dropping one in extends the command line. A file looks like this:
 
     [weights]
     method = "awq"        # awq, rtn (round to nearest) or none
@@ -8,11 +9,11 @@ A recipe is a preset (a file in `kvconvert/convert/presets`; dropping one in ext
     group_size = 128
 
     [kv]
-    preset = "oscar"      # a preset of kvconvert.bundle.scheme, or "none" for a cache left alone
+    preset = "oscar"      # a preset of kvconvert.methods, or "none" for a cache left alone
     key_group_size = 128  # any field of KVScheme replaces the preset's; without a preset, plain groups
-    calibrate_clip_ratios = true    # choose key_clip_ratio and value_clip_ratio of each layer, but for the one that is given here
-    tau_grid = [0, 1, 2, 3]    # values tried for tau1 and tau2 of spans, unless one of these is given here
-    tau_per_layer = false      # one pair for all layers
+    calibrate_clip_ratios = true  # choose both clip ratios of each layer, but for the one that is given here
+    tau_grid = [0, 1, 2, 3]       # values tried for tau1 and tau2 of spans, unless one of these is given here
+    tau_per_layer = false         # one pair for all layers
 
     [[kv.layers]]         # layers that differ: any of the above but the tau search, over what [kv] says
     index = [0, 1]
@@ -31,52 +32,26 @@ from __future__ import annotations
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvconvert.bundle.scheme import PRESETS, KVScheme
 from kvconvert.bundle.summary import figure
 from kvconvert.errors import RecipeError
-
-WEIGHT_GROUP_SIZES = (16, 32, 64, 128, 256)
+from kvconvert.methods import (
+    OPTIONS,
+    PRESETS,
+    SEARCHED_FIELDS,
+    WHOLE_MODEL_OPTIONS,
+    KVCalibration,
+    KVScheme,
+    check_layers,
+)
+from kvconvert.methods.awq import WeightsRecipe
 
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class WeightsRecipe(_Table):
-    """How Linears are quantized; `bits` and `group_size` (inputs per scale and zero) mean nothing for "none"."""
-
-    method: Literal["awq", "rtn", "none"] = "awq"
-    bits: int = 4
-    group_size: int = 128
-
-
-class KVCalibration(_Table):
-    """What calibration chooses for the cache; it lives here because a `KVScheme` describes the outcome alone.
-
-    Attributes:
-        calibrate_clip_ratios: choose `key_clip_ratio` and `value_clip_ratio` of each layer.
-        tau_grid: values to try for tau1 and tau2 of spans (CalibQuant).
-        tau_per_layer: one pair (tau1, tau2) for each layer instead of one for all.
-        given: those of key_clip_ratio, value_clip_ratio, tau1 and tau2 that the recipe states, which are not searched.
-    """
-
-    calibrate_clip_ratios: bool = True
-    tau_grid: list[Annotated[float, Field(gt=-1e4, lt=1e4)]] = Field(default=[0.0, 1.0, 2.0, 3.0], min_length=1)
-    tau_per_layer: bool = False
-    given: list[str] = []
-
-    def searches_clip_ratio(self, side: Literal["key", "value"]) -> bool:
-        """Whether the range of keys or values is to be chosen."""
-        return self.calibrate_clip_ratios and f"{side}_clip_ratio" not in self.given
-
-    @property
-    def searches_tau(self) -> bool:
-        """Whether tau1 and tau2 are to be chosen."""
-        return not {"tau1", "tau2"} & {*self.given}
 
 
 class LayerOverride(_Table):
@@ -177,7 +152,8 @@ class Recipe(_Table):
                 f"There is no recipe preset {name!r}; choose one of {', '.join(preset_names())}, or give the path of a "
                 ".toml file."
             )
-        text = (resources.files("kvconvert.convert") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
+        file = resources.files("kvconvert.convert") / "presets" / f"{name}.toml"
+        text = file.read_text(encoding="utf-8") if file.is_file() else f'[kv]\npreset = "{name}"\n'
         return cls._parse(text, where=f"preset {name}", name=name)
 
     @classmethod
@@ -202,18 +178,10 @@ class Recipe(_Table):
 
     @classmethod
     def _checked(cls, recipe: Recipe, where: str) -> Recipe:
-        weights = recipe.weights
-        if weights.method != "none" and weights.bits != 4:
-            raise RecipeError(
-                f"The recipe {where} asks for [weights] bits = {weights.bits}, but bundles hold 4-bit weights in this "
-                "version: kvconvert's own layout for other widths is not available yet; set bits = 4."
-            )
-        if weights.method != "none" and weights.group_size not in WEIGHT_GROUP_SIZES:
-            raise RecipeError(
-                f"The recipe {where} asks for [weights] group_size = {weights.group_size}, which is not possible; "
-                f"choose one of {', '.join(map(str, WEIGHT_GROUP_SIZES))}."
-            )
-        if weights.method == "none" and not recipe.schemes():
+        fault = recipe.weights.fault()
+        if fault is not None:
+            raise RecipeError(f"The recipe {where} {fault}.")
+        if not recipe.weights.quantizes and not recipe.schemes():
             raise RecipeError(
                 f"The recipe {where} leaves both the weights and the cache alone, so there is nothing to convert; set "
                 '[weights] method = "awq" or a [kv] preset.'
@@ -230,12 +198,12 @@ class Recipe(_Table):
                     name=values["name"],
                     weights=_table(WeightsRecipe, values["weights"], "weights", "recorded"),
                     kv=_recorded_scheme(values["kv"]),
-                    calibration=_table(KVCalibration, values["calibration"], "kv", "recorded"),
+                    calibration=_options(values["calibration"], "kv", "recorded"),
                     layers=[
                         LayerOverride(
                             index=layer["index"],
                             kv=_recorded_scheme(layer["kv"]),
-                            calibration=_table(KVCalibration, layer["calibration"], "kv.layers", "recorded"),
+                            calibration=_options(layer["calibration"], "kv.layers", "recorded"),
                         )
                         for layer in values["layers"]
                     ],
@@ -252,12 +220,12 @@ class Recipe(_Table):
             "name": self.name,
             "weights": self.weights.model_dump(),
             "kv": None if self.kv is None else self.kv.to_dict(),
-            "calibration": self.calibration.model_dump(),
+            "calibration": self.calibration.to_dict(),
             "layers": [
                 {
                     "index": layer.index,
                     "kv": None if layer.kv is None else layer.kv.to_dict(),
-                    "calibration": layer.calibration.model_dump(),
+                    "calibration": layer.calibration.to_dict(),
                 }
                 for layer in self.layers
             ],
@@ -268,7 +236,8 @@ class Recipe(_Table):
 def preset_names() -> list[str]:
     """Names of the recipe presets that are installed."""
     folder = resources.files("kvconvert.convert") / "presets"
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    files = {entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")}
+    return sorted(files | {*PRESETS})
 
 
 T = TypeVar("T", bound=_Table)
@@ -278,16 +247,25 @@ def _table(model: type[T], values: dict[str, Any], table: str, where: str) -> T:
     try:
         return model(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
-            known = ", ".join(model.model_fields)
-            raise RecipeError(
-                f"The recipe {where} has an unknown key {key} in [{table}]; known are {known}."
-            ) from error
-        raise RecipeError(
-            f"The recipe {where} has [{table}] {key} = {first['input']!r}, which is not possible: {first['msg']}."
-        ) from error
+        raise _refusal(error, list(model.model_fields), table, where) from error
+
+
+def _options(values: dict[str, Any], table: str, where: str) -> KVCalibration:
+    try:
+        return KVCalibration(**values)
+    except ValidationError as error:
+        raise _refusal(error, list(OPTIONS), table, where) from error
+
+
+def _refusal(error: ValidationError, known: list[str], table: str, where: str) -> RecipeError:
+    """The first thing that pydantic found, in one sentence."""
+    first = error.errors()[0]
+    key = ".".join(map(str, first["loc"]))
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return RecipeError(f"The recipe {where} has an unknown key {key} in [{table}]; known are {', '.join(known)}.")
+    return RecipeError(
+        f"The recipe {where} has [{table}] {key} = {first['input']!r}, which is not possible: {first['msg']}."
+    )
 
 
 def _kv_table(values: dict[str, Any], where: str) -> tuple[KVScheme | None, KVCalibration, list[LayerOverride]]:
@@ -307,7 +285,7 @@ def _kv_table(values: dict[str, Any], where: str) -> tuple[KVScheme | None, KVCa
             raise RecipeError(
                 f"The recipe {where} has [[kv.layers]] index = {index!r}; list the numbers of the layers, from 0."
             )
-        for field in ("tau_grid", "tau_per_layer"):
+        for field in WHOLE_MODEL_OPTIONS:
             if field in entry:
                 raise RecipeError(
                     f"The recipe {where} sets {field} in [[kv.layers]]; it belongs to [kv], for all layers."
@@ -323,10 +301,9 @@ def _kv_table(values: dict[str, Any], where: str) -> tuple[KVScheme | None, KVCa
         scheme, choices = _kv(entry, fields, calibration, "[[kv.layers]]", where)
         layers.append(LayerOverride(index=index, kv=scheme, calibration=choices))
     searched = [(kv, calibration), *((layer.kv, layer.calibration) for layer in layers)]
-    spans = [choices.searches_tau for scheme, choices in searched if scheme is not None and scheme.is_span]
-    for option in ("tau_grid", "tau_per_layer"):
-        if option in values and not any(spans):
-            reason = "tau1 or tau2 is given" if spans else "scores are shifted for spans only"
+    for option, search in WHOLE_MODEL_OPTIONS.items():
+        reason = search.unused(searched) if option in values else None
+        if reason is not None:
             raise RecipeError(f"The recipe {where} sets [kv] {option}, but nothing searches it: {reason}.")
     return kv, calibration, layers
 
@@ -340,8 +317,6 @@ def _kv(
     options = {
         name: fields.pop(name) for name in ("calibrate_clip_ratios", "tau_grid", "tau_per_layer") if name in fields
     }
-    if "tau_grid" in options and isinstance(options["tau_grid"], list):
-        options["tau_grid"] = [float(v) if type(v) is int else v for v in options["tau_grid"]]
     if preset == "none":
         if fields or options:
             raise RecipeError(
@@ -354,11 +329,11 @@ def _kv(
             f"The recipe {where} asks for {table} preset = {preset!r}, which is not available; choose one of none, "
             f"{', '.join(PRESETS)}."
         )
-    given = {*fields} & {"key_clip_ratio", "value_clip_ratio", "tau1", "tau2"}
+    given = {*fields} & {*SEARCHED_FIELDS}
     if preset is None:  # a layer's own table adds to what [kv] states
         given |= {*calibration.given}
-    stated = calibration.model_dump() | options | {"given": sorted(given)}
-    choices = _table(KVCalibration, stated, table.strip("[]"), where)
+    stated = calibration.to_dict() | options | {"given": sorted(given)}
+    choices = _options(stated, table.strip("[]"), where)
     try:
         scheme = KVScheme.from_dict({**(base if preset is None else PRESETS[preset].to_dict()), **fields})
     except RecipeError as error:
@@ -367,21 +342,14 @@ def _kv(
 
 
 def _check_layers(recipe: Recipe, where: str) -> None:
-    """Refuse layers that are listed twice, and budgets that cannot be spread over layers that differ."""
+    """Refuse layers that are listed twice, and schemes that one model cannot have together."""
     listed = [index for override in recipe.layers for index in override.index]
     twice = next((index for index in listed if listed.count(index) > 1), None)
     if twice is not None:
         raise RecipeError(f"The recipe {where} lists layer {twice} twice in [[kv.layers]]; say once what it should be.")
-    budgets = {
-        (s.allocation, s.heavy_ratio, s.recent_ratio, s.pyramid_depth)
-        for s in recipe.schemes()
-        if s.allocation != "uniform"
-    }
-    if len(budgets) > 1:
-        raise RecipeError(
-            f"The recipe {where} spreads several budgets over its layers (allocation, heavy_ratio and recent_ratio "
-            "differ in [[kv.layers]]); a budget that is spread has to be one for all layers that share it."
-        )
+    reason = check_layers(recipe.schemes())
+    if reason is not None:
+        raise RecipeError(f"The recipe {where} {reason}.")
 
 
 def _recorded_scheme(values: dict[str, Any] | None) -> KVScheme | None:

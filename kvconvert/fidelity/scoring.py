@@ -15,8 +15,8 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import NumericError
+from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 
 PAGE = 128

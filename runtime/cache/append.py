@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.device import runs_triton
-from kvconvert.kernels.rotate import hadamard_transform
+from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, unsupported_append
 from kvconvert.runtime.cache.compress import seal
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.hf.handles import Chunk
@@ -99,7 +98,7 @@ def commit(layer: PagedLayer, chunk: Chunk, queries: torch.Tensor | None = None)
         seal(layer)
     destinations = make_room(layer, chunk, start, n, decoding, marks)
     whole = all(destination.runs == [(0, n)] for destination in destinations)
-    if queries is not None and whole and runs_triton(layer.device) and _aligned(layer.dtype, queries, keys, values):
+    if queries is not None and whole and unsupported_append(layer.dtype, queries, keys, values) is None:
         return _append_in_one_launch(layer, destinations, queries, keys, values)
     if layer.scheme.rotate_keys == "hadamard":
         keys = hadamard_transform(keys)
@@ -110,21 +109,6 @@ def commit(layer: PagedLayer, chunk: Chunk, queries: torch.Tensor | None = None)
     return None
 
 
-def _aligned(dtype: torch.dtype, *tensors: torch.Tensor) -> bool:
-    """Whether one launch can read them all: of the buffers' dtype, every token at a multiple of 16 bytes."""
-    from kvconvert.kernels.rotate.triton.launch import why_not
-
-    return all(
-        x.dtype == dtype
-        and why_not(x) is None
-        and x.shape[3] % 8 == 0
-        and x.stride(3) == 1
-        and x.data_ptr() % 16 == 0
-        and not any(stride % 8 for stride in x.stride()[:3])
-        for x in tensors
-    )
-
-
 def _append_in_one_launch(
     layer: PagedLayer,
     destinations: list[Destination],
@@ -133,15 +117,13 @@ def _append_in_one_launch(
     values: torch.Tensor,
 ) -> torch.Tensor:
     """Rotate and store the tokens of all rows, and rotate the queries."""
-    from kvconvert.kernels.rotate.triton.launch import rotate_and_append
-
     table, base = layer.places.append_table(), layer.places.dense_base
     first = [-1] * len(layer.sequences)
     for destination in destinations:
         first[destination.row] = destination.first_key
     first_tokens = torch.tensor(first, dtype=torch.int64).to(layer.device, non_blocking=True)
     rotations = (layer.scheme.rotate_keys == "hadamard", layer.scheme.rotate_values == "online")
-    return rotate_and_append(queries, keys, values, base, base, table, first_tokens, *rotations)
+    return rotate_and_append(queries, keys, values, base, table, first_tokens, *rotations)
 
 
 def _open_prompt(layer: PagedLayer, sequence: Sequence, decoding: bool) -> None:

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvconvert.kernels.decode.reference import (
-    DenseRun,
+from kvconvert.kernels.decode import (
+    PageTables,
     PageTile,
-    SpanRun,
-    paged_attention,
+    ResidualTokens,
+    ResidualWindows,
+    SpanTokens,
+    Visibility,
+    decode_attention,
     pages_per_tile,
 )
-from kvconvert.kernels.device import runs_triton, why_not
 from kvconvert.kernels.pages import KeyPages, ValuePages
-from kvconvert.kernels.prompt import prompt_attention, selective_attention
+from kvconvert.kernels.prompt import prompt_attention
 from kvconvert.kernels.rotate import hadamard_transform
-from kvconvert.kernels.select import column_sums
+from kvconvert.kernels.select import column_sums, selective_attention
 from kvconvert.runtime.cache.pool import PagePool
 from kvconvert.runtime.cache.sequence import KVSide, Sequence
 from kvconvert.runtime.hf.handles import Chunk
 
 if TYPE_CHECKING:
     from kvconvert.runtime.hf.layer import PagedLayer
-
-# Queries of one launch of the decode kernel: bounds masks and partial results when a prompt follows stored tokens.
-QUERIES_AT_ONCE = 256
 
 
 def attend(
@@ -54,35 +54,38 @@ def attend(
         selecting = sequence.open_from is not None and layer.scheme.evicts
         if not (sequence.untouched and length > 1 and chunk.is_causal):
             if selecting:
-                _receive(layer, row, sequence, queries[row], chunk, scaling, softcap, sink_logits)
+                _collect_mass(layer, row, sequence, queries[row], chunk, scaling, softcap, sink_logits)
             others.append(row)
             continue
         tokens, before = sequence.keys.dense, sequence.columns.before(first)
         if tokens == before:
             continue
-        # A prompt, or a part of one, over nothing but what is in full precision; padding neither asks nor answers.
+        # A prompt, or a part of one, over full-precision tokens alone; padding is excluded from queries and keys.
         padded = tokens - before < length
         at = sequence.columns.span(before, tokens, queries.device) - first if padded else slice(None)
         arguments = (sequence.keys.tokens(0, tokens), sequence.values.tokens(0, tokens), scaling, softcap, sink_logits)
         if selecting:
             attended, sums = selective_attention(queries[row][:, at], *arguments)
-            _add_received(sequence, sums)
+            _add_mass(sequence, sums)
         else:
             attended = prompt_attention(queries[row][:, at], *arguments)
         output[row, :, at] = attended.to(output.dtype)
     if others:
-        attended = _in_one_kernel(layer, queries, chunk, scaling, softcap, sink_logits)
-        if attended is None:
-            attended = paged_attention(
-                queries,
-                _tiles(layer, others, chunk, length, queries.shape[1]),
-                _dense(layer, others, chunk, length),
-                layer.format,
-                scaling,
-                softcap,
-                sink_logits,
-                _spans(layer, others, chunk),
-            )
+        attended = decode_attention(
+            queries,
+            StoredRows(layer, others, chunk, length),
+            layer.format,
+            layer.dtype,
+            scaling,
+            span=layer.span_format,
+            half_quantized=layer.places.half_quantized,
+            softcap=softcap,
+            sink_logits=sink_logits,
+            tau1=layer.scheme.tau1,
+            tau2=layer.scheme.tau2,
+            clamped_rows=layer.clamped_rows,
+            fall_back=layer.fall_back,
+        )
         if len(others) == len(layer.sequences):
             output = attended.to(output.dtype)
         else:
@@ -90,63 +93,7 @@ def attend(
     return hadamard_transform(output, inverse=True) if layer.scheme.rotate_values == "online" else output
 
 
-def _in_one_kernel(
-    layer: PagedLayer,
-    queries: torch.Tensor,
-    chunk: Chunk,
-    scaling: float,
-    softcap: float | None,
-    sink_logits: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """All rows' attention by the fused decode kernel, [B, Hq, T, E]; None where it is not meant to serve, or cannot."""
-    if not runs_triton(queries.device):
-        if queries.is_cuda:
-            layer.fall_back("attention over the cache", why_not(queries.device))
-        return None
-    from kvconvert.kernels.decode.triton import launch as decode
-
-    format, heads, length = layer.places.format, queries.shape[1], queries.shape[2]
-    reason = decode.why_not_decode(format, layer.span_format, layer.dtype, heads)
-    if reason is None and queries.dtype != layer.dtype:
-        reason = f"queries are {queries.dtype} and stored tokens {layer.dtype}"
-    if reason is not None:
-        layer.fall_back("attention over the cache", reason)
-        return None
-    tables, dense = layer.places.tables(), layer.places.dense()
-    tails = decode.Tails(dense.base, dense.rows)
-    parts = []
-    for start in range(0, length, QUERIES_AT_ONCE):
-        part = queries[:, :, start : start + QUERIES_AT_ONCE]
-        mask = layer.places.mask(chunk, slice(start, start + QUERIES_AT_ONCE))
-        visibility = None
-        if mask is not None:
-            visibility = decode.Visibility(mask, mask.stride(0), mask.stride(1) * (mask.shape[1] > 1), mask.stride(2))
-        programs = decode.programs_for(
-            queries.device, format, layer.span_format, heads // format.keys.heads, part.shape[2]
-        )
-        parts.append(
-            decode.decode_attention(
-                part,
-                decode.PageTables(
-                    tables.base, tables.base, tables.keys, tables.values, layer.places.work(programs), tables.shared
-                ),
-                tails,
-                format,
-                scaling,
-                span=layer.span_format,
-                half=tables.half,
-                softcap=softcap,
-                sink_logits=sink_logits,
-                visibility=visibility,
-                tau1=layer.scheme.tau1,
-                tau2=layer.scheme.tau2,
-                clamped_rows=layer.clamped_rows,
-            )
-        )
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-
-def _receive(
+def _collect_mass(
     layer: PagedLayer,
     row: int,
     sequence: Sequence,
@@ -156,7 +103,7 @@ def _receive(
     softcap: float | None,
     sink_logits: torch.Tensor | None,
 ) -> None:
-    """Add what the open prompt's tokens receive from these queries [Hq, T, D]; padding queries ask nothing."""
+    """Add these queries' [Hq, T, D] weights to the open prompt's attention mass; padding queries are excluded."""
     tokens, first = sequence.keys.dense, layer.logical - queries.shape[1]
     columns = sequence.columns.span(0, tokens, queries.device)
     own = columns[sequence.columns.before(first) :]
@@ -167,65 +114,103 @@ def _receive(
             return chunk.visible(row, own[block], columns[keys])[0]
 
     stored = sequence.keys.tokens(0, tokens)
-    _add_received(sequence, column_sums(queries[:, own - first], stored, visible, scaling, softcap, sink_logits))
+    _add_mass(sequence, column_sums(queries[:, own - first], stored, visible, scaling, softcap, sink_logits))
 
 
-def _add_received(sequence: Sequence, sums: torch.Tensor) -> None:
-    """Add what one chunk's queries give to the open prompt's tokens, [H, n]."""
+def _add_mass(sequence: Sequence, sums: torch.Tensor) -> None:
+    """Add one chunk's weights, summed over its queries, to the open prompt's attention mass, [H, n]."""
     if sequence.received is not None:
         sums[:, : sequence.received.shape[1]] += sequence.received
     sequence.received = sums
 
 
-def _dense(layer: PagedLayer, rows: list[int], chunk: Chunk, length: int) -> Iterator[DenseRun]:
-    for row in rows:
-        sequence, size = layer.sequences[row], layer.page_size
-        keys, values = sequence.tail(sequence.keys, size), sequence.tail(sequence.values, size)
-        if not keys.shape[1]:
-            continue
-        visible = None
-        if length > 1 or not chunk.is_causal:
-            visible = chunk.visible(row, chunk.query_columns, sequence.tail_columns(size, layer.device))
-        yield DenseRun(row, keys, values, visible)
+@dataclass(frozen=True)
+class StoredRows:
+    """What a layer has stored for some rows, as `decode_attention` asks for it; kernels are given every row.
 
+    Attributes:
+        layer: whose tokens they are.
+        rows: of the batch.
+        chunk: of the forward pass.
+        length: queries of each row.
+    """
 
-def _spans(layer: PagedLayer, rows: list[int], chunk: Chunk) -> Iterator[SpanRun]:
-    for row in rows:
-        spans = layer.sequences[row].spans
-        if not spans:
-            continue
-        visible = None
-        if not chunk.is_causal:
-            columns = torch.cat([c.span(0, len(c), layer.device) for _, c in spans])
-            visible = chunk.visible(row, chunk.query_columns, columns)
-        tau1, tau2 = layer.scheme.tau1, layer.scheme.tau2
-        yield SpanRun(row, [s for s, _ in spans], layer.span_format, tau1, tau2, visible, layer.clamped_rows)
+    layer: PagedLayer
+    rows: list[int]
+    chunk: Chunk
+    length: int
 
+    def page_tables(self, programs: int) -> PageTables:
+        """Where pages and spans lie, with work for about so many programs."""
+        places = self.layer.places
+        tables, work = places.tables(), places.work(programs)
+        base, boosted = tables.base, places.format.boosted
+        return PageTables(base, base, tables.keys, tables.values, work, tables.shared, boosted)
 
-def _tiles(layer: PagedLayer, rows: list[int], chunk: Chunk, length: int, query_heads: int) -> Iterator[PageTile]:
-    """Pages of all rows: first those quantized on both sides, then those whose other side is still dense."""
-    size, step = layer.page_size, pages_per_tile(query_heads, length, layer.format)
-    both: list[tuple[int, int]] = []
-    half: list[tuple[int, int]] = []
-    for row in rows:
-        sequence = layer.sequences[row]
-        shared = min(len(sequence.keys.pages), len(sequence.values.pages))
-        both += [(row, page) for page in range(shared)]
-        half += [(row, page) for page in range(shared, sequence.pages)]
-    for part in [both[i : i + step] for i in range(0, len(both), step)] + [[entry] for entry in half]:
-        visible = None
-        # Pages are older than every query, so only windows and other special masks can hide them.
-        if not chunk.is_causal:
-            seen = [
-                chunk.visible(row, chunk.query_columns, layer.sequences[row].page_columns(page, size, layer.device))
-                for row, page in part
-            ]
-            # Tokens that survived an eviction have columns per head, those of later pages have not.
-            heads = max(x.shape[0] for x in seen)
-            visible = torch.stack([x.expand(heads, -1, -1) for x in seen])
-        keys = _read(layer, layer.key_pool, [layer.sequences[row].keys for row, _ in part], part)
-        values = _read(layer, layer.value_pool, [layer.sequences[row].values for row, _ in part], part)
-        yield PageTile(keys, values, torch.tensor([row for row, _ in part], device=layer.device), visible)
+    def residual_windows(self) -> ResidualWindows:
+        """Where full-precision tokens lie."""
+        dense = self.layer.places.dense()
+        return ResidualWindows(dense.base, dense.rows)
+
+    def visibility(self, queries: slice) -> Visibility | None:
+        """Which tokens some of the queries see; None for all."""
+        mask = self.layer.places.mask(self.chunk, queries)
+        if mask is None:
+            return None
+        return Visibility(mask, mask.stride(0), mask.stride(1) * (mask.shape[1] > 1), mask.stride(2))
+
+    def residual_tokens(self) -> Iterator[ResidualTokens]:
+        """The full-precision tokens of each row that has any."""
+        layer, chunk, size = self.layer, self.chunk, self.layer.page_size
+        for row in self.rows:
+            sequence = layer.sequences[row]
+            keys, values = sequence.tail(sequence.keys, size), sequence.tail(sequence.values, size)
+            if not keys.shape[1]:
+                continue
+            visible = None
+            if self.length > 1 or not chunk.is_causal:
+                visible = chunk.visible(row, chunk.query_columns, sequence.tail_columns(size, layer.device))
+            yield ResidualTokens(row, keys, values, visible)
+
+    def spans(self) -> Iterator[SpanTokens]:
+        """The spans of each row that has any."""
+        layer, chunk = self.layer, self.chunk
+        for row in self.rows:
+            spans = layer.sequences[row].spans
+            if not spans:
+                continue
+            visible = None
+            if not chunk.is_causal:
+                columns = torch.cat([c.span(0, len(c), layer.device) for _, c in spans])
+                visible = chunk.visible(row, chunk.query_columns, columns)
+            tau1, tau2 = layer.scheme.tau1, layer.scheme.tau2
+            yield SpanTokens(row, [s for s, _ in spans], layer.span_format, tau1, tau2, visible, layer.clamped_rows)
+
+    def page_tiles(self, num_query_heads: int, num_queries: int) -> Iterator[PageTile]:
+        """Pages of all rows: first those quantized on both sides, then those quantized on one."""
+        layer, chunk, size = self.layer, self.chunk, self.layer.page_size
+        step = pages_per_tile(num_query_heads, num_queries, layer.format)
+        both: list[tuple[int, int]] = []
+        half_quantized: list[tuple[int, int]] = []
+        for row in self.rows:
+            sequence = layer.sequences[row]
+            shared = min(len(sequence.keys.pages), len(sequence.values.pages))
+            both += [(row, page) for page in range(shared)]
+            half_quantized += [(row, page) for page in range(shared, sequence.pages)]
+        for part in [both[i : i + step] for i in range(0, len(both), step)] + [[entry] for entry in half_quantized]:
+            visible = None
+            # Pages are older than every query, so only windows and other special masks can hide them.
+            if not chunk.is_causal:
+                seen = [
+                    chunk.visible(row, chunk.query_columns, layer.sequences[row].page_columns(page, size, layer.device))
+                    for row, page in part
+                ]
+                # Tokens that survived an eviction have columns per head, those of later pages have not.
+                heads = max(x.shape[0] for x in seen)
+                visible = torch.stack([x.expand(heads, -1, -1) for x in seen])
+            keys = _read(layer, layer.key_pool, [layer.sequences[row].keys for row, _ in part], part)
+            values = _read(layer, layer.value_pool, [layer.sequences[row].values for row, _ in part], part)
+            yield PageTile(keys, values, torch.tensor([row for row, _ in part], device=layer.device), visible)
 
 
 def _read(

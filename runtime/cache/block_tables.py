@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.decode.plan import Run, SequencePlan, WorkPlan, plan_work
-from kvconvert.kernels.decode.reference import LayerFormat
+from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, plan_work
+from kvconvert.kernels.pages import LayerFormat
 from kvconvert.runtime.cache.pool import UNIT
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.hf.handles import Chunk
@@ -43,8 +43,6 @@ class LayerTables:
             of values, float16 [H, E]: those of each span, or of the whole layer where scales are static; else None.
         sequences: per row, which entries are its own. Masks count a row's tokens in the order of its pages, half pages,
             spans and tail.
-        half: 0 where keys and values are quantized together, 1 where values stay longer in full precision, 2 where keys
-            do.
     """
 
     base: torch.Tensor
@@ -52,7 +50,6 @@ class LayerTables:
     values: torch.Tensor
     shared: torch.Tensor | None
     sequences: list[SequencePlan]
-    half: int
 
 
 @dataclass(frozen=True)
@@ -92,6 +89,12 @@ class BlockTables:
         """The layer's, with indices of boosted channels in int32."""
         return self._format
 
+    @property
+    def half_quantized(self) -> int:
+        """0 where keys and values are quantized together, 1 where values stay longer in full precision, 2 where keys."""
+        windows = (self._layer.scheme.key_recent_tokens, self._layer.scheme.value_recent_tokens)
+        return 0 if windows[0] == windows[1] else 1 if windows[0] < windows[1] else 2
+
     def tables(self) -> LayerTables:
         """Where pages and spans are; the same object until one of them changes."""
         # A copied cache has a base, and pages, of its own.
@@ -109,9 +112,7 @@ class BlockTables:
             shared.append([self._offset(part) if scales else 0 for scales in static for part in scales or (None, None)])
         sequences = [self._describe(sequence, entries, shared) for sequence in layer.sequences]
         keys, values = (self._upload(part + (part[-1:] or [0])) for part in entries)
-        windows = (layer.scheme.key_recent_tokens, layer.scheme.value_recent_tokens)
-        half = 0 if windows[0] == windows[1] else 1 if windows[0] < windows[1] else 2
-        return LayerTables(self._base, keys, values, self._upload(shared) if shared else None, sequences, half)
+        return LayerTables(self._base, keys, values, self._upload(shared) if shared else None, sequences)
 
     def _describe(
         self, sequence: Sequence, entries: tuple[list[int], list[int]], shared: list[list[int]]
@@ -125,19 +126,19 @@ class BlockTables:
             target += pool.offsets(side.pages, self._base)
             target += [0] * (sequence.pages - len(side.pages))
         both = min(len(sequence.keys.pages), len(sequence.values.pages))
-        runs = [Run(first, first + both, both * size)] if both else []
+        segments = [Segment(first, first + both, both * size)] if both else []
         tokens = sequence.pages * size
         for span, _ in sequence.spans:
             begin = len(entries[0])
             for target, codes in zip(entries, (span.key_codes, span.value_codes), strict=True):
                 start, stride = self._offset(codes), codes.stride(0) * codes.element_size() // UNIT
                 target += [start + block * stride for block in range(len(codes))]
-            runs.append(Run(begin, len(entries[0]), span.tokens, len(shared), tokens))
+            segments.append(Segment(begin, len(entries[0]), span.tokens, len(shared), tokens))
             scales = (span.key_scale, span.key_zero_point, span.value_scale, span.value_zero_point)
             shared.append([self._offset(part) for part in scales])
             tokens += span.tokens
         return SequencePlan(
-            tuple(runs), self._reserved(sequence), sequence.pages - both, first + both, both * size, tokens
+            tuple(segments), self._reserved(sequence), sequence.pages - both, first + both, both * size, tokens
         )
 
     def _offset(self, tensor: torch.Tensor) -> int:
@@ -168,9 +169,9 @@ class BlockTables:
         The same object until tables change or a tail has grown a lot: programs are there for tokens to come.
         """
         sequences, planned = self._layer.sequences, self.tables().sequences
-        if any(self._tail(sequence) > plan.tail for sequence, plan in zip(sequences, planned, strict=True)):
+        if any(self._tail(sequence) > plan.residual for sequence, plan in zip(sequences, planned, strict=True)):
             tails = [self._reserved(sequence) for sequence in sequences]
-            planned = [replace(plan, tail=tail) for plan, tail in zip(planned, tails, strict=True)]
+            planned = [replace(plan, residual=tail) for plan, tail in zip(planned, tails, strict=True)]
             self._tables, self._work = replace(self._tables, sequences=planned), {}
         if programs not in self._work:
             self._work[programs] = plan_work(planned, programs).to(self._layer.device)

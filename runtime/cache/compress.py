@@ -7,18 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kvconvert.errors import KvconvertError, NumericError
-from kvconvert.kernels.device import runs_triton
-from kvconvert.kernels.pages import quantize_keys, quantize_values
+from kvconvert.kernels.pages import new_flag, quantize_in_place, raise_if_flagged
 from kvconvert.kernels.select import select_tokens
 from kvconvert.kernels.spans import quantize_span
-from kvconvert.runtime.cache.pool import UNIT, PagePool
 from kvconvert.runtime.cache.sequence import KVSide, Sequence, remove_tokens
 
 if TYPE_CHECKING:
     from kvconvert.runtime.hf.layer import PagedLayer
-
-# Pages quantized in one call: bounds the float32 copies that a long prompt's flush needs.
-FLUSH_PAGES = 32
 
 
 def seal(layer: PagedLayer) -> None:
@@ -112,81 +107,36 @@ def _due(layer: PagedLayer, sequence: Sequence, side: KVSide, held_back: int) ->
 
 
 def _flush_sides(layer: PagedLayer, keys: list[PendingPages], values: list[PendingPages]) -> None:
-    """Move complete pages of all rows to the pools: keys, then values, each in one launch where kernels serve them."""
-    launches = []
+    """Move complete pages of all rows to the pools: keys, then values, all of them or, after an error, none."""
+    f, size, moved = layer.format, layer.page_size, []
+    if layer.flag is None:
+        layer.flag = new_flag(layer.device)
     try:
-        for pool, due in ((layer.key_pool, keys), (layer.value_pool, values)):
-            f = layer.format.keys if pool is layer.key_pool else layer.format.values
+        for pool, due, channels, static in (
+            (layer.key_pool, keys, f.boosted, f.static_keys),
+            (layer.value_pool, values, None, f.static_values),
+        ):
             if not due:
                 continue
-            if runs_triton(layer.device):
-                from kvconvert.kernels.pages.triton.launch import new_flag, why_not
-
-                reason = why_not(due[0].side.buffer, f)
-                if reason is None:
-                    if layer.flag is None:
-                        layer.flag = new_flag(layer.device)
-                    numbers = pool.reserve(sum(part.count for part in due))
-                    launches.append((pool, numbers, due))
-                    _quantize_in_one_launch(layer, pool, numbers, due)
-                    continue
-                layer.fall_back("page quantization", reason)
-            _quantize_by_reference(layer, pool, due)
-        if launches:
-            from kvconvert.kernels.pages.triton.launch import raise_if_flagged
-
-            # Read once for both sides: the host waits here for the device.
+            numbers = pool.reserve(sum(part.count for part in due))
+            moved.append((pool, numbers, due))
+            tokens = [side.tokens(start, start + count * size) for side, start, count in due]
             with _NamedErrors(layer.index, 1):
-                raise_if_flagged(layer.flag, layer.format.keys.heads)
+                quantize_in_place(tokens, pool.views(numbers), layer.flag, channels, static, layer.fall_back)
+        # Read once for both sides: the host waits here for the device.
+        with _NamedErrors(layer.index, 1):
+            raise_if_flagged(layer.flag, f.keys.heads)
     except KvconvertError:
-        for pool, numbers, _ in launches:
+        for pool, numbers, _ in moved:
             pool.release(numbers)
         layer.flag = None
         raise
-    for _, numbers, due in launches:
+    for _, numbers, due in moved:
         for side, _, count in due:
             side.pages += numbers[:count]
             numbers = numbers[count:]
             layer.flushes += count
-        remove_tokens([(side, start, start + count * layer.page_size) for side, start, count in due])
-
-
-def _quantize_by_reference(layer: PagedLayer, pool: PagePool, due: list[PendingPages]) -> None:
-    size = layer.page_size
-    for side, start, count in due:
-        for first in range(0, count, FLUSH_PAGES):
-            pages = side.pages_at(start + first * size, min(FLUSH_PAGES, count - first), size)
-            with _NamedErrors(layer.index, 1):
-                if pool is layer.key_pool:
-                    quantized = quantize_keys(pages, layer.format.keys, layer.format.boosted, layer.format.static_keys)
-                else:
-                    quantized = quantize_values(pages, layer.format.values, layer.format.static_values)
-            side.pages += pool.write(quantized)
-        side.remove([(start, start + count * size)])
-        layer.flushes += count
-
-
-def _quantize_in_one_launch(layer: PagedLayer, pool: PagePool, numbers: list[int], due: list[PendingPages]) -> None:
-    """All rows' pages at once, from their buffers straight into the records of these numbers."""
-    from kvconvert.kernels.pages.triton.launch import quantize_key_pages, quantize_value_pages
-
-    size, base, flag = layer.page_size, due[0].side.buffer, layer.flag
-    records = pool.views(numbers[:1])[0].buffer
-    # Offsets count elements of their base; the pool's count 16 bytes.
-    offsets = [offset * UNIT // records.element_size() for offset in pool.offsets(numbers, records)]
-    table = []
-    for side, start, count in due:
-        buffer = side.buffer
-        origin = (buffer.data_ptr() - base.data_ptr()) // base.element_size() + start * buffer.stride(1)
-        for page in range(count):
-            table.append((origin + page * size * buffer.stride(1), buffer.stride(0), offsets[len(table)], size))
-    places = torch.tensor(table, dtype=torch.int64).to(layer.device, non_blocking=True)
-    format = layer.format
-    if pool is layer.key_pool:
-        more = (format.boosted, format.static_keys)
-        quantize_key_pages(base, base.stride(1), places, format.keys, records, flag, *more)
-    else:
-        quantize_value_pages(base, base.stride(1), places, format.values, records, flag, format.static_values)
+        remove_tokens([(side, start, start + count * size) for side, start, count in due])
 
 
 def _drop_outside_window(layer: PagedLayer, sequence: Sequence) -> None:

@@ -7,11 +7,10 @@ from typing import Literal
 
 import torch
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import RecipeError
-from kvconvert.kernels.decode.reference import LayerFormat
-from kvconvert.kernels.pages import ChannelScales, KeyFormat, ValueFormat
+from kvconvert.kernels.pages import ChannelScales, KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.spans import SpanFormat
+from kvconvert.methods import KVScheme
 
 
 def layer_format(

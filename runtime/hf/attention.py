@@ -11,8 +11,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from kvconvert.errors import CacheError, UnsupportedModelError
-from kvconvert.kernels.decode.reference import DenseRun, LayerFormat, paged_attention
-from kvconvert.kernels.pages import KeyFormat, ValueFormat
+from kvconvert.kernels.decode import ResidualTokens, paged_attention
+from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
 from kvconvert.runtime.hf.handles import KeyHandle, MaskHandle
 from kvconvert.runtime.hf.layer import PagedLayer
 
@@ -138,7 +138,7 @@ def _without_cache(
     visible = visible.expand(batch, 1, length, key.shape[2])
     heads, e = key.shape[1], value.shape[-1]
     no_pages = LayerFormat(KeyFormat(heads, dim, 128, 16, 128), ValueFormat(heads, e, 128, 16, e))
-    runs = [DenseRun(row, key[row], value[row], visible[row]) for row in range(batch)]
+    runs = [ResidualTokens(row, key[row], value[row], visible[row]) for row in range(batch)]
     output = paged_attention(query, [], runs, no_pages, scaling, softcap, sink_logits)
     return output.to(query.dtype).transpose(1, 2).contiguous()
 

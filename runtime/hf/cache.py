@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequence_
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import RecipeError, UnsupportedModelError
-from kvconvert.kernels.select import clamp_ratios, pyramid_ratios
+from kvconvert.methods import KVScheme, spread_ratios
 from kvconvert.models.layer_types import HYBRID_LAYER_TYPES, has_pages, layer_types_of, pages_unsupported
 from kvconvert.runtime.hf.hybrid_layer import HybridLayer
 from kvconvert.runtime.hf.layer import PagedLayer
@@ -212,29 +211,3 @@ def _per_layer(
                 f'"online" (KVScheme.with_online_rotation()).'
             )
     return schemes
-
-
-def spread_ratios(schemes: Sequence_[KVScheme | None]) -> tuple[KVScheme | None, ...]:
-    """Give each layer its own heavy ratio, where the schemes state the mean over layers and how to spread it.
-
-    A pyramid is a formula; calibrated allocations arrive spread already, as layers of allocation "uniform" with ratios
-    of their own. Layers whose heavy and recent shares exceed the prompt pass the excess on to the others.
-
-    Raises:
-        RecipeError: an allocation that needs calibration.
-    """
-    schemes = list(schemes)
-    evicting = [i for i, scheme in enumerate(schemes) if scheme is not None and scheme.evicts]
-    for i in evicting:
-        if schemes[i].allocation not in ("uniform", "pyramid"):
-            raise RecipeError(
-                f"[kv] allocation = {schemes[i].allocation!r} spreads the budget by what calibration measured; use it "
-                "in a recipe and load the bundle, or choose uniform or pyramid."
-            )
-    pyramid = [i for i in evicting if schemes[i].allocation == "pyramid"]
-    if pyramid:
-        first = schemes[pyramid[0]]
-        ratios = pyramid_ratios(first.heavy_ratio, len(pyramid), first.pyramid_depth)
-        for i, ratio in zip(pyramid, clamp_ratios(ratios, first.recent_ratio), strict=True):
-            schemes[i] = replace(schemes[i], heavy_ratio=ratio, allocation="uniform")
-    return tuple(schemes)

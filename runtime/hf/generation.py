@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMode
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import UsageError
+from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.attention import NAME
 from kvconvert.runtime.hf.cache import KVCache
 from kvconvert.runtime.hf.modality import watch_inputs

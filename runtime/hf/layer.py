@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import CacheError
 from kvconvert.kernels.device import fall_back
 from kvconvert.kernels.pages import KeyPages, ValuePages, empty_keys, empty_values
 from kvconvert.kernels.spans import Span
+from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.append import commit
 from kvconvert.runtime.cache.attend import attend
 from kvconvert.runtime.cache.block_tables import BlockTables

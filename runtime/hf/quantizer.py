@@ -20,9 +20,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import Bundle, open_bundle
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import BundleError
 from kvconvert.kernels.linear import QuantizedLinear
+from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.experts import SeparateExperts, merges_experts, place_packed_experts
 from kvconvert.runtime.hf.generation import adopt
 

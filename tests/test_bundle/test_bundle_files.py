@@ -39,7 +39,7 @@ def test_what_was_written_is_read_back(pristine, verify):
     for file in (FIRST, SECOND):
         for name, tensor in load_file(pristine / file).items():
             assert torch.equal(tensor, expected[name])
-    assert set(bundle.plan) == {"layers.0.key_scale", "layers.1.key_scale"}
+    assert set(bundle.plan) == {"layers.0.key_mean_abs", "layers.1.key_mean_abs"}
     assert [scheme.key_bits for scheme in bundle.manifest.schemes()] == [2, 2]
 
 

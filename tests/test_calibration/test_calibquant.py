@@ -17,6 +17,7 @@ from kvconvert.calibration.calibquant import (
 from kvconvert.errors import NumericError
 from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.spans import SpanFormat, shift_extremes
+from kvconvert.methods.calibquant import CalibQuant
 
 GRID = (0.0, 1.0, 2.0, 3.0)
 
@@ -157,7 +158,7 @@ def test_the_pass_keeps_the_whole_table_and_leaves_tau_and_key_range_open():
     for name in ("error", "output_error", "key_clip_ratio"):
         torch.testing.assert_close(result.plan[f"tau_{name}"], getattr(tables, name).float())
     torch.testing.assert_close(result.plan["tau_clip_ratio_error"], tables.clip_ratio_error.float())
-    assert result.plan.keys() == {*CalibQuantPass.plan_tensors}
+    assert result.plan.keys() == {*CalibQuant.plan_tensors}
 
 
 def test_with_tau_given_only_ranges_are_searched_and_the_other_way_round():
@@ -239,7 +240,7 @@ def test_the_pass_searches_visual_tokens_where_the_scheme_says_so():
     assert sampler.sample.visual.tolist() == visual[1:].tolist()  # sequences without images say nothing
     everything = AttentionSampler(2)
     all_tokens = run_passes([everything, CalibQuantPass(everything, GRID)], visual_work(visual, "all"))
-    assert result.plan.keys() == all_tokens.plan.keys() == {*CalibQuantPass.plan_tensors}
+    assert result.plan.keys() == all_tokens.plan.keys() == {*CalibQuant.plan_tensors}
     assert not torch.equal(result.plan["tau_error"], all_tokens.plan["tau_error"])
     plain = AttentionSampler(2)
     assert torch.equal(

@@ -7,9 +7,9 @@ import torch
 from sample_layers import layer_work, run_passes
 
 from kvconvert.calibration.kitty import ChannelStatistics, KittyPass, choose_channels
-from kvconvert.kernels.decode.reference import LayerFormat
-from kvconvert.kernels.pages import KeyFormat, ValueFormat, dequantize_keys, quantize_keys
+from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat, dequantize_keys, quantize_keys
 from kvconvert.kernels.rotate import hadamard_matrix
+from kvconvert.methods.kitty import Kitty
 
 
 def by_hand(queries, keys, page, sinks):
@@ -96,7 +96,7 @@ def test_the_pass_measures_keys_as_the_quantizer_sees_them(select, norm):
     mean_abs, spread, query = by_hand(queries, stored, 16, 2)
     torch.testing.assert_close(result.plan["key_mean_abs"], mean_abs, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(result.plan["key_sensitivity"], query * spread, rtol=1e-4, atol=1e-5)
-    assert result.plan.keys() <= {*KittyPass.plan_tensors}
+    assert result.plan.keys() <= {*Kitty.plan_tensors}
     if select == "dynamic":
         assert "boosted_channels" not in result.plan
         assert work.cache.pages.boosted is None

@@ -16,6 +16,7 @@ from kvconvert.calibration.minikv import (
 )
 from kvconvert.errors import NumericError
 from kvconvert.kernels.select import column_sums_reference, select_tokens
+from kvconvert.methods.minikv import MiniKV
 
 
 def weights_of(sample, sequence, head):
@@ -151,7 +152,7 @@ def test_the_pass_writes_its_measurements():
     torch.testing.assert_close(result.plan["lost_attention"], curves.attention.float())
     torch.testing.assert_close(result.plan["lost_output"], curves.output.float())
     assert result.plan["attention_variance"].item() == pytest.approx(attention_variance(sampler.sample))
-    assert result.plan.keys() == {*MiniKVPass.plan_tensors}
+    assert result.plan.keys() == {*MiniKV.plan_tensors}
 
 
 def test_nan_is_named_with_its_layer():

@@ -11,12 +11,13 @@ from kvconvert.calibration.oscar import (
     KeyStatistics,
     OscarPass,
     fold_value_rotation,
-    simulate_value_cache,
 )
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.calibration.structure import LayerStructure, Projection
+from kvconvert.calibration.value_cache import simulate_value_cache
 from kvconvert.errors import NumericError
 from kvconvert.kernels.rotate import hadamard_matrix
+from kvconvert.methods.oscar import Oscar
 
 
 def structure(heads, kv_heads, head_dim):
@@ -187,7 +188,7 @@ def test_the_pass_declares_what_it_returns_and_names_a_layer_with_nan():
     oscar.solve(work)
     oscar.apply(work)
     result = oscar.result()
-    assert set(result.plan) == set(oscar.plan_tensors)
+    assert set(result.plan) == set(Oscar.plan_tensors)
     assert all(values.shape == (len(STAGES), 2) for values in result.plan.values())
     work.layer.self_attn.k_proj.weight[0, 0] = float("nan")
     oscar = OscarPass(fold_values=False, group_size=32)

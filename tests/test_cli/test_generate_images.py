@@ -10,7 +10,6 @@ from PIL import Image
 from tiny.models import ARCHITECTURES
 from tiny.processors import quick_and_full, write_seeing
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.cli import cli
 from kvconvert.console import Console
 from kvconvert.convert.recipe import Limits
@@ -18,6 +17,7 @@ from kvconvert.data.drawings import draw
 from kvconvert.errors import UsageError
 from kvconvert.fidelity.images import image_figures
 from kvconvert.fidelity.scoring import Decoder
+from kvconvert.methods import KVScheme
 from kvconvert.models.processors import load_processor
 from kvconvert.runtime import KVCache, load
 

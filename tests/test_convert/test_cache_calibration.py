@@ -10,7 +10,6 @@ from tiny.checkpoints import save_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.scheme import PRESETS, KVScheme
 from kvconvert.calibration.calibquant import choose_taus
 from kvconvert.calibration.minikv import allocate
 from kvconvert.convert import workdir
@@ -18,6 +17,7 @@ from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.recipe import KVCalibration, LayerOverride, Recipe, WeightsRecipe, preset_names
 from kvconvert.errors import BundleError, RecipeError, UnsupportedModelError
+from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.runtime import KVCache, load
 
 NO_WEIGHTS = WeightsRecipe(method="none")

@@ -9,12 +9,12 @@ from tiny.models import ARCHITECTURES, GREEDY
 from tiny.processors import write_seeing
 
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.bundle.summary import manifest_text
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.recipe import Recipe, WeightsRecipe
 from kvconvert.errors import CacheError
+from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache, load, watch_inputs
 
 VISUAL = KVScheme.preset("calibquant-2bit-visual")

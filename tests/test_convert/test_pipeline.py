@@ -12,7 +12,6 @@ from tiny.checkpoints import save_checkpoint
 from tiny.models import ARCHITECTURES
 from transformers import AutoModelForCausalLM
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.convert.recipe import Recipe, WeightsRecipe
 from kvconvert.errors import (
     CheckpointError,
@@ -24,6 +23,7 @@ from kvconvert.errors import (
     UsageError,
 )
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
+from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import ADAPTERS, LayerNames
 from kvconvert.models.source import float_dtype, open_source
 
@@ -217,7 +217,7 @@ def test_a_model_with_attention_code_of_its_own_is_refused(tmp_path, text):
         ({"recipe": Recipe()}, RecipeError, r"128 does not divide the 64 inputs of model\.layers\.0.*group_size = 64"),
         ({"seq_len": 4000}, UsageError, "more than the 128 positions"),
         ({"samples": 0}, UsageError, "at least 1"),
-        ({"device": "toaster"}, UsageError, "not a device"),
+        ({"device": "toaster"}, UsageError, "There is no device"),
         ({"samples": 4000}, DataError, "tokens"),
     ],
 )

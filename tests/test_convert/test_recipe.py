@@ -1,8 +1,8 @@
 import pytest
 
-from kvconvert.bundle.scheme import PRESETS
 from kvconvert.convert.recipe import Recipe, preset_names
 from kvconvert.errors import RecipeError
+from kvconvert.methods import PRESETS
 
 
 def load(tmp_path, text):

@@ -144,7 +144,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_can_go_on(tmp_path, model, text
 
     with monkeypatch.context() as patch:
         patch.setattr(workdir, "save_file", full)
-        with pytest.raises(KvconvertError, match=r"The disk is full.*run the same command again"):
+        with pytest.raises(KvconvertError, match=r"The disk is full.*calibrate again with the same arguments"):
             run(model, tmp_path / "work", text)
     run(model, tmp_path / "work", text)
     assert contents(tmp_path / "work") == contents(finished.path)

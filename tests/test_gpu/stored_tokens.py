@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from kvconvert.kernels.decode.plan import Run, SequencePlan, plan_work
-from kvconvert.kernels.decode.reference import LayerFormat, attention_reference
-from kvconvert.kernels.decode.triton.launch import PageTables, Tails, Visibility, decode_attention
+from kvconvert.kernels.decode import PageTables, ResidualWindows, Visibility, attention_reference
+from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
+from kvconvert.kernels.decode.triton.launch import decode_attention
 from kvconvert.kernels.pages import (
+    PAGE_SIZE,
     ChannelScales,
     KeyFormat,
+    LayerFormat,
     ValueFormat,
     dequantize_keys,
     dequantize_values,
@@ -21,12 +23,10 @@ from kvconvert.kernels.pages import (
     quantize_values,
 )
 
-PAGE = 128
-
 
 @dataclass(frozen=True)
 class Case:
-    """One layer and what its sequences hold; pages, half pages and tail tokens of each sequence."""
+    """One layer and what its sequences hold; pages, half_quantized-quantized pages and residual tokens of each sequence."""
 
     heads: int = 2
     group: int = 4
@@ -42,14 +42,14 @@ class Case:
     static: bool = False
     dtype: torch.dtype = torch.float32
     pages: tuple[int, ...] = (3, 0, 1)
-    tail: tuple[int, ...] = (70, 33, 0)
-    half: int = 0
-    half_pages: tuple[int, ...] = (0, 0, 0)
-    sinks: int = 4
+    residual: tuple[int, ...] = (70, 33, 0)
+    half_quantized: int = 0
+    half_quantized_pages: tuple[int, ...] = (0, 0, 0)
+    sink_tokens: int = 4
     queries: int = 1
     masked: bool = False
     softcap: float | None = None
-    attention_sinks: bool = False
+    sink_logits: bool = False
     programs: int = 3
     scaling: float = 0.11
 
@@ -59,7 +59,7 @@ class Case:
 
 
 class Stored:
-    """Pages, half pages and tails of a case, with what they dequantize to."""
+    """Pages, half_quantized-quantized pages and residual windows of a case, with what they dequantize to."""
 
     def __init__(self, case: Case, device: torch.device, seed: int = 0):
         self.case, self.device = case, device
@@ -70,11 +70,11 @@ class Stored:
 
         c = case
         keys = KeyFormat(
-            c.heads, c.key_dim, PAGE, c.key_bits, PAGE if c.static else c.key_group, c.norm, boosted=c.boosted,
+            c.heads, c.key_dim, PAGE_SIZE, c.key_bits, PAGE_SIZE if c.static else c.key_group, c.norm, boosted=c.boosted,
             boost_select=c.boost_select, static=c.static and c.key_bits < 16,
         )  # fmt: skip
         values = ValueFormat(
-            c.heads, c.value_dim, PAGE, c.value_bits, c.value_dim if c.static else c.value_group,
+            c.heads, c.value_dim, PAGE_SIZE, c.value_bits, c.value_dim if c.static else c.value_group,
             static=c.static and c.value_bits < 16,
         )  # fmt: skip
         channels = None
@@ -86,7 +86,8 @@ class Stored:
         if c.static:
             for side, dim in enumerate((c.key_dim, c.value_dim)):
                 scales[side] = ChannelScales(
-                    (random(c.heads, dim).abs() * 0.1 + 0.3).half(), (random(c.heads, dim) * 0.2 - 2).half()
+                    (random(c.heads, dim).abs() * 0.1 + 0.3).half_quantized(),
+                    (random(c.heads, dim) * 0.2 - 2).half_quantized(),
                 )
         self.format = LayerFormat(keys, values, channels, *scales)
         offset = random(1, c.heads, 1, c.key_dim) * 2  # keys have channels far from zero, as in real models
@@ -94,35 +95,39 @@ class Stored:
         key_pages, value_pages = [], []
         self.rows = torch.zeros(len(c.pages), 8, dtype=torch.int64)
         plans, self.buffers = [], []
-        for row, (pages, half, tail) in enumerate(zip(c.pages, c.half_pages, c.tail, strict=True)):
-            k = (random(pages + half, c.heads, PAGE, c.key_dim) + offset).to(c.dtype)
-            v = random(pages + half, c.heads, PAGE, c.value_dim).to(c.dtype)
-            sinks = min(c.sinks, tail)
+        for row, (pages, half_quantized, residual) in enumerate(
+            zip(c.pages, c.half_quantized_pages, c.residual, strict=True)
+        ):
+            k = (random(pages + half_quantized, c.heads, PAGE_SIZE, c.key_dim) + offset).to(c.dtype)
+            v = random(pages + half_quantized, c.heads, PAGE_SIZE, c.value_dim).to(c.dtype)
+            sink_tokens = min(c.sink_tokens, residual)
             tk, tv = (
-                (random(c.heads, tail, c.key_dim) + offset[0]).to(c.dtype),
-                random(c.heads, tail, c.value_dim).to(c.dtype),
+                (random(c.heads, residual, c.key_dim) + offset[0]).to(c.dtype),
+                random(c.heads, residual, c.value_dim).to(c.dtype),
             )
-            key_count = pages + (half if c.half == 1 else 0)
-            value_count = pages + (half if c.half == 2 else 0)
-            plans.append((pages, half, tail, len(key_pages)))
+            key_count = pages + (half_quantized if c.half_quantized == 1 else 0)
+            value_count = pages + (half_quantized if c.half_quantized == 2 else 0)
+            plans.append((pages, half_quantized, residual, len(key_pages)))
             qk, qv = quantize_keys(k, keys, channels, scales[0]), quantize_values(v, values, scales[1])
             dk = dequantize_keys(qk, keys, channels, scales[0]).transpose(2, 3)
             dv = dequantize_values(qv, values, scales[1])
             dk[key_count:], dv[value_count:] = k[key_count:].float(), v[value_count:].float()
-            # Both tables have an entry for every half page; the side in full precision has no page to point to.
-            key_pages += [qk.select(slice(i, i + 1)) if i < key_count else None for i in range(pages + half)]
-            value_pages += [qv.select(slice(i, i + 1)) if i < value_count else None for i in range(pages + half)]
+            # Both tables have an entry for every half-quantized page; the side in full precision has no page to point to.
+            key_pages += [qk.select(slice(i, i + 1)) if i < key_count else None for i in range(pages + half_quantized)]
+            value_pages += [
+                qv.select(slice(i, i + 1)) if i < value_count else None for i in range(pages + half_quantized)
+            ]
             buffers = []
             for side, (paged, tokens, full) in enumerate(((key_count, tk, k), (value_count, tv, v))):
                 rest = full[paged:].transpose(0, 1).reshape(c.heads, -1, full.shape[-1])
-                joined = torch.cat([tokens[:, :sinks], rest, tokens[:, sinks:]], 1)
+                joined = torch.cat([tokens[:, :sink_tokens], rest, tokens[:, sink_tokens:]], 1)
                 capacity = joined.shape[1] + 3 * row + 1
                 buffer = torch.full((c.heads, capacity, full.shape[-1]), float("nan"), dtype=c.dtype)
                 buffer[:, : joined.shape[1]] = joined
                 buffers.append(buffer.to(device))
                 self.rows[row, 5 + side] = rest.shape[1]
             self.buffers.append(buffers)
-            self.rows[row, 4], self.rows[row, 7] = sinks, tail
+            self.rows[row, 4], self.rows[row, 7] = sink_tokens, residual
             flat = [x.transpose(0, 1).reshape(c.heads, -1, x.shape[-1]) for x in (dk, dv)]
             self.sequences.append((torch.cat([flat[0], tk.float()], 1), torch.cat([flat[1], tv.float()], 1)))
         self.base = torch.zeros(8, dtype=c.dtype, device=device)
@@ -133,10 +138,14 @@ class Stored:
         self.key_pool, self.keys = self._pool(key_pages, empty_keys, keys)
         self.value_pool, self.values = self._pool(value_pages, empty_values, values)
         sequences = []
-        for pages, half, tail, first in plans:
-            runs = (Run(first, first + pages, pages * PAGE),) if pages else ()
-            tokens = pages * PAGE
-            sequences.append(SequencePlan(runs, tail, half, first + pages, tokens, tokens + half * PAGE))
+        for pages, half_quantized, residual, first in plans:
+            segments = (Segment(first, first + pages, pages * PAGE_SIZE),) if pages else ()
+            tokens = pages * PAGE_SIZE
+            sequences.append(
+                SequencePlan(
+                    segments, residual, half_quantized, first + pages, tokens, tokens + half_quantized * PAGE_SIZE
+                )
+            )
         self.plan = plan_work(sequences, c.programs)
 
     def _pool(self, pages, empty, f):
@@ -165,7 +174,9 @@ class Stored:
                     self.buffers.append([own])
                     scales.append((own.data_ptr() - base.data_ptr()) // 16)
             shared = torch.tensor([scales], device=self.device)
-        return PageTables(self.key_pool, self.value_pool, self.keys, self.values, self.plan.to(self.device), shared)
+        boosted = None if f.boosted is None else f.boosted.to(self.device, torch.int32)
+        plan = self.plan.to(self.device)
+        return PageTables(self.key_pool, self.value_pool, self.keys, self.values, plan, shared, boosted)
 
 
 def compare(case: Case, device: torch.device, seed: int = 0) -> tuple[float, torch.Tensor]:
@@ -174,24 +185,21 @@ def compare(case: Case, device: torch.device, seed: int = 0) -> tuple[float, tor
     generator = torch.Generator().manual_seed(seed + 1)
     batch, query_heads = len(case.pages), case.heads * case.group
     queries = torch.randn(batch, query_heads, case.queries, case.key_dim, generator=generator).to(case.dtype)
-    sinks = torch.randn(query_heads, generator=generator) if case.attention_sinks else None
+    sink_logits = torch.randn(query_heads, generator=generator) if case.sink_logits else None
     visibility, visible = None, None
     if case.masked:
         most = max(k.shape[1] for k, _ in stored.sequences)
         visible = torch.rand(batch, case.queries, most + 5, generator=generator) > 0.3
         mask = visible.to(device, torch.uint8).contiguous()
         visibility = Visibility(mask, mask.stride(0), 0, mask.stride(1))
-    format = stored.format
-    if format.boosted is not None:
-        format = replace(format, boosted=format.boosted.to(device, torch.int32))
     out = decode_attention(
-        queries.to(device), stored.tables(), Tails(stored.base, stored.rows.to(device)), format, case.scaling,
-        half=case.half, softcap=case.softcap, sink_logits=None if sinks is None else sinks.to(device), visibility=visibility,
+        queries.to(device), stored.tables(), ResidualWindows(stored.base, stored.rows.to(device)), stored.format, case.scaling,
+        half_quantized=case.half_quantized, softcap=case.softcap, sink_logits=None if sink_logits is None else sink_logits.to(device), visibility=visibility,
     )  # fmt: skip
     worst = 0.0
     for row, (keys, values) in enumerate(stored.sequences):
         seen = None if visible is None else visible[row, :, : keys.shape[1]]
-        want = attention_reference(queries[row], keys, values, seen, case.scaling, case.softcap, sinks)
+        want = attention_reference(queries[row], keys, values, seen, case.scaling, case.softcap, sink_logits)
         got = out[row].double().cpu()
         assert got.isfinite().all()
         if keys.shape[1]:

@@ -6,11 +6,10 @@ import pytest
 import torch
 from stored_tokens import Case, compare
 
-from kvconvert.errors import UsageError
-from kvconvert.kernels.decode.plan import Run, SequencePlan, plan_work
-from kvconvert.kernels.decode.reference import LayerFormat, attention_reference
-from kvconvert.kernels.decode.triton.launch import PageTables, Tails, decode_attention, why_not_decode
-from kvconvert.kernels.pages import KeyFormat, ValueFormat
+from kvconvert.kernels.decode import PageTables, ResidualWindows, attention_reference, unsupported
+from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
+from kvconvert.kernels.decode.triton.launch import decode_attention
+from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, span_keys, span_values
 
 # Largest error of an output number relative to the outputs' RMS. Weights are rounded to fp16 before they meet values
@@ -20,13 +19,21 @@ TOLERANCE = {torch.float32: 4e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 SHORT = (
     Case(norm="joint"),
     Case(norm="per_head", key_group=32, value_group=32, group=1, dtype=torch.float16),
-    Case(key_bits=1, value_bits=1, pages=(1, 2), tail=(0, 5), half_pages=(0, 0)),
-    Case(key_bits=4, value_bits=8, key_group=16, value_group=32, pages=(1, 1), tail=(1, 0), half_pages=(0, 0)),
+    Case(key_bits=1, value_bits=1, pages=(1, 2), residual=(0, 5), half_quantized_pages=(0, 0)),
+    Case(
+        key_bits=4,
+        value_bits=8,
+        key_group=16,
+        value_group=32,
+        pages=(1, 1),
+        residual=(1, 0),
+        half_quantized_pages=(0, 0),
+    ),
     Case(boosted=16, norm="none", dtype=torch.bfloat16),
     Case(key_bits=16, value_bits=2, key_dim=64, value_dim=48, value_group=24, group=3),
-    Case(key_bits=2, value_bits=16, half=1, half_pages=(1, 0, 2), dtype=torch.float16),
-    Case(half=2, half_pages=(1, 0, 2), key_dim=80, value_dim=96, value_group=16),
-    Case(queries=3, masked=True, group=2, softcap=5.0, attention_sinks=True),
+    Case(key_bits=2, value_bits=16, half_quantized=1, half_quantized_pages=(1, 0, 2), dtype=torch.float16),
+    Case(half_quantized=2, half_quantized_pages=(1, 0, 2), key_dim=80, value_dim=96, value_group=16),
+    Case(queries=3, masked=True, group=2, softcap=5.0, sink_logits=True),
 )
 WIDE = (
     *(Case(key_bits=bits, value_bits=bits, norm="joint" if bits < 16 else "none") for bits in (1, 2, 4, 8, 16)),
@@ -35,7 +42,10 @@ WIDE = (
     *(Case(key_group=g, value_group=g, key_bits=b, value_bits=b) for g in (16, 32, 64) for b in (1, 2, 4, 8)),
     *(Case(boosted=b, boost_select=s, key_bits=k) for b, s, k in ((5, "dynamic", 2), (32, "calibrated", 4))),
     *(Case(static=True, key_bits=k, value_bits=v) for k, v in ((4, 4), (8, 8), (8, 16), (16, 4))),
-    *(Case(pages=(p,), tail=(t,), half_pages=(0,)) for p, t in ((0, 1), (0, 63), (0, 129), (1, 0), (9, 127))),
+    *(
+        Case(pages=(p,), residual=(t,), half_quantized_pages=(0,))
+        for p, t in ((0, 1), (0, 63), (0, 129), (1, 0), (9, 127))
+    ),
     *(Case(queries=q, masked=True, group=g) for q, g in ((1, 4), (2, 7), (9, 1), (63, 2))),
 )
 
@@ -63,7 +73,7 @@ def test_how_work_is_divided_changes_rounding_only(device):
 @pytest.mark.parametrize(("bits", "tau"), [(1, (0.4, 1.5)), (2, (0.0, 0.0))])
 def test_spans_of_several_prompts_are_shifted_together(bits, tau, device):
     heads, group, dim, scaling = 2, 2, 64, 0.15
-    lengths, tails = ((200, 40), (129,)), (17, 0)
+    lengths, residuals = ((200, 40), (129,)), (17, 0)
     form = SpanFormat(bits, bits)
     generator = torch.Generator().manual_seed(3)
 
@@ -76,8 +86,8 @@ def test_spans_of_several_prompts_are_shifted_together(bits, tau, device):
     base = torch.zeros(8, dtype=torch.int16, device=device)
     keys, values, shared, sequences = [], [], [], []
     each = iter(parts)
-    for row, tail in zip(spans, tails, strict=True):
-        runs, first = [], 0
+    for row, residual in zip(spans, residuals, strict=True):
+        segments, first = [], 0
         for span in row:
             key_codes, key_scale, key_zero_point, value_codes, value_scale, value_zero_point = (
                 next(each) for _ in range(6)
@@ -86,20 +96,20 @@ def test_spans_of_several_prompts_are_shifted_together(bits, tau, device):
             for table, codes in ((keys, key_codes), (values, value_codes)):
                 start, step = codes.data_ptr() - base.data_ptr(), codes[0].numel() * 2
                 table += [(start + i * step) // 16 for i in range(blocks)]
-            runs.append(Run(begin, begin + blocks, span.tokens, len(shared), first))
+            segments.append(Segment(begin, begin + blocks, span.tokens, len(shared), first))
             first += span.tokens
             scales = (key_scale, key_zero_point, value_scale, value_zero_point)
             shared.append([(t.data_ptr() - base.data_ptr()) // 16 for t in scales])
-        sequences.append(SequencePlan(tuple(runs), tail, tail_token=first))
-    buffers = [[random(heads, 24, dim).to(device) for _ in range(2)] for _ in tails]
-    dense = torch.zeros(8, device=device)
-    rows = torch.zeros(len(tails), 8, dtype=torch.int64)
-    for row, tail in enumerate(tails):
+        sequences.append(SequencePlan(tuple(segments), residual, residual_token=first))
+    buffers = [[random(heads, 24, dim).to(device) for _ in range(2)] for _ in residuals]
+    residual_base = torch.zeros(8, device=device)
+    rows = torch.zeros(len(residuals), 8, dtype=torch.int64)
+    for row, residual in enumerate(residuals):
         for side, buffer in enumerate(buffers[row]):
-            rows[row, 2 * side] = (buffer.data_ptr() - dense.data_ptr()) // 32
+            rows[row, 2 * side] = (buffer.data_ptr() - residual_base.data_ptr()) // 32
             rows[row, 2 * side + 1] = buffer.stride(0) // 8
-        rows[row, 7] = tail
-    queries = random(len(tails), heads * group, 1, dim)
+        rows[row, 7] = residual
+    queries = random(len(residuals), heads * group, 1, dim)
     tables = PageTables(
         base, base, torch.tensor([*keys, 0], device=device), torch.tensor([*values, 0], device=device),
         plan_work(sequences, 3).to(device), torch.tensor(shared, device=device),
@@ -109,17 +119,17 @@ def test_spans_of_several_prompts_are_shifted_together(bits, tau, device):
     )
     counter = torch.zeros((), dtype=torch.int64, device=device)
     out = decode_attention(
-        queries.to(device), tables, Tails(dense, rows.to(device)), format, scaling, span=form, tau1=tau[0],
+        queries.to(device), tables, ResidualWindows(residual_base, rows.to(device)), format, scaling, span=form, tau1=tau[0],
         tau2=tau[1], clamped_rows=counter,
     )  # fmt: skip
-    for row, tail in enumerate(tails):
+    for row, residual in enumerate(residuals):
         key = torch.cat([span_keys(s, form) for s in spans[row]], 1).double()
         value = torch.cat([span_values(s, form) for s in spans[row]], 1).double()
         q = queries[row, :, 0].double().unflatten(0, (heads, group))
         scores = shift_extremes(q @ key.transpose(1, 2) * scaling, *tau)
-        tail_keys, tail_values = (b.double().cpu()[:, :tail] for b in buffers[row])
-        scores = torch.cat([scores, q @ tail_keys.transpose(1, 2) * scaling], -1)
-        want = scores.softmax(-1) @ torch.cat([value, tail_values], 1)
+        residual_keys, residual_values = (b.double().cpu()[:, :residual] for b in buffers[row])
+        scores = torch.cat([scores, q @ residual_keys.transpose(1, 2) * scaling], -1)
+        want = scores.softmax(-1) @ torch.cat([value, residual_values], 1)
         torch.testing.assert_close(
             out[row, :, 0].double().cpu().unflatten(0, (heads, group)), want, atol=4e-3, rtol=4e-3
         )
@@ -127,9 +137,12 @@ def test_spans_of_several_prompts_are_shifted_together(bits, tau, device):
 
 
 def test_no_token_at_all_gives_zeros(device):
-    case = Case(pages=(0, 0), tail=(0, 3), half_pages=(0, 0))
+    case = Case(pages=(0, 0), residual=(0, 3), half_quantized_pages=(0, 0))
     _, out = compare(case, device)
     assert not out[0].any()
+
+
+USUAL = KeyFormat(2, 64, 128, 2, 128)
 
 
 @pytest.mark.parametrize(
@@ -141,10 +154,11 @@ def test_no_token_at_all_gives_zeros(device):
 )
 def test_what_it_cannot_do_is_named(keys, reason, device):
     format = LayerFormat(keys, ValueFormat(2, 64, 128, 2, 64))
-    assert reason in why_not_decode(format, None, torch.float16, 8)
-    queries = torch.zeros(1, 8, 1, keys.head_dim, device=device)
-    with pytest.raises(UsageError, match=reason):
-        decode_attention(queries, None, None, format, 1.0)
+    queries = torch.zeros(1, 8, 1, keys.head_dim, device=device, dtype=torch.float16)
+    assert reason in unsupported(queries, format, torch.float16)
+    assert "queries are torch.float16" in unsupported(queries, replace(format, keys=USUAL), torch.bfloat16)
+    assert unsupported(queries, replace(format, keys=USUAL), torch.float16) is None
+    assert "no kernels for meta" in unsupported(queries.to("meta"), format, torch.float16)
 
 
 def test_the_reference_itself_is_softmax_attention():

@@ -4,10 +4,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import NumericError
 from kvconvert.kernels import device as dispatch
+from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
+from kvconvert.runtime.cache import compress
 from kvconvert.runtime.hf.handles import Chunk
 
 CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
@@ -72,11 +73,9 @@ def test_what_cannot_be_stored_is_named_and_leaves_the_batch_as_it_was(device):
 
 
 def test_the_host_waits_for_the_device_once_per_flush(device, monkeypatch):
-    from kvconvert.kernels.pages.triton import launch as quantize
-
     waits = []
-    read = quantize.raise_if_flagged
-    monkeypatch.setattr(quantize, "raise_if_flagged", lambda *given: waits.append(1) or read(*given))
+    read = compress.raise_if_flagged
+    monkeypatch.setattr(compress, "raise_if_flagged", lambda *given: waits.append(1) or read(*given))
     layer = fed(ONE_BIT, device, [127, 1, 127, 1]).layers[0]
     assert layer.flushes == 2 * 2 * 3
     assert len(waits) == 2

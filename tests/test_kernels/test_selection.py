@@ -1,19 +1,10 @@
-"""Column sums, selection of prompt tokens and budgets, against small independent oracles."""
-
-from itertools import pairwise
+"""Column sums and selection of prompt tokens, against small independent oracles."""
 
 import pytest
 import torch
 
 from kvconvert.kernels import select as selection
-from kvconvert.kernels.select import (
-    clamp_ratios,
-    column_sums,
-    column_sums_reference,
-    proportional_ratios,
-    pyramid_ratios,
-    select_tokens,
-)
+from kvconvert.kernels.select import column_sums, column_sums_reference, select_tokens
 
 
 def by_loops(queries, keys, visible, scaling):
@@ -72,34 +63,3 @@ def test_blocks_give_the_same_sums(monkeypatch, block, length, tokens, extras):
 def test_selection_keeps_sinks_the_heaviest_and_the_newest_in_order(heavy, recent, sinks, expected):
     scores = torch.tensor([[0.0, 5, 1, 7, 1, 2], [4.0, 1, 4, 1, 1, 9]])
     assert select_tokens(scores, heavy, recent, sinks).tolist() == expected
-
-
-def test_pyramids_follow_the_papers_formula_and_keep_the_mean():
-    ratios = pyramid_ratios(0.25, 7, 7)
-    assert ratios[0] == pytest.approx(0.5 - 0.25 / 7)
-    assert ratios[-1] == pytest.approx(0.25 / 7)
-    steps = [a - b for a, b in pairwise(ratios)]
-    assert steps == pytest.approx([steps[0]] * 6)
-    assert sum(ratios) / 7 == pytest.approx(0.25)
-    assert pyramid_ratios(0.3, 1, 7) == [0.3]
-
-
-@pytest.mark.parametrize(
-    ("ratios", "recent", "expected"),
-    [
-        ([0.9, 0.3, 0.1], 0.5, [0.5, 0.5, 0.3]),  # 0.4 too much: 0.3 and 0.1 share it 3 to 1, the first is full again
-        ([0.2, 0.2], 0.5, [0.2, 0.2]),
-        ([0.9, 0.9], 0.5, [0.5, 0.5]),  # all saturated: everything is kept
-        ([1.0, 0.0], 0.5, [0.5, 0.5]),
-        ([0.4], 1.0, [0.0]),
-    ],
-)
-def test_excess_goes_to_the_layers_that_have_room_in_proportion(ratios, recent, expected):
-    got = clamp_ratios(ratios, recent)
-    assert got == pytest.approx(expected)
-    assert sum(got) == pytest.approx(min(sum(ratios), (1 - recent) * len(ratios)))
-
-
-def test_proportional_ratios_have_the_nominal_mean():
-    assert proportional_ratios(0.2, [1.0, 3.0]) == pytest.approx([0.1, 0.3])
-    assert proportional_ratios(0.2, [0.0, 0.0]) == [0.2, 0.2]

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from kvconvert.bundle.scheme import KVScheme
+from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 
 STEPS = 8

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 )
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from kvconvert.bundle.scheme import KVScheme
+from kvconvert.methods import KVScheme
 
 PAGE = 128
 NAME = "matrix_reference"

@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicCache
 from weight_cells import convert
 
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.scheme import KVScheme
+from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import find_adapter
 from kvconvert.runtime import load
 

@@ -10,8 +10,8 @@ from models_page import RESULTS
 from tiny.models import ARCHITECTURES
 from weight_cells import CACHE_ONLY, convert, weight_cell
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import UnsupportedModelError
+from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import ADAPTERS, find_adapter, require_adapter
 from kvconvert.runtime import KVCache, load
 

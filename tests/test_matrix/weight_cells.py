@@ -21,12 +21,12 @@ from transformers.cache_utils import DynamicCache
 
 from kvconvert.bundle.manifest import Manifest, ModuleCoverage
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.calibration import awq
 from kvconvert.convert import pipeline
 from kvconvert.convert.export import export
 from kvconvert.convert.recipe import Recipe
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
+from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import require_adapter
 from kvconvert.models.experts import separate_experts
 from kvconvert.runtime import load

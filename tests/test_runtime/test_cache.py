@@ -7,8 +7,8 @@ import torch
 from tiny.models import GREEDY, random_ids, tiny_model
 from transformers import DeepseekV3Config, LlamaConfig
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import CacheError, NumericError, RecipeError, UnsupportedModelError
+from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.hf.handles import Chunk
 

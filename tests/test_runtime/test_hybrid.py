@@ -5,8 +5,8 @@ import torch
 from tiny.models import ARCHITECTURES, GREEDY, random_ids
 from transformers.cache_utils import DynamicCache
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import CacheError, UnsupportedModelError
+from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.hf.hybrid_layer import HybridLayer
 

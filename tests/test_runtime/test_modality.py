@@ -10,8 +10,8 @@ from tiny.media import AUDIO, IMAGE, VIDEO
 from tiny.models import ARCHITECTURES, GREEDY, random_ids
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError
+from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache, watch_inputs
 
 SPAN = KVScheme(key_granularity="span", value_granularity="span")

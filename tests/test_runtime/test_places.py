@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from kvconvert.bundle.scheme import KVScheme
-from kvconvert.kernels.decode.reference import attention_reference
+from kvconvert.kernels.decode import attention_reference
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, empty_keys, empty_values
 from kvconvert.kernels.spans import Span, span_keys, span_values
+from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.hf.handles import Chunk
 from kvconvert.runtime.hf.modality import ModalityMask
@@ -70,9 +70,9 @@ def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     tables, dense = layer.places.tables(), layer.places.dense()
     plan = tables.sequences[row]
     key_address, key_stride, value_address, value_stride, sinks, *skips, tail = dense.rows[row].tolist()
-    spans = [run for run in plan.runs if layer.span_format]
-    pages = [entry for run in plan.runs if run not in spans for entry in range(run.begin, run.end)]
-    half = list(range(plan.half_begin, plan.half_begin + plan.half))
+    spans = [run for run in plan.segments if layer.span_format]
+    pages = [entry for run in plan.segments if run not in spans for entry in range(run.begin, run.end)]
+    half = list(range(plan.half_quantized_begin, plan.half_quantized_begin + plan.half_quantized))
     sides, tails = [], []
     for offsets, address, stride, skip, empty, f in (
         (tables.keys.tolist(), key_address, key_stride, skips[0], empty_keys, layer.format.keys),
@@ -89,7 +89,7 @@ def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
             parts += [page(tables, offsets[entry], empty, f, layer.dtype) for entry in half]
         sides.append(parts)
         tails.append(torch.cat([buffer[:, :sinks], buffer[:, sinks + skip : skip + tail]], 1))
-    assert (plan.half_token, plan.tail_token) == (
+    assert (plan.half_quantized_token, plan.residual_token) == (
         128 * len(pages), 128 * (len(pages) + len(half)) + sum(run.tokens for run in spans)
     )  # fmt: skip
     for run in spans:
@@ -133,8 +133,8 @@ def test_following_the_tables_gives_what_attention_gives(name, mask_function):
         if tokens < 10:
             check(layer, queries, output, chunk)
             plans = layer.places.tables().sequences
-            kinds |= {("pages", "spans")[bool(layer.span_format)] for plan in plans if plan.runs}
-            kinds |= {"half" for plan in plans if plan.half}
+            kinds |= {("pages", "spans")[bool(layer.span_format)] for plan in plans if plan.segments}
+            kinds |= {"half" for plan in plans if plan.half_quantized}
         layer.end_forward()
     expected = {"spans"} if "spans" in name else {"pages", "half"} if "longer" in name else {"pages"}
     assert kinds == expected
@@ -162,8 +162,8 @@ def test_tables_stay_the_same_object_until_a_page_is_written_or_rows_move():
     assert changes == 3
     layer.reorder_cache(torch.tensor([2, 0, 0]))
     assert layer.places.tables() is not before
-    pages = [plan.runs[0].tokens for plan in before.sequences]
-    assert [plan.runs[0].tokens for plan in layer.places.tables().sequences] == [pages[row] for row in (2, 0, 0)]
+    pages = [plan.segments[0].tokens for plan in before.sequences]
+    assert [plan.segments[0].tokens for plan in layer.places.tables().sequences] == [pages[row] for row in (2, 0, 0)]
 
 
 def test_work_is_divided_anew_only_when_tables_change_or_tails_have_grown_a_lot():

@@ -9,8 +9,8 @@ import torch
 from tiny.models import GREEDY, random_ids, tiny_model
 from transformers.cache_utils import DynamicCache
 
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.errors import CacheError
+from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 
 UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)

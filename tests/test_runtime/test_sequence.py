@@ -6,10 +6,9 @@ import pytest
 import torch
 from tiny.models import GREEDY, random_ids, tiny_model
 
-from kvconvert.bundle.scheme import KVScheme
-from kvconvert.kernels import device
+from kvconvert.kernels import decode, device
+from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
-from kvconvert.runtime.cache import attend as reading
 from kvconvert.runtime.cache.append import make_room
 from kvconvert.runtime.cache.sequence import GPU_STEP, KVSide, remove_tokens
 from kvconvert.runtime.hf.handles import Chunk
@@ -116,12 +115,11 @@ def test_rows_get_room_for_their_real_tokens_only_and_count_them_at_once():
 
 def test_calls_that_a_kernel_was_meant_to_serve_are_counted_and_named_once(monkeypatch, caplog):
     model, ids = tiny_model("llama", "kvconvert"), random_ids(1, 20)
-    decode = pytest.importorskip("kvconvert.kernels.decode.triton.launch")
     plain = KVCache(model.config, SCHEME)
     model.generate(ids, past_key_values=plain, max_new_tokens=5, **GREEDY)
     assert plain.stats().fallbacks == 0
-    monkeypatch.setattr(reading, "runs_triton", lambda where: True)
-    monkeypatch.setattr(decode, "why_not_decode", lambda *layer: "this test says so")
+    monkeypatch.setattr(decode, "runs_triton", lambda where: True)
+    monkeypatch.setattr(decode, "unsupported", lambda *layer: "this test says so")
     monkeypatch.setattr(device, "fallbacks", type(device.fallbacks)())
     cache = KVCache(model.config, SCHEME)
     with caplog.at_level(logging.WARNING, "kvconvert"):

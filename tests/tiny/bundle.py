@@ -23,10 +23,10 @@ from kvconvert.bundle.manifest import (
     sealed,
 )
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.scheme import KVScheme
 from kvconvert.bundle.tensorfile import tensor_info, write_tensors
 from kvconvert.bundle.writer import describe_files, write_json, write_manifest, write_weights
 from kvconvert.errors import BundleError
+from kvconvert.methods import KVScheme
 
 HIDDEN, INTERMEDIATE, GROUP = 32, 64, 16
 SHAPES = {"q_proj": (HIDDEN, HIDDEN), "down_proj": (INTERMEDIATE, HIDDEN)}
@@ -95,7 +95,7 @@ def write_tiny_bundle(directory: Path, max_shard_bytes: int = 4000) -> Manifest:
     """Fill `directory` with a valid bundle; 4,000 bytes a shard makes two shards."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = tiny_tensors()
-    plan = {f"layers.{layer}.key_scale": torch.ones(2, 16) for layer in range(2)}
+    plan = {f"layers.{layer}.key_mean_abs": torch.ones(2, 16) for layer in range(2)}
     manifest = tiny_manifest(tensors, plan)
     infos = {name: tensor_info(tensor) for name, tensor in tensors.items()}
     files = write_weights(directory, infos, tensors.__getitem__, max_shard_bytes)

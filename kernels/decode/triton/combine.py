@@ -26,7 +26,7 @@ def combine_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINK_LOGITS: tl.constexpr,
     HEADS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -56,9 +56,9 @@ def combine_kernel(
         place = (((start + slot) * blocks + block) * HEADS + head).to(tl.int64) * ROWS + r
         highest = tl.maximum(highest, tl.load(stats + place * 2, mask=known, other=LOWEST))
     maximum = tl.max(highest, 0)
-    if SINKS:
-        sink = tl.load(sink_logits + query_head).to(tl.float32) * LOG2_E
-        maximum = tl.maximum(maximum, sink)
+    if SINK_LOGITS:
+        sink_logit = tl.load(sink_logits + query_head).to(tl.float32) * LOG2_E
+        maximum = tl.maximum(maximum, sink_logit)
 
     total = tl.zeros([BLOCK_SLOTS, BLOCK_DIM], tl.float32)
     weight = tl.zeros([BLOCK_SLOTS], tl.float32)
@@ -78,8 +78,8 @@ def combine_kernel(
         weight += own * factor
         total += values * factor[:, None]
     all_weight = tl.sum(weight, 0)
-    if SINKS:
-        all_weight += tl.exp2(sink - maximum)
+    if SINK_LOGITS:
+        all_weight += tl.exp2(sink_logit - maximum)
     result = tl.sum(total, 0) / tl.where(all_weight > 0, all_weight, 1.0)
     where = out + row.to(tl.int64) * out_row + query_head * out_head + token * out_token + channel
     tl.store(where, result.to(out.dtype.element_ty), mask=channel < VALUE_DIM)

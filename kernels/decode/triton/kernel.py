@@ -1,9 +1,10 @@
-"""The fused split-KV decode kernel: quantized pages or spans, half pages and full-precision tokens in one launch.
+"""The fused split-KV decode kernel: quantized pages or spans, half-quantized pages and full-precision tokens in one
+launch.
 
 One program of one warp serves one KV head of one work item (see `kernels/decode/plan.py`) for all query heads that
 read it, so that nothing is repeated per query head. Codes are the M operand of the matrix products and queries the N
 operand, which is padded to eight columns anyway. Key scales go into the query and value scales into the probabilities,
-group by group; zero_points become one product per group. Sums of probabilities stay spread over the warp until the end.
+group by group; zero points become one product per group. Sums of probabilities stay spread over the warp until the end.
 
 Scores are kept times log2(e), so that exponentials are powers of two.
 """
@@ -23,23 +24,23 @@ from kvconvert.kernels.decode.triton.queries import (
 )
 from kvconvert.kernels.decode.triton.scores import (
     capped,
-    dense_finish,
     extremes_reduced,
     finish_scores,
     hide,
     product_factor,
+    residual_finish,
     softmax_step,
 )
 from kvconvert.kernels.decode.triton.shape import block_of, key_lanes, query_columns, query_rows
 from kvconvert.kernels.decode.triton.sums import add_values, no_values, store_page_values, store_partial, store_stats
 from kvconvert.kernels.decode.triton.tiles import (
     PAGE,
-    add_dense_page,
-    add_dense_values,
-    dense_scores,
+    add_residual_page,
+    add_residual_values,
     in_token_order,
     page_scores,
     page_tokens,
+    residual_scores,
 )
 
 # Stands for minus infinity among maxima; differences of two of them are 0 instead of NaN.
@@ -53,7 +54,7 @@ CHUNKS = tl.constexpr(4)
 
 
 @triton.jit
-def page_parts(key_base, shared, key_unit, segment, head, F: tl.constexpr):
+def page_parts(key_base, shared, key_unit, scale_row, head, F: tl.constexpr):
     """Pointers to a key page's head part, norms, scales and zero_points."""
     record = key_base + key_unit * 8
     page = record + head * F.key_head
@@ -61,8 +62,8 @@ def page_parts(key_base, shared, key_unit, segment, head, F: tl.constexpr):
     if F.key_groups > 0:
         return page, norms, page + F.key_scale, page + F.key_zero_point
     else:
-        scales = key_base + tl.load(shared + segment * 4) * 8 + head * F.key_dim
-        zero_points = key_base + tl.load(shared + segment * 4 + 1) * 8 + head * F.key_dim
+        scales = key_base + tl.load(shared + scale_row * 4) * 8 + head * F.key_dim
+        zero_points = key_base + tl.load(shared + scale_row * 4 + 1) * 8 + head * F.key_dim
         return page, norms, scales, zero_points
 
 
@@ -71,7 +72,7 @@ def key_products(
     key_base,
     unit,
     shared,
-    segment,
+    scale_row,
     head,
     operands,
     page_query,
@@ -84,15 +85,16 @@ def key_products(
     if F.key_bits == 16:
         token = tl.arange(0, PAGE)
         page = (key_base + unit * 8).to(tl.pointer_type(DTYPE)) + head * PAGE * F.key_dim
-        return dense_scores(page, F.key_dim, token, token < PAGE, page_query, F)
+        return residual_scores(page, F.key_dim, token, token < PAGE, page_query, F)
     else:
-        page, norms, scales, zero_points = page_parts(key_base, shared, unit, segment, head, F)
+        page, norms, scales, zero_points = page_parts(key_base, shared, unit, scale_row, head, F)
         return page_scores(page, norms, scales, zero_points, operands, boost, boost_channel, F)
 
 
 @triton.jit
 def buffer_token(token, sink_tokens, skip):
-    """Index in a full-precision buffer of a token of the tail: behind the sink_tokens, `skip` tokens are not part of it."""
+    """Index in a full-precision buffer of a token of the residual window: behind the sink tokens, `skip` tokens are not
+    part of it."""
     return tl.where(token < sink_tokens, token, token + skip)
 
 
@@ -119,7 +121,7 @@ def extremes_kernel(
     head = tl.program_id(1)
     block = tl.program_id(2)
     item = items + tl.program_id(0) * ITEM
-    segment = tl.load(item + 10)
+    scale_row = tl.load(item + 10)
     limit = tl.load(item + 11)
     first = column_queries(tl.load(item), head, block, query_row, query_head, query_token, count, F)
     largest = largest_power(queries, first, F)
@@ -132,7 +134,9 @@ def extremes_kernel(
     for page in tl.range(begin, tl.load(item + 2), num_stages=STAGES):
         key_unit = key_next
         key_next = tl.load(key_table + page + 1)
-        x = key_products(key_base, key_unit, shared, segment, head, operands, first, operands[0], first, F, tl.float16)
+        x = key_products(
+            key_base, key_unit, shared, scale_row, head, operands, first, operands[0], first, F, tl.float16
+        )
         x = x * factor[None, :, None]
         if F.softcap:
             x = capped(x, softcap)
@@ -156,7 +160,7 @@ def decode_kernel(
     value_table,
     items,
     rows,
-    dense,
+    residual,
     shared,
     boosted,
     mask,
@@ -182,7 +186,7 @@ def decode_kernel(
     if DEPENDENT:
         # The merge may be set up as soon as every program has begun; it waits for all their results.
         tl.extra.cuda.gdc_launch_dependents()
-    DTYPE: tl.constexpr = dense.dtype.element_ty
+    DTYPE: tl.constexpr = residual.dtype.element_ty
     KEY_LANES: tl.constexpr = key_lanes(F)
     R: tl.constexpr = query_rows(F)
     head = tl.program_id(1)
@@ -191,46 +195,46 @@ def decode_kernel(
     item = items + tl.program_id(0) * ITEM
     row = tl.load(item)
     slot = tl.load(item + 7) * tl.num_programs(2) + block
-    segment = tl.load(item + 10)
+    scale_row = tl.load(item + 10)
     first = column_queries(row, head, block, query_row, query_head, query_token, count, F)
     mask_here = mask + row.to(tl.int64) * mask_row + head * mask_head + block * F.queries * mask_query
     described = rows + row * ROW
 
-    # The tail comes first: nothing that it needs has to stay in registers while pages are read.
+    # The residual window comes first: nothing that it needs has to stay in registers while pages are read.
     begin = tl.load(item + 5)
     if begin < tl.load(item + 6):
         # The plan's last end is open.
         stop = tl.minimum(tl.load(item + 6), tl.load(described + 7).to(tl.int32))
-        dense_mask = mask_here + tl.load(item + 14)
+        residual_mask = mask_here + tl.load(item + 14)
         sink_tokens = tl.load(described + 4)
-        keys = dense + (tl.load(described) + head * tl.load(described + 1)) * 8
-        values = dense + (tl.load(described + 2) + head * tl.load(described + 3)) * 8
+        keys = residual + (tl.load(described) + head * tl.load(described + 1)) * 8
+        values = residual + (tl.load(described + 2) + head * tl.load(described + 3)) * 8
         key_skip = tl.load(described + 5)
         value_skip = tl.load(described + 6)
-        dense_slot = tl.load(item + 9) * tl.num_programs(2) + block
+        residual_slot = tl.load(item + 9) * tl.num_programs(2) + block
         maximum = tl.full([R], LOWEST, tl.float32)
         weight = tl.zeros([R], tl.float32)
         total = tl.zeros([block_of(F.value_dim), R * query_columns(F)], tl.float32)
-        dense_factor = product_factor(tl.full([R], 1.0, tl.float32), scaling, F)
-        dense_query = plain_queries(queries, first, F, DTYPE)
+        residual_factor = product_factor(tl.full([R], 1.0, tl.float32), scaling, F)
+        residual_query = plain_queries(queries, first, F, DTYPE)
         for start in tl.range(begin, stop, F.tile, num_stages=STAGES):
             token = start + tl.arange(0, F.tile)
             known = token < stop
-            x = dense_scores(keys, F.key_dim, buffer_token(token, sink_tokens, key_skip), known, dense_query, F)
+            x = residual_scores(keys, F.key_dim, buffer_token(token, sink_tokens, key_skip), known, residual_query, F)
             # Full-precision tokens are no part of a span, so that nothing shifts their scores.
-            x = dense_finish(x, dense_factor, softcap, F)
+            x = residual_finish(x, residual_factor, softcap, F)
             x = tl.where(known[:, None, None], x, float("-inf"))
             if F.masked:
-                x = hide(x, token[:, None], stop, dense_mask, mask_query, F)
+                x = hide(x, token[:, None], stop, residual_mask, mask_query, F)
             p, maximum, alpha = softmax_step(x, maximum, F)
             p = tl.reshape(p, [F.tile, R])
             weight = weight * alpha + tl.sum(p, 0)
-            total = add_dense_values(
+            total = add_residual_values(
                 values, F.value_dim, buffer_token(token, sink_tokens, value_skip), known, p, alpha, total, F
             )
-        store_stats(stats, dense_slot, head, heads, maximum, weight, F)
+        store_stats(stats, residual_slot, head, heads, maximum, weight, F)
         value_channel = tl.arange(0, block_of(F.value_dim))
-        store_partial(out, dense_slot, head, heads, value_channel, value_channel < F.value_dim, total, F)
+        store_partial(out, residual_slot, head, heads, value_channel, value_channel < F.value_dim, total, F)
 
     largest = largest_power(queries, first, F)
     one = tl.full([R], 1.0, tl.float32)
@@ -250,55 +254,79 @@ def decode_kernel(
             real = tl.arange(0, R) < F.group * F.queries
             tl.atomic_add(clamped_rows, tl.sum((flat & real).to(tl.int64), 0))
 
-    if F.half > 0:
+    if F.half_quantized > 0:
         if tl.load(item + 3) < tl.load(item + 4):
-            # Pages whose other side is still in the buffer, behind the sink_tokens.
+            # Pages whose other side is still in the buffer, behind the sink tokens.
             begin = tl.load(item + 3)
-            half_mask = mask_here + tl.load(item + 13)
+            half_quantized_mask = mask_here + tl.load(item + 13)
             table_begin = tl.load(item + 15)
             sink_tokens = tl.load(described + 4)
-            half_slot = tl.load(item + 8) * tl.num_programs(2) + block
+            half_quantized_slot = tl.load(item + 8) * tl.num_programs(2) + block
             in_page = tl.arange(0, PAGE)
             maximum = tl.full([R], LOWEST, tl.float32)
-            if F.half == 1:
+            if F.half_quantized == 1:
                 weight = tl.zeros([KEY_LANES, R], tl.float32)
                 total = tl.zeros([block_of(F.value_dim), R * query_columns(F)], tl.float32)
-                values = dense + (tl.load(described + 2) + head * tl.load(described + 3)) * 8
+                values = residual + (tl.load(described + 2) + head * tl.load(described + 3)) * 8
                 for page in tl.range(begin, tl.load(item + 4), num_stages=STAGES):
                     key_unit = tl.load(key_table + table_begin + page)
                     boost, boost_channel = boosted_queries(
                         queries, key_base, key_unit, boosted, head, first, largest, F
                     )
                     x = key_products(
-                        key_base, key_unit, shared, segment, head, operands, page_query, boost, boost_channel, F, DTYPE
+                        key_base,
+                        key_unit,
+                        shared,
+                        scale_row,
+                        head,
+                        operands,
+                        page_query,
+                        boost,
+                        boost_channel,
+                        F,
+                        DTYPE,
                     )
                     x = finish_scores(x, factor, softcap, slope, shift, F)
-                    x = hide(x, (page - begin) * PAGE + page_tokens(KEY_LANES), 1 << 30, half_mask, mask_query, F)
+                    x = hide(
+                        x, (page - begin) * PAGE + page_tokens(KEY_LANES), 1 << 30, half_quantized_mask, mask_query, F
+                    )
                     p, maximum, alpha = softmax_step(x, maximum, F)
                     weight = weight * alpha[None, :] + tl.sum(p, 2)
                     token = sink_tokens + page * PAGE
-                    total = add_dense_page(values, F.value_dim, token, in_token_order(p), alpha, total, F)
-                store_stats(stats, half_slot, head, heads, maximum, tl.sum(weight, 0), F)
+                    total = add_residual_page(values, F.value_dim, token, in_token_order(p), alpha, total, F)
+                store_stats(stats, half_quantized_slot, head, heads, maximum, tl.sum(weight, 0), F)
                 value_channel = tl.arange(0, block_of(F.value_dim))
-                store_partial(out, half_slot, head, heads, value_channel, value_channel < F.value_dim, total, F)
+                store_partial(
+                    out, half_quantized_slot, head, heads, value_channel, value_channel < F.value_dim, total, F
+                )
             else:
                 weight = tl.zeros([PAGE, R], tl.float32)
                 totals, offsets = no_values(PAGE, F)
-                keys = dense + (tl.load(described) + head * tl.load(described + 1)) * 8
-                half_query = plain_queries(queries, first, F, DTYPE)
+                keys = residual + (tl.load(described) + head * tl.load(described + 1)) * 8
+                half_quantized_query = plain_queries(queries, first, F, DTYPE)
                 for page in tl.range(begin, tl.load(item + 4), num_stages=STAGES):
                     token = sink_tokens + page * PAGE + in_page
-                    x = dense_scores(keys, F.key_dim, token, in_page < PAGE, half_query, F)
+                    x = residual_scores(keys, F.key_dim, token, in_page < PAGE, half_quantized_query, F)
                     x = finish_scores(x, product_factor(one, scaling, F), softcap, slope, shift, F)
-                    x = hide(x, (page - begin) * PAGE + in_page[:, None], 1 << 30, half_mask, mask_query, F)
+                    x = hide(x, (page - begin) * PAGE + in_page[:, None], 1 << 30, half_quantized_mask, mask_query, F)
                     p, maximum, alpha = softmax_step(x, maximum, F)
                     weight = weight * alpha[None, :] + tl.sum(p, 2)
                     value_unit = tl.load(value_table + table_begin + page)
                     totals, offsets = add_values(value_base, value_unit, head, p, alpha, totals, offsets, F, DTYPE)
                 total_weight = tl.sum(weight, 0)
-                store_stats(stats, half_slot, head, heads, maximum, total_weight, F)
+                store_stats(stats, half_quantized_slot, head, heads, maximum, total_weight, F)
                 store_page_values(
-                    out, half_slot, head, heads, totals, offsets, total_weight, value_base, shared, segment, F
+                    out,
+                    half_quantized_slot,
+                    head,
+                    heads,
+                    totals,
+                    offsets,
+                    total_weight,
+                    value_base,
+                    shared,
+                    scale_row,
+                    F,
                 )
 
     if tl.load(item + 1) < tl.load(item + 2):
@@ -315,7 +343,7 @@ def decode_kernel(
                 token = chunk % CHUNKS * CHUNK + in_chunk
                 keys = (key_base + tl.load(key_table + chunk // CHUNKS) * 8).to(tl.pointer_type(DTYPE))
                 values = (value_base + tl.load(value_table + chunk // CHUNKS) * 8).to(tl.pointer_type(DTYPE))
-                x = dense_scores(keys + head * PAGE * F.key_dim, F.key_dim, token, known, page_query, F)
+                x = residual_scores(keys + head * PAGE * F.key_dim, F.key_dim, token, known, page_query, F)
                 x = finish_scores(x, factor, softcap, slope, shift, F)
                 number = (chunk - begin * CHUNKS) * CHUNK + in_chunk
                 x = hide(x, number[:, None], limit, page_mask, mask_query, F)
@@ -323,7 +351,7 @@ def decode_kernel(
                 p = tl.reshape(p, [CHUNK, R])
                 weight = weight * alpha + tl.sum(p, 0)
                 values += head * PAGE * F.value_dim
-                total = add_dense_values(values, F.value_dim, token, known, p, alpha, total, F)
+                total = add_residual_values(values, F.value_dim, token, known, p, alpha, total, F)
             store_stats(stats, slot, head, heads, maximum, weight, F)
             value_channel = tl.arange(0, block_of(F.value_dim))
             store_partial(out, slot, head, heads, value_channel, value_channel < F.value_dim, total, F)
@@ -340,7 +368,7 @@ def decode_kernel(
                 value_next = tl.load(value_table + page + 1)
                 boost, boost_channel = boosted_queries(queries, key_base, key_unit, boosted, head, first, largest, F)
                 x = key_products(
-                    key_base, key_unit, shared, segment, head, operands, page_query, boost, boost_channel, F, DTYPE
+                    key_base, key_unit, shared, scale_row, head, operands, page_query, boost, boost_channel, F, DTYPE
                 )
                 x = finish_scores(x, factor, softcap, slope, shift, F)
                 token = (page - begin) * PAGE + page_tokens(KEY_LANES)
@@ -350,4 +378,4 @@ def decode_kernel(
                 totals, offsets = add_values(value_base, value_unit, head, p, alpha, totals, offsets, F, DTYPE)
             total_weight = tl.sum(weight, 0)
             store_stats(stats, slot, head, heads, maximum, total_weight, F)
-            store_page_values(out, slot, head, heads, totals, offsets, total_weight, value_base, shared, segment, F)
+            store_page_values(out, slot, head, heads, totals, offsets, total_weight, value_base, shared, scale_row, F)

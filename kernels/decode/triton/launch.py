@@ -1,97 +1,25 @@
-"""Decode attention on a GPU: what the kernels support, how they are specialised, and their launch."""
+"""Decode attention on a GPU: how the kernels are specialised, and their launch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from kvconvert.errors import UsageError
-from kvconvert.kernels.decode.plan import WorkPlan
-from kvconvert.kernels.decode.reference import LayerFormat
+from kvconvert.kernels.decode.plan import MOST_ROWS
+from kvconvert.kernels.decode.stored import PageTables, ResidualWindows, Visibility
 from kvconvert.kernels.decode.triton.combine import combine_kernel
 from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
 from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, query_columns, query_rows
 from kvconvert.kernels.device import capability, multiprocessors
+from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
-from kvconvert.kernels.spans import SpanFormat
+from kvconvert.kernels.spans.formats import SpanFormat
 
-PAGE = 128
-MOST_CHANNELS = 256
-# Query rows (query heads of a KV head times queries) of one program: two blocks of a matrix product's columns.
-MOST_ROWS = 16
 # Registers of a thread, and how many one-warp programs of so many fit a multiprocessor, whose four parts hold 16,384
 # registers each: two or three programs. Where three would spill, two are faster.
 FEW_REGISTERS, ALL_REGISTERS = 168, 255
 PROGRAMS_PER_MULTIPROCESSOR = {FEW_REGISTERS: 12, ALL_REGISTERS: 8}
 STAGES = 2
 TILE = 16
-
-
-@dataclass(frozen=True)
-class PageTables:
-    """Where the pages of a batch lie, on the device; see `kernels/decode/plan.py` for `plan`.
-
-    Attributes:
-        key_base, value_base: any tensors of 2-byte elements, 16-byte aligned, from which offsets count.
-        keys, values: int64 [n + 1] offsets of pages or span blocks in units of 16 bytes. Entry i of both is of the same
-            tokens; where only one side of a half page is quantized, the other's entry is any valid one, as is the last
-            entry, which is loaded in advance and never followed.
-        plan: the work items.
-        shared: int64 [S, 4] offsets, in the same units, of key scale and zero_point [H, D] relative to `key_base`, and of
-            value scale and zero_point [H, E] relative to `value_base`; None where pages have scales of their own.
-    """
-
-    key_base: torch.Tensor
-    value_base: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    plan: WorkPlan
-    shared: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Tails:
-    """The full-precision tokens of a batch.
-
-    Attributes:
-        base: any tensor of the keys' dtype, 16-byte aligned, from which offsets count.
-        rows: int64 [B, 8] for each sequence: offset of its key buffer [H, capacity, D] from `base` and the stride of
-            its heads, the same two of values, all in units of 8 elements; sink tokens; tokens of the key and of the value
-            buffer behind the sink tokens that are half pages; tokens of the tail.
-    """
-
-    base: torch.Tensor
-    rows: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Visibility:
-    """Which tokens queries see: uint8, addressed as base + sequence * row + head * head_stride + query * query_stride
-    + token, tokens numbered [pages | half pages | tail | spans] as `SequencePlan` says.
-    """
-
-    mask: torch.Tensor
-    row: int
-    head: int
-    query: int
-
-
-def why_not_decode(format: LayerFormat, span: SpanFormat | None, dtype: torch.dtype, query_heads: int) -> str | None:
-    """The reason for which the kernels cannot serve a layer, or None if they can."""
-    key, value = format.keys, format.values
-    for name, size in (("key", key.head_dim), ("value", value.head_dim)):
-        if size % 8 or size > MOST_CHANNELS:
-            return f"{name} heads of {size} channels are not a multiple of 8 up to {MOST_CHANNELS}"
-    if query_heads // key.heads > MOST_ROWS:
-        return f"{query_heads // key.heads} query heads per KV head are more than {MOST_ROWS}"
-    if key.boosted and key.bits == 1:
-        return "boosted channels of 1-bit keys have no kernel"
-    if key.page_size != PAGE:
-        return f"pages of {key.page_size} tokens have no kernel"
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"there is no kernel for {dtype}"
-    return None
 
 
 def programs_for(device: torch.device, format: LayerFormat, span: SpanFormat | None, group: int, queries: int) -> int:
@@ -106,7 +34,7 @@ def registers_for(shape: DecodeShape) -> int:
     """The limit of registers per thread that a specialisation is compiled with."""
     one_group = shape.key_groups <= 1 and shape.value_groups <= 1
     small = max(shape.key_dim, shape.value_dim) <= 128 and query_rows(shape) * query_columns(shape) <= 8
-    plain = shape.half == 0 and not shape.split_query and max(shape.key_bits, shape.value_bits) <= 2
+    plain = shape.half_quantized == 0 and not shape.split_query and max(shape.key_bits, shape.value_bits) <= 2
     plain = plain and not shape.masked and not shape.softcap
     return FEW_REGISTERS if one_group and small and plain and not shape.boosted else ALL_REGISTERS
 
@@ -126,7 +54,7 @@ def decode_shape(
     group: int,
     queries: int,
     *,
-    half: int = 0,
+    half_quantized: int = 0,
     masked: bool = False,
     softcap: bool = False,
     tau: bool = False,
@@ -139,8 +67,8 @@ def decode_shape(
         fields = {"key_groups": 0, "value_groups": 0, "boosted": 0, "boost_rows": 0, "boost_stored": False, "norm": 0}
         fields |= dict.fromkeys(("key_high", "key_scale", "key_zero_point", "key_norm", "key_channels"), -1)
         fields |= {"joint_norm": -1, "value_scale": -1, "value_zero_point": -1}
-        fields["key_head"] = key.head_dim * PAGE * key_bits // 16
-        fields["value_head"] = value.head_dim * PAGE * value_bits // 16
+        fields["key_head"] = key.head_dim * PAGE_SIZE * key_bits // 16
+        fields["value_head"] = value.head_dim * PAGE_SIZE * value_bits // 16
     else:
         fields = _key_fields(format) | _value_fields(format)
     return DecodeShape(
@@ -151,7 +79,7 @@ def decode_shape(
         group=group,
         queries=queries,
         split_query=dtype == torch.float32,
-        half=half,
+        half_quantized=half_quantized,
         masked=masked,
         ragged=span is not None,
         softcap=softcap,
@@ -200,12 +128,12 @@ def _value_fields(format: LayerFormat) -> dict[str, int]:
 def decode_attention(
     queries: torch.Tensor,
     tables: PageTables,
-    tails: Tails,
+    windows: ResidualWindows,
     format: LayerFormat,
     scaling: float,
     *,
     span: SpanFormat | None = None,
-    half: int = 0,
+    half_quantized: int = 0,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     visibility: Visibility | None = None,
@@ -213,31 +141,26 @@ def decode_attention(
     tau2: float = 0.0,
     clamped_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of queries over pages or spans and full-precision tails: one launch for parts, one to merge them.
+    """Attention of queries over pages or spans and residual windows: one launch for parts, one to merge
+    them.
 
     With tau (CalibQuant) a third launch comes first, for the smallest and the largest score of each query's spans.
 
     Args:
         queries: [B, Hq, T, D], rotated if the keys are; the last dimension contiguous.
-        tables, tails: what is stored.
+        tables, windows: what is stored.
         format, span: how; `span` where the tables hold span blocks.
         scaling: factor of the dot products.
-        half: 1 where half pages have their values in full precision, 2 where their keys.
+        half_quantized: 1 where half-quantized pages have their values in full precision, 2 where their keys.
         softcap, sink_logits: as in `attention_reference`; sink_logits [Hq].
         visibility: which tokens are seen; None for all.
-        tau1, tau2, clamped_rows: as in `SpanRun`.
+        tau1, tau2, clamped_rows: as in `SpanTokens`.
 
     Returns:
         [B, Hq, T, E] in the queries' dtype; zeros where a query sees nothing.
-
-    Raises:
-        UsageError: a layer that `why_not_decode` refuses.
     """
     batch, query_heads, count, _ = queries.shape
     heads, dtype = format.keys.heads, queries.dtype
-    reason = why_not_decode(format, span, dtype, query_heads)
-    if reason is not None:
-        raise UsageError(f"The decode kernel cannot serve this layer, because {reason}; use paged_attention.")
     group = query_heads // heads
     block = queries_per_program(group, count)
     blocks = -(-count // block)
@@ -248,7 +171,7 @@ def decode_attention(
         dtype,
         group,
         block,
-        half=half,
+        half_quantized=half_quantized,
         masked=visibility is not None,
         softcap=bool(softcap),
         tau=shift,
@@ -293,9 +216,9 @@ def decode_attention(
         stats=stats,
         value_base=tables.value_base.view(torch.int16),
         value_table=tables.values,
-        rows=tails.rows,
-        dense=tails.base,
-        boosted=unused if format.boosted is None else format.boosted,
+        rows=windows.rows,
+        residual=windows.base,
+        boosted=unused if tables.boosted is None else tables.boosted,
         mask=mask,
         extremes=extremes,
         item_rows=plan.item_rows,
@@ -326,7 +249,7 @@ def decode_attention(
         VALUE_DIM=value_dim,
         BLOCK_DIM=channels,
         BLOCK_SLOTS=slots,
-        SINKS=sink_logits is not None,
+        SINK_LOGITS=sink_logits is not None,
         HEADS=heads,
         DEPENDENT=dependent,
         num_warps=combine_warps(slots, channels),

@@ -101,10 +101,10 @@ def boosted_queries(queries, key_base, unit, boosted, head, first, largest, F: t
         query, _ = fp16_queries(queries, channel, known, first, largest, F)
         return query, tl.where(known, channel, -1)
     else:
-        return dense_nothing(F), tl.full([16], -1, tl.int32)
+        return residual_nothing(F), tl.full([16], -1, tl.int32)
 
 
 @triton.jit
-def dense_nothing(F: tl.constexpr):
+def residual_nothing(F: tl.constexpr):
     """A placeholder where nothing is boosted."""
     return tl.zeros([16, query_rows(F) * query_columns(F)], tl.float16)

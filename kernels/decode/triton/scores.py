@@ -15,7 +15,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def dense_finish(x, factor, softcap, F: tl.constexpr):
+def residual_finish(x, factor, softcap, F: tl.constexpr):
     """`finish_scores` of tokens outside of spans."""
     x = x * factor[None, :, None]
     if F.softcap:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import triton
 
-PAGE = 128
+from kvconvert.kernels.pages.formats import PAGE_SIZE
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class DecodeShape:
         norm: 0 without token norms, 1 for one per token, 2 for one per token and head.
         group, queries: query heads per KV head, and queries of one program.
         split_query: whether a second column holds what rounding to fp16 leaves of a scaled query.
-        half: 0 where keys and values are quantized together, 1 where values stay longer in full precision, 2 where
-            keys do.
+        half_quantized: 0 where keys and values are quantized together, 1 where values stay longer in full precision, 2
+            where keys do.
         masked, ragged, softcap, tau: which of these apply; ragged: the last page of an item may be incomplete.
         tile: full-precision tokens per step.
         key_scale to key_channels, value_scale, value_zero_point: offsets within a head's part of a page's record, which
@@ -46,7 +46,7 @@ class DecodeShape:
     group: int
     queries: int
     split_query: bool
-    half: int
+    half_quantized: int
     masked: bool
     ragged: bool
     softcap: bool
@@ -107,7 +107,7 @@ def code_rows(bits, size):
 @triton.constexpr_function
 def key_lanes(shape):
     """Lanes of a key page, the first axis of its scores; at 16 bits its tokens."""
-    return 128 if shape.key_bits == 16 else 128 * max(shape.key_bits, 2) // 16
+    return PAGE_SIZE if shape.key_bits == 16 else PAGE_SIZE * max(shape.key_bits, 2) // 16
 
 
 @triton.constexpr_function

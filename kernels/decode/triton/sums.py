@@ -17,8 +17,8 @@ from kvconvert.kernels.decode.triton.shape import (
 )
 from kvconvert.kernels.decode.triton.tiles import (
     PAGE,
-    add_dense_values,
     add_page_values,
+    add_residual_values,
     half_pointer,
     in_token_order,
     spread_columns,
@@ -45,20 +45,20 @@ def store_stats(stats, slot, head, heads, maximum, weight, F: tl.constexpr):
 
 
 @triton.jit
-def shared_value_scales(value_base, shared, segment, head, F: tl.constexpr, J: tl.constexpr):
+def shared_value_scales(value_base, shared, scale_row, head, F: tl.constexpr, J: tl.constexpr):
     """Scale and zero_point of the channels of plane J, where many pages share them."""
     LANES: tl.constexpr = value_lanes(F)
     lane = tl.arange(0, block_of(LANES))
     known = lane < LANES
     channel = head * F.value_dim + J * LANES + lane
-    scale = tl.load(half_pointer(value_base + tl.load(shared + segment * 4 + 2) * 8) + channel, mask=known, other=0.0)
-    least = tl.load(half_pointer(value_base + tl.load(shared + segment * 4 + 3) * 8) + channel, mask=known, other=0.0)
+    scale = tl.load(half_pointer(value_base + tl.load(shared + scale_row * 4 + 2) * 8) + channel, mask=known, other=0.0)
+    least = tl.load(half_pointer(value_base + tl.load(shared + scale_row * 4 + 3) * 8) + channel, mask=known, other=0.0)
     return scale.to(tl.float32), least.to(tl.float32)
 
 
 @triton.jit
 def no_values(key_lanes: tl.constexpr, F: tl.constexpr):
-    """Sums of weighted values to begin with, for `add_page_values`, or for `add_dense_values` at 16 bits."""
+    """Sums of weighted values to begin with, for `add_page_values`, or for `add_residual_values` at 16 bits."""
     N: tl.constexpr = query_rows(F) * query_columns(F)
     totals = ()
     offsets = ()
@@ -79,7 +79,7 @@ def add_values(value_base, unit, head, p, alpha, totals, offsets, F: tl.constexp
     if F.value_bits == 16:
         token = tl.arange(0, PAGE)
         page = (value_base + unit * 8).to(tl.pointer_type(DTYPE)) + head * PAGE * F.value_dim
-        total = add_dense_values(page, F.value_dim, token, token < PAGE, in_token_order(p), alpha, totals[0], F)
+        total = add_residual_values(page, F.value_dim, token, token < PAGE, in_token_order(p), alpha, totals[0], F)
         return (total,), offsets
     else:
         page = value_base + unit * 8 + head * F.value_head
@@ -87,7 +87,7 @@ def add_values(value_base, unit, head, p, alpha, totals, offsets, F: tl.constexp
 
 
 @triton.jit
-def store_page_values(out, slot, head, heads, totals, offsets, weight, value_base, shared, segment, F: tl.constexpr):
+def store_page_values(out, slot, head, heads, totals, offsets, weight, value_base, shared, scale_row, F: tl.constexpr):
     """The weighted values of all channels, with scales that were left out and zero_points, as one partial."""
     if F.value_bits == 16:
         channel = tl.arange(0, block_of(F.value_dim))
@@ -105,6 +105,6 @@ def store_page_values(out, slot, head, heads, totals, offsets, weight, value_bas
                     offset = spread_columns(tl.sum(offsets[group], 0)[None, :], F)
                     total = tl.where(own[:, None], total + offset, total)
             else:
-                scale, least = shared_value_scales(value_base, shared, segment, head, F, j)
+                scale, least = shared_value_scales(value_base, shared, scale_row, head, F, j)
                 total = total * scale[:, None] + least[:, None] * spread_columns(weight[None, :], F)
             store_partial(out, slot, head, heads, j * LANES + lane, lane < LANES, total, F)

@@ -24,8 +24,9 @@ from kvconvert.kernels.decode.triton.shape import (
     shift_count,
     value_lanes,
 )
+from kvconvert.kernels.pages.formats import PAGE_SIZE
 
-PAGE: tl.constexpr = tl.constexpr(128)
+PAGE: tl.constexpr = tl.constexpr(PAGE_SIZE)
 
 
 @triton.jit
@@ -156,9 +157,9 @@ def group_operands(
     channel = tl.arange(0, block_of(ROWS))
     real = channel < ROWS
     scale_row = half_pointer(scales) + GROUP * F.key_dim
-    minimum_row = half_pointer(zero_points) + GROUP * F.key_dim
+    zero_point_row = half_pointer(zero_points) + GROUP * F.key_dim
     lower = scaled_query(operands[0], tl.load(scale_row + channel, mask=real, other=0.0), F)
-    zero_point = tl.load(minimum_row + channel, mask=real, other=0.0)
+    zero_point = tl.load(zero_point_row + channel, mask=real, other=0.0)
     none = tl.zeros([LANES, lower.shape[1]], tl.float32)
     offset = tl.dot(tl.broadcast_to(zero_point[None, :], [LANES, block_of(ROWS)]), operands[1], none)
     upper = lower
@@ -166,7 +167,7 @@ def group_operands(
     if F.key_bits == 1:
         scale = tl.load(scale_row + ROWS + channel, mask=real, other=0.0)
         upper = scaled_query(operands[2], scale * 0.5, F)
-        zero_point = tl.load(minimum_row + ROWS + channel, mask=real, other=0.0)
+        zero_point = tl.load(zero_point_row + ROWS + channel, mask=real, other=0.0)
         offset = tl.dot(tl.broadcast_to(zero_point[None, :], [LANES, block_of(ROWS)]), operands[3], offset)
     if F.boosted > 0:
         # The upper bits count 2^bits times as much as the lower ones.
@@ -241,7 +242,7 @@ def page_tokens(LANES: tl.constexpr):
 
 
 @triton.jit
-def dense_scores(keys, stride, token, known, query, F: tl.constexpr):
+def residual_scores(keys, stride, token, known, query, F: tl.constexpr):
     """Products of queries [D, N] with full-precision keys, fp32 [tokens, rows, 1].
 
     `keys` points to the first of these keys, `stride` leads from one to the next; `token` [tokens] are their numbers,
@@ -279,7 +280,7 @@ def spread_columns(p, F: tl.constexpr):
 
 
 @triton.jit
-def add_dense_values(values, stride, token, known, p, alpha, total, F: tl.constexpr):
+def add_residual_values(values, stride, token, known, p, alpha, total, F: tl.constexpr):
     """`total` [E, N] times alpha [rows] plus full-precision values weighted by p [tokens, rows]."""
     channel = tl.arange(0, block_of(F.value_dim))
     mask = known[:, None] & (channel < F.value_dim)[None, :]
@@ -299,8 +300,8 @@ def token_halves(x):
 
 
 @triton.jit
-def add_dense_page(values, stride, token, p, alpha, total, F: tl.constexpr):
-    """`add_dense_values` of 128 tokens from number `token` on, 32 at a time, which keeps to a warp's registers."""
+def add_residual_page(values, stride, token, p, alpha, total, F: tl.constexpr):
+    """`add_residual_values` of 128 tokens from number `token` on, 32 at a time, which keeps to a warp's registers."""
     QUARTER: tl.constexpr = PAGE // 4
     place = tl.arange(0, QUARTER)
     first, second = token_halves(p)
@@ -310,9 +311,9 @@ def add_dense_page(values, stride, token, p, alpha, total, F: tl.constexpr):
         else:
             low, high = token_halves(second)
         start = token + half * 2 * QUARTER
-        total = add_dense_values(values, stride, start + place, place < QUARTER, low, alpha, total, F)
+        total = add_residual_values(values, stride, start + place, place < QUARTER, low, alpha, total, F)
         alpha = tl.full(alpha.shape, 1.0, tl.float32)
-        total = add_dense_values(values, stride, start + QUARTER + place, place < QUARTER, high, alpha, total, F)
+        total = add_residual_values(values, stride, start + QUARTER + place, place < QUARTER, high, alpha, total, F)
     return total
 
 

@@ -12,7 +12,6 @@ each group's sum in float32. No activation changes its dtype: an outlier of 1e5 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import triton
@@ -21,8 +20,7 @@ from torch import Tensor
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels.device import multiprocessors
-from kvconvert.kernels.linear.packed_layout import DTYPES, TILE, PackedWeight
-from kvconvert.kernels.variants import Variant
+from kvconvert.kernels.linear.packed_layout import TILE, PackedWeight
 
 OUTPUTS = tl.constexpr(TILE)
 # What turns fp16's subnormals back into codes.
@@ -103,14 +101,14 @@ def scale_of(grid):
 
 @triton.jit
 def _corrected(product, sums, grid, CLASS: tl.constexpr, BF16: tl.constexpr):
-    """sum (c - z) scale x over a span from the operand's product and the sums of x, in float32."""
+    """sum (c - z) scale x over a k block from the operand's product and the sums of x, in float32."""
     zero = (grid >> 16).to(tl.float32)
     if BF16:
         return scale_of(grid) * (product - (zero + (16.0 if CLASS else 128.0)) * sums)
     return scale_of(grid) * (product * (_UNIT / 16.0**CLASS) - zero * sums)
 
 
-@triton.jit(do_not_specialize=["rows", "octets", "spans"])
+@triton.jit(do_not_specialize=["rows", "octets", "k_blocks"])
 def _few_rows_kernel(
     x,
     lanes,
@@ -118,9 +116,9 @@ def _few_rows_kernel(
     y,
     rows,
     octets,
-    spans,
-    SPAN: tl.constexpr,
-    GROUP_SPANS: tl.constexpr,
+    k_blocks,
+    K_BLOCK: tl.constexpr,
+    GROUP_K_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     WARPS: tl.constexpr,
@@ -134,7 +132,7 @@ def _few_rows_kernel(
     where the order of the sum is fixed and no second launch is needed.
     """
     BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
-    HALF: tl.constexpr = SPAN // 2
+    HALF: tl.constexpr = K_BLOCK // 2
     BLOCK: tl.constexpr = TILES * 16
     # So that the compiler sees that rows of y start at multiples of 16 bytes.
     outputs = octets * 8
@@ -150,23 +148,23 @@ def _few_rows_kernel(
     ones = tl.full([WARPS, BLOCK, HALF], 1.0, x.dtype.element_ty)
     none = tl.zeros([WARPS, BLOCK, ROWS], tl.float32)
     low, high = none, none
-    inputs = spans * SPAN
-    groups = spans // GROUP_SPANS
-    lane_pointers = lanes + tile * (spans * 16 * HALF) + line % 16 * HALF + column
+    inputs = k_blocks * K_BLOCK
+    groups = k_blocks // GROUP_K_BLOCKS
+    lane_pointers = lanes + tile * (k_blocks * 16 * HALF) + line % 16 * HALF + column
     grid_pointers = grid + tile * (groups * OUTPUTS) + line % 16
     x_pointers = x + row * inputs + inner
-    for step in tl.range(0, tl.cdiv(spans, WARPS), num_stages=STAGES):
-        span = step * WARPS + warp
+    for step in tl.range(0, tl.cdiv(k_blocks, WARPS), num_stages=STAGES):
+        k_block = step * WARPS + warp
         x_mask = row < rows
         mask = tile < tiles
         if not EVEN:
-            mask &= span < spans
-            x_mask &= span < spans
-        packed = tl.load(lane_pointers + span * (16 * HALF), mask=mask, other=0)
-        grid_low = tl.load(grid_pointers + span // GROUP_SPANS * OUTPUTS, mask=mask, other=0)
-        grid_high = tl.load(grid_pointers + (span // GROUP_SPANS * OUTPUTS + 16), mask=mask, other=0)
-        first = tl.load(x_pointers + span * SPAN, mask=x_mask, other=0.0)
-        second = tl.load(x_pointers + (span * SPAN + HALF), mask=x_mask, other=0.0)
+            mask &= k_block < k_blocks
+            x_mask &= k_block < k_blocks
+        packed = tl.load(lane_pointers + k_block * (16 * HALF), mask=mask, other=0)
+        grid_low = tl.load(grid_pointers + k_block // GROUP_K_BLOCKS * OUTPUTS, mask=mask, other=0)
+        grid_high = tl.load(grid_pointers + (k_block // GROUP_K_BLOCKS * OUTPUTS + 16), mask=mask, other=0)
+        first = tl.load(x_pointers + k_block * K_BLOCK, mask=x_mask, other=0.0)
+        second = tl.load(x_pointers + (k_block * K_BLOCK + HALF), mask=x_mask, other=0.0)
         sums = multiply(ones, second, multiply(ones, first, none, INLINE_ASM), INLINE_ASM)
         product = multiply(code_operand(packed, 0, BF16, INLINE_ASM), first, none, INLINE_ASM)
         product = multiply(code_operand(packed, 2, BF16, INLINE_ASM), second, product, INLINE_ASM)
@@ -205,13 +203,13 @@ _SHAPES = {
 
 def few_rows(x: Tensor, weight: PackedWeight, shape: FewRowsShape | None = None) -> Tensor:
     """x W^T for x [rows, in] of fp16 or bf16: [rows, out] in its dtype, sums in float32."""
-    rows, (tiles, spans) = checked(x, weight), weight.lanes.shape[:2]
+    rows, (tiles, k_blocks) = checked(x, weight), weight.lanes.shape[:2]
     shape = shape or few_rows_shape(len(rows), tiles, multiprocessors(x.device))
     y = rows.new_empty(len(rows), weight.outputs)
     _few_rows_kernel[(triton.cdiv(tiles, shape.tiles), triton.cdiv(rows.shape[0], shape.rows))](
-        rows, weight.lanes, weight.grid, y, rows.shape[0], weight.outputs // 8, spans,
-        SPAN=weight.span, GROUP_SPANS=weight.group_size // weight.span, ROWS=shape.rows, TILES=shape.tiles,
-        WARPS=shape.warps, EVEN=spans % shape.warps == 0, STAGES=shape.stages, INLINE_ASM=x.is_cuda,
+        rows, weight.lanes, weight.grid, y, rows.shape[0], weight.outputs // 8, k_blocks,
+        K_BLOCK=weight.k_block, GROUP_K_BLOCKS=weight.group_size // weight.k_block, ROWS=shape.rows, TILES=shape.tiles,
+        WARPS=shape.warps, EVEN=k_blocks % shape.warps == 0, STAGES=shape.stages, INLINE_ASM=x.is_cuda,
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return y
@@ -227,53 +225,7 @@ def few_rows_shape(rows: int, tiles: int, multiprocessors: int) -> FewRowsShape:
 
 def checked(x: Tensor, weight: PackedWeight) -> Tensor:
     """The rows, contiguous and aligned for 16-byte loads."""
-    if x.dtype not in DTYPES:
-        raise UsageError(f"The 4-bit kernels take fp16 and bf16 activations, not {x.dtype}; use w4a16_reference.")
     if x.dim() != 2 or x.shape[1] != weight.inputs:
         raise UsageError(f"The 4-bit kernels take [rows, {weight.inputs}], not {list(x.shape)}.")
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
-
-
-def signature(dtype: str) -> dict[str, str]:
-    """Types of the arguments that the kernels with activations share."""
-    pointers = {"x": f"*{dtype}", "lanes": "*i16", "grid": "*i32", "y": f"*{dtype}"}
-    return pointers | dict.fromkeys(("rows", "octets", "spans"), "i32")
-
-
-def variants(device_capability: int) -> Iterator[Variant]:
-    """Every specialisation that the dispatch can choose, the same on all devices."""
-    for dtype in DTYPES.values():
-        for span, group_spans in ((32, 1), (64, 1), (128, 1), (128, 2)):
-            for (rows, fills), shape in _SHAPES.items():
-                for even in (True, False):
-                    yield Variant(
-                        name=f"few_rows-{dtype}-{span}x{group_spans}-{rows}{'-fills' * fills}{'-even' * even}",
-                        function=_few_rows_kernel,
-                        signature=signature(dtype),
-                        constants={
-                            "SPAN": span,
-                            "GROUP_SPANS": group_spans,
-                            "ROWS": rows,
-                            "TILES": shape.tiles,
-                            "WARPS": shape.warps,
-                            "EVEN": even,
-                            "STAGES": shape.stages,
-                            "INLINE_ASM": True,
-                        },
-                        num_warps=shape.warps,
-                        num_stages=shape.stages,
-                        axes={
-                            "dtype": dtype,
-                            "span": span,
-                            "group_spans": group_spans,
-                            "rows": rows,
-                            "fills": fills,
-                            "even": even,
-                        },
-                        codes=TILE * shape.tiles * shape.warps * span,
-                        tensor_cores=True,
-                        wide_loads=True,
-                        # A scale and a zero for only 32 codes.
-                        most_per_code=8.6 if span == 32 else 6.0,
-                    )

@@ -6,7 +6,6 @@ them is dequantized by one thread of a program, in registers, for all of the pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvconvert.kernels.device import capability
-from kvconvert.kernels.linear.packed_layout import DTYPES, TILE, PackedWeight
-from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, checked, code_operand, multiply, scale_of, signature
-from kvconvert.kernels.variants import Variant
+from kvconvert.kernels.linear.packed_layout import TILE, PackedWeight
+from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, checked, code_operand, multiply, scale_of
 
 
 @triton.jit
@@ -71,7 +69,7 @@ def _weights(lanes, grid, NIBBLE: tl.constexpr, BF16: tl.constexpr, INLINE_ASM: 
     return values
 
 
-@triton.jit(do_not_specialize=["rows", "octets", "spans"])
+@triton.jit(do_not_specialize=["rows", "octets", "k_blocks"])
 def _prompt_kernel(
     x,
     lanes,
@@ -79,9 +77,9 @@ def _prompt_kernel(
     y,
     rows,
     octets,
-    spans,
-    SPAN: tl.constexpr,
-    GROUP_SPANS: tl.constexpr,
+    k_blocks,
+    K_BLOCK: tl.constexpr,
+    GROUP_K_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
@@ -89,7 +87,7 @@ def _prompt_kernel(
 ):
     """y = x W^T for ROWS rows and 32 TILES outputs per program, the weights becoming the product's left operand."""
     BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
-    HALF: tl.constexpr = SPAN // 2
+    HALF: tl.constexpr = K_BLOCK // 2
     BLOCK: tl.constexpr = TILES * 16
     outputs = octets * 8
     row_blocks = (rows + ROWS - 1) // ROWS
@@ -97,8 +95,8 @@ def _prompt_kernel(
     first_row = program % row_blocks * ROWS
     first_tile = program // row_blocks * TILES
     tiles = (outputs + OUTPUTS - 1) // OUTPUTS
-    groups = spans // GROUP_SPANS
-    inputs = spans * SPAN
+    groups = k_blocks // GROUP_K_BLOCKS
+    inputs = k_blocks * K_BLOCK
     line = tl.arange(0, BLOCK)
     # The last block reads its neighbours' tiles again where it has none of its own; what comes of them is not stored.
     tile = tl.minimum(line // 16, tiles - first_tile - 1)
@@ -106,18 +104,18 @@ def _prompt_kernel(
     low = tl.zeros([BLOCK, ROWS], tl.float32)
     high = tl.zeros([BLOCK, ROWS], tl.float32)
     column = tl.arange(0, HALF)
-    lane_block = lanes + first_tile.to(tl.int64) * (spans * (16 * HALF))
-    lane_offsets = (tile * (spans * 16) + line % 16)[:, None] * HALF + column[None, :]
+    lane_block = lanes + first_tile.to(tl.int64) * (k_blocks * (16 * HALF))
+    lane_offsets = (tile * (k_blocks * 16) + line % 16)[:, None] * HALF + column[None, :]
     grid_block = grid + first_tile * (groups * OUTPUTS)
     grid_offsets = tile * (groups * OUTPUTS) + line % 16
     x_block = x + first_row.to(tl.int64) * inputs
     x_offsets = tl.minimum(row, rows - first_row - 1)[None, :] * inputs + column[:, None]
-    for span in tl.range(0, spans, num_stages=STAGES):
-        packed = tl.load(lane_block + span * (16 * HALF) + lane_offsets)
-        grid_low = tl.load(grid_block + span // GROUP_SPANS * OUTPUTS + grid_offsets)[:, None]
-        grid_high = tl.load(grid_block + (span // GROUP_SPANS * OUTPUTS + 16) + grid_offsets)[:, None]
-        first = tl.load(x_block + span * SPAN + x_offsets)
-        second = tl.load(x_block + (span * SPAN + HALF) + x_offsets)
+    for k_block in tl.range(0, k_blocks, num_stages=STAGES):
+        packed = tl.load(lane_block + k_block * (16 * HALF) + lane_offsets)
+        grid_low = tl.load(grid_block + k_block // GROUP_K_BLOCKS * OUTPUTS + grid_offsets)[:, None]
+        grid_high = tl.load(grid_block + (k_block // GROUP_K_BLOCKS * OUTPUTS + 16) + grid_offsets)[:, None]
+        first = tl.load(x_block + k_block * K_BLOCK + x_offsets)
+        second = tl.load(x_block + (k_block * K_BLOCK + HALF) + x_offsets)
         low = multiply(_weights(packed, grid_low, 0, BF16, INLINE_ASM), first, low, INLINE_ASM)
         high = multiply(_weights(packed, grid_high, 1, BF16, INLINE_ASM), first, high, INLINE_ASM)
         low = multiply(_weights(packed, grid_low, 2, BF16, INLINE_ASM), second, low, INLINE_ASM)
@@ -132,34 +130,34 @@ def _prompt_kernel(
     tl.store(y_block + 16 + offsets, high, mask=inside & (output + 16 < rest))
 
 
-@triton.jit(do_not_specialize=["first_tile", "tiles", "spans"])
+@triton.jit(do_not_specialize=["first_tile", "tiles", "k_blocks"])
 def _dequantize_kernel(
     lanes,
     grid,
     weights,
     first_tile,
     tiles,
-    spans,
-    SPAN: tl.constexpr,
-    GROUP_SPANS: tl.constexpr,
-    SPANS: tl.constexpr,
+    k_blocks,
+    K_BLOCK: tl.constexpr,
+    GROUP_K_BLOCKS: tl.constexpr,
+    K_BLOCKS: tl.constexpr,
 ):
-    """Outputs of one tile and SPANS spans of inputs, dequantized to weights [outputs, inputs] in the dtype of these."""
-    HALF: tl.constexpr = SPAN // 2
+    """Outputs of one tile and K_BLOCKS k_blocks of inputs, dequantized to weights [outputs, inputs] in the dtype of these."""
+    HALF: tl.constexpr = K_BLOCK // 2
     program = tl.program_id(0)
     tile, step = program % tiles, program // tiles
-    span = step * SPANS + tl.arange(0, SPANS)[None, :, None]
+    k_block = step * K_BLOCKS + tl.arange(0, K_BLOCKS)[None, :, None]
     line, column = tl.arange(0, 16)[:, None, None], tl.arange(0, HALF)[None, None, :]
-    block = (first_tile + tile).to(tl.int64) * spans + span
-    mask = span < spans
+    block = (first_tile + tile).to(tl.int64) * k_blocks + k_block
+    mask = k_block < k_blocks
     packed = tl.load(lanes + block * (16 * HALF) + line * HALF + column, mask=mask, other=0).to(tl.int32)
-    group = (first_tile + tile) * (spans // GROUP_SPANS) + span // GROUP_SPANS
-    target = weights + (tile * OUTPUTS + line).to(tl.int64) * (spans * SPAN) + span * SPAN + column
+    group = (first_tile + tile) * (k_blocks // GROUP_K_BLOCKS) + k_block // GROUP_K_BLOCKS
+    target = weights + (tile * OUTPUTS + line).to(tl.int64) * (k_blocks * K_BLOCK) + k_block * K_BLOCK + column
     for nibble in tl.static_range(4):
         pair = tl.load(grid + group * OUTPUTS + nibble % 2 * 16 + line, mask=mask, other=0)
         codes = ((packed >> (4 * nibble)) & 15).to(tl.float32)
         values = (codes - (pair >> 16).to(tl.float32)) * scale_of(pair)
-        pointers = target + nibble % 2 * 16 * (spans * SPAN).to(tl.int64) + nibble // 2 * HALF
+        pointers = target + nibble % 2 * 16 * (k_blocks * K_BLOCK).to(tl.int64) + nibble // 2 * HALF
         tl.store(pointers, values.to(weights.dtype.element_ty), mask=mask)
 
 
@@ -177,10 +175,10 @@ def prompt(x: Tensor, weight: PackedWeight, shape: PromptShape | None = None) ->
     """x W^T for x [rows, in] of fp16 or bf16: [rows, out], weights dequantized on the way to the tensor cores."""
     rows, shape = checked(x, weight), shape or prompt_shape(len(x), capability(x.device))
     y = rows.new_empty(rows.shape[0], weight.outputs)
-    tiles, spans = weight.lanes.shape[:2]
+    tiles, k_blocks = weight.lanes.shape[:2]
     _prompt_kernel[(triton.cdiv(tiles, shape.tiles) * triton.cdiv(rows.shape[0], shape.rows),)](
-        rows, weight.lanes, weight.grid, y, rows.shape[0], weight.outputs // 8, spans,
-        SPAN=weight.span, GROUP_SPANS=weight.group_size // weight.span, ROWS=shape.rows, TILES=shape.tiles,
+        rows, weight.lanes, weight.grid, y, rows.shape[0], weight.outputs // 8, k_blocks,
+        K_BLOCK=weight.k_block, GROUP_K_BLOCKS=weight.group_size // weight.k_block, ROWS=shape.rows, TILES=shape.tiles,
         STAGES=shape.stages, INLINE_ASM=x.is_cuda, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return y
@@ -188,13 +186,13 @@ def prompt(x: Tensor, weight: PackedWeight, shape: PromptShape | None = None) ->
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
     """Outputs from tile `start` to tile `stop` of the weight, [outputs, in], computed in float32 and rounded once."""
-    tiles, spans = weight.lanes.shape[:2]
+    tiles, k_blocks = weight.lanes.shape[:2]
     stop = tiles if stop is None else stop
     values = torch.empty((stop - start) * TILE, weight.inputs, dtype=dtype, device=weight.lanes.device)
-    count = _span_count(weight.span)
-    _dequantize_kernel[((stop - start) * triton.cdiv(spans, count),)](
-        weight.lanes, weight.grid, values, start, stop - start, spans,
-        SPAN=weight.span, GROUP_SPANS=weight.group_size // weight.span, SPANS=count, num_warps=4,
+    count = k_blocks_per_program(weight.k_block)
+    _dequantize_kernel[((stop - start) * triton.cdiv(k_blocks, count),)](
+        weight.lanes, weight.grid, values, start, stop - start, k_blocks,
+        K_BLOCK=weight.k_block, GROUP_K_BLOCKS=weight.group_size // weight.k_block, K_BLOCKS=count, num_warps=4,
     )  # fmt: skip
     return values[: min(stop * TILE, weight.outputs) - start * TILE]
 
@@ -223,49 +221,6 @@ def prompt_shape(rows: int, device_capability: tuple[int, int]) -> PromptShape:
     return PromptShape(64, 4, 4, 3)
 
 
-def variants(device_capability: int) -> Iterator[Variant]:
-    """Every specialisation that the dispatch can choose on a device."""
-    major_minor = (device_capability // 10, device_capability % 10)
-    for dtype in DTYPES.values():
-        for span, group_spans in ((32, 1), (64, 1), (128, 1), (128, 2)):
-            axes = {"dtype": dtype, "span": span, "group_spans": group_spans}
-            sizes = {"SPAN": span, "GROUP_SPANS": group_spans}
-            for shape in dict.fromkeys(prompt_shape(rows, major_minor) for rows in (128, 256)):
-                yield Variant(
-                    name=f"prompt-{dtype}-{span}x{group_spans}-{shape.rows}",
-                    function=_prompt_kernel,
-                    signature=signature(dtype),
-                    constants=sizes
-                    | {"ROWS": shape.rows, "TILES": shape.tiles, "STAGES": shape.stages, "INLINE_ASM": True},
-                    num_warps=shape.warps,
-                    num_stages=shape.stages,
-                    axes=axes | {"rows": shape.rows},
-                    codes=TILE * shape.tiles * span,
-                    tensor_cores=True,
-                    wide_loads=True,
-                    # A scale and a zero for only 32 codes.
-                    most_per_code=8.6 if span == 32 else 6.2,
-                    spills="a few bytes in front of the loop" if device_capability >= 100 and dtype == "fp16" else "",
-                )
-            yield Variant(
-                name=f"dequantize-{dtype}-{span}x{group_spans}",
-                function=_dequantize_kernel,
-                signature={
-                    "lanes": "*i16",
-                    "grid": "*i32",
-                    "weights": f"*{dtype}",
-                    "first_tile": "i32",
-                    "tiles": "i32",
-                    "spans": "i32",
-                },
-                constants=sizes | {"SPANS": _span_count(span)},
-                num_warps=4,
-                num_stages=3,
-                axes=axes,
-                wide_loads=True,
-            )
-
-
-def _span_count(span: int) -> int:
-    """Spans per program of the dequantization."""
-    return 512 // span
+def k_blocks_per_program(k_block: int) -> int:
+    """K blocks per program of the dequantization."""
+    return 512 // k_block

@@ -9,11 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvconvert.kernels.rotate.triton.kernels import product_with_signs
+
 LARGEST_HALF = tl.constexpr(65504.0)
 # Added to a float32 in 0..255, it leaves the nearest whole number, ties to even, in the lowest bits; 16 zeros above.
 ROUNDER = tl.constexpr(12582912.0)
-# The interpreter, for which kernels are made when they are imported, knows no product of bfloat16.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Columns of a page table, see kernels/pages/triton/launch.py.
 TABLE_COLUMNS = tl.constexpr(4)
 
@@ -75,15 +75,6 @@ def nearest_codes(x, scale, zero_point, levels):
     step = scale.to(tl.float32)
     position = quotient(x - zero_point.to(tl.float32), step, reciprocal(step))
     return (tl.minimum(tl.maximum(position, 0.0), levels) + ROUNDER).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def product_with_signs(x, signs, total):
-    """total + x signs in float32, for signs of 1, 0 and -1 in the dtype of x; every product is exact."""
-    if INTERPRETED:
-        x, signs = x.to(tl.float32), signs.to(tl.float32)
-    # A float32 is the sum of three tf32 numbers.
-    return tl.dot(x, signs, total, input_precision="tf32x3")
 
 
 @triton.jit

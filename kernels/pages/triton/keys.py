@@ -239,7 +239,7 @@ def key_page_kernel(
     record_bytes,
     table,
     static_scales,
-    static_minima,
+    static_zero_points,
     boosted,
     matrix,
     flag,
@@ -267,7 +267,7 @@ def key_page_kernel(
     LANES: tl.constexpr,
     HIGH: tl.constexpr,
     SCALE: tl.constexpr,
-    MINIMUM: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
     PER_HEAD_NORM: tl.constexpr,
     CHANNELS: tl.constexpr,
     JOINT_NORM: tl.constexpr,
@@ -337,7 +337,7 @@ def key_page_kernel(
             if STATIC:
                 at = head * HEAD_SIZE + channel
                 scale = tl.load(static_scales + at, mask=row < ROWS, other=0.0)[None, :]
-                zero_point = tl.load(static_minima + at, mask=row < ROWS, other=0.0)[None, :]
+                zero_point = tl.load(static_zero_points + at, mask=row < ROWS, other=0.0)[None, :]
                 codes = nearest_codes(x, scale, zero_point, LEVELS)
             else:
                 levels = tl.full([1, 1, ROW_TILE], LEVELS, tl.float32)
@@ -353,7 +353,7 @@ def key_page_kernel(
                 place = step * (CHUNK // GROUP) + group[:, None, None]
                 target = records + part + place * HEAD_SIZE + channel[None, None, :]
                 tl.store(target + SCALE, scale.to(tl.int16, bitcast=True), mask=there[None, :, :])
-                tl.store(target + MINIMUM, zero_point.to(tl.int16, bitcast=True), mask=there[None, :, :])
+                tl.store(target + ZERO_POINT, zero_point.to(tl.int16, bitcast=True), mask=there[None, :, :])
             if BOOSTED > 0:
                 if HALVES == 1:
                     high = (codes >> BITS) & (2**BITS - 1)

@@ -1,4 +1,4 @@
-"""Kernels that write value pages, unquantized pages, and the scales of spans.
+"""Kernels that write value pages and unquantized pages.
 
 One program reads a block of a page's values of one head once, plane by plane: tiles [tokens, lanes] of neighbouring
 channels, so that the codes which share a lane lie in one thread and packing exchanges nothing.
@@ -36,11 +36,11 @@ def _grouped_fields(
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
-    MINIMUM: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
 ):
     """Codes of TOKENS tokens in their places in lanes, int32 [TOKENS, LANE_TILE], by ranges of GROUP channels.
 
-    Scales go to `target` [TOKENS], zero_points MINIMUM further. Also returns sums of the values, and where a scale or
+    Scales go to `target` [TOKENS], zero_points ZERO_POINT further. Also returns sums of the values, and where a scale or
     zero_point cannot be stored, [TOKENS, 1].
     """
     lane = tl.arange(0, LANE_TILE)[None, :]
@@ -68,7 +68,7 @@ def _grouped_fields(
         unstorable |= storable(scale, zero_point).to(tl.int32) ^ 1
         at = records + target[:, None] + group * PAGE
         tl.store(at, scale.to(tl.int16, bitcast=True))
-        tl.store(at + MINIMUM, zero_point.to(tl.int16, bitcast=True))
+        tl.store(at + ZERO_POINT, zero_point.to(tl.int16, bitcast=True))
         scales = scales + (scale,)
         zero_points = zero_points + (zero_point,)
     fields = tl.zeros([TOKENS, LANE_TILE], tl.int32)
@@ -115,7 +115,7 @@ def value_page_kernel(
     records,
     table,
     static_scales,
-    static_minima,
+    static_zero_points,
     flag,
     token_stride,
     factor,
@@ -132,9 +132,9 @@ def value_page_kernel(
     LANES: tl.constexpr,
     LANE_TILE: tl.constexpr,
     SCALE: tl.constexpr,
-    MINIMUM: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
 ):
-    """TOKENS rows of one head's part of a value page. HEAD_STRIDE to MINIMUM are fields of `ValueLayout`."""
+    """TOKENS rows of one head's part of a value page. HEAD_STRIDE to ZERO_POINT are fields of `ValueLayout`."""
     # At 1 bit two tokens share a field: number i its lower bit, number i + half its upper one.
     HALVES: tl.constexpr = 2 if BITS == 1 else 1
     WIDTH: tl.constexpr = HALVES * BITS
@@ -159,13 +159,13 @@ def value_page_kernel(
         if STATIC:
             exists = (token < (count if PARTIAL else PAGE))[:, None]
             fields, sums = _static_fields(
-                pointers, exists, static_scales + head * HEAD_SIZE, static_minima + head * HEAD_SIZE, LEVELS, PLANES,
+                pointers, exists, static_scales + head * HEAD_SIZE, static_zero_points + head * HEAD_SIZE, LEVELS, PLANES,
                 TOKENS, LANES, LANE_TILE, WIDTH,
             )  # fmt: skip
         else:
             fields, sums, bad = _grouped_fields(
                 pointers, records, part + SCALE + token, factor, shrink, LEVELS, HEAD_SIZE, PLANES, TOKENS, LANES,
-                LANE_TILE, WIDTH, GROUP, PAGE, MINIMUM - SCALE,
+                LANE_TILE, WIDTH, GROUP, PAGE, ZERO_POINT - SCALE,
             )  # fmt: skip
             unstorable |= bad
         total += sums
@@ -174,71 +174,6 @@ def value_page_kernel(
     is_finite = tl.abs(tl.sum(tl.sum(total, 1), 0)) < float("inf")
     flag_if(~is_finite | (tl.max(tl.max(unstorable, 1), 0) > 0), flag, page, head, 1, HEADS)
     tl.store(records + part + lane * ROWS + row[:, None], lanes.to(tl.int16), mask=lane < LANES)
-
-
-@triton.jit(do_not_specialize=["count"])
-def channel_range_kernel(
-    tokens,
-    extremes,
-    flag,
-    head_stride,
-    token_stride,
-    count,
-    part_tokens,
-    HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Lowest and highest number of each channel in one part of a span: float32 `extremes` [2, parts, H, D]."""
-    head, part = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
-    parts = tl.num_programs(0) // HEADS
-    channel = tl.arange(0, TILE)
-    base = tokens + head.to(tl.int64) * head_stride + channel[None, :]
-    low = tl.full([ROWS, TILE], float("inf"), tl.float32)
-    high = tl.full([ROWS, TILE], float("-inf"), tl.float32)
-    check = tl.zeros([ROWS, TILE], tl.float32)
-    stop = tl.minimum(count, (part + 1) * part_tokens)
-    for first in range(part * part_tokens, stop, ROWS):
-        # Rows beyond the end repeat the last one.
-        token = tl.minimum(first + tl.arange(0, ROWS), stop - 1).to(tl.int64)
-        x = tl.load(base + token[:, None] * token_stride, mask=channel[None, :] < HEAD_SIZE, other=0.0).to(tl.float32)
-        low, high = tl.minimum(low, x), tl.maximum(high, x)
-        check += x * 0.0
-    flag_if(tl.sum(tl.sum(check, 1), 0) != 0.0, flag, 0, head, 1, HEADS)
-    target = extremes + (part * HEADS + head) * HEAD_SIZE + channel
-    tl.store(target, tl.min(low, 0), mask=channel < HEAD_SIZE)
-    tl.store(target + parts * HEADS * HEAD_SIZE, tl.max(high, 0), mask=channel < HEAD_SIZE)
-
-
-@triton.jit(do_not_specialize=["parts"])
-def channel_scale_kernel(
-    extremes,
-    scales,
-    zero_points,
-    flag,
-    parts,
-    factor,
-    shrink,
-    BITS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    PART_TILE: tl.constexpr,
-):
-    """Float16 scale and zero_point [H, D] of a span's channels, from `channel_range_kernel`'s extremes."""
-    head = tl.program_id(0)
-    part, channel = tl.arange(0, PART_TILE)[:, None], tl.arange(0, TILE)
-    there = (part < parts) & (channel < HEAD_SIZE)[None, :]
-    at = extremes + (part * HEADS + head) * HEAD_SIZE + channel[None, :]
-    low = tl.min(tl.load(at, mask=there, other=float("inf")), 0)
-    high = tl.max(tl.load(at + parts * HEADS * HEAD_SIZE, mask=there, other=float("-inf")), 0)
-    LEVELS: tl.constexpr = 2.0**BITS - 1.0
-    scale, zero_point = affine_grid(low, high, LEVELS, 1.0 / LEVELS, factor, shrink)
-    present = channel < HEAD_SIZE
-    flag_if(tl.sum((present & ~storable(scale, zero_point)).to(tl.int32), 0) > 0, flag, 0, head, 1, HEADS)
-    tl.store(scales + head * HEAD_SIZE + channel, scale, mask=present)
-    tl.store(zero_points + head * HEAD_SIZE + channel, zero_point, mask=present)
 
 
 @triton.jit

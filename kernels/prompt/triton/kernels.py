@@ -109,7 +109,7 @@ def attention_kernel(
     VALUE_SIZE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINK_LOGITS: tl.constexpr,
     WINDOWED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     IN_REGISTERS: tl.constexpr,
@@ -117,7 +117,7 @@ def attention_kernel(
 ):
     """One tile of queries of one head: `output` [Hq, T, E] and `log_sum_exp` [Hq, T].
 
-    The log-sum-exp is natural, that of the scaled and capped scores with the sink.
+    The log-sum-exp is natural, that of the scaled and capped scores with the sink logit.
 
     Programs run head by head in sections of `together` query heads, whose keys and values the L2 cache can hold, and
     within a section the tiles with the most keys first, so that the short ones fill the end. VALUE_SIZE 0 leaves the
@@ -141,7 +141,7 @@ def attention_kernel(
         # reading shared memory again for every tile of keys. Rows beyond the last are zeros already.
         query = tl.where(rows[:, None] < query_count, query, 0.0)
 
-    if SINKS:
+    if SINK_LOGITS:
         # A virtual token that every query sees and that has no value: what the running softmax starts from.
         maximum = tl.zeros([QUERY_ROWS], tl.float32) + tl.load(sink_logits + head) * LOG2_E
         total = tl.zeros([QUERY_ROWS], tl.float32) + 1.0
@@ -238,7 +238,7 @@ def column_sums_kernel(
     IN_REGISTERS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """What one block of keys receives from all queries of one head: `sums` float32 [Hq, n].
+    """The attention mass of one block of keys from all queries of one head: `sums` float32 [Hq, n].
 
     `log_sum_exp` is in units of log 2, its rows `sum_stride` apart in units of ALIGNMENT. Keys are the rows of the
     product, so a sum over queries runs along a thread's own registers. Order of programs as in `attention_kernel`:
@@ -258,7 +258,7 @@ def column_sums_kernel(
     if IN_REGISTERS:  # as in `attention_kernel`
         key = tl.where(key_columns[:, None] < key_count, key, 0.0)
     own_sums = log_sum_exp + head.to(tl.int64) * sum_stride * ALIGNMENT
-    received = tl.zeros([KEY_ROWS], tl.float32)
+    mass = tl.zeros([KEY_ROWS], tl.float32)
 
     # Queries start .. inner: some before some key; inner .. outer: all see all keys; outer .. stop: some beyond the
     # window's end or the last.
@@ -300,5 +300,5 @@ def column_sums_kernel(
                 if WINDOWED:
                     visible &= key_columns[:, None] > query_columns - window
                 weights = tl.where(visible, weights, 0.0)
-            received += tl.sum(weights, 1)
-    tl.store(sums + head.to(tl.int64) * key_count + key_columns, received, mask=key_columns < key_count)
+            mass += tl.sum(weights, 1)
+    tl.store(sums + head.to(tl.int64) * key_count + key_columns, mass, mask=key_columns < key_count)

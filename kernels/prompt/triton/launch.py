@@ -1,4 +1,5 @@
-"""Triton kernels for prompts: flash attention with its log-sum-exp, and the attention that each token receives.
+"""Triton kernels for prompts: flash attention with its log-sum-exp, and the attention mass of each
+token.
 
 Both run over one sequence whose T queries belong to the last T of n keys, and skip what causality or a sliding window
 hides. The first gives every query's output and log-sum-exp; the second, launched after it, gives every program a block
@@ -8,10 +9,7 @@ weight is never stored, memory is linear in n, and the sums depend on no order o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
-from typing import Any
 
 import torch
 import triton
@@ -20,10 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kvconvert.errors import UsageError
 from kvconvert.kernels.device import capability
 from kvconvert.kernels.prompt.triton.kernels import ALIGNMENT, LOG2_E, attention_kernel, column_sums_kernel
-from kvconvert.kernels.variants import Variant
 
-DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-LARGEST_HEAD = 256
 # Bytes of one operand that programs running at the same time may share: they should find it in the L2 cache.
 SHARED_BYTES = 24 << 20
 
@@ -79,18 +74,6 @@ def _copies_tiles(device_capability: int) -> bool:
     return 90 <= device_capability < 120
 
 
-def unsupported(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, scaling: float) -> str | None:
-    """Why the kernels cannot serve this call, or None if they can."""
-    if queries.dtype not in DTYPES:
-        return f"{str(queries.dtype).removeprefix('torch.')} is neither float16 nor bfloat16"
-    if keys.dtype != queries.dtype or (values is not None and values.dtype != queries.dtype):
-        return "queries, keys and values differ in dtype"
-    for size in {keys.shape[2], keys.shape[2] if values is None else values.shape[2]}:
-        if size % 8 or not 16 <= size <= LARGEST_HEAD:
-            return f"heads of size {size} are not a multiple of 8 from 16 to {LARGEST_HEAD}"
-    return None if scaling > 0 else f"a scaling of {scaling} is not positive"
-
-
 def attention(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -111,16 +94,16 @@ def attention(
 
     Returns:
         the output [Hq, T, E] in the queries' dtype (None without values) and float32 [Hq, T], the natural logarithm
-        of the sum of exponentials, the sink's included.
+        of the sum of exponentials, the sink logit's included.
 
     Raises:
-        UsageError: `unsupported` says why, or shapes that do not belong together.
+        UsageError: shapes that do not belong together.
     """
-    heads, length, size, tokens, window = _checked(queries, keys, values, scaling, window)
+    heads, length, size, tokens, window = _checked(queries, keys, values, window)
     value_size = 0 if values is None else values.shape[2]
     output = queries.new_empty(heads, length, value_size)
     log_sum_exp = torch.empty(heads, length, dtype=torch.float32, device=queries.device)
-    head_tile, value_tile = _tile(size), _tile(value_size)
+    head_tile, value_tile = tile_of(size), tile_of(value_size)
     tiling = tiling or attention_tiling(_capability(queries.device), head_tile, value_tile)
     queries, keys = _aligned(queries), _aligned(keys)
     values = keys if values is None else _aligned(values)
@@ -149,7 +132,7 @@ def attention(
         VALUE_SIZE=value_size,
         VALUE_TILE=value_tile,
         SOFTCAP=bool(softcap),
-        SINKS=sink_logits is not None,
+        SINK_LOGITS=sink_logits is not None,
         WINDOWED=window > 0,
         DESCRIPTORS=tiling.descriptors,
         IN_REGISTERS=tiling.in_registers,
@@ -169,7 +152,7 @@ def column_sums(
     window: int | None = None,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """Attention that each token receives, summed over queries and over the query heads of its KV head.
+    """The attention mass of each token: weights summed over queries and over the query heads of its KV head.
 
     Args:
         queries, keys, scaling, softcap, window, tiling: as in `attention`.
@@ -181,10 +164,10 @@ def column_sums(
     Raises:
         UsageError: as in `attention`.
     """
-    heads, length, size, tokens, window = _checked(queries, keys, None, scaling, window)
+    heads, length, size, tokens, window = _checked(queries, keys, None, window)
     if log_sum_exp.shape != (heads, length):
         raise UsageError(f"A log-sum-exp of shape {tuple(log_sum_exp.shape)} does not fit {heads} x {length} queries.")
-    head_tile = _tile(size)
+    head_tile = tile_of(size)
     tiling = tiling or column_tiling(_capability(queries.device), head_tile)
     group = heads // keys.shape[0]
     stride = triton.cdiv(length, ALIGNMENT.value)
@@ -224,12 +207,9 @@ def column_sums(
 
 
 def _checked(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, scaling: float, window: int | None
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, window: int | None
 ) -> tuple[int, int, int, int, int]:
     """Hq, T, D, n and the window, which is 0 where it hides nothing."""
-    reason = unsupported(queries, keys, values, scaling)
-    if reason is not None:
-        raise UsageError(f"The prompt's attention kernels cannot run: {reason}.")
     (heads, length, size), (key_heads, tokens, key_size) = queries.shape, keys.shape
     fits = size == key_size and heads % key_heads == 0 and 0 < length <= tokens
     if not fits or (values is not None and values.shape[:2] != keys.shape[:2]):
@@ -240,7 +220,8 @@ def _checked(
     return heads, length, size, tokens, 0 if window is None or window >= tokens else window
 
 
-def _tile(size: int) -> int:
+def tile_of(size: int) -> int:
+    """A head size padded to the power of two that a tile has, at least 16."""
     return max(16, triton.next_power_of_2(size))
 
 
@@ -260,7 +241,7 @@ def _tiles(tensor: torch.Tensor, rows: int, tiling: Tiling) -> torch.Tensor | Te
     """What a kernel reads tiles of so many rows from."""
     if not tiling.descriptors:
         return tensor
-    return TensorDescriptor(tensor, tensor.shape, tensor.stride(), [1, rows, _tile(tensor.shape[2])])
+    return TensorDescriptor(tensor, tensor.shape, tensor.stride(), [1, rows, tile_of(tensor.shape[2])])
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, int]:
@@ -276,100 +257,4 @@ def _together(heads: int, group: int, nbytes: int) -> int:
         part
         for part in range(1, heads // group + 1)
         if heads // group % part == 0 and (part == 1 or part * nbytes <= SHARED_BYTES)
-    )
-
-
-# Head sizes of the usual models, of keys and of values.
-HEAD_SIZES = ((48, 48), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
-
-
-def variants(device_capability: int) -> Iterator[Variant]:
-    """Every specialisation that the dispatch can choose on a device for heads of the usual sizes."""
-    for (size, value_size), dtype in product(HEAD_SIZES, DTYPES.values()):
-        for softcap, sink_logits, windowed in product((False, True), repeat=3):
-            for values in (value_size, 0):
-                yield _attention_variant(device_capability, dtype, size, values, softcap, sink_logits, windowed)
-            if not sink_logits:
-                yield _column_variant(device_capability, dtype, size, softcap, windowed)
-
-
-def _attention_variant(
-    device_capability: int, dtype: str, size: int, value_size: int, softcap: bool, sink_logits: bool, windowed: bool
-) -> Variant:
-    head_tile, value_tile = _tile(size), _tile(value_size)
-    tiling = attention_tiling(device_capability, head_tile, value_tile)
-    keys = _source(dtype, tiling.key_rows, head_tile, tiling)
-    features = {"softcap": softcap, "sink_logits": sink_logits, "windowed": windowed}
-    return _variant(
-        "attention" if value_size else "log_sum_exp",
-        attention_kernel,
-        {
-            "queries": _source(dtype, tiling.query_rows, head_tile, tiling),
-            "keys": keys,
-            "values": _source(dtype, tiling.key_rows, value_tile, tiling) if value_size else keys,
-            "sink_logits": "*fp32",
-            "output": f"*{dtype}",
-            "log_sum_exp": "*fp32",
-        },
-        tiling,
-        {"dtype": dtype, "head_size": size} | features,
-        {
-            "HEAD_SIZE": size,
-            "HEAD_TILE": head_tile,
-            "VALUE_SIZE": value_size,
-            "VALUE_TILE": value_tile,
-            "SINKS": sink_logits,
-        },
-    )
-
-
-def _column_variant(device_capability: int, dtype: str, size: int, softcap: bool, windowed: bool) -> Variant:
-    head_tile = _tile(size)
-    tiling = column_tiling(device_capability, head_tile)
-    return _variant(
-        "column_sums",
-        column_sums_kernel,
-        {
-            "queries": _source(dtype, tiling.query_rows, head_tile, tiling),
-            "keys": _source(dtype, tiling.key_rows, head_tile, tiling),
-            "log_sum_exp": "*fp32",
-            "sums": "*fp32",
-        },
-        tiling,
-        {"dtype": dtype, "head_size": size, "softcap": softcap, "windowed": windowed},
-        {"HEAD_SIZE": size, "HEAD_TILE": head_tile},
-    )
-
-
-def _source(dtype: str, rows: int, tile: int, tiling: Tiling) -> str:
-    """The type of what `_tiles` gives."""
-    return f"tensordesc<{dtype}[1,{rows},{tile}]>" if tiling.descriptors else f"*{dtype}"
-
-
-def _variant(
-    operation: str, function: Any, pointers: dict[str, str], tiling: Tiling, axes: dict[str, Any], constants: dict
-) -> Variant:
-    constants = constants | {
-        "QUERY_ROWS": tiling.query_rows,
-        "KEY_ROWS": tiling.key_rows,
-        "SOFTCAP": axes["softcap"],
-        "WINDOWED": axes["windowed"],
-        "DESCRIPTORS": tiling.descriptors,
-        "IN_REGISTERS": tiling.in_registers,
-        "INTERPRETED": False,
-    }
-    scalars = {"scaling": "fp32", "softcap": "fp32"}
-    rest = {name: scalars.get(name, "i32") for name in function.arg_names if name not in pointers | constants}
-    name = "-".join([operation, *(f"{axis}_{value}" for axis, value in axes.items())])
-    return Variant(
-        name,
-        function,
-        pointers | rest,
-        constants,
-        tiling.num_warps,
-        tiling.num_stages,
-        {"operation": operation} | axes,
-        tensor_cores=True,
-        # Tilings for Blackwell have not been tuned on one; on Hopper it is the largest heads.
-        spills="a few bytes outside of the loop" if tiling.descriptors and not tiling.in_registers else "",
     )

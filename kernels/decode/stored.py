@@ -1,0 +1,145 @@
+"""What a cache has stored, in the forms that the two paths of decode attention read.
+
+The kernels follow tables of addresses; the tiled path is given tensors, a few pages at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvconvert.kernels.decode.plan import WorkPlan
+from kvconvert.kernels.pages.records import KeyPages, ValuePages
+from kvconvert.kernels.spans.formats import Span, SpanFormat
+
+
+class StoredTokens(Protocol):
+    """One layer's stored tokens of a batch; each form is built when a path asks for it."""
+
+    def page_tables(self, programs: int) -> PageTables:
+        """Where pages and spans lie, with work for about so many programs."""
+
+    def residual_windows(self) -> ResidualWindows:
+        """Where full-precision tokens lie."""
+
+    def visibility(self, queries: slice) -> Visibility | None:
+        """Which tokens some of the queries see; None for all."""
+
+    def page_tiles(self, num_query_heads: int, num_queries: int) -> Iterator[PageTile]:
+        """All pages, in tiles for so many query heads and queries."""
+
+    def residual_tokens(self) -> Iterator[ResidualTokens]:
+        """The full-precision tokens of each row that has any."""
+
+    def spans(self) -> Iterator[SpanTokens]:
+        """The spans of each row that has any."""
+
+
+@dataclass(frozen=True)
+class PageTables:
+    """Where the pages of a batch lie, for the kernels; see `kernels/decode/plan.py` for `plan`.
+
+    Attributes:
+        key_base, value_base: any tensors of 2-byte elements, 16-byte aligned, from which offsets count.
+        keys, values: int64 [n + 1] offsets of pages or span blocks in units of 16 bytes. Entry i of both is of the same
+            tokens; where only one side of a half-quantized page is quantized, the other's entry is any valid one, as is the last
+            entry, which is loaded in advance and never followed.
+        plan: the work items.
+        shared: int64 [S, 4] offsets, in the same units, of key scale and zero_point [H, D] relative to `key_base`, and of
+            value scale and zero_point [H, E] relative to `value_base`; None where pages have scales of their own.
+        boosted: integers [H, n], the channels with more bits where these are fixed for the layer, else None.
+    """
+
+    key_base: torch.Tensor
+    value_base: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    plan: WorkPlan
+    shared: torch.Tensor | None = None
+    boosted: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ResidualWindows:
+    """The full-precision tokens of a batch, for the kernels.
+
+    Attributes:
+        base: any tensor of the keys' dtype, 16-byte aligned, from which offsets count.
+        rows: int64 [B, 8] for each sequence: offset of its key buffer [H, capacity, D] from `base` and the stride of
+            its heads, the same two of values, all in units of 8 elements; sink tokens; tokens of the key and of the value
+            buffer behind the sink tokens that belong to half-quantized pages; tokens of the residual window.
+    """
+
+    base: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which tokens queries see: uint8, addressed as base + sequence * row + head * head_stride + query * query_stride
+    + token, tokens numbered [pages | half-quantized pages | residual window | spans] as `SequencePlan` says.
+    """
+
+    mask: torch.Tensor
+    row: int
+    head: int
+    query: int
+
+
+@dataclass(frozen=True)
+class PageTile:
+    """Some pages of some sequences.
+
+    Keys and values of the same tokens; either may still be in full precision where their windows differ.
+
+    Attributes:
+        keys: N key pages, or full-precision keys [N, H, P, D].
+        values: N value pages, or full-precision values [N, H, P, E].
+        rows: int64 [N], the batch row that each page belongs to.
+        visible: bool [N, H or 1, T, P], which tokens each of the T queries may see; None when all may see all.
+    """
+
+    keys: KeyPages | torch.Tensor
+    values: ValuePages | torch.Tensor
+    rows: torch.Tensor
+    visible: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ResidualTokens:
+    """Full-precision tokens of one sequence.
+
+    Attributes:
+        row: the batch row.
+        keys: [H, n, D]; values: [H, n, E].
+        visible: bool [H or 1, T, n]; None when all queries may see all tokens.
+    """
+
+    row: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    visible: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SpanTokens:
+    """All spans of one sequence, whose scores are shifted together (CalibQuant).
+
+    Attributes:
+        row: the batch row.
+        spans: in order; format: of all of them.
+        tau1, tau2: see `shift_extremes`.
+        visible: bool [1, T, n] over the tokens of all spans; None when all queries may see all.
+        clamped_rows: int64 scalar, to which the number of rows is added whose different scores the shift made equal.
+    """
+
+    row: int
+    spans: list[Span]
+    format: SpanFormat
+    tau1: float = 0.0
+    tau2: float = 0.0
+    visible: torch.Tensor | None = None
+    clamped_rows: torch.Tensor | None = None

@@ -1,0 +1,86 @@
+"""What the bytes of a layer's pages mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+# Tokens of a page in every preset, of a span's block, and of what the decode kernels read at a time.
+PAGE_SIZE = 128
+
+
+class ChannelScales(NamedTuple):
+    """One scale and zero_point for each channel of each head of a layer: float16 [H, channels], finite."""
+
+    scale: torch.Tensor
+    zero_point: torch.Tensor
+
+
+@dataclass(frozen=True)
+class KeyFormat:
+    """The meaning of one layer's key-page bytes.
+
+    Attributes:
+        heads, head_dim: KV heads and channels of the layer's keys.
+        page_size: tokens per page.
+        bits: 1, 2, 4, 8, or 16 for unquantized.
+        group_size: tokens per group; divides `page_size`.
+        token_norm: whether keys are divided by a norm before quantization, over all heads jointly or each head alone.
+        token_norm_measure: root mean square ("l2") or mean magnitude.
+        clip_ratio: factor applied to each group's (min, max) about its midpoint.
+        boosted: channels per head that get twice the bits (Kitty).
+        boost_select: "dynamic" ranks channels by mean magnitude in each page and stores their indices there;
+            "calibrated" takes the fixed channels given to `quantize_keys`.
+        static: the layer's `ChannelScales` describe every page, which holds none of its own. `clip_ratio` then has no part
+            in quantization, `group_size` is `page_size`, and there is no norm and no boost.
+    """
+
+    heads: int
+    head_dim: int
+    page_size: int
+    bits: int
+    group_size: int
+    token_norm: Literal["none", "joint", "per_head"] = "none"
+    token_norm_measure: Literal["l2", "mean_abs"] = "l2"
+    clip_ratio: float = 1.0
+    boosted: int = 0
+    boost_select: Literal["dynamic", "calibrated"] = "dynamic"
+    static: bool = False
+
+
+@dataclass(frozen=True)
+class ValueFormat:
+    """The meaning of one layer's value-page bytes.
+
+    Attributes:
+        heads, head_dim: KV heads and channels of the layer's values.
+        page_size, bits, clip_ratio, static: as for keys.
+        group_size: channels per group; divides `head_dim`, and is `head_dim` where scales are static.
+    """
+
+    heads: int
+    head_dim: int
+    page_size: int
+    bits: int
+    group_size: int
+    clip_ratio: float = 1.0
+    static: bool = False
+
+
+@dataclass(frozen=True)
+class LayerFormat:
+    """How one layer's pages are read.
+
+    Attributes:
+        keys, values: their formats.
+        boosted: int64 [H, boosted], the key channels with more bits where these are fixed for the layer.
+        static_keys, static_values: the scales of all pages, where the formats say that these are static.
+    """
+
+    keys: KeyFormat
+    values: ValueFormat
+    boosted: torch.Tensor | None = None
+    static_keys: ChannelScales | None = None
+    static_values: ChannelScales | None = None

@@ -1,0 +1,130 @@
+"""Pages as tensors: records, one after another, and the views of their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+
+from kvconvert.kernels.pages.formats import KeyFormat, ValueFormat
+from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
+
+
+class _Pages:
+    """Tensors whose first dimension counts pages; absent parts are None."""
+
+    _fields: ClassVar[tuple[str, ...]] = ()
+
+    def __len__(self) -> int:
+        return self.codes.shape[0]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that this format has, with their names."""
+        for name in self._fields:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                yield name, tensor
+
+    def select(self, index: slice | torch.Tensor) -> Self:
+        """Some of the pages: views for a slice, a copy for an index tensor."""
+        return pages_of(self.buffer[index], self.format)
+
+    @classmethod
+    def cat(cls, parts: list[Self]) -> Self:
+        """Pages of one format, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        return pages_of(torch.cat([part.buffer for part in parts]), parts[0].format)
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """What holds one page after another: the records, int16 [N, units], or 16-bit codes."""
+        return self.codes if self.record is None else self.record
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages, the padding of their records included."""
+        return self.buffer.nbytes
+
+
+@dataclass(frozen=True)
+class KeyPages(_Pages):
+    """N key pages of H heads, D channels, P tokens.
+
+    Attributes:
+        codes: int16 [N, H, P * bits / 16, D] ([N, H, P / 8, D / 2] at 1 bit, see `kernels/packing.py`), or the model's
+            dtype [N, H, P, D] at 16 bits.
+        scale, zero_point: float16 [N, H, D, P / group_size], group after group in memory; None at 16 bits or where scales
+            are static.
+        norm: float16 [N, H or 1, P], None without a token norm.
+        high: int16 [N, H, P * bits / 16, boosted], the upper bits of boosted channels ([N, H, P / 8, boosted / 2] at
+            1 bit, boosted rounded up to an even number), None without boost.
+        channels: uint8 [N, H, boosted], which channels those are, ascending; None where they are fixed per layer.
+        record: int16 [N, units], of which all others are views, see `KeyLayout`; None at 16 bits.
+        format: what the bytes mean.
+    """
+
+    _fields = ("codes", "scale", "zero_point", "norm", "high", "channels")
+
+    codes: torch.Tensor
+    format: KeyFormat
+    scale: torch.Tensor | None = None
+    zero_point: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
+    high: torch.Tensor | None = None
+    channels: torch.Tensor | None = None
+    record: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ValuePages(_Pages):
+    """N value pages of H heads, P tokens, E channels.
+
+    Attributes:
+        codes: int16 [N, H, E * bits / 16, P] ([N, H, E / 8, P / 2] at 1 bit), or the model's dtype [N, H, P, E] at 16
+            bits.
+        scale, zero_point: float16 [N, H, P, E / group_size], group after group in memory; None at 16 bits or where scales
+            are static.
+        record: int16 [N, units], of which all others are views, see `ValueLayout`; None at 16 bits.
+        format: what the bytes mean.
+    """
+
+    _fields = ("codes", "scale", "zero_point")
+
+    codes: torch.Tensor
+    format: ValueFormat
+    scale: torch.Tensor | None = None
+    zero_point: torch.Tensor | None = None
+    record: torch.Tensor | None = None
+
+
+def pages_of(buffer: torch.Tensor, f: KeyFormat | ValueFormat) -> KeyPages | ValuePages:
+    """The pages that a buffer holds, as views: records int16 [N, units], or the codes of 16-bit pages."""
+    kind, layout = (KeyPages, KeyLayout) if isinstance(f, KeyFormat) else (ValuePages, ValueLayout)
+    return kind(buffer, f) if f.bits == 16 else kind(format=f, record=buffer, **layout.of(f).fields(buffer, f))
+
+
+def empty_keys(count: int, f: KeyFormat, dtype: torch.dtype, device: torch.device) -> KeyPages:
+    """Uninitialised room for `count` key pages in one buffer; `dtype` is the model's, used by 16-bit codes."""
+    shape = (f.heads, f.page_size, f.head_dim) if f.bits == 16 else (KeyLayout.of(f).record,)
+    dtype = dtype if f.bits == 16 else torch.int16
+    return pages_of(torch.empty(count, *shape, dtype=dtype, device=device), f)
+
+
+def empty_values(count: int, f: ValueFormat, dtype: torch.dtype, device: torch.device) -> ValuePages:
+    """Uninitialised room for `count` value pages in one buffer."""
+    shape = (f.heads, f.page_size, f.head_dim) if f.bits == 16 else (ValueLayout.of(f).record,)
+    dtype = dtype if f.bits == 16 else torch.int16
+    return pages_of(torch.empty(count, *shape, dtype=dtype, device=device), f)
+
+
+def record_of(f: KeyFormat | ValueFormat, **tensors: torch.Tensor | None) -> KeyPages | ValuePages:
+    """Pages whose tensors were computed one by one, in records of their own; padding is zero."""
+    layout = KeyLayout.of(f) if isinstance(f, KeyFormat) else ValueLayout.of(f)
+    codes = tensors["codes"]
+    pages = pages_of(codes.new_zeros(len(codes), layout.record), f)
+    for name, target in pages.tensors():
+        target.copy_(tensors[name])
+    return pages

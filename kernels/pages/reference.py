@@ -1,0 +1,152 @@
+"""Quantization of pages in plain PyTorch, on every device, and its inverse."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from kvconvert.errors import NumericError
+from kvconvert.kernels.packing import pack_codes, unpack_codes
+from kvconvert.kernels.pages.formats import ChannelScales, KeyFormat, ValueFormat
+from kvconvert.kernels.pages.records import KeyPages, ValuePages, record_of
+from kvconvert.kernels.quantizer import dequantize, quantize, quantize_static
+
+
+def token_norms(
+    keys: torch.Tensor, scope: Literal["joint", "per_head"], measure: Literal["l2", "mean_abs"]
+) -> torch.Tensor:
+    """The size of each key token, float32 [N, 1 or H, P], from keys [N, H, P, D].
+
+    OScaR (section 4.2) divides by the L2 norm over all KV heads; the mean over heads and channels replaces the sum
+    here, so that normalised values stay near 1 whatever the number of heads. `mean_abs` is the paper's table 10
+    alternative.
+
+    Raises:
+        NumericError: a norm is not finite or does not fit float16, in which it is stored.
+    """
+    x = keys.float()
+    dims = (1, 3) if scope == "joint" else (3,)
+    norms = x.square().mean(dims).sqrt() if measure == "l2" else x.abs().mean(dims)
+    norms = norms.unsqueeze(1) if scope == "joint" else norms
+    if not bool((norms <= torch.finfo(torch.float16).max).all()):
+        raise NumericError("the norm of a key token is not finite or exceeds float16")
+    return norms
+
+
+def rank_channels(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` channels of largest mean magnitude per page and head: int64 [N, H, count], ascending.
+
+    From keys [N, H, P, D]; Kitty's score (page-wise mean |K|), ties to the lower index.
+    """
+    # In float64 the sum is exact, or as good as: in float32 equal channels would differ by the order of their sums.
+    score = keys.abs().sum(2, dtype=torch.float64)
+    order = torch.sort(score, dim=-1, descending=True, stable=True).indices
+    return order[..., :count].sort(-1).values
+
+
+def quantize_keys(
+    keys: torch.Tensor, f: KeyFormat, channels: torch.Tensor | None = None, static: ChannelScales | None = None
+) -> KeyPages:
+    """Quantize whole pages of keys [N, H, P, D], any float dtype, after RoPE and the scheme's rotation.
+
+    Args:
+        keys: what to store.
+        f: how.
+        channels: int64 [H, boosted], the channels to boost with `boost_select="calibrated"`.
+        static: of the layer, where `f.static`.
+
+    Returns:
+        N pages. Codes are computed from the stored norm, scale and zero_point. A boosted channel's scale and zero_point are
+        those of its own finer grid.
+
+    Raises:
+        NumericError: NaN, infinity, or a norm, scale or zero_point beyond float16.
+    """
+    if f.bits == 16:
+        return KeyPages(keys.contiguous(), f)
+    if f.static:
+        codes = quantize_static(keys, f.bits, static.scale.unsqueeze(1), static.zero_point.unsqueeze(1))
+        return record_of(f, codes=pack_codes(codes, f.bits, dim=2, across=3))
+    norm = None
+    if f.token_norm != "none":
+        norm = token_norms(keys, f.token_norm, f.token_norm_measure).half()
+        # Zero-norm tokens (all-zero keys, or below float16's range) store zeros and come back as zeros.
+        keys = keys.float() * torch.where(norm > 0, norm.float().reciprocal(), 0.0).unsqueeze(3)
+    transposed = keys.transpose(2, 3)
+    plain = quantize(transposed, f.bits, f.group_size, dim=3, clip_ratio=f.clip_ratio)
+    if not f.boosted:
+        codes = pack_codes(plain.codes.transpose(2, 3), f.bits, dim=2, across=3)
+        return record_of(f, codes=codes, scale=plain.scale, zero_point=plain.zero_point, norm=norm)
+    chosen = rank_channels(keys, f.boosted) if f.boost_select == "dynamic" else channels.expand(len(keys), -1, -1)
+
+    def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+        return chosen.unsqueeze(3).expand(-1, -1, -1, tensor.shape[3])
+
+    fine = quantize(transposed.gather(2, rows_of(transposed)), 2 * f.bits, f.group_size, dim=3, clip_ratio=f.clip_ratio)
+    low_mask = 2**f.bits - 1
+    codes = plain.codes.scatter(2, rows_of(plain.codes), fine.codes & low_mask)
+    return record_of(
+        f,
+        codes=pack_codes(codes.transpose(2, 3), f.bits, dim=2, across=3),
+        scale=plain.scale.scatter(2, rows_of(plain.scale), fine.scale),
+        zero_point=plain.zero_point.scatter(2, rows_of(plain.zero_point), fine.zero_point),
+        norm=norm,
+        high=pack_codes((fine.codes >> f.bits).transpose(2, 3), f.bits, dim=2, across=3),
+        channels=chosen,
+    )
+
+
+def quantize_values(values: torch.Tensor, f: ValueFormat, static: ChannelScales | None = None) -> ValuePages:
+    """Quantize whole pages of values [N, H, P, E], any float dtype. `static` and NumericError as for keys."""
+    if f.bits == 16:
+        return ValuePages(values.contiguous(), f)
+    if f.static:
+        codes = quantize_static(values, f.bits, static.scale.unsqueeze(1), static.zero_point.unsqueeze(1))
+        return record_of(f, codes=pack_codes(codes.transpose(2, 3), f.bits, dim=2, across=3))
+    quantized = quantize(values, f.bits, f.group_size, dim=3, clip_ratio=f.clip_ratio)
+    codes = pack_codes(quantized.codes.transpose(2, 3), f.bits, dim=2, across=3)
+    return record_of(f, codes=codes, scale=quantized.scale, zero_point=quantized.zero_point)
+
+
+def key_codes(pages: KeyPages, f: KeyFormat, channels: torch.Tensor | None = None) -> torch.Tensor:
+    """Unpacked codes, uint8 [N, H, D, P], boosted channels with their upper bits."""
+    codes = unpack_codes(pages.codes, f.bits, 2, f.page_size, across=3)
+    if not f.boosted:
+        return codes.transpose(2, 3)
+    high = unpack_codes(pages.high, f.bits, 2, f.page_size, across=3)[..., : f.boosted] << f.bits
+    chosen = pages.channels.long() if pages.channels is not None else channels.expand(len(pages), -1, -1)
+    return codes.scatter_add(3, chosen.unsqueeze(2).expand_as(high), high).transpose(2, 3)
+
+
+def value_codes(pages: ValuePages, f: ValueFormat) -> torch.Tensor:
+    """Unpacked codes, uint8 [N, H, P, E]."""
+    return unpack_codes(pages.codes, f.bits, 2, f.head_dim, across=3).transpose(2, 3)
+
+
+def key_scales(pages: KeyPages, static: ChannelScales | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero_point of the pages' groups, float16 [N or 1, H, D, groups]; the layer's make one group of a page."""
+    if static is None:
+        return pages.scale, pages.zero_point
+    return static.scale[None, :, :, None], static.zero_point[None, :, :, None]
+
+
+def dequantize_keys(
+    pages: KeyPages, f: KeyFormat, channels: torch.Tensor | None = None, static: ChannelScales | None = None
+) -> torch.Tensor:
+    """Dequantized keys, float32 [N, H, D, P], token norms applied."""
+    if f.bits == 16:
+        return pages.codes.float().transpose(2, 3)
+    keys = dequantize(key_codes(pages, f, channels), *key_scales(pages, static), f.group_size, 3)
+    return keys if pages.norm is None else keys * pages.norm.float().unsqueeze(2)
+
+
+def dequantize_values(pages: ValuePages, f: ValueFormat, static: ChannelScales | None = None) -> torch.Tensor:
+    """Dequantized values, float32 [N, H, P, E]."""
+    if f.bits == 16:
+        return pages.codes.float()
+    codes = value_codes(pages, f)
+    if f.static:
+        # Per channel over the tokens: along that axis a page is one group.
+        return dequantize(codes, static.scale[None, :, None], static.zero_point[None, :, None], f.page_size, 2)
+    return dequantize(codes, pages.scale, pages.zero_point, f.group_size, 3)

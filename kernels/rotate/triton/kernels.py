@@ -1,0 +1,220 @@
+"""The rotation's kernels: rows by a matrix of signs, and a decode step's append.
+
+A rotation moves a row in and a row out, and its product with the [d, d] matrix of signs, exact in every dtype and found
+in the L2 cache, costs less than that. So it is one product, padded to a power of two, whatever the order's factors.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# The interpreter, for which kernels are made when they are imported, knows no product of bfloat16.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def product_with_signs(x, signs, total):
+    """total + x signs in float32, for signs of 1, 0 and -1 in the dtype of x; every product is exact."""
+    if INTERPRETED:
+        x, signs = x.to(tl.float32), signs.to(tl.float32)
+    # A float32 is the sum of three tf32 numbers.
+    return tl.dot(x, signs, total, input_precision="tf32x3")
+
+
+@triton.jit
+def _rotate(
+    source,
+    target,
+    row,
+    rows,
+    source_stride,
+    target_stride,
+    matrix,
+    normaliser,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    INVERSE: tl.constexpr,
+    ROTATE: tl.constexpr,
+):
+    """Rotate, or only copy, those of the rows `row` that are below `rows`."""
+    present = (row < rows)[:, None]
+    sources, targets = source + row[:, None] * source_stride, target + row[:, None] * target_stride
+    if ROTATE:
+        for first in tl.static_range(0, TILE, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)[None, :]
+            rotated = tl.zeros([row.shape[0], COLUMNS], tl.float32)
+            for start in range(0, TILE, INNER):
+                part = start + tl.arange(0, INNER)
+                x = tl.load(sources + part[None, :], mask=present & (part < SIZE)[None, :], other=0.0)
+                part = part[:, None]
+                at = matrix + (part + column * SIZE if INVERSE else part * SIZE + column)
+                signs = tl.load(at, mask=(part < SIZE) & (column < SIZE), other=0.0)
+                rotated = product_with_signs(x, signs, rotated)
+            rotated = (rotated * normaliser).to(target.dtype.element_ty)
+            tl.store(targets + column, rotated, mask=present & (column < SIZE))
+    else:
+        every = tl.arange(0, TILE)[None, :]
+        whole = present & (every < SIZE)
+        tl.store(targets + every, tl.load(sources + every, mask=whole), mask=whole)
+
+
+@triton.jit(do_not_specialize=["inner", "rows"])
+def rotate_kernel(
+    source,
+    target,
+    matrix,
+    normaliser,
+    inner,
+    rows,
+    outer_stride,
+    inner_stride,
+    row_stride,
+    target_outer_stride,
+    target_inner_stride,
+    target_row_stride,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
+    """`target = source H` (H^T with INVERSE) for ROWS of the rows that lie one `row_stride` apart."""
+    blocks = tl.cdiv(rows, ROWS)
+    block, place = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    outer_index, inner_index = (place // inner).to(tl.int64), (place % inner).to(tl.int64)
+    source += outer_index * outer_stride + inner_index * inner_stride
+    target += outer_index * target_outer_stride + inner_index * target_inner_stride
+    row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    _rotate(
+        source, target, row, rows, row_stride, target_row_stride, matrix, normaliser, SIZE, TILE, COLUMNS, INNER,
+        INVERSE, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _append(
+    program,
+    source,
+    target,
+    table,
+    first_tokens,
+    matrix,
+    normaliser,
+    tokens,
+    batch_stride,
+    head_stride,
+    token_stride,
+    HEADS: tl.constexpr,
+    COLUMN: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROTATE: tl.constexpr,
+    ROWS_ARE_HEADS: tl.constexpr,
+):
+    """Some keys or values into their sequence's buffer, whose columns in the table start at COLUMN."""
+    rows = HEADS if ROWS_ARE_HEADS else tokens
+    inner = tokens if ROWS_ARE_HEADS else HEADS
+    blocks = tl.cdiv(rows, ROWS)
+    row = program % blocks * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    place = program // blocks
+    batch, other = place // inner, (place % inner).to(tl.int64)
+    first = tl.load(first_tokens + batch)
+    target += tl.multiple_of(tl.load(table + batch * 4 + COLUMN), 8) + first * SIZE
+    rows = tl.where(first >= 0, rows, 0)
+    target_head_stride = tl.multiple_of(tl.load(table + batch * 4 + COLUMN + 1), 8)
+    source += batch.to(tl.int64) * batch_stride
+    if ROWS_ARE_HEADS:
+        source += other * token_stride
+        target += other * SIZE
+        _rotate(
+            source, target, row, rows, head_stride, target_head_stride, matrix, normaliser, SIZE, TILE,
+            COLUMNS, INNER, False, ROTATE,
+        )  # fmt: skip
+    else:
+        source += other * head_stride
+        target += other * target_head_stride
+        _rotate(
+            source, target, row, rows, token_stride, SIZE, matrix, normaliser, SIZE, TILE, COLUMNS, INNER, False,
+            ROTATE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch", "tokens"])
+def rotate_and_append_kernel(
+    queries,
+    output,
+    keys,
+    values,
+    key_base,
+    value_base,
+    table,
+    first_tokens,
+    key_matrix,
+    value_matrix,
+    key_normaliser,
+    value_normaliser,
+    batch,
+    tokens,
+    query_batch_stride,
+    query_head_stride,
+    query_stride,
+    output_batch_stride,
+    output_head_stride,
+    output_stride,
+    key_batch_stride,
+    key_head_stride,
+    key_stride,
+    value_batch_stride,
+    value_head_stride,
+    value_stride,
+    QUERY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    VALUE_INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROTATE_KEYS: tl.constexpr,
+    ROTATE_VALUES: tl.constexpr,
+    ROWS_ARE_HEADS: tl.constexpr,
+):
+    """Programs take ROWS rows, heads of a token or tokens of a head, of keys, then of values, then of queries."""
+    program = tl.program_id(0)
+    programs = batch * (tl.cdiv(HEADS, ROWS) * tokens if ROWS_ARE_HEADS else tl.cdiv(tokens, ROWS) * HEADS)
+    if program < programs:
+        _append(
+            program, keys, key_base, table, first_tokens, key_matrix, key_normaliser, tokens, key_batch_stride,
+            key_head_stride, key_stride, HEADS, 0, SIZE, TILE, COLUMNS, INNER, ROWS, ROTATE_KEYS, ROWS_ARE_HEADS,
+        )  # fmt: skip
+    elif program < 2 * programs:
+        _append(
+            program - programs, values, value_base, table, first_tokens, value_matrix, value_normaliser, tokens,
+            value_batch_stride, value_head_stride, value_stride, HEADS, 2, VALUE_SIZE, VALUE_TILE, VALUE_COLUMNS,
+            VALUE_INNER, ROWS, ROTATE_VALUES, ROWS_ARE_HEADS,
+        )  # fmt: skip
+    elif ROTATE_KEYS:
+        program -= 2 * programs
+        rows = QUERY_HEADS if ROWS_ARE_HEADS else tokens
+        inner = tokens if ROWS_ARE_HEADS else QUERY_HEADS
+        blocks = tl.cdiv(rows, ROWS)
+        row = program % blocks * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        place = program // blocks
+        sequence, other = (place // inner).to(tl.int64), (place % inner).to(tl.int64)
+        queries += sequence * query_batch_stride + other * (query_stride if ROWS_ARE_HEADS else query_head_stride)
+        output += sequence * output_batch_stride + other * (output_stride if ROWS_ARE_HEADS else output_head_stride)
+        _rotate(
+            queries, output, row, rows, query_head_stride if ROWS_ARE_HEADS else query_stride,
+            output_head_stride if ROWS_ARE_HEADS else output_stride, key_matrix, key_normaliser, SIZE, TILE,
+            COLUMNS, INNER, False, True,
+        )  # fmt: skip

@@ -1,0 +1,46 @@
+"""What the bytes of a layer's spans mean, and a span as tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class SpanFormat:
+    """The meaning of a layer's span bytes: bits (1, 2, 4 or 8) and clip ratios of keys and values."""
+
+    key_bits: int
+    value_bits: int
+    key_clip_ratio: float = 1.0
+    value_clip_ratio: float = 1.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """One quantized span of n tokens, H KV heads, D key and E value channels; all tensors are contiguous.
+
+    Attributes:
+        tokens: n.
+        key_codes: int16 [blocks, H, 128 * bits / 16, D], packed along a block's tokens, those after the last one with
+            code 0; [blocks, H, 16, D / 2] at 1 bit, see `kernels/packing.py`.
+        key_scale, key_zero_point: float16 [H, D].
+        value_codes: int16 [blocks, H, E * bits / 16, 128], packed along the channels; [blocks, H, E / 8, 64] at 1 bit.
+        value_scale, value_zero_point: float16 [H, E].
+    """
+
+    tokens: int
+    key_codes: torch.Tensor
+    key_scale: torch.Tensor
+    key_zero_point: torch.Tensor
+    value_codes: torch.Tensor
+    value_scale: torch.Tensor
+    value_zero_point: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        parts = (self.key_codes, self.key_scale, self.key_zero_point)
+        parts += (self.value_codes, self.value_scale, self.value_zero_point)
+        return sum(tensor.nbytes for tensor in parts)

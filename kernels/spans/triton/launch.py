@@ -1,0 +1,73 @@
+"""Quantization of spans on a GPU: ranges and scales of channels, then codes by the kernels that write pages."""
+
+from __future__ import annotations
+
+import torch
+
+from kvconvert.kernels.pages.flag import new_flag, raise_if_flagged
+from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales, KeyFormat, ValueFormat
+from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
+from kvconvert.kernels.pages.triton.launch import UNFUSED, launch_keys, launch_values, shrinkage, tile_of, warps_for
+from kvconvert.kernels.spans.formats import Span, SpanFormat
+from kvconvert.kernels.spans.triton.kernels import channel_range_kernel, channel_scale_kernel
+
+# Parts of a span whose ranges are found by one program per head each, and tokens that it reads at a time.
+SPAN_PARTS = 64
+RANGE_TOKENS = 32
+
+
+def quantize_span(keys: torch.Tensor, values: torch.Tensor, f: SpanFormat) -> Span:
+    """`quantize_span` of kernels/spans/__init__.py: keys [H, n, D], values [H, n, E] of any strides that
+    `unsupported` accepts.
+
+    Raises:
+        GroupRangeError: NaN, infinity, or a scale or zero_point beyond float16; `index` is (head,).
+    """
+    heads, tokens = keys.shape[:2]
+    blocks = -(-tokens // PAGE_SIZE)
+    flag = new_flag(keys.device)
+    parts = []
+    for x, bits, factor in ((keys, f.key_bits, f.key_clip_ratio), (values, f.value_bits, f.value_clip_ratio)):
+        scales = _channel_scales(x, bits, factor, flag)
+        codes = _span_codes(x, bits, blocks, scales, flag, x is keys)
+        parts += [codes, *scales]
+    raise_if_flagged(flag, heads, of_span=True)
+    return Span(tokens, *parts)
+
+
+def _channel_scales(x: torch.Tensor, bits: int, factor: float, flag: torch.Tensor) -> ChannelScales:
+    heads, tokens, dim = x.shape
+    tile = tile_of(dim, bits)
+    part_tokens = -(-tokens // SPAN_PARTS // PAGE_SIZE) * PAGE_SIZE or PAGE_SIZE
+    parts = -(-tokens // part_tokens)
+    extremes = torch.empty(2, parts, heads, dim, dtype=torch.float32, device=x.device)
+    scales = ChannelScales(*(torch.empty(heads, dim, dtype=torch.float16, device=x.device) for _ in range(2)))
+    channel_range_kernel[(parts * heads,)](
+        x, extremes, flag, x.stride(0), x.stride(1), tokens, part_tokens, heads, dim, tile, RANGE_TOKENS,
+        num_warps=warps_for(RANGE_TOKENS * tile), **UNFUSED,
+    )  # fmt: skip
+    channel_scale_kernel[(heads,)](
+        extremes, *scales, flag, parts, *shrinkage(factor), bits, heads, dim, tile, SPAN_PARTS, num_warps=4, **UNFUSED
+    )
+    return scales
+
+
+def _span_codes(
+    x: torch.Tensor, bits: int, blocks: int, scales: ChannelScales, flag: torch.Tensor, is_key: bool
+) -> torch.Tensor:
+    """Codes of a span in blocks, which are static pages of their own scales; the last may be partly filled."""
+    heads, tokens, dim = x.shape
+    first = torch.arange(0, blocks * PAGE_SIZE, PAGE_SIZE)
+    table = torch.empty(blocks, 4, dtype=torch.int64)
+    table[:, 0], table[:, 1], table[:, 3] = first * x.stride(1), x.stride(0), (tokens - first).clamp(max=PAGE_SIZE)
+    f = KeyFormat(heads, dim, PAGE_SIZE, bits, PAGE_SIZE, static=True) if is_key else None
+    g = None if is_key else ValueFormat(heads, dim, PAGE_SIZE, bits, dim, static=True)
+    layout = KeyLayout.of(f) if is_key else ValueLayout.of(g)
+    table[:, 2] = torch.arange(blocks) * layout.record
+    table = table.to(x.device, non_blocking=True)
+    codes = torch.empty(blocks, heads, layout.lanes, layout.rows, dtype=torch.int16, device=x.device)
+    if is_key:
+        launch_keys(x, x.stride(1), table, f, codes, flag, None, scales, rotate=False, partial=True)
+    else:
+        launch_values(x, x.stride(1), table, g, codes, flag, scales, partial=True)
+    return codes

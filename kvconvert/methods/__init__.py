@@ -1,0 +1,40 @@
+"""The methods, one file per paper: fields with their rules, presets, plan tensors, and what is said of them; no torch."""
+
+from kvconvert.methods.minikv import clamp_ratios, proportional_ratios, pyramid_ratios, spread_ratios
+from kvconvert.methods.part import LayerShape, Part, PlanTensor
+from kvconvert.methods.scheme import (
+    FIELDS,
+    OPTIONS,
+    PARTS,
+    PLAN_TENSORS,
+    PRESETS,
+    SEARCHED_FIELDS,
+    WHOLE_MODEL_OPTIONS,
+    FieldInfo,
+    KVCalibration,
+    KVScheme,
+    check_layers,
+    layer_conventions,
+)
+
+__all__ = [
+    "FIELDS",
+    "OPTIONS",
+    "PARTS",
+    "PLAN_TENSORS",
+    "PRESETS",
+    "SEARCHED_FIELDS",
+    "WHOLE_MODEL_OPTIONS",
+    "FieldInfo",
+    "KVCalibration",
+    "KVScheme",
+    "LayerShape",
+    "Part",
+    "PlanTensor",
+    "check_layers",
+    "clamp_ratios",
+    "layer_conventions",
+    "proportional_ratios",
+    "pyramid_ratios",
+    "spread_ratios",
+]

@@ -1,0 +1,78 @@
+"""AWQ (arXiv 2306.00978) and rounding: what becomes of a model's Linears."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+GROUP_SIZES = (16, 32, 64, 128, 256)
+Method = Literal["awq", "rtn", "none"]
+
+
+class WeightsRecipe(BaseModel):
+    """How Linears are quantized.
+
+    Attributes:
+        method: "awq" searches scales and clips, "rtn" rounds to nearest, "none" keeps every weight.
+        bits: of a stored weight; means nothing with "none".
+        group_size: inputs that share one scale and zero point; means nothing with "none".
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    method: Method = "awq"
+    bits: int = 4
+    group_size: int = 128
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether any weight is quantized."""
+        return self.method != "none"
+
+    def fault(self) -> str | None:
+        """Why bundles cannot hold such weights, as the end of a sentence about a recipe, or None."""
+        if not self.quantizes:
+            return None
+        if self.bits != 4:
+            return (
+                f"asks for [weights] bits = {self.bits}, but bundles hold 4-bit weights in this version: kvconvert's own "
+                "layout for other widths is not available yet; set bits = 4"
+            )
+        if self.group_size not in GROUP_SIZES:
+            return (
+                f"asks for [weights] group_size = {self.group_size}, which is not possible; choose one of "
+                f"{', '.join(map(str, GROUP_SIZES))}"
+            )
+        return None
+
+    def transforms(self) -> tuple[str, ...]:
+        """Changes to the weights before they are quantized, as a manifest lists them."""
+        return ("awq_scale", "awq_clip") if self.method == "awq" else ()
+
+
+def describe(method: Method) -> str:
+    """What a card says of a bundle's weights."""
+    return {
+        "awq": "AWQ-quantized weights (4 bits)",
+        "rtn": "weights rounded to nearest (4 bits)",
+        "none": "weights in their original width",
+    }[method]
+
+
+def tags(method: Method) -> list[str]:
+    """What the Hub calls such weights."""
+    return [] if method == "none" else ["awq", "4-bit"]
+
+
+def conventions(method: Method) -> dict[str, Any]:
+    """What is open to interpretation, as data for the manifest."""
+    if method == "none":
+        return {}
+    return {
+        "weights": {
+            "layout": "awq gemm: qweight [in, out/8], qzeros [in/group, out/8], scales [in/group, out]",
+            "value": "w = (q - z) * s, q and z integers 0 to 15",
+            "nibbles": "bits 4i to 4i+3 of the int32 in column c hold output channel 8c + [0,2,4,6,1,3,5,7][i]",
+        }
+    }

@@ -1,0 +1,159 @@
+"""What a method contributes to a key-value scheme.
+
+A `KVScheme` is composed of parts, one per paper: each brings its fields with their rules, its presets, the tensors of the
+KV plan that are its own, and what a manifest, a card and the documentation say of it. Whoever handles schemes as a whole
+(recipes, calibration, bundles, summaries) iterates over the parts and needs to know none of their fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, Field
+
+from kvconvert.errors import RecipeError
+
+# Of every dataclass that holds fields: unknown ones are refused, and no type is converted into another.
+STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+def option(default: Any, values: str, meaning: str, **constraints: Any) -> Any:
+    """A field of a part.
+
+    Args:
+        default: its value without the method.
+        values: what is possible, as messages and the documentation say it; "" for a `Literal`, which says it itself.
+        meaning: one clause for the documentation.
+        constraints: pydantic's bounds.
+    """
+    return Field(default=default, description=meaning, json_schema_extra={"values": values}, **constraints)
+
+
+def one_of(choices: Sequence[int]) -> Callable[[int], int]:
+    """A validator for a field of few numbers (a `Literal` would also take True for 1)."""
+
+    def check(value: int) -> int:
+        if value not in choices:
+            raise ValueError(f"choose one of {tuple(choices)}")
+        return value
+
+    return check
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of one layer's keys and values.
+
+    Attributes:
+        num_key_value_heads, head_dim: as in the model's config.
+        value_group_size: channels per value group, fitted to the head.
+        rotation: how the rotation matrix is built, for instance "sylvester(64)"; None without rotation.
+    """
+
+    num_key_value_heads: int
+    head_dim: int
+    value_group_size: int
+    rotation: str | None = None
+
+
+@dataclass(frozen=True)
+class PlanTensor:
+    """A tensor of the KV plan that a runtime cannot do without.
+
+    Attributes:
+        dtype: in safetensors' words.
+        shape: for the layer at hand.
+        why: the setting that asks for it.
+        fault: of the tensor's values as nested lists, what they should be, or None where they are.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    why: str
+    fault: Callable[[list[Any]], str | None] | None = None
+
+
+class Part:
+    """One method's part of a scheme: a mixin of `KVScheme`, so that its methods see the fields of the whole scheme.
+
+    Every hook is optional. `KVScheme` has the same hooks for all parts together.
+
+    Attributes:
+        method: name of the method.
+        summary: what it does, in one line.
+        source: paper or project that it comes from.
+        presets: schemes under a name, as the fields that differ from a plain `KVScheme()`.
+        plan_tensors: every tensor that the method may leave in the KV plan of a layer, with its meaning.
+        searched_fields: fields that calibration chooses unless the recipe states them.
+    """
+
+    method: ClassVar[str]
+    summary: ClassVar[str]
+    source: ClassVar[str]
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    plan_tensors: ClassVar[dict[str, str]] = {}
+    searched_fields: ClassVar[tuple[str, ...]] = ()
+
+    def require(self, ok: bool, field: str, rule: str) -> None:
+        """Refuse a field's value with the rule that it breaks, unless `ok`."""
+        if not ok:
+            raise RecipeError(f"[kv] {field} = {getattr(self, field)!r} is not possible: {rule}.")
+
+    def check(self) -> None:
+        """Refuse combinations that mean nothing (RecipeError); single values are checked already."""
+
+    def in_use(self) -> bool:
+        """Whether the scheme uses the method at all."""
+        return True
+
+    def stores_group_scales(self) -> bool:
+        """Whether pages may hold a scale and zero point for each group; False where the method has others."""
+        return True
+
+    def bits_per_token(self, shape: LayerShape) -> float:
+        """Bits that the method adds to each stored token of a layer, keys and values of all heads together."""
+        return 0.0
+
+    def kept_share(self) -> float:
+        """Share of a prompt's tokens that are kept."""
+        return 1.0
+
+    def compresses_prompts(self) -> bool:
+        """Whether a prompt is treated as a whole when it is complete, instead of page by page."""
+        return False
+
+    def only_tokens(self) -> str | None:
+        """Which tokens alone are compressed ("visual"), or None where all are."""
+        return None
+
+    def clauses(self, shape: LayerShape) -> list[str]:
+        """What to say of the scheme in one line."""
+        return []
+
+    def transforms(self) -> tuple[str, ...]:
+        """Changes that the model's weights have to carry, as a manifest lists them."""
+        return ()
+
+    def needs_calibration(self) -> str | None:
+        """The field whose value follows from calibration alone, or None."""
+        return None
+
+    def before_calibration(self) -> dict[str, Any]:
+        """Fields as they stand until calibration has measured what they need."""
+        return {}
+
+    def required_tensors(self, shape: LayerShape) -> dict[str, PlanTensor]:
+        """The tensors without which the scheme cannot be served, by their names in the plan of a layer."""
+        return {}
+
+    @classmethod
+    def check_layers(cls, schemes: Sequence[Any]) -> str | None:
+        """Why these different schemes cannot be those of one model's layers, or None."""
+        return None
+
+    @classmethod
+    def conventions(cls, layers: Sequence[tuple[Any, LayerShape]]) -> dict[str, Any]:
+        """What is open to interpretation in the layers' schemes, as data for the manifest; `layers` use the method."""
+        return {}

@@ -1,0 +1,207 @@
+"""`KVScheme`: what one layer's key-value cache looks like, composed of the methods' parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from kvconvert.errors import RecipeError
+from kvconvert.methods.calibquant import CalibQuant, TauSearch
+from kvconvert.methods.clip_ratio import ClipRatio, ClipRatioSearch
+from kvconvert.methods.kitty import Kitty
+from kvconvert.methods.kivi import Kivi
+from kvconvert.methods.minikv import MiniKV
+from kvconvert.methods.oscar import Oscar
+from kvconvert.methods.part import STRICT, LayerShape, Part, PlanTensor
+from kvconvert.methods.static_scales import StaticScales
+
+PARTS: tuple[type[Part], ...] = (Kivi, Oscar, Kitty, CalibQuant, MiniKV, StaticScales, ClipRatio)
+SEARCHES = (ClipRatioSearch, TauSearch)
+
+
+# Python collects a dataclass's fields from its last base to its first.
+@dataclass(frozen=True, config=STRICT)
+class _Fields(ClipRatio, StaticScales, MiniKV, CalibQuant, Kitty, Oscar, Kivi):
+    """The fields of all parts."""
+
+    def __post_init__(self) -> None:
+        for part in PARTS:
+            part.check(self)
+
+
+class KVScheme(_Fields):
+    """How one attention layer stores keys and values once they leave full precision.
+
+    Two families. Page methods quantize every 128 tokens: keys per channel over groups of `key_group_size` tokens,
+    values per token over groups of channels. Whole-prompt methods wait until the prompt is complete (`KVCache.seal`):
+    with span granularity the whole prompt, or what it holds of one `modality`, is quantized per channel and later
+    tokens stay in full precision (CalibQuant); with `heavy_ratio` each KV head keeps only some of the prompt's tokens,
+    which then go to pages (MiniKV). All counts are tokens per sequence.
+
+    Args:
+        fields: those of the parts in `kvconvert.methods`, by name; docs/bundle.md has a table of them all. What is not
+            given keeps its default, with which a method is not used.
+
+    Raises:
+        RecipeError: an unknown field, a value or a combination that is not possible, with the rule that it breaks.
+    """
+
+    if not TYPE_CHECKING:  # editors and type checkers know the fields from the dataclass
+
+        def __init__(self, **fields: Any) -> None:
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                raise _refusal(error) from error
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> KVScheme:
+        """Build a scheme from plain values; an unknown field is refused by name."""
+        return cls(**values)
+
+    @classmethod
+    def preset(cls, name: str) -> KVScheme:
+        """The scheme that a paper describes, by its preset name."""
+        if name not in PRESETS:
+            raise RecipeError(f"[kv] preset {name!r} is not available; choose one of {', '.join(PRESETS)}.")
+        return PRESETS[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, for the manifest."""
+        return asdict(self)
+
+    def parts(self) -> list[type[Part]]:
+        """The parts in use; first the one that decides what scales there are."""
+        used = [part for part in PARTS if part.in_use(self)]
+        return sorted(used, key=lambda part: part.stores_group_scales(self))
+
+    @property
+    def group_scales(self) -> bool:
+        """Whether pages hold a scale and zero point for each group."""
+        return all(part.stores_group_scales(self) for part in PARTS)
+
+    def bits_per_token(self, shape: LayerShape) -> float:
+        """Bits of a stored token in complete pages, keys and values of all heads; per token of the prompt where only
+        some are kept.
+        """
+        bits = sum(part.bits_per_token(self, shape) for part in self.parts())
+        for part in self.parts():
+            bits *= part.kept_share(self)
+        return bits
+
+    def compresses_prompts(self) -> bool:
+        """Whether prompts are treated as a whole when they are complete, instead of page by page."""
+        return any(part.compresses_prompts(self) for part in PARTS)
+
+    def clauses(self, shape: LayerShape) -> list[str]:
+        """What to say of the scheme in one line, method by method."""
+        return [clause for part in self.parts() for clause in part.clauses(self, shape)]
+
+    def only_tokens(self) -> str | None:
+        """Which tokens alone are compressed, or None where all are."""
+        return next((tokens for part in PARTS if (tokens := part.only_tokens(self)) is not None), None)
+
+    def transforms(self) -> tuple[str, ...]:
+        """Changes that the model's weights have to carry."""
+        return tuple(change for part in PARTS for change in part.transforms(self))
+
+    def needs_calibration(self) -> str | None:
+        """A field whose value follows from calibration alone, or None."""
+        return next((field for part in PARTS if (field := part.needs_calibration(self)) is not None), None)
+
+    def before_calibration(self) -> dict[str, Any]:
+        """Fields as they stand until calibration has measured what they need."""
+        return {field: value for part in PARTS for field, value in part.before_calibration(self).items()}
+
+    def required_tensors(self, shape: LayerShape) -> dict[str, PlanTensor]:
+        """The KV plan's tensors without which the scheme cannot be served, by their names within a layer."""
+        return {name: wanted for part in PARTS for name, wanted in part.required_tensors(self, shape).items()}
+
+
+def _refusal(error: ValidationError) -> RecipeError:
+    """The first thing that pydantic found, in one sentence."""
+    first = error.errors()[0]
+    name = str(first["loc"][0])
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return RecipeError(f"[kv] {name} is not a field of a KV scheme; known are {', '.join(sorted(FIELDS))}.")
+    return RecipeError(f"[kv] {name} = {first['input']!r} is not possible: {FIELDS[name].rule}.")
+
+
+@dataclass(frozen=True, config=STRICT)
+class FieldInfo:
+    """What is known of a field, for messages and documentation.
+
+    Attributes:
+        name: of the field.
+        method: of the part that it belongs to.
+        default: its value without the method.
+        rule: what is possible.
+        meaning: one clause.
+    """
+
+    name: str
+    method: str
+    default: Any
+    rule: str
+    meaning: str
+
+
+def _describe_fields() -> dict[str, FieldInfo]:
+    found = {}
+    for part in PARTS:
+        for name, info in part.__pydantic_fields__.items():
+            literal = getattr(info.annotation, "__args__", ())
+            rule = (info.json_schema_extra or {})["values"] or f"choose {' or '.join(map(str, literal))}"
+            found[name] = FieldInfo(name, part.method, info.default, rule, info.description)
+    return found
+
+
+FIELDS: dict[str, FieldInfo] = _describe_fields()
+PRESETS: dict[str, KVScheme] = {name: KVScheme(**values) for part in PARTS for name, values in part.presets.items()}
+# Every tensor that some method may leave in the KV plan of a layer, with its meaning.
+PLAN_TENSORS: dict[str, str] = {name: meaning for part in PARTS for name, meaning in part.plan_tensors.items()}
+# Fields that calibration chooses unless a recipe states them.
+SEARCHED_FIELDS: tuple[str, ...] = tuple(field for part in PARTS for field in part.searched_fields)
+
+
+@dataclass(frozen=True, config=STRICT)
+class KVCalibration(TauSearch, ClipRatioSearch):
+    """What calibration chooses for the cache; it is no part of a `KVScheme`, which describes the outcome alone.
+
+    Attributes:
+        given: those of `SEARCHED_FIELDS` that the recipe states, which are therefore not searched.
+    """
+
+    given: list[str] = Field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as plain values."""
+        return asdict(self)
+
+    def searched(self, scheme: KVScheme | None) -> list[str]:
+        """The fields of a scheme that are to be chosen, for messages."""
+        return [field for search in SEARCHES for field in search.searched(self, scheme)]
+
+
+OPTIONS: tuple[str, ...] = tuple(field.name for field in fields(KVCalibration) if field.name != "given")
+# Options of the whole model, each with the search that it belongs to.
+WHOLE_MODEL_OPTIONS = {name: search for search in SEARCHES for name in getattr(search, "whole_model", ())}
+
+
+def layer_conventions(layers: Sequence[tuple[KVScheme, LayerShape]]) -> dict[str, Any]:
+    """What is open to interpretation in the schemes of a model's layers, as data for the manifest."""
+    known: dict[str, Any] = {}
+    for part in PARTS:
+        using = [(scheme, shape) for scheme, shape in layers if part.in_use(scheme)]
+        if using:
+            known |= part.conventions(using)
+    return known
+
+
+def check_layers(schemes: Sequence[KVScheme]) -> str | None:
+    """Why these different schemes cannot be those of one model's layers, as the end of a sentence, or None."""
+    return next((reason for part in PARTS if (reason := part.check_layers(schemes)) is not None), None)
