@@ -196,7 +196,7 @@ class SteppedLayer:
         return queries, decode_attention(queries, self.tables, self.tails[step], self.format, DIM**-0.5, half=half)
 
     def flush(self, step: int) -> None:
-        """As `flush` in runtime/cache/compress.py: pages of both sides, their flag, and what moves up in the buffers."""
+        """As `flush` in runtime/cache/compress.py: pages of both sides, their flag, what moves up in the buffers."""
         scheme, (key_table, value_table) = self.scheme, self._flush_tables[step]
         gpu.quantize_key_pages(self.keys, DIM, key_table, scheme.keys, self.key_pages.buffer, self.flag)
         gpu.quantize_value_pages(self.values, DIM, value_table, scheme.values, self.value_pages.buffer, self.flag)

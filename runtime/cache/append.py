@@ -99,9 +99,9 @@ def commit(store: LayerStore, chunk: Chunk, queries: torch.Tensor | None = None)
     whole = all(destination.runs == [(0, n)] for destination in destinations)
     if queries is not None and whole and unsupported_append(store.dtype, queries, keys, values) is None:
         return _append_in_one_launch(store, destinations, queries, keys, values)
-    if store.scheme.rotate_keys == "hadamard":
+    if store.rotations.keys:
         keys = hadamard_transform(keys)
-    if store.scheme.rotate_values == "online":
+    if store.rotations.values:
         values = hadamard_transform(values)
     for destination in destinations:
         destination.write(keys, values)
@@ -121,8 +121,7 @@ def _append_in_one_launch(
     for destination in destinations:
         first[destination.row] = destination.first_key
     first_tokens = torch.tensor(first, dtype=torch.int64).to(store.device, non_blocking=True)
-    rotations = (store.scheme.rotate_keys == "hadamard", store.scheme.rotate_values == "online")
-    return rotate_and_append(queries, keys, values, base, table, first_tokens, *rotations)
+    return rotate_and_append(queries, keys, values, base, table, first_tokens, store.rotations)
 
 
 def _open_prompt(store: LayerStore, sequence: Sequence, decoding: bool) -> None:

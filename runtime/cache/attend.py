@@ -41,7 +41,7 @@ def attend(
     The queries are at the last T positions; outputs at padding are zeros or meaningless, as with every mask. `rotated`
     tells that the scheme's rotation has been applied to the queries.
     """
-    if store.scheme.rotate_keys == "hadamard" and not rotated:
+    if store.rotations.keys and not rotated:
         queries = hadamard_transform(queries)
     length = queries.shape[2]
     first = store.logical - length
@@ -78,8 +78,6 @@ def attend(
             half_quantized=store.block_tables.half_quantized,
             softcap=softcap,
             sink_logits=sink_logits,
-            tau1=store.scheme.tau1,
-            tau2=store.scheme.tau2,
             clamped_rows=store.clamped_rows,
             fall_back=store.fall_back,
         )
@@ -87,7 +85,7 @@ def attend(
             output = attended.to(output.dtype)
         else:
             output[others] = attended[others].to(output.dtype)
-    return hadamard_transform(output, inverse=True) if store.scheme.rotate_values == "online" else output
+    return hadamard_transform(output, inverse=True) if store.rotations.values else output
 
 
 def _add_attention_mass(
@@ -181,8 +179,7 @@ class StoredRows:
             if not chunk.is_causal:
                 positions = torch.cat([of_span.slice(0, len(of_span), store.device) for _, of_span in spans])
                 visible = chunk.visible(row, chunk.query_positions, positions)
-            tau1, tau2 = store.scheme.tau1, store.scheme.tau2
-            yield SpanTokens(row, [s for s, _ in spans], store.span_format, tau1, tau2, visible, store.clamped_rows)
+            yield SpanTokens(row, [s for s, _ in spans], store.span_format, visible, store.clamped_rows)
 
     def page_tiles(self, num_query_heads: int, num_queries: int) -> Iterator[PageTile]:
         """Pages of all rows: first those quantized on both sides, then those quantized on one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
@@ -13,7 +12,7 @@ from kvconvert.kernels.pages import KeyPages, ValuePages, empty_keys, empty_valu
 from kvconvert.kernels.spans import Span
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.block_tables import BlockTables
-from kvconvert.runtime.cache.formats import layer_format, span_format, static_scales
+from kvconvert.runtime.cache.formats import layer_format, rotations, span_format, with_plan
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.pool import PagePool
 from kvconvert.runtime.cache.sequence import CPU_GROWTH, GPU_GROWTH, BufferGrowth, KVSide, Sequence
@@ -27,19 +26,17 @@ class LayerStore:
     quantized again. Schemes that compress whole prompts leave a prompt in full precision until it is sealed.
 
     Args:
-        scheme: how tokens are stored; `rotate_values="folded"` asserts that the layer's weights carry the rotation, and
-            `heavy_ratio` is this layer's own.
+        scheme: how tokens are stored; what it says of weights is taken for true, and its budget is this layer's own.
         index: the layer's index in the model, for messages.
         sliding_window: the layer's window in tokens, or None.
         page_bytes: room for pages in bytes, taken at the first tokens and never exceeded; None grows as needed.
         keep_for_sharing: later layers read this layer's keys again within one forward pass, so pages are flushed one
             step late.
-        plan: this layer's part of the KV plan, of which `allocate` takes what the scheme needs: `boosted_channels`
-            integers [H, n]; `static_key_scale`, `static_key_zero_point` float16 [H, D], `static_value_scale`,
-            `static_value_zero_point` float16 [H, E].
+        plan: this layer's part of the KV plan, of which `allocate` takes what the scheme needs (`formats.with_plan`).
         growth: how the full-precision buffers grow; None chooses by device.
 
     Attributes:
+        rotations: what is rotated at run time.
         record_past: keep the newest tokens uncompressed until `crop` says which of them stay (assisted decoding).
         seal_at_once: the next forward pass holds the whole prompt.
         logical: positions so far, padding included.
@@ -73,6 +70,7 @@ class LayerStore:
         self.scheme, self.index, self.page_bytes, self.keep_for_sharing = scheme, index, page_bytes, keep_for_sharing
         self.sliding_window = sliding_window
         self.plan, self.growth = plan or {}, growth
+        self.rotations = rotations(scheme)
         self.record_past = False
         self.seal_at_once = False
         self.reset()
@@ -103,14 +101,7 @@ class LayerStore:
         batch, heads, _, key_dim = keys.shape
         value_dim = values.shape[-1]
         self.dtype, self.device = keys.dtype, keys.device
-        boosted = self.plan.get("boosted_channels")
-        boosted = None if boosted is None else boosted.to(self.device, torch.long)
-        format = layer_format(self.scheme, heads, key_dim, value_dim, boosted)
-        self.format = replace(
-            format,
-            static_keys=static_scales("key", format.keys, self.plan, self.device),
-            static_values=static_scales("value", format.values, self.plan, self.device),
-        )
+        self.format = with_plan(layer_format(self.scheme, heads, key_dim, value_dim), self.plan, self.device)
         self.span_format = span_format(self.scheme)
         name = f"layer {self.index} of the KV cache"
         capacity = None

@@ -190,7 +190,7 @@ class KVCache(Cache):
 def _folded_layers(config: PretrainedConfig) -> frozenset[int]:
     """Layers whose weights carry the value rotation: known from a bundle's quantization config, none otherwise."""
     schemes = getattr(getattr(config, "quantization_config", None), "kv_schemes", None) or []
-    return frozenset(i for i, scheme in enumerate(schemes) if scheme is not None and scheme.rotate_values == "folded")
+    return frozenset(i for i, scheme in enumerate(schemes) if scheme is not None and scheme.folds_values)
 
 
 def _layer_plans(plan: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -214,9 +214,9 @@ def _per_layer(
             f"{len(schemes)} KV schemes were given for a model of {count} layers; give one, or one per layer."
         )
     for index, layer_scheme in enumerate(schemes):
-        if layer_scheme is not None and layer_scheme.rotate_values == "folded" and index not in folded:
+        if layer_scheme is not None and layer_scheme.folds_values and index not in folded:
             raise RecipeError(
-                f'The scheme of layer {index} says rotate_values = "folded", but the model\'s weights carry no '
-                'rotation; use "online" (KVScheme.with_online_rotation()).'
+                f"The scheme of layer {index} says that the model's weights carry the rotation of values, and they do not; "
+                "use KVScheme.with_online_rotation()."
             )
     return schemes

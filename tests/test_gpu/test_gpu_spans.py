@@ -8,7 +8,9 @@ from kvconvert.kernels.quantizer import GroupRangeError
 from kvconvert.kernels.spans import SpanFormat, quantize_span, quantize_span_reference, unsupported
 
 
-@pytest.mark.parametrize(("tokens", "bits"), [(1, (2, 2)), (63, (1, 2)), (129, (2, 1)), pytest.param(300, (8, 4), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("tokens", "bits"), [(1, (2, 2)), (63, (1, 2)), (129, (2, 1)), pytest.param(300, (8, 4), marks=pytest.mark.full)]
+)
 def test_spans_are_those_of_the_reference(device, tokens, bits):
     torch.manual_seed(tokens)
     f = SpanFormat(*bits, key_clip_ratio=0.6, value_clip_ratio=1.0)
