@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Literal
 
 import torch
@@ -108,9 +108,8 @@ def span_format(scheme: KVScheme) -> SpanFormat | None:
     """The span format of a scheme, or None for pages."""
     if not scheme.is_span:
         return None
-    return SpanFormat(
-        scheme.key_bits, scheme.value_bits, scheme.key_clip_ratio, scheme.value_clip_ratio, scheme.tau1, scheme.tau2
-    )
+    # It has the scheme's own fields.
+    return SpanFormat(**{field.name: getattr(scheme, field.name) for field in fields(SpanFormat)})
 
 
 def rotations(scheme: KVScheme) -> Rotations:
