@@ -1,6 +1,7 @@
 # make quickstart   convert the reference model and show the result
 # make test         run the test suite (what CI runs)
 # make test-full    run the slow groups too, then sweep the kernels (an hour)
+# make baselines    measure the figures of the slow tests anew and write tests/baselines (a quarter of an hour)
 # make readme       run the quickstart and write its output into README.md
 # make docs         write the tables that are made from the code into docs
 # make lint         ruff
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 # Two processes of one thread each make better use of two cores than the reverse, and none of them spins while it waits.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test test-full readme docs lint clean
+.PHONY: quickstart test test-full baselines readme docs lint clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python examples/quickstart.py
@@ -28,6 +29,10 @@ test: $(VENV)/ready
 test-full: $(VENV)/ready test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m full -n 2 --ignore tests/test_gpu
 	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m full -n 2 --dist load tests/test_gpu
+
+baselines: $(VENV)/ready
+	rm -f tests/baselines/*.json
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m full --update-baselines tests/test_claims.py tests/test_presets.py
 
 docs: $(VENV)/ready
 	$(BIN)/python -m kvconvert.methods.tables

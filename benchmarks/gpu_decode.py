@@ -90,7 +90,7 @@ class Layer:
             SequencePlan((Segment(row * pages, (row + 1) * pages, pages * PAGE_SIZE),), residual)
             for row in range(case.batch)
         ]
-        self.span = SpanFormat(case.bits, case.bits) if case.span else None
+        self.span = SpanFormat(case.bits, case.bits, tau1=case.tau, tau2=case.tau * 2) if case.span else None
         programs = programs_for(torch.device("cuda"), self.format, self.span, GROUP, 1)
         plan = plan_work(sequences, programs).to(torch.device("cuda"))
         self.scales = torch.rand(4, HEADS, DIM, dtype=torch.float16, device="cuda") + 0.5
@@ -123,7 +123,6 @@ class Layer:
 
     def step(self) -> torch.Tensor:
         """One decode step of the layer."""
-        case = self.case
         return decode_attention(
             self.queries,
             self.tables,
@@ -131,8 +130,6 @@ class Layer:
             self.format,
             DIM**-0.5,
             span=self.span,
-            tau1=case.tau,
-            tau2=case.tau * 2,
         )
 
 
@@ -177,7 +174,7 @@ def check(device: torch.device) -> list[dict]:
             Stored(key_bits=16, value_bits=16),
             Stored(key_bits=16, value_bits=2),
             Stored(boosted=16, half_quantized=1, half_quantized_pages=(1, 0, 2)),
-            Stored(boosted=32, boost_select="calibrated"),
+            Stored(boosted=32, fixed_channels=True),
             Stored(static=True, key_bits=4, value_bits=8),
             Stored(key_dim=80, value_dim=80, key_group=64, value_group=16),
             Stored(key_dim=256, value_dim=256, value_group=128),

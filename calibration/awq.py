@@ -7,7 +7,7 @@ activation statistic a_c = mean |x_c|, the candidates are
     s = clamp(a^r, 1e-4) / sqrt(max(.) min(.)),   r = 0, 1/20, ..., 1,
 
 and the one with the least squared error of the inspected module's output, || f(x; Q(W s) / s) - f(x; W) ||^2, is kept.
-r = 0 is the identity, so the search never loses to plain rounding on what it inspects. Producers and readers:
+r = 0 is the identity, so the result is never worse than plain rounding on the inspected outputs. Producers and readers:
 
     norm -> every Linear that reads the norm     (inspected: attention, MLP)
     value -> output projection                   (inspected: output; one scale per channel of a KV head)
@@ -116,7 +116,7 @@ def search_scales(
     dtype: torch.dtype = torch.float32,
     quantize_values: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[list[Scaling], dict[str, str]]:
-    """Search the scale of every pair of a layer. The layer comes back as it was.
+    """Search the scale of every pair of a layer. The layer is unchanged afterwards.
 
     Args:
         layer: decoder layer in float32.
@@ -125,8 +125,8 @@ def search_scales(
             shuffled ones, may be given.
         bits, group_size: of the weights, 2 to 8 bits.
         dtype: in which norms will be stored.
-        quantize_values: what the KV cache makes of values [tokens, KV heads, head_dim]. With it, candidates for value
-            -> output which raise the mean squared error of the values are skipped.
+        quantize_values: gives values [tokens, KV heads, head_dim] as read back from the KV cache. With it, candidates
+            for value -> output that raise the mean squared error of the values are skipped.
 
     Returns:
         the scalings, and for each pair that was skipped (by label) the reason.
@@ -345,11 +345,11 @@ class AwqPass(CalibrationPass):
     def solve(self, work: LayerWork) -> None:
         """Search the scales."""
         try:
-            self._observed = self._recorder.result()
+            self._statistics = self._recorder.result()
             self._scalings, self._skipped = search_scales(
                 work.layer,
                 work.structure,
-                self._observed,
+                self._statistics,
                 self.bits,
                 self.group_size,
                 dtype=work.dtype,
@@ -362,7 +362,7 @@ class AwqPass(CalibrationPass):
         """Scale the layer, search the clips on the scaled weights, and clamp them."""
         apply_scales(work.layer, work.structure, self._scalings, work.dtype)
         clips = search_clips(
-            work.layer, work.structure, self._observed, reader_scales(self._scalings), self.bits, self.group_size
+            work.layer, work.structure, self._statistics, reader_scales(self._scalings), self.bits, self.group_size
         )
         apply_clips(work.layer, clips, self.group_size)
         statistics = {

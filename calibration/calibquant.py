@@ -34,8 +34,8 @@ from kvconvert.calibration.protocol import (
     PassRequest,
     PassResult,
     Resolution,
+    require_finite,
 )
-from kvconvert.errors import NumericError
 from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, span_keys, span_values
 from kvconvert.methods import KVCalibration
 
@@ -254,7 +254,7 @@ class CalibQuantPass(CalibrationPass):
 
     @classmethod
     def resolve(cls, layers: Mapping[int, MeasuredLayer], search: KVCalibration) -> dict[int, Resolution]:
-        """One pair (tau1, tau2) for all layers, or one for each, with the key clip ratio that suits it in each layer."""
+        """One pair (tau1, tau2) for all layers, or one for each, with the best key clip ratio of each layer."""
         measured = {i: layer.plan for i, layer in layers.items() if layer.scheme.is_span and "tau_grid" in layer.plan}
         groups = [[index] for index in measured] if search.tau_per_layer else [[*measured]] if measured else []
         resolved = {}
@@ -300,11 +300,8 @@ class CalibQuantPass(CalibrationPass):
             SPAN_CLIP_RATIO_GRID if self.search_values else (f.value_clip_ratio,),
             cache.sink_tokens,
         )
-        if not (self._tables.clip_ratio_error.isfinite().all() and self._tables.output_error.isfinite().all()):
-            raise NumericError(
-                f"The attention of {work.name} holds NaN or infinity on the calibration data; check the source model's "
-                "weights."
-            )
+        errors = {"tau_error": self._tables.clip_ratio_error, "tau_output_error": self._tables.output_error}
+        require_finite(errors, "attention weights", work)
 
     def result(self) -> PassResult:
         """The table; the value clip ratio; and the key clip ratio where no pair is left to choose."""

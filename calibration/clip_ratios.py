@@ -24,8 +24,14 @@ import torch
 from torch import Tensor
 
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, squared_output
-from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWork, PassRequest, PassResult
-from kvconvert.errors import NumericError
+from kvconvert.calibration.protocol import (
+    CacheFormat,
+    CalibrationPass,
+    LayerWork,
+    PassRequest,
+    PassResult,
+    require_finite,
+)
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, quantize_keys, quantize_values
 from kvconvert.methods import KVCalibration, KVScheme
 
@@ -227,11 +233,7 @@ class ClipRatioPass(CalibrationPass):
             if not search[side]:
                 continue
             errors = measure(self.sampler.sample, cache, CLIP_RATIO_GRID)
-            if not errors.isfinite().all():
-                raise NumericError(
-                    f"The attention of {work.name} holds NaN or infinity on the calibration data; check the source "
-                    "model's weights."
-                )
+            require_finite({f"{side}_clip_ratio_error": errors}, "attention weights", work)
             self._errors[side] = errors
 
     def apply(self, work: LayerWork) -> None:

@@ -36,8 +36,8 @@ from kvconvert.calibration.protocol import (
     PassRequest,
     PassResult,
     Resolution,
+    require_finite,
 )
-from kvconvert.errors import NumericError
 from kvconvert.kernels.select import column_sums
 from kvconvert.methods import KVCalibration, clamp_ratios, proportional_ratios, pyramid_ratios
 
@@ -241,11 +241,7 @@ class MiniKVPass(CalibrationPass):
             "lost_attention": loss.attention.float(),
             "lost_output": loss.output.float(),
         }
-        if not all(tensor.isfinite().all() for tensor in self._plan.values()):
-            raise NumericError(
-                f"The attention of {work.name} holds NaN or infinity on the calibration data; check the source model's "
-                "weights."
-            )
+        require_finite(self._plan, "attention weights", work)
 
     def result(self) -> PassResult:
         """The measurements."""

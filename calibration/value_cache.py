@@ -1,4 +1,4 @@
-"""What a cache makes of values, for passes that change weights and must not make values harder to store."""
+"""Values as read back from a cache, for passes that change weights and must not make values harder to store."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def value_rounding(cache: CacheFormat | None) -> Callable[[Tensor], Tensor] | No
     if cache is None or cache.span is not None or cache.pages.values.static or cache.pages.values.bits == 16:
         return None
     f = cache.pages.values
-    return lambda values: simulate_value_cache(values, f.bits, f.group_size, f.clip_ratio, cache.rotate_values)
+    return lambda values: simulate_value_cache(values, f.bits, f.group_size, f.clip_ratio, cache.rotations.values)
 
 
 def simulate_value_cache(values: Tensor, bits: int, group_size: int, clip_ratio: float, rotate: bool) -> Tensor:
-    """What a cache makes of values [..., head_dim]: quantized per token over groups of channels and read back, float32.
+    """Values [..., head_dim] as read back from a cache: quantized per token over groups of channels, float32.
 
     Args:
         bits, group_size, clip_ratio: as in a KV scheme; 16 bits leave values as they are.

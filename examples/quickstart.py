@@ -22,6 +22,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "examples/reference-lm"
 OUT = "quickstart-out"
+WORK, BUNDLE = f"{OUT}/work", f"{OUT}/bundle"
+COMMANDS = (
+    ("calibrate", MODEL, "-o", WORK),
+    ("export", WORK, "-o", BUNDLE),
+    ("verify", BUNDLE),
+    ("eval", BUNDLE, "--against", MODEL, "--json"),
+)
 PROMPT = "It was a dark night, and the old house stood"
 BEGIN, END = "<!-- quickstart: written by `make readme` -->", "<!-- end of quickstart -->"
 # Relative difference from the README's figures that --check allows: other processors round differently, and 4-bit
@@ -76,24 +83,17 @@ def quickstart() -> tuple[str, list[tuple[str, str, str, str]]]:
     """Convert, evaluate, generate; returns the README block and its rows."""
     shutil.rmtree(ROOT / OUT, ignore_errors=True)
     begun = time.monotonic()
-    work, bundle = f"{OUT}/work", f"{OUT}/bundle"
-    commands = [
-        ("calibrate", MODEL, "-o", work),
-        ("export", work, "-o", bundle),
-        ("verify", bundle),
-        ("eval", bundle, "--against", MODEL, "--json"),
-    ]
-    report = json.loads([run(*command) for command in commands][-1])
+    report = json.loads([run(*command) for command in COMMANDS][-1])
     rows = table(report)
-    lines = ["```console", *("$ " + shlex.join(["kvconvert", *command]) for command in commands), "```", ""]
+    lines = ["```console", *("$ " + shlex.join(["kvconvert", *command]) for command in COMMANDS), "```", ""]
     lines += ["| | source (bf16) | bundle |", "|---|---|---|"]
     lines += [f"| {measure} | {source} | {converted} |" for _, measure, source, converted in rows]
     lines += ["", "Greedy continuation of the source, then of the bundle:", ""]
-    for directory in (MODEL, bundle):
+    for directory in (MODEL, BUNDLE):
         lines += ["> " + " ".join(continuation(directory).split()), ""]
     block = "\n".join(lines)
     print("\n" + block)
-    print(f"Converted, verified and evaluated in {time.monotonic() - begun:.0f} s; the bundle is in {bundle}.")
+    print(f"Converted, verified and evaluated in {time.monotonic() - begun:.0f} s; the bundle is in {BUNDLE}.")
     return block, rows
 
 

@@ -2,10 +2,10 @@
 
     python examples/train_reference_vlm.py OUT [--minutes 5.5] [--batch 256] [--device cuda]
 
-Everything is made here: pictures, questions and captions by `kvconvert.data.drawings`, the tokenizer from their text, the
-weights from nothing. A training row is one conversation, packed to a fixed length: one picture and questions about it;
-two pictures, the second at once or in a later turn, and questions that say which is meant; or two pictures, each with
-its caption alone, as calibration data come. Only answers and captions are learned.
+Everything is made here: pictures, questions and captions by `kvconvert.data.drawings`, the tokenizer from their text,
+the weights from nothing. A training row is one conversation, packed to a fixed length: one picture and questions about
+it; two pictures, the second at once or in a later turn, and questions that say which is meant; or two pictures, each
+with its caption alone, as calibration data come. Only answers and captions are learned.
 
 A run ends with greedy generation on held-out drawings, another seed's, and stores the share of exact answers in
 OUT/training.json. A GPU needs minutes; a processor learns the same in some hours (`--batch 32 --minutes 300`).
@@ -40,7 +40,7 @@ from kvconvert.data.drawings import SIZE, Drawing, draw
 
 PATCH = 8
 VISUAL_TOKENS = (SIZE // PATCH) ** 2
-# Drawings of these seeds train and examine; whoever calibrates or measures with other seeds sees other drawings.
+# Drawings of these seeds train and examine the model; calibration and evaluation use other seeds.
 TRAINING_SEED, HELD_OUT_SEED = 1_000_000, 2_000_000
 END, USER, ASSISTANT, IMAGE = "<|end|>", "<|user|>", "<|assistant|>", "<image>"
 TEMPLATE = (

@@ -1,1 +1,66 @@
-"""Its place makes `tests` importable, so that every test finds the package `tiny`."""
+"""Shared by all tests; its place also makes `tests` importable, so that every test finds the package `tiny`.
+
+Figures of slow tests are kept in tests/baselines, one JSON file per test file, and compared with what is measured:
+`make baselines` measures them anew and writes them, and the difference is reviewed like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+BASELINES = TESTS / "baselines"
+# The scripts are tested too, and they are not installed. Last, so that none hides a package.
+sys.path += [str(TESTS.parent / folder) for folder in ("benchmarks", "examples")]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-baselines", action="store_true", help="write measured figures to tests/baselines")
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Stored figures of one test file: by case, then by name.
+
+    Attributes:
+        file: where they are stored.
+        update: write what is measured instead of comparing it.
+    """
+
+    file: Path
+    update: bool
+
+    def cases(self) -> dict[str, dict[str, float]]:
+        """Everything stored."""
+        return json.loads(self.file.read_text(encoding="utf8")) if self.file.exists() else {}
+
+    def check(self, case: str, measured: Mapping[str, float], tolerance: Mapping[str, float]) -> None:
+        """Compare a case's figures with the stored ones, or store them.
+
+        Args:
+            case: its name in the file.
+            measured: figures by name.
+            tolerance: relative difference allowed, by the same names.
+        """
+        cases = self.cases()
+        if self.update:
+            cases[case] = {name: float(f"{value:.6g}") for name, value in measured.items()}
+            self.file.parent.mkdir(exist_ok=True)
+            self.file.write_text(json.dumps(dict(sorted(cases.items())), indent=1) + "\n", encoding="utf8")
+            return
+        assert case in cases, f"{self.file.name} has no figures of {case}; run `make baselines`"
+        expected = {name: pytest.approx(value, rel=tolerance[name]) for name, value in cases[case].items()}
+        assert dict(measured) == expected, f"{case}: if the change is wanted, run `make baselines`"
+
+
+@pytest.fixture(scope="module")
+def baseline(request: pytest.FixtureRequest) -> Baseline:
+    """The stored figures of the test file that asks: tests/baselines/presets.json for test_presets.py."""
+    name = request.path.stem.removeprefix("test_")
+    return Baseline(BASELINES / f"{name}.json", request.config.getoption("--update-baselines"))

@@ -1,15 +1,13 @@
 """README's multimodal table shows what benchmarks/results/multimodal.json holds, and every ablation."""
 
 import json
-import sys
 from pathlib import Path
+
+import multimodal
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results" / "multimodal.json"
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import multimodal  # noqa: E402
 
 
 def test_the_table_is_that_of_the_recorded_run(tmp_path):

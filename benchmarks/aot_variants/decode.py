@@ -100,7 +100,7 @@ class Pages:
             self.key_group or PAGE_SIZE,
             token_norm=self.norm,
             boosted=round(self.boost * key_dim),
-            boost_select=self.select,
+            fixed_channels=self.select == "calibrated",
             static=static,
         )
         group = min(self.value_group or value_dim, value_dim)
@@ -207,7 +207,9 @@ def _decode_variants(
         "key_group": shape.key_groups and PAGE_SIZE // shape.key_groups,
         "value_group": shape.value_groups and head[1] // shape.value_groups,
         "norm": keys.token_norm,
-        "boost": f"{keys.boosted / keys.head_dim} {keys.boost_select}" if keys.boosted else "none",
+        "boost": f"{keys.boosted / keys.head_dim} {'calibrated' if keys.fixed_channels else 'dynamic'}"
+        if keys.boosted
+        else "none",
         "half_quantized": HALF_QUANTIZED[layer.half_quantized],
         "head_size": head[0],
         "dtype": dtype,

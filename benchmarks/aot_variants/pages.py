@@ -34,7 +34,9 @@ def variants(capability: int) -> Iterator[Variant]:
         for group, norm in product((32, 128), ("joint", "per_head")):
             yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, 2, group, token_norm=norm))
         for bits, boosted, select in product((1, 2), (dim // 8, dim // 4), ("dynamic", "calibrated")):
-            yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, boosted=boosted, boost_select=select))
+            yield _key_variant(
+                dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, boosted=boosted, fixed_channels=select == "calibrated")
+            )
         for bits, partial in product((1, 2, 4, 8), (False, True)):
             yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, static=True), partial)
             yield _value_variant(dtype, ValueFormat(8, dim, PAGE_SIZE, bits, dim, static=True), partial)
@@ -56,10 +58,10 @@ def variants(capability: int) -> Iterator[Variant]:
 def _key_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Variant:
     tile = tile_of(f.head_dim, f.bits)
     constants = key_constants(f, tile, False, partial)
-    select = f"{f.boost_select}{f.boosted}" if f.boosted else ""
+    select = f"{'calibrated' if f.fixed_channels else 'dynamic'}{f.boosted}" if f.boosted else ""
     name = f"keys-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{'-static' * f.static}"
     variant = _variant(name + "-partial" * partial, key_page_kernel, dtype, constants, key_warps(constants))
-    if dtype == "fp32" and f.boosted and f.boost_select == "dynamic":
+    if dtype == "fp32" and f.boosted and not f.fixed_channels:
         return replace(variant, spills="8 bytes of stack are reserved and never accessed")
     return variant
 

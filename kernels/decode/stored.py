@@ -131,7 +131,6 @@ class SpanTokens:
     Attributes:
         row: the batch row.
         spans: in order; format: of all of them.
-        tau1, tau2: see `shift_extremes`.
         visible: bool [1, T, n] over the tokens of all spans; None when all queries may see all.
         clamped_rows: int64 scalar, to which the number of rows is added whose different scores the shift made equal.
     """
@@ -139,7 +138,5 @@ class SpanTokens:
     row: int
     spans: list[Span]
     format: SpanFormat
-    tau1: float = 0.0
-    tau2: float = 0.0
     visible: torch.Tensor | None = None
     clamped_rows: torch.Tensor | None = None

@@ -87,7 +87,7 @@ class KeyLayout:
             "scale": f.head_dim * groups,
             "zero_point": f.head_dim * groups,
             "norm": f.page_size if f.token_norm == "per_head" else 0,
-            "channels": -(-f.boosted // 2) if f.boost_select == "dynamic" else 0,
+            "channels": 0 if f.fixed_channels else -(-f.boosted // 2),
         }
         offsets, head_stride = _offsets(sizes)
         joint_norm = f.heads * head_stride if f.token_norm == "joint" else -1
@@ -102,6 +102,11 @@ class KeyLayout:
             joint_norm=joint_norm,
             record=f.heads * head_stride + (_align(f.page_size) if f.token_norm == "joint" else 0),
         )
+
+    @property
+    def norm_mode(self) -> int:
+        """0 where pages have no norms, 1 for joint ones, 2 for one per head."""
+        return 1 if self.joint_norm >= 0 else 2 if self.norm >= 0 else 0
 
     def fields(self, record: torch.Tensor, f: KeyFormat) -> dict[str, torch.Tensor]:
         """The fields that the format has, views of records int16 [N, record] in the shapes that `KeyPages` states."""
@@ -119,7 +124,7 @@ class KeyLayout:
         if f.boosted:
             high = heads[..., self.high : self.high + self.high_rows * self.lanes]
             found["high"] = high.unflatten(2, (self.lanes, self.high_rows))
-            if f.boost_select == "dynamic":
+            if not f.fixed_channels:
                 found["channels"] = heads[..., self.channels :].view(torch.uint8)[..., : f.boosted]
         return found
 

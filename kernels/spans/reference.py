@@ -90,6 +90,15 @@ def shift_extremes(scores: torch.Tensor, tau1: float, tau2: float) -> torch.Tens
     return (scores - gamma) * slope.clamp(min=0.0) + (gamma - tau1)
 
 
+def shift_scores(scores: torch.Tensor, f: SpanFormat, clamped: torch.Tensor | None) -> torch.Tensor:
+    """Scores [..., n] of all spans of a sequence as the format shifts them; counts clamped rows into `clamped`."""
+    if not f.shifts:
+        return scores
+    if clamped is not None:
+        clamped.add_(clamped_rows(scores, f.tau1, f.tau2).sum())
+    return shift_extremes(scores, f.tau1, f.tau2)
+
+
 def clamped_rows(scores: torch.Tensor, tau1: float, tau2: float) -> torch.Tensor:
     """Where `shift_extremes` has to clamp its slope at 0 and makes different scores equal: bool [...] for [..., n]."""
     width = scores.amax(-1) - scores.amin(-1)

@@ -38,7 +38,7 @@ IMAGE_COLUMNS = ("image", "images", "image_path", "file_name", "image_file", "pi
 CAPTION_COLUMNS = ("caption", "captions", "text", "description", "content")
 QUESTION_COLUMNS, ANSWER_COLUMNS = ("question", "query", "prompt", "instruction"), ("answer", "answers", "response")
 
-# Drawings that bundles are measured with are of another seed than those that calibrate by default.
+# Bundles are measured on drawings of another seed than those that calibrate by default.
 EVALUATION_SEED = 500_000
 
 
@@ -49,8 +49,8 @@ class Document:
     Attributes:
         messages: a conversation in transformers' form; its parts of type "image" stand for `images` in order.
         images: in RGB.
-        place: where it comes from, for messages.
-        is_caption: one message that is an image and its caption, and no conversation.
+        place: where it comes from, for error messages.
+        is_caption: a single message of an image and its caption, not a conversation.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -60,7 +60,7 @@ class Document:
 
     @classmethod
     def captioned(cls, images: Iterable[Image], caption: str, place: str) -> Document:
-        """Images followed by their caption."""
+        """Images with their caption."""
         images = tuple(images)
         return cls((_message("user", caption, len(images)),), images, place, is_caption=True)
 
@@ -89,8 +89,8 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
 
     Args:
         value: from a row, a message or the caller.
-        folder: that relative paths start from; None for the working directory.
-        place: for messages.
+        folder: to which relative paths refer; None for the working directory.
+        place: where the image comes from, for error messages.
 
     Raises:
         DataError: there is no such file, or it is not an image that Pillow can read.
@@ -240,8 +240,8 @@ def row_document(row: Mapping[str, Any], wanted: str | None, folder: Path | None
     Args:
         row: of a table with an image column, or with messages that have images in them.
         wanted: the requested text column, or None.
-        folder: that paths start from.
-        place: for messages.
+        folder: to which relative paths refer.
+        place: where the row comes from, for error messages.
 
     Raises:
         DataError: no image or no text where one must be, an unreadable image, or images that do not fit the messages.

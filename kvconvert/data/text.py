@@ -1,4 +1,4 @@
-"""Text in, token samples out: what calibration observes and what fidelity is measured on.
+"""Reads text and cuts it into token samples, for calibration and for measuring fidelity.
 
 A SOURCE is a .txt, .jsonl or .parquet file, a directory of one of these kinds, a Hub data set id with optional
 `:config:split:column`, or nothing at all, which means the public-domain text that ships with kvconvert.
@@ -102,10 +102,10 @@ def load_token_samples(
     Args:
         source: see the module's text; None takes the embedded text named by `default`.
         tokenizer: the model's own tokenizer, with a chat template if rows hold `messages`.
-        samples: how many samples; more than the source holds are an error that says how many there are.
+        samples: number of samples; more than the source holds are an error that says how many it has.
         length: tokens per sample.
         seed: chooses windows of plain text, and the order of rows.
-        default: which embedded text stands in for no source.
+        default: the embedded text that is used without a source.
 
     Raises:
         DataError: the source is missing, empty, undecodable, of an unknown kind, has no text column, or is too short.
@@ -143,7 +143,7 @@ def load_token_samples(
 
 
 def source_name(source: str | None, default: str) -> str:
-    """What the manifest calls the source: of a local path the last part, for bundles are shared and paths private."""
+    """The source's name in the manifest: the last part of a local path, because bundles are shared, paths private."""
     if source is None:
         return f"kvconvert:{default}"
     path = Path(source).expanduser()
@@ -201,10 +201,10 @@ class Table:
     """Rows of .jsonl or .parquet files or of a Hub data set, read as a stream through `datasets`.
 
     Attributes:
-        place: what the rows are called in messages.
+        place: name of the source in error messages.
         columns: their names.
         wanted: the column that the SOURCE names, or None.
-        folder: where paths in the rows start, of local files.
+        folder: to which paths in the rows of local files refer.
     """
 
     source: str
@@ -243,7 +243,7 @@ class Table:
             return list(itertools.islice(self._stream, count))
 
     def shuffled(self, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        """What each row is called, and the row, in an order that the seed gives."""
+        """Each row after its name for error messages, in an order given by the seed."""
         with _readable(self.source, self.folder is not None):
             for index, row in enumerate(_shuffled(self._stream, seed)):
                 yield f"{self.place}, shuffled row {index}", row
@@ -251,7 +251,7 @@ class Table:
 
 @contextmanager
 def _readable(source: str, local: bool) -> Iterator[None]:
-    """What goes wrong in `datasets` as one sentence."""
+    """Turn the errors of `datasets` into a DataError of one sentence."""
     import datasets
 
     try:
@@ -330,7 +330,7 @@ def _encode_row(value: Any, tokenizer: PreTrainedTokenizerBase, place: str) -> l
         messages = [{key: field for key, field in message.items() if field is not None} for message in value]
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False)
-        except Exception as error:  # templates raise jinja2 errors of their own making
+        except Exception as error:  # templates raise jinja2 errors of any kind
             raise DataError(
                 f"Data source {place}: the chat template refuses the row ({error}); correct the row."
             ) from error
@@ -341,13 +341,13 @@ def _encode_row(value: Any, tokenizer: PreTrainedTokenizerBase, place: str) -> l
 
 
 def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The beginning-of-sequence token if the tokenizer puts it before a text of its own accord, else nothing."""
+    """The beginning-of-sequence token if the tokenizer puts it before a text by itself, else nothing."""
     start = tokenizer.bos_token_id
     return [start] if start is not None and tokenizer("a")["input_ids"][:1] == [start] else []
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids without special tokens of the tokenizer's own; a long text is cut into pieces after a line's end."""
+    """Token ids without the tokenizer's special tokens; a long text is cut into pieces at line ends."""
     ids, start = [], 0
     while start < len(text):
         end = len(text)

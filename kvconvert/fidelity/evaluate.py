@@ -7,6 +7,7 @@ with the bundle in the dtype that it serves.
 
 from __future__ import annotations
 
+import math
 import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,17 +15,19 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from kvconvert.bundle.manifest import PLAN_NAME, DataInfo, Manifest
 from kvconvert.bundle.reader import open_bundle
+from kvconvert.bundle.tensorfile import nbytes, read_header
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.bootstrap import bootstrap_mean
-from kvconvert.fidelity.images import ImageFigures, image_figures
+from kvconvert.fidelity.images import DRAWINGS, ImageFigures, image_figures
 from kvconvert.fidelity.recall import (
+    DEFAULT_COUNTS,
     DrillBook,
+    DrillCounts,
     FreeRunningResult,
     PasskeyResult,
     RecitationResult,
@@ -34,10 +37,10 @@ from kvconvert.fidelity.recall import (
     recitation,
 )
 from kvconvert.fidelity.scoring import PAGE, Comparison, Decoder, compare, feed, seal, treats_whole_prompts
+from kvconvert.models.auto_class import model_class, supports_images
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.runtime import KVCache, load
-from kvconvert.runtime.hf.load import model_class, supports_images
 from kvconvert.version import __version__
 
 SEGMENT_TOKENS = 1024
@@ -77,7 +80,7 @@ class CacheSize:
         dtype: of full-precision tokens.
         residual_share: share of the attended context that was in full precision while fidelity was scored; the
             longer the context, the smaller it gets.
-        flattened_rows: queries, per layer and head, for which CalibQuant's shift made different scores equal while
+        clamped_rows: queries, per layer and head, for which CalibQuant's shift made different scores equal while
             fidelity was scored.
     """
 
@@ -90,7 +93,7 @@ class CacheSize:
     residual_tokens: int
     dtype: str
     residual_share: float
-    flattened_rows: int
+    clamped_rows: int
 
 
 @dataclass(frozen=True)
@@ -123,12 +126,12 @@ class ComparedWith:
 
 @dataclass(frozen=True)
 class FidelityReport:
-    """All figures of one evaluation; source and bundle answered the same tokens and prompts.
+    """All figures of one evaluation; source and bundle were given the same tokens and prompts.
 
     Attributes:
         top1_agreement: share of scored tokens at which both rank the same token first.
         top1_agreement_interval: its bootstrap interval over segments, None with one segment.
-        images: of a model that reads them; None for any other, and where a conversation does not fit its positions.
+        images: of a vision-language model; None for any other, and where a conversation does not fit its positions.
         files_digest: of the bundle that was measured, see `Manifest.files_digest`.
         compute_dtype, device, seed, versions: how it was measured.
         notes: what a reader has to know to judge the figures.
@@ -161,11 +164,14 @@ class FidelityReport:
 
 
 def evaluate(
-    bundle: Path,
-    against: str | None = None,
+    bundle: str | Path,
+    against: str | Path | None = None,
+    *,
     data: str | None = None,
     tokens: int = 8192,
     seed: int = 0,
+    drills: DrillCounts = DEFAULT_COUNTS,
+    drawings: int = DRAWINGS,
     progress: bool = True,
 ) -> FidelityReport:
     """Measure a bundle against its source model.
@@ -176,6 +182,8 @@ def evaluate(
         data: SOURCE of held-out text, see `kvconvert.data.text`; None takes the embedded one.
         tokens: how many tokens to score; rounded up to whole segments.
         seed: of the choice of text, of drills and of the bootstrap.
+        drills: how many recall drills of each kind.
+        drawings: how many conversations about an image a vision-language model is compared on.
         progress: bars on stderr.
 
     Raises:
@@ -183,7 +191,10 @@ def evaluate(
         BundleError, CheckpointError, DataError, NumericError: as their names say.
     """
     if tokens < 1:
-        raise UsageError(f"--tokens {tokens} leaves nothing to score; ask for at least one token.")
+        raise UsageError(f"tokens = {tokens} leaves nothing to score; score at least one token.")
+    if drawings < 1:
+        raise UsageError(f"drawings = {drawings}: images are compared on at least one conversation.")
+    bundle = Path(bundle)
     opened = open_bundle(bundle)
     manifest = opened.manifest
     checkpoint = open_source(_source_of(manifest, against))
@@ -198,8 +209,8 @@ def evaluate(
     vocabularies = [m.get_output_embeddings().weight.shape[0] for m in (source_model, model)]
     if vocabularies[0] != vocabularies[1]:
         raise UsageError(
-            f"{checkpoint.id} ranks {vocabularies[0]} tokens and the bundle {vocabularies[1]}; compare a bundle with "
-            "the model it was made from."
+            f"{checkpoint.id} has a vocabulary of {vocabularies[0]} tokens, the bundle one of {vocabularies[1]}; "
+            "compare a bundle with the model it was made from."
         )
     source, decoder = Decoder.plain(source_model), decoder_of(model.eval())
     length, prefill, scored = _segment_shape(source_model, treats_whole_prompts(decoder.new_cache()))
@@ -209,12 +220,12 @@ def evaluate(
     reach = min(_max_length(source_model), SEGMENT_TOKENS)
     prose = samples.ids.flatten().tolist()
     answers = [answer_with(d, tokenizer, progress, name) for d, name in ((source, "source"), (decoder, "bundle"))]
-    passkeys = passkey(*answers, DrillBook(tokenizer, prose, seed), reach)
-    recited = recitation(*answers, DrillBook(tokenizer, prose, seed), reach)
-    continued = free_running(source, decoder, samples.ids, reach, progress)
-    sees = processor is not tokenizer
+    passkeys = passkey(*answers, DrillBook(tokenizer, prose, seed), reach, drills)
+    recited = recitation(*answers, DrillBook(tokenizer, prose, seed), reach, drills)
+    continued = free_running(source, decoder, samples.ids, reach, drills, progress)
+    has_processor = processor is not tokenizer
     # Last: some models keep the positions that their latest image left behind.
-    images = image_figures(source, decoder, processor, seed, progress) if sees else None
+    images = image_figures(source, decoder, processor, seed, drawings, progress) if has_processor else None
     del source_model, source, answers
     cache = measure_cache(decoder, samples.ids, checkpoint, comparison)
 
@@ -328,7 +339,7 @@ def measure_cache(decoder: Decoder, ids: torch.Tensor, checkpoint: SourceModel, 
         residual_tokens=residual,
         dtype=str(dtype).removeprefix("torch."),
         residual_share=comparison.residual_share,
-        flattened_rows=comparison.flattened_rows,
+        clamped_rows=comparison.clamped_rows,
     )
 
 
@@ -346,14 +357,14 @@ def _max_length(model: PreTrainedModel) -> int:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or SEGMENT_TOKENS
 
 
-def _source_of(manifest: Manifest, against: str | None) -> str:
+def _source_of(manifest: Manifest, against: str | Path | None) -> str:
     if against is not None:
-        return against
+        return str(against)
     recorded = manifest.source
     if recorded.revision is None and not Path(recorded.id).is_dir():
         raise UsageError(
-            f"The bundle was made from a local directory named {recorded.id}, which is not here; say where it is with "
-            "--against."
+            f"The bundle was made from a local directory named {recorded.id}, which is not in the current directory; "
+            "give its path as `against`."
         )
     return recorded.id
 
@@ -367,25 +378,16 @@ def _weight_size(directory: Path, manifest: Manifest, checkpoint: SourceModel) -
     own = [name for name in manifest.files if name.endswith(".safetensors") and name != PLAN_NAME]
     if not own:
         raise BundleError(f"{directory} lists no weight files; export the bundle again.")
-    size, _ = _tensor_sizes([directory / name for name in own])
-    source_size, parameters = _tensor_sizes([checkpoint.directory / f for f in set(checkpoint.weight_map.values())])
+    size = sum(nbytes(info) for name in own for info in read_header(directory / name).values())
+    source_size = sum(_data_bytes(checkpoint.directory / name) for name in set(checkpoint.weight_map.values()))
+    parameters = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
     return WeightSize(bytes=size, bits_per_weight=8 * size / parameters, source_bytes=source_size)
 
 
-def _tensor_sizes(files: list[Path]) -> tuple[int, int]:
-    """Bytes and numbers in the tensors of safetensors files: a file is 8 bytes, a header of that length, and data."""
-    size = numbers = 0
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    shape = tensors.get_slice(name).get_shape()
-                    numbers += int(torch.Size(shape).numel())
-            with file.open("rb") as stream:
-                size += file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
-        except (OSError, SafetensorError) as error:
-            raise BundleError(f"{file} cannot be read ({error}); fetch or export it again.") from error
-    return size, numbers
+def _data_bytes(file: Path) -> int:
+    """Bytes of the tensors in a safetensors file, whatever their types: all but the header and the length before it."""
+    with file.open("rb") as stream:
+        return file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
 
 
 def _plain(value: Any) -> Any:

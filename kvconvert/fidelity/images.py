@@ -1,4 +1,4 @@
-"""What a bundle keeps of what its source says about images.
+"""How close a bundle stays to its source in conversations about images.
 
 Each segment is a conversation about one of the project's drawings: the image is read as the prompt, then everything
 that is asked and answered about it is scored through what the cache made of the image.
@@ -59,10 +59,15 @@ class ImageFigures:
 
 
 def image_figures(
-    source: Decoder, bundle: Decoder, processor: ProcessorMixin, seed: int, progress: bool = False
+    source: Decoder,
+    bundle: Decoder,
+    processor: ProcessorMixin,
+    seed: int,
+    drawings: int = DRAWINGS,
+    progress: bool = False,
 ) -> ImageFigures | None:
     """Compare source and bundle on conversations about drawings; None where one does not fit the model's positions."""
-    segments, extras, prefill = conversations(processor, source.model.config, seed)
+    segments, extras, prefill = conversations(processor, source.model.config, seed, drawings)
     positions = getattr(source.model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and segments.shape[1] > positions:
         return None
@@ -71,13 +76,13 @@ def image_figures(
 
 
 def conversations(
-    processor: ProcessorMixin, config: PretrainedConfig, seed: int
+    processor: ProcessorMixin, config: PretrainedConfig, seed: int, drawings: int = DRAWINGS
 ) -> tuple[Tensor, list[dict[str, Tensor]], int]:
-    """Ids [DRAWINGS, length], what the model takes besides for each, and how many tokens end with the image."""
+    """Ids [drawings, length], the other model inputs of each, and the number of tokens up to the end of the image."""
     prompts = ImagePrompts(processor, config)
     rows: list[Tensor] = []
     extras: list[dict[str, Tensor]] = []
-    for index in range(DRAWINGS):
+    for index in range(drawings):
         document = Document.conversation(draw(EVALUATION_SEED + seed, index))
         inputs = prompts.encode(prompts.text(document.messages), document.images)
         rows.append(inputs.pop("input_ids")[0])

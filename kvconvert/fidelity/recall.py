@@ -8,7 +8,7 @@ after the context, so that everything looked up is in quantized pages (contexts 
   again, in free-running generation. A pair counts when its key is recited and its value is exact.
 - free running: the model continues held-out text; tokens until source and bundle first differ.
 
-The words are those that the reference model was trained on; any model may be asked.
+The words are those that the reference model was trained on; the drills run on any model.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from kvconvert.errors import UsageError
 from kvconvert.fidelity.scoring import PAGE, Decoder, batches, generate_greedily
 
 NAMES = """
@@ -35,16 +36,35 @@ ITEMS = """
 
 PASSKEY_CONTEXTS = (2 * PAGE, 4 * PAGE, 7 * PAGE)
 PASSKEY_DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-PASSKEY_TRIALS = 4  # of each context length and depth
 PASSKEY_ANSWER_TOKENS = 10
 TABLE_CONTEXT = 4 * PAGE
 TABLE_ROWS = 16
-TABLES = 16
 FREE_CONTEXT = 4 * PAGE
-FREE_TOKENS = PAGE
 BATCH = 16
 
 Answer = Callable[[Sequence["Drill"], int], list[str]]
+
+
+@dataclass(frozen=True)
+class DrillCounts:
+    """How much is drilled; reports are comparable only at equal counts.
+
+    Attributes:
+        passkey_trials: passkeys of each context length and depth.
+        tables: tables to recite.
+        free_tokens: tokens generated after each beginning of a segment.
+    """
+
+    passkey_trials: int = 4
+    tables: int = 16
+    free_tokens: int = PAGE
+
+    def __post_init__(self) -> None:
+        if min(self.passkey_trials, self.tables, self.free_tokens) < 1:
+            raise UsageError(f"{self} leaves a drill without a prompt; every count is at least one.")
+
+
+DEFAULT_COUNTS = DrillCounts()
 
 
 @dataclass(frozen=True)
@@ -186,11 +206,13 @@ def answer_with(decoder: Decoder, tokenizer: PreTrainedTokenizerBase, progress: 
     return answer
 
 
-def passkey(source: Answer, bundle: Answer, book: DrillBook, max_length: int) -> PasskeyResult:
+def passkey(
+    source: Answer, bundle: Answer, book: DrillBook, max_length: int, counts: DrillCounts = DEFAULT_COUNTS
+) -> PasskeyResult:
     """Ask source and bundle the same passkeys, over all depths and the context lengths that fit `max_length` tokens."""
     room = PASSKEY_ANSWER_TOKENS + len(book.encode("\nQuestion: what is the secret code of Zachary?\nAnswer:")) + 4
     lengths = [n for n in PASSKEY_CONTEXTS if n + room <= max_length and n <= len(book.prose)]
-    drills = [book.passkey(n, depth) for n in lengths for depth in PASSKEY_DEPTHS for _ in range(PASSKEY_TRIALS)]
+    drills = [book.passkey(n, depth) for n in lengths for depth in PASSKEY_DEPTHS for _ in range(counts.passkey_trials)]
     if not drills:
         return PasskeyResult(None, None, 0, {}, {})
     right = [
@@ -210,46 +232,54 @@ def passkey(source: Answer, bundle: Answer, book: DrillBook, max_length: int) ->
     )
 
 
-def recitation(source: Answer, bundle: Answer, book: DrillBook, max_length: int) -> RecitationResult:
+def recitation(
+    source: Answer, bundle: Answer, book: DrillBook, max_length: int, counts: DrillCounts = DEFAULT_COUNTS
+) -> RecitationResult:
     """Let source and bundle recite the same tables."""
-    drills = [book.table(TABLE_CONTEXT, TABLE_ROWS) for _ in range(TABLES)]
+    drills = [book.table(TABLE_CONTEXT, TABLE_ROWS) for _ in range(counts.tables)]
     longest = max(len(book.encode("".join(f"{k} = {v}; " for k, v in drill.expected.items()))) for drill in drills)
     new_tokens = longest + 8
     if TABLE_CONTEXT + new_tokens + 1 > max_length:
         return RecitationResult(None, None, None, None, 0, TABLE_CONTEXT)
-    counts = []
+    totals = []
     for answer in (source, bundle):
         scored = [_recited(drill, text) for drill, text in zip(drills, answer(drills, new_tokens), strict=True)]
-        counts.append(tuple(map(sum, zip(*scored, strict=True))))
-    pairs = TABLES * TABLE_ROWS
+        totals.append(tuple(map(sum, zip(*scored, strict=True))))
+    pairs = counts.tables * TABLE_ROWS
     return RecitationResult(
-        *(exact / pairs for exact, _ in counts),
-        *(exact / keys if keys else None for exact, keys in counts),
+        *(exact / pairs for exact, _ in totals),
+        *(exact / keys if keys else None for exact, keys in totals),
         pairs=pairs,
         context=TABLE_CONTEXT,
     )
 
 
 def free_running(
-    source: Decoder, bundle: Decoder, ids: torch.Tensor, max_length: int, progress: bool = False
+    source: Decoder,
+    bundle: Decoder,
+    ids: torch.Tensor,
+    max_length: int,
+    counts: DrillCounts = DEFAULT_COUNTS,
+    progress: bool = False,
 ) -> FreeRunningResult:
     """Let source and bundle continue the beginnings of the segments `ids` [segments, length]."""
-    if max_length < FREE_CONTEXT + 1 + FREE_TOKENS or ids.shape[1] <= FREE_CONTEXT:
+    tokens = counts.free_tokens
+    if max_length < FREE_CONTEXT + 1 + tokens or ids.shape[1] <= FREE_CONTEXT:
         return FreeRunningResult(None, None, None, 0, FREE_CONTEXT, 0)
     ids = ids[:BATCH]
     context, cue = ids[:, :FREE_CONTEXT], ids[:, FREE_CONTEXT : FREE_CONTEXT + 1]
     texts = [
-        generate_greedily(decoder, context, cue, FREE_TOKENS)
+        generate_greedily(decoder, context, cue, tokens)
         for decoder in tqdm((source, bundle), desc="free running", unit="model", disable=not progress)
     ]
     until = agreement(*texts)
     return FreeRunningResult(
         float(until.double().mean()),
         float(until.double().quantile(0.5)),
-        float((until == FREE_TOKENS).double().mean()),
+        float((until == tokens).double().mean()),
         len(ids),
         FREE_CONTEXT,
-        FREE_TOKENS,
+        tokens,
     )
 
 

@@ -1,9 +1,9 @@
-"""Scoring held-out text through a cache, as decoding sees it.
+"""Scoring held-out text through a cache, under the conditions of decoding.
 
 The first page of a segment is prefilled; the continuation follows in chunks of one page. After each chunk the cache
 quantizes the page that became complete, so a token of the next chunk attends to quantized pages and, in full precision,
-to its own page up to itself: what it would attend to if it had been decoded alone, at a hundredth of the time. Caches
-that compress whole prompts are given a longer prompt, which is sealed before scoring begins.
+to its own page up to itself: exactly what it attends to when tokens are decoded one by one, at a hundredth of the time.
+Caches that compress whole prompts are given a longer prompt, which is sealed before scoring begins.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Comparison:
         kl: Kullback-Leibler divergence source || other of the next-token distributions, float64 [segments, scored].
         agrees: whether both rank the same token first, bool [segments, scored].
         residual_share: share of the attended tokens, over all scored queries, that `other` held in full precision.
-        flattened_rows: queries, per layer and head, for which CalibQuant's shift made different scores equal.
+        clamped_rows: queries, per layer and head, for which CalibQuant's shift made different scores equal.
     """
 
     source_nll: torch.Tensor
@@ -58,7 +58,7 @@ class Comparison:
     kl: torch.Tensor
     agrees: torch.Tensor
     residual_share: float
-    flattened_rows: int = 0
+    clamped_rows: int = 0
 
 
 @torch.no_grad()
@@ -84,10 +84,11 @@ def compare(
         chunk: tokens per forward pass after that.
         batch: segments at a time.
         progress: a bar on stderr.
-        extras: what each segment's first `prefill` tokens need besides (pixel values, token types), for batches of one.
+        extras: other model inputs for each segment's first `prefill` tokens (pixel values, token types), when
+            `batch` is 1.
 
     Raises:
-        NumericError: a decoder answers with NaN or infinity.
+        NumericError: a decoder computes NaN or infinity.
     """
     rows: dict[str, list[tuple[torch.Tensor, ...]]] = {name: [] for name in others}
     shares = dict.fromkeys(others, (0, 0))
@@ -120,7 +121,7 @@ def compare(
         name: Comparison(
             *(torch.cat(column) for column in zip(*rows[name], strict=True)),
             residual_share=shares[name][0] / shares[name][1],
-            flattened_rows=clamped_rows[name],
+            clamped_rows=clamped_rows[name],
         )
         for name in others
     }

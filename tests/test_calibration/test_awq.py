@@ -18,9 +18,9 @@ from kvconvert.calibration.awq import (
     search_scales,
 )
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
-from kvconvert.calibration.oscar import simulate_value_cache
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
+from kvconvert.calibration.value_cache import simulate_value_cache
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 

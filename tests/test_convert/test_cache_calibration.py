@@ -1,12 +1,12 @@
 """What calibration decides about the cache, end to end: every preset, decisions over all layers, kills, overrides."""
 
 import json
-import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from tiny.checkpoints import save_checkpoint, save_text
+from calibrations import contents, killed_at_every_rename
+from tiny.checkpoints import save_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvconvert.bundle.reader import open_bundle
@@ -25,16 +25,6 @@ LENGTH = 300  # two pages that some query reads
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def text(place):
-    return save_text(place)
-
-
-@pytest.fixture(scope="module")
 def model(place):
     return save_checkpoint(place / "model", num_hidden_layers=3, max_position_embeddings=512)
 
@@ -50,10 +40,6 @@ def schemes(work):
 
 def plan(work, name):
     return [work.layer_plan(i)[f"layers.{i}.{name}"] for i in range(work.state.num_layers)]
-
-
-def contents(work):
-    return {str(f.relative_to(work)): f.read_bytes() for f in sorted(work.rglob("*")) if f.is_file()}
 
 
 def kv(name):
@@ -137,48 +123,19 @@ def test_budgets_are_spread_by_what_was_measured_and_arrive_resolved(tmp_path, m
     assert list(load(bundle)[0].new_kv_cache().schemes) == schemes(work)
 
 
-class KilledError(BaseException):
-    """Stands for a kill: nothing may catch it."""
-
-
 @pytest.mark.parametrize("preset", ["calibquant-2bit", "minikv-pyramid"])
 def test_a_kill_among_the_last_decisions_costs_nothing(tmp_path, model, text, monkeypatch, preset):
-    def go(name):
-        return run(model, tmp_path / name, text, PRESETS[preset], calibration=KVCalibration(tau_grid=[0.0, 2.0]))
+    def go(work):
+        return run(model, work, text, PRESETS[preset], calibration=KVCalibration(tau_grid=[0.0, 2.0]))
 
-    go("whole")
-    expected = contents(tmp_path / "whole")
-    go_on = workdir.os.replace
-    total = 0
-
-    def count(source, target):
-        nonlocal total
-        total += 1
-        go_on(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(workdir.os, "replace", count)
-        go("counted")
-    decided = 3 + 1  # records of three layers, and the state that says complete
-    for moment in range(total - decided, total):
-        seen = 0
-
-        def die(source, target, moment=moment):
-            nonlocal seen
-            if seen == moment:
-                raise KilledError
-            seen += 1
-            go_on(source, target)
-
-        name = f"killed{moment}"
-        with monkeypatch.context() as patch:
-            patch.setattr(workdir.os, "replace", die)
-            with pytest.raises(KilledError):
-                go(name)
-        assert not json.loads((tmp_path / name / "state.json").read_text())["complete"]
-        go(name)
-        assert contents(tmp_path / name) == expected, f"killed before rename {moment} of {total}"
-        shutil.rmtree(tmp_path / name)
+    work = tmp_path / "work"
+    killed = killed_at_every_rename(monkeypatch, work, tmp_path, lambda: go(work))
+    expected = contents(work)
+    for left in killed[-4:]:  # records of three layers, and the state that says complete
+        assert not json.loads((left / "state.json").read_text())["complete"]
+        assert all((left / "layers" / f"0000{layer}.json").exists() for layer in range(3))
+        go(left)
+        assert contents(left) == expected, f"killed before rename {left.name}"
 
 
 def test_layers_may_have_schemes_of_their_own(tmp_path, model, text):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny.checkpoints import save_checkpoint, save_text
+from tiny.checkpoints import save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
@@ -21,18 +21,8 @@ GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("static")
-
-
-@pytest.fixture(scope="module")
 def model(place):
     return save_checkpoint(place / "model", max_position_embeddings=512)
-
-
-@pytest.fixture(scope="module")
-def text(place):
-    return save_text(place)
 
 
 def calibrated(model, directory, text, fields, weights="none"):
@@ -98,7 +88,8 @@ def test_the_plan_holds_the_smallest_and_largest_number_of_each_channel(place, m
 
 
 def test_channels_are_measured_after_the_rotations(place, model, text):
-    fields = 'key_bits = 8\nvalue_bits = 8\nrotate_keys = "hadamard"\nrotate_values = "folded"\ncalibrate_clip_ratios = false\n'
+    fields = 'rotate_keys = "hadamard"\nrotate_values = "folded"\n'
+    fields += "key_bits = 8\nvalue_bits = 8\ncalibrate_clip_ratios = false\n"
     plan = calibrated(model, place / "rotated", text, fields).layer_plan(0)
     keys, values = (x @ hadamard_matrix(16).float() for x in seen(model, text, 0))
     check(plan, 0, "key", keys, 8)

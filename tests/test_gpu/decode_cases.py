@@ -38,7 +38,7 @@ class Case:
     value_group: int = 128
     norm: str = "none"
     boosted: int = 0
-    boost_select: str = "dynamic"
+    fixed_channels: bool = False
     static: bool = False
     dtype: torch.dtype = torch.float32
     pages: tuple[int, ...] = (2, 0, 1)
@@ -71,14 +71,14 @@ class Stored:
         c = case
         keys = KeyFormat(
             c.heads, c.key_dim, PAGE_SIZE, c.key_bits, PAGE_SIZE if c.static else c.key_group, c.norm,
-            boosted=c.boosted, boost_select=c.boost_select, static=c.static and c.key_bits < 16,
+            boosted=c.boosted, fixed_channels=c.fixed_channels, static=c.static and c.key_bits < 16,
         )  # fmt: skip
         values = ValueFormat(
             c.heads, c.value_dim, PAGE_SIZE, c.value_bits, c.value_dim if c.static else c.value_group,
             static=c.static and c.value_bits < 16,
         )  # fmt: skip
         channels = None
-        if c.boosted and c.boost_select == "calibrated":
+        if c.boosted and c.fixed_channels:
             channels = torch.stack(
                 [torch.randperm(c.key_dim, generator=generator)[: c.boosted].sort().values for _ in range(c.heads)]
             )

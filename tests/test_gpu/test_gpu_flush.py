@@ -9,7 +9,10 @@ from kvconvert.kernels import device as dispatch
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import compress
-from kvconvert.runtime.hf.handles import Chunk
+from kvconvert.runtime.cache.append import commit
+from kvconvert.runtime.cache.attend import attend
+from kvconvert.runtime.cache.compress import end_forward
+from kvconvert.runtime.cache.forward_pass import Chunk
 
 CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
 OSCAR = KVScheme(token_norm="joint", sink_tokens=3, key_recent_tokens=9, value_recent_tokens=9)
@@ -25,12 +28,12 @@ def fed(
     cache, generator = KVCache(CONFIG, scheme), torch.Generator().manual_seed(0)
     layer = cache.layers[0]
     for n in tokens:
-        start = layer.logical
+        start = layer.store.logical
         keys, values = (torch.randn(rows, 2, n, 32, generator=generator).bfloat16().to(where) for _ in range(2))
         layer.update(keys, values)
         mask = None if real is None else real[:, : start + n].to(where)
-        layer.commit(Chunk(torch.arange(start, start + n, device=where), mask, None))
-        layer.end_forward()
+        commit(layer.store, Chunk(torch.arange(start, start + n, device=where), mask, None))
+        end_forward(layer.store)
     return cache
 
 
@@ -50,14 +53,14 @@ def test_a_batch_stores_what_the_reference_stores(device, scheme):
     got = fed(scheme, device, tokens, real).layers[0]
     with dispatch.interpreted(False):
         want = fed(scheme, torch.device("cpu"), tokens, real).layers[0]
-    assert got.flushes == want.flushes > 0
-    assert got.fallbacks == 0
-    for mine, theirs in zip(got.sequences, want.sequences, strict=True):
+    assert got.store.flushes == want.store.flushes > 0
+    assert got.store.fallbacks == 0
+    for mine, theirs in zip(got.store.sequences, want.store.sequences, strict=True):
         for side, other, pool, their_pool in (
-            (mine.keys, theirs.keys, got.key_pool, want.key_pool),
-            (mine.values, theirs.values, got.value_pool, want.value_pool),
+            (mine.keys, theirs.keys, got.store.key_pool, want.store.key_pool),
+            (mine.values, theirs.values, got.store.value_pool, want.store.value_pool),
         ):
-            assert torch.equal(side.tokens(0, side.dense).cpu(), other.tokens(0, other.dense))
+            assert torch.equal(side.tokens(0, side.buffered).cpu(), other.tokens(0, other.buffered))
             assert len(side.pages) == len(other.pages)
             if not side.pages:
                 continue
@@ -73,12 +76,12 @@ def test_what_cannot_be_stored_is_named_and_leaves_the_batch_as_it_was(device):
     keys, values = torch.randn(2, 2, 10, 32).to(device), torch.randn(2, 2, 10, 32).to(device)
     values[1, 1, 0, 5] = float("inf")
     layer.update(keys.bfloat16(), values.bfloat16())
-    layer.commit(Chunk(torch.arange(130, 140, device=device), None, None))
+    commit(layer.store, Chunk(torch.arange(130, 140, device=device), None, None))
     with pytest.raises(NumericError, match="Layer 0, KV head 1: the cache cannot store"):
-        layer.end_forward()
-    assert layer.value_pool.pages_used == 0
-    assert [sequence.values.dense for sequence in layer.sequences] == [140] * 2
-    assert [sequence.values.pages for sequence in layer.sequences] == [[], []]
+        end_forward(layer.store)
+    assert layer.store.value_pool.pages_used == 0
+    assert [sequence.values.buffered for sequence in layer.store.sequences] == [140] * 2
+    assert [sequence.values.pages for sequence in layer.store.sequences] == [[], []]
 
 
 def test_the_host_waits_for_the_device_once_per_flush(device, monkeypatch):
@@ -86,7 +89,7 @@ def test_the_host_waits_for_the_device_once_per_flush(device, monkeypatch):
     read = compress.raise_if_flagged
     monkeypatch.setattr(compress, "raise_if_flagged", lambda *given: waits.append(1) or read(*given))
     layer = fed(ONE_BIT, device, [127, 1, 127, 1], rows=1).layers[0]
-    assert layer.flushes == 2 * 2
+    assert layer.store.flushes == 2 * 2
     assert len(waits) == 2
 
 
@@ -96,13 +99,13 @@ def test_after_what_cannot_be_stored_the_cache_goes_on(device):
     bad = good.clone()
     bad[0, 0, 3, 4] = float("nan")
     layer.update(bad, good)
-    layer.commit(Chunk(torch.arange(100, 128, device=device), None, None))
+    commit(layer.store, Chunk(torch.arange(100, 128, device=device), None, None))
     with pytest.raises(NumericError):
-        layer.end_forward()
-    for sequence in layer.sequences:
+        end_forward(layer.store)
+    for sequence in layer.store.sequences:
         sequence.keys.buffer[:, 100:128] = good[0]
-    layer.end_forward()
-    assert layer.flushes == 2
+    end_forward(layer.store)
+    assert layer.store.flushes == 2
 
 
 @pytest.mark.parametrize("rotate_keys", ["hadamard", pytest.param("none", marks=pytest.mark.full)])
@@ -122,21 +125,21 @@ def test_tokens_of_all_rows_are_stored_and_queries_rotated_in_one_launch(device,
         layer = KVCache(CONFIG, scheme).layers[0]
         outputs = []
         for n in (140, 1, 1):
-            start = layer.logical
+            start = layer.store.logical
             new = [torch.randn(3, heads, n, 32, generator=generator).bfloat16().to(device) for heads in (2, 2, 2)]
             layer.update(*new[:2])
             columns = torch.arange(start, start + n, device=device)
             chunk = Chunk(columns, real[:, : start + n].to(device), None)
-            rotated = layer.commit(chunk, new[2] if one_launch else None)
+            rotated = commit(layer.store, chunk, new[2] if one_launch else None)
             assert (rotated is not None) == (one_launch and n == 1)
             queries = new[2] if rotated is None else rotated
             if n == 1:
-                outputs.append(layer.attend(queries, chunk, 0.2, rotated=rotated is not None))
-            layer.end_forward()
-        stored.append((layer.sequences, outputs))
+                outputs.append(attend(layer.store, queries, chunk, 0.2, rotated=rotated is not None))
+            end_forward(layer.store)
+        stored.append((layer.store.sequences, outputs))
     assert len(calls) == 2
     for mine, theirs in zip(*(sequences for sequences, _ in stored), strict=True):
         for side, other in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
-            assert torch.equal(side.tokens(0, side.dense), other.tokens(0, other.dense))
+            assert torch.equal(side.tokens(0, side.buffered), other.tokens(0, other.buffered))
     for got, expected in zip(*(outputs for _, outputs in stored), strict=True):
         assert torch.equal(got, expected)

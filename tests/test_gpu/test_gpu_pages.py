@@ -159,7 +159,7 @@ def test_every_key_format(device, dim, bits, group, norm, dtype):
 
 @pytest.mark.parametrize("bits", [1, 2])
 def test_calibrated_channels_are_boosted(device, bits):
-    f = key_format(bits, group=128, boosted=3, boost_select="calibrated")
+    f = key_format(bits, group=128, boosted=3, fixed_channels=True)
     channels = torch.tensor([[0, 31, 63], [5, 6, 40]])
     keys = random_tokens(2, f, device, torch.float16)
     found = quantized(keys, f, channels.to(device))

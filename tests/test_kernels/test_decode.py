@@ -173,12 +173,12 @@ def shifted_by_hand(scores, tau1, tau2):
 def test_spans_beside_residual_tokens_equal_float64_attention_over_shifted_scores(tau1, tau2, bits, dims, length):
     torch.manual_seed(0)
     heads, group, scaling = 2, 2, 0.3
-    span_as = SpanFormat(*bits, key_clip_ratio=0.9, value_clip_ratio=0.8)
+    span_as = SpanFormat(*bits, key_clip_ratio=0.9, value_clip_ratio=0.8, tau1=tau1, tau2=tau2)
     spans = [quantize_span(torch.randn(heads, n, dims[0]), torch.randn(heads, n, dims[1]), span_as) for n in (37, 1)]
     residual = ResidualTokens(0, torch.randn(heads, 9, dims[0]), torch.randn(heads, 9, dims[1]))
     queries = torch.randn(1, heads * group, length, dims[0])
     format = LayerFormat(KeyFormat(heads, dims[0], 128, 2, 32), ValueFormat(heads, dims[1], 128, 2, 16))
-    all_spans = SpanTokens(0, spans, span_as, tau1, tau2)
+    all_spans = SpanTokens(0, spans, span_as)
     got = paged_attention(queries, [], [residual], format, scaling, spans=[all_spans])[0]
 
     stored = torch.cat([span_keys(s, span_as) for s in spans], 1).double()

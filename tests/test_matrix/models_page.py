@@ -38,8 +38,8 @@ OTHERS = {"dummy": "sharing layers", "linear_attention": "linear layers", "conv"
 INTRODUCTION = """# Models
 
 What works with which architecture, as a test of each one found it. This page is written by
-`python tests/test_matrix/models_page.py` from [models.json](models.json); `make test` compares it with what it finds, and
-`make test-full` runs all of it. A model that is missing here: [adding an architecture](adding-an-architecture.md).
+`python tests/test_matrix/models_page.py` from [models.json](models.json); `make test` compares it with what it finds,
+and `make test-full` runs all of it. A model that is missing here: [adding an architecture](adding-an-architecture.md).
 
 A row is a tiny model with random weights that has the architecture's features (some hundred kilobytes, two to four
 layers), taken through the whole path:
@@ -125,7 +125,7 @@ def _row(name: str, entry: dict[str, Any], note: Any) -> list[str]:
 
 def record(names: list[str]) -> dict[str, Any]:
     """Run the matrix for some architectures, or for all if there are no names; others keep what is recorded."""
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "test_matrix")]
+    sys.path.append(str(ROOT / "tests"))
     import transformers
     from facts import LIMITS, cache_facts, identity, refused_weights, weight_facts
     from kv_cells import RECIPES, kv_cell

@@ -175,7 +175,7 @@ def integer_weights(model):
         (tensor_not_in_its_shard, "says that .* holds .*, but it does not"),
         (tensor_not_in_the_index, r"holds model\.stray, which .* does not name"),
         (index_that_leads_elsewhere, "not a safetensors file beside it"),
-        (index_beside_a_single_file, "remove the one"),
+        (index_beside_a_single_file, "remove the wrong one"),
         (unmerged_adapter, "unmerged LoRA adapter.*merge"),
         (already_quantized, r"already quantized \(gptq\)"),
         (integer_weights, "as I8; converting needs weights in"),

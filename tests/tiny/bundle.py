@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,8 +22,10 @@ from kvconvert.bundle.manifest import (
     quantization_config,
     sealed,
 )
+from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.tensorfile import tensor_info, write_tensors
 from kvconvert.bundle.writer import describe_files, write_json, write_manifest, write_weights
+from kvconvert.errors import BundleError
 from kvconvert.methods import KVScheme
 
 HIDDEN, INTERMEDIATE, GROUP = 32, 64, 16
@@ -136,3 +139,12 @@ def replace_tensors(path: Path, **changes: Tensor | None) -> None:
         else:
             tensors[name] = tensor
     write_tensors(path, {name: tensor_info(tensor) for name, tensor in tensors.items()}, tensors.__getitem__)
+
+
+def refusal(directory: Path, verify: str = "headers") -> str:
+    """The one-sentence message with which the bundle is refused."""
+    with pytest.raises(BundleError) as caught:
+        open_bundle(directory, verify=verify)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message

@@ -48,21 +48,21 @@ def rotate_and_append(
     value_base: torch.Tensor,
     table: torch.Tensor,
     first_tokens: torch.Tensor,
-    rotate_keys: bool,
-    rotate_values: bool,
+    keys_rotate: bool,
+    values_rotate: bool,
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Store new keys and values in their sequences' buffers and rotate what the scheme rotates, in one launch.
 
     Args:
-        queries: [B, Hq, T, D]; with `rotate_keys` they are rotated as the keys are.
+        queries: [B, Hq, T, D]; with `keys_rotate` they are rotated as the keys are.
         keys, values: [B, H, T, D] and [B, H, T, E], any strides but channels side by side.
         key_base, value_base: tensors of the same dtype whose addresses `table` counts from.
         table: int64 [B, 4]: offset of each sequence's key buffer from `key_base` in elements, its stride from head to
             head, the same of its value buffer. Tokens of a buffer lie `D` and `E` elements apart.
         first_tokens: int64 [B] on the device: where in its buffer each sequence's first new token goes; negative where
             nothing is stored.
-        rotate_keys, rotate_values: which are rotated.
+        keys_rotate, values_rotate: which of them are rotated.
         output: for the rotated queries; made if not given.
 
     Returns:
@@ -70,7 +70,7 @@ def rotate_and_append(
     """
     batch, query_heads, tokens, dim = queries.shape
     heads, value_dim = keys.shape[1], values.shape[3]
-    output = torch.empty_like(queries) if rotate_keys and output is None else output
+    output = torch.empty_like(queries) if keys_rotate and output is None else output
     rows_are_heads = tokens < heads
     row_count = heads if rows_are_heads else tokens
     per_program = _rows_per_program(batch * tokens * (2 * heads + query_heads), row_count, keys.dtype)
@@ -78,18 +78,18 @@ def rotate_and_append(
     def programs(heads: int) -> int:
         return batch * (-(-heads // per_program) * tokens if rows_are_heads else -(-tokens // per_program) * heads)
 
-    grid = 2 * programs(heads) + (programs(query_heads) if rotate_keys else 0)
-    rotated = output if rotate_keys else queries
-    matrix, normaliser = hadamard_signs(dim, keys.dtype, keys.device) if rotate_keys else (keys, 1.0)
+    grid = 2 * programs(heads) + (programs(query_heads) if keys_rotate else 0)
+    rotated = output if keys_rotate else queries
+    matrix, normaliser = hadamard_signs(dim, keys.dtype, keys.device) if keys_rotate else (keys, 1.0)
     value_matrix, value_normaliser = (
-        hadamard_signs(value_dim, keys.dtype, keys.device) if rotate_values else (values, 1.0)
+        hadamard_signs(value_dim, keys.dtype, keys.device) if values_rotate else (values, 1.0)
     )
     rotate_and_append_kernel[(grid,)](
         queries, rotated, keys, values, key_base, value_base, table, first_tokens, matrix, value_matrix, normaliser,
         value_normaliser, batch, tokens, *queries.stride()[:3], *rotated.stride()[:3], *keys.stride()[:3],
         *values.stride()[:3], query_heads, heads, dim, tile_of(dim), value_dim, tile_of(value_dim),
         columns_for(dim, keys.dtype), inner_for(dim, keys.dtype), columns_for(value_dim, keys.dtype),
-        inner_for(value_dim, keys.dtype), per_program, rotate_keys, rotate_values,
+        inner_for(value_dim, keys.dtype), per_program, keys_rotate, values_rotate,
         rows_are_heads, num_warps=4,
     )  # fmt: skip
     return rotated

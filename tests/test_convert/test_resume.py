@@ -1,0 +1,150 @@
+"""A calibration that was killed, repeated or given other inputs goes on to the same bytes, or is refused."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from calibrations import KV_ONLY, contents, killed_at_every_rename, run
+from safetensors.torch import load_file, save_file
+from tiny.checkpoints import save_checkpoint
+
+from kvconvert.convert import workdir
+from kvconvert.convert.workdir import WorkDir
+from kvconvert.errors import (
+    KvconvertError,
+    UsageError,
+)
+
+
+@pytest.fixture(scope="module")
+def model(place):
+    return save_checkpoint(place / "model", max_shard_size="200KB")
+
+
+@pytest.fixture(scope="module")
+def finished(place, model, text):
+    return run(model, place / "finished", text)
+
+
+def test_a_second_run_does_nothing_and_says_so(model, text, finished, capsys):
+    before = contents(finished.path)
+    again = run(model, finished.path, text, progress=True)
+    assert "already complete (2 layers); nothing to do" in capsys.readouterr().err
+    assert contents(finished.path) == before
+    assert again.state == finished.state
+
+
+@pytest.mark.parametrize("restarting", [False, True], ids=["fresh", "restarting"])
+def test_killed_at_any_moment_the_rerun_gives_the_same_bytes(tmp_path, model, text, finished, monkeypatch, restarting):
+    """Restarting over another finished calibration, a rerun is refused for as long as that one is still in place."""
+    expected = contents(finished.path)
+    work = tmp_path / "work"
+    if restarting:
+        run(model, work, text, KV_ONLY, seed=1)
+    killed = killed_at_every_rename(monkeypatch, work, tmp_path, lambda: run(model, work, text, restart=restarting))
+    assert contents(work) == expected
+    # (old state, layers aside,) state, first hidden states, two layers of three files, second hidden states, state.
+    assert len(killed) == 10 + 2 * restarting
+    for moment, left in enumerate(killed):
+        still_other = restarting and moment <= 2
+        if still_other:
+            with pytest.raises(UsageError, match="`restart=True`"):
+                run(model, left, text)
+        run(model, left, text, restart=still_other)
+        assert contents(left) == expected, f"killed before rename {moment}"
+
+
+KILL = """
+import os, signal, sys
+from kvconvert.convert import workdir
+from kvconvert.convert.pipeline import calibrate
+from kvconvert.convert.recipe import Recipe, WeightsRecipe
+def commit(self):
+    if self._target.path.name == "00001.f32":
+        os.kill(os.getpid(), signal.SIGKILL)
+    original(self)
+original = workdir.HiddenWriter.commit
+workdir.HiddenWriter.commit = commit
+recipe = Recipe(weights=WeightsRecipe(method="awq", group_size=32))
+calibrate(sys.argv[1], sys.argv[2], recipe=recipe, data=sys.argv[3], samples=3, seq_len=24, progress=False)
+"""
+
+
+def test_a_real_kill_between_layer_and_hidden_states_costs_nothing(place, model, text, finished):
+    work = place / "sigkill"
+    done = subprocess.run([sys.executable, "-c", KILL, str(model), str(work), text], check=False, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    with pytest.raises(UsageError, match="stopped after 1 of 2 layers"):
+        WorkDir.open(work)
+    run(model, work, text)
+    assert contents(work) == contents(finished.path)
+
+
+def changed_weights(model, options):
+    file = sorted(model.glob("*.safetensors"))[-1]
+    tensors = load_file(file)
+    tensors[min(tensors)] = tensors[min(tensors)] + 1
+    save_file(tensors, file)
+
+
+def changed_config(model, options):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (changed_weights, r"the model's model-.*safetensors"),
+        (changed_config, r"the model's config\.json"),
+        (lambda model, options: options.update(seed=1), "the seed \\(0 to 1\\)"),
+        (lambda model, options: options.update(samples=2), "the number of samples \\(3 to 2\\)"),
+        (lambda model, options: options.update(recipe=KV_ONLY), r"the recipe's weights\.method \(awq to none\)"),
+    ],
+    ids=["weights", "config", "seed", "samples", "recipe"],
+)
+def test_a_changed_input_refuses_to_resume_and_restart_obeys(tmp_path, model, text, finished, change, said):
+    shutil.copytree(finished.path, tmp_path / "work")
+    changed = shutil.copytree(model, tmp_path / "model")
+    before = contents(tmp_path / "work")
+    options = {}
+    change(changed, options)
+    with pytest.raises(UsageError, match=f"{said}.*`restart=True`") as caught:
+        run(changed, tmp_path / "work", text, **options)
+    assert "\n" not in str(caught.value)
+    assert contents(tmp_path / "work") == before
+    run(changed, tmp_path / "work", text, restart=True, **options)
+    run(changed, tmp_path / "fresh", text, **options)
+    redone, fresh = contents(tmp_path / "work"), contents(tmp_path / "fresh")
+    assert redone == fresh
+
+
+def test_the_same_model_in_another_place_resumes(tmp_path, model, text, finished):
+    moved = shutil.copytree(model, tmp_path / "elsewhere")
+    shutil.copytree(finished.path, tmp_path / "work")
+    before = contents(tmp_path / "work")
+    run(moved, tmp_path / "work", text)
+    assert contents(tmp_path / "work") == before
+
+
+def test_other_peoples_files_are_left_alone(tmp_path, model, text):
+    (tmp_path / "notes.txt").write_text("mine")
+    for restart in (False, True):
+        with pytest.raises(UsageError, match="holds files that are not kvconvert's"):
+            run(model, tmp_path, text, restart=restart)
+    assert contents(tmp_path) == {"notes.txt": b"mine"}
+
+
+def test_a_full_disk_is_one_sentence_and_the_run_can_go_on(tmp_path, model, text, finished, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workdir, "save_file", full)
+        with pytest.raises(KvconvertError, match=r"The disk is full.*calibrate again with the same arguments"):
+            run(model, tmp_path / "work", text)
+    run(model, tmp_path / "work", text)
+    assert contents(tmp_path / "work") == contents(finished.path)

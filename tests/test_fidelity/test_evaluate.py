@@ -1,0 +1,109 @@
+"""One evaluation of a bundle: the figures that it reports are those of its files, its cache and the same source."""
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file
+from tiny.llama import write_recipe, write_tiny_llama
+from transformers import AutoModelForCausalLM
+
+from kvconvert.bundle.reader import open_bundle
+from kvconvert.convert.export import export
+from kvconvert.convert.pipeline import calibrate
+from kvconvert.convert.recipe import Recipe
+from kvconvert.errors import UsageError
+from kvconvert.fidelity import evaluate
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_tiny_llama(tmp_path_factory.mktemp("source") / "tiny-llama")
+
+
+def make_bundle(source, folder, method: str, kv: str, more: str = ""):
+    recipe = Recipe.load(str(write_recipe(folder / "recipe.toml", method, kv, more)))
+    calibrate(str(source), folder / "work", recipe=recipe, samples=1, seq_len=16, progress=False)
+    return export(folder / "work", folder / "bundle", force=True, progress=False)
+
+
+@pytest.fixture(scope="module")
+def report(source, tmp_path_factory):
+    bundle = make_bundle(source, tmp_path_factory.mktemp("rtn"), "rtn", "oscar")
+    return bundle, evaluate(bundle, against=str(source), tokens=300, progress=False)
+
+
+FIGURES = """
+    perplexity.source perplexity.bundle kl.mean kl.p99 top1_agreement passkey.source passkey.bundle recitation.source
+    recitation.bundle kv.bits_per_value kv.bytes_per_token weights.bytes weights.bits_per_weight
+""".split()  # noqa: SIM905 (names are easier to read so)
+
+
+def test_the_report_has_the_promised_names_and_is_json(report):
+    values = json.loads(json.dumps(report[1].to_dict(), allow_nan=False))
+    for name in FIGURES:
+        value = values
+        for part in name.split("."):
+            value = value[part]
+        # Tables and free running do not fit 512 positions: null, and the notes say so.
+        assert (value is None) == name.startswith("recitation"), name
+    assert "recall drills that do not fit" in " ".join(values["notes"])
+    assert "leaves 383 scored tokens a segment instead of 512" in " ".join(values["notes"])
+    assert values["text"]["scored_tokens"] == 383
+    assert 0 < values["kl"]["mean"] < values["kl"]["p99"]
+    assert values["passkey"]["prompts"] == 20
+
+
+def test_sizes_in_the_report_are_those_of_the_files_and_tensors(report, source):
+    bundle, figures = report
+    tensors, original = load_file(bundle / "model.safetensors"), load_file(source / "model.safetensors")
+    parameters = sum(tensor.numel() for tensor in original.values())
+    assert figures.weights.bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert figures.weights.bits_per_weight == pytest.approx(8 * figures.weights.bytes / parameters)
+    # Head size 16: keys 2 bits + 32/32, values 2 bits + 32/16, a 16-bit norm over a head's 16 keys; mean of K and V.
+    assert figures.kv.bits_per_value == pytest.approx((2 + 1 + 2 + 2 + 16 / 16) / 2)
+    assert figures.kv.bytes_per_token == pytest.approx(figures.kv.bits_per_value / 8 * 2 * 2 * 16)
+    assert (figures.kv.tokens, figures.kv.residual_tokens, figures.kv.dtype) == (512, 0, "bfloat16")
+    assert figures.kv.source_bytes_per_token == 2 * 2 * 16 * 2
+    assert figures.files_digest == open_bundle(bundle).manifest.files_digest()
+    assert figures.against.is_recorded_source
+
+
+def test_a_bundle_that_changes_nothing_loses_nothing(source, tmp_path):
+    bundle = make_bundle(source, tmp_path, "none", "kivi", "key_bits = 16\nvalue_bits = 16\n")
+    figures = evaluate(bundle, against=str(source), tokens=300, progress=False)
+    # The same float32 weights; attention over pages sums in another order.
+    assert abs(figures.kl.mean) < 1e-8
+    assert figures.top1_agreement > 0.99
+    assert figures.perplexity.increase == pytest.approx(0, abs=1e-6)
+    assert (figures.kv.bits_per_value, figures.kv.residual_share) == (16, 1)
+    assert figures.weights.bytes == figures.weights.source_bytes
+
+
+def test_a_bundle_without_kv_plan_is_measured_with_the_cache_it_generates_with(source, tmp_path):
+    bundle = make_bundle(source, tmp_path, "rtn", "none")
+    figures = evaluate(bundle, against=str(source), tokens=300, progress=False)
+    assert (figures.kv.bits_per_value, figures.kv.residual_share, figures.kv.bytes_per_token) == (16, 1, 128)
+    assert figures.kl.mean > 1e-7
+
+
+def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp_path, monkeypatch):
+    bundle, _ = report
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    model = AutoModelForCausalLM.from_pretrained(other)
+    model.model.norm.weight.data[0] += 1
+    model.save_pretrained(other)
+    figures = evaluate(bundle, against=str(other), tokens=10, progress=False)
+    assert not figures.against.is_recorded_source
+    assert "not the checkpoint that the manifest records" in " ".join(figures.notes)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="give its path as `against`"):
+        evaluate(bundle, progress=False)
+    with pytest.raises(UsageError, match="nothing to score"):
+        evaluate(bundle, against=str(source), tokens=0)
+
+
+def test_equal_runs_report_equal_figures(report, source):
+    bundle, figures = report
+    assert evaluate(bundle, against=str(source), tokens=300, progress=False) == figures

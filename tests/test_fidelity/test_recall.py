@@ -1,0 +1,98 @@
+"""Recall drills ask what they say they ask, and count exact answers alone."""
+
+import pytest
+import torch
+from tiny.checkpoints import REFERENCE
+from transformers import AutoTokenizer
+
+from kvconvert.data.text import load_token_samples
+from kvconvert.fidelity.recall import NAMES, PASSKEY_CONTEXTS, TABLE_ROWS, DrillBook, agreement, passkey, recitation
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(REFERENCE)
+
+
+@pytest.fixture(scope="module")
+def book(tokenizer):
+    prose = load_token_samples(None, tokenizer, 2, 1024, 0, "evaluation").ids.flatten().tolist()
+    return DrillBook(tokenizer, prose, seed=0)
+
+
+def test_agreement_counts_tokens_before_the_first_difference():
+    first = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [9, 2, 3, 4]])
+    second = torch.tensor([[1, 2, 3, 4], [1, 2, 7, 4], [1, 2, 3, 4]])
+    assert agreement(first, second).tolist() == [4, 2, 0]
+
+
+def test_passkey_prompts_fill_whole_pages_and_state_the_code_at_its_depth(book, tokenizer):
+    drill = book.passkey(512, 0.3)
+    text, question = tokenizer.decode(drill.context), tokenizer.decode(drill.cue)
+    name = next(name for name in NAMES if name in question)
+    stated = f"The secret code of {name} is {drill.expected}."
+    assert len(drill.context) == 512
+    assert drill.context[0] == tokenizer.bos_token_id
+    assert text.count("The secret code of") == 2
+    assert abs(text.index(stated) / len(text) - 0.3) < 0.12, "as many tokens, not as many characters, lie before it"
+    assert question == f"\nQuestion: what is the secret code of {name}?\nAnswer:"
+
+
+def code_in(drill, tokenizer) -> str:
+    """What a perfect reader answers, found in the prompt itself."""
+    name = next(name for name in NAMES if name in tokenizer.decode(drill.cue))
+    return tokenizer.decode(drill.context).split(f"The secret code of {name} is ")[1][:5]
+
+
+def test_passkey_counts_exact_answers_by_length_and_depth(book, tokenizer):
+    def perfect(drills, new_tokens):
+        return [f" {code_in(drill, tokenizer)}." for drill in drills]
+
+    def shallow(drills, new_tokens):
+        # Forgets what was said early, gets one digit wrong or says too many: none of these counts.
+        wrong = lambda code: [f" {code[:4]}x", f" {code}1", "", f" about {code}"][int(code) % 4]  # noqa: E731
+        return [
+            f" {drill.expected}. And" if drill.depth > 0.4 else wrong(code_in(drill, tokenizer)) for drill in drills
+        ]
+
+    result = passkey(perfect, shallow, book, max_length=600)
+    assert list(result.by_length) == ["256", "512"], "896 tokens do not fit a context of 600"
+    assert (result.source, result.bundle) == (1.0, pytest.approx(3 / 5))
+    assert result.prompts == 40
+    assert {depth: pair[1] for depth, pair in result.by_depth.items()} == {
+        "0.1": 0.0, "0.3": 0.0, "0.5": 1.0, "0.7": 1.0, "0.9": 1.0
+    }  # fmt: skip
+    assert passkey(perfect, perfect, book, max_length=PASSKEY_CONTEXTS[0]).source is None
+
+
+def test_recitation_counts_rows_once_and_only_on_the_first_line(book, tokenizer):
+    def table_in(drill) -> list[tuple[str, str]]:
+        last = tokenizer.decode(drill.context).split("\n")[-1]
+        return [tuple(row.strip().split(" = ")) for row in last.strip("; ").split(";")]
+
+    def line(rows) -> str:
+        return "".join(f"{key} = {value}; " for key, value in rows)
+
+    def perfect(drills, new_tokens):
+        return [line(reversed(table_in(drill))) + "\n" for drill in drills]
+
+    def half(drills, new_tokens):
+        answers = []
+        for drill in drills:
+            rows = table_in(drill)
+            wrong = (rows[8][0], f"{(int(rows[8][1]) + 1) % 1000:03d}")
+            # Eight rows right, one wrong and then corrected, one repeated, one of no table, the rest too late.
+            answers.append(line([*rows[:8], wrong, rows[8], rows[0], ("unicorn", "123")]) + "\n" + line(rows[9:]))
+        return answers
+
+    result = recitation(perfect, half, book, max_length=1024)
+    assert (result.source, result.source_precision) == (1.0, 1.0)
+    assert (result.bundle, result.bundle_precision) == (8 / TABLE_ROWS, 8 / 9)
+    assert recitation(perfect, perfect, book, max_length=600).source is None
+
+
+def test_table_prompts_fill_whole_pages(book, tokenizer):
+    drill = book.table(512, 16)
+    assert len(drill.context) == 512
+    assert len(drill.expected) == 16
+    assert tokenizer.decode(drill.cue) == "\n"
