@@ -41,7 +41,7 @@ def interpreted(enabled: bool = True) -> Iterator[None]:
 
 
 def unsupported(device: torch.device) -> str | None:
-    """Why no Triton kernel runs on a device; None where they do: NVIDIA GPUs from Ampere on, or the interpreter's CPU."""
+    """Why Triton kernels do not run on a device; None for NVIDIA GPUs from Ampere on, or the interpreter's CPU."""
     if device.type == "cpu" and _interpreted:
         return None
     if device.type != "cuda":

@@ -3,11 +3,13 @@
 AWQ's words hold eight outputs of one input each; tensor cores want neighbouring inputs of one output together. So a
 weight is repacked, nibble by nibble and therefore exactly, into int16 lanes of four codes:
 
-    lanes int16 [tiles, k_blocks, 16, k_block / 2]      grid int32 [tiles, groups, 2, 16] = zero << 16 | fp16 bits of scale
+    lanes int16 [tiles, k_blocks, 16, k_block / 2]
+    grid int32 [tiles, groups, 2, 16] = zero << 16 | fp16 bits of scale
 
-A tile is 32 outputs, a k block min(group_size, 128) inputs. Nibble 2 h + c of lane [t, s, m, k] is the code of output
-32 t + 16 c + m for input s k_block + h k_block / 2 + k. Each nibble of a block of lanes is thus a matrix operand
-[16, k_block / 2], of two classes c of outputs and two halves h of the inputs, and no code has to move to another thread.
+A tile is 32 outputs, a k block min(group_size, 128) of the inputs, over which is summed. Nibble 2 h + c of lane
+[t, s, m, k] is the code of output 32 t + 16 c + m for input s k_block + h k_block / 2 + k. Each nibble of a block of
+lanes is thus a matrix operand [16, k_block / 2], of two classes c of outputs and two halves h of the inputs, and no
+code has to move to another thread.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ CHUNK_CODES = 1 << 24
 class PackedWeight:
     """A 4-bit weight in the layout of this module.
 
-    lanes: int16 [tiles, k_blocks, 16, k_block / 2]. grid: int32 [tiles, groups, 2, 16]. outputs: how many are not padding.
+    Attributes:
+        lanes: int16 [tiles, k_blocks, 16, k_block / 2].
+        grid: int32 [tiles, groups, 2, 16].
+        outputs: how many are not padding.
     """
 
     lanes: Tensor
@@ -71,7 +76,8 @@ def pack_weight(weight: AwqWeight, chunk_codes: int = CHUNK_CODES) -> PackedWeig
     for start in range(0, tiles, step):
         words = weight.qweight[:, start * (TILE // 8) : (start + step) * (TILE // 8)]
         codes = _padded(unpack_awq(words)).to(torch.int16)
-        # [k_blocks, halves, k_block / 2, tiles, classes, 16] to [tiles, k_blocks, 16, k_block / 2] for each half and class.
+        # [k_blocks, halves, k_block / 2, tiles, classes, 16] to
+        # [tiles, k_blocks, 16, k_block / 2] for each half and class.
         codes = codes.view(inputs // k_block, 2, k_block // 2, -1, 2, 16).permute(1, 4, 3, 0, 5, 2)
         lanes[start : start + step] = codes[0, 0] | codes[0, 1] << 4 | codes[1, 0] << 8 | codes[1, 1] << 12
     zeros = _padded(unpack_awq(weight.qzeros)).int()

@@ -12,7 +12,7 @@ PAGE_SIZE = 128
 
 
 class ChannelScales(NamedTuple):
-    """One scale and zero_point for each channel of each head of a layer: float16 [H, channels], finite."""
+    """One scale and zero point for each channel of each head of a layer: float16 [H, channels], finite."""
 
     scale: torch.Tensor
     zero_point: torch.Tensor
@@ -33,8 +33,8 @@ class KeyFormat:
         boosted: channels per head that get twice the bits (Kitty).
         fixed_channels: the boosted channels are the layer's own, given to `quantize_keys`; otherwise each page ranks
             channels by mean magnitude and stores their indices.
-        static: the layer's `ChannelScales` describe every page, which holds none of its own. `clip_ratio` then has no part
-            in quantization, `group_size` is `page_size`, and there is no norm and no boost.
+        static: the layer's `ChannelScales` describe every page, which holds none of its own. `clip_ratio` then has no
+            part in quantization, `group_size` is `page_size`, and there is no norm and no boost.
     """
 
     heads: int

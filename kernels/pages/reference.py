@@ -68,11 +68,11 @@ def quantize_keys(
         static: of the layer, where `f.static`.
 
     Returns:
-        N pages. Codes are computed from the stored norm, scale and zero_point. A boosted channel's scale and zero_point are
-        those of its own finer grid.
+        N pages. Codes are computed from the stored norm, scale and zero point. A boosted channel's scale and zero point
+        are those of its own finer grid.
 
     Raises:
-        NumericError: NaN, infinity, or a norm, scale or zero_point beyond float16.
+        NumericError: NaN, infinity, or a norm, scale or zero point beyond float16.
     """
     if f.bits == 16:
         return KeyPages(keys.contiguous(), f)
@@ -136,7 +136,9 @@ def value_codes(pages: ValuePages, f: ValueFormat) -> torch.Tensor:
 
 
 def key_scales(pages: KeyPages, static: ChannelScales | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero_point of the pages' groups, float16 [N or 1, H, D, groups]; the layer's make one group of a page."""
+    """Scale and zero point of the pages' groups, float16 [N or 1, H, D, groups]; those of the
+    layer make one group of a page.
+    """
     if static is None:
         return pages.scale, pages.zero_point
     return static.scale[None, :, :, None], static.zero_point[None, :, :, None]

@@ -52,7 +52,8 @@ def weight_blocks(
     window: int | None = None,
     block_scores: int = BLOCK_SCORES,
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Attention weights of one block of queries after another, for paths without a kernel; arguments as in `column_sums`.
+    """Attention weights of one block of queries after another, for paths without a kernel; arguments as in
+    `column_sums`.
 
     Yields:
         which queries, over which keys, and float32 [H, Hq / H, queries, keys]; zeros where a query sees nothing.

@@ -38,11 +38,16 @@ def window(batch, head, query, key):
     return (key <= query) & (key > query - 170)
 
 
-LONG = ("keys stay longer", "1 bit", "16 and 8 bits", "eviction", "spans with tau")
+# A prompt, a single token, a few behind a sliding window; and a few at once, over which the mask is causal.
+LONG = ((330, None), (1, None), (3, None), (2, window))
+# The shortest prompts of which every kind of token is stored.
+PROMPTS = {"norms and sink tokens": 290, "values stay longer": 330, "visual spans with tau": 230}
+CASES = [pytest.param(name, ((prompt, None), *LONG[1::2]), id=name) for name, prompt in PROMPTS.items()]
+CASES += [pytest.param(name, LONG, id=f"{name}, longer", marks=pytest.mark.full) for name in SCHEMES]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n in LONG else n for n in SCHEMES])
-def test_attention_over_the_cache_is_the_reference_paths(device, monkeypatch, name):
+@pytest.mark.parametrize(("name", "steps"), CASES)
+def test_attention_over_the_cache_is_the_reference_paths(device, monkeypatch, name, steps):
     generator = torch.Generator().manual_seed(0)
     layer = KVCache(CONFIG, SCHEMES[name]).layers[0]
 
@@ -58,8 +63,7 @@ def test_attention_over_the_cache_is_the_reference_paths(device, monkeypatch, na
         end_forward(layer.store)
         return output[:, :, PADDING[1, start : start + tokens]]
 
-    # a prompt, a single token, a few at once, a few behind a sliding window
-    for tokens, mask_function in ((330, None), (1, None), (3, None), (2, window)):
+    for tokens, mask_function in steps:
         new = [torch.randn(2, heads, tokens, 32, generator=generator).to(device) for heads in (2, 2, 4)]
         reference = copy.deepcopy(layer)
         with dispatch.interpreted(False), monkeypatch.context() as patch:

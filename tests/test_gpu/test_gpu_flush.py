@@ -21,13 +21,15 @@ ONE_BIT = KVScheme(key_bits=1, value_bits=1, key_group_size=128)
 MIXED = KVScheme(key_bits=16, value_bits=4)
 
 
-def fed(scheme: KVScheme, where: torch.device, tokens: list[int], real: torch.Tensor | None = None) -> KVCache:
+def fed(
+    scheme: KVScheme, where: torch.device, tokens: list[int], real: torch.Tensor | None = None, rows: int = 3
+) -> KVCache:
     """A cache that stored random tokens, forward pass by forward pass."""
     cache, generator = KVCache(CONFIG, scheme), torch.Generator().manual_seed(0)
     layer = cache.layers[0]
     for n in tokens:
         start = layer.store.logical
-        keys, values = (torch.randn(3, 2, n, 32, generator=generator).bfloat16().to(where) for _ in range(2))
+        keys, values = (torch.randn(rows, 2, n, 32, generator=generator).bfloat16().to(where) for _ in range(2))
         layer.update(keys, values)
         mask = None if real is None else real[:, : start + n].to(where)
         commit(layer.store, Chunk(torch.arange(start, start + n, device=where), mask, None))
@@ -69,31 +71,31 @@ def test_a_batch_stores_what_the_reference_stores(device, scheme):
 
 
 def test_what_cannot_be_stored_is_named_and_leaves_the_batch_as_it_was(device):
-    cache = fed(OSCAR, device, [130])
+    cache = fed(OSCAR, device, [130], rows=2)
     layer = cache.layers[0]
-    keys, values = torch.randn(3, 2, 10, 32).to(device), torch.randn(3, 2, 10, 32).to(device)
-    values[2, 1, 0, 5] = float("inf")
+    keys, values = torch.randn(2, 2, 10, 32).to(device), torch.randn(2, 2, 10, 32).to(device)
+    values[1, 1, 0, 5] = float("inf")
     layer.update(keys.bfloat16(), values.bfloat16())
     commit(layer.store, Chunk(torch.arange(130, 140, device=device), None, None))
     with pytest.raises(NumericError, match="Layer 0, KV head 1: the cache cannot store"):
         end_forward(layer.store)
     assert layer.store.value_pool.pages_used == 0
-    assert [sequence.values.buffered for sequence in layer.store.sequences] == [140] * 3
-    assert [sequence.values.pages for sequence in layer.store.sequences] == [[], [], []]
+    assert [sequence.values.buffered for sequence in layer.store.sequences] == [140] * 2
+    assert [sequence.values.pages for sequence in layer.store.sequences] == [[], []]
 
 
 def test_the_host_waits_for_the_device_once_per_flush(device, monkeypatch):
     waits = []
     read = compress.raise_if_flagged
     monkeypatch.setattr(compress, "raise_if_flagged", lambda *given: waits.append(1) or read(*given))
-    layer = fed(ONE_BIT, device, [127, 1, 127, 1]).layers[0]
-    assert layer.store.flushes == 2 * 2 * 3
+    layer = fed(ONE_BIT, device, [127, 1, 127, 1], rows=1).layers[0]
+    assert layer.store.flushes == 2 * 2
     assert len(waits) == 2
 
 
 def test_after_what_cannot_be_stored_the_cache_goes_on(device):
-    layer = fed(ONE_BIT, device, [100]).layers[0]
-    good = torch.randn(3, 2, 28, 32).to(device).bfloat16()
+    layer = fed(ONE_BIT, device, [100], rows=1).layers[0]
+    good = torch.randn(1, 2, 28, 32).to(device).bfloat16()
     bad = good.clone()
     bad[0, 0, 3, 4] = float("nan")
     layer.update(bad, good)
@@ -103,7 +105,7 @@ def test_after_what_cannot_be_stored_the_cache_goes_on(device):
     for sequence in layer.store.sequences:
         sequence.keys.buffer[:, 100:128] = good[0]
     end_forward(layer.store)
-    assert layer.store.flushes == 2 * 3
+    assert layer.store.flushes == 2
 
 
 @pytest.mark.parametrize("rotate_keys", ["hadamard", pytest.param("none", marks=pytest.mark.full)])
@@ -131,9 +133,10 @@ def test_tokens_of_all_rows_are_stored_and_queries_rotated_in_one_launch(device,
             rotated = commit(layer.store, chunk, new[2] if one_launch else None)
             assert (rotated is not None) == (one_launch and n == 1)
             queries = new[2] if rotated is None else rotated
-            outputs.append(attend(layer.store, queries, chunk, 0.2, rotated=rotated is not None))
+            if n == 1:
+                outputs.append(attend(layer.store, queries, chunk, 0.2, rotated=rotated is not None))
             end_forward(layer.store)
-        stored.append((layer.store.sequences, outputs[1:]))
+        stored.append((layer.store.sequences, outputs))
     assert len(calls) == 2
     for mine, theirs in zip(*(sequences for sequences, _ in stored), strict=True):
         for side, other in ((mine.keys, theirs.keys), (mine.values, theirs.values)):

@@ -26,11 +26,13 @@ def logits_of_steps(model, ids: torch.Tensor, prompt: int, scheme: str) -> torch
     return torch.stack(found)
 
 
-def agree(scheme: str, prompt: int, steps: int, device: torch.device) -> None:
+def agree(scheme: str, prompt: int, steps: int, device: torch.device, **shape: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     text = TEXT.read_text(encoding="utf8")[: 8 * (prompt + steps)]
     ids = tokenizer(text, return_tensors="pt").input_ids[:, : prompt + steps]
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="kvconvert").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        MODEL, dtype=torch.float32, attn_implementation="kvconvert", **shape
+    ).eval()
     if device.type == "cpu":
         kernels = logits_of_steps(model, ids, prompt, scheme)
         with interpreted(False):
@@ -46,8 +48,11 @@ def agree(scheme: str, prompt: int, steps: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("scheme", ["oscar-g128"])
 def test_the_kernels_choose_the_reference_paths_tokens(scheme, device):
-    prompt, steps = (132, 2) if device.type == "cpu" else (300, 512)
-    agree(scheme, prompt, steps, device)
+    if device.type == "cuda":
+        agree(scheme, 300, 512, device)
+    else:
+        # The model's first layer alone: the interpreter takes its time.
+        agree(scheme, 132, 2, device, num_hidden_layers=1)
 
 
 @pytest.mark.full

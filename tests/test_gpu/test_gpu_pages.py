@@ -195,10 +195,10 @@ VALUE_FORMATS = [
     value_format(2, dim=128, group=128, clip_ratio=0.7),
     value_format(2, dim=80, group=16),
     value_format(1, dim=96, group=48),
-    value_format(1, group=64, clip_ratio=0.5),
-    value_format(4, group=16),
+    pytest.param(value_format(1, group=64, clip_ratio=0.5), marks=pytest.mark.full),
+    pytest.param(value_format(4, group=16), marks=pytest.mark.full),
     value_format(8, dim=48, heads=3, group=16),
-    value_format(8, group=16, page=32),
+    pytest.param(value_format(8, group=16, page=32), marks=pytest.mark.full),
     value_format(16, dim=80),
 ]
 

@@ -1,7 +1,7 @@
 """A prompt's many rows times a 4-bit weight: dequantized on the way to the tensor cores, or first, for torch's product.
 
-The layout is that of kvconvert.kernels.linear.packed_layout. The weights are the product's left operand, so that each of
-them is dequantized by one thread of a program, in registers, for all of the program's rows.
+The layout is that of kvconvert.kernels.linear.packed_layout. The weights are the product's left operand, so that each
+of them is dequantized by one thread of a program, in registers, for all of the program's rows.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def dequantize_kernel(
     GROUP_K_BLOCKS: tl.constexpr,
     K_BLOCKS: tl.constexpr,
 ):
-    """Outputs of one tile and K_BLOCKS k_blocks of inputs, dequantized to weights [outputs, inputs] in the dtype of these."""
+    """Outputs of one tile and K_BLOCKS k blocks of inputs, dequantized to `weights` [outputs, inputs]."""
     HALF: tl.constexpr = K_BLOCK // 2
     program = tl.program_id(0)
     tile, step = program % tiles, program // tiles

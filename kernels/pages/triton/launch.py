@@ -147,6 +147,7 @@ def launch_keys(
     rotate: bool,
     partial: bool,
 ) -> None:
+    """Write key pages of 8 bits or fewer, whose joint norms are there; `partial` pages may have fewer tokens."""
     tile = tile_of(f.head_dim, f.bits)
     matrix, normaliser = hadamard_signs(f.head_dim, base.dtype, base.device) if rotate else (base, 1.0)
     dynamic = f.boosted > 0 and not f.fixed_channels
@@ -235,6 +236,7 @@ def launch_values(
     static: ChannelScales | None,
     partial: bool,
 ) -> None:
+    """Write value pages of 8 bits or fewer; `partial` pages may have fewer tokens."""
     constants = value_constants(f, partial)
     blocks = ValueLayout.of(f).rows // constants["TOKENS"]
     value_page_kernel[(table.shape[0] * f.heads * blocks,)](
@@ -283,10 +285,12 @@ def tile_of(dim: int, bits: int) -> int:
 
 
 def warps_for(elements: int) -> int:
+    """Warps of a program whose tile has so many elements."""
     return min(32, max(1, elements // (32 * PER_THREAD)))
 
 
 def key_warps(constants: dict[str, Any]) -> int:
+    """Warps of `key_page_kernel`."""
     elements = constants["CHUNK"] * constants["ROW_TILE"]
     # Where chunks follow one another, wider or paired codes take more registers for every element.
     if constants["CHUNK"] < constants["PAGE"]:
@@ -298,6 +302,7 @@ def key_warps(constants: dict[str, Any]) -> int:
 
 
 def value_warps(constants: dict[str, Any]) -> int:
+    """Warps of `value_page_kernel`."""
     planes = 16 // field_bits(constants["BITS"])
     elements = planes * constants["TOKENS"] * constants["LANE_TILE"]
     # Groups one by one, or two fields' halves, take more registers for every element.
