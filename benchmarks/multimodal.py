@@ -280,8 +280,10 @@ def report(bench: Bench, args: argparse.Namespace) -> dict:
 def markdown(result: dict) -> str:
     full = result["full_precision"]
     lines = [
-        "| drawings' keys and values | chosen | bits per value | error of weights | exact answers | KL | KL, 99 % "
-        "| exact captions | KL |",
+        (
+            "| drawings' keys and values | chosen | bits per value | error of weights | exact answers | KL | KL, 99 % "
+            "| exact captions | KL |"
+        ),
         "|---|---|---|---|---|---|---|---|---|",
         f"| full precision | | 16 | 0 | {share(full['exact_answers'])} | 0 | 0 | {share(full['exact_captions'])} | 0 |",
     ]

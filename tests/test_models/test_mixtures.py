@@ -176,7 +176,7 @@ def test_every_mixture_loads_back(model_type, tmp_path):
 
 
 @pytest.mark.full
-def test_a_mixture_that_sees_loads_back(tmp_path):
+def test_a_vision_language_mixture_loads_back(tmp_path):
     entry = ARCHITECTURES["qwen3_vl_moe"]
     write_processor(entry.write(tmp_path / "source"), "qwen3_vl_moe")
     calibrate(
