@@ -1,6 +1,6 @@
 """Every Triton kernel compiled ahead of time for sm_80, sm_89, sm_90 and sm_100, without a GPU, and what came of it.
 
-Run: python benchmarks/aot.py            the subset that `make test` checks, in about a minute
+Run: python benchmarks/aot.py            the subset that `make test` checks, in half a minute
      python benchmarks/aot.py --full     what `make test-full` checks, in about a quarter of an hour
      add --json benchmarks/results/aot.json --docs docs/kernels.md to keep the figures after a kernel has changed
 
@@ -27,7 +27,7 @@ from aot_docs import write_tables
 
 # Values that are left to the full run, where pairs of all values would take `make test` too long.
 FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
-    "decode_variants": {
+    "decode": {
         "head_size": (48, 64, 80, 96, 192, 256),
         "value_size": (48, 64, 80, 96, 192, 256),
         "dtype": ("fp16", "fp32"),
@@ -36,7 +36,7 @@ FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
         "slots": (64,),
     },
     "prompt": {"head_size": (48, 80, 96, 192), "dtype": ("fp16",)},
-    "quantize": {
+    "pages": {
         "HEAD_SIZE": (64, 256),
         "dtype": ("fp16", "fp32"),
         "GROUP": (16, 64),
@@ -44,8 +44,8 @@ FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
         "BOOSTED": (20, 32),
     },
     "rotate": {"head_size": (64, 96, 256), "dtype": ("fp16", "fp32")},
-    "linear": {"span": (64,), "dtype": ("fp16",)},
-    "linear_prompt": {"span": (64,)},
+    "linear_few_rows": {"k_block": (64,), "dtype": ("fp16",)},
+    "linear_many_rows": {"k_block": (64,)},
 }
 TUNED_ON = 90
 # Modules with more variants than this are covered by pairs even in the full run, others by triples.
@@ -57,7 +57,7 @@ def selected(full: bool, names: list[str]) -> list[tuple[str, str, int]]:
 
     Pairs, in the full run of smaller modules triples, of all values that variants differ in, the architecture being one
     of them. In the full run the usual variants of each kernel (axis "usual") are there for every architecture; in the
-    other one, a pair of a value and an architecture is not asked for, but architectures take turns.
+    other one, every single value and every architecture is there, and the usual variants for one architecture.
     """
     from aot_compile import CAPABILITIES, modules
 
@@ -70,14 +70,15 @@ def selected(full: bool, names: list[str]) -> list[tuple[str, str, int]]:
             axes = [variant.axes | {"capability": capability} for variant, capability in pairs]
             strength = 2 if len(lists[CAPABILITIES[0]]) > MANY_VARIANTS else 3
             chosen += [(short, pairs[i][0].name, pairs[i][1]) for i in covering(axes, strength)]
-        chosen += list(_taking_turns(short, lists))
+        chosen += list(_taking_turns(short, lists, full))
     return sorted(set(chosen))
 
 
-def _taking_turns(module: str, lists: dict[int, list[Any]]) -> Iterator[tuple[str, str, int]]:
+def _taking_turns(module: str, lists: dict[int, list[Any]], full: bool) -> Iterator[tuple[str, str, int]]:
     """A covering of pairs among the variants of all architectures that `FULL_ONLY` leaves, each for one of these.
 
-    The usual variants are among them, for the architecture that the kernels are tuned on.
+    The usual variants are among them, for the architecture that the kernels are tuned on. Unless the run is a full one,
+    only those which together have every single value.
     """
     capabilities = list(lists)
     left_out = FULL_ONLY.get(module, {})
@@ -89,10 +90,16 @@ def _taking_turns(module: str, lists: dict[int, list[Any]]) -> Iterator[tuple[st
     ]
     axes = [{axis: value for axis, value in variant.axes.items() if axis != "usual"} for variant in variants]
     usual = [index for index, variant in enumerate(variants) if "usual" in variant.axes]
-    yield from ((module, variants[index].name, TUNED_ON) for index in usual)
     others = [index for index in covering(axes, first=usual) if index not in usual]
-    for turn, index in enumerate(others):
-        yield module, variants[index].name, capabilities[turn % len(capabilities)]
+    found = [(variants[index], TUNED_ON) for index in usual]
+    found += [(variants[index], capabilities[turn % len(capabilities)]) for turn, index in enumerate(others)]
+    if not full:
+        values = [
+            {axis: value for axis, value in variant.axes.items() if axis != "usual"} | {"capability": capability}
+            for variant, capability in found
+        ]
+        found = [found[index] for index in covering(values, 1, range(len(usual)))]
+    yield from ((module, variant.name, capability) for variant, capability in found)
 
 
 def _prepare(search: list[str]) -> None:
@@ -157,7 +164,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures there")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="write the readable table into this document")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one per core)")
-    parser.add_argument("--module", action="append", default=[], help="only this module, by its name in kernels/gpu")
+    parser.add_argument("--module", action="append", default=[], help="only this module, by its name in aot_variants")
     parser.add_argument("--list", action="store_true", help="say how much would be compiled, and stop")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:

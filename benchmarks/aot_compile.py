@@ -15,13 +15,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import aot_variants
 import triton
 from aot_sass import Instruction, main_loop, parse
+from aot_variants.variant import Variant
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-
-import kvconvert.kernels.gpu
-from kvconvert.kernels.variants import Variant
 
 CAPABILITIES = (80, 89, 90, 100)
 # What the architecture lets one program take, in bytes.
@@ -33,11 +32,10 @@ _PTX_MATRIX = re.compile(r"^\s*(?:@\S+ )?(?:mma\.sync|wgmma\.mma_async|tcgen05\.
 
 
 def modules(names: list[str]) -> Iterator[ModuleType]:
-    """The modules of kvconvert.kernels.gpu that list their variants, or those of these names, there or elsewhere."""
-    package = kvconvert.kernels.gpu
-    inside = sorted(found.name for found in pkgutil.iter_modules(package.__path__))
+    """The modules of aot_variants that list variants, or those of these names, there or elsewhere."""
+    inside = sorted(found.name for found in pkgutil.iter_modules(aot_variants.__path__))
     for name in names or inside:
-        module = importlib.import_module(f"{package.__name__}.{name}" if name in inside else name)
+        module = importlib.import_module(f"{aot_variants.__name__}.{name}" if name in inside else name)
         own = getattr(module, "variants", None)
         if callable(own) and own.__module__ == module.__name__:
             yield module

@@ -23,7 +23,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from kvconvert.runtime import KVCache
-from kvconvert.runtime.hf.handles import Chunk
+from kvconvert.runtime.cache.append import commit
+from kvconvert.runtime.cache.attend import attend
+from kvconvert.runtime.cache.compress import end_forward
+from kvconvert.runtime.cache.forward_pass import Chunk
 
 # KV heads, query heads per KV head, head size, tokens
 SHAPES = [(2, 2, 64, 2048), (8, 4, 128, 1024), (8, 4, 128, 8192), (8, 4, 128, 32768)]
@@ -51,13 +54,15 @@ def measure(heads: int, group: int, dim: int, tokens: int, repeats: int) -> dict
         "sdpa bf16": lambda: scaled_dot_product_attention(query, keys, values, enable_gqa=True)
     }
     result: dict = {"kv_heads": heads, "query_heads": heads * group, "head_dim": dim, "tokens": tokens}
-    now = Chunk(torch.tensor([tokens - 1]), None, None)
+    now = Chunk(torch.tensor([tokens - 1]))
     for preset in PRESETS:
         layer = KVCache(config, preset).layers[0]
         layer.update(keys, values)
-        layer.commit(Chunk(torch.arange(tokens), None, None))
-        result[f"{preset}: quantize the prompt, ms"] = round(cpu_milliseconds(layer.end_forward), 1)
-        runs[preset] = lambda layer=layer: layer.attend(query, now, dim**-0.5)
+        store = layer.store
+        commit(store, Chunk(torch.arange(tokens)))
+        flush_ms = cpu_milliseconds(lambda store=store: end_forward(store))
+        result[f"{preset}: quantize the prompt, ms"] = round(flush_ms, 1)
+        runs[preset] = lambda store=store: attend(store, query, now, dim**-0.5)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats + 1):
         for name, run in runs.items():

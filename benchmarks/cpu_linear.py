@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvconvert.kernels import linear
-from kvconvert.kernels.linear import QuantizedLinear
+from kvconvert.kernels.linear import QuantizedLinear, w4a16_reference
 from kvconvert.kernels.linear.awq_format import dequantize_weight, quantize_weight
+from kvconvert.kernels.linear.cpu import TILE_WEIGHTS, tiled_product
 
 RESULTS = Path(__file__).parent / "results" / "cpu_linear.json"
 SHAPES = [(256, 256), (256, 768), (2048, 2048), (4096, 4096)]
@@ -44,6 +44,10 @@ def paired_ratio(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> t
     return statistics.median(ratios), statistics.median(seconds)
 
 
+def by_tiles(module: QuantizedLinear, x: Tensor, tile_weights: int = TILE_WEIGHTS) -> Tensor:
+    return tiled_product(x, module.qweight, module.int4pack, module.qzeros, module.scales, tile_weights)
+
+
 def crossover(outputs: int, inputs: int) -> list[dict[str, float]]:
     """bfloat16, both paths from torch's layout, as a decoding model holds it; dense is an unquantized Linear."""
     weight = quantize_weight(torch.randn(outputs, inputs) / inputs**0.5, 4, GROUP_SIZE)
@@ -58,7 +62,7 @@ def crossover(outputs: int, inputs: int) -> list[dict[str, float]]:
         def by_int4pack(x: Tensor = x, int4: Tensor = int4, grid: Tensor = grid) -> Tensor:
             return torch.ops.aten._weight_int4pack_mm_for_cpu(x, int4, GROUP_SIZE, grid)
 
-        to_tiled, tiled_seconds = paired_ratio(by_int4pack, lambda x=x: module._tiled_product(x))
+        to_tiled, tiled_seconds = paired_ratio(by_int4pack, lambda x=x: by_tiles(module, x))
         to_dense, _ = paired_ratio(by_int4pack, lambda x=x: x @ dense.T)
         results.append(
             {
@@ -81,7 +85,7 @@ def full_precision(outputs: int, inputs: int) -> list[dict[str, float]]:
     for rows in (1, 64):
         x = torch.randn(rows, inputs)
         to_dense, _ = paired_ratio(lambda x=x: module(x), lambda x=x: x @ dense.T)
-        to_reference, _ = paired_ratio(lambda x=x: module(x), lambda x=x: linear.w4a16_reference(x, weight))
+        to_reference, _ = paired_ratio(lambda x=x: module(x), lambda x=x: w4a16_reference(x, weight))
         results.append(
             {
                 "rows": rows,
@@ -96,18 +100,10 @@ def full_precision(outputs: int, inputs: int) -> list[dict[str, float]]:
 def tile_sizes(outputs: int, inputs: int) -> dict[str, float]:
     """Time with other tile sizes over time with the chosen one, float32, one row."""
     module = QuantizedLinear.from_weight(quantize_weight(torch.randn(outputs, inputs) / inputs**0.5, 4, GROUP_SIZE))
-    x, chosen = torch.randn(1, inputs), linear.TILE_WEIGHTS
-
-    def with_tile(size: int) -> Tensor:
-        linear.TILE_WEIGHTS = size
-        linear._tiling.cache_clear()
-        return module._tiled_product(x)
-
-    results = {}
+    x, results = torch.randn(1, inputs), {}
     for power in range(18, 23):
-        ratio, _ = paired_ratio(lambda size=2**power: with_tile(size), lambda: with_tile(chosen))
+        ratio, _ = paired_ratio(lambda size=2**power: by_tiles(module, x, size), lambda: by_tiles(module, x))
         results[f"2^{power}"] = round(ratio, 3)
-    linear.TILE_WEIGHTS = chosen
     print(f"float32 {outputs} x {inputs}, weights per tile:", results)
     return results
 

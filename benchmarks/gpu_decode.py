@@ -10,13 +10,13 @@ import torch
 from gpu_timing import buffers_beyond_cache, copy_bandwidth, graph_time
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvconvert.kernels.decode.plan import Run, SequencePlan, plan_work
-from kvconvert.kernels.decode.reference import LayerFormat
-from kvconvert.kernels.decode.triton.launch import PageTables, Tails, decode_attention, programs_for
-from kvconvert.kernels.pages import KeyFormat, ValueFormat, empty_keys, empty_values
+from kvconvert.kernels.decode import PageTables, ResidualWindows
+from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
+from kvconvert.kernels.decode.triton.launch import decode_attention, programs_for
+from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat, empty_keys, empty_values
 from kvconvert.kernels.spans import SpanFormat
 
-HEADS, GROUP, DIM, PAGE = 8, 4, 128, 128
+HEADS, GROUP, DIM = 8, 4, 128
 DTYPE = torch.bfloat16
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -40,7 +40,7 @@ class Case:
     boosted: int = 0
     span: bool = False
     tau: float = 0.0
-    tail: int = 64
+    residual: int = 64
 
 
 CASES = (
@@ -62,14 +62,16 @@ CASES = (
 
 
 class Layer:
-    """Random pages and tails of one layer, laid out as the runtime lays them out."""
+    """Random pages and residual windows of one layer, laid out as the runtime lays them out."""
 
     def __init__(self, case: Case):
         static = case.span
-        keys = KeyFormat(HEADS, DIM, PAGE, case.bits, case.key_group, case.norm, boosted=case.boosted, static=static)
-        values = ValueFormat(HEADS, DIM, PAGE, case.bits, case.value_group, static=static)
+        keys = KeyFormat(
+            HEADS, DIM, PAGE_SIZE, case.bits, case.key_group, case.norm, boosted=case.boosted, static=static
+        )
+        values = ValueFormat(HEADS, DIM, PAGE_SIZE, case.bits, case.value_group, static=static)
         self.case, self.format = case, LayerFormat(keys, values)
-        pages = (case.tokens - case.tail) // PAGE if not case.span else case.tokens // PAGE
+        pages = (case.tokens - case.residual) // PAGE_SIZE if not case.span else case.tokens // PAGE_SIZE
         count = case.batch * pages
         self.keys = empty_keys(count, keys, DTYPE, torch.device("cuda"))
         self.values = empty_values(count, values, DTYPE, torch.device("cuda"))
@@ -78,16 +80,17 @@ class Layer:
                 self._fill(name, tensor)
         key_pool = self.keys.codes if case.bits == 16 else self.keys.record
         value_pool = self.values.codes if case.bits == 16 else self.values.record
-        self.bytes = count * (key_pool[0].nbytes + value_pool[0].nbytes) + case.batch * case.tail * 4 * HEADS * DIM
+        self.bytes = count * (key_pool[0].nbytes + value_pool[0].nbytes) + case.batch * case.residual * 4 * HEADS * DIM
         order = torch.randperm(count, device="cuda")
         last = torch.zeros(1, dtype=torch.int64, device="cuda")
         tables = [torch.cat([order * (pool[0].nbytes // 16), last]) for pool in (key_pool, value_pool)]
-        # As the runtime divides work: for the tail that there will be when the next page is complete.
-        tail = -(-case.tail // PAGE) * PAGE
+        # As the runtime divides work: for the residual window that there will be when the next page is complete.
+        residual = -(-case.residual // PAGE_SIZE) * PAGE_SIZE
         sequences = [
-            SequencePlan((Run(row * pages, (row + 1) * pages, pages * PAGE),), tail) for row in range(case.batch)
+            SequencePlan((Segment(row * pages, (row + 1) * pages, pages * PAGE_SIZE),), residual)
+            for row in range(case.batch)
         ]
-        self.span = SpanFormat(case.bits, case.bits) if case.span else None
+        self.span = SpanFormat(case.bits, case.bits, tau1=case.tau, tau2=case.tau * 2) if case.span else None
         programs = programs_for(torch.device("cuda"), self.format, self.span, GROUP, 1)
         plan = plan_work(sequences, programs).to(torch.device("cuda"))
         self.scales = torch.rand(4, HEADS, DIM, dtype=torch.float16, device="cuda") + 0.5
@@ -97,14 +100,14 @@ class Layer:
             offsets = [(s.data_ptr() - b.data_ptr()) // 16 for s, b in zip(self.scales, bases, strict=True)]
             shared = torch.tensor([offsets], device="cuda")
         self.tables = PageTables(key_pool, value_pool, *tables, plan, shared)
-        self.buffer = torch.randn(2, case.batch, HEADS, PAGE, DIM, dtype=DTYPE, device="cuda")
+        self.buffer = torch.randn(2, case.batch, HEADS, PAGE_SIZE, DIM, dtype=DTYPE, device="cuda")
         rows = torch.zeros(case.batch, 8, dtype=torch.int64)
         for row in range(case.batch):
             for side in range(2):
-                rows[row, 2 * side] = (side * case.batch + row) * HEADS * PAGE * DIM // 8
-                rows[row, 2 * side + 1] = PAGE * DIM // 8
-            rows[row, 7] = case.tail
-        self.tails = Tails(self.buffer, rows.cuda())
+                rows[row, 2 * side] = (side * case.batch + row) * HEADS * PAGE_SIZE * DIM // 8
+                rows[row, 2 * side + 1] = PAGE_SIZE * DIM // 8
+            rows[row, 7] = case.residual
+        self.windows = ResidualWindows(self.buffer, rows.cuda())
         self.queries = torch.randn(case.batch, HEADS * GROUP, 1, DIM, dtype=DTYPE, device="cuda")
 
     @staticmethod
@@ -120,16 +123,13 @@ class Layer:
 
     def step(self) -> torch.Tensor:
         """One decode step of the layer."""
-        case = self.case
         return decode_attention(
             self.queries,
             self.tables,
-            self.tails,
+            self.windows,
             self.format,
             DIM**-0.5,
             span=self.span,
-            tau1=case.tau,
-            tau2=case.tau * 2,
         )
 
 
@@ -160,26 +160,26 @@ def flash_times(batch: int, tokens: int) -> dict[str, float]:
 def check(device: torch.device) -> list[dict]:
     """The fused kernel over random stored tokens against float64 attention over what they dequantize to."""
     # Random cases are shared with the tests, whose folder benchmarks/gpu.py puts on the path.
-    from stored_tokens import Case as Stored
-    from stored_tokens import compare
+    from decode_cases import Case as Stored
+    from decode_cases import compare
 
     results = []
     for dtype, tolerance in ((torch.float32, 4e-3), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)):
         for case in (
-            Stored(norm="joint", pages=(9, 0, 2), tail=(100, 33, 0)),
+            Stored(norm="joint", pages=(9, 0, 2), residual=(100, 33, 0)),
             Stored(norm="joint", key_group=32, value_group=32),
             Stored(key_bits=1, value_bits=1),
             Stored(key_bits=4, value_bits=4, key_group=16, value_group=16, norm="per_head"),
             Stored(key_bits=8, value_bits=8, key_group=32, value_group=32),
             Stored(key_bits=16, value_bits=16),
             Stored(key_bits=16, value_bits=2),
-            Stored(boosted=16, half=1, half_pages=(1, 0, 2)),
-            Stored(boosted=32, boost_select="calibrated"),
+            Stored(boosted=16, half_quantized=1, half_quantized_pages=(1, 0, 2)),
+            Stored(boosted=32, fixed_channels=True),
             Stored(static=True, key_bits=4, value_bits=8),
             Stored(key_dim=80, value_dim=80, key_group=64, value_group=16),
             Stored(key_dim=256, value_dim=256, value_group=128),
-            Stored(half=2, half_pages=(1, 0, 2)),
-            Stored(queries=9, masked=True, group=2, softcap=5.0, attention_sinks=True),
+            Stored(half_quantized=2, half_quantized_pages=(1, 0, 2)),
+            Stored(queries=9, masked=True, group=2, softcap=5.0, sink_logits=True),
             Stored(group=1),
             Stored(group=16),
         ):

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
-from kvconvert.kernels.linear.packed_layout import DTYPES, PackedWeight, pack_weight, unpack_codes
+from kvconvert.kernels.linear.packed_layout import PackedWeight, pack_weight, unpack_codes
 from kvconvert.kernels.linear.triton.few_rows import few_rows
 from kvconvert.kernels.linear.triton.many_rows import dequantize, prompt, unpacked
+
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 # Inputs and outputs; bars are (least ratio to bf16, least part of the copy bandwidth) by rows.
 SHAPES = [(4096, 14336), (14336, 4096), (4096, 4096), (4096, 1024)]

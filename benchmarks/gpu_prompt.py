@@ -16,10 +16,12 @@ from gpu_timing import buffers_beyond_cache, graph_time
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvconvert.kernels import prompt as dispatch
-from kvconvert.kernels.decode.reference import attention_reference
+from kvconvert.kernels.decode import attention_reference
+from kvconvert.kernels.prompt import prompt_attention
 from kvconvert.kernels.prompt.triton import launch as kernels
-from kvconvert.kernels.select import column_sums_reference
+from kvconvert.kernels.select import column_sums_reference, selective_attention
+
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 QUERY_HEADS, KEY_HEADS, HEAD_SIZE = 32, 8, 128
 SCALING = HEAD_SIZE**-0.5
@@ -64,12 +66,12 @@ def inputs(
 def check(device: torch.device) -> list[dict]:
     """Output and sums of every case in both dtypes."""
     results = []
-    for dtype in kernels.DTYPES:
+    for dtype in DTYPES:
         for heads, key_heads, length, tokens, size, value_size, softcap, with_sinks, window in CASES:
             tensors = inputs(length, tokens, (heads, key_heads), (size, value_size), dtype)
             scaling = size**-0.5
             sinks = torch.randn(heads, device=device) * 2 if with_sinks else None
-            output, sums = dispatch.selective_attention(*tensors, scaling, softcap, sinks, window)
+            output, sums = selective_attention(*tensors, scaling, softcap, sinks, window)
             columns = torch.arange(tokens, device=device)
             own = columns[tokens - length :].unsqueeze(1)
             visible = (columns <= own) & (columns > own - (window or tokens))
@@ -90,7 +92,7 @@ def check(device: torch.device) -> list[dict]:
                 results.append(
                     {
                         "kernel": f"selective attention, {name}",
-                        "case": f"{case}, {kernels.DTYPES[dtype]}",
+                        "case": f"{case}, {DTYPES[dtype]}",
                         "error": error,
                         "tolerance": tolerance,
                         "passed": error <= tolerance,
@@ -111,8 +113,8 @@ def measure(device: torch.device) -> list[dict]:
         peers = {name: launches for name, launches in peers.items() if launches}
         log_sum_exp = kernels.attention(first[0], first[1], None, SCALING)[1]
         parts: dict[str, Callable] = {
-            "output and sums": lambda one: dispatch.selective_attention(*one, SCALING),
-            "output alone": lambda one: dispatch.prompt_attention(*one, SCALING),
+            "output and sums": lambda one: selective_attention(*one, SCALING),
+            "output alone": lambda one: prompt_attention(*one, SCALING),
             "sums alone": lambda one, known=log_sum_exp: kernels.column_sums(one[0], one[1], known, SCALING),
         }
         ours = {part: [partial(call, one) for one in copies] for part, call in parts.items()}

@@ -18,57 +18,87 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpu_timing import buffers_beyond_cache, graph_time
 
 from kvconvert.kernels.pages import (
+    PAGE_SIZE,
     KeyFormat,
+    KeyPages,
     ValueFormat,
+    ValuePages,
     dequantize_keys,
     dequantize_values,
     empty_keys,
     empty_values,
+    new_flag,
+    quantize_in_place,
     quantize_keys,
     quantize_values,
+    raise_if_flagged,
 )
 from kvconvert.kernels.pages.triton import launch as gpu
 from kvconvert.kernels.rotate import hadamard_matrix
-from kvconvert.kernels.rotate.triton.launch import append_table, rotate, rotate_and_append
-from kvconvert.kernels.spans import SpanFormat
+from kvconvert.kernels.rotate.triton.launch import rotate, rotate_and_append
+from kvconvert.kernels.spans import SpanFormat, quantize_span
 
-HEADS, QUERY_HEADS, DIM, PAGE = 8, 32, 128, 128
+HEADS, QUERY_HEADS, DIM = 8, 32, 128
 PROMPT = 32768
 # A decode step's attention over 32 x 8,192 tokens of 2-bit pages takes at least this; a flush serves 128 steps.
 STEP_US, FLUSH_STEPS = 40.0, 128
 
 FORMATS = {
     "oscar": (
-        KeyFormat(HEADS, DIM, PAGE, 2, 32, token_norm="joint"),
-        ValueFormat(HEADS, DIM, PAGE, 2, 32),
+        KeyFormat(HEADS, DIM, PAGE_SIZE, 2, 32, token_norm="joint"),
+        ValueFormat(HEADS, DIM, PAGE_SIZE, 2, 32),
     ),
     "oscar-g128": (
-        KeyFormat(HEADS, DIM, PAGE, 2, 128, token_norm="joint"),
-        ValueFormat(HEADS, DIM, PAGE, 2, 128),
+        KeyFormat(HEADS, DIM, PAGE_SIZE, 2, 128, token_norm="joint"),
+        ValueFormat(HEADS, DIM, PAGE_SIZE, 2, 128),
     ),
     "kitty": (
-        KeyFormat(HEADS, DIM, PAGE, 2, 128, boosted=DIM // 8),
-        ValueFormat(HEADS, DIM, PAGE, 2, 128),
+        KeyFormat(HEADS, DIM, PAGE_SIZE, 2, 128, boosted=DIM // 8),
+        ValueFormat(HEADS, DIM, PAGE_SIZE, 2, 128),
     ),
 }
 MORE_FORMATS = {
-    "1 bit": (KeyFormat(HEADS, DIM, PAGE, 1, 128, "per_head", clip_ratio=0.5), ValueFormat(HEADS, DIM, PAGE, 1, 128)),
-    "4 bits": (KeyFormat(HEADS, DIM, PAGE, 4, 16), ValueFormat(HEADS, DIM, PAGE, 4, 16)),
-    "8 bits": (KeyFormat(HEADS, DIM, PAGE, 8, 64), ValueFormat(HEADS, DIM, PAGE, 8, 64)),
-    "head size 80": (KeyFormat(HEADS, 80, PAGE, 2, 32, "joint"), ValueFormat(HEADS, 80, PAGE, 2, 16)),
-    "head size 256": (KeyFormat(4, 256, PAGE, 2, 32, "joint"), ValueFormat(4, 256, PAGE, 2, 64)),
+    "1 bit": (
+        KeyFormat(HEADS, DIM, PAGE_SIZE, 1, 128, "per_head", clip_ratio=0.5),
+        ValueFormat(HEADS, DIM, PAGE_SIZE, 1, 128),
+    ),
+    "4 bits": (KeyFormat(HEADS, DIM, PAGE_SIZE, 4, 16), ValueFormat(HEADS, DIM, PAGE_SIZE, 4, 16)),
+    "8 bits": (KeyFormat(HEADS, DIM, PAGE_SIZE, 8, 64), ValueFormat(HEADS, DIM, PAGE_SIZE, 8, 64)),
+    "head size 80": (KeyFormat(HEADS, 80, PAGE_SIZE, 2, 32, "joint"), ValueFormat(HEADS, 80, PAGE_SIZE, 2, 16)),
+    "head size 256": (KeyFormat(4, 256, PAGE_SIZE, 2, 32, "joint"), ValueFormat(4, 256, PAGE_SIZE, 2, 64)),
 }
 
 
 def _tokens(pages: int, f: KeyFormat | ValueFormat, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Pages [N, H, P, D] as views of a prompt [H, N P, D], with channels and tokens of different size."""
-    x = torch.randn(f.heads, pages * PAGE, f.head_dim, device="cuda") * (1 + torch.rand(f.head_dim, device="cuda"))
-    x = x * (0.5 + torch.rand(pages * PAGE, 1, device="cuda"))
-    return x.to(dtype).unflatten(1, (pages, PAGE)).transpose(0, 1)
+    x = torch.randn(f.heads, pages * PAGE_SIZE, f.head_dim, device="cuda") * (1 + torch.rand(f.head_dim, device="cuda"))
+    x = x * (0.5 + torch.rand(pages * PAGE_SIZE, 1, device="cuda"))
+    return x.to(dtype).unflatten(1, (pages, PAGE_SIZE)).transpose(0, 1)
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def _quantized(tokens: torch.Tensor, f: KeyFormat | ValueFormat) -> KeyPages | ValuePages:
+    """Pages of tokens [N, H, P, D]."""
+    empty = empty_keys if isinstance(f, KeyFormat) else empty_values
+    pages, flag = empty(len(tokens), f, tokens.dtype, tokens.device), new_flag(tokens.device)
+    quantize_in_place(list(tokens), [pages], flag)
+    raise_if_flagged(flag, f.heads)
+    return pages
+
+
+def append_table(
+    keys: list[torch.Tensor], key_base: torch.Tensor, values: list[torch.Tensor], value_base: torch.Tensor
+) -> torch.Tensor:
+    """Where `rotate_and_append` finds buffers [H, capacity, channels] of each sequence: int64 [B, 4] on the device."""
+
+    def entry(buffer: torch.Tensor, base: torch.Tensor) -> tuple[int, int]:
+        return (buffer.data_ptr() - base.data_ptr()) // base.element_size(), buffer.stride(0)
+
+    rows = [(*entry(key, key_base), *entry(value, value_base)) for key, value in zip(keys, values, strict=True)]
+    return torch.tensor(rows, dtype=torch.int64).to(key_base.device)
 
 
 def check(device: torch.device) -> list[dict[str, Any]]:
@@ -85,10 +115,10 @@ def check(device: torch.device) -> list[dict[str, Any]]:
         for dtype in (torch.bfloat16, torch.float32) if name == "oscar" else (torch.bfloat16,):
             keys, values = _tokens(4, f, dtype), _tokens(4, g, dtype)
             # A norm may differ in its last place, a code where one rounding of float32 decides.
-            found, expected = gpu.quantize_keys(keys, f), quantize_keys(keys.cpu(), f)
+            found, expected = _quantized(keys, f), quantize_keys(keys.cpu(), f)
             error = _error(dequantize_keys(found, f).cpu(), dequantize_keys(expected, f))
             report("key_page_kernel", f"{name}, {dtype}", error, 5e-3)
-            found, expected = gpu.quantize_values(values, g), quantize_values(values.cpu(), g)
+            found, expected = _quantized(values, g), quantize_values(values.cpu(), g)
             error = _error(dequantize_values(found, g).cpu(), dequantize_values(expected, g))
             report("value_page_kernel", f"{name}, {dtype}", error, 1e-3)
     for dtype, tolerance in ((torch.bfloat16, 5e-3), (torch.float16, 6e-4), (torch.float32, 1e-6)):
@@ -147,14 +177,14 @@ class Job:
         self.values = [_tokens(per_sequence, g) for _ in range(sequences)]
         self.records = empty_keys(pages, f, torch.bfloat16, torch.device("cuda")).buffer
         self.value_records = empty_values(pages, g, torch.bfloat16, torch.device("cuda")).buffer
-        self.flag = gpu.new_flag(torch.device("cuda"))
+        self.flag = new_flag(torch.device("cuda"))
         self.table = self._table(self.keys, self.records)
         self.value_table = self._table(self.values, self.value_records)
 
     @staticmethod
     def _table(tokens: list[torch.Tensor], records: torch.Tensor) -> torch.Tensor:
         pages = [page for sequence in tokens for page in sequence]
-        return gpu.page_table(pages, tokens[0], list(records), records)
+        return gpu.page_table(pages, tokens[0], [records], records, PAGE_SIZE)
 
     def quantize_keys(self) -> None:
         """The norm's launch and the keys'."""
@@ -203,7 +233,7 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
 def _measure_pages() -> Iterator[dict[str, Any]]:
     prefill = _prefill_us()
     for name, (f, g) in FORMATS.items():
-        job, ours = _timed(lambda f=f, g=g: Job(f, g, PROMPT // PAGE))
+        job, ours = _timed(lambda f=f, g=g: Job(f, g, PROMPT // PAGE_SIZE))
         yield {
             "case": f"quantize a prompt of {PROMPT} tokens, {name}",
             "ours_us": ours,
@@ -232,9 +262,9 @@ def _measure_pages() -> Iterator[dict[str, Any]]:
 def _measure_spans() -> Iterator[dict[str, Any]]:
     keys, values = (torch.randn(HEADS, PROMPT, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    gpu.quantize_span(keys, values, SpanFormat(1, 1))
+    quantize_span(keys, values, SpanFormat(1, 1))
     start.record()
-    gpu.quantize_span(keys, values, SpanFormat(1, 1))
+    quantize_span(keys, values, SpanFormat(1, 1))
     stop.record()
     stop.synchronize()
     yield {

@@ -7,7 +7,7 @@ Steps that count as whole also have the layer's seven 4-bit Linears, with a row 
 Every step is a CUDA graph, replayed between two events; the host waits for nothing until the last one has run. Tables
 that the runtime writes on the host lie on the device here, and the flag that reports bad numbers is copied to the host
 but not waited for. Flushed pages take the place of others, so that the cache keeps its length. Control loops have the
-same steps without flushes, since a step also grows with the tail of tokens that are not quantized yet.
+same steps without flushes, since a step also grows with the residual window of tokens that are not quantized yet.
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ from typing import Any
 
 import torch
 from gpu_linear import product, random_weight
-from gpu_quantize import FORMATS
+from gpu_quantize import FORMATS, append_table
 from gpu_timing import buffers_beyond_cache
 
-from kvconvert.kernels.decode.plan import Run, SequencePlan, plan_work
-from kvconvert.kernels.decode.reference import LayerFormat, attention_reference
-from kvconvert.kernels.decode.triton.launch import PageTables, Tails, decode_attention, programs_for
+from kvconvert.kernels.decode import PageTables, ResidualWindows, attention_reference
+from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
+from kvconvert.kernels.decode.triton.launch import decode_attention, programs_for
 from kvconvert.kernels.linear.packed_layout import pack_weight
 from kvconvert.kernels.pages import (
+    PAGE_SIZE,
     KeyFormat,
+    LayerFormat,
     ValueFormat,
     dequantize_keys,
     dequantize_values,
     empty_keys,
     empty_values,
+    new_flag,
     quantize_keys,
     quantize_values,
 )
 from kvconvert.kernels.pages.triton import launch as gpu
-from kvconvert.kernels.rotate.triton.launch import append_table, rotate_and_append
+from kvconvert.kernels.rotate.triton.launch import rotate_and_append
 
-HEADS, GROUP, DIM, PAGE = 8, 4, 128, 128
+HEADS, GROUP, DIM = 8, 4, 128
 DTYPE = torch.bfloat16
 # Inputs and outputs of the layer's Linears: query, key, value, output, gate, up and down projection.
 LINEARS = ((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096))
@@ -52,18 +55,18 @@ HEAD_START = 1 << 24
 
 @dataclass(frozen=True)
 class Scheme:
-    """A preset's pages, rotation, sinks, and pages of values that stay in full precision behind its quantized ones."""
+    """A preset's pages, rotation, sink tokens, and pages of values that stay in full precision behind those."""
 
     keys: KeyFormat
     values: ValueFormat
     rotates: bool
-    sinks: int = 0
+    sink_tokens: int = 0
     held: int = 0
 
 
 SCHEMES = {
     "oscar": Scheme(*FORMATS["oscar"], rotates=True),
-    "kitty": Scheme(*FORMATS["kitty"], rotates=False, sinks=32, held=1),
+    "kitty": Scheme(*FORMATS["kitty"], rotates=False, sink_tokens=32, held=1),
 }
 SIZES = ((1, 131072, False), (32, 8192, False), (32, 8192, True))
 
@@ -77,15 +80,17 @@ class SteppedLayer:
     def __init__(self, scheme: Scheme, batch: int, tokens: int, staggered: bool, device: torch.device):
         self.scheme, self.batch, self.device = scheme, batch, device
         self.format = LayerFormat(scheme.keys, scheme.values)
-        self.pages = (tokens - scheme.sinks) // PAGE - scheme.held
-        self.phases = [row * PAGE // batch if staggered else 0 for row in range(batch)]
+        self.pages = (tokens - scheme.sink_tokens) // PAGE_SIZE - scheme.held
+        self.phases = [row * PAGE_SIZE // batch if staggered else 0 for row in range(batch)]
         self.stored = self.pages + scheme.held  # key pages of a row
         self.key_pages = empty_keys(batch * self.stored, scheme.keys, DTYPE, device)
         self.value_pages = empty_values(batch * self.pages, scheme.values, DTYPE, device)
         for pages in (self.key_pages, self.value_pages):
             for name, tensor in pages.tensors():
                 _fill(name, tensor)
-        key_room, value_room = (-(-(scheme.sinks + (1 + held) * PAGE) // PAGE) * PAGE for held in (0, scheme.held))
+        key_room, value_room = (
+            -(-(scheme.sink_tokens + (1 + held) * PAGE_SIZE) // PAGE_SIZE) * PAGE_SIZE for held in (0, scheme.held)
+        )
         self.keys, self.values = (
             torch.randn(batch, HEADS, room, DIM, device=device).to(DTYPE) for room in (key_room, value_room)
         )
@@ -93,22 +98,24 @@ class SteppedLayer:
         self.new = [torch.randn(batch, n, 1, DIM, device=device).to(DTYPE) for n in (HEADS * GROUP, HEADS, HEADS)]
         self.nbytes = self.key_pages.buffer.nbytes + self.value_pages.buffer.nbytes
         # New values go as far behind the keys' place as there are values in full precision before them.
-        shifted = [row[:, scheme.held * PAGE :] for row in self.values]
+        shifted = [row[:, scheme.held * PAGE_SIZE :] for row in self.values]
         self.append_table = append_table(list(self.keys), self.base, shifted, self.base)
-        self.first = [self._tensor([scheme.sinks + n for n in self.before(step)]) for step in range(PAGE)]
-        self.tails = [Tails(self.base, self._tensor(self._tail_rows(step))) for step in range(PAGE)]
+        self.first = [self._tensor([scheme.sink_tokens + n for n in self.before(step)]) for step in range(PAGE_SIZE)]
+        self.windows = [
+            ResidualWindows(self.base, self._tensor(self._residual_rows(step))) for step in range(PAGE_SIZE)
+        ]
         self._page_tables()
-        self._flush_tables = {step: self._flush_table(self.due(step)) for step in range(PAGE) if self.due(step)}
-        self.flag = gpu.new_flag(device)
+        self._flush_tables = {step: self._flush_table(self.due(step)) for step in range(PAGE_SIZE) if self.due(step)}
+        self.flag = new_flag(device)
         self.report = torch.empty_like(self.flag, device="cpu", pin_memory=device.type == "cuda")
 
     def before(self, step: int) -> list[int]:
-        """Tokens of each row behind its last page and its sinks, before the step's own token."""
-        return [(step + phase) % PAGE for phase in self.phases]
+        """Tokens of each row behind its last page and its sink tokens, before the step's own token."""
+        return [(step + phase) % PAGE_SIZE for phase in self.phases]
 
     def due(self, step: int) -> list[int]:
         """Rows whose page the step's token completes."""
-        return [row for row, count in enumerate(self.before(step)) if count == PAGE - 1]
+        return [row for row, count in enumerate(self.before(step)) if count == PAGE_SIZE - 1]
 
     def _tensor(self, entries: list) -> torch.Tensor:
         return torch.tensor(entries, dtype=torch.int64).to(self.device)
@@ -116,7 +123,7 @@ class SteppedLayer:
     def _address(self, tensor: torch.Tensor) -> int:
         return (tensor.data_ptr() - self.base.data_ptr()) // tensor.element_size()
 
-    def _tail_rows(self, step: int) -> list[list[int]]:
+    def _residual_rows(self, step: int) -> list[list[int]]:
         scheme = self.scheme
         return [
             [
@@ -124,10 +131,10 @@ class SteppedLayer:
                 keys.stride(0) // 8,
                 self._address(values) // 8,
                 values.stride(0) // 8,
-                scheme.sinks,
+                scheme.sink_tokens,
                 0,
-                scheme.held * PAGE,
-                scheme.sinks + count + 1,
+                scheme.held * PAGE_SIZE,
+                scheme.sink_tokens + count + 1,
             ]
             for keys, values, count in zip(self.keys, self.values, self.before(step), strict=True)
         ]
@@ -144,33 +151,34 @@ class SteppedLayer:
             units = chosen.flatten() * (record.stride(0) * record.element_size() // 16)
             tables.append(torch.cat([units, units[-1:]]).to(self.device))
         programs = programs_for(self.device, self.format, None, GROUP, 1)
-        # Work is divided for the tails that there will be when pages are complete.
+        # Work is divided for the residual windows that there will be when pages are complete.
         plan = plan_work(self._sequences(), programs).to(self.device)
         self.tables = PageTables(key_record, value_record, *tables, plan)
 
     def _sequences(self) -> list[SequencePlan]:
-        held, full, tail = self.scheme.held, self.pages * PAGE, self.scheme.sinks + PAGE
+        held, full, residual = self.scheme.held, self.pages * PAGE_SIZE, self.scheme.sink_tokens + PAGE_SIZE
         return [
             SequencePlan(
-                (Run(row * self.stored, row * self.stored + self.pages, full),),
-                tail,
+                (Segment(row * self.stored, row * self.stored + self.pages, full),),
+                residual,
                 held,
                 row * self.stored + self.pages,
                 full,
-                full + held * PAGE,
+                full + held * PAGE_SIZE,
             )
             for row in range(self.batch)
         ]
 
     def _flush_table(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the due rows' pages are and where they go: over the oldest page of the row."""
-        start = self.scheme.sinks
+        start = self.scheme.sink_tokens
         return tuple(
             gpu.page_table(
-                [tokens[row][:, start : start + PAGE] for row in rows],
+                [tokens[row][:, start : start + PAGE_SIZE] for row in rows],
                 tokens,
-                [pages.buffer[int(places[row, 0])] for row in rows],
+                [pages.buffer[int(places[row, 0]) :][:1] for row in rows],
                 pages.buffer,
+                PAGE_SIZE,
             )
             for tokens, pages, places in (
                 (self.keys, self.key_pages, self.key_places),
@@ -192,21 +200,24 @@ class SteppedLayer:
         queries = rotate_and_append(
             *self.new, self.base, self.base, self.append_table, self.first[step], self.scheme.rotates, False
         )
-        half = 1 if self.scheme.held else 0
-        return queries, decode_attention(queries, self.tables, self.tails[step], self.format, DIM**-0.5, half=half)
+        half_quantized = 1 if self.scheme.held else 0
+        window = self.windows[step]
+        return queries, decode_attention(
+            queries, self.tables, window, self.format, DIM**-0.5, half_quantized=half_quantized
+        )
 
     def flush(self, step: int) -> None:
-        """As `flush` in runtime/cache/compress.py: pages of both sides, their flag, and what moves up in the buffers."""
+        """As the runtime flushes: pages of both sides, their flag, and what moves up in the buffers."""
         scheme, (key_table, value_table) = self.scheme, self._flush_tables[step]
         gpu.quantize_key_pages(self.keys, DIM, key_table, scheme.keys, self.key_pages.buffer, self.flag)
         gpu.quantize_value_pages(self.values, DIM, value_table, scheme.values, self.value_pages.buffer, self.flag)
         self.report.copy_(self.flag, non_blocking=True)
         if scheme.held:
-            start, stop = scheme.sinks, scheme.sinks + scheme.held * PAGE
+            start, stop = scheme.sink_tokens, scheme.sink_tokens + scheme.held * PAGE_SIZE
             due = [self.values[row] for row in self.due(step)]
             targets = [head for row in due for head in row[:, start:stop].unbind(0)]
             torch._foreach_copy_(
-                targets, [head for row in due for head in row[:, start + PAGE : stop + PAGE].unbind(0)]
+                targets, [head for row in due for head in row[:, start + PAGE_SIZE : stop + PAGE_SIZE].unbind(0)]
             )
 
 
@@ -240,9 +251,9 @@ def check(device: torch.device) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     for name, scheme in SCHEMES.items():
         for staggered in (False, True):
-            layer = SteppedLayer(scheme, 2, 3 * PAGE + scheme.sinks, staggered, device)
+            layer = SteppedLayer(scheme, 2, 3 * PAGE_SIZE + scheme.sink_tokens, staggered, device)
             # What other steps would have stored is random, too.
-            for step in (0, 63, 64, PAGE - 1):
+            for step in (0, 63, 64, PAGE_SIZE - 1):
                 queries, output = layer.attend(step)
                 case, error = f"{name}, step {step}{', staggered' * staggered}", 0.0
                 for row in range(layer.batch):
@@ -260,19 +271,19 @@ def _result(kernel: str, case: str, error: float, tolerance: float) -> dict[str,
 
 
 def _stored(layer: SteppedLayer, row: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [H, n, D] of a row as they are stored, in the order of pages, half pages, sinks and tail."""
-    scheme, end = layer.scheme, layer.scheme.sinks + layer.before(step)[row] + 1
+    """Keys and values [H, n, D] of a row: pages, half-quantized pages, sink tokens and the residual window."""
+    scheme, end = layer.scheme, layer.scheme.sink_tokens + layer.before(step)[row] + 1
     keys = dequantize_keys(layer.key_pages, scheme.keys).transpose(2, 3).cpu()[layer.key_places[row]]
     values = dequantize_values(layer.value_pages, scheme.values).cpu()[layer.value_places[row]]
-    held = scheme.held * PAGE
+    held = scheme.held * PAGE_SIZE
     key_rows, value_rows = layer.keys[row].float().cpu(), layer.values[row].float().cpu()
     parts = (
         [keys.transpose(0, 1).flatten(1, 2), key_rows[:, :end]],
         [
             values.transpose(0, 1).flatten(1, 2),
-            value_rows[:, scheme.sinks : scheme.sinks + held],
-            value_rows[:, : scheme.sinks],
-            value_rows[:, scheme.sinks + held : end + held],
+            value_rows[:, scheme.sink_tokens : scheme.sink_tokens + held],
+            value_rows[:, : scheme.sink_tokens],
+            value_rows[:, scheme.sink_tokens + held : end + held],
         ],
     )
     return tuple(torch.cat(part, 1) for part in parts)
@@ -280,25 +291,27 @@ def _stored(layer: SteppedLayer, row: int, step: int) -> tuple[torch.Tensor, tor
 
 def _check_flush(layer: SteppedLayer, step: int, case: str) -> list[dict[str, Any]]:
     """Flush, and compare the pages with the reference on a CPU, and what moved up with what it was."""
-    scheme, start = layer.scheme, layer.scheme.sinks
+    scheme, start = layer.scheme, layer.scheme.sink_tokens
     keys, values = layer.keys.cpu().clone(), layer.values.cpu().clone()
     layer.flush(step)
     rows = []
     for row in layer.due(step):
-        tokens = keys[row : row + 1, :, start : start + PAGE]
+        tokens = keys[row : row + 1, :, start : start + PAGE_SIZE]
         place = int(layer.key_places[row, 0])
         found = dequantize_keys(layer.key_pages.select(slice(place, place + 1)), scheme.keys).cpu()
         wanted = dequantize_keys(quantize_keys(tokens, scheme.keys), scheme.keys)
         rows.append(_result("flush, keys", f"{case}, row {row}", float((found - wanted).norm() / wanted.norm()), 1e-2))
-        tokens = values[row : row + 1, :, start : start + PAGE]
+        tokens = values[row : row + 1, :, start : start + PAGE_SIZE]
         place = int(layer.value_places[row, 0])
         found = dequantize_values(layer.value_pages.select(slice(place, place + 1)), scheme.values).cpu()
         wanted = dequantize_values(quantize_values(tokens, scheme.values), scheme.values)
         rows.append(
             _result("flush, values", f"{case}, row {row}", float((found - wanted).norm() / wanted.norm()), 1e-3)
         )
-        stop = start + scheme.held * PAGE
-        moved = torch.equal(layer.values[row, :, start:stop].cpu(), values[row, :, start + PAGE : stop + PAGE])
+        stop = start + scheme.held * PAGE_SIZE
+        moved = torch.equal(
+            layer.values[row, :, start:stop].cpu(), values[row, :, start + PAGE_SIZE : stop + PAGE_SIZE]
+        )
         rows.append(_result("flush, what moves up", f"{case}, row {row}", float(not moved), 0.5))
     return rows
 
@@ -339,25 +352,26 @@ def _case(name: str, batch: int, tokens: int, staggered: bool, whole: bool) -> s
 
 def _compare(layers: list[SteppedLayer], linears: Linears | None) -> dict[str, Any]:
     first = layers[0]
-    due = [step for step in range(PAGE) if first.due(step)]
+    due = [step for step in range(PAGE_SIZE) if first.due(step)]
     with_flushes, without = (step_graphs(layers, linears, flushes) for flushes in (True, False))
     times = step_times(with_flushes)
     control = step_times(without)
-    flush = statistics.median(times[i] for i in range(len(times)) if i % PAGE in due)
-    flush -= statistics.median(control[i] for i in range(len(control)) if i % PAGE in due)
+    flush = statistics.median(times[i] for i in range(len(times)) if i % PAGE_SIZE in due)
+    flush -= statistics.median(control[i] for i in range(len(control)) if i % PAGE_SIZE in due)
     return {
         "steps": len(times),
-        "flush_steps": len(due) / PAGE,
+        "flush_steps": len(due) / PAGE_SIZE,
         "us": _summary(times),
         "us_without_flushes": _summary(control),
         "flush_us": flush,
-        "us_after_flush": statistics.median(times[i] for i in range(len(times)) if (i - 1) % PAGE in due),
-        "amortised": flush * len(due) / PAGE / statistics.mean(control),
+        "us_after_flush": statistics.median(times[i] for i in range(len(times)) if (i - 1) % PAGE_SIZE in due),
+        "amortised": flush * len(due) / PAGE_SIZE / statistics.mean(control),
         "p99_over_median": _summary(times)["p99"] / _summary(times)["median"] - 1,
         "p99_over_control": _summary(times)["p99"] / _summary(control)["p99"] - 1,
         # Medians by how far the cycle has come, of steps without a flush.
         "us_by_sixteenth": [
-            statistics.median(control[i] for i in range(len(control)) if i % PAGE // 8 == part) for part in range(16)
+            statistics.median(control[i] for i in range(len(control)) if i % PAGE_SIZE // 8 == part)
+            for part in range(16)
         ],
     }
 
@@ -383,10 +397,10 @@ def step_graphs(layers: list[SteppedLayer], linears: Linears | None, flushes: bo
     pool, stream, graphs = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), []
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        for step in (0, PAGE - 1):
+        for step in (0, PAGE_SIZE - 1):
             layers[0].step(step, linears, flushes)
         torch.cuda.synchronize()
-        for step in range(PAGE):
+        for step in range(PAGE_SIZE):
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=pool)
             layers[step % len(layers)].step(step, linears, flushes)

@@ -27,7 +27,6 @@ from kvconvert.calibration.attention_sample import AttentionSample, causal
 from kvconvert.data.drawings import Drawing, draw
 from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, span_keys, span_values
 from kvconvert.runtime import KVCache, watch_inputs
-from kvconvert.runtime.hf.layer import PagedLayer
 
 USER, TURN = "<|user|>", "<|end|><|assistant|>"
 ORDINALS = ("first", "second")
@@ -217,19 +216,21 @@ def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 def seal(cache: Cache) -> None:
     """Say that the prompt is complete."""
+    if isinstance(cache, KVCache):
+        cache.seal()
     for layer in cache.layers:
-        if isinstance(layer, PagedLayer | FakeLayer):
+        if isinstance(layer, FakeLayer):
             layer.seal()
 
 
 def bits_per_value(cache: KVCache) -> float:
     """Bits per number that spans and pages hold, scales and zero_points and unfilled blocks included."""
     size = numbers = 0
-    for layer in cache.paged_layers():
-        for span in (span for sequence in layer.sequences for span, _ in sequence.spans):
+    for store in cache.stores():
+        for span in (span for sequence in store.sequences for span, _ in sequence.spans):
             size += span.nbytes
             numbers += span.tokens * (span.key_scale.numel() + span.value_scale.numel())
-        for pool, f in ((layer.key_pool, layer.format.keys), (layer.value_pool, layer.format.values)):
+        for pool, f in ((store.key_pool, store.format.keys), (store.value_pool, store.format.values)):
             size += pool.pages_used * pool.page_bytes
             numbers += pool.pages_used * f.page_size * f.heads * f.head_dim
     return 8 * size / numbers

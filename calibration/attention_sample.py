@@ -90,9 +90,9 @@ def squared_output(heads: Tensor, output_weight: Tensor | None) -> float:
 def as_cached(queries: Tensor, keys: Tensor, values: Tensor, cache: CacheFormat) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [..., head_dim] in the cache's coordinates (after its rotations), in float32."""
     queries, keys, values = queries.float(), keys.float(), values.float()
-    if cache.rotate_keys:
+    if cache.rotations.keys:
         queries, keys = hadamard_transform(queries), hadamard_transform(keys)
-    if cache.rotate_values:
+    if cache.rotations.values:
         values = hadamard_transform(values)
     return queries, keys, values
 
@@ -148,7 +148,7 @@ class AttentionSampler(CalibrationPass):
         queries, keys, values = (torch.cat(parts) for parts in zip(*captured, strict=True))
         masks = [arguments.get("attention_mask") for _, arguments in self._inputs]
         weight = work.layer.get_submodule(work.structure.output).weight
-        if work.cache.rotate_values:
+        if work.cache.rotations.values:
             weight = hadamard_transform(weight.unflatten(1, (-1, values.shape[3]))).flatten(1)
         self.sample = AttentionSample(
             *as_cached(queries, keys, values, work.cache),

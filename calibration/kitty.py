@@ -24,7 +24,7 @@ from torch import Tensor
 from kvconvert.calibration.attention_capture import attention_observed
 from kvconvert.calibration.attention_sample import as_cached
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult, require_finite
-from kvconvert.kernels.pages import token_norms
+from kvconvert.kernels.pages import normalised_keys
 
 
 class ChannelStatistics:
@@ -104,10 +104,7 @@ class KittyPass(CalibrationPass):
 
         def record(query: Tensor, key: Tensor, value: Tensor) -> None:
             queries, keys, _ = as_cached(query, key, value, cache)
-            if f.token_norm != "none":
-                norms = token_norms(keys, f.token_norm, f.token_norm_measure).unsqueeze(3)
-                keys = torch.where(norms > 0, keys / norms, 0.0)
-            self._statistics.update(queries, keys)
+            self._statistics.update(queries, normalised_keys(keys, f))
 
         with attention_observed(work.layer.get_submodule(work.structure.attention), record):
             yield
@@ -124,7 +121,7 @@ class KittyPass(CalibrationPass):
         """Fix the channels in the format of the layer's pages."""
         if self.select == "calibrated":
             pages = work.cache.pages
-            keys = replace(pages.keys, boost_select="calibrated")
+            keys = replace(pages.keys, fixed_channels=True)
             chosen = self._tensors["boosted_channels"].long().to(next(work.layer.parameters()).device)
             work.cache = replace(work.cache, pages=replace(pages, keys=keys, boosted=chosen))
 

@@ -20,6 +20,7 @@ from kvconvert.calibration.structure import LayerStructure
 from kvconvert.errors import NumericError
 from kvconvert.kernels.pages import ChannelScales, LayerFormat
 from kvconvert.kernels.quantizer import affine_grid
+from kvconvert.kernels.rotate import NO_ROTATION, Rotations
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.awq import WeightsRecipe
@@ -43,8 +44,7 @@ class CacheFormat:
     Attributes:
         pages: of the layer's pages.
         span: of its spans (CalibQuant), or None where the cache is made of pages.
-        rotate_keys: queries and keys are rotated after RoPE.
-        rotate_values: values are rotated on write; False where weights carry the rotation.
+        rotations: what is rotated at run time, after RoPE.
         sink_tokens, key_recent_tokens, value_recent_tokens: tokens in full precision, see `KVScheme`.
         modality: which tokens go to spans, see `KVScheme`.
         key_bounds, value_bounds: of each channel, where pages are static and they have been measured.
@@ -52,8 +52,7 @@ class CacheFormat:
 
     pages: LayerFormat
     span: SpanFormat | None = None
-    rotate_keys: bool = False
-    rotate_values: bool = False
+    rotations: Rotations = NO_ROTATION
     sink_tokens: int = 0
     key_recent_tokens: int = 0
     value_recent_tokens: int = 0
@@ -62,13 +61,12 @@ class CacheFormat:
     value_bounds: ChannelBounds | None = None
 
     @classmethod
-    def of(cls, scheme: KVScheme, pages: LayerFormat, span: SpanFormat | None) -> CacheFormat:
-        """A scheme whose pages and spans have these formats."""
+    def of(cls, scheme: KVScheme, pages: LayerFormat, span: SpanFormat | None, rotations: Rotations) -> CacheFormat:
+        """A scheme whose pages and spans have these formats, and which rotates this at run time."""
         return cls(
             pages=pages,
             span=span,
-            rotate_keys=scheme.rotate_keys == "hadamard",
-            rotate_values=scheme.rotate_values == "online",
+            rotations=rotations,
             sink_tokens=scheme.sink_tokens,
             key_recent_tokens=scheme.key_recent_tokens,
             value_recent_tokens=scheme.value_recent_tokens,

@@ -19,7 +19,7 @@ def value_rounding(cache: CacheFormat | None) -> Callable[[Tensor], Tensor] | No
     if cache is None or cache.span is not None or cache.pages.values.static or cache.pages.values.bits == 16:
         return None
     f = cache.pages.values
-    return lambda values: simulate_value_cache(values, f.bits, f.group_size, f.clip_ratio, cache.rotate_values)
+    return lambda values: simulate_value_cache(values, f.bits, f.group_size, f.clip_ratio, cache.rotations.values)
 
 
 def simulate_value_cache(values: Tensor, bits: int, group_size: int, clip_ratio: float, rotate: bool) -> Tensor:

@@ -24,15 +24,16 @@ _interpreted = False
 
 
 @contextmanager
-def interpreted() -> Iterator[None]:
+def interpreted(enabled: bool = True) -> Iterator[None]:
     """Let Triton's interpreter stand in for a GPU: within the context, CPU tensors go to the kernels.
 
-    Slow, for tests. The kernels' modules must have been imported with TRITON_INTERPRET=1.
+    Slow, for tests. The kernels' modules must have been imported with TRITON_INTERPRET=1. Within another such context,
+    `interpreted(False)` gives CPU tensors back to the CPU's paths.
     """
     global _interpreted
-    if os.environ.get("TRITON_INTERPRET") != "1":
+    if enabled and os.environ.get("TRITON_INTERPRET") != "1":
         raise UsageError("Kernels run on a CPU only under Triton's interpreter; set TRITON_INTERPRET=1 and start anew.")
-    before, _interpreted = _interpreted, True
+    before, _interpreted = _interpreted, enabled
     try:
         yield
     finally:
@@ -40,7 +41,7 @@ def interpreted() -> Iterator[None]:
 
 
 def unsupported(device: torch.device) -> str | None:
-    """Why no Triton kernel runs on a device; None where they do: NVIDIA GPUs from Ampere on, or the interpreter's CPU."""
+    """Why Triton kernels do not run on a device; None for NVIDIA GPUs from Ampere on, or the interpreter's CPU."""
     if device.type == "cpu" and _interpreted:
         return None
     if device.type != "cuda":

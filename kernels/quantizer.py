@@ -2,7 +2,7 @@
 
     scale = (max - min) / (2^b - 1)      q = clamp(round((x - min) / scale), 0, 2^b - 1)      x_hat = q scale + min
 
-The asymmetric min/max quantizer of KIVI (arXiv 2402.02750) and OScaR, with scale and zero_point stored in fp16 and the
+The asymmetric min/max quantizer of KIVI (arXiv 2402.02750) and OScaR, with scale and zero point stored in fp16 and the
 codes computed from those STORED values, so that writer and reader agree on what a code means.
 """
 
@@ -20,7 +20,7 @@ _HALF_MAX = torch.finfo(torch.float16).max
 
 
 class GroupRangeError(NumericError):
-    """A group that no fp16 scale and zero_point can describe.
+    """A group that no fp16 scale and zero point can describe.
 
     Attributes:
         index: position of the first such group in the tensor of scales: the quantized tensor's own index, with the
@@ -33,7 +33,7 @@ class GroupRangeError(NumericError):
 
 
 class Quantized(NamedTuple):
-    """Codes with the scale and zero_point of each group; see `quantize` for shapes."""
+    """Codes with the scale and zero point of each group; see `quantize` for shapes."""
 
     codes: Tensor
     scale: Tensor
@@ -44,21 +44,21 @@ def quantize(x: Tensor, bits: int, group_size: int, dim: int, clip_ratio: float 
     """Quantize groups of `group_size` consecutive entries along `dim`, in float32.
 
     A constant group gets scale 0 and code 0: its values come back as their own fp16 rounding. So does a group so narrow
-    that its scale underflows fp16 (below 3e-8), which then comes back as its zero_point.
+    that its scale underflows fp16 (below 3e-8), which then comes back as its zero point.
 
     Args:
         x: any float tensor; `x.shape[dim]` is a multiple of `group_size`.
         bits: width of a code: 1, 2, 4 or 8.
-        group_size: entries that share one scale and zero_point.
+        group_size: entries that share one scale and zero point.
         dim: the quantized axis.
         clip_ratio: above 0 and at most 1; shrinks each group's (min, max) about its midpoint by this factor, values
             outside being clamped.
 
     Returns:
-        codes uint8 in the shape of `x`; scale and zero_point fp16 in that shape with `dim` counting groups.
+        codes uint8 in the shape of `x`; scale and zero point fp16 in that shape with `dim` counting groups.
 
     Raises:
-        GroupRangeError: a group holds NaN or infinity, or its zero_point or scale is beyond fp16.
+        GroupRangeError: a group holds NaN or infinity, or its zero point or scale is beyond fp16.
         UsageError: arguments that do not fit together.
     """
     if bits not in CODE_BITS:
@@ -77,7 +77,7 @@ def quantize(x: Tensor, bits: int, group_size: int, dim: int, clip_ratio: float 
 
 
 def affine_grid(low: Tensor, high: Tensor, bits: int, clip_ratio: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Scale and zero_point, fp16, of groups that span `low` to `high` (float32), shrunk by `clip_ratio`.
+    """Scale and zero point, fp16, of groups that span `low` to `high` (float32), shrunk by `clip_ratio`.
 
     What fp16 cannot describe comes back as infinity or NaN, which the caller, who knows the groups, has to refuse.
     """
@@ -89,7 +89,7 @@ def affine_grid(low: Tensor, high: Tensor, bits: int, clip_ratio: float = 1.0) -
 
 
 def quantize_static(x: Tensor, bits: int, scale: Tensor, zero_point: Tensor) -> Tensor:
-    """Codes of values by a scale and zero_point that are known beforehand; values outside their range are clamped.
+    """Codes of values by a scale and zero point that are known beforehand; values outside their range are clamped.
 
     Args:
         x: any float tensor.
@@ -113,7 +113,7 @@ def quantize_static(x: Tensor, bits: int, scale: Tensor, zero_point: Tensor) -> 
 
 def _nearest_codes(x: Tensor, bits: int, scale: Tensor, zero_point: Tensor) -> Tensor:
     step = scale.float()
-    # Dividing by infinity makes every code of a zero scale 0, whatever the rounding of its zero_point left over.
+    # Dividing by infinity makes every code of a zero scale 0, whatever the rounding of its zero point left over.
     step = step.masked_fill(step == 0, torch.inf)
     values = (x - zero_point.float()).div_(step).round_().clamp_(0, 2**bits - 1)
     # By way of int16, because torch vectorises that conversion and not the one to uint8: four times faster on a CPU.

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from kvconvert.data.images import read_image
 from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.models.auto_class import supports_images
 from kvconvert.models.image_prompts import ImagePrompts
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.runtime import load
-from kvconvert.runtime.hf.load import supports_images
 
 if TYPE_CHECKING:
     from PIL.Image import Image

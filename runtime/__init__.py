@@ -1,6 +1,6 @@
 """Load a bundle and generate with its low-bit key-value cache.
 
-Importing this package tells transformers about the "kvconvert" attention implementation and about bundles, so that
+Importing this package registers the "kvconvert" attention implementation and bundles with transformers, so that
 `AutoModelForCausalLM.from_pretrained(bundle)` works as well as `load(bundle)`.
 """
 

@@ -4,12 +4,14 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {"kernels": "kvconvert.kernels", "calibration": "kvconvert.calibration", "runtime": "kvconvert.runtime"}
+EVERY_ROOM = ("kvconvert", *ROOMS)
 # Leaf and data-format modules that several rooms may use.
 ALLOWED = {
     "kernels": ("kvconvert.kernels", "kvconvert.errors"),
@@ -24,6 +26,8 @@ ALLOWED = {
     ),
     "kvconvert/methods": ("kvconvert.methods", "kvconvert.errors"),
     "kvconvert/bundle": ("kvconvert.bundle", "kvconvert.methods", "kvconvert.errors"),
+    # Adapters describe layers in the words of calibration.
+    "kvconvert/models": ("kvconvert.models", "kvconvert.bundle", "kvconvert.calibration.structure", "kvconvert.errors"),
 }
 
 
@@ -49,10 +53,75 @@ def test_a_room_imports_only_what_lies_below_it(room):
                 assert any(name == top or name.startswith(top + ".") for top in ALLOWED[room]), f"{path}: {name}"
 
 
-@pytest.mark.parametrize("room", ["kernels", "kvconvert/bundle"])
-def test_kernels_and_bundle_know_nothing_of_transformers(room):
+@pytest.mark.parametrize("room", ["kernels", "kvconvert/bundle", "runtime/cache"])
+def test_kernels_bundle_and_cache_know_nothing_of_transformers(room):
     for path in (ROOT / room).rglob("*.py"):
-        assert not {name for name in imports(path) if name.split(".")[0] in ("transformers", "click", "datasets")}, path
+        names = imports(path)
+        assert not {name for name in names if name.split(".")[0] in ("transformers", "click", "datasets")}, path
+        assert not {name for name in names if name.startswith("kvconvert.runtime.hf")}, path
+
+
+def modules(rooms: Iterable[str] = EVERY_ROOM) -> dict[str, Path]:
+    """Every file of some rooms under its module's name, `kvconvert.a.b` for a/b.py and a/b/__init__.py."""
+    found = {}
+    for room in rooms:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            parts = path.relative_to(ROOT / room).with_suffix("").parts
+            found[".".join([ROOMS.get(room, room), *(parts[:-1] if parts[-1] == "__init__" else parts)])] = path
+    return found
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one node, and nodes that lead to themselves."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in sorted(edges[node]):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            component = stack[at:]
+            del stack[at:]
+            if len(component) > 1 or node in edges[node]:
+                found.append(sorted(component))
+
+    for node in edges:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def test_no_two_files_import_each_other_directly_or_round_a_ring():
+    # Not yet the runtime: a layer of the cache and what stores, attends and compresses for it know each other.
+    files = modules(room for room in EVERY_ROOM if room != "runtime")
+    edges: dict[str, set[str]] = {}
+    for name, path in files.items():
+        # A name that is imported from a package is a file of it, or else something that its __init__ defines.
+        targets = {found if found in files else found.rpartition(".")[0] for found in imports(path)}
+        edges[name] = {target for target in targets if target in files}
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    assert not circles(edges)
+
+
+def test_triton_is_imported_by_the_kernels_alone_and_these_by_their_operations_dispatch():
+    for name, path in modules().items():
+        if ".triton" in name:
+            continue
+        # kernels/OPERATION/__init__.py
+        is_dispatch = name.startswith("kvconvert.kernels.") and path.parent.parent == ROOT / "kernels"
+        is_dispatch = is_dispatch and path.name == "__init__.py"
+        for found in imports(path):
+            assert found.split(".")[0] != "triton", f"{path}: {found}"
+            assert ".triton" not in found or is_dispatch, f"{path}: {found}"
 
 
 def imported_by(statement: str) -> set[str]:
@@ -68,6 +137,9 @@ def test_the_runtime_imports_only_what_production_needs():
     # transformers imports Pillow wherever it is installed; the runtime itself leaves images to processors.
     for path in (ROOT / "runtime").rglob("*.py"):
         assert not {name for name in imports(path) if name.split(".")[0] == "PIL"}, path
+    code = "import sys, kvconvert.runtime; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert not [name for name in modules if name.startswith(("kvconvert.models.adapters", "kvconvert.calibration"))]
 
 
 def test_kernels_run_without_transformers_and_help_without_torch():

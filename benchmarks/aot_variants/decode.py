@@ -13,7 +13,7 @@ from itertools import product
 
 import torch
 
-from kvconvert.kernels.decode.reference import LayerFormat
+from aot_variants.variant import Variant
 from kvconvert.kernels.decode.triton.combine import combine_kernel
 from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
 from kvconvert.kernels.decode.triton.launch import (
@@ -24,12 +24,12 @@ from kvconvert.kernels.decode.triton.launch import (
     decode_shape,
     registers_for,
     warps_for,
-    why_not_decode,
 )
-from kvconvert.kernels.decode.triton.shape import PAGE, DecodeShape, query_columns, query_rows
-from kvconvert.kernels.pages import KeyFormat, ValueFormat
+from kvconvert.kernels.decode.triton.shape import DecodeShape, query_columns, query_rows
+from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.spans import SpanFormat
-from kvconvert.kernels.variants import Variant
+from kvconvert.methods import KVScheme
+from kvconvert.runtime.cache.formats import layer_format, span_format
 
 HEADS = 8
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -39,7 +39,29 @@ USUAL_HEAD = (128, 128)
 # Query heads per KV head, and queries of one program: decoding, and a prompt that follows stored tokens.
 ROWS = ((1, 1), (2, 1), (4, 1), (7, 1), (8, 1), (16, 1), (1, 16), (4, 4))
 USUAL_ROWS = (4, 1)
-HALF = {"none": 0, "values": 1, "keys": 2}
+# Which side stays longer in full precision, as `DecodeShape.half_quantized` says it.
+HALF_QUANTIZED = ("none", "values", "keys")
+# Presets that differ in what their pages or spans are.
+PRESETS = ("kivi", "oscar", "oscar-g128", "kitty", "kitty-pro", "calibquant-1bit", "calibquant-2bit", "minikv")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one layer stores.
+
+    Attributes:
+        name: of the preset or of what is varied; details: of the latter, for the variant's name.
+        format: of its pages, or, with `span`, of its heads alone.
+        half_quantized: as in `DecodeShape`.
+        tau: whether scores of spans are shifted.
+    """
+
+    name: str
+    format: LayerFormat
+    details: str = ""
+    span: SpanFormat | None = None
+    half_quantized: int = 0
+    tau: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +69,7 @@ class Pages:
     """A format of pages, or of spans where `span`, without the head size.
 
     Groups count tokens for keys and channels for values, 0 means static scales. `boost` is the share of boosted
-    channels; `half`, which side stays longer in full precision; `tau`, whether scores of spans are shifted.
+    channels.
     """
 
     name: str
@@ -58,22 +80,50 @@ class Pages:
     norm: str = "none"
     boost: float = 0.0
     select: str = "dynamic"
-    half: str = "none"
+    half_quantized: str = "none"
     span: bool = False
-    tau: bool = False
+
+    def layer(self, head: tuple[int, int]) -> Layer:
+        """The layer of these pages with heads of D and E channels."""
+        (key_dim, value_dim), static = head, self.key_group == 0
+        details = f"-k{self.key_bits}g{self.key_group}-v{self.value_bits}g{self.value_group}"
+        details += f"-{self.select}" * bool(self.boost)
+        details += f"-full-precision-{self.half_quantized}" * (self.half_quantized != "none")
+        if self.span:
+            span = SpanFormat(self.key_bits, self.value_bits)
+            return Layer(self.name, _unused_pages(*head), details, span)
+        keys = KeyFormat(
+            HEADS,
+            key_dim,
+            PAGE_SIZE,
+            self.key_bits,
+            self.key_group or PAGE_SIZE,
+            token_norm=self.norm,
+            boosted=round(self.boost * key_dim),
+            fixed_channels=self.select == "calibrated",
+            static=static,
+        )
+        group = min(self.value_group or value_dim, value_dim)
+        values = ValueFormat(HEADS, value_dim, PAGE_SIZE, self.value_bits, group, static=static)
+        half_quantized = HALF_QUANTIZED.index(self.half_quantized)
+        return Layer(self.name, LayerFormat(keys, values), details, half_quantized=half_quantized)
 
 
-# What the presets of kvconvert/bundle/scheme.py store.
-PRESETS = (
-    Pages("kivi"),
-    Pages("oscar", norm="joint"),
-    Pages("oscar-g128", key_group=128, value_group=128, norm="joint"),
-    Pages("kitty", key_group=128, value_group=128, boost=0.125, half="values"),
-    Pages("kitty-pro", key_group=128, value_group=128, boost=0.25, half="values"),
-    Pages("calibquant-1bit", 1, 1, span=True, tau=True),
-    Pages("calibquant-2bit", span=True, tau=True),
-    Pages("minikv", key_group=16, value_group=16),
-)
+def preset_layer(name: str, head: tuple[int, int]) -> Layer:
+    """The layer of a preset with heads of D and E channels."""
+    scheme = KVScheme.preset(name)
+    span, recent = span_format(scheme), (scheme.key_recent_tokens, scheme.value_recent_tokens)
+    format = layer_format(scheme, HEADS, *head) if span is None else _unused_pages(*head)
+    half_quantized = 0 if recent[0] == recent[1] else 1 if recent[0] < recent[1] else 2
+    return Layer(name, format, "", span, half_quantized, bool(scheme.tau1 or scheme.tau2))
+
+
+def _unused_pages(key_dim: int, value_dim: int) -> LayerFormat:
+    """Pages of a layer that stores spans: only its heads are looked at."""
+    keys = KeyFormat(HEADS, key_dim, PAGE_SIZE, 2, PAGE_SIZE)
+    return LayerFormat(keys, ValueFormat(HEADS, value_dim, PAGE_SIZE, 2, value_dim))
+
+
 # Thread instructions per code of the presets' usual variants, measured plus a tenth.
 USUAL_PER_CODE = {
     "kivi": 1.85,
@@ -101,20 +151,26 @@ OTHERS = (
         Pages("boost", bits, 2, group, 128, boost=0.125, select=select)
         for bits, group, select in product((2, 4), (32, 128), ("dynamic", "calibrated"))
     ),
-    *(Pages("half", bits, bits, 32, 32, half=half) for bits, half in product((1, 2, 4, 8), ("keys", "values"))),
+    *(
+        Pages("half", bits, bits, 32, 32, half_quantized=side)
+        for bits, side in product((1, 2, 4, 8), ("keys", "values"))
+    ),
     *(Pages("span", *bits, span=True) for bits in product((1, 2, 4, 8), repeat=2)),
 )
 
 
 def variants(capability: int) -> Iterator[Variant]:
     """The list of this module for one architecture."""
-    for pages in PRESETS:
+    for name in PRESETS:
         for head, dtype, rows in product(HEAD_SIZES, DTYPES, ROWS):
-            yield from _decode_variants(capability, pages, head, dtype, rows, softcap=False, masked=rows[1] > 1)
+            layer = preset_layer(name, head)
+            yield from _decode_variants(capability, layer, head, dtype, rows, softcap=False, masked=rows[1] > 1)
         for head, softcap in product(((64, 64), USUAL_HEAD, (256, 256)), (False, True)):
-            yield from _decode_variants(capability, pages, head, "bf16", USUAL_ROWS, softcap=softcap, masked=True)
+            layer = preset_layer(name, head)
+            yield from _decode_variants(capability, layer, head, "bf16", USUAL_ROWS, softcap=softcap, masked=True)
     for pages, head, dtype in product(OTHERS, ((64, 64), USUAL_HEAD), DTYPES):
-        yield from _decode_variants(capability, pages, head, dtype, USUAL_ROWS, softcap=False, masked=False)
+        layer = pages.layer(head)
+        yield from _decode_variants(capability, layer, head, dtype, USUAL_ROWS, softcap=False, masked=False)
     for (_, value_dim), dtype, rows, sink_logits, most in product(
         HEAD_SIZES, DTYPES, ROWS, (False, True), (16, 64, 256)
     ):
@@ -125,85 +181,49 @@ def variants(capability: int) -> Iterator[Variant]:
 
 def _decode_variants(
     capability: int,
-    pages: Pages,
+    layer: Layer,
     head: tuple[int, int],
     dtype: str,
     rows: tuple[int, int],
     softcap: bool,
     masked: bool,
 ) -> Iterator[Variant]:
-    """The decode kernel's variant and, with tau, that of the launch before it; none where no layer can be so."""
-    format = _layer_format(pages, head)
-    span = SpanFormat(pages.key_bits, pages.value_bits) if pages.span else None
-    if format is None or why_not_decode(format, span, DTYPES[dtype], rows[0] * HEADS) is not None:
-        return
+    """The decode kernel's variant and, with tau, that of the launch before it."""
     shape = decode_shape(
-        format, span, DTYPES[dtype], *rows, half=HALF[pages.half], masked=masked, softcap=softcap, tau=pages.tau
+        layer.format,
+        layer.span,
+        DTYPES[dtype],
+        *rows,
+        half_quantized=layer.half_quantized,
+        masked=masked,
+        softcap=softcap,
+        tau=layer.tau,
     )
+    keys = layer.format.keys
     axes = {
-        "format": pages.name,
-        "key_bits": pages.key_bits,
-        "value_bits": pages.value_bits,
-        "key_group": shape.key_groups and PAGE // shape.key_groups,
+        "format": layer.name,
+        "key_bits": shape.key_bits,
+        "value_bits": shape.value_bits,
+        "key_group": shape.key_groups and PAGE_SIZE // shape.key_groups,
         "value_group": shape.value_groups and head[1] // shape.value_groups,
-        "norm": pages.norm,
-        "boost": f"{pages.boost} {pages.select}" if pages.boost else "none",
-        "half": pages.half,
+        "norm": keys.token_norm,
+        "boost": f"{keys.boosted / keys.head_dim} {'calibrated' if keys.fixed_channels else 'dynamic'}"
+        if keys.boosted
+        else "none",
+        "half_quantized": HALF_QUANTIZED[layer.half_quantized],
         "head_size": head[0],
         "dtype": dtype,
         "rows": f"{rows[0]}x{rows[1]}",
         "masked": masked,
         "softcap": softcap,
     }
-    preset, usual = pages in PRESETS, ""
-    if preset and (head, dtype, rows, softcap, masked) == (USUAL_HEAD, "bf16", USUAL_ROWS, False, False):
-        usual = pages.name
-    groups = "" if preset else _details(pages)
-    name = f"{pages.name}{groups}-{head[0]}x{head[1]}-{dtype}-{rows[0]}x{rows[1]}"
+    is_usual = (head, dtype, rows, softcap, masked) == (USUAL_HEAD, "bf16", USUAL_ROWS, False, False)
+    usual = layer.name if layer.name in PRESETS and is_usual else ""
+    name = f"{layer.name}{layer.details}-{head[0]}x{head[1]}-{dtype}-{rows[0]}x{rows[1]}"
     name += "-masked" * masked + "-softcap" * softcap
     yield _page_variant("decode", decode_kernel, name, shape, dtype, axes, usual, capability)
-    if pages.tau:
+    if layer.tau:
         yield _page_variant("extremes", extremes_kernel, name, shape, dtype, axes, usual, capability)
-
-
-def _details(pages: Pages) -> str:
-    """What distinguishes formats of the same name."""
-    parts = [f"k{pages.key_bits}g{pages.key_group}", f"v{pages.value_bits}g{pages.value_group}"]
-    if pages.boost:
-        parts.append(pages.select)
-    if pages.half != "none":
-        parts.append(f"dense {pages.half}".replace(" ", "-"))
-    return "".join(f"-{part}" for part in parts)
-
-
-def _layer_format(pages: Pages, head: tuple[int, int]) -> LayerFormat | None:
-    """The format for a head size; None where groups of values do not fit it."""
-    key_dim, value_dim = head
-    if pages.span:
-        return LayerFormat(KeyFormat(HEADS, key_dim, PAGE, 2, PAGE), ValueFormat(HEADS, value_dim, PAGE, 2, value_dim))
-    group = _value_group(pages.value_group, value_dim)
-    if group is None:
-        return None
-    static = pages.key_group == 0
-    keys = KeyFormat(
-        HEADS,
-        key_dim,
-        PAGE,
-        pages.key_bits,
-        pages.key_group or PAGE,
-        token_norm=pages.norm,
-        boosted=round(pages.boost * key_dim),
-        boost_select=pages.select,
-        static=static,
-    )
-    return LayerFormat(keys, ValueFormat(HEADS, value_dim, PAGE, pages.value_bits, group, static=static))
-
-
-def _value_group(wanted: int, value_dim: int) -> int | None:
-    """Channels per value group as a scheme chooses them: what is wanted, or the next smaller number that fits."""
-    if wanted == 0 or wanted >= value_dim:
-        return value_dim
-    return next((size for size in range(wanted, 7, -1) if value_dim % size == 0 and size % 8 == 0), None)
 
 
 _POINTERS = {
@@ -248,16 +268,16 @@ def _page_variant(
     return Variant(
         f"{kernel}-{name}",
         function,
-        _signature(function, constants, _POINTERS | {"queries": f"*{dtype}", "dense": f"*{dtype}"}),
+        _signature(function, constants, _POINTERS | {"queries": f"*{dtype}", "residual": f"*{dtype}"}),
         constants,
         num_warps=warps_for(shape),
         num_stages=STAGES,
         axes={"kernel": kernel} | ({"usual": f"{kernel} {usual}"} if usual else {}) | axes,
-        codes=PAGE * sum(size for size, _ in low),
+        codes=PAGE_SIZE * sum(size for size, _ in low),
         tensor_cores=True,
         wide_loads=bool(low),
         max_registers=registers_for(shape),
-        code_bytes=sum(PAGE * size * bits // 8 for size, bits in low),
+        code_bytes=sum(PAGE_SIZE * size * bits // 8 for size, bits in low),
         most_per_code=USUAL_PER_CODE[usual] if usual else _most_per_code(shape),
         most_local=0.35 if _is_crowded(shape) else 0.05,
         spills=_why_spills(shape),
@@ -279,8 +299,8 @@ def _is_crowded(shape: DecodeShape) -> bool:
 
 def _why_spills(shape: DecodeShape) -> str:
     """The reason for which registers of a variant do not suffice; empty where they must."""
-    if shape.half:
-        return "half pages hold full-precision tokens beside codes; a sequence has few of them"
+    if shape.half_quantized:
+        return "half-quantized pages hold full-precision tokens beside codes; a sequence has few of them"
     if registers_for(shape) == FEW_REGISTERS:
         return "few registers, so that more programs hide each other's latencies"
     if 16 in (shape.key_bits, shape.value_bits):
@@ -299,9 +319,7 @@ def _why_spills(shape: DecodeShape) -> str:
 def _combine_variant(
     capability: int, value_dim: int, dtype: str, rows: tuple[int, int], sink_logits: bool, most_slots: int
 ) -> Variant:
-    keys = KeyFormat(HEADS, value_dim, PAGE, 2, PAGE)
-    format = LayerFormat(keys, ValueFormat(HEADS, value_dim, PAGE, 2, value_dim))
-    shape = decode_shape(format, None, DTYPES[dtype], *rows)
+    shape = decode_shape(_unused_pages(value_dim, value_dim), None, DTYPES[dtype], *rows)
     slots, channels = combine_block(most_slots, value_dim)
     constants = {
         "GROUP": rows[0],
@@ -310,18 +328,18 @@ def _combine_variant(
         "VALUE_DIM": value_dim,
         "BLOCK_DIM": channels,
         "BLOCK_SLOTS": slots,
-        "SINKS": sink_logits,
+        "SINK_LOGITS": sink_logits,
         "HEADS": HEADS,
         "DEPENDENT": capability >= 90,
     }
     constants = {key: value for key, value in constants.items() if key in combine_kernel.arg_names}
     return Variant(
-        f"combine-{value_dim}-{dtype}-{rows[0]}x{rows[1]}-{slots}{'-sinks' * sink_logits}",
+        f"combine-{value_dim}-{dtype}-{rows[0]}x{rows[1]}-{slots}{'-sink_logits' * sink_logits}",
         combine_kernel,
         _signature(combine_kernel, constants, _POINTERS | {"out": f"*{dtype}"}),
         constants,
         num_warps=combine_warps(slots, channels),
         num_stages=STAGES,
         axes={"kernel": "combine", "value_size": value_dim, "dtype": dtype, "rows": f"{rows[0]}x{rows[1]}"}
-        | {"sinks": sink_logits, "slots": slots},
+        | {"sink_logits": sink_logits, "slots": slots},
     )

@@ -84,8 +84,6 @@ def decode_attention(
     half_quantized: int = 0,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
-    tau1: float = 0.0,
-    tau2: float = 0.0,
     clamped_rows: torch.Tensor | None = None,
     fall_back: Callable[[str, str], None] = device.fall_back,
 ) -> torch.Tensor:
@@ -101,7 +99,7 @@ def decode_attention(
         half_quantized: 1 where pages may have their values still in full precision, 2 where their keys, 0 where both
             sides are quantized together.
         softcap, sink_logits: as in `attention_reference`; sink_logits [Hq].
-        tau1, tau2, clamped_rows: as in `SpanTokens`.
+        clamped_rows: as in `SpanTokens`.
         fall_back: called with operation and reason where a GPU's attention takes the slower path.
 
     Returns:
@@ -133,8 +131,6 @@ def decode_attention(
                 softcap=softcap,
                 sink_logits=sink_logits,
                 visibility=visibility,
-                tau1=tau1,
-                tau2=tau2,
                 clamped_rows=clamped_rows,
             )
         )

@@ -14,7 +14,7 @@ from kvconvert.kernels.decode.stored import PageTile, ResidualTokens, SpanTokens
 from kvconvert.kernels.pages.formats import LayerFormat
 from kvconvert.kernels.pages.records import KeyPages, ValuePages
 from kvconvert.kernels.pages.reference import dequantize_keys, dequantize_values, key_codes, key_scales, value_codes
-from kvconvert.kernels.spans.reference import clamped_rows, shift_extremes, span_scores, weighted_span_values
+from kvconvert.kernels.spans.reference import shift_scores, span_scores, weighted_span_values
 
 # Bytes of scores and gathered queries that one tile may take; measured: larger tiles leave the last-level cache.
 TILE_BYTES = 8 << 20
@@ -70,10 +70,7 @@ def paged_attention(
         scores = torch.cat([span_scores(grouped[part.row], span, part.format) for span in part.spans], -1).mul_(scaling)
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
-        if part.tau1 or part.tau2:
-            if part.clamped_rows is not None:
-                part.clamped_rows.add_(clamped_rows(scores, part.tau1, part.tau2).sum())
-            scores = shift_extremes(scores, part.tau1, part.tau2)
+        scores = shift_scores(scores, part.format, part.clamped_rows)
         visible = None if part.visible is None else part.visible[None]
         weights, maximum = _exponentials(scores[None], 1.0, None, visible, length)
         parts = weights[0].split([span.tokens for span in part.spans], -1)

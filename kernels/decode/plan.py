@@ -1,9 +1,10 @@
 """How one decode step is divided among programs: work items of nearly equal cost.
 
 An item is a stretch of one sequence: quantized pages, then half-quantized pages (one side quantized, the other
-still in full precision), then tokens of the residual window. Each of the three that is not empty gives one partial result, in a
-slot of its own; a sequence's slots are consecutive. Items depend on how many pages and tokens there are, not on what
-they hold, so a plan serves many steps: the last item of a sequence takes whatever the residual window has grown by.
+still in full precision), then tokens of the residual window. Each of the three that is not empty gives one partial
+result, in a slot of its own; a sequence's slots are consecutive. Items depend on how many pages and tokens there are,
+not on what they hold, so a plan serves many steps: the last item of a sequence takes whatever the residual window has
+grown by.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ RESIDUAL_TOKENS = 64
 HALF_QUANTIZED_COST = 16
 # Columns of an item, which the kernel knows by number.
 ITEM_COLUMNS = 16
-# An end that no sequence reaches: the kernel stops at the tail's own length.
+# An end that no sequence reaches: the kernel stops at the residual window's own length.
 OPEN_END = 1 << 30
 
 
@@ -71,10 +72,10 @@ class WorkPlan:
     """Work items of a batch, sequence after sequence.
 
     Attributes:
-        items: int32 [W, 16]: 0 sequence, 1-2 page entries from and to, 3-4 half-quantized pages, 5-6 residual tokens, 7-9 slots of
-            pages, half-quantized pages and residual window (-1 for none), 10 row of shared scales, 11 real tokens from the first page on,
-            12-14 mask numbers of the first token of pages, half-quantized pages and residual window, 15 table entry of
-            half-quantized page 0.
+        items: int32 [W, 16]: 0 sequence, 1-2 page entries from and to, 3-4 half-quantized pages, 5-6 residual tokens,
+            7-9 slots of pages, half-quantized pages and residual window (-1 for none), 10 row of shared scales, 11 real
+            tokens from the first page on, 12-14 mask numbers of the first token of pages, half-quantized pages and
+            residual window, 15 table entry of half-quantized page 0.
         item_rows, slot_rows: int32 [B + 1], where each sequence's items and slots begin.
         slots: their number; most_slots: the most that one sequence has.
     """

@@ -45,11 +45,11 @@ class PageTables:
     Attributes:
         key_base, value_base: any tensors of 2-byte elements, 16-byte aligned, from which offsets count.
         keys, values: int64 [n + 1] offsets of pages or span blocks in units of 16 bytes. Entry i of both is of the same
-            tokens; where only one side of a half-quantized page is quantized, the other's entry is any valid one, as is the last
-            entry, which is loaded in advance and never followed.
+            tokens; where only one side of a half-quantized page is quantized, the other's entry is any valid one, as is
+            the last entry, which is loaded in advance and never followed.
         plan: the work items.
-        shared: int64 [S, 4] offsets, in the same units, of key scale and zero_point [H, D] relative to `key_base`, and of
-            value scale and zero_point [H, E] relative to `value_base`; None where pages have scales of their own.
+        shared: int64 [S, 4] offsets, in the same units, of key scale and zero point [H, D] relative to `key_base`, and
+            of value scale and zero point [H, E] relative to `value_base`; None where pages have scales of their own.
         boosted: integers [H, n], the channels with more bits where these are fixed for the layer, else None.
     """
 
@@ -69,8 +69,8 @@ class ResidualWindows:
     Attributes:
         base: any tensor of the keys' dtype, 16-byte aligned, from which offsets count.
         rows: int64 [B, 8] for each sequence: offset of its key buffer [H, capacity, D] from `base` and the stride of
-            its heads, the same two of values, all in units of 8 elements; sink tokens; tokens of the key and of the value
-            buffer behind the sink tokens that belong to half-quantized pages; tokens of the residual window.
+            its heads, the same two of values, all in units of 8 elements; sink tokens; tokens of the key and of the
+            value buffer behind the sink tokens that belong to half-quantized pages; tokens of the residual window.
     """
 
     base: torch.Tensor
@@ -131,7 +131,6 @@ class SpanTokens:
     Attributes:
         row: the batch row.
         spans: in order; format: of all of them.
-        tau1, tau2: see `shift_extremes`.
         visible: bool [1, T, n] over the tokens of all spans; None when all queries may see all.
         clamped_rows: int64 scalar, to which the number of rows is added whose different scores the shift made equal.
     """
@@ -139,7 +138,5 @@ class SpanTokens:
     row: int
     spans: list[Span]
     format: SpanFormat
-    tau1: float = 0.0
-    tau2: float = 0.0
     visible: torch.Tensor | None = None
     clamped_rows: torch.Tensor | None = None

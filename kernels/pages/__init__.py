@@ -6,8 +6,8 @@ values are quantized per token over groups of channels and packed along the chan
 read: the axis that is contracted with the probabilities or the query is not the packed one, and neighbours along it lie
 side by side.
 
-Kitty's boosted key channels have twice the bits: their low bits lie in the plane that holds every channel's codes, their
-high bits in a second plane, so that the first has one shape whatever is boosted.
+Kitty's boosted key channels have twice the bits: their low bits lie in the plane that holds every channel's codes,
+their high bits in a second plane, so that the first has one shape whatever is boosted.
 
 Static pages have codes alone: one scale and zero point per channel, keys' and values' alike, belong to the layer.
 """
@@ -28,6 +28,7 @@ from kvconvert.kernels.pages.reference import (
     dequantize_values,
     key_codes,
     key_scales,
+    normalised_keys,
     quantize_keys,
     quantize_values,
     rank_channels,
@@ -50,6 +51,7 @@ __all__ = [
     "key_codes",
     "key_scales",
     "new_flag",
+    "normalised_keys",
     "pages_of",
     "quantize_in_place",
     "quantize_keys",

@@ -19,8 +19,8 @@ def raise_if_flagged(flag: torch.Tensor, heads: int, of_span: bool = False) -> N
     """Wait for the kernels that were given `flag`, and raise what they found; the flag is lowered again.
 
     Raises:
-        GroupRangeError: NaN, infinity, or a scale or zero_point beyond float16; `index` is (page, head), the page counted
-            in its launch, and (head,) of a span.
+        GroupRangeError: NaN, infinity, or a scale or zero point beyond float16; `index` is (page, head), the page
+            counted in its launch, and (head,) of a span.
         NumericError: the norm of a key token is not finite or does not fit float16.
     """
     found = int(flag)
@@ -33,6 +33,7 @@ def raise_if_flagged(flag: torch.Tensor, heads: int, of_span: bool = False) -> N
     page, head = divmod(place, heads)
     raise GroupRangeError(
         f"{'The span' if of_span else f'Page {page}'} of head {head} cannot be quantized because it holds NaN, "
-        "infinity, or a range that fp16 scales and zero_points cannot describe; look for the cause where the numbers arose.",
+        "infinity, or a range that fp16 scales and zero points cannot describe; look for the cause where the numbers "
+        "arose.",
         (head,) if of_span else (page, head),
     )

@@ -12,7 +12,7 @@ PAGE_SIZE = 128
 
 
 class ChannelScales(NamedTuple):
-    """One scale and zero_point for each channel of each head of a layer: float16 [H, channels], finite."""
+    """One scale and zero point for each channel of each head of a layer: float16 [H, channels], finite."""
 
     scale: torch.Tensor
     zero_point: torch.Tensor
@@ -31,10 +31,10 @@ class KeyFormat:
         token_norm_measure: root mean square ("l2") or mean magnitude.
         clip_ratio: factor applied to each group's (min, max) about its midpoint.
         boosted: channels per head that get twice the bits (Kitty).
-        boost_select: "dynamic" ranks channels by mean magnitude in each page and stores their indices there;
-            "calibrated" takes the fixed channels given to `quantize_keys`.
-        static: the layer's `ChannelScales` describe every page, which holds none of its own. `clip_ratio` then has no part
-            in quantization, `group_size` is `page_size`, and there is no norm and no boost.
+        fixed_channels: the boosted channels are the layer's own, given to `quantize_keys`; otherwise each page ranks
+            channels by mean magnitude and stores their indices.
+        static: the layer's `ChannelScales` describe every page, which holds none of its own. `clip_ratio` then has no
+            part in quantization, `group_size` is `page_size`, and there is no norm and no boost.
     """
 
     heads: int
@@ -46,7 +46,7 @@ class KeyFormat:
     token_norm_measure: Literal["l2", "mean_abs"] = "l2"
     clip_ratio: float = 1.0
     boosted: int = 0
-    boost_select: Literal["dynamic", "calibrated"] = "dynamic"
+    fixed_channels: bool = False
     static: bool = False
 
 

@@ -7,8 +7,8 @@ kernel reads of it:
     value record = of each head: [codes | scale | zero_point]
 
 Every field begins at a multiple of 8 units (16 bytes), and so does every record. Codes lie lane after lane, scales and
-zero_points group after group, so that what one step of a product needs of all channels (of keys) or tokens (of values) is
-read at once. Pages of 16 bits have no record: they are tensors of the model's dtype.
+zero points group after group, so that what one step of a product needs of all channels (of keys) or tokens (of values)
+is read at once. Pages of 16 bits have no record: they are tensors of the model's dtype.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KeyLayout:
         lanes, rows: codes of one head are int16 [lanes, rows]: [P * bits / 16, D], [P / 8, D / 2] at 1 bit.
         high_rows: the upper bits of boosted channels are int16 [lanes, high_rows]: as many rows as boosted channels, at
             1 bit half as many, rounded up.
-        groups: scale and zero_point of one head are float16 [groups, D]; 0 where pages have none.
+        groups: scale and zero point of one head are float16 [groups, D]; 0 where pages have none.
         codes, high, scale, zero_point, norm, channels: offsets within a head's part, -1 of what pages have not. `norm`
             float16 [P] is there with norms per head, `channels` uint8 [boosted] where they are stored.
         head_stride: from one head's part to the next.
@@ -87,7 +87,7 @@ class KeyLayout:
             "scale": f.head_dim * groups,
             "zero_point": f.head_dim * groups,
             "norm": f.page_size if f.token_norm == "per_head" else 0,
-            "channels": -(-f.boosted // 2) if f.boost_select == "dynamic" else 0,
+            "channels": 0 if f.fixed_channels else -(-f.boosted // 2),
         }
         offsets, head_stride = _offsets(sizes)
         joint_norm = f.heads * head_stride if f.token_norm == "joint" else -1
@@ -102,6 +102,11 @@ class KeyLayout:
             joint_norm=joint_norm,
             record=f.heads * head_stride + (_align(f.page_size) if f.token_norm == "joint" else 0),
         )
+
+    @property
+    def norm_mode(self) -> int:
+        """0 where pages have no norms, 1 for joint ones, 2 for one per head."""
+        return 1 if self.joint_norm >= 0 else 2 if self.norm >= 0 else 0
 
     def fields(self, record: torch.Tensor, f: KeyFormat) -> dict[str, torch.Tensor]:
         """The fields that the format has, views of records int16 [N, record] in the shapes that `KeyPages` states."""
@@ -119,7 +124,7 @@ class KeyLayout:
         if f.boosted:
             high = heads[..., self.high : self.high + self.high_rows * self.lanes]
             found["high"] = high.unflatten(2, (self.lanes, self.high_rows))
-            if f.boost_select == "dynamic":
+            if not f.fixed_channels:
                 found["channels"] = heads[..., self.channels :].view(torch.uint8)[..., : f.boosted]
         return found
 
@@ -131,7 +136,7 @@ class ValueLayout:
     Attributes:
         heads: H.
         lanes, rows: codes of one head are int16 [lanes, rows]: [E * bits / 16, P], [E / 8, P / 2] at 1 bit.
-        groups: scale and zero_point of one head are float16 [groups, P]; 0 where pages have none.
+        groups: scale and zero point of one head are float16 [groups, P]; 0 where pages have none.
         codes, scale, zero_point: offsets within a head's part, -1 of what pages have not.
         head_stride: from one head's part to the next.
         record: size of the record.

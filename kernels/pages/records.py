@@ -56,8 +56,8 @@ class KeyPages(_Pages):
     Attributes:
         codes: int16 [N, H, P * bits / 16, D] ([N, H, P / 8, D / 2] at 1 bit, see `kernels/packing.py`), or the model's
             dtype [N, H, P, D] at 16 bits.
-        scale, zero_point: float16 [N, H, D, P / group_size], group after group in memory; None at 16 bits or where scales
-            are static.
+        scale, zero_point: float16 [N, H, D, P / group_size], group after group in memory; None at 16 bits or where
+            scales are static.
         norm: float16 [N, H or 1, P], None without a token norm.
         high: int16 [N, H, P * bits / 16, boosted], the upper bits of boosted channels ([N, H, P / 8, boosted / 2] at
             1 bit, boosted rounded up to an even number), None without boost.
@@ -85,8 +85,8 @@ class ValuePages(_Pages):
     Attributes:
         codes: int16 [N, H, E * bits / 16, P] ([N, H, E / 8, P / 2] at 1 bit), or the model's dtype [N, H, P, E] at 16
             bits.
-        scale, zero_point: float16 [N, H, P, E / group_size], group after group in memory; None at 16 bits or where scales
-            are static.
+        scale, zero_point: float16 [N, H, P, E / group_size], group after group in memory; None at 16 bits or where
+            scales are static.
         record: int16 [N, units], of which all others are views, see `ValueLayout`; None at 16 bits.
         format: what the bytes mean.
     """

@@ -34,6 +34,17 @@ def token_norms(
     return norms
 
 
+def normalised_keys(keys: torch.Tensor, f: KeyFormat) -> torch.Tensor:
+    """Keys [N, H, P, D] divided by their token norms where the format has them, without the norms' rounding to float16.
+
+    Tokens of norm zero are zeros.
+    """
+    if f.token_norm == "none":
+        return keys
+    norms = token_norms(keys, f.token_norm, f.token_norm_measure).unsqueeze(3)
+    return torch.where(norms > 0, keys / norms, 0.0)
+
+
 def rank_channels(keys: torch.Tensor, count: int) -> torch.Tensor:
     """The `count` channels of largest mean magnitude per page and head: int64 [N, H, count], ascending.
 
@@ -53,15 +64,15 @@ def quantize_keys(
     Args:
         keys: what to store.
         f: how.
-        channels: int64 [H, boosted], the channels to boost with `boost_select="calibrated"`.
+        channels: int64 [H, boosted], the channels to boost where the format fixes them.
         static: of the layer, where `f.static`.
 
     Returns:
-        N pages. Codes are computed from the stored norm, scale and zero_point. A boosted channel's scale and zero_point are
-        those of its own finer grid.
+        N pages. Codes are computed from the stored norm, scale and zero point. A boosted channel's scale and zero point
+        are those of its own finer grid.
 
     Raises:
-        NumericError: NaN, infinity, or a norm, scale or zero_point beyond float16.
+        NumericError: NaN, infinity, or a norm, scale or zero point beyond float16.
     """
     if f.bits == 16:
         return KeyPages(keys.contiguous(), f)
@@ -78,7 +89,7 @@ def quantize_keys(
     if not f.boosted:
         codes = pack_codes(plain.codes.transpose(2, 3), f.bits, dim=2, across=3)
         return record_of(f, codes=codes, scale=plain.scale, zero_point=plain.zero_point, norm=norm)
-    chosen = rank_channels(keys, f.boosted) if f.boost_select == "dynamic" else channels.expand(len(keys), -1, -1)
+    chosen = channels.expand(len(keys), -1, -1) if f.fixed_channels else rank_channels(keys, f.boosted)
 
     def rows_of(tensor: torch.Tensor) -> torch.Tensor:
         return chosen.unsqueeze(3).expand(-1, -1, -1, tensor.shape[3])
@@ -125,7 +136,9 @@ def value_codes(pages: ValuePages, f: ValueFormat) -> torch.Tensor:
 
 
 def key_scales(pages: KeyPages, static: ChannelScales | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero_point of the pages' groups, float16 [N or 1, H, D, groups]; the layer's make one group of a page."""
+    """Scale and zero point of the pages' groups, float16 [N or 1, H, D, groups]; those of the
+    layer make one group of a page.
+    """
     if static is None:
         return pages.scale, pages.zero_point
     return static.scale[None, :, :, None], static.zero_point[None, :, :, None]

@@ -19,7 +19,7 @@ LARGEST_HEAD = 256
 
 
 def unsupported(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, scaling: float) -> str | None:
-    """Why the Triton kernels cannot serve a prompt's attention or, without values, its log-sum-exp; None if they can."""
+    """Why the Triton kernels cannot serve attention, or without values its log-sum-exp; None if they can."""
     reason = device.unsupported(queries.device)
     if reason is not None:
         return reason
@@ -76,7 +76,7 @@ def attention_and_log_sum_exp(
     sink_logits: torch.Tensor | None = None,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`prompt_attention`, and float32 [Hq, T], the logarithm of each query's sum of exponentials, if the path has it."""
+    """`prompt_attention`, and the log-sum-exp of each query's scores, float32 [Hq, T], where the path has it."""
     reason = unsupported(queries, keys, values, scaling)
     if reason is None:
         from kvconvert.kernels.prompt.triton.launch import attention

@@ -18,8 +18,9 @@ def blockwise_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     window: int | None = None,
+    block_scores: int = BLOCK_SCORES,
 ) -> torch.Tensor:
-    """`prompt_attention` on every device; memory is linear in n.
+    """`prompt_attention` on every device; memory is linear in n, `block_scores` scores at a time.
 
     Plain prompts take torch's own attention. cuDNN's, its fastest on a GPU, is about a tenth faster for long prompts
     but takes some 60 ms to prepare for every new length.
@@ -36,7 +37,7 @@ def blockwise_attention(
     heads = keys.shape[0]
     output = queries.new_empty(*queries.shape[:2], values.shape[2])
     grouped, values = output.unflatten(0, (heads, -1)), values.float()
-    for block, seen, weights in weight_blocks(queries, keys, None, scaling, softcap, sink_logits, window):
+    for block, seen, weights in weight_blocks(queries, keys, None, scaling, softcap, sink_logits, window, block_scores):
         grouped[:, :, block] = (weights @ values[:, None, seen]).to(output.dtype)
     return output
 
@@ -49,8 +50,10 @@ def weight_blocks(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     window: int | None = None,
+    block_scores: int = BLOCK_SCORES,
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Attention weights of one block of queries after another, for paths without a kernel; arguments as in `column_sums`.
+    """Attention weights of one block of queries after another, for paths without a kernel; arguments as in
+    `column_sums`.
 
     Yields:
         which queries, over which keys, and float32 [H, Hq / H, queries, keys]; zeros where a query sees nothing.
@@ -59,7 +62,7 @@ def weight_blocks(
     length = queries.shape[1]
     grouped = queries.float().unflatten(0, (heads, -1))
     keys = keys.float()
-    step = max(1, BLOCK_SCORES // (queries.shape[0] * n))
+    step = max(1, block_scores // (queries.shape[0] * n))
     for start in range(0, length, step):
         block = slice(start, min(start + step, length))
         # Causal blocks need no keys beyond their last query's own, nor any before their first query's window.

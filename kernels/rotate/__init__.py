@@ -6,6 +6,8 @@ what H is.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,8 @@ from kvconvert.kernels.rotate.matrices import hadamard_kind, hadamard_matrix
 from kvconvert.kernels.rotate.reference import hadamard_reference
 
 __all__ = [
+    "NO_ROTATION",
+    "Rotations",
     "hadamard_kind",
     "hadamard_matrix",
     "hadamard_reference",
@@ -82,6 +86,16 @@ def hadamard_transform(x: Tensor, inverse: bool = False) -> Tensor:
     return factored_transform(x, factors, inverse) if factors else hadamard_reference(x, inverse)
 
 
+class Rotations(NamedTuple):
+    """What is rotated at run time: queries with keys, and values with attention outputs."""
+
+    keys: bool = False
+    values: bool = False
+
+
+NO_ROTATION = Rotations()
+
+
 def rotate_and_append(
     queries: Tensor,
     keys: Tensor,
@@ -89,26 +103,25 @@ def rotate_and_append(
     base: Tensor,
     table: Tensor,
     first_tokens: Tensor,
-    rotate_keys: bool,
-    rotate_values: bool,
+    rotations: Rotations,
 ) -> Tensor:
     """Store new keys and values in their sequences' buffers and rotate what the scheme rotates, in one launch.
 
     Only for what `unsupported_append` accepts; elsewhere rotate, then copy.
 
     Args:
-        queries: [B, Hq, T, D]; with `rotate_keys` they are rotated as the keys are.
+        queries: [B, Hq, T, D]; rotated as the keys are.
         keys, values: [B, H, T, D] and [B, H, T, E].
         base: a tensor of the same dtype, from whose address `table` counts.
         table: int64 [B, 4] on the device: of each sequence's key buffer [H, capacity, D] the offset from `base` and the
             stride from head to head, both in elements, then the same of its value buffer.
         first_tokens: int64 [B] on the device: where in its buffer each sequence's first new token goes; negative where
             nothing is stored.
-        rotate_keys, rotate_values: which are rotated.
+        rotations: which are rotated.
 
     Returns:
         the queries, rotated or as they were, [B, Hq, T, D].
     """
     from kvconvert.kernels.rotate.triton import launch
 
-    return launch.rotate_and_append(queries, keys, values, base, base, table, first_tokens, rotate_keys, rotate_values)
+    return launch.rotate_and_append(queries, keys, values, base, base, table, first_tokens, *rotations)

@@ -12,7 +12,7 @@ import torch
 
 from kvconvert.kernels import device, prompt
 from kvconvert.kernels.prompt import attention_and_log_sum_exp, is_fallback
-from kvconvert.kernels.prompt.cpu import weight_blocks
+from kvconvert.kernels.select.cpu import blockwise_column_sums
 from kvconvert.kernels.select.reference import column_sums_reference, select_tokens
 
 __all__ = [
@@ -62,10 +62,7 @@ def column_sums(
         return launch.column_sums(queries, keys, log_sum_exp, scaling, softcap, window)
     if reason is not None and is_fallback(queries):
         device.fall_back("The attention mass of tokens", reason)
-    sums = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
-    for _, seen, weights in weight_blocks(queries, keys, visible, scaling, softcap, sink_logits, window):
-        sums[:, seen] += weights.sum((1, 2))
-    return sums
+    return blockwise_column_sums(queries, keys, visible, scaling, softcap, sink_logits, window)
 
 
 def selective_attention(

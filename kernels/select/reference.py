@@ -13,7 +13,9 @@ def column_sums_reference(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The attention mass of each token: weights summed over queries and the query heads of its KV head (MiniKV, sec. 4).
+    """The attention mass of each token: weights summed over queries and the query heads of its KV head.
+
+    MiniKV, section 4.
 
     Args:
         queries: [Hq, T, D]; keys: [H, n, D].
@@ -37,8 +39,8 @@ def column_sums_reference(
 def select_tokens(scores: torch.Tensor, heavy: int, recent: int, sink_tokens: int = 0) -> torch.Tensor:
     """The tokens that each KV head keeps: int64 [H, kept], ascending.
 
-    The first `sink_tokens`, the newest `recent`, and of the others the `heavy` with the highest score [H, n], ties to the
-    older token. Counts that exceed what there is keep everything.
+    The first `sink_tokens`, the newest `recent`, and of the others the `heavy` with the highest score [H, n], ties to
+    the older token. Counts that exceed what there is keep everything.
     """
     heads, n = scores.shape
     sink_tokens = min(sink_tokens, n)

@@ -2,9 +2,9 @@
 
 Keys and values are quantized per channel over all tokens of the span, so that scales and zero points cost nothing
 per token
-and leave both products: q k becomes (q * scale) codes + q zero_point, and w v becomes (w codes) * scale + sum(w) zero_point
-(CalibQuant, section 4.2, "post-scaling"). At 1 and 2 bits the scores of the span are then mapped onto a smaller
-interval (section 4.3), see `shift_extremes`.
+and leave both products: q k becomes (q * scale) codes + q zero, and w v becomes (w codes) * scale + sum(w) zero
+(CalibQuant, section 4.2, "post-scaling"). At 1 and 2 bits the scores of the span are then mapped onto a
+smaller interval (section 4.3), see `shift_extremes`.
 
 Codes lie in blocks of PAGE_SIZE tokens, packed as those of pages are, so that one decode kernel reads both.
 """

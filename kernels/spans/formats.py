@@ -9,12 +9,25 @@ import torch
 
 @dataclass(frozen=True)
 class SpanFormat:
-    """The meaning of a layer's span bytes: bits (1, 2, 4 or 8) and clip ratios of keys and values."""
+    """How a layer's spans are stored and scored.
+
+    Attributes:
+        key_bits, value_bits: width of a code: 1, 2, 4 or 8.
+        key_clip_ratio, value_clip_ratio: factor by which a channel's (min, max) shrinks about its midpoint.
+        tau1, tau2: shift of the spans' smallest and largest score, see `shift_extremes`.
+    """
 
     key_bits: int
     value_bits: int
     key_clip_ratio: float = 1.0
     value_clip_ratio: float = 1.0
+    tau1: float = 0.0
+    tau2: float = 0.0
+
+    @property
+    def shifts(self) -> bool:
+        """Whether scores are shifted at all."""
+        return bool(self.tau1 or self.tau2)
 
 
 @dataclass(frozen=True)

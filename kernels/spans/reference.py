@@ -65,12 +65,14 @@ def span_scores(queries: torch.Tensor, span: Span, f: SpanFormat) -> torch.Tenso
     return (scaled @ _key_codes(span, f).float()).add_(offset)
 
 
-def weighted_span_values(weights: torch.Tensor, span: Span, f: SpanFormat) -> torch.Tensor:
-    """Sum of the span's values by weights [H, R, n], float32 [H, R, E]."""
+def weighted_span_values(
+    weights: torch.Tensor, span: Span, f: SpanFormat, tile_blocks: int = TILE_BLOCKS
+) -> torch.Tensor:
+    """Sum of the span's values by weights [H, R, n], float32 [H, R, E]; `tile_blocks` are unpacked at a time."""
     output = 0.0
-    for block in range(0, len(span.value_codes), TILE_BLOCKS):
-        codes = _value_codes(span, f, slice(block, block + TILE_BLOCKS)).float()
-        output = output + weights[..., block * PAGE_SIZE : (block + TILE_BLOCKS) * PAGE_SIZE] @ codes
+    for block in range(0, len(span.value_codes), tile_blocks):
+        codes = _value_codes(span, f, slice(block, block + tile_blocks)).float()
+        output = output + weights[..., block * PAGE_SIZE : (block + tile_blocks) * PAGE_SIZE] @ codes
     offset = weights.sum(-1, keepdim=True) * span.value_zero_point.float().unsqueeze(1)
     return output * span.value_scale.float().unsqueeze(1) + offset
 
@@ -86,6 +88,15 @@ def shift_extremes(scores: torch.Tensor, tau1: float, tau2: float) -> torch.Tens
     width = delta - gamma
     slope = torch.where(width > 0, 1 - (tau2 - tau1) / width.clamp(min=torch.finfo(width.dtype).tiny), 0.0)
     return (scores - gamma) * slope.clamp(min=0.0) + (gamma - tau1)
+
+
+def shift_scores(scores: torch.Tensor, f: SpanFormat, clamped: torch.Tensor | None) -> torch.Tensor:
+    """Scores [..., n] of all spans of a sequence as the format shifts them; counts clamped rows into `clamped`."""
+    if not f.shifts:
+        return scores
+    if clamped is not None:
+        clamped.add_(clamped_rows(scores, f.tau1, f.tau2).sum())
+    return shift_extremes(scores, f.tau1, f.tau2)
 
 
 def clamped_rows(scores: torch.Tensor, tau1: float, tau2: float) -> torch.Tensor:

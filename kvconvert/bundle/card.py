@@ -105,8 +105,7 @@ def _usage(manifest: Manifest) -> list[str]:
     ]
     if manifest.weights.method != "none":
         lines += [
-            "The weights are a standard AWQ checkpoint: engines that know only AWQ load the same directory and keep "
-            "their own cache.",
+            "The weights have the names and the layout of a standard AWQ checkpoint.",
             "",
         ]
     return lines

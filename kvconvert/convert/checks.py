@@ -13,8 +13,8 @@ from kvconvert.errors import RecipeError, UnsupportedModelError
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.models.adapters import head_dim, layer_config
 from kvconvert.models.layer_types import layer_types_of, pages_unsupported
+from kvconvert.models.modality import placeholder_ids
 from kvconvert.runtime.cache.formats import layer_format
-from kvconvert.runtime.hf.modality import placeholder_ids
 
 
 def check_purpose(config: PretrainedConfig, recipe: Recipe) -> None:

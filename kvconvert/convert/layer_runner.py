@@ -18,10 +18,9 @@ from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fil
 from kvconvert.convert.workdir import HiddenStates
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
 from kvconvert.models.adapters import Adapter
-from kvconvert.models.experts import separate_experts, split_fused
+from kvconvert.models.auto_class import model_class
+from kvconvert.models.experts import ExpertRoles, separate_experts, split_fused
 from kvconvert.models.source import SourceModel
-from kvconvert.runtime.hf.experts import ExpertRoles
-from kvconvert.runtime.hf.load import model_class
 
 BATCH_TOKENS = 4096  # calibration tokens that run through a layer at once
 

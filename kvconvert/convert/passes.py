@@ -18,7 +18,7 @@ from kvconvert.calibration.static_scales import StaticScalesPass
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.methods import PLAN_TENSORS, KVCalibration, KVScheme
 from kvconvert.methods.awq import WeightsRecipe
-from kvconvert.runtime.cache.formats import layer_format, span_format
+from kvconvert.runtime.cache.formats import layer_format, rotations, span_format
 
 # In the order in which they work: what folds first, AWQ's search after it, and what depends on the values that the
 # cache will store after both. Passes that evaluate a sample of the finished layer's attention stand last.
@@ -58,4 +58,4 @@ def cache_format(scheme: KVScheme, structure: LayerStructure) -> CacheFormat:
     """A scheme in the terms of kernels, as it stands before calibration has chosen anything."""
     heads, channels = structure.num_key_value_heads, structure.head_dim
     pages = layer_format(replace(scheme, **scheme.before_calibration()), heads, channels, channels)
-    return CacheFormat.of(scheme, pages, span_format(scheme))
+    return CacheFormat.of(scheme, pages, span_format(scheme), rotations(scheme))

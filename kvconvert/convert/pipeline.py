@@ -42,8 +42,8 @@ from kvconvert.data.samples import load_samples
 from kvconvert.data.text import TokenData
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.models.adapters import Adapter, find_adapter, require_adapter
+from kvconvert.models.auto_class import supports_images
 from kvconvert.models.source import SourceModel, float_dtype, open_source
-from kvconvert.runtime.hf.load import supports_images
 from kvconvert.version import __version__
 
 logger = logging.getLogger(__name__)

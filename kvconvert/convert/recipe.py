@@ -12,7 +12,7 @@ files in `kvconvert/convert/presets`; dropping one in extends the command line. 
     preset = "oscar"      # a preset of kvconvert.methods, or "none" for a cache left alone
     key_group_size = 128  # any field of KVScheme replaces the preset's; without a preset, plain groups
     calibrate_clip_ratios = true  # choose both clip ratios of each layer, but for the one that is given here
-    tau_grid = [0, 1, 2, 3]       # values tried for tau1 and tau2 of spans, unless one of these is given here
+    tau_grid = [0, 1, 2, 3]       # values tried for both shifts of spans, unless one is given here
     tau_per_layer = false         # one pair for all layers
 
     [[kv.layers]]         # layers that differ: any of the above but the tau search, over what [kv] says

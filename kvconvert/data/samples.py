@@ -7,9 +7,9 @@ from transformers import ProcessorMixin
 from kvconvert.data.image_samples import holds_images, load_image_samples
 from kvconvert.data.text import TokenData, load_token_samples
 from kvconvert.errors import DataError, UsageError
+from kvconvert.models.auto_class import supports_images
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer
 from kvconvert.models.source import SourceModel
-from kvconvert.runtime.hf.load import supports_images
 
 TEXT_LENGTH = 512  # default tokens of a text sample
 

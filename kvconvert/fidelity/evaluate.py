@@ -37,10 +37,10 @@ from kvconvert.fidelity.recall import (
     recitation,
 )
 from kvconvert.fidelity.scoring import PAGE, Comparison, Decoder, compare, feed, seal, treats_whole_prompts
+from kvconvert.models.auto_class import model_class, supports_images
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.runtime import KVCache, load
-from kvconvert.runtime.hf.load import model_class, supports_images
 from kvconvert.version import __version__
 
 SEGMENT_TOKENS = 1024

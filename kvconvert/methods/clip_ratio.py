@@ -47,8 +47,8 @@ class ClipRatio(Part):
     def conventions(cls, layers: Sequence[tuple[Any, LayerShape]]) -> dict[str, Any]:
         """Where the ratio enters."""
         return {
-            "clip_ratio": "(min, max) shrink about their midpoint by key_clip_ratio and value_clip_ratio before scale is "
-            "computed"
+            "clip_ratio": "(min, max) shrink about their midpoint by key_clip_ratio and value_clip_ratio before scale "
+            "is computed"
         }
 
 

@@ -33,7 +33,7 @@ class Kitty(Part):
         "key_range": "float32 [KV heads, D]: mean range of each key channel within a page",
         "query_mean_abs": "float32 [KV heads, D]: mean magnitude of each query channel",
         "key_sensitivity": "float32 [KV heads, D]: query_mean_abs * key_range",
-        "boosted_channels": "int32 [KV heads, n], ascending: the key channels with twice the bits, where they are fixed",
+        "boosted_channels": "int32 [KV heads, n], ascending: the key channels with twice the bits, if fixed",
     }
 
     boost_fraction: float = option(

@@ -1,8 +1,8 @@
 """What a method contributes to a key-value scheme.
 
-A `KVScheme` is composed of parts, one per paper: each brings its fields with their rules, its presets, the tensors of the
-KV plan that are its own, and what a manifest, a card and the documentation say of it. Whoever handles schemes as a whole
-(recipes, calibration, bundles, summaries) iterates over the parts and needs to know none of their fields.
+A `KVScheme` is composed of parts, one per paper: each brings its fields with their rules, its presets, the tensors of
+the KV plan that are its own, and what a manifest, a card and the documentation say of it. Code that handles schemes
+as a whole (recipes, calibration, bundles, summaries) iterates over the parts and names none of their fields.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PlanTensor:
 
 
 class Part:
-    """One method's part of a scheme: a mixin of `KVScheme`, so that its methods see the fields of the whole scheme.
+    """One method's part of a scheme: a mixin of `KVScheme`, so that its methods read the fields of the whole scheme.
 
     Every hook is optional. `KVScheme` has the same hooks for all parts together.
 

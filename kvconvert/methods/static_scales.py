@@ -1,4 +1,4 @@
-"""Static scales: one grid per channel of a layer for all its tokens, fixed by calibration, as int8 and fp8 engines use."""
+"""Static scales: one grid per channel of a layer for all its tokens, fixed by calibration, as int8 engines use them."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ class StaticScales(Part):
         return {
             "static_scales": {
                 "place": "layers.{i}.static_key_scale, static_key_zero_point, static_value_scale and "
-                "static_value_zero_point of the KV plan, float16 [KV heads, channels], clip ratios included; pages hold "
-                "codes alone",
+                "static_value_zero_point of the KV plan, float16 [KV heads, channels], clip ratios included; pages "
+                "hold codes alone",
                 "use": "x = code * scale + zero_point for every token of the channel, keys after RoPE and rotation; "
                 "codes are packed as elsewhere; numbers outside are clamped to the first or last code",
             }

@@ -1,38 +1,213 @@
-"""Taking fused experts apart, so that calibration and export treat each expert's projections as ordinary Linears.
+"""Mixture-of-experts layers whose experts are Linears of their own, each computed for the tokens routed to it.
 
-Of a decoder layer with transformers' fused experts, `separate_experts` makes one with the same function and a Linear
-per projection and expert. Checkpoints store either form, whatever the library in use makes of it: `split_fused`
-brings the fused one to the other.
+transformers fuses the experts of a layer: one 3-D parameter for all gate and up projections, one for all down
+projections, in one of several layouts. `SeparateExperts` computes the same function from two or three Linears per
+expert, ordinary ones for calibration and packed ones at run time, named as in checkpoints ("experts.3.gate_proj", or
+Mixtral's "experts.3.w1"). An expert that no token is routed to is not called, so its packed weights are not read.
+
+Checkpoints store experts fused or separate, whichever form the library in use prefers: `split_fused` brings the fused
+form to the separate one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kvconvert.errors import CheckpointError
-from kvconvert.runtime.hf.experts import ExpertRoles, FusedLayout, SeparateExperts, is_fused
+from kvconvert.errors import CheckpointError, UnsupportedModelError
+
+
+class ExpertRoles(NamedTuple):
+    """What a checkpoint calls an expert's three Linears."""
+
+    gate: str
+    up: str
+    down: str
+
+
+# Llama's names, and those of Mixtral's first implementation.
+EXPERT_ROLES = (ExpertRoles("gate_proj", "up_proj", "down_proj"), ExpertRoles("w1", "w3", "w2"))
+# Fused experts whose input holds every token once per expert, multiplied by the router's score beforehand: zeros where
+# the token was routed elsewhere.
+SCORED_BEFORE = ("Llama4TextExperts",)
+FUSED_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+FUSED_BIASES = ("gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
+
+MakeLinear = Callable[[int, int, bool], nn.Module]
+
+
+class FusedLayout(NamedTuple):
+    """Shape and layout of a fused module's parameters.
+
+    Attributes:
+        num_experts, hidden, intermediate: sizes.
+        transposed: weights are [experts, in, out] instead of [experts, out, in].
+        interleaved: outputs of the first projection alternate gate, up, gate, up; else all gates come first.
+        bias: both projections have one, [experts, out].
+        scored_before: see `SCORED_BEFORE`.
+    """
+
+    num_experts: int
+    hidden: int
+    intermediate: int
+    transposed: bool
+    interleaved: bool
+    bias: bool
+    scored_before: bool
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether a module holds the weights of several experts in 3-D parameters, under transformers' names for them."""
+    return any(name in FUSED_WEIGHTS and weight.ndim == 3 for name, weight in module.named_parameters(recurse=False))
+
+
+def fused_layout(fused: nn.Module) -> FusedLayout:
+    """The layout of transformers' fused experts, as the module itself declares it.
+
+    Raises:
+        UnsupportedModelError: these experts cannot be split.
+    """
+    name = type(fused).__name__
+    scored_before = name in SCORED_BEFORE
+    names = {name for name, _ in fused.named_parameters(recurse=False)}
+    gated = {"gate_up_proj", "down_proj"}
+    standard = scored_before or getattr(fused, "has_gate", False)
+    if not standard or names not in (gated, gated | {f"{name}_bias" for name in gated}):
+        raise UnsupportedModelError(
+            f"{name} with {', '.join(sorted(names))} are fused experts that kvconvert cannot split; use "
+            '[weights] method = "none".'
+        )
+    if getattr(fused, "has_post_expert_norm", False):
+        raise UnsupportedModelError(
+            f'{name} normalises the output of its experts, which is not supported; use [weights] method = "none".'
+        )
+    transposed = scored_before or fused.is_transposed
+    experts, rows, columns = fused.down_proj.shape
+    return FusedLayout(
+        num_experts=experts,
+        hidden=columns if transposed else rows,
+        intermediate=rows if transposed else columns,
+        transposed=transposed,
+        interleaved=not scored_before and not fused.is_concatenated,
+        bias="down_proj_bias" in names,
+        scored_before=scored_before,
+    )
+
+
+class SeparateExperts(nn.Module):
+    """Experts as Linears, in the place of transformers' fused experts; the function is the same.
+
+    Experts are named "0", "1", ..., and their Linears by `roles`.
+
+    Args:
+        fused: transformers' module, on any device; it is not changed. Its activation is kept, its weights are not.
+        roles: names of each expert's Linears.
+        make_linear: makes one of them, given its number of inputs and of outputs and whether it has a bias.
+    """
+
+    def __init__(self, fused: nn.Module, roles: ExpertRoles, make_linear: MakeLinear) -> None:
+        super().__init__()
+        self.layout, self.roles = fused_layout(fused), roles
+        hidden, intermediate, bias = self.layout.hidden, self.layout.intermediate, self.layout.bias
+        for expert in range(self.layout.num_experts):
+            linears = {
+                roles.gate: make_linear(hidden, intermediate, bias),
+                roles.up: make_linear(hidden, intermediate, bias),
+                roles.down: make_linear(intermediate, hidden, bias),
+            }
+            self.add_module(str(expert), nn.ModuleDict(linears))
+        # Not a submodule: transformers would initialise the weights that it expects in a module of this class.
+        self.__dict__["gating"] = _without_weights(fused)
+
+    def experts(self) -> Iterator[nn.ModuleDict]:
+        """The experts in order."""
+        return (self.get_submodule(str(expert)) for expert in range(self.layout.num_experts))
+
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+    ) -> Tensor:
+        """The output of the fused module for the same arguments: [tokens, hidden] in the input's dtype.
+
+        Args:
+            hidden_states: [tokens, hidden]; where scores are applied before, [experts * tokens, hidden] in order of
+                experts.
+            top_k_index, top_k_weights: experts of each token and their weights, [tokens, k]; absent where scores are
+                applied before. An index beyond the last expert stands for none.
+        """
+        if self.layout.scored_before:
+            return self._scored(hidden_states)
+        tokens, k = top_k_index.shape
+        chosen = top_k_index.flatten()
+        counts = torch.bincount(chosen, minlength=self.layout.num_experts).tolist()
+        order = chosen.argsort(stable=True)
+        outputs = hidden_states.new_zeros(tokens * k, self.layout.hidden)
+        start = 0
+        for expert, count in zip(self.experts(), counts, strict=False):
+            if count:
+                slots = order[start : start + count]
+                outputs[slots] = self._expert(expert, hidden_states[slots // k])
+            start += count
+        weighted = outputs * top_k_weights.reshape(-1, 1)
+        return weighted.view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+
+    def compute(self, number: int, tokens: Tensor) -> Tensor:
+        """One expert's output for tokens [n, hidden], before any score."""
+        return self._expert(self.get_submodule(str(number)), tokens)
+
+    def _scored(self, hidden_states: Tensor) -> Tensor:
+        # Without biases, zeros give zeros: only the expert's own tokens, which are not zero, need to be computed.
+        routed = hidden_states.ne(0).any(-1).view(self.layout.num_experts, -1)
+        outputs = torch.zeros_like(hidden_states)
+        for number, (expert, count) in enumerate(zip(self.experts(), routed.sum(1).tolist(), strict=True)):
+            if count:
+                rows = routed[number].nonzero().flatten() + number * routed.shape[1]
+                outputs[rows] = self._expert(expert, hidden_states[rows])
+        return outputs
+
+    def _expert(self, expert: nn.ModuleDict, x: Tensor) -> Tensor:
+        gate, up = expert[self.roles.gate](x), expert[self.roles.up](x)
+        if self.layout.scored_before:
+            gated = up * self.gating.act_fn(gate)
+        elif self.layout.interleaved:
+            gated = self.gating._apply_gate(torch.stack((gate, up), -1).flatten(-2))
+        else:
+            gated = self.gating._apply_gate(torch.cat((gate, up), -1))
+        return expert[self.roles.down](gated)
+
+
+def _without_weights(fused: nn.Module) -> nn.Module:
+    """A shallow copy of a fused module that keeps its settings and activation only."""
+    bare = object.__new__(type(fused))
+    bare.__dict__.update(fused.__dict__)
+    bare._parameters = {}
+    return bare
+
+
+def expert_names(prefix: str, layout: FusedLayout, roles: ExpertRoles) -> list[str]:
+    """Full names of the Linears of a layer's experts, in order."""
+    return [f"{prefix}.{expert}.{role}" for expert in range(layout.num_experts) for role in roles]
 
 
 def separate_experts(layer: nn.Module, roles: ExpertRoles) -> nn.Module:
-    """Replace a layer's fused experts by Linears, in place; their weights are taken over.
+    """Replace a layer's fused experts by Linears with the same weights, in place.
 
     Args:
-        layer: a decoder layer, on any device; without fused experts it stays as it is.
-        roles: names of each expert's Linears, as the bundle will have them.
+        layer: a decoder layer, on any device; without fused experts it is left unchanged.
+        roles: names of each expert's Linears in the bundle.
 
     Returns:
         `layer`.
 
     Raises:
-        UnsupportedModelError: experts of a kind that cannot be taken apart.
+        UnsupportedModelError: experts that cannot be split.
     """
     for name, fused in [(name, module) for name, module in layer.named_modules() if is_fused(module)]:
         with torch.device("meta"):
             separate = SeparateExperts(fused, roles, lambda i, o, bias: nn.Linear(i, o, bias))
-        weights = {f"{name}.{kind}": parameter for kind, parameter in fused.named_parameters(recurse=False)}
+        weights = {f"{name}.{key}": parameter for key, parameter in fused.named_parameters(recurse=False)}
         layer.set_submodule(name, separate)
         split = split_fused(layer, weights, type(layer).__name__)
         separate.load_state_dict({key.removeprefix(f"{name}."): value for key, value in split.items()}, assign=True)
@@ -41,36 +216,36 @@ def separate_experts(layer: nn.Module, roles: ExpertRoles) -> nn.Module:
 
 
 def expert_modules(layer: nn.Module) -> tuple[str, ...]:
-    """Name prefixes of a layer's experts that were taken apart ("mlp.experts.")."""
+    """Name prefixes of a layer's separate experts ("mlp.experts.")."""
     return tuple(f"{name}." for name, module in layer.named_modules() if isinstance(module, SeparateExperts))
 
 
 def split_fused(layer: nn.Module, tensors: Mapping[str, Tensor], layer_name: str) -> dict[str, Tensor]:
-    """Tensors of a layer with those of fused experts cut into one per expert and projection (views).
+    """Tensors of a layer, those of fused experts split into one per expert and projection (views).
 
     Args:
         layer: with separate experts.
-        tensors: by name within the layer; experts fused as in transformers, or apart already.
+        tensors: by name within the layer; experts fused as in transformers, or separate.
         layer_name: for messages.
 
     Raises:
-        CheckpointError: a fused tensor whose shape does not fit the layer's experts.
+        CheckpointError: a fused tensor has a shape that does not fit the layer's experts.
     """
     result = dict(tensors)
     for name, module in layer.named_modules():
         if isinstance(module, SeparateExperts):
-            for kind, shape in _fused_shapes(module.layout).items():
-                tensor = result.pop(f"{name}.{kind}", None)
+            for fused_name, shape in _fused_shapes(module.layout).items():
+                tensor = result.pop(f"{name}.{fused_name}", None)
                 if tensor is None:
                     continue
                 if tensor.ndim == 3 and tuple(tensor.transpose(1, 2).shape) == shape != tuple(tensor.shape):
                     tensor = tensor.transpose(1, 2)  # as Qwen3-VL's published mixtures have them
                 if tuple(tensor.shape) != shape:
                     raise CheckpointError(
-                        f"{layer_name}.{name}.{kind} has shape {list(tensor.shape)} where config.json asks for "
+                        f"{layer_name}.{name}.{fused_name} has shape {list(tensor.shape)} where config.json asks for "
                         f"{list(shape)}."
                     )
-                result |= {f"{name}.{part}": value for part, value in _split(module, kind, tensor).items()}
+                result |= {f"{name}.{part}": value for part, value in _split(module, fused_name, tensor).items()}
     return result
 
 
@@ -85,16 +260,18 @@ def _fused_shapes(layout: FusedLayout) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _split(module: SeparateExperts, kind: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A fused tensor's parts, by name within the module of experts."""
+def _split(module: SeparateExperts, fused_name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The parts of one fused tensor, by name within the module of experts."""
     layout, roles = module.layout, module.roles
-    part = "bias" if kind.endswith("_bias") else "weight"
+    part = "bias" if fused_name.endswith("_bias") else "weight"
     if part == "weight" and layout.transposed:
         tensor = tensor.transpose(1, 2)
-    if kind.startswith("down_proj"):
-        cut = {roles.down: tensor}
+    if fused_name.startswith("down_proj"):
+        split = {roles.down: tensor}
     elif layout.interleaved:
-        cut = {roles.gate: tensor[:, ::2], roles.up: tensor[:, 1::2]}
+        split = {roles.gate: tensor[:, ::2], roles.up: tensor[:, 1::2]}
     else:
-        cut = dict(zip((roles.gate, roles.up), tensor.chunk(2, dim=1), strict=True))
-    return {f"{expert}.{role}.{part}": values[expert] for role, values in cut.items() for expert in range(len(values))}
+        split = dict(zip((roles.gate, roles.up), tensor.chunk(2, dim=1), strict=True))
+    return {
+        f"{expert}.{role}.{part}": values[expert] for role, values in split.items() for expert in range(len(values))
+    }

@@ -1,4 +1,4 @@
-"""Prompts with images: how a vision-language model writes them, and what its processor makes of them."""
+"""Prompts with images: their text with placeholders, and the inputs that a model's processor makes of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, ProcessorMixin
 
 from kvconvert.errors import UnsupportedModelError, UsageError
-from kvconvert.runtime.hf.modality import placeholder_ids
+from kvconvert.models.modality import placeholder_ids
 
 _MARK = "kvconvert-mark"
 
@@ -21,8 +21,8 @@ class ImagePrompts:
 
     Attributes:
         processor: the model's own.
-        visual_ids: tokens that stand for parts of images.
-        image: what stands for an image in a plain text.
+        visual_ids: ids of placeholder tokens of images and videos.
+        image: the placeholder of an image in plain text.
         templated: whether the processor has a chat template.
     """
 
@@ -32,8 +32,8 @@ class ImagePrompts:
             self.visual_ids = placeholder_ids(config, "visual")
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
-                f"The config of this {config.model_type} model names no token that stands for images, so its prompts "
-                "with images cannot be written; use its processor itself."
+                f"The config of this {config.model_type} model names no placeholder token of images, so prompts with "
+                "images cannot be written for it; use its processor directly."
             ) from error
         self.templated = bool(getattr(processor, "chat_template", None))
         self.image = self._image(config)
@@ -43,8 +43,8 @@ class ImagePrompts:
 
         Args:
             messages: in transformers' form, with parts of type "text" and "image".
-            plain: the contents one after another, without the chat template.
-            answer: the text ends where the model's answer begins.
+            plain: concatenate the contents, without the chat template.
+            answer: add the generation prompt, so that the model's answer follows.
         """
         if self.templated and not plain:
             return self._render(messages, answer)
@@ -55,13 +55,13 @@ class ImagePrompts:
         return "\n".join(contents)
 
     def join(self, texts: Iterable[str]) -> str:
-        """Texts separated by the end-of-sequence token, which a rendered conversation may end in already."""
+        """Texts separated by the end-of-sequence token, with which a rendered conversation may already end."""
         separator = self.processor.tokenizer.eos_token or "\n"
         *before, last = texts
         return "".join(text if text.endswith(separator) else text + separator for text in before) + last
 
     def encode(self, text: str, images: Sequence[Any]) -> dict[str, Tensor]:
-        """What the model's forward takes for one text and its images."""
+        """Arguments of the model's forward for one text and its images."""
         tokenizer = self.processor.tokenizer
         begun = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
         try:
@@ -78,7 +78,7 @@ class ImagePrompts:
         return {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name != "labels"}
 
     def visual(self, ids: Tensor) -> Tensor:
-        """Which of the ids stand for parts of images, bool of the same shape."""
+        """Which of the ids are placeholders of images or videos, bool of the same shape."""
         return torch.isin(ids, torch.tensor(self.visual_ids))
 
     def _render(self, messages: Sequence[dict[str, Any]], answer: bool) -> str:
@@ -89,7 +89,7 @@ class ImagePrompts:
             raise UsageError(f"The model's chat template refuses the conversation ({reason}).") from error
 
     def _image(self, config: PretrainedConfig) -> str:
-        """What the chat template writes for an image; without one, the processor's token and what encloses it."""
+        """The chat template's text for an image; without a template, the processor's token and those around it."""
         if self.templated:
             parts = [{"type": "text", "text": _MARK}]
             without = self._render([{"role": "user", "content": parts}], False).partition(_MARK)[0]

@@ -15,20 +15,20 @@ HYBRID_LAYER_TYPES = ("hybrid", "hybrid_sliding")
 
 
 def layer_types_of(config: PretrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
-    """The kind of each layer's cache in transformers' words, and what transformers gives that cache.
+    """The type of each layer in transformers' terms, and the arguments of transformers' cache for it.
 
-    A kind of "dummy" is a layer without a cache of its own: it reads an earlier layer's, or does not attend at all.
+    "dummy" is a layer without a cache of its own: it reads an earlier layer's, or has no attention.
     """
     return get_layer_types_and_kwargs(config.get_text_config(decoder=True))
 
 
-def has_pages(kind: str) -> bool:
-    """Whether a layer of this kind has keys and values that pages can hold."""
-    return kind in ATTENTION_LAYER_TYPES or kind in HYBRID_LAYER_TYPES
+def has_pages(layer_type: str) -> bool:
+    """Whether a layer of this type has keys and values that pages can hold."""
+    return layer_type in ATTENTION_LAYER_TYPES or layer_type in HYBRID_LAYER_TYPES
 
 
-def pages_unsupported(config: PretrainedConfig, kind: str) -> str | None:
-    """Why a layer of this kind keeps transformers' own cache, or None where it can have pages."""
+def pages_unsupported(config: PretrainedConfig, layer_type: str) -> str | None:
+    """Why a layer of this type keeps transformers' own cache, or None where it can have pages."""
     text = config.get_text_config(decoder=True)
     if getattr(text, "kv_lora_rank", None):
         return "latent attention (MLA) stores no keys and values per head; its cache is left to transformers"
@@ -37,15 +37,15 @@ def pages_unsupported(config: PretrainedConfig, kind: str) -> str | None:
             f"{text.model_type} computes attention by itself instead of through transformers' attention interface; its "
             "cache is left to transformers"
         )
-    if kind == "dummy":
+    if layer_type == "dummy":
         return "it has no keys and values of its own: it reads an earlier layer's, or does not attend"
-    if not has_pages(kind):
-        return f"a {kind} layer has no keys and values; its state is left to transformers"
+    if not has_pages(layer_type):
+        return f"a {layer_type} layer has no keys and values; its state is left to transformers"
     return None
 
 
 def _uses_attention_interface(config: PretrainedConfig) -> bool:
-    """Whether a model of transformers calls the attention function that was chosen for it; others are believed to."""
+    """Whether a model of transformers uses the attention interface; models from elsewhere are assumed to."""
     name = type(config).__module__
     if not name.startswith("transformers.models.") or ".configuration_" not in name:
         return True

@@ -1,8 +1,8 @@
 """Processors of vision-language models, with or without torchvision.
 
 transformers processes images through torchvision where it is installed, else through Pillow; its video processors need
-torchvision. A processor that takes both is loaded without its video part where torchvision is missing, and then
-refuses videos instead of passing over them.
+torchvision. A processor of both is loaded without its video part where torchvision is missing, and then refuses videos
+instead of ignoring them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VIDEO = "video_processor"
 
 
 def has_processor(directory: Path) -> bool:
-    """Whether a model's directory holds a processor besides its tokenizer."""
+    """Whether a model's directory holds a processor, not only a tokenizer."""
     return any((directory / name).is_file() for name in PROCESSOR_FILES)
 
 
@@ -34,8 +34,8 @@ def load_processor(directory: Path) -> ProcessorMixin:
     """
     if not has_processor(directory):
         raise CheckpointError(
-            f"{directory} has no processor ({' or '.join(PROCESSOR_FILES)}), so images cannot be read for this model; "
-            "fetch the model again."
+            f"{directory} has no processor ({' or '.join(PROCESSOR_FILES)}), so this model's images cannot be "
+            "processed; fetch the model again."
         )
     if not is_vision_available():
         raise UsageError("Reading images needs Pillow, which is not installed; run pip install 'kvconvert[images]'.")
@@ -91,12 +91,12 @@ class _ImagesOnly:
         return super().__call__(*args, **kwargs)
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
-        # SmolVLM's own asks the video part for its settings whether or not there is a video.
+        # SmolVLM's own reads settings of the video part even without a video.
         return ProcessorMixin.apply_chat_template(self, *args, **kwargs)
 
 
 class _WithoutVideoPart(ProcessorMixin):
-    """Stands between such a class and transformers' own, which knows no part that is None."""
+    """Between such a class and transformers' own, which does not accept None for a part."""
 
     def __init__(self, *args: Any, video_processor: None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,1 +1,1 @@
-"""What the cache holds and what is computed with it; nothing here knows transformers."""
+"""What the cache stores and the operations on it; nothing here imports transformers."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,16 +21,14 @@ from kvconvert.kernels.pages import KeyPages, ValuePages
 from kvconvert.kernels.prompt import prompt_attention
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.select import column_sums, selective_attention
+from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.pool import PagePool
 from kvconvert.runtime.cache.sequence import KVSide, Sequence
-from kvconvert.runtime.hf.handles import Chunk
-
-if TYPE_CHECKING:
-    from kvconvert.runtime.hf.layer import PagedLayer
+from kvconvert.runtime.cache.store import LayerStore
 
 
 def attend(
-    layer: PagedLayer,
+    store: LayerStore,
     queries: torch.Tensor,
     chunk: Chunk,
     scaling: float,
@@ -41,60 +38,58 @@ def attend(
 ) -> torch.Tensor:
     """Attention of queries [B, Hq, T, D] over everything stored: [B, Hq, T, E] in the queries' dtype.
 
-    The last T columns are the queries'; outputs at padding columns are zeros or meaningless, as with every mask.
-    `rotated` says that the queries have the scheme's rotation already.
+    The queries are at the last T positions; outputs at padding are zeros or meaningless, as with every mask. `rotated`
+    tells that the scheme's rotation has been applied to the queries.
     """
-    if layer.scheme.rotate_keys == "hadamard" and not rotated:
+    if store.rotations.keys and not rotated:
         queries = hadamard_transform(queries)
     length = queries.shape[2]
-    first = layer.logical - length
-    output = queries.new_zeros(*queries.shape[:3], layer.format.values.head_dim)
+    first = store.logical - length
+    output = queries.new_zeros(*queries.shape[:3], store.format.values.head_dim)
     others = []
-    for row, sequence in enumerate(layer.sequences):
-        selecting = sequence.open_from is not None and layer.scheme.evicts
+    for row, sequence in enumerate(store.sequences):
+        selecting = sequence.open_from is not None and store.scheme.evicts
         if not (sequence.untouched and length > 1 and chunk.is_causal):
             if selecting:
-                _collect_mass(layer, row, sequence, queries[row], chunk, scaling, softcap, sink_logits)
+                _add_attention_mass(store, row, sequence, queries[row], chunk, scaling, softcap, sink_logits)
             others.append(row)
             continue
-        tokens, before = sequence.keys.dense, sequence.columns.before(first)
+        tokens, before = sequence.keys.buffered, sequence.positions.before(first)
         if tokens == before:
             continue
         # A prompt, or a part of one, over full-precision tokens alone; padding is excluded from queries and keys.
         padded = tokens - before < length
-        at = sequence.columns.span(before, tokens, queries.device) - first if padded else slice(None)
+        at = sequence.positions.slice(before, tokens, queries.device) - first if padded else slice(None)
         arguments = (sequence.keys.tokens(0, tokens), sequence.values.tokens(0, tokens), scaling, softcap, sink_logits)
         if selecting:
             attended, sums = selective_attention(queries[row][:, at], *arguments)
-            _add_mass(sequence, sums)
+            _add_sums(sequence, sums)
         else:
             attended = prompt_attention(queries[row][:, at], *arguments)
         output[row, :, at] = attended.to(output.dtype)
     if others:
         attended = decode_attention(
             queries,
-            StoredRows(layer, others, chunk, length),
-            layer.format,
-            layer.dtype,
+            StoredRows(store, others, chunk, length),
+            store.format,
+            store.dtype,
             scaling,
-            span=layer.span_format,
-            half_quantized=layer.places.half_quantized,
+            span=store.span_format,
+            half_quantized=store.block_tables.half_quantized,
             softcap=softcap,
             sink_logits=sink_logits,
-            tau1=layer.scheme.tau1,
-            tau2=layer.scheme.tau2,
-            clamped_rows=layer.clamped_rows,
-            fall_back=layer.fall_back,
+            clamped_rows=store.clamped_rows,
+            fall_back=store.fall_back,
         )
-        if len(others) == len(layer.sequences):
+        if len(others) == len(store.sequences):
             output = attended.to(output.dtype)
         else:
             output[others] = attended[others].to(output.dtype)
-    return hadamard_transform(output, inverse=True) if layer.scheme.rotate_values == "online" else output
+    return hadamard_transform(output, inverse=True) if store.rotations.values else output
 
 
-def _collect_mass(
-    layer: PagedLayer,
+def _add_attention_mass(
+    store: LayerStore,
     row: int,
     sequence: Sequence,
     queries: torch.Tensor,
@@ -103,97 +98,97 @@ def _collect_mass(
     softcap: float | None,
     sink_logits: torch.Tensor | None,
 ) -> None:
-    """Add these queries' [Hq, T, D] weights to the open prompt's attention mass; padding queries are excluded."""
-    tokens, first = sequence.keys.dense, layer.logical - queries.shape[1]
-    columns = sequence.columns.span(0, tokens, queries.device)
-    own = columns[sequence.columns.before(first) :]
+    """Add the attention that the open prompt's tokens receive from these queries [Hq, T, D], padding excluded."""
+    tokens, first = sequence.keys.buffered, store.logical - queries.shape[1]
+    positions = sequence.positions.slice(0, tokens, queries.device)
+    own = positions[sequence.positions.before(first) :]
     visible = None
     if not chunk.is_causal:
 
         def visible(block: slice, keys: slice) -> torch.Tensor:
-            return chunk.visible(row, own[block], columns[keys])[0]
+            return chunk.visible(row, own[block], positions[keys])[0]
 
     stored = sequence.keys.tokens(0, tokens)
-    _add_mass(sequence, column_sums(queries[:, own - first], stored, visible, scaling, softcap, sink_logits))
+    _add_sums(sequence, column_sums(queries[:, own - first], stored, visible, scaling, softcap, sink_logits))
 
 
-def _add_mass(sequence: Sequence, sums: torch.Tensor) -> None:
-    """Add one chunk's weights, summed over its queries, to the open prompt's attention mass, [H, n]."""
-    if sequence.received is not None:
-        sums[:, : sequence.received.shape[1]] += sequence.received
-    sequence.received = sums
+def _add_sums(sequence: Sequence, sums: torch.Tensor) -> None:
+    """Add one chunk's column sums [H, n] to the attention mass of the open prompt's tokens."""
+    if sequence.attention_mass is not None:
+        sums[:, : sequence.attention_mass.shape[1]] += sequence.attention_mass
+    sequence.attention_mass = sums
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """What a layer has stored for some rows, as `decode_attention` asks for it; kernels are given every row.
+    """The tokens of some rows of a store, in the forms that `decode_attention` takes; tables hold every row.
 
     Attributes:
-        layer: whose tokens they are.
+        store: of one layer.
         rows: of the batch.
         chunk: of the forward pass.
         length: queries of each row.
     """
 
-    layer: PagedLayer
+    store: LayerStore
     rows: list[int]
     chunk: Chunk
     length: int
 
     def page_tables(self, programs: int) -> PageTables:
-        """Where pages and spans lie, with work for about so many programs."""
-        places = self.layer.places
-        tables, work = places.tables(), places.work(programs)
-        base, boosted = tables.base, places.format.boosted
-        return PageTables(base, base, tables.keys, tables.values, work, tables.shared, boosted)
+        """Where pages and spans lie, with work for about `programs` programs."""
+        store, tables = self.store, self.store.block_tables
+        quantized = tables.quantized(store.sequences, store.version)
+        work = tables.work(store.sequences, store.version, programs)
+        base = quantized.base
+        return PageTables(base, base, quantized.keys, quantized.values, work, quantized.shared, tables.boosted)
 
     def residual_windows(self) -> ResidualWindows:
         """Where full-precision tokens lie."""
-        dense = self.layer.places.dense()
-        return ResidualWindows(dense.base, dense.rows)
+        table = self.store.block_tables.residual(self.store.sequences)
+        return ResidualWindows(table.base, table.rows)
 
     def visibility(self, queries: slice) -> Visibility | None:
-        """Which tokens some of the queries see; None for all."""
-        mask = self.layer.places.mask(self.chunk, queries)
+        """Which tokens some of the queries attend to; None for all."""
+        mask = self.store.block_tables.mask(self.store.sequences, self.chunk, queries)
         if mask is None:
             return None
         return Visibility(mask, mask.stride(0), mask.stride(1) * (mask.shape[1] > 1), mask.stride(2))
 
     def residual_tokens(self) -> Iterator[ResidualTokens]:
         """The full-precision tokens of each row that has any."""
-        layer, chunk, size = self.layer, self.chunk, self.layer.page_size
+        store, chunk, size = self.store, self.chunk, self.store.page_size
         for row in self.rows:
-            sequence = layer.sequences[row]
-            keys, values = sequence.tail(sequence.keys, size), sequence.tail(sequence.values, size)
+            sequence = store.sequences[row]
+            keys, values = sequence.residual(sequence.keys, size), sequence.residual(sequence.values, size)
             if not keys.shape[1]:
                 continue
             visible = None
             if self.length > 1 or not chunk.is_causal:
-                visible = chunk.visible(row, chunk.query_columns, sequence.tail_columns(size, layer.device))
+                visible = chunk.visible(row, chunk.query_positions, sequence.residual_positions(size, store.device))
             yield ResidualTokens(row, keys, values, visible)
 
     def spans(self) -> Iterator[SpanTokens]:
         """The spans of each row that has any."""
-        layer, chunk = self.layer, self.chunk
+        store, chunk = self.store, self.chunk
         for row in self.rows:
-            spans = layer.sequences[row].spans
+            spans = store.sequences[row].spans
             if not spans:
                 continue
             visible = None
             if not chunk.is_causal:
-                columns = torch.cat([c.span(0, len(c), layer.device) for _, c in spans])
-                visible = chunk.visible(row, chunk.query_columns, columns)
-            tau1, tau2 = layer.scheme.tau1, layer.scheme.tau2
-            yield SpanTokens(row, [s for s, _ in spans], layer.span_format, tau1, tau2, visible, layer.clamped_rows)
+                positions = torch.cat([of_span.slice(0, len(of_span), store.device) for _, of_span in spans])
+                visible = chunk.visible(row, chunk.query_positions, positions)
+            yield SpanTokens(row, [s for s, _ in spans], store.span_format, visible, store.clamped_rows)
 
     def page_tiles(self, num_query_heads: int, num_queries: int) -> Iterator[PageTile]:
         """Pages of all rows: first those quantized on both sides, then those quantized on one."""
-        layer, chunk, size = self.layer, self.chunk, self.layer.page_size
-        step = pages_per_tile(num_query_heads, num_queries, layer.format)
+        store, chunk, size = self.store, self.chunk, self.store.page_size
+        step = pages_per_tile(num_query_heads, num_queries, store.format)
         both: list[tuple[int, int]] = []
         half_quantized: list[tuple[int, int]] = []
         for row in self.rows:
-            sequence = layer.sequences[row]
+            sequence = store.sequences[row]
             shared = min(len(sequence.keys.pages), len(sequence.values.pages))
             both += [(row, page) for page in range(shared)]
             half_quantized += [(row, page) for page in range(shared, sequence.pages)]
@@ -202,21 +197,23 @@ class StoredRows:
             # Pages are older than every query, so only windows and other special masks can hide them.
             if not chunk.is_causal:
                 seen = [
-                    chunk.visible(row, chunk.query_columns, layer.sequences[row].page_columns(page, size, layer.device))
+                    chunk.visible(
+                        row, chunk.query_positions, store.sequences[row].page_positions(page, size, store.device)
+                    )
                     for row, page in part
                 ]
-                # Tokens that survived an eviction have columns per head, those of later pages have not.
+                # Tokens that survived an eviction have positions per KV head, those of later pages do not.
                 heads = max(x.shape[0] for x in seen)
                 visible = torch.stack([x.expand(heads, -1, -1) for x in seen])
-            keys = _read(layer, layer.key_pool, [layer.sequences[row].keys for row, _ in part], part)
-            values = _read(layer, layer.value_pool, [layer.sequences[row].values for row, _ in part], part)
-            yield PageTile(keys, values, torch.tensor([row for row, _ in part], device=layer.device), visible)
+            keys = _read(store, store.key_pool, [store.sequences[row].keys for row, _ in part], part)
+            values = _read(store, store.value_pool, [store.sequences[row].values for row, _ in part], part)
+            yield PageTile(keys, values, torch.tensor([row for row, _ in part], device=store.device), visible)
 
 
 def _read(
-    layer: PagedLayer, pool: PagePool, sides: list[KVSide], part: list[tuple[int, int]]
+    store: LayerStore, pool: PagePool, sides: list[KVSide], part: list[tuple[int, int]]
 ) -> KeyPages | ValuePages | torch.Tensor:
     row, page = part[0]
     if page >= len(sides[0].pages):
-        return layer.sequences[row].buffer_tokens(sides[0], page, 1, layer.page_size)[None]
+        return store.sequences[row].buffer_tokens(sides[0], page, 1, store.page_size)[None]
     return pool.read([side.pages[page] for side, (_, page) in zip(sides, part, strict=True)])

@@ -1,48 +1,44 @@
-"""Where everything lies that a layer stores: the tables that a decode kernel follows.
+"""Where everything that a layer stores lies: the tables that a decode kernel follows.
 
 Addresses are offsets from a small tensor of the layer that never moves, because pages, spans and buffers are separate
-allocations. Tables of pages and spans are built anew only when these change, that is about once in a page's worth of
-steps; what changes with every token is one small table with a line per row.
+allocations. Tables of pages and spans are rebuilt only when these change, that is about once in a page's worth of
+steps; with every token only one small table changes, which has a line per row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvconvert.errors import CacheError
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, plan_work
-from kvconvert.kernels.pages import LayerFormat
-from kvconvert.runtime.cache.pool import UNIT
+from kvconvert.kernels.pages import KeyPages, LayerFormat, ValuePages
+from kvconvert.methods import KVScheme
+from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.pool import UNIT, PagePool
 from kvconvert.runtime.cache.sequence import Sequence
-from kvconvert.runtime.hf.handles import Chunk
 
-if TYPE_CHECKING:
-    from kvconvert.runtime.hf.layer import PagedLayer
-
-# Full-precision tokens by which a sequence grows at most before its work is divided anew.
+# Full-precision tokens by which a sequence grows at most before its work is divided again.
 GROWTH = 128
 EVERY = slice(None)
 
 
 @dataclass(frozen=True)
-class LayerTables:
+class QuantizedTable:
     """The quantized tokens of all rows.
 
-    Entries of the tables stand row after row. Those of a row are its pages that are quantized on both sides, then its
-    half pages, whose other side is still in the row's buffer (and 0 in that side's table), oldest first; then the
-    blocks of its spans.
+    Entries stand row after row: a row's pages that are quantized on both sides, then its half-quantized pages, whose
+    other side is still in the row's buffer (and 0 in that side's table), oldest first; then the blocks of its spans.
 
     Attributes:
-        base: int16, aligned to 16 bytes; what offsets count from, whatever the dtype of what lies there.
+        base: int16, aligned to 16 bytes; what offsets count from, whatever the dtype they lead to.
         keys, values: int64 [entries + 1] on the layer's device, offsets in units of 16 bytes. The last entry repeats
             another one.
-        shared: int64 [S, 4] on the device, offsets in the same units of scale and zero_point of keys, float16 [H, D], and
-            of values, float16 [H, E]: those of each span, or of the whole layer where scales are static; else None.
-        sequences: per row, which entries are its own. Masks count a row's tokens in the order of its pages, half pages,
-            spans and tail.
+        shared: int64 [S, 4] on the device, offsets in the same units of scale and zero point of keys, float16 [H, D],
+            and of values, float16 [H, E]: those of each span, or of the whole layer where scales are static; else None.
+        sequences: per row, which entries are its own. Masks count a row's tokens in the order of its pages,
+            half-quantized pages, spans and residual tokens.
     """
 
     base: torch.Tensor
@@ -53,17 +49,18 @@ class LayerTables:
 
 
 @dataclass(frozen=True)
-class DenseTable:
+class ResidualTable:
     """The full-precision tokens of all rows, as of now.
 
-    A row's tail is its sink_tokens and the tokens after its last page of either side. Token i of it has index i in a buffer
-    if i is below the sink_tokens, else i plus that side's skip: the tokens of half pages lie between.
+    A row's residual tokens are its sink tokens and the tokens after its last page of either side. Token i of them has
+    index i in a buffer if it is a sink token, else i plus that side's skip: the tokens of half-quantized pages lie
+    between.
 
     Attributes:
         base: in the model's dtype, what addresses count from.
         rows: int64 [B, 8] on the layer's device: address of the key buffer [H, capacity, D] from `base` and the
-            distance from one key head to the next, the same two for values, all in units of 8 elements; sink_tokens, key
-            skip, value skip, tail tokens.
+            distance from one key head to the next, the same two for values, all in units of 8 elements; sink tokens,
+            key skip, value skip, residual tokens.
     """
 
     base: torch.Tensor
@@ -71,58 +68,70 @@ class DenseTable:
 
 
 class BlockTables:
-    """Tables of one layer, kept as long as they hold."""
+    """The tables of one layer, kept for as long as they are valid.
 
-    def __init__(self, layer: PagedLayer):
-        self._layer = layer
-        self._base = torch.zeros(UNIT, dtype=torch.int16, device=layer.device)
-        boosted = layer.format.boosted
-        self._format = replace(layer.format, boosted=None if boosted is None else boosted.int())
-        self._tables: LayerTables | None = None
+    Methods take the layer's sequences, and its version where the result is kept between calls.
+
+    Args:
+        layer: the layer's index, for messages.
+        scheme, format: how its tokens are stored.
+        key_pool, value_pool: its pages.
+        dtype: of its full-precision tokens.
+
+    Attributes:
+        boosted: int32 [H, n] boosted channels of a scheme that fixes them, as kernels read them; else None.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        scheme: KVScheme,
+        format: LayerFormat,
+        key_pool: PagePool[KeyPages],
+        value_pool: PagePool[ValuePages],
+        dtype: torch.dtype,
+    ):
+        self._layer, self._scheme, self._dtype = layer, scheme, dtype
+        self._pools, self._device = (key_pool, value_pool), key_pool.device
+        self._base = torch.zeros(UNIT, dtype=torch.int16, device=self._device)
+        self._static_scales = (format.static_keys, format.static_values)
+        self.boosted = None if format.boosted is None else format.boosted.int()
+        self._tables: QuantizedTable | None = None
         self._built_for = (-1, 0)
         self._work: dict[int, WorkPlan] = {}
         self._append_rows: list[tuple[int, ...]] = []
         self._append_table: torch.Tensor | None = None
 
     @property
-    def format(self) -> LayerFormat:
-        """The layer's, with indices of boosted channels in int32."""
-        return self._format
-
-    @property
     def half_quantized(self) -> int:
-        """0 where keys and values are quantized together, 1 where values stay longer in full precision, 2 where keys."""
-        windows = (self._layer.scheme.key_recent_tokens, self._layer.scheme.value_recent_tokens)
-        return 0 if windows[0] == windows[1] else 1 if windows[0] < windows[1] else 2
+        """0 where keys and values are quantized together, 1 where values are quantized later, 2 where keys are."""
+        key_window, value_window = self._scheme.key_recent_tokens, self._scheme.value_recent_tokens
+        return 0 if key_window == value_window else 1 if key_window < value_window else 2
 
-    def tables(self) -> LayerTables:
+    def quantized(self, sequences: list[Sequence], version: int) -> QuantizedTable:
         """Where pages and spans are; the same object until one of them changes."""
         # A copied cache has a base, and pages, of its own.
-        now = (self._layer.version, self._base.data_ptr())
+        now = (version, self._base.data_ptr())
         if self._tables is None or self._built_for != now:
-            self._tables, self._built_for, self._work = self._build(), now, {}
+            self._tables, self._built_for, self._work = self._build(sequences), now, {}
         return self._tables
 
-    def _build(self) -> LayerTables:
-        layer = self._layer
+    def _build(self, sequences: list[Sequence]) -> QuantizedTable:
         entries: tuple[list[int], list[int]] = ([], [])
         shared: list[list[int]] = []
-        static = (layer.format.static_keys, layer.format.static_values)
+        static = self._static_scales
         if any(static):
             shared.append([self._offset(part) if scales else 0 for scales in static for part in scales or (None, None)])
-        sequences = [self._describe(sequence, entries, shared) for sequence in layer.sequences]
+        plans = [self._describe(sequence, entries, shared) for sequence in sequences]
         keys, values = (self._upload(part + (part[-1:] or [0])) for part in entries)
-        return LayerTables(self._base, keys, values, self._upload(shared) if shared else None, sequences)
+        return QuantizedTable(self._base, keys, values, self._upload(shared) if shared else None, plans)
 
     def _describe(
         self, sequence: Sequence, entries: tuple[list[int], list[int]], shared: list[list[int]]
     ) -> SequencePlan:
-        """Enter what a sequence has stored into the tables, and say where."""
-        layer, size = self._layer, self._layer.page_size
-        first = len(entries[0])
-        for target, side, pool in zip(
-            entries, (sequence.keys, sequence.values), (layer.key_pool, layer.value_pool), strict=True
-        ):
+        """Append a sequence's pages and spans to the tables; returns which entries they are."""
+        size, first = self._scheme.page_size, len(entries[0])
+        for target, side, pool in zip(entries, (sequence.keys, sequence.values), self._pools, strict=True):
             target += pool.offsets(side.pages, self._base)
             target += [0] * (sequence.pages - len(side.pages))
         both = min(len(sequence.keys.pages), len(sequence.values.pages))
@@ -145,69 +154,71 @@ class BlockTables:
         distance = tensor.data_ptr() - self._base.data_ptr()
         if distance % UNIT or not tensor.is_contiguous():
             raise CacheError(
-                f"Codes or scales of layer {self._layer.index} do not begin at a multiple of {UNIT} bytes or are not "
+                f"Codes or scales of layer {self._layer} do not begin at a multiple of {UNIT} bytes or are not "
                 "contiguous, so that no kernel can read them; this is an error of kvconvert."
             )
         return distance // UNIT
 
     def _upload(self, entries: list) -> torch.Tensor:
-        return torch.tensor(entries, dtype=torch.int64).to(self._layer.device, non_blocking=True)
+        return torch.tensor(entries, dtype=torch.int64).to(self._device, non_blocking=True)
 
-    def _tail(self, sequence: Sequence) -> int:
-        return sequence.keys.dense - (sequence.pages - len(sequence.keys.pages)) * self._layer.page_size
+    def _residual(self, sequence: Sequence) -> int:
+        """Sink tokens and tokens after the last page of either side."""
+        return sequence.keys.buffered - (sequence.pages - len(sequence.keys.pages)) * self._scheme.page_size
 
     def _reserved(self, sequence: Sequence) -> int:
-        """Tokens that the tail will have when its next page is complete: programs are there for them beforehand."""
-        scheme, tail = self._layer.scheme, self._tail(sequence)
+        """Residual tokens once the next page is complete: work is divided for as many from the start."""
+        scheme, tokens = self._scheme, self._residual(sequence)
         if scheme.is_span:
-            return tail + GROWTH - 1
-        return tail + (sequence.sink_tokens + min(scheme.key_recent_tokens, scheme.value_recent_tokens) - tail) % GROWTH
+            return tokens + GROWTH - 1
+        recent = min(scheme.key_recent_tokens, scheme.value_recent_tokens)
+        return tokens + (sequence.sink_tokens + recent - tokens) % GROWTH
 
-    def work(self, programs: int) -> WorkPlan:
-        """How attention over the tables and tails is divided among about so many programs, on the layer's device.
+    def work(self, sequences: list[Sequence], version: int, programs: int) -> WorkPlan:
+        """How attention over all tables is divided among about `programs` programs, on the layer's device.
 
-        The same object until tables change or a tail has grown a lot: programs are there for tokens to come.
+        The same object until pages or spans change, or a row has many more residual tokens than were planned for.
         """
-        sequences, planned = self._layer.sequences, self.tables().sequences
-        if any(self._tail(sequence) > plan.residual for sequence, plan in zip(sequences, planned, strict=True)):
-            tails = [self._reserved(sequence) for sequence in sequences]
-            planned = [replace(plan, residual=tail) for plan, tail in zip(planned, tails, strict=True)]
+        planned = self.quantized(sequences, version).sequences
+        if any(self._residual(sequence) > plan.residual for sequence, plan in zip(sequences, planned, strict=True)):
+            reserved = [self._reserved(sequence) for sequence in sequences]
+            planned = [replace(plan, residual=tokens) for plan, tokens in zip(planned, reserved, strict=True)]
             self._tables, self._work = replace(self._tables, sequences=planned), {}
         if programs not in self._work:
-            self._work[programs] = plan_work(planned, programs).to(self._layer.device)
+            self._work[programs] = plan_work(planned, programs).to(self._device)
         return self._work[programs]
 
     @property
-    def dense_base(self) -> torch.Tensor:
+    def residual_base(self) -> torch.Tensor:
         """What addresses of full-precision tokens count from, in the model's dtype."""
-        return self._base.view(self._layer.dtype)
+        return self._base.view(self._dtype)
 
     def _address(self, buffer: torch.Tensor) -> int:
         # An empty buffer has no address.
         return (buffer.data_ptr() - self._base.data_ptr()) // buffer.element_size() if buffer.numel() else 0
 
-    def dense(self) -> DenseTable:
-        """Where full-precision tokens are; to be asked for anew after every forward pass's tokens."""
+    def residual(self, sequences: list[Sequence]) -> ResidualTable:
+        """Where full-precision tokens are; valid until the next token is stored."""
         rows = []
-        for sequence in self._layer.sequences:
+        for sequence in sequences:
             line, skips = [], []
             for side in (sequence.keys, sequence.values):
                 line += [self._address(side.buffer) // 8, side.buffer.stride(0) // 8]
-                skips.append((sequence.pages - len(side.pages)) * self._layer.page_size)
-            rows.append([*line, sequence.sink_tokens, *skips, self._tail(sequence)])
-        return DenseTable(self.dense_base, self._upload(rows))
+                skips.append((sequence.pages - len(side.pages)) * self._scheme.page_size)
+            rows.append([*line, sequence.sink_tokens, *skips, self._residual(sequence)])
+        return ResidualTable(self.residual_base, self._upload(rows))
 
-    def append_table(self) -> torch.Tensor:
+    def append_table(self, sequences: list[Sequence]) -> torch.Tensor:
         """Where new tokens go: int64 [B, 4] on the layer's device, the same object as long as no buffer moves.
 
-        Columns are those of `rotate_and_append`: address of the key buffer from `dense_base`, elements from head to
+        Columns are those of `rotate_and_append`: address of the key buffer from `residual_base`, elements from head to
         head, and the same for values. The values' address is shifted by as many tokens as they are more or fewer than
         the keys in their buffer, so that both sides' new tokens have the keys' index.
         """
         rows = []
-        for sequence in self._layer.sequences:
+        for sequence in sequences:
             keys, values = sequence.keys, sequence.values
-            shift = (values.dense - keys.dense) * values.buffer.shape[2]
+            shift = (values.buffered - keys.buffered) * values.buffer.shape[2]
             rows.append(
                 (
                     self._address(keys.buffer),
@@ -220,28 +231,29 @@ class BlockTables:
             self._append_rows, self._append_table = rows, self._upload(rows)
         return self._append_table
 
-    def mask(self, chunk: Chunk, queries: slice = EVERY) -> torch.Tensor | None:
-        """Which stored tokens these queries of a forward pass may see; None where each may see all.
+    def mask(self, sequences: list[Sequence], chunk: Chunk, queries: slice = EVERY) -> torch.Tensor | None:
+        """Which stored tokens these queries of a forward pass attend to; None where each attends to all.
 
         Returns:
             uint8 [B, H or 1, T, n] with n the tokens of the fullest row. A row's tokens stand in the order of its pages
-            (of both kinds), its spans and its tail, one right after the other; what follows is 0.
+            (quantized on both sides or on one), its spans and its residual tokens, one right after the other; what
+            follows is 0.
         """
-        layer, columns = self._layer, chunk.query_columns[queries]
-        if chunk.is_causal and len(chunk.query_columns) == 1:
+        size, device = self._scheme.page_size, self._device
+        positions = chunk.query_positions[queries]
+        if chunk.is_causal and len(chunk.query_positions) == 1:
             return None
         seen = []
-        for row, sequence in enumerate(layer.sequences):
-            size, device = layer.page_size, layer.device
+        for row, sequence in enumerate(sequences):
             begin = sequence.sink_tokens + sequence.dropped * size
-            stored = [sequence.columns.span(begin, begin + sequence.pages * size, device)]
-            stored += [where.span(0, len(where), device) for _, where in sequence.spans]
-            stored.append(sequence.tail_columns(size, device))
+            stored = [sequence.positions.slice(begin, begin + sequence.pages * size, device)]
+            stored += [of_span.slice(0, len(of_span), device) for _, of_span in sequence.spans]
+            stored.append(sequence.residual_positions(size, device))
             heads = max(part.shape[0] if part.dim() == 2 else 1 for part in stored)
             stored = [part.expand(heads, -1) for part in stored]
-            seen.append(chunk.visible(row, columns, torch.cat(stored, -1)))
+            seen.append(chunk.visible(row, positions, torch.cat(stored, -1)))
         heads, tokens = (max(part.shape[axis] for part in seen) for axis in (0, 2))
-        mask = torch.zeros(len(seen), heads, len(columns), tokens, dtype=torch.uint8, device=layer.device)
+        mask = torch.zeros(len(seen), heads, len(positions), tokens, dtype=torch.uint8, device=device)
         for row, part in enumerate(seen):
             mask[row, :, :, : part.shape[2]] = part
         return mask

@@ -1,8 +1,8 @@
-"""What becomes of full-precision tokens: whole prompts are sealed, complete pages quantized, old ones dropped."""
+"""Compression of full-precision tokens: whole prompts are sealed, complete pages quantized, old pages dropped."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -11,35 +11,43 @@ from kvconvert.kernels.pages import new_flag, quantize_in_place, raise_if_flagge
 from kvconvert.kernels.select import select_tokens
 from kvconvert.kernels.spans import quantize_span
 from kvconvert.runtime.cache.sequence import KVSide, Sequence, remove_tokens
-
-if TYPE_CHECKING:
-    from kvconvert.runtime.hf.layer import PagedLayer
+from kvconvert.runtime.cache.store import LayerStore
 
 
-def seal(layer: PagedLayer) -> None:
-    """The prompt is complete: quantize it as a span, or keep what it needs; nothing to do for page methods."""
-    for sequence in layer.sequences:
+def end_forward(store: LayerStore) -> None:
+    """Compress what is complete after the attention of committed tokens."""
+    store.attended = store.logical
+    if store.seal_at_once:
+        store.seal_at_once = False
+        seal(store)
+    if not store.keep_for_sharing:
+        flush(store, store.page_size if store.record_past else 0)
+
+
+def seal(store: LayerStore) -> None:
+    """Compress the open prompts, which are complete: quantize them as spans, or evict; page methods have none."""
+    for sequence in store.sequences:
         if sequence.open_from is None:
             continue
-        if layer.scheme.is_span:
-            _seal_span(layer, sequence)
+        if store.scheme.is_span:
+            _seal_span(store, sequence)
         else:
-            _evict(layer, sequence)
-        sequence.open_from, sequence.marked = None, []
-        layer.version += 1
-    # Nobody reads the layer between the passes, so that even a shared one may have its pages now.
-    flush(layer, layer.page_size if layer.record_past else 0)
+            _evict(store, sequence)
+        sequence.open_from, sequence.modality_runs = None, []
+        store.version += 1
+    # Nothing reads the layer between forward passes, so even a shared one may flush its pages now.
+    flush(store, store.page_size if store.record_past else 0)
 
 
-def _seal_span(layer: PagedLayer, sequence: Sequence) -> None:
-    parts = _span_parts(layer, sequence)
+def _seal_span(store: LayerStore, sequence: Sequence) -> None:
+    parts = _span_parts(store, sequence)
     if not parts:
         return
     sides = (sequence.keys, sequence.values)
-    with _NamedErrors(layer.index, 0):
+    with _NamedErrors(store.index, 0):
         keys, values = (_joined([side.tokens(*part) for part in parts]) for side in sides)
-        span = quantize_span(keys, values, layer.span_format)
-    sequence.spans.append((span, sequence.columns.take(parts)))
+        span = quantize_span(keys, values, store.span_format)
+    sequence.spans.append((span, sequence.positions.take(parts)))
     for side in sides:
         side.remove(parts)
 
@@ -49,47 +57,47 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _span_parts(layer: PagedLayer, sequence: Sequence) -> list[tuple[int, int]]:
+def _span_parts(store: LayerStore, sequence: Sequence) -> list[tuple[int, int]]:
     """The open prompt's tokens that go to its span, as (start, stop) in the buffers."""
-    start, stop = max(sequence.open_from, sequence.sink_tokens), sequence.keys.dense
-    if layer.scheme.modality == "all":
+    start, stop = max(sequence.open_from, sequence.sink_tokens), sequence.keys.buffered
+    if store.scheme.modality == "all":
         return [(start, stop)] if stop > start else []
     parts = []
-    for column, count in sequence.marked:
-        first, end = max(start, sequence.columns.before(column)), sequence.columns.before(column + count)
+    for position, count in sequence.modality_runs:
+        first, end = max(start, sequence.positions.before(position)), sequence.positions.before(position + count)
         if end > first:
             parts.append((first, end))
     return parts
 
 
-def _evict(layer: PagedLayer, sequence: Sequence) -> None:
-    """Keep sink_tokens, heavy hitters and the newest tokens of each KV head."""
-    n, received = sequence.keys.dense, sequence.received
-    sequence.received = None
-    heavy, recent = round(layer.scheme.heavy_ratio * n), round(layer.scheme.recent_ratio * n)
-    if sequence.sink_tokens + heavy + recent >= n:
+def _evict(store: LayerStore, sequence: Sequence) -> None:
+    """Keep the sink tokens, heavy hitters and the newest tokens of each KV head."""
+    n, attention_mass = sequence.keys.buffered, sequence.attention_mass
+    sequence.attention_mass = None
+    heavy_hitters, recent = round(store.scheme.heavy_ratio * n), round(store.scheme.recent_ratio * n)
+    if sequence.sink_tokens + heavy_hitters + recent >= n:
         return
-    index = select_tokens(received, heavy, recent, sequence.sink_tokens)
-    sequence.columns.keep(index)
+    index = select_tokens(attention_mass, heavy_hitters, recent, sequence.sink_tokens)
+    sequence.positions.keep(index)
     for side in (sequence.keys, sequence.values):
         tokens = side.tokens(0, n)
         side.replace(tokens.gather(1, index.unsqueeze(2).expand(-1, -1, tokens.shape[2])))
 
 
-def flush(layer: PagedLayer, held_back: int) -> None:
-    """Quantize complete pages of all sequences but for the newest tokens that scheme or caller hold back."""
-    if layer.scheme.is_span:
+def flush(store: LayerStore, held_back: int) -> None:
+    """Quantize complete pages of all sequences, except for recent tokens and at least the newest `held_back`."""
+    if store.scheme.is_span:
         return
-    sequences = [sequence for sequence in layer.sequences if sequence.open_from is None]
+    sequences = [sequence for sequence in store.sequences if sequence.open_from is None]
     for sequence in sequences:
-        _drop_outside_window(layer, sequence)
-    key_window = max(held_back, layer.scheme.key_recent_tokens)
-    value_window = max(held_back, layer.scheme.value_recent_tokens)
-    keys = [due for s in sequences if (due := _due(layer, s, s.keys, key_window)).count]
-    values = [due for s in sequences if (due := _due(layer, s, s.values, value_window)).count]
+        _drop_outside_window(store, sequence)
+    key_window = max(held_back, store.scheme.key_recent_tokens)
+    value_window = max(held_back, store.scheme.value_recent_tokens)
+    keys = [due for s in sequences if (due := _due(store, s, s.keys, key_window)).count]
+    values = [due for s in sequences if (due := _due(store, s, s.values, value_window)).count]
     if keys or values:
-        layer.version += 1
-        _flush_sides(layer, keys, values)
+        store.version += 1
+        _flush_sides(store, keys, values)
 
 
 class PendingPages(NamedTuple):
@@ -100,67 +108,67 @@ class PendingPages(NamedTuple):
     count: int
 
 
-def _due(layer: PagedLayer, sequence: Sequence, side: KVSide, held_back: int) -> PendingPages:
+def _due(store: LayerStore, sequence: Sequence, side: KVSide, held_back: int) -> PendingPages:
     return PendingPages(
-        side, sequence.sink_tokens, max(0, (side.dense - sequence.sink_tokens - held_back) // layer.page_size)
+        side, sequence.sink_tokens, max(0, (side.buffered - sequence.sink_tokens - held_back) // store.page_size)
     )
 
 
-def _flush_sides(layer: PagedLayer, keys: list[PendingPages], values: list[PendingPages]) -> None:
+def _flush_sides(store: LayerStore, keys: list[PendingPages], values: list[PendingPages]) -> None:
     """Move complete pages of all rows to the pools: keys, then values, all of them or, after an error, none."""
-    f, size, moved = layer.format, layer.page_size, []
-    if layer.flag is None:
-        layer.flag = new_flag(layer.device)
+    f, size, moved = store.format, store.page_size, []
+    if store.flag is None:
+        store.flag = new_flag(store.device)
     try:
         for pool, due, channels, static in (
-            (layer.key_pool, keys, f.boosted, f.static_keys),
-            (layer.value_pool, values, None, f.static_values),
+            (store.key_pool, keys, f.boosted, f.static_keys),
+            (store.value_pool, values, None, f.static_values),
         ):
             if not due:
                 continue
             numbers = pool.reserve(sum(part.count for part in due))
             moved.append((pool, numbers, due))
             tokens = [side.tokens(start, start + count * size) for side, start, count in due]
-            with _NamedErrors(layer.index, 1):
-                quantize_in_place(tokens, pool.views(numbers), layer.flag, channels, static, layer.fall_back)
+            with _NamedErrors(store.index, 1):
+                quantize_in_place(tokens, pool.views(numbers), store.flag, channels, static, store.fall_back)
         # Read once for both sides: the host waits here for the device.
-        with _NamedErrors(layer.index, 1):
-            raise_if_flagged(layer.flag, f.keys.heads)
+        with _NamedErrors(store.index, 1):
+            raise_if_flagged(store.flag, f.keys.heads)
     except KvconvertError:
         for pool, numbers, _ in moved:
             pool.release(numbers)
-        layer.flag = None
+        store.flag = None
         raise
     for _, numbers, due in moved:
         for side, _, count in due:
             side.pages += numbers[:count]
             numbers = numbers[count:]
-            layer.flushes += count
+            store.flushes += count
         remove_tokens([(side, start, start + count * size) for side, start, count in due])
 
 
-def _drop_outside_window(layer: PagedLayer, sequence: Sequence) -> None:
-    """Forget leading pages that no later query can see, quantized or not."""
-    if not layer.sliding_window:
+def _drop_outside_window(store: LayerStore, sequence: Sequence) -> None:
+    """Drop leading pages that no later query attends to, quantized or not."""
+    if not store.sliding_window:
         return
-    size = layer.page_size
-    slack = size if layer.record_past else 0
-    horizon = layer.attended - layer.sliding_window + 1 - slack  # columns below it are invisible from now on
-    whole = (len(sequence.columns) - sequence.sink_tokens) // size - sequence.dropped
+    size = store.page_size
+    slack = size if store.record_past else 0
+    horizon = store.attended - store.sliding_window + 1 - slack  # positions below it are masked from now on
+    whole = (len(sequence.positions) - sequence.sink_tokens) // size - sequence.dropped
     outside = 0
     while outside < whole:
         last = sequence.sink_tokens + (sequence.dropped + outside + 1) * size - 1
-        if sequence.columns.column(last) >= horizon:
+        if sequence.positions.position(last) >= horizon:
             break
         outside += 1
-    for side, pool in ((sequence.keys, layer.key_pool), (sequence.values, layer.value_pool)):
+    for side, pool in ((sequence.keys, store.key_pool), (sequence.values, store.value_pool)):
         paged = min(outside, len(side.pages))
         pool.release(side.pages[:paged])
         del side.pages[:paged]
         if outside > paged:
             side.remove([(sequence.sink_tokens, sequence.sink_tokens + (outside - paged) * size)])
     sequence.dropped += outside
-    layer.version += bool(outside)
+    store.version += bool(outside)
 
 
 class _NamedErrors:

@@ -1,42 +1,32 @@
-"""From a scheme and a KV plan to the formats of one layer's pages and spans."""
+"""The formats of one layer's pages and spans, from its scheme and its part of the KV plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Literal
 
 import torch
 
 from kvconvert.errors import RecipeError
 from kvconvert.kernels.pages import ChannelScales, KeyFormat, LayerFormat, ValueFormat
+from kvconvert.kernels.rotate import Rotations
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVScheme
 
 
-def layer_format(
-    scheme: KVScheme, heads: int, key_dim: int, value_dim: int, boosted: torch.Tensor | None = None
-) -> LayerFormat:
-    """The page formats of a scheme for a layer's shape; `boosted` int64 [H, n] are its fixed boosted channels.
-
-    Its static scales are left to `static_scales`.
+def layer_format(scheme: KVScheme, heads: int, key_dim: int, value_dim: int) -> LayerFormat:
+    """The page formats of a scheme for a layer's shape, without what comes from a KV plan.
 
     Raises:
-        RecipeError: the head size cannot be packed at these bits, or calibrated channels are missing or too many.
+        RecipeError: the head size cannot be packed at these bits.
     """
     for name, bits, dim in (("key_bits", scheme.key_bits, key_dim), ("value_bits", scheme.value_bits, value_dim)):
         if bits < 16 and dim % (16 // bits):
             raise RecipeError(
                 f"[kv] {name} = {bits} needs a head size that is a multiple of {16 // bits}; this model has {dim}."
             )
-    count = scheme.boosted_for(key_dim)
-    if count and scheme.boost_select == "calibrated":
-        shape = None if boosted is None else tuple(boosted.shape)
-        if shape != (heads, count):
-            raise RecipeError(
-                f"[kv] boost_select = 'calibrated' needs {count} channels for each of {heads} heads from a KV plan, "
-                f"and found {'none' if shape is None else shape}; use a bundle calibrated so, or select dynamically."
-            )
-    static = scheme.static_scales == "calibrated"
+    static = scheme.is_static
     keys = KeyFormat(
         heads,
         key_dim,
@@ -46,8 +36,8 @@ def layer_format(
         scheme.token_norm,
         scheme.token_norm_measure,
         scheme.key_clip_ratio,
-        count,
-        scheme.boost_select,
+        scheme.boosted_for(key_dim),
+        scheme.boost_select == "calibrated",
         static and scheme.key_bits < 16,
     )
     values = ValueFormat(
@@ -59,10 +49,38 @@ def layer_format(
         scheme.value_clip_ratio,
         static and scheme.value_bits < 16,
     )
-    return LayerFormat(keys, values, boosted if scheme.boost_select == "calibrated" else None)
+    return LayerFormat(keys, values)
 
 
-def static_scales(
+def with_plan(format: LayerFormat, plan: Mapping[str, torch.Tensor], device: torch.device) -> LayerFormat:
+    """A layer's formats with what they need of its part of the KV plan: fixed boosted channels, static scales.
+
+    Raises:
+        RecipeError: a tensor is missing or does not fit the layer's shape.
+    """
+    return replace(
+        format,
+        boosted=_fixed_channels(format.keys, plan, device),
+        static_keys=_static_scales("key", format.keys, plan, device),
+        static_values=_static_scales("value", format.values, plan, device),
+    )
+
+
+def _fixed_channels(f: KeyFormat, plan: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor | None:
+    """The boosted channels int64 [H, n] of a layer that fixes them; None for other layers."""
+    if not f.boosted or not f.fixed_channels:
+        return None
+    channels = plan.get("boosted_channels")
+    shape = None if channels is None else tuple(channels.shape)
+    if shape != (f.heads, f.boosted):
+        raise RecipeError(
+            f"[kv] boost_select = 'calibrated' needs {f.boosted} channels for each of {f.heads} heads from a KV plan, "
+            f"and found {'none' if shape is None else shape}; use a bundle calibrated so, or select dynamically."
+        )
+    return channels.to(device, torch.long)
+
+
+def _static_scales(
     side: Literal["key", "value"], f: KeyFormat | ValueFormat, plan: Mapping[str, torch.Tensor], device: torch.device
 ) -> ChannelScales | None:
     """The scales that static pages of one side need, from a layer's part of the KV plan; None for other pages.
@@ -90,4 +108,10 @@ def span_format(scheme: KVScheme) -> SpanFormat | None:
     """The span format of a scheme, or None for pages."""
     if not scheme.is_span:
         return None
-    return SpanFormat(scheme.key_bits, scheme.value_bits, scheme.key_clip_ratio, scheme.value_clip_ratio)
+    # It has the scheme's own fields.
+    return SpanFormat(**{field.name: getattr(scheme, field.name) for field in fields(SpanFormat)})
+
+
+def rotations(scheme: KVScheme) -> Rotations:
+    """What a scheme rotates at run time; folded values are rotated by the weights."""
+    return Rotations(scheme.rotate_keys == "hadamard", scheme.rotate_values == "online")

@@ -1,4 +1,4 @@
-"""The page pool of one layer: room for key or value pages, a free list and reference counts."""
+"""The page pool of one layer: storage for key or value pages, a free list and reference counts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Pages = TypeVar("Pages", KeyPages, ValuePages)
 class PagePool(Generic[Pages]):
     """Pages of one layer, addressed by number and shared between sequences by reference counts.
 
-    The pool grows chunk by chunk and never moves a page, so growing copies nothing and addresses last; with `capacity`
-    it takes all its room at once and refuses to grow.
+    The pool grows chunk by chunk and never moves a page, so growing copies nothing and addresses stay valid; with
+    `capacity` it allocates everything at once and never grows.
 
     Args:
-        empty: makes room for so many pages on a device.
-        device: where.
+        empty: allocates a number of pages on a device.
+        device: of the pages.
         capacity: pages, or None to grow.
         name: of the pool, for messages.
     """
@@ -86,20 +86,6 @@ class PagePool(Generic[Pages]):
             self._references[number] = 1
         return numbers
 
-    def write(self, pages: Pages) -> list[int]:
-        """Store pages and return their numbers, each with one reference.
-
-        Raises:
-            CacheError: the pool has a fixed capacity and no room left.
-        """
-        numbers = self.reserve(len(pages))
-        taken = 0
-        for chunk, where in self._places(numbers):
-            count = where.stop - where.start if isinstance(where, slice) else len(where)
-            self._chunks[chunk].buffer[where] = pages.buffer[taken : taken + count]
-            taken += count
-        return numbers
-
     def retain(self, numbers: list[int]) -> None:
         """Add a reference to each page."""
         for number in numbers:
@@ -113,12 +99,12 @@ class PagePool(Generic[Pages]):
                 self._free.append(number)
 
     def read(self, numbers: list[int]) -> Pages:
-        """The pages of these numbers, in order; a view where they lie in one run, else a copy of their codes."""
-        parts = [self._chunks[chunk].select(where) for chunk, where in self._places(numbers)]
+        """The pages of these numbers, in order; a view where they are contiguous, else a copy."""
+        parts = [self._chunks[chunk].select(where) for chunk, where in self._slots(numbers)]
         return type(parts[0]).cat(parts)
 
     def views(self, numbers: list[int]) -> list[Pages]:
-        """The pages of these numbers as views to read or write in place, in order: one for each run in memory."""
+        """The pages of these numbers as views to read or write in place, in order: one per contiguous run."""
         views = []
         begin = 0
         for end in range(1, len(numbers) + 1):
@@ -148,9 +134,9 @@ class PagePool(Generic[Pages]):
         """The chunk that holds a page."""
         return bisect_right(self._starts, number) - 1
 
-    def _places(self, numbers: list[int]) -> list[tuple[int, slice | torch.Tensor]]:
+    def _slots(self, numbers: list[int]) -> list[tuple[int, slice | torch.Tensor]]:
         """Consecutive stretches of `numbers` within one chunk, as slots: a slice where they are consecutive."""
-        places: list[tuple[int, slice | torch.Tensor]] = []
+        slots_by_chunk: list[tuple[int, slice | torch.Tensor]] = []
         begin = 0
         while begin < len(numbers):
             chunk = self._chunk(numbers[begin])
@@ -161,6 +147,6 @@ class PagePool(Generic[Pages]):
             slots = [number - low for number in numbers[begin:end]]
             consecutive = slots[-1] - slots[0] == len(slots) - 1 and slots == sorted(slots)
             where = slice(slots[0], slots[-1] + 1) if consecutive else torch.tensor(slots, device=self.device)
-            places.append((chunk, where))
+            slots_by_chunk.append((chunk, where))
             begin = end
-        return places
+        return slots_by_chunk

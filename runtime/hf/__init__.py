@@ -1,1 +1,1 @@
-"""Everything that knows transformers."""
+"""The integration with transformers."""

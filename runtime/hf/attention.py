@@ -13,8 +13,11 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from kvconvert.errors import CacheError, UnsupportedModelError
 from kvconvert.kernels.decode import ResidualTokens, paged_attention
 from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
+from kvconvert.runtime.cache.append import commit
+from kvconvert.runtime.cache.attend import attend
+from kvconvert.runtime.cache.compress import end_forward
+from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.hf.handles import KeyHandle, MaskHandle
-from kvconvert.runtime.hf.layer import PagedLayer
 
 NAME = "kvconvert"
 
@@ -30,13 +33,10 @@ def mask_function(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> MaskHandle:
-    """A mask handle [B, 1, T, 1] of query columns; see `runtime/hf/handles.py`.
-
-    The signature is transformers' mask interface.
-    """
-    # Static caches advance their offset tensor in place before the mask is needed.
+    """A `MaskHandle` [B, 1, T, 1] of query positions; the signature is that of transformers' mask interface."""
+    # Static caches advance their offset tensor in place before the mask is evaluated.
     offset = int(q_offset)
-    columns = (torch.arange(q_length, device=device) + offset).view(1, 1, -1, 1).expand(batch_size, 1, q_length, 1)
+    positions = (torch.arange(q_length, device=device) + offset).view(1, 1, -1, 1).expand(batch_size, 1, q_length, 1)
     arguments = kwargs | {
         "batch_size": batch_size,
         "q_length": q_length,
@@ -47,7 +47,7 @@ def mask_function(
         "attention_mask": attention_mask,
         "device": device,
     }
-    return MaskHandle.wrap(columns, arguments)
+    return MaskHandle.wrap(positions, arguments)
 
 
 def attention_function(
@@ -68,44 +68,43 @@ def attention_function(
         module: the attention module, for its name and layer index.
         query: [B, Hq, T, D]; key, value: [B, H, n, D] and [B, H, n, E], new tokens only when `key` is a handle.
         attention_mask: a `MaskHandle`, or whatever the model prepared.
-        scaling, softcap, s_aux: factor of the dot products, soft cap and attention-sink logits of the model.
+        scaling, softcap, s_aux: factor of the dot products, soft cap and sink logits of the model.
 
     Returns:
         [B, T, Hq, E] and no weights.
 
     Raises:
-        CacheError: the mask or the cache is not what the seam put there, or dropout is asked for.
+        CacheError: the model replaced the key or mask handle, or uses dropout.
+        UnsupportedModelError: the model adds a position bias.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if kwargs.get("position_bias") is not None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} adds a position bias to its attention scores, which the kvconvert cache does not "
-            "know yet."
+            f"{type(module).__name__} adds a position bias to its attention scores, which the kvconvert cache does "
+            "not support."
         )
     if not isinstance(key, KeyHandle):
         return _without_cache(
             module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs
         ), None
-    layer = getattr(key, "layer", None)
+    store = getattr(key, "store", None)
     where = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
-    if not isinstance(layer, PagedLayer):
+    if not isinstance(store, LayerStore):
         raise CacheError(
             f"The keys that reached {where} have lost their cache layer; the model changes them after the cache update."
         )
     if not isinstance(attention_mask, MaskHandle):
         raise CacheError(
             f"The attention mask that reached {where} is not kvconvert's: pass a 2-D attention_mask of ones and zeros "
-            "(4-D masks are not possible with this cache)."
+            "(this cache does not support 4-D masks)."
         )
     if dropout:
         raise CacheError(f"Attention dropout is on in {where}; call model.eval() before generating.")
     chunk = attention_mask.chunk(query.device, query.shape[2])
-    rotated = layer.commit(chunk, query)
-    if rotated is None:
-        output = layer.attend(query, chunk, scaling, softcap, s_aux)
-    else:
-        output = layer.attend(rotated, chunk, scaling, softcap, s_aux, rotated=True)
-    layer.end_forward()
+    rotated = commit(store, chunk, query)
+    queries = query if rotated is None else rotated
+    output = attend(store, queries, chunk, scaling, softcap, s_aux, rotated=rotated is not None)
+    end_forward(store)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -121,7 +120,7 @@ def _without_cache(
     sink_logits: torch.Tensor | None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Ordinary attention over the given keys: SDPA, or the streaming softmax for soft caps and sink_logits."""
+    """Ordinary attention over the given keys: SDPA, or the streaming softmax for soft caps and sink logits."""
     plain = softcap is None and sink_logits is None
     if isinstance(attention_mask, MaskHandle):
         attention_mask = attention_mask.materialise(allow_causal_skip=plain)
@@ -138,8 +137,8 @@ def _without_cache(
     visible = visible.expand(batch, 1, length, key.shape[2])
     heads, e = key.shape[1], value.shape[-1]
     no_pages = LayerFormat(KeyFormat(heads, dim, 128, 16, 128), ValueFormat(heads, e, 128, 16, e))
-    runs = [ResidualTokens(row, key[row], value[row], visible[row]) for row in range(batch)]
-    output = paged_attention(query, [], runs, no_pages, scaling, softcap, sink_logits)
+    tokens = [ResidualTokens(row, key[row], value[row], visible[row]) for row in range(batch)]
+    output = paged_attention(query, [], tokens, no_pages, scaling, softcap, sink_logits)
     return output.to(query.dtype).transpose(1, 2).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""What a loaded bundle's model does differently: every cache it makes by itself follows the bundle's KV plan."""
+"""The models of loaded bundles: every cache that they create follows the bundle's KV plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BundleModel:
     kv_plan: Mapping[str, torch.Tensor]
 
     def new_kv_cache(self, *, kv_memory: int | None = None) -> KVCache:
-        """An empty cache after the bundle's KV plan; see `KVCache` for `kv_memory` in bytes."""
+        """An empty cache that follows the bundle's KV plan; see `KVCache` for `kv_memory` in bytes."""
         return KVCache(self.config, self.kv_schemes, plan=self.kv_plan, kv_memory=kv_memory)
 
     def _prepare_cache_for_generation(
@@ -43,7 +43,7 @@ class BundleModel:
                 'or pass "dynamic" for a full-precision cache.'
             )
         if generation_config.use_cache is False and _caches(self):
-            # Recomputing everything at each step is correct, only slow; the user asked for it.
+            # Recomputing everything at each step is slow but correct, and what the user asked for.
             return super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, *args, **kwargs
             )
@@ -72,7 +72,7 @@ class BundleModel:
     continuous_batching_context_manager = init_continuous_batching
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a bundle is its files and their hashes."""
+        """Refused: a bundle consists of its files and their hashes."""
         raise UsageError(
             "A loaded bundle is saved by copying its directory; save_pretrained would lose its manifest and its KV "
             "plan."
@@ -98,7 +98,7 @@ def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapp
 
 
 def _cache_by_default(model: Any, args: tuple, kwargs: dict, position: int) -> tuple[tuple, dict] | None:
-    """A forward pass that would build a full-precision cache of its own gets the bundle's instead."""
+    """Pass the bundle's cache to a forward pass that would create a full-precision one."""
     if len(args) > position or kwargs.get("past_key_values") is not None:
         return None
     use_cache = kwargs.get("use_cache")
@@ -110,7 +110,7 @@ def _cache_by_default(model: Any, args: tuple, kwargs: dict, position: int) -> t
 
 
 def _caches(model: PreTrainedModel) -> bool:
-    """What the config says of caches; composite models leave it to their text config."""
+    """`use_cache` of the config; composite models have it in their text config."""
     for config in (model.config, model.config.get_text_config(decoder=True)):
         if getattr(config, "use_cache", None) is not None:
             return config.use_cache

@@ -1,6 +1,6 @@
-"""A layer that attends and carries a recurrent state: pages for the one, transformers' own cache for the other.
+"""A layer with attention and a recurrent state: pages for the one, transformers' own cache for the other.
 
-Falcon-H1 and Zamba run attention and Mamba on the same input and call one cache layer for both.
+Falcon-H1 and Zamba run attention and Mamba on the same input and use one cache layer for both.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
+from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.hf.layer import PagedLayer
 
 
@@ -17,22 +18,27 @@ class HybridLayer(LinearAttentionLayer, PagedLayer):
     """`PagedLayer` with the convolution and recurrent states of transformers' linear-attention layers.
 
     Args:
+        store: what the layer stores of keys and values.
         number_of_states: states of each kind that the layer's mixer keeps.
-        args, kwargs: of `PagedLayer`.
     """
 
     is_compileable = False
 
-    def __init__(self, *args: Any, number_of_states: int = 1, **kwargs: Any):
+    def __init__(self, store: LayerStore, number_of_states: int = 1):
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
-        PagedLayer.__init__(self, *args, **kwargs)
+        PagedLayer.__init__(self, store)
 
     def lazy_initialization(self, *args: torch.Tensor, **kwargs: Any) -> None:
-        """Keys and values come by position, states by name."""
+        """transformers passes keys and values by position, states by name."""
         (PagedLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
 
+    def activate_past_recording(self) -> None:
+        """Keep the newest tokens uncompressed, and states as transformers needs them for a crop."""
+        LinearAttentionLayer.activate_past_recording(self)
+        PagedLayer.activate_past_recording(self)
+
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop everything stored."""
         LinearAttentionLayer.reset(self)
         PagedLayer.reset(self)
 
@@ -43,11 +49,11 @@ class HybridLayer(LinearAttentionLayer, PagedLayer):
 
     @property
     def is_croppable(self) -> bool:
-        """Recurrent states cannot be put back."""
+        """Recurrent states cannot be restored."""
         return LinearAttentionLayer.is_croppable.fget(self)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest columns, where the states allow it."""
+        """Remove the newest tokens, where the states allow it."""
         LinearAttentionLayer.crop(self, tokens_to_remove)
         PagedLayer.crop(self, tokens_to_remove)
 

@@ -4,36 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-)
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import validate_repo_id
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.errors import BundleError
+from kvconvert.models.auto_class import model_class, supports_images
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer
-from kvconvert.runtime.hf.quantizer import BundleQuantizer
-
-_CLASSES = {
-    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING,
-}
+from kvconvert.runtime.hf.quantizer import BundleConfig, Verify
 
 
 def load(
@@ -41,71 +24,76 @@ def load(
     *,
     dtype: torch.dtype | None = None,
     device_map: str | dict[str, Any] | None = None,
-    verify: Literal["full", "headers"] = "full",
+    verify: Verify = "full",
+    revision: str | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | ProcessorMixin]:
     """Load a bundle's model and its tokenizer; of a vision-language model its processor, if the bundle has one.
 
-    `model.generate(...)` then uses the bundle's KV plan by itself, and `model.new_kv_cache()` makes a cache for other
-    loops.
+    `model.generate(...)` then follows the bundle's KV plan by default, and `model.new_kv_cache()` makes a cache for
+    other loops.
 
     Args:
-        bundle: a directory, or the id of a repository on the Hub.
+        bundle: a directory, or the id of a repository on the Hub ("owner/name").
         dtype: of everything that is not packed; None takes the one in the bundle's config.json.
         device_map: as in `from_pretrained`.
         verify: "full" hashes every file; "headers" trusts the contents and checks everything else.
+        revision: branch, tag or commit of a Hub repository.
+        token: for private repositories; None takes the one stored by `hf auth login`, False sends none.
+        local_files_only: use a Hub repository only as far as it is in the Hub's cache; nothing is fetched.
 
     Raises:
-        BundleError: there is no bundle, or it does not hold what its manifest says.
+        BundleError: there is no bundle, it cannot be fetched, or it does not hold what its manifest says.
         UsageError: the processor needs a package that is not installed.
         CheckpointError: transformers cannot load the tokenizer or the processor.
     """
-    directory = Path(bundle)
-    if not directory.exists() and str(bundle).count("/") == 1:
-        directory = Path(snapshot_download(str(bundle)))
+    directory = _locate(bundle, revision=revision, token=token, local_files_only=local_files_only)
     if not (directory / MANIFEST_NAME).is_file():
         raise BundleError(
             f"{bundle} is not a kvconvert bundle: it has no {MANIFEST_NAME}; kvconvert export writes one."
         )
-    previous = BundleQuantizer.verify
-    BundleQuantizer.verify = verify
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        model, found = model_class(config).from_pretrained(
-            directory, dtype=dtype or "auto", device_map=device_map, output_loading_info=True
-        )
-    finally:
-        BundleQuantizer.verify = previous
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    # Every bundle's config.json has the entry; one that was damaged is left to the verification.
+    if isinstance(values := getattr(config, "quantization_config", None), dict):
+        config.quantization_config = BundleConfig(values, verify)
+    model, found = model_class(config).from_pretrained(
+        directory, config=config, dtype=dtype or "auto", device_map=device_map, output_loading_info=True
+    )
     _require_complete(bundle, found["missing_keys"])
     processes = supports_images(config) and has_processor(directory)
     return model, load_processor(directory) if processes else load_tokenizer(directory)
 
 
+def _locate(bundle: str | Path, **hub_arguments: Any) -> Path:
+    """The bundle's directory, fetched into the Hub's cache if `bundle` is the id of a repository."""
+    directory = Path(bundle)
+    if directory.exists():
+        return directory
+    if isinstance(bundle, Path) or not _is_repository_id(bundle):
+        raise BundleError(f"{bundle} is not a kvconvert bundle: there is no such directory.")
+    try:
+        return Path(snapshot_download(bundle, **hub_arguments))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise BundleError(
+            f"{bundle} is neither a directory nor a repository that can be fetched from the Hub ({reason}); check the "
+            "name, the revision and the token, or fetch it first."
+        ) from error
+
+
+def _is_repository_id(name: str) -> bool:
+    """Whether a string has the form owner/name; repositories without an owner hold no bundles."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return name.count("/") == 1
+
+
 def _require_complete(bundle: str | Path, absent: Iterable[str]) -> None:
-    """Refuse a model of which transformers had to draw parts at random."""
+    """Refuse a model with parameters that transformers had to initialise at random."""
     names = sorted(absent)
     if names:
         more = f" and {len(names) - 1} more tensors" if names[1:] else ""
         raise BundleError(f"The bundle {bundle} lacks {names[0]}{more}, which the model needs; export it again.")
-
-
-def model_class(config: PretrainedConfig) -> type:
-    """The Auto class that loads a model: of causal language models, or of those that also see or hear.
-
-    A configuration that several of them know is decided by the class that it says its weights belong to.
-    """
-    sees = getattr(config, "vision_config", None) is not None
-    order = sorted(_CLASSES, key=lambda auto: sees and auto is not AutoModelForImageTextToText)
-    known = {auto: _built(auto, config) for auto in order if type(config) in _CLASSES[auto]}
-    stated = set(getattr(config, "architectures", None) or [])
-    return next((auto for auto, names in known.items() if names & stated), next(iter(known), AutoModelForCausalLM))
-
-
-def supports_images(config: PretrainedConfig) -> bool:
-    """Whether the model of a configuration has a vision tower."""
-    return getattr(config, "vision_config", None) is not None and model_class(config) is AutoModelForImageTextToText
-
-
-def _built(auto: type, config: PretrainedConfig) -> set[str]:
-    """Names of the classes that an Auto class builds from a configuration."""
-    built = _CLASSES[auto][type(config)]
-    return {model.__name__ for model in (built if isinstance(built, tuple) else (built,))}

@@ -1,15 +1,15 @@
-"""How `from_pretrained` learns to load a bundle.
+"""What makes `from_pretrained` load bundles.
 
-A bundle says `quant_method: awq`, so that any AWQ engine reads its weights, plus a key `kvconvert`. Importing the
-runtime puts a dispatcher in the place of transformers' "awq" configuration class: dictionaries with that key become a
-`BundleConfig`, whose quantizer is registered under our own name; all others go to the stock class, untouched.
+A bundle's config.json says `quant_method: awq`, so that any AWQ engine reads its weights, plus a key `kvconvert`.
+Importing the runtime replaces transformers' "awq" configuration class by a dispatcher: dictionaries with that key
+become a `BundleConfig`, whose quantizer is registered under our own name; all others go to the stock class, untouched.
 """
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -28,20 +28,28 @@ from kvconvert.runtime.hf.generation import adopt
 
 METHOD = "kvconvert"
 KEY = "kvconvert"
+Verify = Literal["full", "headers"]
 
 
 class BundleConfig(QuantizationConfigMixin):
     """The `quantization_config` of a bundle.
 
+    Args:
+        values: exactly what config.json says; `to_dict` writes it back.
+        verify: how thoroughly the bundle is verified when it is loaded, see `kvconvert.runtime.load`.
+
     Attributes:
-        values: exactly what config.json said; `to_dict` writes it back.
         kv_schemes: each layer's KV scheme, known once the manifest is read.
     """
 
-    def __init__(self, values: dict[str, Any]):
+    def __init__(self, values: dict[str, Any], verify: Verify = "full"):
         self.quant_method = METHOD
-        self.values = values
+        self.values, self.verify = values, verify
         self.kv_schemes: tuple[KVScheme | None, ...] = ()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An entry of config.json: transformers reads a model config's `quantization_config` like a dictionary."""
+        return self.values.get(name, default)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -50,14 +58,12 @@ class BundleConfig(QuantizationConfigMixin):
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        """What config.json said."""
+        """What config.json says."""
         return copy.deepcopy(self.values)
 
 
 class AwqDispatch(AwqConfig):
-    """Stands in transformers' registry for "awq": bundles become a `BundleConfig`, everything else stays an
-    `AwqConfig`.
-    """
+    """The entry "awq" of transformers' registry: bundles become a `BundleConfig`, all others an `AwqConfig`."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -67,14 +73,13 @@ class AwqDispatch(AwqConfig):
 
 
 class BundleQuantizer(HfQuantizer):
-    """Verifies the bundle, puts packed Linears where its manifest says so, and hands the model its KV plan."""
+    """Verifies the bundle, places packed Linears according to its manifest, and gives the model its KV plan."""
 
     requires_calibration = True
-    # How thoroughly the next bundle is verified; `runtime.load` sets it for one call.
-    verify = "full"
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        bundle = open_bundle(_directory(model, kwargs["checkpoint_files"]), verify=self.verify)
+        directory = _directory(model, kwargs["checkpoint_files"])
+        bundle = open_bundle(directory, verify=self.quantization_config.verify)
         self.schemes, self.plan = bundle.manifest.schemes(), bundle.plan
         self.quantization_config.kv_schemes = tuple(self.schemes)
         # The model was built from a copy of the config, made before the plan was known.
@@ -86,7 +91,7 @@ class BundleQuantizer(HfQuantizer):
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
-        """Transformers' conversions without those that would merge the tensors of experts that are stored apart."""
+        """Transformers' conversions without those that would fuse the tensors of separate experts."""
         if not any(isinstance(module, SeparateExperts) for module in model.modules()):
             return weight_conversions
         return [entry for entry in weight_conversions if not merges_experts(entry)]
@@ -129,7 +134,7 @@ def place_packed_linears(model: PreTrainedModel, bundle: Bundle) -> None:
 
 
 def _directory(model: PreTrainedModel, checkpoint_files: list[str]) -> Path:
-    """The bundle's directory; of one on the Hub, the files that from_pretrained did not fetch are fetched first."""
+    """The bundle's directory; of a repository on the Hub, first fetch the files that from_pretrained did not."""
     directory = Path(checkpoint_files[0]).parent
     if (directory / MANIFEST_NAME).exists() or Path(model.config._name_or_path).exists():
         return directory

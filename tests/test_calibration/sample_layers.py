@@ -11,8 +11,7 @@ from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attenti
 from kvconvert.calibration.attention_sample import AttentionSample, causal
 from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWork, PassResult
 from kvconvert.calibration.structure import LayerStructure, Projection
-from kvconvert.kernels.pages import KeyFormat, ValueFormat
-from kvconvert.kernels.pages.formats import LayerFormat
+from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
 
 STRUCTURE = LayerStructure(
     "self_attn",

@@ -23,7 +23,7 @@ from kvconvert.calibration.protocol import CalibrationPass
 from kvconvert.errors import NumericError
 from kvconvert.kernels.pages import KeyFormat
 from kvconvert.kernels.quantizer import dequantize, quantize
-from kvconvert.kernels.rotate import hadamard_matrix
+from kvconvert.kernels.rotate import Rotations, hadamard_matrix
 
 
 def simulated_flushes(tokens, sinks, recent, page=128):
@@ -215,7 +215,7 @@ def test_the_sample_is_what_the_changed_layer_gives_the_cache():
             work.layer.self_attn.v_proj.weight.mul_(3)
 
     work, seen = layer_work(samples=4, length=12)
-    work.cache = replace(work.cache, rotate_keys=True, rotate_values=True)
+    work.cache = replace(work.cache, rotations=Rotations(True, True))
     sampler = AttentionSampler(2)
     run_passes([ScaleValues(), sampler], work)
     h = hadamard_matrix(8, torch.float32)

@@ -10,8 +10,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-
-from kvconvert.kernels.variants import Variant
+from aot_variants.variant import Variant
 
 POPULATION_COUNTS = 40
 

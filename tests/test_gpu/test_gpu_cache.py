@@ -11,8 +11,10 @@ from kvconvert.kernels import decode
 from kvconvert.kernels import device as dispatch
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
-from kvconvert.runtime.hf.handles import Chunk
-from kvconvert.runtime.hf.modality import ModalityMask
+from kvconvert.runtime.cache.append import commit
+from kvconvert.runtime.cache.attend import attend
+from kvconvert.runtime.cache.compress import end_forward
+from kvconvert.runtime.cache.forward_pass import Chunk, ModalityMask
 
 CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 CONFIG.image_token_id = 1
@@ -36,32 +38,35 @@ def window(batch, head, query, key):
     return (key <= query) & (key > query - 170)
 
 
-LONG = ("keys stay longer", "1 bit", "16 and 8 bits", "eviction", "spans with tau")
+# A prompt, a single token, a few behind a sliding window; and a few at once, over which the mask is causal.
+LONG = ((330, None), (1, None), (3, None), (2, window))
+# The shortest prompts of which every kind of token is stored.
+PROMPTS = {"norms and sink tokens": 290, "values stay longer": 330, "visual spans with tau": 230}
+CASES = [pytest.param(name, ((prompt, None), *LONG[1::2]), id=name) for name, prompt in PROMPTS.items()]
+CASES += [pytest.param(name, LONG, id=f"{name}, longer", marks=pytest.mark.full) for name in SCHEMES]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n in LONG else n for n in SCHEMES])
-def test_attention_over_the_cache_is_the_reference_paths(device, monkeypatch, name):
+@pytest.mark.parametrize(("name", "steps"), CASES)
+def test_attention_over_the_cache_is_the_reference_paths(device, monkeypatch, name, steps):
     generator = torch.Generator().manual_seed(0)
     layer = KVCache(CONFIG, SCHEMES[name]).layers[0]
 
     def step(layer, tokens, keys, values, queries, mask_function):
-        start = layer.logical
-        if layer.scheme.modality != "all":  # what is visual has gaps, and differs in the rows
-            layer.marks = ModalityMask(torch.arange(2 * tokens).view(2, tokens) % 9 > 4)
+        start = layer.store.logical
+        if layer.store.scheme.modality != "all":  # what is visual has gaps, and differs in the rows
+            layer.store.modality_mask = ModalityMask(torch.arange(2 * tokens).view(2, tokens) % 9 > 4)
         layer.update(keys, values)
         columns = torch.arange(start, start + tokens, device=keys.device)
         chunk = Chunk(columns, PADDING[:, : start + tokens].to(keys.device), mask_function)
-        layer.commit(chunk)
-        output = layer.attend(queries, chunk, 0.2)
-        layer.end_forward()
+        commit(layer.store, chunk)
+        output = attend(layer.store, queries, chunk, 0.2)
+        end_forward(layer.store)
         return output[:, :, PADDING[1, start : start + tokens]]
 
-    # a prompt, a single token, a few at once, a few behind a sliding window
-    for tokens, mask_function in ((330, None), (1, None), (3, None), (2, window)):
+    for tokens, mask_function in steps:
         new = [torch.randn(2, heads, tokens, 32, generator=generator).to(device) for heads in (2, 2, 4)]
         reference = copy.deepcopy(layer)
-        with monkeypatch.context() as patch:
-            patch.setattr(dispatch, "_interpreted", False)
+        with dispatch.interpreted(False), monkeypatch.context() as patch:
             patch.setattr(decode, "unsupported", lambda *given: "the reference is wanted")
             expected = step(reference, tokens, *new, mask_function)
         if tokens > 3:
@@ -72,6 +77,6 @@ def test_attention_over_the_cache_is_the_reference_paths(device, monkeypatch, na
         error = float((got - expected).double().norm() / expected.double().norm())
         # products of fp16 halves with float32 sums
         assert error < 2e-3, (tokens, mask_function)
-        assert layer.fallbacks == 0
+        assert layer.store.fallbacks == 0
         if "tau" in name:
-            assert int(layer.clamped_rows) == int(reference.clamped_rows)
+            assert int(layer.store.clamped_rows) == int(reference.store.clamped_rows)

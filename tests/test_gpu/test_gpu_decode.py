@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from stored_tokens import Case, compare
+from decode_cases import Case, compare
 
 from kvconvert.kernels.decode import PageTables, ResidualWindows, attention_reference, unsupported
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
@@ -40,7 +40,7 @@ WIDE = (
     *(Case(key_dim=d, value_dim=d, value_group=g) for d, g in ((48, 24), (64, 32), (80, 16), (96, 32), (256, 128))),
     *(Case(group=g, heads=1, dtype=t) for g in (1, 2, 5, 8, 16) for t in (torch.float16, torch.bfloat16)),
     *(Case(key_group=g, value_group=g, key_bits=b, value_bits=b) for g in (16, 32, 64) for b in (1, 2, 4, 8)),
-    *(Case(boosted=b, boost_select=s, key_bits=k) for b, s, k in ((5, "dynamic", 2), (32, "calibrated", 4))),
+    *(Case(boosted=b, fixed_channels=f, key_bits=k) for b, f, k in ((5, False, 2), (32, True, 4))),
     *(Case(static=True, key_bits=k, value_bits=v) for k, v in ((4, 4), (8, 8), (8, 16), (16, 4))),
     *(
         Case(pages=(p,), residual=(t,), half_quantized_pages=(0,))
@@ -64,17 +64,17 @@ def test_it_equals_float64_attention_everywhere(case, device):
 
 
 def test_how_work_is_divided_changes_rounding_only(device):
-    case = Case(pages=(5, 2, 0), norm="joint")
+    case = Case(heads=1, pages=(2, 1, 0), norm="joint")
     few, many = (compare(replace(case, programs=programs), device)[1] for programs in (1, 40))
     # Each part rounds its weights to fp16 relative to its own maximum.
     torch.testing.assert_close(few, many, atol=4e-3, rtol=0)
 
 
-@pytest.mark.parametrize(("bits", "tau"), [(1, (0.4, 1.5)), (2, (0.0, 0.0))])
-def test_spans_of_several_prompts_are_shifted_together(bits, tau, device):
-    heads, group, dim, scaling = 2, 2, 64, 0.15
-    lengths, residuals = ((200, 40), (129,)), (17, 0)
-    form = SpanFormat(bits, bits)
+@pytest.mark.parametrize(("bits", "tau", "heads"), [(1, (0.4, 1.5), 1), (2, (0.0, 0.0), 2)])
+def test_spans_of_several_prompts_are_shifted_together(bits, tau, heads, device):
+    group, dim, scaling = 2, 32, 0.15
+    lengths, residuals = ((129, 40), (30,)), (17, 0)
+    form = SpanFormat(bits, bits, tau1=tau[0], tau2=tau[1])
     generator = torch.Generator().manual_seed(3)
 
     def random(*size):
@@ -119,8 +119,8 @@ def test_spans_of_several_prompts_are_shifted_together(bits, tau, device):
     )
     counter = torch.zeros((), dtype=torch.int64, device=device)
     out = decode_attention(
-        queries.to(device), tables, ResidualWindows(residual_base, rows.to(device)), format, scaling, span=form, tau1=tau[0],
-        tau2=tau[1], clamped_rows=counter,
+        queries.to(device), tables, ResidualWindows(residual_base, rows.to(device)), format, scaling, span=form,
+        clamped_rows=counter,
     )  # fmt: skip
     for row, residual in enumerate(residuals):
         key = torch.cat([span_keys(s, form) for s in spans[row]], 1).double()

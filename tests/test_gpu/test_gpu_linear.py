@@ -22,7 +22,7 @@ from kvconvert.kernels.linear.triton.many_rows import dequantize, prompt, unpack
 FEW_ROWS_TOLERANCE = {torch.float16: 4e-4, torch.bfloat16: 4.5e-3}
 PROMPT_TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 9e-3}
 DTYPES = list(FEW_ROWS_TOLERANCE)
-# Outputs that fill a part of a tile, one, several; inputs of one span, of an odd number; every kind of group.
+# Outputs that fill a part of a tile, one, several; inputs of one k block, of an odd number; every kind of group.
 SHAPES = [(64, 8, 32), (192, 40, 64), (128, 32, 128), (384, 72, 128), (512, 96, 256)]
 
 
@@ -59,13 +59,12 @@ def test_the_layout_is_turned_back_exactly(inputs: int, outputs: int, group_size
     assert torch.equal(unpack_codes(packed.lanes, outputs), weight.qweight)
 
 
-def test_the_layout_is_made_in_pieces_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layout_is_made_in_pieces_without_a_seam() -> None:
     weight = random_weight(64, 200, 32, torch.device("cpu"))
     whole = pack_weight(weight)
-    monkeypatch.setattr("kvconvert.kernels.linear.packed_layout._CHUNK_CODES", 64 * 64)
-    pieces = pack_weight(weight)
+    pieces = pack_weight(weight, chunk_codes=64 * 64)
     assert torch.equal(pieces.lanes, whole.lanes)
-    assert torch.equal(unpack_codes(pieces.lanes, 200), weight.qweight)
+    assert torch.equal(unpack_codes(pieces.lanes, 200, chunk_codes=64 * 64), weight.qweight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -150,8 +149,10 @@ def test_rows_that_are_not_contiguous_or_not_aligned(device: torch.device) -> No
 
 def test_what_the_kernels_cannot_do_is_refused(device: torch.device) -> None:
     packed = pack_weight(random_weight(64, 32, 32, device))
-    with pytest.raises(UsageError, match="fp16 and bf16"):
-        few_rows(torch.zeros(1, 64, device=device), packed)
+    assert "fp16 and bf16" in dispatch.unsupported(device, torch.float32, 32)
+    assert "not of 96" in dispatch.unsupported(device, torch.float16, 96)
+    assert "no kernels for meta" in dispatch.unsupported(torch.device("meta"), torch.float16, 32)
+    assert dispatch.unsupported(device, torch.float16, 32) is None
     with pytest.raises(UsageError, match=r"\[rows, 64\]"):
         prompt(torch.zeros(1, 32, device=device, dtype=torch.float16), packed)
     with pytest.raises(UsageError, match="groups of 32"):

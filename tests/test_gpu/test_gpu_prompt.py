@@ -5,10 +5,10 @@ import torch
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels import device as gpu_device
-from kvconvert.kernels.decode.reference import attention_reference
-from kvconvert.kernels.prompt import prompt_attention, selective_attention
+from kvconvert.kernels.decode import attention_reference
+from kvconvert.kernels.prompt import prompt_attention, unsupported
 from kvconvert.kernels.prompt.triton import launch as kernels
-from kvconvert.kernels.select import column_sums, column_sums_reference
+from kvconvert.kernels.select import column_sums, column_sums_reference, selective_attention
 
 # Relative errors of the whole output: weights and outputs are rounded to the dtype once each.
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -71,14 +71,20 @@ def test_sixteen_query_heads_share_a_key_head(device):
     [{}, {"softcap": 3.0}, {"window": 33, "sink_logits": True}, {"softcap": 3.0, "sink_logits": True, "window": 140}],
     ids=str,
 )
-def test_caps_sinks_and_windows(device, extras):
+def test_caps_sink_logits_and_windows(device, extras):
     sink_logits = torch.linspace(-2, 4, 4).to(device) if "sink_logits" in extras else None
     tensors = inputs(device, 4, 2, 150, 290, 64, 64, torch.bfloat16)
     tilings = kernels.Tiling(128, 64, 8, 2), kernels.Tiling(64, 128, 8, 2)
     check(tensors, 0.25, extras.get("softcap"), sink_logits, extras.get("window"), tilings)
 
 
-@pytest.mark.parametrize("window", [1, 16, 63, 64, 65, 129, 199, 200])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "window",
+    [1, pytest.param(16, marks=FULL), 63, pytest.param(64, marks=FULL), 65, pytest.param(129, marks=FULL), 199, 200],
+)
 def test_windows_of_every_relation_to_the_tiles(device, window):
     tensors = inputs(device, 1, 1, 140, 200, 16, 16, torch.float16)
     check(tensors, window=window, tilings=(kernels.Tiling(64, 32, 4, 2), kernels.Tiling(32, 64, 4, 2)))
@@ -109,16 +115,16 @@ def test_every_number_is_written(device, monkeypatch):
     assert all(torch.isfinite(x).all() for x in (output, log_sum_exp, sums))
 
 
-def test_what_tokens_receive_is_all_that_queries_give(device):
+def test_all_weights_of_the_queries_are_in_the_attention_mass(device):
     queries, keys, values = inputs(device, 4, 2, 100, 130, 64, 64, torch.float16)
-    _, received = selective_attention(queries, keys, values, 0.2)
-    torch.testing.assert_close(received.sum(1).cpu(), torch.full((2,), 200.0), rtol=1e-5, atol=0)
+    _, mass = selective_attention(queries, keys, values, 0.2)
+    torch.testing.assert_close(mass.sum(1).cpu(), torch.full((2,), 200.0), rtol=1e-5, atol=0)
     sink_logits = torch.linspace(-1, 5, 4).to(device)
-    _, received = selective_attention(queries, keys, values, 0.2, sink_logits=sink_logits)
+    _, mass = selective_attention(queries, keys, values, 0.2, sink_logits=sink_logits)
     without_values, log_sum_exp = kernels.attention(queries, keys, None, 0.2, sink_logits=sink_logits)
     assert without_values is None
     given = 100 - (sink_logits[:, None] - log_sum_exp).exp().sum(1)
-    torch.testing.assert_close(received.sum(1), given.unflatten(0, (2, 2)).sum(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(mass.sum(1), given.unflatten(0, (2, 2)).sum(1), rtol=1e-5, atol=0)
 
 
 def test_strided_inputs_are_read_in_place_or_copied(device):
@@ -141,14 +147,12 @@ def test_what_the_kernels_cannot_do_runs_on_the_reference_path_with_one_warning(
     gpu_device.fallbacks.clear()
     queries, keys, values = (x.float() for x in inputs(device, 2, 1, 20, 33, 64, 64, torch.float16))
     for _ in range(2):
-        output, received = selective_attention(queries, keys, values, 0.2)
+        output, mass = selective_attention(queries, keys, values, 0.2)
     visible = causal(20, 33, None, queries.device)
     torch.testing.assert_close(
         output.double(), attention_reference(queries, keys, values, visible, 0.2), rtol=1e-3, atol=1e-3
     )
-    torch.testing.assert_close(
-        received.double(), column_sums_reference(queries, keys, visible, 0.2), rtol=1e-3, atol=1e-3
-    )
+    torch.testing.assert_close(mass.double(), column_sums_reference(queries, keys, visible, 0.2), rtol=1e-3, atol=1e-3)
     assert len([r for r in caplog.records if "float32 is neither" in r.message]) == 2  # one of each operation
     assert sum(gpu_device.fallbacks.values()) == 4
 
@@ -172,18 +176,25 @@ def test_the_dispatch_takes_the_kernels(device, monkeypatch):
     assert not gpu_device.fallbacks
 
 
-def test_misuse_is_refused_by_name(device):
+def test_what_the_kernels_do_not_serve_has_a_reason(device):
     queries, keys, values = inputs(device, 2, 1, 20, 33, 64, 64, torch.float16)
+    assert unsupported(queries, keys, values, 0.2) is None
     for arguments, message in [
         ((queries.float(), keys, values, 0.2), "float32"),
         ((queries, keys.bfloat16(), values, 0.2), "differ in dtype"),
         ((queries[..., :12], keys[..., :12], values, 0.2), "size 12"),
         ((queries, keys, values, -1.0), "not positive"),
-        ((queries, keys[:, :10], values[:, :10], 0.2), "do not belong together"),
-        ((queries, keys, values, 0.2, None, None, 0), "window of 0"),
+        ((queries.to("meta"), keys, values, 0.2), "no kernels for meta"),
     ]:
-        with pytest.raises(UsageError, match=message):
-            kernels.attention(*arguments)
+        assert message in unsupported(*arguments)
+
+
+def test_misuse_is_refused_by_name(device):
+    queries, keys, values = inputs(device, 2, 1, 20, 33, 64, 64, torch.float16)
+    with pytest.raises(UsageError, match="do not belong together"):
+        kernels.attention(queries, keys[:, :10], values[:, :10], 0.2)
+    with pytest.raises(UsageError, match="window of 0"):
+        kernels.attention(queries, keys, values, 0.2, None, None, 0)
     with pytest.raises(UsageError, match="log-sum-exp"):
         kernels.column_sums(queries, keys, torch.zeros(2, 19, device=device), 0.2)
 

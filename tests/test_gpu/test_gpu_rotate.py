@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from kvconvert.errors import UsageError
-from kvconvert.kernels.rotate import hadamard_matrix, hadamard_transform
+from kvconvert.kernels.rotate import hadamard_matrix, hadamard_transform, unsupported, unsupported_append
 from kvconvert.kernels.rotate.triton import launch as gpu
 
 # Half a unit in the last place of the result, and the rounding of float32 sums.
@@ -75,7 +74,15 @@ def test_append_rotates_and_stores_in_one_launch(device, tokens, heads, query_he
         [torch.full((heads, n, dim), torch.nan, device=device, dtype=dtype) for n in capacities] for dim in dims
     ]
     bases = (keys, values)
-    table = gpu.append_table(poisoned[0], bases[0], poisoned[1], bases[1])
+    rows = [
+        [
+            number
+            for buffer, base in zip(pair, bases, strict=True)
+            for number in (offset(buffer, base), buffer.stride(0))
+        ]
+        for pair in zip(*poisoned, strict=True)
+    ]
+    table = torch.tensor(rows, device=device)
     found = gpu.rotate_and_append(queries, keys, values, *bases, table, first, rotate_keys, rotate_values)
     if rotate_keys:
         assert error(found, rotated(queries)) < TOLERANCES[dtype]
@@ -92,10 +99,19 @@ def test_append_rotates_and_stores_in_one_launch(device, tokens, heads, query_he
             assert int(buffer.isnan().sum()) == buffer.numel() - stored.numel()
 
 
-def test_what_cannot_be_addressed_is_refused(device):
-    buffer = torch.zeros(2, 16, 64, device=device, dtype=torch.float16)
-    askew = torch.zeros(2, 16, 65, device=device, dtype=torch.float16)[:, :, 1:]
-    with pytest.raises(UsageError, match="16 bytes"):
-        gpu.append_table([askew], buffer, [buffer], buffer)
-    with pytest.raises(UsageError, match="head sizes up to 256"):
-        gpu.rotate(torch.zeros(2, 512, device=device))
+def offset(buffer, base) -> int:
+    return (buffer.data_ptr() - base.data_ptr()) // base.element_size()
+
+
+def test_what_the_kernels_do_not_serve_has_a_reason(device):
+    x = torch.zeros(1, 2, 3, 64, device=device, dtype=torch.float16)
+    assert unsupported(x) is None
+    assert "float64" in unsupported(x.double())
+    assert "head sizes up to 256" in unsupported(torch.zeros(2, 512, device=device))
+    assert "gradients" in unsupported(torch.zeros(2, 64, device=device, requires_grad=True))
+    assert "no kernels for meta" in unsupported(x.to("meta"))
+    assert unsupported_append(torch.float16, x, x, x) is None
+    assert "stored ones torch.bfloat16" in unsupported_append(torch.bfloat16, x, x, x)
+    assert "head sizes" in unsupported_append(torch.float16, x, torch.zeros(1, 2, 3, 512, device=device).half(), x)
+    for askew in (x[..., 1:57], x.transpose(2, 3)[..., :3, :].transpose(2, 3), x[..., :60]):
+        assert "16 bytes" in unsupported_append(torch.float16, x, x, askew)

@@ -1,40 +1,47 @@
-"""Work items cover every page, half page and tail token once, in items of nearly equal cost."""
+"""Work items cover every page, half-quantized page and residual token once, in items of nearly equal cost."""
 
 import pytest
 
-from kvconvert.kernels.decode.plan import HALF_COST, OPEN_END, TAIL_TOKENS, Run, SequencePlan, plan_work
+from kvconvert.kernels.decode.plan import (
+    HALF_QUANTIZED_COST,
+    OPEN_END,
+    RESIDUAL_TOKENS,
+    Segment,
+    SequencePlan,
+    plan_work,
+)
 
 
 def covered(plan, row):
-    """Table entries, half pages and tail tokens of a sequence's items, in order."""
-    entries, halves, tail = [], [], []
+    """Table entries, half-quantized pages and residual tokens of a sequence's items, in order."""
+    entries, half_quantized, residual = [], [], []
     for item in plan.items[plan.item_rows[row] : plan.item_rows[row + 1]].tolist():
         assert item[0] == row
         entries += range(item[1], item[2])
-        halves += range(item[3], item[4])
-        tail.append((item[5], item[6]))
-    return entries, halves, [part for part in tail if part[0] < part[1]]
+        half_quantized += range(item[3], item[4])
+        residual.append((item[5], item[6]))
+    return entries, half_quantized, [part for part in residual if part[0] < part[1]]
 
 
 @pytest.mark.parametrize("programs", [1, 3, 7, 1000])
 def test_everything_is_covered_once(programs):
     sequences = [
-        SequencePlan((Run(0, 10, 1280),), 70, half=2, half_begin=10),
+        SequencePlan((Segment(0, 10, 1280),), 70, half_quantized=2, half_quantized_begin=10),
         SequencePlan((), 0),
-        SequencePlan((Run(12, 15, 300, 1), Run(15, 16, 100, 2)), 33),
+        SequencePlan((Segment(12, 15, 300, 1), Segment(15, 16, 100, 2)), 33),
     ]
     plan = plan_work(sequences, programs)
     for row, sequence in enumerate(sequences):
-        entries, halves, tail = covered(plan, row)
-        assert entries == [entry for run in sequence.runs for entry in range(run.begin, run.end)]
-        assert halves == list(range(sequence.half))
-        assert tail[0][0] == 0 or not sequence.tail
-        assert [stop for _, stop in tail[:-1]] == [start for start, _ in tail[1:]]
-        assert tail[-1][1] == OPEN_END
+        entries, half_quantized, residual = covered(plan, row)
+        assert entries == [entry for part in sequence.segments for entry in range(part.begin, part.end)]
+        assert half_quantized == list(range(sequence.half_quantized))
+        assert residual[0][0] == 0 or not sequence.residual
+        assert [stop for _, stop in residual[:-1]] == [start for start, _ in residual[1:]]
+        assert residual[-1][1] == OPEN_END
 
 
 def test_slots_are_consecutive_and_counted():
-    plan = plan_work([SequencePlan((Run(0, 9, 1152),), 40), SequencePlan((Run(9, 10, 128),), 5)], 6)
+    plan = plan_work([SequencePlan((Segment(0, 9, 1152),), 40), SequencePlan((Segment(9, 10, 128),), 5)], 6)
     slots = [s for item in plan.items.tolist() for s in item[7:10] if s >= 0]
     assert slots == list(range(plan.slots))
     assert plan.slot_rows.tolist()[-1] == plan.slots
@@ -42,31 +49,39 @@ def test_slots_are_consecutive_and_counted():
 
 
 def test_items_stay_within_the_programs_and_near_each_other():
-    sequences = [SequencePlan((Run(0, 63, 8064),), 128) for _ in range(32)]
+    sequences = [SequencePlan((Segment(0, 63, 8064),), 128) for _ in range(32)]
     plan = plan_work(sequences, 198)
     assert len(plan.items) <= 198
     units = []
-    for _, begin, end, half_begin, half_end, start, stop, *_ in plan.items.tolist():
-        tail = min(stop, 128) - start
-        units.append(end - begin + HALF_COST * (half_end - half_begin) + -(-max(0, tail) // TAIL_TOKENS))
+    for _, begin, end, half_quantized_begin, half_quantized_end, start, stop, *_ in plan.items.tolist():
+        residual = min(stop, 128) - start
+        units.append(
+            end
+            - begin
+            + HALF_QUANTIZED_COST * (half_quantized_end - half_quantized_begin)
+            + -(-max(0, residual) // RESIDUAL_TOKENS)
+        )
     assert max(units) <= min(units) + 1
 
 
 @pytest.mark.parametrize("pages", [1, 5, 40, 56, 63, 100])
-@pytest.mark.parametrize("half", [0, 1, 2])
-def test_what_cannot_be_divided_takes_no_second_wave(pages, half):
-    sequences = [SequencePlan((Run(0, pages, 128 * pages),), 160, half=half, half_begin=pages) for _ in range(32)]
+@pytest.mark.parametrize("half_quantized", [0, 1, 2])
+def test_what_cannot_be_divided_takes_no_second_wave(pages, half_quantized):
+    sequences = [
+        SequencePlan((Segment(0, pages, 128 * pages),), 160, half_quantized=half_quantized, half_quantized_begin=pages)
+        for _ in range(32)
+    ]
     assert len(plan_work(sequences, 132).items) <= 132
 
 
-def test_an_item_holds_pages_of_one_run_only():
-    plan = plan_work([SequencePlan((Run(0, 3, 300, 4), Run(3, 5, 200, 7)), 0)], 1)
+def test_an_item_holds_pages_of_one_segment_only():
+    plan = plan_work([SequencePlan((Segment(0, 3, 300, 4), Segment(3, 5, 200, 7)), 0)], 1)
     assert [item[10] for item in plan.items.tolist() if item[1] < item[2]] == [4, 7]
     assert [item[11] for item in plan.items.tolist() if item[1] < item[2]] == [300, 200]
 
 
 def test_a_page_plan_knows_how_many_tokens_are_left_from_its_first_page():
-    plan = plan_work([SequencePlan((Run(0, 4, 450, first_token=9),), 0)], 2)
+    plan = plan_work([SequencePlan((Segment(0, 4, 450, first_token=9),), 0)], 2)
     first, second = [item for item in plan.items.tolist() if item[1] < item[2]]
     assert (first[11], second[11]) == (450, 450 - 128 * (second[1] - first[1]))
     assert second[12] == 9 + 128 * (second[1] - first[1])

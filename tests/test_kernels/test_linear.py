@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from kvconvert.errors import UsageError
-from kvconvert.kernels import linear
 from kvconvert.kernels.device import fallbacks
-from kvconvert.kernels.linear import QuantizedLinear, int4pack_block, unpack_int4pack, w4a16_reference
+from kvconvert.kernels.linear import QuantizedLinear, cpu, int4pack_block, unpack_int4pack, w4a16_reference
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
 
 # Relative error of a whole output, by input dtype. float32: sums of hundreds of products. float16: the result's
@@ -39,18 +38,9 @@ def relative_error(y: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("inputs", "outputs", "group_size"), SHAPES)
 @pytest.mark.parametrize("rows", [1, 5, 70])
-@pytest.mark.parametrize("tile_weights", [linear.TILE_WEIGHTS, 1])
 def test_every_path_equals_dequantize_then_multiply(
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype,
-    inputs: int,
-    outputs: int,
-    group_size: int,
-    rows: int,
-    tile_weights,
+    dtype: torch.dtype, inputs: int, outputs: int, group_size: int, rows: int
 ) -> None:
-    monkeypatch.setattr(linear, "TILE_WEIGHTS", tile_weights)
-    linear._tiling.cache_clear()
     weight = random_weight(inputs, outputs, group_size)
     generator = torch.Generator().manual_seed(rows)
     x, bias = (
@@ -63,17 +53,17 @@ def test_every_path_equals_dequantize_then_multiply(
     assert y.dtype == dtype
     assert relative_error(y, exact) < TOLERANCE[dtype]
     assert relative_error(w4a16_reference(x, weight, bias), exact) < TOLERANCE[dtype]
-    if dtype == torch.bfloat16:
-        # Again by tiles, from whichever layout the first call left.
-        assert relative_error(module._tiled_product(x) + bias, exact) < TOLERANCE[dtype]
+    for tile_weights in (cpu.TILE_WEIGHTS, 1):
+        # By tiles, from whichever layout the first call left.
+        tiled = cpu.tiled_product(x, module.qweight, module.int4pack, module.qzeros, module.scales, tile_weights)
+        assert relative_error(tiled + bias, exact) < TOLERANCE[dtype]
     assert torch.equal(module.awq_weight().qweight, weight.qweight)
-    linear._tiling.cache_clear()
 
 
 @needs_int4pack
 def test_bfloat16_and_few_rows_take_the_int4_product_where_it_fits() -> None:
     module = QuantizedLinear(256, 64, 128)
-    few, many = linear.INT4PACK_ROWS, linear.INT4PACK_ROWS + 1
+    few, many = cpu.INT4PACK_ROWS, cpu.INT4PACK_ROWS + 1
     assert module.path(1, torch.bfloat16) == module.path(few, torch.bfloat16) == "int4pack"
     assert (
         module.path(many, torch.bfloat16) == module.path(1, torch.float32) == module.path(1, torch.float16) == "tiled"

@@ -105,7 +105,7 @@ def test_boosting_by_magnitude_beats_random_channels():
     exact = queries @ pages.transpose(2, 3)
 
     def error(select: str, channels: torch.Tensor | None = None) -> float:
-        f = KeyFormat(4, 64, 128, 2, 128, boosted=8, boost_select=select)
+        f = KeyFormat(4, 64, 128, 2, 128, boosted=8, fixed_channels=select == "calibrated")
         return float(
             (queries @ dequantize_keys(quantize_keys(pages, f, channels), f, channels) - exact).square().mean()
         )

@@ -89,7 +89,7 @@ def test_norms_are_means_over_the_stated_scope():
 @pytest.mark.parametrize("norm", ["none", "joint", "per_head"])
 @pytest.mark.parametrize(("boosted", "select"), [(0, "dynamic"), (10, "dynamic"), (10, "calibrated")])
 def test_stored_tensors_are_those_that_empty_pages_make_room_for(norm, boosted, select):
-    keys_as = key_format(heads=3, dim=80, token_norm=norm, boosted=boosted, boost_select=select)
+    keys_as = key_format(heads=3, dim=80, token_norm=norm, boosted=boosted, fixed_channels=select == "calibrated")
     values_as = value_format(4, heads=3, dim=48, group=24)
     fixed = torch.arange(10).expand(3, 10)
     keys = quantize_keys(torch.randn(5, 3, 128, 80), keys_as, fixed)
@@ -123,7 +123,7 @@ def test_padding_counts_as_bytes():
 @pytest.mark.parametrize("norm", ["none", "joint", "per_head"])
 @pytest.mark.parametrize(("boosted", "select"), [(0, "dynamic"), (5, "dynamic"), (5, "calibrated")])
 def test_key_fields_lie_where_the_layout_says_and_nowhere_twice(bits, norm, boosted, select):
-    f = key_format(bits, heads=3, dim=20, token_norm=norm, boosted=boosted, boost_select=select)
+    f = key_format(bits, heads=3, dim=20, token_norm=norm, boosted=boosted, fixed_channels=select == "calibrated")
     layout = KeyLayout.of(f)
     pages = empty_keys(2, f, torch.float32, torch.device("cpu"))
     rows, high_rows = (10, 3 if boosted else 0) if bits == 1 else (20, boosted)
@@ -260,7 +260,7 @@ def test_boosting_by_score_beats_boosting_other_channels():
     size = torch.logspace(-1, 1, 64)[torch.randperm(64)]
     keys, queries = torch.randn(4, 2, 128, 64) * size, torch.randn(4, 2, 16, 64)
     exact = queries @ keys.transpose(2, 3)
-    fixed = key_format(group=128, boosted=8, boost_select="calibrated")
+    fixed = key_format(group=128, boosted=8, fixed_channels=True)
 
     def error(channels):
         return (

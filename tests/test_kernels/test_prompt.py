@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kvconvert.kernels import select as selection
-from kvconvert.kernels.decode.reference import attention_reference
-from kvconvert.kernels.prompt import prompt_attention, selective_attention
-from kvconvert.kernels.select import column_sums_reference
+from kvconvert.kernels.decode import attention_reference
+from kvconvert.kernels.prompt import prompt_attention
+from kvconvert.kernels.prompt.cpu import BLOCK_SCORES, blockwise_attention
+from kvconvert.kernels.select import column_sums_reference, selective_attention
 
 
 def causal(length, tokens, window=None):
@@ -24,22 +24,23 @@ def test_prompts_attend_causally_to_themselves(dtype, length):
     torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("block", [1 << 22, 2500, 1])
+@pytest.mark.parametrize("block", [BLOCK_SCORES, 2500, 1])
 @pytest.mark.parametrize(("length", "tokens"), [(1, 9), (40, 129), (63, 63), (0, 5)])
 @pytest.mark.parametrize(
     "extras",
     [{}, {"softcap": 2.0}, {"sink_logits": torch.linspace(-1, 3, 6)}, {"window": 9}, {"window": 1}, {"window": 500}],
     ids=str,
 )
-def test_chunks_caps_sinks_and_windows_give_the_references_output_and_sums(monkeypatch, block, length, tokens, extras):
-    monkeypatch.setattr(selection, "BLOCK_SCORES", block)
+def test_chunks_caps_sink_logits_and_windows_give_the_references_output_and_sums(block, length, tokens, extras):
     torch.manual_seed(3)
     queries, keys, values = torch.randn(6, length, 16), torch.randn(3, tokens, 16), torch.randn(3, tokens, 24)
-    output, received = selective_attention(queries, keys, values, 0.25, **extras)
+    output = blockwise_attention(queries, keys, values, 0.25, **extras, block_scores=block)
+    chosen, mass = selective_attention(queries, keys, values, 0.25, **extras)
+    torch.testing.assert_close(chosen, output, rtol=1e-4, atol=1e-5)
     extras = dict(extras)
     visible = causal(length, tokens, extras.pop("window", None))
     expected = attention_reference(queries, keys, values, visible, 0.25, **extras)
     torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
     sums = column_sums_reference(queries, keys, visible, 0.25, **extras)
-    torch.testing.assert_close(received.double(), sums, rtol=1e-4, atol=1e-5)
-    assert received.dtype == torch.float32
+    torch.testing.assert_close(mass.double(), sums, rtol=1e-4, atol=1e-5)
+    assert mass.dtype == torch.float32

@@ -168,7 +168,8 @@ def test_any_finite_group_comes_back_finite_and_inside_its_own_range(
     back = dequantize(codes, scale, zero_point, 8, 0)
     assert back.isfinite().all()
     assert int(codes.max()) < 2**bits
-    # The range's ends may move by the fp16 rounding of zero_point and scale (an ulp of the larger end, times the levels).
+    # The range's ends may move by the fp16 rounding of zero_point and scale (an ulp of the larger end, times the
+    # levels).
     slack = 2**-11 * (x.abs().max() + (x.max() - x.min())) + 2**bits * 6e-8
     assert (back >= x.min() - slack).all()
     assert (back <= x.max() + slack).all()

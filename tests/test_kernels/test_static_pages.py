@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from kvconvert.errors import NumericError
-from kvconvert.kernels.decode.reference import DenseRun, LayerFormat, PageTile, attention_reference, paged_attention
+from kvconvert.kernels.decode import PageTile, ResidualTokens, attention_reference, paged_attention
 from kvconvert.kernels.pages import (
     ChannelScales,
     KeyFormat,
+    LayerFormat,
     ValueFormat,
     dequantize_keys,
     dequantize_values,
@@ -117,18 +118,18 @@ def test_attention_equals_float64_attention_over_the_dequantized_tokens(bits, le
     key_pages = quantize_keys(keys, format.keys, static=static[0])
     value_pages = quantize_values(values, format.values, static[1])
     rows = torch.tensor([0, 1, 1, 1])
-    dense = DenseRun(0, torch.randn(heads, 9, key_dim), torch.randn(heads, 9, value_dim))
+    residual = ResidualTokens(0, torch.randn(heads, 9, key_dim), torch.randn(heads, 9, value_dim))
     queries = torch.randn(2, 3 * heads, length, key_dim)
     tiles = [
         PageTile(key_pages.select(part), value_pages.select(part), rows[part]) for part in (slice(0, 3), slice(3, 4))
     ]
-    got = paged_attention(queries, tiles, [dense], format, 0.3)
+    got = paged_attention(queries, tiles, [residual], format, 0.3)
     stored_keys = dequantize_keys(key_pages, format.keys, static=static[0]).transpose(2, 3)
     stored_values = dequantize_values(value_pages, format.values, static[1])
     for row in range(2):
         k, v = (x[rows == row].transpose(0, 1).flatten(1, 2) for x in (stored_keys, stored_values))
         if row == 0:
-            k, v = torch.cat([k, dense.keys], 1), torch.cat([v, dense.values], 1)
+            k, v = torch.cat([k, residual.keys], 1), torch.cat([v, residual.values], 1)
         expected = attention_reference(queries[row], k, v, None, 0.3)
         # float32 dot products
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)

@@ -139,7 +139,7 @@ def kv_cell(entry: TinyModel, recipe: KVRecipe) -> KVResult:
     cache = KVCache(model.config, recipe.scheme)
     batch = generate(model, inputs, cache, tokens)
     alone = generate(model, entry.first_row(inputs, recipe.padding), KVCache(model.config, recipe.scheme), tokens[:1])
-    sequences = [sequence for layer in cache.paged_layers() for sequence in layer.sequences]
+    sequences = [sequence for store in cache.stores() for sequence in store.sequences]
     length = recipe.length + STEPS - 1
     return KVResult(
         batch,

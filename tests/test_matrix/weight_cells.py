@@ -28,9 +28,8 @@ from kvconvert.convert.recipe import Recipe
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import require_adapter
-from kvconvert.models.experts import separate_experts
+from kvconvert.models.experts import ExpertRoles, separate_experts
 from kvconvert.runtime import load
-from kvconvert.runtime.hf.experts import ExpertRoles
 
 GROUP = 16
 RECIPE = f"""

@@ -16,8 +16,7 @@ from kvconvert.calibration.awq import apply_scales, search_scales
 from kvconvert.calibration.oscar import fold_value_rotation
 from kvconvert.errors import UnsupportedModelError
 from kvconvert.models.adapters import ADAPTERS, dense, find_adapter, require_adapter
-from kvconvert.models.experts import separate_experts
-from kvconvert.runtime.hf.experts import ExpertRoles
+from kvconvert.models.experts import ExpertRoles, separate_experts
 
 # Family, query heads, KV heads, head size, further configuration. Together they cover each family with grouped-query
 # ratios 1, 2 and 4, all head sizes, and biases on and off.

@@ -8,8 +8,7 @@ from tiny.mixtures import few_and_full, tiny_mixture
 from torch import nn
 
 from kvconvert.errors import CheckpointError, UnsupportedModelError
-from kvconvert.models.experts import separate_experts, split_fused
-from kvconvert.runtime.hf.experts import EXPERT_ROLES
+from kvconvert.models.experts import EXPERT_ROLES, separate_experts, split_fused
 
 
 @pytest.mark.parametrize("model_type", few_and_full())

@@ -32,9 +32,8 @@ from kvconvert.errors import BundleError, CheckpointError, UnsupportedModelError
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
 from kvconvert.models.adapters import ADAPTERS, LayerNames, require_adapter
-from kvconvert.models.experts import separate_experts
+from kvconvert.models.experts import ExpertRoles, separate_experts
 from kvconvert.runtime import load
-from kvconvert.runtime.hf.experts import ExpertRoles
 
 AWQ = Recipe(weights=WeightsRecipe(method="awq", group_size=32))
 

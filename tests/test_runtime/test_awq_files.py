@@ -1,5 +1,4 @@
-"""An exported directory is a standard AWQ checkpoint: read here with numpy and the published layout, nothing of "
-"ours."""
+"""An exported directory is a standard AWQ checkpoint: read here with numpy and the published layout alone."""
 
 import json
 import shutil

@@ -10,7 +10,9 @@ from transformers import DeepseekV3Config, LlamaConfig
 from kvconvert.errors import CacheError, NumericError, RecipeError, UnsupportedModelError
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
-from kvconvert.runtime.hf.handles import Chunk
+from kvconvert.runtime.cache.append import commit
+from kvconvert.runtime.cache.compress import end_forward
+from kvconvert.runtime.cache.forward_pass import Chunk
 
 OSCAR = KVScheme(rotate_keys="hadamard", rotate_values="online", token_norm="joint")
 REFERENCE_SHAPE = LlamaConfig(
@@ -24,11 +26,11 @@ def feed(
     """Store random tokens the way attention does, without a model around it."""
     generator = torch.Generator().manual_seed(seed)
     for layer in cache.paged_layers():
-        start = layer.logical
+        start = layer.store.logical
         keys, values = (torch.randn(batch, heads, tokens, dim, generator=generator).to(dtype) for _ in range(2))
         layer.update(keys, values)
-        layer.commit(Chunk(torch.arange(start, start + tokens), None, None))
-        layer.end_forward()
+        commit(layer.store, Chunk(torch.arange(start, start + tokens)))
+        end_forward(layer.store)
 
 
 @pytest.mark.parametrize(("preset", "smaller"), [("oscar", 4.5), ("oscar-g128", 6.0)])
@@ -62,10 +64,10 @@ def test_slack_stays_small_while_decoding_token_by_token():
 def test_reported_bytes_are_those_of_the_tensors():
     cache = KVCache(REFERENCE_SHAPE, "oscar")
     feed(cache, 1000)
-    layer = cache.layers[0]
-    tensors = [chunk.buffer for pool in (layer.key_pool, layer.value_pool) for chunk in pool._chunks]
-    tensors += [t for s in layer.sequences for t in (s.keys.buffer, s.values.buffer)]
-    assert layer.bytes_allocated() == sum(t.untyped_storage().nbytes() for t in tensors)
+    store = cache.layers[0].store
+    tensors = [chunk.buffer for pool in (store.key_pool, store.value_pool) for chunk in pool._chunks]
+    tensors += [t for s in store.sequences for t in (s.keys.buffer, s.values.buffer)]
+    assert store.bytes_allocated() == sum(t.untyped_storage().nbytes() for t in tensors)
 
 
 def test_beams_share_pages_and_give_them_back():
@@ -95,14 +97,14 @@ def test_diverging_beams_do_not_write_into_each_other():
     torch.testing.assert_close(both[1], alone[0], rtol=1e-4, atol=1e-5)  # same sums, another batch size
 
 
-def test_sinks_and_recent_tokens_stay_in_full_precision():
+def test_sink_tokens_and_recent_tokens_stay_in_full_precision():
     scheme = KVScheme(sink_tokens=4, key_recent_tokens=64, value_recent_tokens=64)
     cache = KVCache(REFERENCE_SHAPE, scheme)
     feed(cache, 4 + 128 + 63)
     assert cache.stats().pages == 0
     feed(cache, 1)
     assert (cache.stats().pages, cache.stats().residual_tokens) == (2, 4 + 64)
-    assert cache.layers[0].sequences[0].tail_columns(128, torch.device("cpu")).tolist() == [
+    assert cache.layers[0].store.sequences[0].residual_positions(128, torch.device("cpu")).tolist() == [
         0,
         1,
         2,
@@ -158,8 +160,8 @@ def test_a_preallocated_cache_runs_out_of_pages_by_name():
     )  # codes, key and value metadata, norms of `oscar` at G = 32
     cache = KVCache(REFERENCE_SHAPE, "oscar", kv_memory=2 * 3 * page)
     feed(cache, 3 * 128)
-    layer = cache.layers[0]
-    assert layer.key_pool.bytes_allocated + layer.value_pool.bytes_allocated == 3 * page
+    store = cache.layers[0].store
+    assert store.key_pool.bytes_allocated + store.value_pool.bytes_allocated == 3 * page
     with pytest.raises(CacheError, match=r"layer 0 of the KV cache is out of pages: 3 of 3 are in use.*kv_memory"):
         feed(cache, 128)
 
@@ -175,12 +177,12 @@ def test_numbers_that_cannot_be_stored_name_layer_and_head(value, what, part):
         if index == 1:
             (keys if part == "keys" else values)[0, 1, 40, 3] = value
         layer.update(keys, values)
-        layer.commit(Chunk(torch.arange(128), None, None))
+        commit(layer.store, Chunk(torch.arange(128)))
         if index == 0:
-            layer.end_forward()
+            end_forward(layer.store)
         else:
             with pytest.raises(NumericError, match=what):
-                layer.end_forward()
+                end_forward(layer.store)
 
 
 def test_a_token_of_zeros_comes_back_as_zeros():
@@ -189,9 +191,9 @@ def test_a_token_of_zeros_comes_back_as_zeros():
     keys, values = torch.randn(1, 2, 128, 64), torch.randn(1, 2, 128, 64)
     keys[:, :, 17] = 0
     layer.update(keys, values)
-    layer.commit(Chunk(torch.arange(128), None, None))
-    layer.end_forward()
-    pages = layer.key_pool.read(layer.sequences[0].keys.pages)
+    commit(layer.store, Chunk(torch.arange(128)))
+    end_forward(layer.store)
+    pages = layer.store.key_pool.read(layer.store.sequences[0].keys.pages)
     assert pages.norm[0, 0, 17] == 0
     assert torch.isfinite(pages.scale).all()
 
@@ -231,17 +233,17 @@ def test_one_layer_may_stay_unquantized_beside_others():
     model = tiny_model("llama", "kvconvert", num_hidden_layers=2)
     cache = KVCache(model.config, [None, KVScheme()])
     model(random_ids(1, 128), past_key_values=cache)
-    assert cache.layers[0].key_pool.page_bytes == 128 * 2 * 16 * 4
-    assert cache.layers[1].key_pool.page_bytes < 128 * 2 * 16
+    assert cache.layers[0].store.key_pool.page_bytes == 128 * 2 * 16 * 4
+    assert cache.layers[1].store.key_pool.page_bytes < 128 * 2 * 16
 
 
 def test_a_cache_quantizes_nothing_twice():
     model = tiny_model("llama", "kvconvert", num_hidden_layers=1)
     cache = KVCache(model.config, "oscar")
     model(random_ids(1, 256), past_key_values=cache)
-    before = {name: tensor.clone() for name, tensor in cache.layers[0].key_pool.read([0, 1]).tensors()}
+    before = {name: tensor.clone() for name, tensor in cache.layers[0].store.key_pool.read([0, 1]).tensors()}
     for step in range(140):
         model(random_ids(1, 1, seed=step), past_key_values=cache)
     assert cache.stats().pages == 3
-    for name, tensor in cache.layers[0].key_pool.read([0, 1]).tensors():
+    for name, tensor in cache.layers[0].store.key_pool.read([0, 1]).tensors():
         assert torch.equal(tensor, before[name]), name

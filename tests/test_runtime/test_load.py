@@ -1,13 +1,15 @@
-"""Loading a bundle: through the runtime and through plain transformers, and what a loaded model does by itself."""
+"""Loading a bundle: through the runtime and through plain transformers, and what a loaded model does by default."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from tiny.models import GREEDY, random_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TextIteratorStreamer
 from transformers.cache_utils import DynamicCache, StaticCache
@@ -17,6 +19,7 @@ from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import BundleError, RecipeError, UsageError
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.runtime import KVCache, load
+from kvconvert.runtime.hf import load as runtime_load
 
 REFERENCE = Path(__file__).resolve().parents[2] / "examples" / "reference-lm"
 
@@ -206,7 +209,62 @@ def test_what_is_no_bundle_is_said_to_be_none(tmp_path, source):
         load(tmp_path / "missing")
 
 
-def test_a_model_that_would_be_drawn_at_random_in_part_is_refused(unquantized_weights, tmp_path):
+@pytest.mark.parametrize("name", ["missing", "./missing/bundle", "../bundle", "/missing", "work/bundle/", "a/b/c"])
+def test_what_is_neither_a_directory_nor_a_repository_never_reaches_the_hub(name, monkeypatch):
+    monkeypatch.setattr(runtime_load, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
+    with pytest.raises(BundleError, match=f"^{re.escape(name)} is not a kvconvert bundle: there is no such directory"):
+        load(name)
+    with pytest.raises(BundleError, match="there is no such directory"):
+        load(Path("owner/name"))
+
+
+def test_a_repository_on_the_hub_is_fetched_with_the_arguments_given(bundle, monkeypatch):
+    calls = []
+
+    def download(name, **arguments):
+        calls.append((name, arguments))
+        return str(bundle)
+
+    monkeypatch.setattr(runtime_load, "snapshot_download", download)
+    model, _ = load("owner/name", verify="headers", revision="v1", token="secret", local_files_only=True)
+    assert isinstance(model, LlamaForCausalLM)
+    assert calls == [("owner/name", {"revision": "v1", "token": "secret", "local_files_only": True})]
+
+
+def test_a_repository_that_cannot_be_fetched_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(BundleError, match="owner/name is neither a directory nor a repository that can be fetched"):
+        load("owner/name", local_files_only=True)
+
+
+def damaged(bundle: Path, directory: Path) -> Path:
+    """A copy with one bit of its weights flipped."""
+    copy = shutil.copytree(bundle, directory)
+    weights = copy / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-100] ^= 1
+    weights.write_bytes(content)
+    return copy
+
+
+def test_verify_holds_for_one_call_and_stays_out_of_the_config(bundle, tmp_path):
+    copy = damaged(bundle, tmp_path / "copy")
+    model, _ = load(copy, verify="headers")
+    assert "verify" not in model.config.to_dict()["quantization_config"]
+    with pytest.raises(BundleError, match=r"model\.safetensors"):
+        load(copy)
+
+
+def test_a_bundle_cannot_weaken_its_own_verification(bundle, tmp_path):
+    copy = damaged(bundle, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"]["verify"] = "headers"
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BundleError):
+        AutoModelForCausalLM.from_pretrained(copy)
+
+
+def test_a_model_that_would_be_initialised_at_random_in_part_is_refused(unquantized_weights, tmp_path):
     shutil.copytree(unquantized_weights, tmp_path / "bundle")
     config = tmp_path / "bundle" / "config.json"
     config.write_text(config.read_text().replace('"mlp_bias": false', '"mlp_bias": true '))
@@ -215,13 +273,8 @@ def test_a_model_that_would_be_drawn_at_random_in_part_is_refused(unquantized_we
 
 
 def test_from_pretrained_verifies_too(bundle, tmp_path):
-    copy = shutil.copytree(bundle, tmp_path / "copy")
-    weights = copy / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-100] ^= 1
-    weights.write_bytes(content)
     with pytest.raises(BundleError, match=r"model\.safetensors"):
-        AutoModelForCausalLM.from_pretrained(copy)
+        AutoModelForCausalLM.from_pretrained(damaged(bundle, tmp_path / "copy"))
 
 
 def test_other_awq_checkpoints_still_reach_transformers_own_quantizer(bundle, tmp_path):

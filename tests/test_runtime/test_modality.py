@@ -13,6 +13,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache, watch_inputs
+from kvconvert.runtime.cache.attend import attend
+from kvconvert.runtime.hf import attention
 
 SPAN = KVScheme(key_granularity="span", value_granularity="span")
 VISUAL, AUDIBLE = replace(SPAN, modality="visual"), replace(SPAN, modality="audio")
@@ -21,37 +23,37 @@ VISUAL, AUDIBLE = replace(SPAN, modality="visual"), replace(SPAN, modality="audi
 # --- an independent model of it
 
 
-class MarkedLayer(DynamicLayer):
-    """Full precision; when a single token arrives, the marked columns of each prompt become their quantized image.
+class MaskedLayer(DynamicLayer):
+    """Full precision; when a single token arrives, the masked tokens of each prompt become their quantized image.
 
-    `marked` is bool [B, columns of all prompts so far]; of later turns, columns from `done` on are quantized.
+    `mask` is bool [B, positions of all prompts so far]; of later turns, positions from `done` on are quantized.
     """
 
-    def __init__(self, marked, bits):
+    def __init__(self, mask, bits):
         super().__init__()
-        self.marked, self.bits, self.done = marked, bits, 0
+        self.mask, self.bits, self.done = mask, bits, 0
 
     def update(self, key_states, value_states, *args, **kwargs):
-        if self.is_initialized and key_states.shape[2] == 1 and self.done < self.marked.shape[1]:
-            for row, marked in enumerate(self.marked):
-                at = marked.nonzero().flatten()
+        if self.is_initialized and key_states.shape[2] == 1 and self.done < self.mask.shape[1]:
+            for row, mask in enumerate(self.mask):
+                at = mask.nonzero().flatten()
                 at = at[at >= self.done]
                 for side in (self.keys, self.values) if len(at) else ():
                     tokens = side[row][:, at].transpose(1, 2)
                     side[row, :, at] = fake_quantize(tokens, self.bits, len(at)).transpose(1, 2)
-            self.done = self.marked.shape[1]
+            self.done = self.mask.shape[1]
         return super().update(key_states, value_states, *args, **kwargs)
 
     def reorder_cache(self, beam_idx):
         super().reorder_cache(beam_idx)
-        self.marked = self.marked[beam_idx]
+        self.mask = self.mask[beam_idx]
 
 
-def reference_cache(model, marked, bits=2):
+def reference_cache(model, mask, bits=2):
     cache = DynamicCache()
     cache.layer_class_to_replicate = None
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    cache.layers = [MarkedLayer(marked, bits) for _ in range(count)]
+    cache.layers = [MaskedLayer(mask, bits) for _ in range(count)]
     return cache
 
 
@@ -89,7 +91,7 @@ def pixels(ids: torch.Tensor, seed: int = 0) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.randn(count, 3, 28, 28, generator=generator)} if count else {}
 
 
-def compare(model, inputs, marked, scheme=VISUAL, **arguments) -> KVCache:
+def compare(model, inputs, mask, scheme=VISUAL, **arguments) -> KVCache:
     """Generate through spans and by the reference; the tokens have to agree, and to depend on what is quantized."""
     cache, bits = KVCache(model.config, scheme), scheme.key_bits
 
@@ -97,16 +99,16 @@ def compare(model, inputs, marked, scheme=VISUAL, **arguments) -> KVCache:
         return model.generate(**inputs, past_key_values=cache, max_new_tokens=8, **GREEDY | arguments).tolist()
 
     got = run(cache)
-    assert got == with_eager(model, lambda: run(reference_cache(model, marked, bits)))
+    assert got == with_eager(model, lambda: run(reference_cache(model, mask, bits)))
     return cache
 
 
-def columns(cache: KVCache, row: int = 0, layer: int = 0) -> tuple[list[list[int]], list[int]]:
-    """Columns of a sequence's spans, and of what it has in full precision."""
-    sequence = cache.layers[layer].sequences[row]
-    spans = [stored.span(0, span.tokens).tolist() for span, stored in sequence.spans]
-    assert sequence.keys.dense == sequence.values.dense == len(sequence.columns)
-    return spans, sequence.columns.span(0, len(sequence.columns)).tolist()
+def positions(cache: KVCache, row: int = 0, layer: int = 0) -> tuple[list[list[int]], list[int]]:
+    """Positions of the tokens in a sequence's spans, and of those in full precision."""
+    sequence = cache.layers[layer].store.sequences[row]
+    spans = [stored.slice(0, span.tokens).tolist() for span, stored in sequence.spans]
+    assert sequence.keys.buffered == sequence.values.buffered == len(sequence.positions)
+    return spans, sequence.positions.slice(0, len(sequence.positions)).tolist()
 
 
 # --- exactly these tokens
@@ -120,7 +122,7 @@ def test_image_tokens_alone_are_quantized_wherever_they_stand(llava, bits, start
         llava, {"input_ids": ids} | pixels(ids), ids == IMAGE, replace(VISUAL, key_bits=bits, value_bits=bits)
     )
     visual = (ids[0] == IMAGE).nonzero().flatten().tolist()
-    assert columns(cache) == ([visual] if visual else [], [c for c in range(37) if c not in visual])
+    assert positions(cache) == ([visual] if visual else [], [c for c in range(37) if c not in visual])
 
 
 def test_what_is_quantized_decides_what_is_generated(llava):
@@ -144,7 +146,7 @@ def test_every_vision_model_generates_as_with_its_images_alone_quantized(name):
     model, tiny = watched(name), ARCHITECTURES[name]
     inputs = tiny.inputs(batch=2, length=40, pieces=2)
     cache = compare(model, inputs, inputs["input_ids"] == IMAGE)
-    assert sum(span.tokens for span, _ in cache.layers[0].sequences[1].spans) == tiny.media.count * 2
+    assert sum(span.tokens for span, _ in cache.layers[0].store.sequences[1].spans) == tiny.media.count * 2
 
 
 def test_videos_are_visual_like_images():
@@ -157,7 +159,7 @@ def test_videos_are_visual_like_images():
     inputs["pixel_values_videos"] = torch.randn(32, 3 * 2 * 14 * 14, generator=generator)
     inputs["video_grid_thw"] = torch.tensor([[2, 4, 4]])
     cache = compare(model, inputs, (ids == IMAGE) | (ids == VIDEO))
-    assert columns(cache)[0] == [[*(ids[0] == IMAGE).nonzero().flatten().tolist(), *range(21, 29)]]
+    assert positions(cache)[0] == [[*(ids[0] == IMAGE).nonzero().flatten().tolist(), *range(21, 29)]]
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni_thinker"])
@@ -165,7 +167,7 @@ def test_audio_tokens_are_a_modality_of_their_own(name):
     model, tiny = watched(name), ARCHITECTURES[name]
     inputs = tiny.inputs(batch=1, length=40)
     cache = compare(model, inputs, inputs["input_ids"] == AUDIO, AUDIBLE)
-    assert [len(span) for span in columns(cache)[0]] == [16]
+    assert [len(span) for span in positions(cache)[0]] == [16]
 
 
 # --- batches, turns, beams
@@ -184,7 +186,7 @@ def test_rows_of_a_left_padded_batch_with_different_images_are_as_each_alone(lla
     batch = left_padded(rows)
     images, arguments = pixels(batch["input_ids"])["pixel_values"], GREEDY | {"max_new_tokens": 12}
     cache = compare(llava, batch | {"pixel_values": images}, batch["input_ids"] == IMAGE)
-    assert [len(columns(cache, row)[0]) for row in range(3)] == [1, 0, 1]
+    assert [len(positions(cache, row)[0]) for row in range(3)] == [1, 0, 1]
     together = llava.generate(**batch, pixel_values=images, past_key_values=KVCache(llava.config, VISUAL), **arguments)
     for row, ids, own in zip(together, rows, (images[:2], None, images[2:]), strict=True):
         seen = {} if own is None else {"pixel_values": own}
@@ -194,12 +196,12 @@ def test_rows_of_a_left_padded_batch_with_different_images_are_as_each_alone(lla
 
 def test_an_image_in_a_later_turn_has_its_own_span_and_earlier_ones_stay(llava):
     ids, cache, expected = prompt(20, [4]), KVCache(llava.config, VISUAL), None
-    marked, spans = torch.zeros(1, 0, dtype=torch.bool), []
-    reference = reference_cache(llava, marked)
+    mask, spans = torch.zeros(1, 0, dtype=torch.bool), []
+    reference = reference_cache(llava, mask)
     for starts in ([4], [], [2, 10]):
-        marked = torch.cat([marked, (ids[:, marked.shape[1] :] == IMAGE)], 1)
+        mask = torch.cat([mask, (ids[:, mask.shape[1] :] == IMAGE)], 1)
         for layer in reference.layers:
-            layer.marked = marked
+            layer.mask = mask
 
         def turn(cache, ids=ids):
             new = ids[:, cache.get_seq_length() :]
@@ -208,11 +210,11 @@ def test_an_image_in_a_later_turn_has_its_own_span_and_earlier_ones_stay(llava):
 
         got, expected = turn(cache), with_eager(llava, lambda turn=turn: turn(reference))
         assert got.tolist() == expected.tolist()
-        before, spans = spans, [span for span, _ in cache.layers[1].sequences[0].spans]
+        before, spans = spans, [span for span, _ in cache.layers[1].store.sequences[0].spans]
         assert all(old is new for old, new in zip(before, spans, strict=False))
         assert len(spans) == len(before) + bool(starts)
         ids = torch.cat([got, prompt(16, [2, 10] if not starts else [], seed=len(spans) + 5)], 1)
-    assert [len(span) for span in columns(cache)[0]] == [4, 8]
+    assert [len(span) for span in positions(cache)[0]] == [4, 8]
 
 
 @pytest.mark.parametrize("arguments", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 4}])
@@ -220,7 +222,7 @@ def test_beams_share_the_images_span(llava, arguments):
     ids = torch.cat([prompt(30, [2, 20], seed=1), prompt(30, [9], seed=2)])
     beams = ids.repeat_interleave(arguments["num_beams"], 0)
     cache = compare(llava, {"input_ids": ids} | pixels(ids), beams == IMAGE, **arguments)
-    stored = [sequence.spans for sequence in cache.layers[0].sequences]
+    stored = [sequence.spans for sequence in cache.layers[0].store.sequences]
     assert all(len(spans) == 1 for spans in stored)
 
 
@@ -229,7 +231,7 @@ def test_several_return_sequences_have_the_images_of_their_prompt(llava):
     torch.manual_seed(0)
     arguments = GREEDY | {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 4}
     llava.generate(ids, **pixels(ids), past_key_values=cache, **arguments)
-    assert [len(columns(cache, row)[0][0]) for row in range(3)] == [8, 8, 8]
+    assert [len(positions(cache, row)[0][0]) for row in range(3)] == [8, 8, 8]
 
 
 def test_prompt_lookup_generates_the_same_and_drafts_stay_out_of_spans(llava):
@@ -242,7 +244,7 @@ def test_prompt_lookup_generates_the_same_and_drafts_stay_out_of_spans(llava):
     got = llava.generate(ids, past_key_values=assisted, **arguments)
     arguments.pop("prompt_lookup_num_tokens")
     assert got.tolist() == llava.generate(ids, past_key_values=plain, **arguments).tolist()
-    assert columns(assisted)[0] == columns(cache)[0]
+    assert positions(assisted)[0] == positions(cache)[0]
 
 
 def test_a_prompt_in_chunks_gives_one_span(llava):
@@ -253,7 +255,7 @@ def test_a_prompt_in_chunks_gives_one_span(llava):
         llava(part, **pixels(part), past_key_values=pieces)
     for cache in (whole, pieces):
         cache.seal()
-        assert columns(cache)[0] == [[2, 3, 4, 5, 14, 15, 16, 17]]
+        assert positions(cache)[0] == [[2, 3, 4, 5, 14, 15, 16, 17]]
 
 
 def test_a_cropped_prompt_forgets_the_images_that_were_cut_off(llava):
@@ -262,7 +264,7 @@ def test_a_cropped_prompt_forgets_the_images_that_were_cut_off(llava):
     cache.crop(-14)  # two of the second image's tokens stay
     llava(random_ids(1, 10), past_key_values=cache)
     cache.seal()
-    assert columns(cache)[0] == [[2, 3, 4, 5, 14, 15]]
+    assert positions(cache)[0] == [[2, 3, 4, 5, 14, 15]]
 
 
 def test_layers_that_share_keys_read_the_prompt_in_full_precision_before_it_is_sealed():
@@ -283,23 +285,27 @@ def test_layers_that_share_keys_read_the_prompt_in_full_precision_before_it_is_s
 # --- schemes
 
 
-def test_sinks_stay_dense_even_where_they_are_visual(llava):
+def test_sink_tokens_stay_in_full_precision_even_where_they_are_visual(llava):
     ids, cache = prompt(20, [0, 8]), KVCache(llava.config, replace(VISUAL, sink_tokens=3))
     llava(ids, **pixels(ids), past_key_values=cache)
     cache.seal()
-    assert columns(cache)[0] == [[3, 8, 9, 10, 11]]
+    assert positions(cache)[0] == [[3, 8, 9, 10, 11]]
 
 
-def test_tau_shifts_the_extremes_over_visual_tokens_only(llava):
+def test_tau_shifts_the_extremes_over_visual_tokens_only(llava, monkeypatch):
     """With everything shifted flat, each visual token has the smallest visual score, and text scores are exact."""
     ids, tau = prompt(30, [2, 20]), 1e3
     cache = KVCache(llava.config, replace(VISUAL, key_bits=8, value_bits=8, tau1=0.0, tau2=tau))
     inputs = {"input_ids": ids} | pixels(ids)
     llava(**inputs, past_key_values=cache)
     step = random_ids(1, 1, seed=5)
-    layer, seen = cache.layers[0], []
-    original = layer.attend
-    layer.attend = lambda queries, *rest, **more: seen.append((queries, original(queries, *rest, **more))) or seen[0][1]
+    seen = []
+
+    def attend_and_record(store, queries, *rest, **more):
+        seen.append((queries, attend(store, queries, *rest, **more)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(attention, "attend", attend_and_record)
     llava(step, past_key_values=cache)
     queries, output = seen[0]
     exact = DynamicCache()
@@ -311,16 +317,16 @@ def test_tau_shifts_the_extremes_over_visual_tokens_only(llava):
     scores[..., visual] = scores[..., visual].amin(-1, keepdim=True)
     expected = scores.softmax(-1) @ values
     torch.testing.assert_close(output[0], expected, rtol=0.02, atol=0.02)
-    assert layer.clamped_rows == 4
+    assert cache.layers[0].store.clamped_rows == 4
 
 
-def test_layers_of_other_modalities_take_no_notice_of_marks(llava):
+def test_layers_of_other_modalities_ignore_the_mask(llava):
     ids, cache = prompt(30, [2, 20]), KVCache(llava.config, [VISUAL, SPAN])
     llava.generate(ids, **pixels(ids), past_key_values=cache, max_new_tokens=3, **GREEDY)
-    assert [len(columns(cache, 0, layer)[0][0]) for layer in (0, 1)] == [8, 30]
+    assert [len(positions(cache, 0, layer)[0][0]) for layer in (0, 1)] == [8, 30]
 
 
-def test_figures_count_spans_and_what_stays_dense(llava):
+def test_figures_count_spans_and_full_precision_tokens(llava):
     ids, cache = prompt(30, [2, 20]), KVCache(llava.config, VISUAL)
     llava(ids, **pixels(ids), past_key_values=cache)
     cache.seal()
@@ -336,39 +342,39 @@ def test_a_copied_cache_and_its_original_go_on_alike(llava):
     other = copy.deepcopy(cache)
     step = random_ids(1, 1)
     assert torch.equal(llava(step, past_key_values=cache).logits, llava(step, past_key_values=other).logits)
-    assert columns(cache) == columns(other)
+    assert positions(cache) == positions(other)
 
 
 # --- by hand, and refusals
 
 
-def test_columns_marked_by_hand_are_those_of_the_span():
+def test_a_modality_mask_set_by_hand_selects_the_span():
     model = ARCHITECTURES["llava"].build("kvconvert")
     ids, cache = prompt(30, [2, 20]), KVCache(model.config, VISUAL)
-    cache.mark(ids == IMAGE, "visual")
+    cache.set_modality_mask(ids == IMAGE, "visual")
     model(ids, **pixels(ids), past_key_values=cache)
     cache.seal()
-    assert columns(cache)[0] == [[2, 3, 4, 5, 20, 21, 22, 23]]
-    with pytest.raises(CacheError, match="was not told"):  # marks are of one forward pass
+    assert positions(cache)[0] == [[2, 3, 4, 5, 20, 21, 22, 23]]
+    with pytest.raises(CacheError, match="has no modality mask"):  # masks are of one forward pass
         model(random_ids(1, 30), past_key_values=cache)
 
 
-def test_a_prompt_of_which_nobody_knows_the_visual_tokens_is_refused(llava):
+def test_a_prompt_without_a_modality_mask_is_refused(llava):
     ids = random_ids(1, 10)
     embeddings = llava.get_input_embeddings()(ids)
-    with pytest.raises(CacheError, match="inputs_embeds alone do not say"):
+    with pytest.raises(CacheError, match="inputs_embeds alone are not enough"):
         llava(inputs_embeds=embeddings, past_key_values=KVCache(llava.config, VISUAL))
-    with pytest.raises(CacheError, match="inputs_embeds alone do not say"):
+    with pytest.raises(CacheError, match="inputs_embeds alone are not enough"):
         llava.generate(inputs_embeds=embeddings, past_key_values=KVCache(llava.config, VISUAL), max_new_tokens=2)
     unwatched = ARCHITECTURES["llava"].build("kvconvert")
     with pytest.raises(CacheError, match="watch_inputs"):
         unwatched(ids, past_key_values=KVCache(llava.config, VISUAL))
 
 
-def test_marks_of_another_input_are_refused(llava):
+def test_masks_of_another_input_are_refused(llava):
     cache = KVCache(llava.config, VISUAL)
-    cache.mark(torch.zeros(1, 12, dtype=torch.bool), "visual")
-    with pytest.raises(CacheError, match=r"\[1, 12\], and 1 sequences of 10 tokens arrived"):
+    cache.set_modality_mask(torch.zeros(1, 12, dtype=torch.bool), "visual")
+    with pytest.raises(CacheError, match=r"\[1, 12\], but 1 sequences of 10 tokens arrived"):
         llava.model.language_model(random_ids(1, 10), past_key_values=cache)
 
 

@@ -143,7 +143,7 @@ def test_an_expert_kept_beside_quantized_ones_is_refused_by_name():
 
 def test_quantized_weights_beside_experts_of_unknown_fate_are_refused():
     model = TwoLayers()
-    with pytest.raises(BundleError, match=r"does not say what happened to layers\.0,"):
+    with pytest.raises(BundleError, match=r"does not list layers\.0,"):
         place_packed_experts(model, [entry for entry in covered(model) if entry.name.startswith("layers.1.")])
 
 

@@ -85,8 +85,8 @@ def test_one_side_may_be_in_full_precision():
     cache = KVCache(model.config, KVScheme(key_bits=16, value_bits=8, **STATIC), plan=plan)
     model(random_ids(1, 128), past_key_values=cache)
     model(random_ids(1, 1), past_key_values=cache)
-    layer = cache.layers[0]
-    assert (layer.key_pool.page_bytes, layer.value_pool.page_bytes) == (128 * 2 * 16 * 4, 128 * 2 * 16)
+    store = cache.layers[0].store
+    assert (store.key_pool.page_bytes, store.value_pool.page_bytes) == (128 * 2 * 16 * 4, 128 * 2 * 16)
 
 
 def test_static_scales_without_a_plan_are_refused_by_name():

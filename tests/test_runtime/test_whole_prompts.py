@@ -81,9 +81,9 @@ def test_spans_are_the_prompt_quantized_per_channel(llama, bits, length):
     scheme = KVScheme(key_granularity="span", value_granularity="span", key_bits=bits, value_bits=bits)
     cache = KVCache(llama.config, scheme)
     assert run(cache).tolist() == expected.tolist()
-    sequence = cache.layers[1].sequences[0]
+    sequence = cache.layers[1].store.sequences[0]
     assert [span.tokens for span, _ in sequence.spans] == [length]
-    assert sequence.keys.dense == 7  # generated tokens stay in full precision
+    assert sequence.keys.buffered == 7  # generated tokens stay in full precision
 
 
 def test_sealing_by_hand_is_the_same_as_the_first_step(llama):
@@ -103,21 +103,21 @@ def test_a_later_prompt_opens_a_span_of_its_own(llama):
     first = llama.generate(random_ids(1, 60), max_new_tokens=5, past_key_values=cache, **GREEDY)
     more = torch.cat([first, random_ids(1, 30, seed=3)], 1)
     llama.generate(more, max_new_tokens=3, past_key_values=cache, **GREEDY)
-    sequence = cache.layers[0].sequences[0]
+    sequence = cache.layers[0].store.sequences[0]
     # the first turn's last token was not in the cache yet and arrives with the second prompt
     assert [span.tokens for span, _ in sequence.spans] == [60, 31]
-    assert [columns.span(0, 1).tolist() for _, columns in sequence.spans] == [[0], [64]]
-    assert sequence.columns.span(0, 6).tolist() == [60, 61, 62, 63, 95, 96]
+    assert [positions.slice(0, 1).tolist() for _, positions in sequence.spans] == [[0], [64]]
+    assert sequence.positions.slice(0, 6).tolist() == [60, 61, 62, 63, 95, 96]
     assert cache.stats().tokens == cache.get_seq_length() == 97
 
 
-def test_sinks_stay_out_of_spans_and_a_short_prompt_is_all_sinks(llama):
+def test_sink_tokens_stay_out_of_spans_and_a_short_prompt_is_all_sink_tokens(llama):
     scheme = KVScheme(key_granularity="span", value_granularity="span", sink_tokens=8)
     for length, tokens in ((20, [12]), (5, [])):
         cache = KVCache(llama.config, scheme)
         llama(random_ids(1, length), past_key_values=cache)
         cache.seal()
-        assert [span.tokens for span, _ in cache.layers[0].sequences[0].spans] == tokens
+        assert [span.tokens for span, _ in cache.layers[0].store.sequences[0].spans] == tokens
 
 
 def test_a_span_cannot_be_cropped(llama):
@@ -141,8 +141,7 @@ def test_one_bit_spans_cost_one_bit_and_scales_per_channel(llama):
     cache = KVCache(llama.config, KVScheme(key_granularity="span", value_granularity="span", key_bits=1, value_bits=1))
     llama(random_ids(1, 640), past_key_values=cache)
     cache.seal()
-    layer = cache.layers[0]
-    assert layer.bytes_used() == 2 * 2 * 16 * (640 // 8 + 4)
+    assert cache.layers[0].store.bytes_used() == 2 * 2 * 16 * (640 // 8 + 4)
 
 
 @pytest.mark.parametrize("scheme", [SPAN, MINIKV, KVScheme.preset("calibquant-1bit"), KVScheme.preset("kitty")])
@@ -192,8 +191,8 @@ def test_evicted_decoding_equals_attention_masked_to_the_same_tokens(model_type)
     cache = KVCache(model.config, EVICT)
     got = model.generate(ids, max_new_tokens=10, past_key_values=cache, **GREEDY)
     KEPT.clear()
-    for index, layer in enumerate(cache.layers):
-        kept = layer.sequences[0].columns.kept
+    for index, store in enumerate(cache.stores()):
+        kept = store.sequences[0].positions.kept
         assert kept.shape == (2, 80)
         mask = torch.zeros(2, 160, dtype=torch.bool).scatter(1, kept.long(), True)
         KEPT[index] = mask.repeat_interleave(2, 0)
@@ -205,7 +204,7 @@ def test_evicted_decoding_equals_attention_masked_to_the_same_tokens(model_type)
 
 
 def test_kept_tokens_are_those_that_received_most_attention(llama):
-    """Attention received, computed here from eager weights over the whole prompt."""
+    """The attention mass is computed here from eager weights over the whole prompt."""
     ids = random_ids(1, 64)
     cache = KVCache(llama.config, EVICT)
     llama(ids, past_key_values=cache)
@@ -213,11 +212,11 @@ def test_kept_tokens_are_those_that_received_most_attention(llama):
     llama.set_attn_implementation("eager")
     weights = llama(ids, output_attentions=True).attentions
     llama.set_attn_implementation("kvconvert")
-    for layer, weight in zip(cache.layers, weights, strict=True):
-        received = weight[0].unflatten(0, (2, 2)).sum((1, 2))
-        heavy = received[:, :48].topk(16, dim=-1).indices.sort(-1).values
-        expected = torch.cat([heavy, torch.arange(48, 64).expand(2, 16)], 1)
-        assert layer.sequences[0].columns.kept.tolist() == expected.tolist()
+    for store, weight in zip(cache.stores(), weights, strict=True):
+        attention_mass = weight[0].unflatten(0, (2, 2)).sum((1, 2))
+        heavy_hitters = attention_mass[:, :48].topk(16, dim=-1).indices.sort(-1).values
+        expected = torch.cat([heavy_hitters, torch.arange(48, 64).expand(2, 16)], 1)
+        assert store.sequences[0].positions.kept.tolist() == expected.tolist()
 
 
 def test_chunked_prefill_keeps_the_same_tokens(llama):
@@ -225,8 +224,8 @@ def test_chunked_prefill_keeps_the_same_tokens(llama):
     whole, pieces = KVCache(llama.config, MINIKV), KVCache(llama.config, MINIKV)
     llama.generate(ids, max_new_tokens=2, past_key_values=whole, **GREEDY)
     llama.generate(ids, max_new_tokens=2, past_key_values=pieces, prefill_chunk_size=64, **GREEDY)
-    for one, other in zip(whole.layers, pieces.layers, strict=True):
-        same = (one.sequences[0].columns.kept == other.sequences[0].columns.kept).float().mean()
+    for one, other in zip(whole.stores(), pieces.stores(), strict=True):
+        same = (one.sequences[0].positions.kept == other.sequences[0].positions.kept).float().mean()
         assert same > 0.99  # float32 sums in another order may swap two nearly equal tokens
 
 
@@ -241,18 +240,18 @@ def test_budgets_from_nothing_to_everything(llama, heavy, recent, kept):
     assert cache.stats().tokens == kept + 3
 
 
-def test_fewer_prompt_tokens_than_sinks_and_recent(llama):
+def test_fewer_prompt_tokens_than_sink_tokens_and_recent_ones(llama):
     scheme = KVScheme(heavy_ratio=0.1, recent_ratio=0.5, sink_tokens=16)
     cache = KVCache(llama.config, scheme)
     llama.generate(random_ids(1, 20), max_new_tokens=3, past_key_values=cache, **GREEDY)
     assert cache.stats().tokens == 22
 
 
-def test_sinks_survive_eviction(llama):
+def test_sink_tokens_survive_eviction(llama):
     cache = KVCache(llama.config, KVScheme(heavy_ratio=0.1, recent_ratio=0.1, sink_tokens=8))
     llama(random_ids(1, 200), past_key_values=cache)
     cache.seal()
-    kept = cache.layers[0].sequences[0].columns.kept
+    kept = cache.layers[0].store.sequences[0].positions.kept
     assert kept.shape == (2, 8 + 20 + 20)
     assert kept[:, :8].tolist() == [list(range(8))] * 2
     assert kept[:, -20:].tolist() == [list(range(180, 200))] * 2
@@ -274,16 +273,16 @@ def test_eviction_lowers_memory_and_the_prefills_peak(llama):
     ids = random_ids(1, 1000)
     everything, half = KVCache(llama.config, EVICT), KVCache(llama.config, EVICT)
     peak = []
-    original = half.layers[1].commit
-    half.layers[1].commit = lambda *given: (peak.append(half.layers[0].bytes_allocated()), original(*given))[1]
+    update = half.layers[1].update
+    half.layers[1].update = lambda *given: (peak.append(half.layers[0].store.bytes_allocated()), update(*given))[1]
     half.expect_whole_prompt()
     llama(ids, past_key_values=half)
     llama(ids, past_key_values=everything)
-    full = everything.layers[0].bytes_used() - everything.layers[0].sequences[0].received.nbytes
+    full = everything.layers[0].store.bytes_used() - everything.layers[0].store.sequences[0].attention_mass.nbytes
     assert full == 2 * 1000 * 2 * 16 * 4
-    # When the second layer runs, the first has been reduced to half: 500 tokens in three pages and a residual, a fourth
-    # page's room, and four bytes of column per kept token and head.
-    assert peak == [half.layers[0].bytes_allocated()]
+    # When the second layer runs, the first has been reduced to half: 500 tokens in three pages and a residual window, a
+    # fourth page's room, and four bytes of position per kept token and head.
+    assert peak == [half.layers[0].store.bytes_allocated()]
     assert peak[0] < 0.66 * full
 
 
@@ -294,10 +293,10 @@ def test_pyramids_give_lower_layers_more_and_keep_the_total():
     for each in (cache, uniform):
         model(random_ids(1, 400), past_key_values=each)
         each.seal()
-    counts = [layer.tokens() for layer in cache.layers]
+    counts = [store.tokens() for store in cache.stores()]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] == round(400 * (0.5 - 0.25 / 7)) + 100
-    assert abs(sum(counts) - sum(layer.tokens() for layer in uniform.layers)) <= 4
+    assert abs(sum(counts) - sum(store.tokens() for store in uniform.stores())) <= 4
 
 
 # --- windows that differ for keys and values
@@ -343,7 +342,7 @@ def test_kitty_matches_an_independent_model_of_it(llama, length):
     expected = with_eager(llama, run, reference)
     cache = KVCache(llama.config, "kitty")
     assert run(cache).tolist() == expected.tolist()
-    sequence, n = cache.layers[0].sequences[0], length + 4 - 32
+    sequence, n = cache.layers[0].store.sequences[0], length + 4 - 32
     assert len(sequence.keys.pages) == max(0, n // 128)
     assert len(sequence.values.pages) == max(0, (n - 128) // 128)
 
@@ -356,5 +355,5 @@ def test_key_windows_may_be_the_longer_ones_too(llama):
     )
     cache = KVCache(llama.config, scheme)
     assert llama.generate(ids, max_new_tokens=6, past_key_values=cache, **GREEDY).tolist() == expected.tolist()
-    sequence = cache.layers[0].sequences[0]
+    sequence = cache.layers[0].store.sequences[0]
     assert (len(sequence.keys.pages), len(sequence.values.pages)) == (1, 3)

@@ -55,7 +55,7 @@ CHUNKS = tl.constexpr(4)
 
 @triton.jit
 def page_parts(key_base, shared, key_unit, scale_row, head, F: tl.constexpr):
-    """Pointers to a key page's head part, norms, scales and zero_points."""
+    """Pointers to a key page's head part, norms, scales and zero points."""
     record = key_base + key_unit * 8
     page = record + head * F.key_head
     norms = record + F.joint_norm if F.norm == 1 else page + F.key_norm

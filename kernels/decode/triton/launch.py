@@ -100,8 +100,8 @@ def _key_fields(format: LayerFormat) -> dict[str, int]:
         "key_groups": layout.groups,
         "boosted": f.boosted,
         "boost_rows": layout.high_rows,
-        "boost_stored": f.boosted > 0 and f.boost_select == "dynamic",
-        "norm": {"none": 0, "joint": 1, "per_head": 2}[f.token_norm],
+        "boost_stored": f.boosted > 0 and not f.fixed_channels,
+        "norm": layout.norm_mode,
         "key_high": layout.high,
         "key_scale": layout.scale,
         "key_zero_point": layout.zero_point,
@@ -137,8 +137,6 @@ def decode_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     visibility: Visibility | None = None,
-    tau1: float = 0.0,
-    tau2: float = 0.0,
     clamped_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of queries over pages or spans and residual windows: one launch for parts, one to merge
@@ -154,7 +152,7 @@ def decode_attention(
         half_quantized: 1 where half-quantized pages have their values in full precision, 2 where their keys.
         softcap, sink_logits: as in `attention_reference`; sink_logits [Hq].
         visibility: which tokens are seen; None for all.
-        tau1, tau2, clamped_rows: as in `SpanTokens`.
+        clamped_rows: as in `SpanTokens`.
 
     Returns:
         [B, Hq, T, E] in the queries' dtype; zeros where a query sees nothing.
@@ -164,7 +162,7 @@ def decode_attention(
     group = query_heads // heads
     block = queries_per_program(group, count)
     blocks = -(-count // block)
-    shift = bool(tau1 or tau2) and span is not None
+    shift = span is not None and span.shifts
     shape = decode_shape(
         format,
         span,
@@ -226,8 +224,8 @@ def decode_attention(
         mask_row=mask_row,
         mask_head=mask_head,
         mask_query=mask_query,
-        tau1=tau1,
-        tau2=tau2,
+        tau1=span.tau1 if shift else 0.0,
+        tau2=span.tau2 if shift else 0.0,
         STAGES=STAGES,
         DEPENDENT=dependent,
     )

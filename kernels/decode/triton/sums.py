@@ -46,7 +46,7 @@ def store_stats(stats, slot, head, heads, maximum, weight, F: tl.constexpr):
 
 @triton.jit
 def shared_value_scales(value_base, shared, scale_row, head, F: tl.constexpr, J: tl.constexpr):
-    """Scale and zero_point of the channels of plane J, where many pages share them."""
+    """Scale and zero point of the channels of plane J, where many pages share them."""
     LANES: tl.constexpr = value_lanes(F)
     lane = tl.arange(0, block_of(LANES))
     known = lane < LANES
@@ -88,7 +88,7 @@ def add_values(value_base, unit, head, p, alpha, totals, offsets, F: tl.constexp
 
 @triton.jit
 def store_page_values(out, slot, head, heads, totals, offsets, weight, value_base, shared, scale_row, F: tl.constexpr):
-    """The weighted values of all channels, with scales that were left out and zero_points, as one partial."""
+    """The weighted values of all channels, with scales that were left out and zero points, as one partial."""
     if F.value_bits == 16:
         channel = tl.arange(0, block_of(F.value_dim))
         store_partial(out, slot, head, heads, channel, channel < F.value_dim, totals[0], F)

@@ -151,7 +151,7 @@ def group_operands(
     scales, zero_points, operands, boost, boost_channel, GROUP: tl.constexpr, LANES: tl.constexpr, F: tl.constexpr
 ):
     """Scaled queries for the codes of one group of tokens, for the upper halves of pairs, for boosted channels; and
-    the products of queries with the zero_points, [LANES, N], equal in all rows.
+    the products of queries with the zero points, [LANES, N], equal in all rows.
     """
     ROWS: tl.constexpr = code_rows(F.key_bits, F.key_dim)
     channel = tl.arange(0, block_of(ROWS))
@@ -183,9 +183,11 @@ def page_scores(page, norms, scales, zero_points, operands, boost, boost_channel
 
     Args:
         page: pointer to the head's part of the page.
-        norms, scales, zero_points: pointers to the token norms [128] and to the groups' scales and zero_points [groups, D].
+        norms, scales, zero_points: pointers to the token norms [128] and to the groups' scales and zero
+            points [groups, D].
         operands: queries of the channels of the code rows, see `scaled_query`, and the same as fp16 in all cases, for
-            the product with the zero_points; at 1 bit of the lower half of the channels, followed by both of the upper half.
+            the product with the zero points; at 1 bit of the lower half of the channels, followed by both of the upper
+            half.
         boost, boost_channel: queries of the boosted channels [boosted, N], and their numbers; unused without boost.
     """
     FIELD: tl.constexpr = field_bits(F.key_bits)
@@ -319,7 +321,8 @@ def add_residual_page(values, stride, token, p, alpha, total, F: tl.constexpr):
 
 @triton.jit
 def add_page_values(page, scales, zero_points, p, alpha, totals, offsets, F: tl.constexpr):
-    """Code sums of a page by plane, times alpha plus this page's; the same of the sums that zero_points are to be added.
+    """Code sums of a page by plane, times alpha plus this page's; the same of the sums that zero points are added
+    to.
 
     Args:
         page: pointer to the head's part of the page; scales, zero_points: to those of its tokens [groups, 128].

@@ -109,7 +109,7 @@ def _corrected(product, sums, grid, CLASS: tl.constexpr, BF16: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "octets", "k_blocks"])
-def _few_rows_kernel(
+def few_rows_kernel(
     x,
     lanes,
     grid,
@@ -191,7 +191,7 @@ class FewRowsShape:
 
 
 # By rows, and whether two tiles per program are still enough programs for every multiprocessor.
-_SHAPES = {
+FEW_ROWS_SHAPES = {
     (8, True): FewRowsShape(8, 2, 2, 4),
     (8, False): FewRowsShape(8, 1, 4, 4),
     (16, True): FewRowsShape(16, 2, 4, 3),
@@ -206,7 +206,7 @@ def few_rows(x: Tensor, weight: PackedWeight, shape: FewRowsShape | None = None)
     rows, (tiles, k_blocks) = checked(x, weight), weight.lanes.shape[:2]
     shape = shape or few_rows_shape(len(rows), tiles, multiprocessors(x.device))
     y = rows.new_empty(len(rows), weight.outputs)
-    _few_rows_kernel[(triton.cdiv(tiles, shape.tiles), triton.cdiv(rows.shape[0], shape.rows))](
+    few_rows_kernel[(triton.cdiv(tiles, shape.tiles), triton.cdiv(rows.shape[0], shape.rows))](
         rows, weight.lanes, weight.grid, y, rows.shape[0], weight.outputs // 8, k_blocks,
         K_BLOCK=weight.k_block, GROUP_K_BLOCKS=weight.group_size // weight.k_block, ROWS=shape.rows, TILES=shape.tiles,
         WARPS=shape.warps, EVEN=k_blocks % shape.warps == 0, STAGES=shape.stages, INLINE_ASM=x.is_cuda,
@@ -219,8 +219,8 @@ def few_rows_shape(rows: int, tiles: int, multiprocessors: int) -> FewRowsShape:
     """What measured best on an H200 for so many rows of a weight of so many tiles; benchmarks/gpu_linear.py."""
     fills = tiles >= 3 * multiprocessors
     if rows <= 8:
-        return _SHAPES[8, fills]
-    return _SHAPES[16 if rows <= 16 else 32, fills]
+        return FEW_ROWS_SHAPES[8, fills]
+    return FEW_ROWS_SHAPES[16 if rows <= 16 else 32, fills]
 
 
 def checked(x: Tensor, weight: PackedWeight) -> Tensor:

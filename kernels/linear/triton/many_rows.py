@@ -1,7 +1,7 @@
 """A prompt's many rows times a 4-bit weight: dequantized on the way to the tensor cores, or first, for torch's product.
 
-The layout is that of kvconvert.kernels.linear.packed_layout. The weights are the product's left operand, so that each of
-them is dequantized by one thread of a program, in registers, for all of the program's rows.
+The layout is that of kvconvert.kernels.linear.packed_layout. The weights are the product's left operand, so that each
+of them is dequantized by one thread of a program, in registers, for all of the program's rows.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _weights(lanes, grid, NIBBLE: tl.constexpr, BF16: tl.constexpr, INLINE_ASM: 
 
 
 @triton.jit(do_not_specialize=["rows", "octets", "k_blocks"])
-def _prompt_kernel(
+def prompt_kernel(
     x,
     lanes,
     grid,
@@ -131,7 +131,7 @@ def _prompt_kernel(
 
 
 @triton.jit(do_not_specialize=["first_tile", "tiles", "k_blocks"])
-def _dequantize_kernel(
+def dequantize_kernel(
     lanes,
     grid,
     weights,
@@ -142,7 +142,7 @@ def _dequantize_kernel(
     GROUP_K_BLOCKS: tl.constexpr,
     K_BLOCKS: tl.constexpr,
 ):
-    """Outputs of one tile and K_BLOCKS k_blocks of inputs, dequantized to weights [outputs, inputs] in the dtype of these."""
+    """Outputs of one tile and K_BLOCKS k blocks of inputs, dequantized to `weights` [outputs, inputs]."""
     HALF: tl.constexpr = K_BLOCK // 2
     program = tl.program_id(0)
     tile, step = program % tiles, program // tiles
@@ -176,7 +176,7 @@ def prompt(x: Tensor, weight: PackedWeight, shape: PromptShape | None = None) ->
     rows, shape = checked(x, weight), shape or prompt_shape(len(x), capability(x.device))
     y = rows.new_empty(rows.shape[0], weight.outputs)
     tiles, k_blocks = weight.lanes.shape[:2]
-    _prompt_kernel[(triton.cdiv(tiles, shape.tiles) * triton.cdiv(rows.shape[0], shape.rows),)](
+    prompt_kernel[(triton.cdiv(tiles, shape.tiles) * triton.cdiv(rows.shape[0], shape.rows),)](
         rows, weight.lanes, weight.grid, y, rows.shape[0], weight.outputs // 8, k_blocks,
         K_BLOCK=weight.k_block, GROUP_K_BLOCKS=weight.group_size // weight.k_block, ROWS=shape.rows, TILES=shape.tiles,
         STAGES=shape.stages, INLINE_ASM=x.is_cuda, num_warps=shape.warps, num_stages=shape.stages,
@@ -190,7 +190,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: i
     stop = tiles if stop is None else stop
     values = torch.empty((stop - start) * TILE, weight.inputs, dtype=dtype, device=weight.lanes.device)
     count = k_blocks_per_program(weight.k_block)
-    _dequantize_kernel[((stop - start) * triton.cdiv(k_blocks, count),)](
+    dequantize_kernel[((stop - start) * triton.cdiv(k_blocks, count),)](
         weight.lanes, weight.grid, values, start, stop - start, k_blocks,
         K_BLOCK=weight.k_block, GROUP_K_BLOCKS=weight.group_size // weight.k_block, K_BLOCKS=count, num_warps=4,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """What the kernels that quantize pages share: the affine quantizer, reading of tokens, and the report of bad numbers.
 
-The arithmetic is that of `kernels/quantizer.py`: codes computed from the stored float16 scale and zero_point, in float32
-rounded after every operation. Kernels that use it must be compiled without fusing products into sums.
+The arithmetic is that of `kernels/quantizer.py`: codes computed from the stored float16 scale and zero point, in
+float32 rounded after every operation. Kernels that use it must be compiled without fusing products into sums.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def quotient(x, divisor, inverse):
 
 @triton.jit
 def affine_grid(low, high, levels, inverse_levels, factor, shrink):
-    """Float16 scale and zero_point of ranges, as `affine_grid` in kernels/quantizer.py computes them."""
+    """Float16 scale and zero point of ranges, as `affine_grid` in kernels/quantizer.py computes them."""
     extent = high - low
     scale = quotient(extent * factor, levels, inverse_levels)
     return scale.to(tl.float16), (low + extent * shrink).to(tl.float16)

@@ -152,7 +152,7 @@ def _highest(score, TILE: tl.constexpr, SLOTS: tl.constexpr, COUNT: tl.constexpr
 def _grouped_codes(
     x, levels, inverse_levels, factor, shrink, CHUNK: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """Codes [CHUNK, CHANNELS] with their float16 scale and zero_point [groups, 1, CHANNELS], of keys float32."""
+    """Codes [CHUNK, CHANNELS] with their float16 scale and zero point [groups, 1, CHANNELS], of keys float32."""
     groups = tl.reshape(x, [CHUNK // GROUP, GROUP, CHANNELS])
     low, high = tl.min(groups, 1, keep_dims=True), tl.max(groups, 1, keep_dims=True)
     scale, zero_point = affine_grid(low, high, levels, inverse_levels, factor, shrink)

@@ -112,7 +112,7 @@ def quantize_key_pages(
         f: their format.
         records: int16, from whose address the table counts records; of 16-bit pages, the keys' dtype.
         flag: int32 [1], see `raise_if_flagged`.
-        channels: int64 [H, boosted], with `boost_select="calibrated"`.
+        channels: int64 [H, boosted], where the format fixes them.
         static: of the layer, where `f.static`.
         rotate: keys are not rotated yet; a Hadamard rotation, rounded to their dtype as a stored key is, goes first.
     """
@@ -147,9 +147,10 @@ def launch_keys(
     rotate: bool,
     partial: bool,
 ) -> None:
+    """Write key pages of 8 bits or fewer, whose joint norms are there; `partial` pages may have fewer tokens."""
     tile = tile_of(f.head_dim, f.bits)
     matrix, normaliser = hadamard_signs(f.head_dim, base.dtype, base.device) if rotate else (base, 1.0)
-    dynamic = f.boosted > 0 and f.boost_select == "dynamic"
+    dynamic = f.boosted > 0 and not f.fixed_channels
     constants, layout = key_constants(f, tile, rotate, partial), KeyLayout.of(f)
     blocks = triton.cdiv(layout.rows, constants["ROW_TILE"])
     key_page_kernel[(table.shape[0] * f.heads * blocks,)](
@@ -189,7 +190,7 @@ def key_constants(f: KeyFormat, tile: int, rotate: bool, partial: bool) -> dict[
         "MEAN_ABS": f.token_norm_measure == "mean_abs",
         "BOOSTED": f.boosted,
         "SLOTS": max(16, triton.next_power_of_2(f.boosted)),
-        "DYNAMIC": f.boost_select == "dynamic",
+        "DYNAMIC": not f.fixed_channels,
         "STATIC": f.static,
         "ROTATE": rotate,
         "PARTIAL": partial,
@@ -235,6 +236,7 @@ def launch_values(
     static: ChannelScales | None,
     partial: bool,
 ) -> None:
+    """Write value pages of 8 bits or fewer; `partial` pages may have fewer tokens."""
     constants = value_constants(f, partial)
     blocks = ValueLayout.of(f).rows // constants["TOKENS"]
     value_page_kernel[(table.shape[0] * f.heads * blocks,)](
@@ -283,10 +285,12 @@ def tile_of(dim: int, bits: int) -> int:
 
 
 def warps_for(elements: int) -> int:
+    """Warps of a program whose tile has so many elements."""
     return min(32, max(1, elements // (32 * PER_THREAD)))
 
 
 def key_warps(constants: dict[str, Any]) -> int:
+    """Warps of `key_page_kernel`."""
     elements = constants["CHUNK"] * constants["ROW_TILE"]
     # Where chunks follow one another, wider or paired codes take more registers for every element.
     if constants["CHUNK"] < constants["PAGE"]:
@@ -298,6 +302,7 @@ def key_warps(constants: dict[str, Any]) -> int:
 
 
 def value_warps(constants: dict[str, Any]) -> int:
+    """Warps of `value_page_kernel`."""
     planes = 16 // field_bits(constants["BITS"])
     elements = planes * constants["TOKENS"] * constants["LANE_TILE"]
     # Groups one by one, or two fields' halves, take more registers for every element.

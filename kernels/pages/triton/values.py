@@ -40,8 +40,8 @@ def _grouped_fields(
 ):
     """Codes of TOKENS tokens in their places in lanes, int32 [TOKENS, LANE_TILE], by ranges of GROUP channels.
 
-    Scales go to `target` [TOKENS], zero_points ZERO_POINT further. Also returns sums of the values, and where a scale or
-    zero_point cannot be stored, [TOKENS, 1].
+    Scales go to `target` [TOKENS], zero points ZERO_POINT further. Also returns sums of the values, and where a scale
+    or zero point cannot be stored, [TOKENS, 1].
     """
     lane = tl.arange(0, LANE_TILE)[None, :]
     planes = ()
@@ -159,8 +159,8 @@ def value_page_kernel(
         if STATIC:
             exists = (token < (count if PARTIAL else PAGE))[:, None]
             fields, sums = _static_fields(
-                pointers, exists, static_scales + head * HEAD_SIZE, static_zero_points + head * HEAD_SIZE, LEVELS, PLANES,
-                TOKENS, LANES, LANE_TILE, WIDTH,
+                pointers, exists, static_scales + head * HEAD_SIZE, static_zero_points + head * HEAD_SIZE, LEVELS,
+                PLANES, TOKENS, LANES, LANE_TILE, WIDTH,
             )  # fmt: skip
         else:
             fields, sums, bad = _grouped_fields(

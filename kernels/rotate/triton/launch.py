@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import triton
 
-from kvconvert.errors import UsageError
 from kvconvert.kernels.rotate.matrices import hadamard_signs
 from kvconvert.kernels.rotate.triton.kernels import rotate_and_append_kernel, rotate_kernel
 
@@ -41,26 +40,6 @@ def rotate(x: torch.Tensor, inverse: bool = False) -> torch.Tensor:
     return target.view(x.shape) if target.is_contiguous() else target.reshape(x.shape)
 
 
-def append_table(
-    keys: list[torch.Tensor], key_base: torch.Tensor, values: list[torch.Tensor], value_base: torch.Tensor
-) -> torch.Tensor:
-    """Where `rotate_and_append` finds buffers [H, capacity, channels] of each sequence: int64 [B, 4] on the device.
-
-    Columns: offset of the key buffer from `key_base` in elements, its stride from head to head, the same of the values.
-    """
-    rows = [
-        (_offset(key, key_base), key.stride(0), _offset(value, value_base), value.stride(0))
-        for key, value in zip(keys, values, strict=True)
-    ]
-    return torch.tensor(rows, dtype=torch.int64).to(key_base.device, non_blocking=True)
-
-
-def _offset(tensor: torch.Tensor, base: torch.Tensor) -> int:
-    if not _aligned(tensor) or base.data_ptr() % 16:
-        raise UsageError("A buffer of keys or values has rows that do not start at multiples of 16 bytes.")
-    return (tensor.data_ptr() - base.data_ptr()) // base.element_size()
-
-
 def rotate_and_append(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -69,20 +48,21 @@ def rotate_and_append(
     value_base: torch.Tensor,
     table: torch.Tensor,
     first_tokens: torch.Tensor,
-    rotate_keys: bool,
-    rotate_values: bool,
+    keys_rotate: bool,
+    values_rotate: bool,
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Store new keys and values in their sequences' buffers and rotate what the scheme rotates, in one launch.
 
     Args:
-        queries: [B, Hq, T, D]; with `rotate_keys` they are rotated as the keys are.
+        queries: [B, Hq, T, D]; with `keys_rotate` they are rotated as the keys are.
         keys, values: [B, H, T, D] and [B, H, T, E], any strides but channels side by side.
         key_base, value_base: tensors of the same dtype whose addresses `table` counts from.
-        table: int64 [B, 4], see `append_table`. Tokens of a buffer lie `D` and `E` elements apart.
+        table: int64 [B, 4]: offset of each sequence's key buffer from `key_base` in elements, its stride from head to
+            head, the same of its value buffer. Tokens of a buffer lie `D` and `E` elements apart.
         first_tokens: int64 [B] on the device: where in its buffer each sequence's first new token goes; negative where
             nothing is stored.
-        rotate_keys, rotate_values: which are rotated.
+        keys_rotate, values_rotate: which of them are rotated.
         output: for the rotated queries; made if not given.
 
     Returns:
@@ -90,7 +70,7 @@ def rotate_and_append(
     """
     batch, query_heads, tokens, dim = queries.shape
     heads, value_dim = keys.shape[1], values.shape[3]
-    output = torch.empty_like(queries) if rotate_keys and output is None else output
+    output = torch.empty_like(queries) if keys_rotate and output is None else output
     rows_are_heads = tokens < heads
     row_count = heads if rows_are_heads else tokens
     per_program = _rows_per_program(batch * tokens * (2 * heads + query_heads), row_count, keys.dtype)
@@ -98,26 +78,21 @@ def rotate_and_append(
     def programs(heads: int) -> int:
         return batch * (-(-heads // per_program) * tokens if rows_are_heads else -(-tokens // per_program) * heads)
 
-    grid = 2 * programs(heads) + (programs(query_heads) if rotate_keys else 0)
-    rotated = output if rotate_keys else queries
-    matrix, normaliser = hadamard_signs(dim, keys.dtype, keys.device) if rotate_keys else (keys, 1.0)
+    grid = 2 * programs(heads) + (programs(query_heads) if keys_rotate else 0)
+    rotated = output if keys_rotate else queries
+    matrix, normaliser = hadamard_signs(dim, keys.dtype, keys.device) if keys_rotate else (keys, 1.0)
     value_matrix, value_normaliser = (
-        hadamard_signs(value_dim, keys.dtype, keys.device) if rotate_values else (values, 1.0)
+        hadamard_signs(value_dim, keys.dtype, keys.device) if values_rotate else (values, 1.0)
     )
     rotate_and_append_kernel[(grid,)](
         queries, rotated, keys, values, key_base, value_base, table, first_tokens, matrix, value_matrix, normaliser,
         value_normaliser, batch, tokens, *queries.stride()[:3], *rotated.stride()[:3], *keys.stride()[:3],
         *values.stride()[:3], query_heads, heads, dim, tile_of(dim), value_dim, tile_of(value_dim),
         columns_for(dim, keys.dtype), inner_for(dim, keys.dtype), columns_for(value_dim, keys.dtype),
-        inner_for(value_dim, keys.dtype), per_program, rotate_keys, rotate_values,
+        inner_for(value_dim, keys.dtype), per_program, keys_rotate, values_rotate,
         rows_are_heads, num_warps=4,
     )  # fmt: skip
     return rotated
-
-
-def _aligned(x: torch.Tensor) -> bool:
-    """Whether every row starts at a multiple of 8 elements and of 16 bytes."""
-    return x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
 
 
 def tile_of(dim: int) -> int:

@@ -58,7 +58,7 @@ def channel_scale_kernel(
     TILE: tl.constexpr,
     PART_TILE: tl.constexpr,
 ):
-    """Float16 scale and zero_point [H, D] of a span's channels, from `channel_range_kernel`'s extremes."""
+    """Float16 scale and zero point [H, D] of a span's channels, from `channel_range_kernel`'s extremes."""
     head = tl.program_id(0)
     part, channel = tl.arange(0, PART_TILE)[:, None], tl.arange(0, TILE)
     there = (part < parts) & (channel < HEAD_SIZE)[None, :]

@@ -21,7 +21,7 @@ def quantize_span(keys: torch.Tensor, values: torch.Tensor, f: SpanFormat) -> Sp
     `unsupported` accepts.
 
     Raises:
-        GroupRangeError: NaN, infinity, or a scale or zero_point beyond float16; `index` is (head,).
+        GroupRangeError: NaN, infinity, or a scale or zero point beyond float16; `index` is (head,).
     """
     heads, tokens = keys.shape[:2]
     blocks = -(-tokens // PAGE_SIZE)

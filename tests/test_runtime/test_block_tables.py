@@ -9,17 +9,22 @@ import torch
 from transformers import LlamaConfig
 
 from kvconvert.kernels.decode import attention_reference
+from kvconvert.kernels.decode.plan import WorkPlan
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, empty_keys, empty_values
 from kvconvert.kernels.spans import Span, span_keys, span_values
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
-from kvconvert.runtime.hf.handles import Chunk
-from kvconvert.runtime.hf.modality import ModalityMask
+from kvconvert.runtime.cache.append import commit
+from kvconvert.runtime.cache.attend import attend
+from kvconvert.runtime.cache.block_tables import QuantizedTable
+from kvconvert.runtime.cache.compress import end_forward
+from kvconvert.runtime.cache.forward_pass import Chunk, ModalityMask
+from kvconvert.runtime.cache.store import LayerStore
 
 CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 CONFIG.image_token_id = 1
 SCHEMES = {
-    "norms and sinks": KVScheme(sink_tokens=3, token_norm="joint"),
+    "norms and sink tokens": KVScheme(sink_tokens=3, token_norm="joint"),
     "keys stay longer": KVScheme(key_recent_tokens=300, sink_tokens=5, value_bits=4, value_group_size=16),
     "values stay longer": KVScheme(value_recent_tokens=260, key_bits=1, value_bits=1, boost_fraction=0.25),
     "16 bits": KVScheme(key_bits=16, value_bits=4, key_recent_tokens=20, value_recent_tokens=20),
@@ -35,27 +40,37 @@ def window(batch, head, query, key):
     return (key <= query) & (key > query - 250)
 
 
-def advance(layer, tokens: int, mask_function=None, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, Chunk]:
+def advance(
+    layer, tokens: int, mask_function=None, padding: torch.Tensor = PADDING
+) -> tuple[torch.Tensor, torch.Tensor, Chunk]:
     """Store random tokens and attend with random queries, as a model would; queries, output and chunk."""
-    generator = torch.Generator().manual_seed(seed + layer.logical)
-    rows = len(layer.sequences) or 3
-    start = layer.logical
+    generator = torch.Generator().manual_seed(layer.store.logical)
+    rows = len(layer.store.sequences) or 3
+    start = layer.store.logical
     keys, values = (torch.randn(rows, 2, tokens, 16, generator=generator).bfloat16() for _ in range(2))
-    if layer.scheme.modality != "all":
-        layer.marks = ModalityMask(torch.rand(rows, tokens, generator=generator) > 0.4)
+    if layer.store.scheme.modality != "all":
+        layer.store.modality_mask = ModalityMask(torch.rand(rows, tokens, generator=generator) > 0.4)
     layer.update(keys, values)
-    chunk = Chunk(torch.arange(start, start + tokens), PADDING[:rows, : start + tokens], mask_function)
-    layer.commit(chunk)
+    chunk = Chunk(torch.arange(start, start + tokens), padding[:rows, : start + tokens], mask_function)
+    commit(layer.store, chunk)
     queries = torch.randn(rows, 4, tokens, 16, generator=generator)
     # A fresh prompt goes through torch's own attention, which wants one dtype; few float32 queries measure exactly.
     queries = queries.bfloat16() if tokens > 10 else queries
-    return queries, layer.attend(queries, chunk, 0.25), chunk
+    return queries, attend(layer.store, queries, chunk, 0.25), chunk
 
 
 def raw(base: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """`count` numbers from `start` bytes after `base`."""
     address = base.data_ptr() + start
     return torch.frombuffer(bytearray(ctypes.string_at(address, count * dtype.itemsize)), dtype=dtype)
+
+
+def quantized(store: LayerStore) -> QuantizedTable:
+    return store.block_tables.quantized(store.sequences, store.version)
+
+
+def work(store: LayerStore, programs: int) -> WorkPlan:
+    return store.block_tables.work(store.sequences, store.version, programs)
 
 
 def page(tables, offset: int, empty, f, dtype):
@@ -67,50 +82,54 @@ def page(tables, offset: int, empty, f, dtype):
 
 def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a row, float32 [H, n, 16], read through the tables alone, in the order of masks."""
-    tables, dense = layer.places.tables(), layer.places.dense()
+    tables, residual = quantized(layer.store), layer.store.block_tables.residual(layer.store.sequences)
     plan = tables.sequences[row]
-    key_address, key_stride, value_address, value_stride, sinks, *skips, tail = dense.rows[row].tolist()
-    spans = [run for run in plan.segments if layer.span_format]
-    pages = [entry for run in plan.segments if run not in spans for entry in range(run.begin, run.end)]
+    key_address, key_stride, value_address, value_stride, sink_tokens, *skips, count = residual.rows[row].tolist()
+    spans = [segment for segment in plan.segments if layer.store.span_format]
+    pages = [entry for part in plan.segments if part not in spans for entry in range(part.begin, part.end)]
     half = list(range(plan.half_quantized_begin, plan.half_quantized_begin + plan.half_quantized))
-    sides, tails = [], []
+    sides, residuals = [], []
     for offsets, address, stride, skip, empty, f in (
-        (tables.keys.tolist(), key_address, key_stride, skips[0], empty_keys, layer.format.keys),
-        (tables.values.tolist(), value_address, value_stride, skips[1], empty_values, layer.format.values),
+        (tables.keys.tolist(), key_address, key_stride, skips[0], empty_keys, layer.store.format.keys),
+        (tables.values.tolist(), value_address, value_stride, skips[1], empty_values, layer.store.format.values),
     ):
-        unit, tokens = 8 * layer.dtype.itemsize, sinks + skip + tail
-        heads = [raw(dense.base, (address + head * stride) * unit, tokens * 16, layer.dtype) for head in range(2)]
+        unit, tokens = 8 * layer.store.dtype.itemsize, sink_tokens + skip + count
+        heads = [
+            raw(residual.base, (address + head * stride) * unit, tokens * 16, layer.store.dtype) for head in range(2)
+        ]
         buffer = torch.stack(heads).view(2, -1, 16).float()
-        parts = [page(tables, offsets[entry], empty, f, layer.dtype) for entry in pages]
+        parts = [page(tables, offsets[entry], empty, f, layer.store.dtype) for entry in pages]
         if skip:
             assert [offsets[entry] for entry in half] == [0] * (skip // 128)
-            parts.append(buffer[:, sinks : sinks + skip])
+            parts.append(buffer[:, sink_tokens : sink_tokens + skip])
         else:
-            parts += [page(tables, offsets[entry], empty, f, layer.dtype) for entry in half]
+            parts += [page(tables, offsets[entry], empty, f, layer.store.dtype) for entry in half]
         sides.append(parts)
-        tails.append(torch.cat([buffer[:, :sinks], buffer[:, sinks + skip : skip + tail]], 1))
+        residuals.append(torch.cat([buffer[:, :sink_tokens], buffer[:, sink_tokens + skip : skip + count]], 1))
     assert (plan.half_quantized_token, plan.residual_token) == (
-        128 * len(pages), 128 * (len(pages) + len(half)) + sum(run.tokens for run in spans)
+        128 * len(pages), 128 * (len(pages) + len(half)) + sum(segment.tokens for segment in spans)
     )  # fmt: skip
-    for run in spans:
-        assert run.first_token == sum(part.shape[1] for part in sides[0])
+    for segment in spans:
+        assert segment.first_token == sum(part.shape[1] for part in sides[0])
         codes = []
         for offsets, lanes, rows in ((tables.keys, 16, 8), (tables.values, 2, 64)):
             blocks = [
                 raw(tables.base, 16 * int(offset), 2 * lanes * rows, torch.int16).view(2, lanes, rows)
-                for offset in offsets[run.begin : run.end]
+                for offset in offsets[segment.begin : segment.end]
             ]
             codes.append(torch.stack(blocks))
-        scales = [raw(tables.base, 16 * o, 32, torch.float16).view(2, 16) for o in tables.shared[run.scales].tolist()]
-        span = Span(run.tokens, codes[0], *scales[:2], codes[1], *scales[2:])
-        sides[0].append(span_keys(span, layer.span_format))
-        sides[1].append(span_values(span, layer.span_format))
-    return tuple(torch.cat([*parts, tail], 1) for parts, tail in zip(sides, tails, strict=True))
+        scales = [
+            raw(tables.base, 16 * o, 32, torch.float16).view(2, 16) for o in tables.shared[segment.scales].tolist()
+        ]
+        span = Span(segment.tokens, codes[0], *scales[:2], codes[1], *scales[2:])
+        sides[0].append(span_keys(span, layer.store.span_format))
+        sides[1].append(span_values(span, layer.store.span_format))
+    return tuple(torch.cat([*parts, last], 1) for parts, last in zip(sides, residuals, strict=True))
 
 
-def check(layer, queries, output, chunk) -> None:
-    mask = layer.places.mask(chunk)
-    for row in range(len(layer.sequences)):
+def check(layer, queries, output, chunk, padding: torch.Tensor = PADDING) -> None:
+    mask = layer.store.block_tables.mask(layer.store.sequences, chunk)
+    for row in range(len(layer.store.sequences)):
         keys, values = followed(layer, row)
         assert keys.shape == values.shape
         visible = None
@@ -118,7 +137,7 @@ def check(layer, queries, output, chunk) -> None:
             visible = mask[row, :, :, : keys.shape[1]].bool()
             assert not mask[row, :, :, keys.shape[1] :].any()
             visible = visible.expand(2, -1, -1).repeat_interleave(2, 0)
-        real = PADDING[row, chunk.query_columns]
+        real = padding[row, chunk.query_positions]
         expected = attention_reference(queries[row], keys, values, visible, 0.25)
         torch.testing.assert_close(output[row, :, real].double(), expected[:, real], rtol=1e-4, atol=2e-5)
 
@@ -132,74 +151,73 @@ def test_following_the_tables_gives_what_attention_gives(name, mask_function):
         queries, output, chunk = advance(layer, tokens, mask_function)
         if tokens < 10:
             check(layer, queries, output, chunk)
-            plans = layer.places.tables().sequences
-            kinds |= {("pages", "spans")[bool(layer.span_format)] for plan in plans if plan.segments}
+            plans = quantized(layer.store).sequences
+            kinds |= {("pages", "spans")[bool(layer.store.span_format)] for plan in plans if plan.segments}
             kinds |= {"half" for plan in plans if plan.half_quantized}
-        layer.end_forward()
+        end_forward(layer.store)
     expected = {"spans"} if "spans" in name else {"pages", "half"} if "longer" in name else {"pages"}
     assert kinds == expected
 
 
-def test_one_token_that_sees_everything_needs_no_mask():
+def test_one_token_that_attends_to_everything_needs_no_mask():
     layer = KVCache(CONFIG, SCHEMES["16 bits"]).layers[0]
     advance(layer, 300)
-    layer.end_forward()
-    assert layer.places.mask(advance(layer, 1)[2]) is None
+    end_forward(layer.store)
+    assert layer.store.block_tables.mask(layer.store.sequences, advance(layer, 1)[2]) is None
 
 
 def test_tables_stay_the_same_object_until_a_page_is_written_or_rows_move():
-    layer = KVCache(CONFIG, SCHEMES["norms and sinks"]).layers[0]
+    layer = KVCache(CONFIG, SCHEMES["norms and sink tokens"]).layers[0]
     advance(layer, 500)
-    layer.end_forward()
-    before = layer.places.tables()
+    end_forward(layer.store)
+    before = quantized(layer.store)
     changes = 0
     for _ in range(128):
         check(layer, *advance(layer, 1))
-        layer.end_forward()
-        changes += layer.places.tables() is not before
-        before = layer.places.tables()
+        end_forward(layer.store)
+        changes += quantized(layer.store) is not before
+        before = quantized(layer.store)
     # three rows of different lengths
     assert changes == 3
     layer.reorder_cache(torch.tensor([2, 0, 0]))
-    assert layer.places.tables() is not before
+    assert quantized(layer.store) is not before
     pages = [plan.segments[0].tokens for plan in before.sequences]
-    assert [plan.segments[0].tokens for plan in layer.places.tables().sequences] == [pages[row] for row in (2, 0, 0)]
+    assert [plan.segments[0].tokens for plan in quantized(layer.store).sequences] == [pages[row] for row in (2, 0, 0)]
 
 
-def test_work_is_divided_anew_only_when_tables_change_or_tails_have_grown_a_lot():
+def test_work_is_divided_again_only_when_tables_change_or_residual_windows_have_grown_a_lot():
     layer = KVCache(CONFIG, SCHEMES["spans"]).layers[0]
     advance(layer, 400)
     plans = []
     for _ in range(300):
         advance(layer, 1)
-        layer.end_forward()
-        plans.append(layer.places.work(8))
+        end_forward(layer.store)
+        plans.append(work(layer.store, 8))
     assert len({id(plan) for plan in plans}) == 3
-    assert layer.places.work(8) is plans[-1]
-    assert layer.places.work(4) is not plans[-1]
+    assert work(layer.store, 8) is plans[-1]
+    assert work(layer.store, 4) is not plans[-1]
 
 
 def test_tables_follow_beams_and_crops():
     layer = KVCache(CONFIG, SCHEMES["values stay longer"]).layers[0]
     layer.activate_past_recording()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "PADDING", torch.ones(3, 1000, dtype=torch.bool))
-        advance(layer, 430)
-        layer.end_forward()
-        layer.reorder_cache(torch.tensor([1, 1, 0]))
-        check(layer, *advance(layer, 5))
-        layer.end_forward()
-        layer.crop(-3)
-        check(layer, *advance(layer, 1))
+    everything = torch.ones(3, 1000, dtype=torch.bool)
+    advance(layer, 430, padding=everything)
+    end_forward(layer.store)
+    layer.reorder_cache(torch.tensor([1, 1, 0]))
+    check(layer, *advance(layer, 5, padding=everything), everything)
+    end_forward(layer.store)
+    layer.crop(-3)
+    check(layer, *advance(layer, 1, padding=everything), everything)
 
 
-def test_a_copied_cache_has_places_of_its_own():
-    layer = KVCache(CONFIG, SCHEMES["norms and sinks"]).layers[0]
+def test_a_copied_cache_has_block_tables_of_its_own():
+    layer = KVCache(CONFIG, SCHEMES["norms and sink tokens"]).layers[0]
     advance(layer, 500)
-    layer.end_forward()
-    layer.places.tables()
+    end_forward(layer.store)
+    quantized(layer.store)
     copied = copy.deepcopy(layer)
-    layer.key_pool.read(layer.sequences[0].keys.pages).record.fill_(-1)
-    for sequence in layer.sequences:
+    layer.store.key_pool.read(layer.store.sequences[0].keys.pages).record.fill_(-1)
+    for sequence in layer.store.sequences:
         sequence.keys.buffer.fill_(1e9)
     check(copied, *advance(copied, 1))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvconvert.kernels import select as selection
-from kvconvert.kernels.select import column_sums, column_sums_reference, select_tokens
+from kvconvert.kernels.select import column_sums_reference, select_tokens
+from kvconvert.kernels.select.cpu import blockwise_column_sums
 
 
 def by_loops(queries, keys, visible, scaling):
@@ -22,7 +22,7 @@ def by_loops(queries, keys, visible, scaling):
     return sums
 
 
-def test_the_reference_counts_what_each_token_receives():
+def test_the_reference_sums_the_weights_of_each_token():
     torch.manual_seed(0)
     queries, keys = torch.randn(4, 5, 8), torch.randn(2, 7, 8)
     visible = torch.arange(7)[None] <= torch.arange(5)[:, None] + 2
@@ -34,23 +34,22 @@ def test_the_reference_counts_what_each_token_receives():
 @pytest.mark.parametrize("block", [1 << 22, 700, 1])
 @pytest.mark.parametrize(("length", "tokens"), [(1, 1), (63, 63), (40, 129)])
 @pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}, {"sink_logits": torch.linspace(-1, 3, 6)}])
-def test_blocks_give_the_same_sums(monkeypatch, block, length, tokens, extras):
-    monkeypatch.setattr(selection, "BLOCK_SCORES", block)
+def test_blocks_give_the_same_sums(block, length, tokens, extras):
     torch.manual_seed(1)
     queries, keys = torch.randn(6, length, 16), torch.randn(3, tokens, 16)
     causal = torch.arange(tokens)[None] <= torch.arange(length)[:, None] + tokens - length
-    got = column_sums(queries, keys, None, 0.25, **extras)
+    got = blockwise_column_sums(queries, keys, None, 0.25, **extras, block_scores=block)
     torch.testing.assert_close(
         got.double(), column_sums_reference(queries, keys, causal, 0.25, **extras), rtol=1e-4, atol=1e-5
     )
     window = causal & (torch.arange(tokens)[None] > torch.arange(length)[:, None] + tokens - length - 9)
-    masked = column_sums(queries, keys, lambda q, k: window[q, k], 0.25, **extras)
+    masked = blockwise_column_sums(queries, keys, lambda q, k: window[q, k], 0.25, **extras, block_scores=block)
     expected = column_sums_reference(queries, keys, window, 0.25, **extras)
     torch.testing.assert_close(masked.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("heavy", "recent", "sinks", "expected"),
+    ("heavy", "recent", "sink_tokens", "expected"),
     [
         (2, 1, 0, [[1, 3, 5], [0, 2, 5]]),
         (0, 2, 0, [[4, 5], [4, 5]]),
@@ -60,6 +59,6 @@ def test_blocks_give_the_same_sums(monkeypatch, block, length, tokens, extras):
         (0, 0, 0, [[], []]),
     ],
 )
-def test_selection_keeps_sinks_the_heaviest_and_the_newest_in_order(heavy, recent, sinks, expected):
+def test_selection_keeps_sink_tokens_the_heaviest_and_the_newest_in_order(heavy, recent, sink_tokens, expected):
     scores = torch.tensor([[0.0, 5, 1, 7, 1, 2], [4.0, 1, 4, 1, 1, 9]])
-    assert select_tokens(scores, heavy, recent, sinks).tolist() == expected
+    assert select_tokens(scores, heavy, recent, sink_tokens).tolist() == expected

@@ -1,19 +1,20 @@
-"""Streaming attention over pages and dense runs equals float64 attention over the same dequantized tokens."""
+"""Attention tile by tile over pages and residual windows equals float64 attention over the same dequantized tokens."""
 
 import pytest
 import torch
 
-from kvconvert.kernels.decode import reference as attention
-from kvconvert.kernels.decode.reference import (
-    DenseRun,
-    LayerFormat,
+from kvconvert.kernels.decode import (
     PageTile,
-    SpanRun,
+    ResidualTokens,
+    SpanTokens,
     attention_reference,
     paged_attention,
+    pages_per_tile,
 )
+from kvconvert.kernels.decode.cpu import TILE_BYTES
 from kvconvert.kernels.pages import (
     KeyFormat,
+    LayerFormat,
     ValueFormat,
     dequantize_keys,
     dequantize_values,
@@ -36,8 +37,8 @@ CASES = [
 ]
 
 
-def build(case, pages_per_row=(3, 1, 0), dense_per_row=(70, 0, 33), seed=0):
-    """Rows with their own numbers of pages and dense tokens; also each row's dequantized keys and values."""
+def build(case, pages_per_row=(3, 1, 0), residual_per_row=(70, 0, 33), seed=0):
+    """Rows with their own numbers of pages and full-precision tokens; also each row's dequantized keys and values."""
     heads, group, key_dim, value_dim, key_bits, value_bits, key_group, value_group, norm, length = case
     generator = torch.Generator().manual_seed(seed)
     boosted = 5 if key_bits == 2 and norm == "none" else 0
@@ -48,13 +49,13 @@ def build(case, pages_per_row=(3, 1, 0), dense_per_row=(70, 0, 33), seed=0):
     values = torch.randn(count, heads, 128, value_dim, generator=generator)
     pages = quantize_keys(keys, format.keys), quantize_values(values, format.values)
     rows = torch.tensor([row for row, n in enumerate(pages_per_row) for _ in range(n)])
-    dense = [
-        DenseRun(
+    residuals = [
+        ResidualTokens(
             row,
             torch.randn(heads, n, key_dim, generator=generator),
             torch.randn(heads, n, value_dim, generator=generator),
         )
-        for row, n in enumerate(dense_per_row)
+        for row, n in enumerate(residual_per_row)
         if n
     ]
     queries = torch.randn(len(pages_per_row), heads * group, length, key_dim, generator=generator)
@@ -63,11 +64,11 @@ def build(case, pages_per_row=(3, 1, 0), dense_per_row=(70, 0, 33), seed=0):
         own = (rows == row).nonzero().flatten()
         k = dequantize_keys(pages[0].select(own), format.keys).permute(1, 0, 3, 2).reshape(heads, -1, key_dim)
         v = dequantize_values(pages[1].select(own), format.values).permute(1, 0, 2, 3).reshape(heads, -1, value_dim)
-        for run in dense:
-            if run.row == row:
-                k, v = torch.cat([k, run.keys], 1), torch.cat([v, run.values], 1)
+        for part in residuals:
+            if part.row == row:
+                k, v = torch.cat([k, part.keys], 1), torch.cat([v, part.values], 1)
         stored.append((k, v))
-    return format, pages, rows, dense, queries, stored
+    return format, pages, rows, residuals, queries, stored
 
 
 def tiles_of(pages, rows, sizes):
@@ -81,35 +82,35 @@ def tiles_of(pages, rows, sizes):
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
 @pytest.mark.parametrize("sizes", [(4,), (1, 2, 1)], ids=["one tile", "three tiles"])
 def test_equals_the_reference(case, sizes):
-    format, pages, rows, dense, queries, stored = build(case)
+    format, pages, rows, residuals, queries, stored = build(case)
     scaling = case[2] ** -0.5
-    got = paged_attention(queries, tiles_of(pages, rows, sizes), dense, format, scaling)
+    got = paged_attention(queries, tiles_of(pages, rows, sizes), residuals, format, scaling)
     for row, (keys, values) in enumerate(stored):
         expected = attention_reference(queries[row], keys, values, None, scaling)
         # float32 dot products of up to 256 terms
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize(("softcap", "with_sinks"), [(None, True), (5.0, False), (2.0, True)])
-def test_softcap_and_sinks(softcap, with_sinks):
-    format, pages, rows, dense, queries, stored = build(CASES[3])
-    sink_logits = torch.randn(12) * 3 if with_sinks else None
-    got = paged_attention(queries, tiles_of(pages, rows, (4,)), dense, format, 0.3, softcap, sink_logits)
+@pytest.mark.parametrize(("softcap", "with_sink_logits"), [(None, True), (5.0, False), (2.0, True)])
+def test_softcap_and_sinks(softcap, with_sink_logits):
+    format, pages, rows, residuals, queries, stored = build(CASES[3])
+    sink_logits = torch.randn(12) * 3 if with_sink_logits else None
+    got = paged_attention(queries, tiles_of(pages, rows, (4,)), residuals, format, 0.3, softcap, sink_logits)
     for row, (keys, values) in enumerate(stored):
         expected = attention_reference(queries[row], keys, values, None, 0.3, softcap, sink_logits)
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
 
 
-def test_masks_hide_tokens_in_pages_and_runs():
+def test_masks_hide_tokens_in_pages_and_residual_windows():
     case = CASES[3]
-    format, pages, rows, dense, queries, stored = build(case)
+    format, pages, rows, residuals, queries, stored = build(case)
     length = case[-1]
     generator = torch.Generator().manual_seed(3)
     page_mask = torch.rand(len(rows), 1, length, 128, generator=generator) < 0.5
     page_mask[0] = False  # a page that nobody sees
     masked = [
-        DenseRun(r.row, r.keys, r.values, torch.rand(1, length, r.keys.shape[1], generator=generator) < 0.5)
-        for r in dense
+        ResidualTokens(r.row, r.keys, r.values, torch.rand(1, length, r.keys.shape[1], generator=generator) < 0.5)
+        for r in residuals
     ]
     got = paged_attention(queries, [PageTile(*pages, rows, page_mask)], masked, format, 0.2)
     for row, (keys, values) in enumerate(stored):
@@ -119,15 +120,15 @@ def test_masks_hide_tokens_in_pages_and_runs():
 
 
 def test_a_query_that_sees_nothing_gives_zeros():
-    format, pages, rows, _, queries, _ = build(CASES[0], pages_per_row=(1, 0), dense_per_row=(0, 0))
+    format, pages, rows, _, queries, _ = build(CASES[0], pages_per_row=(1, 0), residual_per_row=(0, 0))
     hidden = torch.zeros(1, 1, 1, 128, dtype=torch.bool)
     got = paged_attention(queries, [PageTile(*pages, rows, hidden)], [], format, 1.0)
     assert torch.equal(got, torch.zeros_like(got))
 
 
 def test_large_scores_do_not_overflow():
-    format, pages, rows, dense, queries, stored = build(CASES[0])
-    got = paged_attention(queries * 1e3, tiles_of(pages, rows, (2, 2)), dense, format, 1.0)
+    format, pages, rows, residuals, queries, stored = build(CASES[0])
+    got = paged_attention(queries * 1e3, tiles_of(pages, rows, (2, 2)), residuals, format, 1.0)
     assert torch.isfinite(got).all()
     expected = attention_reference(queries[0] * 1e3, *stored[0], None, 1.0)
     torch.testing.assert_close(got[0].double(), expected, rtol=1e-3, atol=1e-3)  # scores of 1e4: float32 leaves 1e-3
@@ -135,14 +136,14 @@ def test_large_scores_do_not_overflow():
 
 def test_tiles_stay_within_their_budget():
     format = LayerFormat(KeyFormat(8, 128, 128, 2, 32), ValueFormat(8, 128, 128, 2, 32))
-    assert attention.pages_per_tile(32, 1, format) * 8 * 128 * 128 * 4 <= attention.TILE_BYTES
-    assert attention.pages_per_tile(32, 10**6, format) == 1
+    assert pages_per_tile(32, 1, format) * 8 * 128 * 128 * 4 <= TILE_BYTES
+    assert pages_per_tile(32, 10**6, format) == 1
 
 
 @pytest.mark.parametrize("paged", ["keys", "values"])
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=["one query", "three queries"])
 def test_one_side_may_be_in_full_precision(case, paged):
-    format, pages, rows, _, queries, _ = build(case, pages_per_row=(2,), dense_per_row=(0,))
+    format, pages, rows, _, queries, _ = build(case, pages_per_row=(2,), residual_per_row=(0,))
     heads, key_dim, value_dim = case[0], case[2], case[3]
     keys, values = torch.randn(2, heads, 128, key_dim), torch.randn(2, heads, 128, value_dim)
     tile = PageTile(pages[0], values, rows) if paged == "keys" else PageTile(keys, pages[1], rows)
@@ -169,24 +170,24 @@ def shifted_by_hand(scores, tau1, tau2):
 @pytest.mark.parametrize(
     ("bits", "dims", "length"), [((1, 2), (48, 80), 1), ((4, 1), (64, 64), 3), ((8, 8), (32, 32), 1)]
 )
-def test_spans_beside_dense_tokens_equal_float64_attention_over_shifted_scores(tau1, tau2, bits, dims, length):
+def test_spans_beside_residual_tokens_equal_float64_attention_over_shifted_scores(tau1, tau2, bits, dims, length):
     torch.manual_seed(0)
     heads, group, scaling = 2, 2, 0.3
-    span_as = SpanFormat(*bits, key_clip_ratio=0.9, value_clip_ratio=0.8)
+    span_as = SpanFormat(*bits, key_clip_ratio=0.9, value_clip_ratio=0.8, tau1=tau1, tau2=tau2)
     spans = [quantize_span(torch.randn(heads, n, dims[0]), torch.randn(heads, n, dims[1]), span_as) for n in (37, 1)]
-    dense = DenseRun(0, torch.randn(heads, 9, dims[0]), torch.randn(heads, 9, dims[1]))
+    residual = ResidualTokens(0, torch.randn(heads, 9, dims[0]), torch.randn(heads, 9, dims[1]))
     queries = torch.randn(1, heads * group, length, dims[0])
     format = LayerFormat(KeyFormat(heads, dims[0], 128, 2, 32), ValueFormat(heads, dims[1], 128, 2, 16))
-    run = SpanRun(0, spans, span_as, tau1, tau2)
-    got = paged_attention(queries, [], [dense], format, scaling, spans=[run])[0]
+    all_spans = SpanTokens(0, spans, span_as)
+    got = paged_attention(queries, [], [residual], format, scaling, spans=[all_spans])[0]
 
     stored = torch.cat([span_keys(s, span_as) for s in spans], 1).double()
-    weighted = torch.cat([span_values(s, span_as) for s in spans] + [dense.values], 1).double()
+    weighted = torch.cat([span_values(s, span_as) for s in spans] + [residual.values], 1).double()
     for head in range(heads * group):
         kv = head // group
         for t in range(length):
             query = queries[0, head, t].double()
             in_spans = shifted_by_hand((stored[kv] @ query * scaling).tolist(), tau1, tau2)
-            others = dense.keys[kv].double() @ query * scaling
+            others = residual.keys[kv].double() @ query * scaling
             weights = torch.cat([torch.tensor(in_spans, dtype=torch.float64), others]).softmax(0)
             torch.testing.assert_close(got[head, t].double(), weights @ weighted[kv], rtol=1e-4, atol=2e-5)

@@ -26,7 +26,7 @@ from kvconvert.kernels.pages import (
 
 @dataclass(frozen=True)
 class Case:
-    """One layer and what its sequences hold; pages, half_quantized-quantized pages and residual tokens of each sequence."""
+    """One layer, and the pages, half-quantized pages and residual tokens of each sequence."""
 
     heads: int = 2
     group: int = 4
@@ -38,11 +38,11 @@ class Case:
     value_group: int = 128
     norm: str = "none"
     boosted: int = 0
-    boost_select: str = "dynamic"
+    fixed_channels: bool = False
     static: bool = False
     dtype: torch.dtype = torch.float32
-    pages: tuple[int, ...] = (3, 0, 1)
-    residual: tuple[int, ...] = (70, 33, 0)
+    pages: tuple[int, ...] = (2, 0, 1)
+    residual: tuple[int, ...] = (40, 17, 0)
     half_quantized: int = 0
     half_quantized_pages: tuple[int, ...] = (0, 0, 0)
     sink_tokens: int = 4
@@ -70,15 +70,15 @@ class Stored:
 
         c = case
         keys = KeyFormat(
-            c.heads, c.key_dim, PAGE_SIZE, c.key_bits, PAGE_SIZE if c.static else c.key_group, c.norm, boosted=c.boosted,
-            boost_select=c.boost_select, static=c.static and c.key_bits < 16,
+            c.heads, c.key_dim, PAGE_SIZE, c.key_bits, PAGE_SIZE if c.static else c.key_group, c.norm,
+            boosted=c.boosted, fixed_channels=c.fixed_channels, static=c.static and c.key_bits < 16,
         )  # fmt: skip
         values = ValueFormat(
             c.heads, c.value_dim, PAGE_SIZE, c.value_bits, c.value_dim if c.static else c.value_group,
             static=c.static and c.value_bits < 16,
         )  # fmt: skip
         channels = None
-        if c.boosted and c.boost_select == "calibrated":
+        if c.boosted and c.fixed_channels:
             channels = torch.stack(
                 [torch.randperm(c.key_dim, generator=generator)[: c.boosted].sort().values for _ in range(c.heads)]
             )
@@ -112,7 +112,7 @@ class Stored:
             dk = dequantize_keys(qk, keys, channels, scales[0]).transpose(2, 3)
             dv = dequantize_values(qv, values, scales[1])
             dk[key_count:], dv[value_count:] = k[key_count:].float(), v[value_count:].float()
-            # Both tables have an entry for every half-quantized page; the side in full precision has no page to point to.
+            # Both tables have an entry for every half-quantized page; the side in full precision has no page.
             key_pages += [qk.select(slice(i, i + 1)) if i < key_count else None for i in range(pages + half_quantized)]
             value_pages += [
                 qv.select(slice(i, i + 1)) if i < value_count else None for i in range(pages + half_quantized)
@@ -193,8 +193,9 @@ def compare(case: Case, device: torch.device, seed: int = 0) -> tuple[float, tor
         mask = visible.to(device, torch.uint8).contiguous()
         visibility = Visibility(mask, mask.stride(0), 0, mask.stride(1))
     out = decode_attention(
-        queries.to(device), stored.tables(), ResidualWindows(stored.base, stored.rows.to(device)), stored.format, case.scaling,
-        half_quantized=case.half_quantized, softcap=case.softcap, sink_logits=None if sink_logits is None else sink_logits.to(device), visibility=visibility,
+        queries.to(device), stored.tables(), ResidualWindows(stored.base, stored.rows.to(device)), stored.format,
+        case.scaling, half_quantized=case.half_quantized, softcap=case.softcap,
+        sink_logits=None if sink_logits is None else sink_logits.to(device), visibility=visibility,
     )  # fmt: skip
     worst = 0.0
     for row, (keys, values) in enumerate(stored.sequences):

@@ -9,7 +9,6 @@ import torch
 from tiny.models import GREEDY, random_ids, tiny_model
 from transformers.cache_utils import DynamicCache
 
-from kvconvert.errors import CacheError
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 
@@ -78,7 +77,7 @@ def test_every_way_of_generating_equals_eager_attention(model, way):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_oss"])
-def test_without_a_cache_of_ours_the_attention_function_is_ordinary_attention(architecture):
+def test_without_a_kvconvert_cache_the_attention_function_is_ordinary_attention(architecture):
     model = tiny_model(architecture, gain=2.0, **ARCHITECTURES[architecture])
     ids = random_ids(2, 17)
     mask = torch.ones_like(ids)
@@ -116,66 +115,3 @@ def test_new_tokens_alone_with_a_mask_over_everything_continue_a_conversation():
         pending, attention_mask=torch.ones_like(everything), max_new_tokens=4, past_key_values=cache, **GREEDY
     )
     assert part[:, -4:].tolist() == whole[:, -4:].tolist()
-
-
-def test_keys_that_reach_another_attention_are_an_error_that_says_what_to_call():
-    model = tiny_model("llama", "sdpa")
-    with pytest.raises(CacheError, match=r'layer 0.*set_attn_implementation\("kvconvert"\)'):
-        model(random_ids(1, 5), past_key_values=KVCache(model.config, UNQUANTIZED))
-    model.set_attn_implementation("eager")
-    with pytest.raises(CacheError, match=r'set_attn_implementation\("kvconvert"\)'):
-        model(random_ids(1, 5), past_key_values=KVCache(model.config, UNQUANTIZED))
-
-
-def test_a_mask_that_changes_its_mind_is_an_error():
-    model = tiny_model("llama", "kvconvert")
-    ids, mask = random_ids(2, 8), torch.ones(2, 8, dtype=torch.long)
-    cache = KVCache(model.config, UNQUANTIZED)
-    model(ids, attention_mask=mask, past_key_values=cache)
-    changed = torch.ones(2, 9, dtype=torch.long)
-    changed[1, 3] = 0
-    with pytest.raises(CacheError, match="changed for columns that layer 0"):
-        model(ids[:, :1], attention_mask=changed, past_key_values=cache)
-
-
-def test_forgetting_earlier_padding_is_an_error():
-    model = tiny_model("llama", "kvconvert")
-    mask = torch.ones(2, 8, dtype=torch.long)
-    mask[0, :3] = 0
-    cache = KVCache(model.config, UNQUANTIZED)
-    model(random_ids(2, 8), attention_mask=mask, past_key_values=cache)
-    with pytest.raises(CacheError, match="changed for columns"):
-        model(random_ids(2, 1), past_key_values=cache)
-
-
-def test_a_mask_over_the_new_tokens_only_is_an_error():
-    model = tiny_model("llama", "kvconvert")
-    cache = KVCache(model.config, UNQUANTIZED)
-    model(random_ids(1, 8), past_key_values=cache)
-    with pytest.raises(CacheError, match="has 2 columns and layer 0 of the cache needs 10"):
-        model(random_ids(1, 2), attention_mask=torch.ones(1, 2, dtype=torch.long), past_key_values=cache)
-
-
-def test_four_dimensional_masks_and_other_batches_are_refused():
-    model = tiny_model("llama", "kvconvert")
-    with pytest.raises(CacheError, match="4-D masks"):
-        model(
-            random_ids(1, 4),
-            attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool),
-            past_key_values=KVCache(model.config, UNQUANTIZED),
-        )
-    cache = KVCache(model.config, UNQUANTIZED)
-    model(random_ids(1, 4), past_key_values=cache)
-    with pytest.raises(CacheError, match=r"holds 1 sequences.*given 2"):
-        model(random_ids(2, 1), past_key_values=cache)
-
-
-def test_a_sliced_mask_stands_for_its_slice():
-    from kvconvert.runtime.hf.attention import mask_function
-
-    padding = torch.ones(2, 8, dtype=torch.bool)
-    padding[0, :3] = False
-    whole = mask_function(2, 8, 8, attention_mask=padding)
-    expected = whole.materialise(allow_causal_skip=True)
-    assert torch.equal(whole[:, :, -2:].materialise(allow_causal_skip=True), expected[:, :, -2:])
-    assert whole[:, :, -2:].chunk(torch.device("cpu"), 2).query_columns.tolist() == [6, 7]

@@ -1,0 +1,53 @@
+"""Specialisations of the 4-bit Linear's kernel for few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from aot_variants.variant import Variant
+from kvconvert.kernels.linear.packed_layout import TILE
+from kvconvert.kernels.linear.triton.few_rows import FEW_ROWS_SHAPES, few_rows_kernel
+
+
+def signature(dtype: str) -> dict[str, str]:
+    """Types of the arguments that the kernels with activations share."""
+    pointers = {"x": f"*{dtype}", "lanes": "*i16", "grid": "*i32", "y": f"*{dtype}"}
+    return pointers | dict.fromkeys(("rows", "octets", "k_blocks"), "i32")
+
+
+def variants(device_capability: int) -> Iterator[Variant]:
+    """Every specialisation that the dispatch can choose, the same on all devices."""
+    for dtype in ("fp16", "bf16"):
+        for k_block, group_k_blocks in ((32, 1), (64, 1), (128, 1), (128, 2)):
+            for (rows, fills), shape in FEW_ROWS_SHAPES.items():
+                for even in (True, False):
+                    yield Variant(
+                        name=f"few_rows-{dtype}-{k_block}x{group_k_blocks}-{rows}{'-fills' * fills}{'-even' * even}",
+                        function=few_rows_kernel,
+                        signature=signature(dtype),
+                        constants={
+                            "K_BLOCK": k_block,
+                            "GROUP_K_BLOCKS": group_k_blocks,
+                            "ROWS": rows,
+                            "TILES": shape.tiles,
+                            "WARPS": shape.warps,
+                            "EVEN": even,
+                            "STAGES": shape.stages,
+                            "INLINE_ASM": True,
+                        },
+                        num_warps=shape.warps,
+                        num_stages=shape.stages,
+                        axes={
+                            "dtype": dtype,
+                            "k_block": k_block,
+                            "group_k_blocks": group_k_blocks,
+                            "rows": rows,
+                            "fills": fills,
+                            "even": even,
+                        },
+                        codes=TILE * shape.tiles * shape.warps * k_block,
+                        tensor_cores=True,
+                        wide_loads=True,
+                        # A scale and a zero for only 32 codes.
+                        most_per_code=8.6 if k_block == 32 else 6.0,
+                    )

@@ -1,0 +1,105 @@
+"""Specialisations of the kernels that quantize pages and spans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from aot_variants.variant import Variant
+from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, ValueFormat
+from kvconvert.kernels.pages.triton.keys import joint_norm_kernel, key_page_kernel
+from kvconvert.kernels.pages.triton.launch import (
+    NORM_TOKENS,
+    key_constants,
+    key_warps,
+    tile_of,
+    value_constants,
+    value_warps,
+    warps_for,
+)
+from kvconvert.kernels.pages.triton.values import copy_page_kernel, value_page_kernel
+from kvconvert.kernels.spans.triton.kernels import channel_range_kernel, channel_scale_kernel
+from kvconvert.kernels.spans.triton.launch import RANGE_TOKENS, SPAN_PARTS
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Specialisations that the dispatch chooses for the usual models: 8 KV heads, pages of the usual size."""
+    for dtype, dim in (*product(("bf16",), (64, 80, 128, 256)), ("fp16", 128), ("fp32", 128)):
+        for bits, group in product((1, 2, 4, 8), (16, 32, 128)):
+            yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, group))
+        for bits, group in product((1, 2, 4, 8), sorted({g for g in (16, 32, 128) if dim % g == 0} | {dim})):
+            yield _value_variant(dtype, ValueFormat(8, dim, PAGE_SIZE, bits, group))
+        for group, norm in product((32, 128), ("joint", "per_head")):
+            yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, 2, group, token_norm=norm))
+        for bits, boosted, select in product((1, 2), (dim // 8, dim // 4), ("dynamic", "calibrated")):
+            yield _key_variant(
+                dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, boosted=boosted, fixed_channels=select == "calibrated")
+            )
+        for bits, partial in product((1, 2, 4, 8), (False, True)):
+            yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, static=True), partial)
+            yield _value_variant(dtype, ValueFormat(8, dim, PAGE_SIZE, bits, dim, static=True), partial)
+        tile, name = tile_of(dim, 2), f"{dtype}-{dim}"
+        shape = {"HEADS": 8, "HEAD_SIZE": dim, "TILE": tile}
+        page = {"PAGE": PAGE_SIZE, "ROTATE": False}
+        for measure in ("l2", "mean_abs"):
+            constants = shape | page | {"TOKENS": NORM_TOKENS, "OFFSET": 24576, "MEAN_ABS": measure == "mean_abs"}
+            yield _variant(f"norm-{name}-{measure}", joint_norm_kernel, dtype, constants, warps_for(NORM_TOKENS * tile))
+        yield _variant(f"copy-{name}", copy_page_kernel, dtype, shape | page, warps_for(PAGE_SIZE * tile))
+        yield _variant(
+            f"range-{name}", channel_range_kernel, dtype, shape | {"ROWS": RANGE_TOKENS}, warps_for(RANGE_TOKENS * tile)
+        )
+        for bits in (1, 2, 4, 8):
+            constants = shape | {"BITS": bits, "PART_TILE": SPAN_PARTS}
+            yield _variant(f"scale-{name}-{bits}", channel_scale_kernel, dtype, constants, 4)
+
+
+def _key_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Variant:
+    tile = tile_of(f.head_dim, f.bits)
+    constants = key_constants(f, tile, False, partial)
+    select = f"{'calibrated' if f.fixed_channels else 'dynamic'}{f.boosted}" if f.boosted else ""
+    name = f"keys-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{'-static' * f.static}"
+    variant = _variant(name + "-partial" * partial, key_page_kernel, dtype, constants, key_warps(constants))
+    if dtype == "fp32" and f.boosted and not f.fixed_channels:
+        return replace(variant, spills="8 bytes of stack are reserved and never accessed")
+    return variant
+
+
+def _value_variant(dtype: str, f: ValueFormat, partial: bool = False) -> Variant:
+    constants = value_constants(f, partial)
+    name = f"values-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}{'-static' * f.static}{'-partial' * partial}"
+    return _variant(name, value_page_kernel, dtype, constants, value_warps(constants))
+
+
+_TOKENS = ("keys", "values", "tokens", "source", "target", "matrix")
+_TYPES = {
+    "records": "*i16",
+    "record_bytes": "*u8",
+    "table": "*i64",
+    "boosted": "*i64",
+    "flag": "*i32",
+    "extremes": "*fp32",
+    "normaliser": "fp32",
+    "factor": "fp32",
+    "shrink": "fp32",
+} | dict.fromkeys(("static_scales", "static_zero_points", "scales", "zero_points"), "*fp16")
+
+
+def _variant(name: str, function: Any, dtype: str, constants: dict[str, Any], num_warps: int) -> Variant:
+    types = dict.fromkeys(_TOKENS, f"*{dtype}") | _TYPES
+    signature = {argument: types.get(argument, "i32") for argument in function.arg_names if argument not in constants}
+    axes = {"kernel": name.partition("-")[0], "dtype": dtype} | {
+        key: constants[key] for key in ("HEAD_SIZE", "BITS", "GROUP", "NORM", "BOOSTED", "STATIC") if key in constants
+    }
+    few = constants.get("BITS") == 1 or function is channel_range_kernel
+    return Variant(
+        name,
+        function,
+        signature,
+        constants,
+        num_warps,
+        num_stages=3,
+        axes=axes,
+        spills="at most six registers, on some architectures" if few else "",
+    )

@@ -1,0 +1,134 @@
+"""The tokens of one forward pass: their positions, padding, attention mask and modality.
+
+A token's position is its index in the padded input, which masks and sliding windows refer to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from kvconvert.errors import CacheError
+
+# (batch, head, query positions, key positions) -> bool, broadcast over all four; as transformers' mask functions.
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Chunk:
+    """The tokens of one forward pass: which positions they have, which are padding, which keys each query attends to.
+
+    Args:
+        query_positions: int64 [T].
+        padding_mask: [B, positions so far], nonzero where a token is real; None when nothing is padding.
+        mask_function: which keys a query attends to; None is causal attention, to all positions up to its own.
+
+    Attributes:
+        query_positions: as given.
+        real: bool [B, positions so far], or None when nothing is padding.
+        is_causal: whether attention is causal.
+    """
+
+    def __init__(
+        self,
+        query_positions: torch.Tensor,
+        padding_mask: torch.Tensor | None = None,
+        mask_function: MaskFunction | None = None,
+    ):
+        self.query_positions = query_positions
+        self.mask_function = mask_function
+        self.is_causal = mask_function is None
+        self.real = None if padding_mask is None or bool(padding_mask.all()) else padding_mask.bool()
+        self._length = None if padding_mask is None else padding_mask.shape[1]
+        self._checked: torch.Tensor | bool | None = False  # the past that was compared already; layers share one
+        self._host: list[list[bool]] | None = None
+
+    def check_past(self, past: torch.Tensor | None, length: int, where: str) -> None:
+        """Compare this pass's mask with that of the first `length` positions, which are stored.
+
+        Raises:
+            CacheError: the mask has another length, or differs for stored positions.
+        """
+        if self._length is not None and self._length != length + len(self.query_positions):
+            raise CacheError(
+                f"The attention mask has {self._length} columns and {where} of the cache needs "
+                f"{length + len(self.query_positions)}: pass one mask over all tokens so far and the new ones."
+            )
+        if past is self._checked:
+            return
+        if self.real is None:
+            same = past is None or bool(past[:, :length].all())
+        else:
+            now = self.real[:, :length]
+            same = bool(now.all()) if past is None else torch.equal(now, past[:, :length].to(now.device))
+        if not same:
+            raise CacheError(
+                f"The attention mask differs for positions that {where} of the cache has already stored; pass the same "
+                "mask for old tokens, or start a new cache."
+            )
+        self._checked = past
+
+    def runs(self, row: int, start: int, count: int) -> list[tuple[int, int]]:
+        """The real positions among start..start+count-1 as (first position, how many)."""
+        if self.real is None:
+            return [(start, count)] if count else []
+        if self._host is None:
+            self._host = self.real[:, start : start + count].tolist()
+        runs: list[tuple[int, int]] = []
+        for offset, real in enumerate(self._host[row]):
+            if not real:
+                continue
+            if runs and sum(runs[-1]) == start + offset:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((start + offset, 1))
+        return runs
+
+    def visible(self, row: int, query_positions: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """bool [H or 1, T, n]: which of the tokens at `positions` [n] or [H, n] each query attends to."""
+        device = query_positions.device
+        queries, keys = query_positions[None, :, None], positions.to(device).reshape(-1, 1, positions.shape[-1])
+        if self.mask_function is None:
+            seen = keys <= queries
+        else:
+            batch, head = torch.tensor(row, device=device), torch.tensor(0, device=device)
+            seen = self.mask_function(batch, head, queries, keys)
+        return seen.expand(keys.shape[0], len(query_positions), keys.shape[2])
+
+
+@dataclass(frozen=True)
+class ModalityMask:
+    """The tokens of one modality in one forward pass.
+
+    Attributes:
+        chosen: bool [B, T], T the tokens of the pass, padding included. Read only where a prompt needs it, so that a
+            single-token step on a GPU does not wait for the device.
+    """
+
+    chosen: torch.Tensor
+
+    @cached_property
+    def runs(self) -> list[list[tuple[int, int]]]:
+        """Per row, (first, how many) of consecutive tokens, ascending."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self.chosen]
+        edges = torch.nn.functional.pad(self.chosen.to("cpu", torch.int8), (1, 1)).diff(dim=1)
+        begins, ends = ((edges == sign).nonzero().tolist() for sign in (1, -1))
+        for (row, first), (_, end) in zip(begins, ends, strict=True):
+            found[row].append((first, end - first))
+        return found
+
+    def of_row(self, row: int, rows: int, length: int, layer: int) -> list[tuple[int, int]]:
+        """Runs of one of `rows` rows, in a pass with `length` new tokens in layer number `layer`.
+
+        Raises:
+            CacheError: the mask is of another shape.
+        """
+        if tuple(self.chosen.shape) != (rows, length):
+            raise CacheError(
+                f"The modality mask of layer {layer} of the cache has shape {list(self.chosen.shape)}, but {rows} "
+                f"sequences of {length} tokens arrived; the mask describes the input whose keys and values the cache "
+                "receives, one placeholder token for each."
+            )
+        return self.runs[row]

@@ -1,0 +1,44 @@
+"""The span kernels store what the reference stores: equal scales and zero points, and codes computed from them."""
+
+import pytest
+import torch
+
+from kvconvert.kernels.device import fallbacks
+from kvconvert.kernels.quantizer import GroupRangeError
+from kvconvert.kernels.spans import SpanFormat, quantize_span, quantize_span_reference, unsupported
+
+
+@pytest.mark.parametrize(
+    ("tokens", "bits"), [(1, (2, 2)), (63, (1, 2)), (129, (2, 1)), pytest.param(300, (8, 4), marks=pytest.mark.full)]
+)
+def test_spans_are_those_of_the_reference(device, tokens, bits):
+    torch.manual_seed(tokens)
+    f = SpanFormat(*bits, key_clip_ratio=0.6, value_clip_ratio=1.0)
+    keys = torch.randn(2, tokens + 3, 32, device=device, dtype=torch.bfloat16)[:, 1 : tokens + 1]
+    values = torch.randn(2, tokens, 48, device=device, dtype=torch.bfloat16)
+    found, expected = quantize_span(keys, values, f), quantize_span_reference(keys.cpu(), values.cpu(), f)
+    for name in ("key_scale", "key_zero_point", "value_scale", "value_zero_point"):
+        assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
+    assert found.tokens == tokens
+    for name in ("key_codes", "value_codes"):
+        different = getattr(found, name).cpu() != getattr(expected, name)
+        assert different.float().mean() < 1e-3, name
+
+
+def test_spans_the_kernels_cannot_take_are_quantized_all_the_same(device):
+    x = torch.randn(2, 10, 16, device=device, dtype=torch.float64)
+    assert "float64" in unsupported(x, x)
+    before = sum(fallbacks.values())
+    found, expected = quantize_span(x, x, SpanFormat(2, 2)), quantize_span_reference(x.cpu(), x.cpu(), SpanFormat(2, 2))
+    assert torch.equal(found.key_codes.cpu(), expected.key_codes)
+    assert sum(fallbacks.values()) == before + 1
+
+
+def test_bad_spans_are_named(device):
+    x = torch.randn(3, 20, 16, device=device)
+    bad = x.clone()
+    bad[2, 17, 5] = torch.inf
+    for keys, values in ((bad, x), (x, bad)):
+        with pytest.raises(GroupRangeError) as raised:
+            quantize_span(keys, values, SpanFormat(2, 2))
+        assert raised.value.index == (2,)
