@@ -147,7 +147,7 @@ def weight_variants(model: LlamaForCausalLM, ids: torch.Tensor, seed: int) -> di
 
 
 def cache_variants(model: LlamaForCausalLM) -> dict[str, Decoder]:
-    """The unconverted model with each scheme's cache; what a bundle folds is done on line."""
+    """The unconverted model with each scheme's cache; what a bundle folds is done at run time."""
     model = copy.deepcopy(model)
     model.set_attn_implementation("kvconvert")
 

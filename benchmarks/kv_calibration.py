@@ -3,9 +3,9 @@
     python benchmarks/kv_calibration.py [ranges|kitty|tau|budgets ...] [--json benchmarks/results/kv_calibration.json]
 
 Calibrated on the embedded calibration text (16 samples of 512 tokens), measured on the embedded evaluation text (8
-segments of 1024) in float32, weights as they are, values rotated on line. Page methods read 128 tokens before scoring
-begins, whole-prompt methods 512, which are then sealed. One seed; differences of a few percent are within the text's
-noise.
+segments of 1024) in float32, weights as they are, values rotated at run time. Page methods read 128 tokens before
+scoring begins, whole-prompt methods 512, which are then sealed. One seed; differences of a few percent are within the
+text's noise.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ SUITES = {"ranges": range_cases, "kitty": kitty_cases, "tau": tau_cases, "budget
 
 
 def calibrated(scheme: KVScheme, calibration: KVCalibration) -> tuple[list[KVScheme], dict[str, torch.Tensor]]:
-    """Resolved schemes and plan of the reference model's layers, values rotated on line."""
+    """Resolved schemes and plan of the reference model's layers, values rotated at run time."""
     recipe = Recipe(weights=WeightsRecipe(method="none"), kv=scheme, calibration=calibration)
     with tempfile.TemporaryDirectory() as folder:
         work = calibrate(str(MODEL), folder, recipe=recipe, samples=16, seq_len=512, progress=False)

@@ -41,7 +41,7 @@ class Reader:
     """A way of keeping the drawings' keys and values.
 
     Attributes:
-        new_cache: an empty cache for prompts whose visual columns are these (bool [columns]).
+        new_cache: an empty cache for prompts whose visual tokens are these (bool [tokens]).
         attention: the attention implementation it goes with.
     """
 
@@ -116,7 +116,7 @@ class Bench:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def visual(self, ids: Tensor) -> Tensor:
-        """Bool [columns]: the image tokens, the same in every row."""
+        """Bool [tokens]: the image tokens, the same in every row."""
         return (ids == self.model.config.image_token_id)[0]
 
     def reading(self, reader: Reader) -> None:
@@ -265,17 +265,17 @@ class FakeFormat:
 
 
 class FakeLayer(DynamicLayer):
-    """A full-precision layer that quantizes and dequantizes its visual columns when the prompt is complete."""
+    """A full-precision layer that quantizes and dequantizes its visual tokens when the prompt is complete."""
 
     def __init__(self, f: FakeFormat, visual: Tensor):
         super().__init__()
-        self.format, self.columns, self.sealed = f, visual.nonzero().flatten(), False
+        self.format, self.positions, self.sealed = f, visual.nonzero().flatten(), False
 
     def seal(self) -> None:
         self.sealed = True
-        keys, values = self.format.read_back(self.keys[:, :, self.columns], self.values[:, :, self.columns])
+        keys, values = self.format.read_back(self.keys[:, :, self.positions], self.values[:, :, self.positions])
         self.keys, self.values = self.keys.clone(), self.values.clone()
-        self.keys[:, :, self.columns], self.values[:, :, self.columns] = keys, values
+        self.keys[:, :, self.positions], self.values[:, :, self.positions] = keys, values
 
 
 def fake_reader(formats: list[FakeFormat]) -> Reader:

@@ -20,7 +20,7 @@ from kvconvert.calibration.structure import LayerStructure
 from kvconvert.errors import NumericError
 from kvconvert.kernels.pages import ChannelScales, LayerFormat
 from kvconvert.kernels.quantizer import affine_grid
-from kvconvert.kernels.rotate import Rotations
+from kvconvert.kernels.rotate import NO_ROTATION, Rotations
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.awq import WeightsRecipe
@@ -52,7 +52,7 @@ class CacheFormat:
 
     pages: LayerFormat
     span: SpanFormat | None = None
-    rotations: Rotations = Rotations()
+    rotations: Rotations = NO_ROTATION
     sink_tokens: int = 0
     key_recent_tokens: int = 0
     value_recent_tokens: int = 0

@@ -17,6 +17,7 @@ from kvconvert.kernels.rotate.matrices import hadamard_kind, hadamard_matrix
 from kvconvert.kernels.rotate.reference import hadamard_reference
 
 __all__ = [
+    "NO_ROTATION",
     "Rotations",
     "hadamard_kind",
     "hadamard_matrix",
@@ -86,10 +87,13 @@ def hadamard_transform(x: Tensor, inverse: bool = False) -> Tensor:
 
 
 class Rotations(NamedTuple):
-    """What is rotated by the head's Hadamard matrix at run time: queries with keys, values with outputs."""
+    """What is rotated at run time: queries with keys, and values with attention outputs."""
 
     keys: bool = False
     values: bool = False
+
+
+NO_ROTATION = Rotations()
 
 
 def rotate_and_append(

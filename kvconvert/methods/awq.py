@@ -36,8 +36,8 @@ class WeightsRecipe(BaseModel):
             return None
         if self.bits != 4:
             return (
-                f"asks for [weights] bits = {self.bits}, but bundles hold 4-bit weights in this version: kvconvert's own "
-                "layout for other widths is not available yet; set bits = 4"
+                f"asks for [weights] bits = {self.bits}, but bundles hold 4-bit weights in this version: kvconvert's "
+                "own layout for other widths is not available yet; set bits = 4"
             )
         if self.group_size not in GROUP_SIZES:
             return (

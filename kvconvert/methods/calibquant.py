@@ -1,4 +1,4 @@
-"""CalibQuant (arXiv 2502.14882): whole prompts, or their visual tokens, with one scale per channel and shifted scores."""
+"""CalibQuant (arXiv 2502.14882): whole prompts, or their visual tokens, at one scale per channel; shifted scores."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What a method contributes to a key-value scheme.
 
 A `KVScheme` is composed of parts, one per paper: each brings its fields with their rules, its presets, the tensors of
-the KV plan that are its own, and what a manifest, a card and the documentation say of it. Code that handles schemes as a
-whole (recipes, calibration, bundles, summaries) iterates over the parts and names none of their fields.
+the KV plan that are its own, and what a manifest, a card and the documentation say of it. Code that handles schemes
+as a whole (recipes, calibration, bundles, summaries) iterates over the parts and names none of their fields.
 """
 
 from __future__ import annotations

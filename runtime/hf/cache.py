@@ -216,7 +216,7 @@ def _per_layer(
     for index, layer_scheme in enumerate(schemes):
         if layer_scheme is not None and layer_scheme.folds_values and index not in folded:
             raise RecipeError(
-                f"The scheme of layer {index} says that the model's weights carry the rotation of values, and they do not; "
-                "use KVScheme.with_online_rotation()."
+                f"The scheme of layer {index} says that the model's weights carry the rotation of values, and they do "
+                "not; use KVScheme.with_online_rotation()."
             )
     return schemes

@@ -1,4 +1,4 @@
-"""Attention received, the curves of loss, and how budgets are spread, against direct computation."""
+"""Attention mass, loss curves and budget allocation against direct computation."""
 
 from dataclasses import replace
 

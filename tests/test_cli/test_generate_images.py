@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 from tiny.models import ARCHITECTURES
-from tiny.processors import quick_and_full, write_seeing
+from tiny.processors import quick_and_full, write_vision_model
 
 from kvconvert.cli import cli
 from kvconvert.console import Console
@@ -44,10 +44,10 @@ def converted(folder):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Bundles of a tiny LLaVA and a tiny Qwen2-VL, and two drawings."""
-    folder = tmp_path_factory.mktemp("seeing")
+    folder = tmp_path_factory.mktemp("images")
     for name in ("llava", "qwen2_vl"):
         (folder / name).mkdir()
-        write_seeing(folder / name / "model", name)
+        write_vision_model(folder / name / "model", name)
         converted(folder / name)
     for index in (1, 2):
         Image.fromarray(draw(3, index).image).save(folder / f"{index}.png")
@@ -141,7 +141,7 @@ def test_without_a_chat_template_the_models_own_sign_stands_for_an_image(folder,
     assert seen.text(0) == f"{'<image>' * 4}What is it?"
 
 
-def test_a_bundle_that_sees_reads_plain_text_as_well(folder):
+def test_a_vision_language_bundle_continues_plain_text_as_well(folder):
     result = kvconvert("generate", folder / "llava" / "bundle", "--prompt", "It was", "--max-new-tokens", "3")
     assert result.exit_code == 0, result.output
     assert result.stdout.strip()

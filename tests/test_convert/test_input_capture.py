@@ -1,4 +1,4 @@
-"""Layer by layer, from what the prologue recorded, a model computes what it computes as a whole."""
+"""Layer by layer, from the inputs that were captured, a model computes what it computes as a whole."""
 
 import pytest
 import torch
@@ -76,16 +76,16 @@ def test_what_differs_between_samples_is_kept_for_each_and_what_the_model_adds_i
     inputs = CalibrationInputs(torch.tensor([[1, 2, 3], [4, 5, 6], [1, 2, 3]]), ({}, {"features": features}, {}))
     base = Base()
     expected = [base(**inputs.sample(index)) for index in range(3)]
-    prologue = InputCapture(inputs, "layers")
+    capture = InputCapture(inputs, "layers")
     recorded = Base()
-    first = torch.cat(list(prologue.run(recorded, recorded.layers, torch.device("cpu"))))
-    assert (prologue.shared(0), prologue.shared(1)) == (False, True)
+    first = torch.cat(list(capture.run(recorded, recorded.layers, torch.device("cpu"))))
+    assert (capture.shared(0), capture.shared(1)) == (False, True)
     for index in range(3):
-        hidden = base.layers[0](first[index : index + 1], **prologue.arguments(0, index))
-        hidden = base.layers[1](prologue.add(1, index, hidden), **prologue.arguments(1, index))
+        hidden = base.layers[0](first[index : index + 1], **capture.arguments(0, index))
+        hidden = base.layers[1](capture.add(1, index, hidden), **capture.arguments(1, index))
         assert torch.equal(hidden, expected[index])
     batch = torch.zeros(3, 3, 4)
-    assert torch.equal(prologue.add(1, 0, batch)[1:2], features)
+    assert torch.equal(capture.add(1, 0, batch)[1:2], features)
     assert not batch.any()
 
 

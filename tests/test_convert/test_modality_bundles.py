@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny.checkpoints import save_text
 from tiny.models import ARCHITECTURES, GREEDY
-from tiny.processors import write_seeing
+from tiny.processors import write_vision_model
 
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.summary import manifest_text
@@ -43,7 +43,7 @@ def test_a_loaded_bundle_compresses_its_modality_by_itself(tmp_path, name):
     own = KVCache(source_model.config, loaded.kv_schemes)
     expected = source_model.generate(**inputs, past_key_values=own, max_new_tokens=6, **GREEDY)
     assert torch.equal(out.sequences, expected)
-    # A forward pass without a cache gets one, and knows its marks as well.
+    # A forward pass without a cache gets one, and its modality mask as well.
     made = loaded(**inputs).past_key_values
     made.seal()
     assert made.layers[0].store.sequences[1].spans
@@ -53,7 +53,7 @@ def test_a_loaded_bundle_compresses_its_modality_by_itself(tmp_path, name):
 
 @pytest.mark.parametrize("images", [True, False])
 def test_tau_and_ranges_are_searched_where_the_data_has_images_and_the_record_says_if_not(tmp_path, images):
-    source = write_seeing(tmp_path, "llava")
+    source = write_vision_model(tmp_path, "llava")
     recipe = Recipe(weights=WeightsRecipe(method="rtn", group_size=32), kv=VISUAL)
     data = None if images else save_text(tmp_path)
     work = calibrate(str(source), tmp_path / "work", recipe=recipe, data=data, samples=2, seq_len=96, progress=False)

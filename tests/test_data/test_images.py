@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from tiny.media import IMAGE
 from tiny.models import ARCHITECTURES
-from tiny.processors import LOADABLE, quick_and_full, write_seeing
+from tiny.processors import LOADABLE, quick_and_full, write_vision_model
 from transformers.utils import is_torchvision_available
 
 from kvconvert.data.drawings import draw
@@ -27,7 +27,7 @@ from kvconvert.models.source import open_source
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_seeing(tmp_path_factory.mktemp("llava"))
+    return write_vision_model(tmp_path_factory.mktemp("llava"))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def write_rows(path, rows):
 
 @pytest.mark.parametrize("name", quick_and_full(LOADABLE, "llava_next", "qwen3_vl"))
 def test_every_processor_gives_whole_samples_that_its_model_takes(name, tmp_path):
-    source = open_source(str(write_seeing(tmp_path, name)))
+    source = open_source(str(write_vision_model(tmp_path, name)))
     data = load_samples(source, None, 3, 128, seed=0)
     assert data.ids.shape == data.visual.shape == (3, 128)
     assert torch.equal(data.visual, data.ids == IMAGE)
@@ -109,7 +109,7 @@ def test_documents_are_separated_once(model):
 
 def test_an_image_that_does_not_fit_waits_and_text_fills_its_place(tmp_path):
     # 40 tokens of image in 96, so that a second one never fits beside the first one's caption.
-    model = write_seeing(tmp_path / "m", "internvl")
+    model = write_vision_model(tmp_path / "m", "internvl")
     processor = json.loads((model / "preprocessor_config.json").read_text())
     (model / "preprocessor_config.json").write_text(
         json.dumps(processor | {"crop_to_patches": True, "min_patches": 9, "max_patches": 9})
@@ -262,7 +262,7 @@ def test_the_seed_orders_a_directory(pictures):
 
 @pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
 def test_videos_are_refused_where_torchvision_is_missing(tmp_path):
-    processor = load_processor(write_seeing(tmp_path, "qwen2_vl"))
+    processor = load_processor(write_vision_model(tmp_path, "qwen2_vl"))
     with pytest.raises(UsageError, match="pip install torchvision"):
         processor(text=["<video>"], videos=[torch.zeros(2, 3, 28, 28)])
 
@@ -270,7 +270,7 @@ def test_videos_are_refused_where_torchvision_is_missing(tmp_path):
 @pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
 def test_a_processor_that_needs_torchvision_says_how_to_install_it(tmp_path):
     with pytest.raises(UsageError, match=r"needs torchvision; run pip install torchvision\.$"):
-        load_processor(write_seeing(tmp_path, "mistral3"))
+        load_processor(write_vision_model(tmp_path, "mistral3"))
     with pytest.raises(UsageError, match=r"torchvision, or calibrate with text \(a \.txt file as `data`\)\.$"):
         samples(tmp_path, None)
     (tmp_path / "book.txt").write_text("A long walk through the town. " * 40)

@@ -119,8 +119,8 @@ def test_spans_of_several_prompts_are_shifted_together(bits, tau, heads, device)
     )
     counter = torch.zeros((), dtype=torch.int64, device=device)
     out = decode_attention(
-        queries.to(device), tables, ResidualWindows(residual_base, rows.to(device)), format, scaling,
-        span=form, clamped_rows=counter,
+        queries.to(device), tables, ResidualWindows(residual_base, rows.to(device)), format, scaling, span=form,
+        clamped_rows=counter,
     )  # fmt: skip
     for row, residual in enumerate(residuals):
         key = torch.cat([span_keys(s, form) for s in spans[row]], 1).double()

@@ -23,13 +23,13 @@ def identity(entry: TinyModel) -> dict[str, Any]:
         "model_type": entry.model_type,
         "architecture": type(model).__name__,
         "features": sorted(entry.features - {"vision", "audio"}),
-        "sees": "vision" in entry.features,
-        "hears": "audio" in entry.features,
+        "supports_images": "vision" in entry.features,
+        "supports_audio": "audio" in entry.features,
     }
 
 
 def cache_facts(entry: TinyModel) -> dict[str, Any]:
-    """Kinds of layers that have pages, and why others keep their own cache; or the reason of a refusal."""
+    """Layer types that have pages, and why others keep their own cache; or the reason of a refusal."""
     config = entry.config()
     unsupported_reasons = {kind: pages_unsupported(config, kind) for kind in layer_types_of(config)[0]}
     if all(unsupported_reasons.values()):
@@ -88,13 +88,13 @@ def weight_facts(entry: TinyModel, manifest: Manifest) -> dict[str, Any]:
     if lost:
         raise ValueError(f"the coverage does not say: {lost[0]}")
     folds = {layer.kv["rotate_values"] for layer in manifest.layers if layer.kv}
-    on_line = [layer.reason for layer in manifest.layers if "on line: " in layer.reason]
+    not_folded = [re.search(r"values are rotated [\w ]+: (.*)", layer.reason) for layer in manifest.layers]
     return {
         "quantized": list(quantized),
         "kept": kept,
         "skipped": skipped,
         "folded": "folded" in folds,
-        "not_folded": sorted({reason.rpartition("on line: ")[2] for reason in on_line}),
+        "not_folded": sorted({found[1] for found in not_folded if found}),
     }
 
 

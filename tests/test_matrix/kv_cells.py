@@ -23,8 +23,8 @@ class KVRecipe:
 
     Attributes:
         scheme: of every layer.
-        length: columns of the prompt; what compresses lies within a sliding window of its end.
-        padding: columns before the first row's sequence; the second has none.
+        length: of the prompt, padding included; what compresses lies within a sliding window of its end.
+        padding: tokens before the first row's sequence; the second has none.
     """
 
     scheme: KVScheme
@@ -140,7 +140,7 @@ def kv_cell(entry: TinyModel, recipe: KVRecipe) -> KVResult:
     batch = generate(model, inputs, cache, tokens)
     alone = generate(model, entry.first_row(inputs, recipe.padding), KVCache(model.config, recipe.scheme), tokens[:1])
     sequences = [sequence for store in cache.stores() for sequence in store.sequences]
-    columns = recipe.length + STEPS - 1
+    length = recipe.length + STEPS - 1
     return KVResult(
         batch,
         alone,
@@ -149,6 +149,6 @@ def kv_cell(entry: TinyModel, recipe: KVRecipe) -> KVResult:
         tokens,
         pages=cache.stats().pages,
         spans=sum(len(sequence.spans) for sequence in sequences),
-        evicted=sum(columns - sequence.stored(128) for sequence in sequences) if recipe.scheme.evicts else 0,
+        evicted=sum(length - sequence.stored(128) for sequence in sequences) if recipe.scheme.evicts else 0,
         other_layers=cache.stats().other_layers,
     )

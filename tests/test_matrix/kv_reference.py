@@ -50,15 +50,15 @@ def image(x: Tensor, levels: Tensor | int, group: int, share: float = 1.0) -> Te
 
 
 class ReferenceLayer(DynamicLayer):
-    """One layer's keys and values, [B, H, n, D] and [B, H, n, E], with `padding[row]` columns before each sequence."""
+    """One layer's keys [B, H, n, D] and values [B, H, n, E], with `padding[row]` positions before each sequence."""
 
     def __init__(self, scheme: KVScheme, padding: list[int]):
         super().__init__()
         self.scheme, self.padding = scheme, padding
-        self.kept: list[Tensor | None] = [None] * len(padding)  # [H, tokens]: columns that a row still holds, in order
+        self.kept: list[Tensor | None] = [None] * len(padding)  # [H, tokens]: positions that a row holds, in order
         self.done = [[0, 0] for _ in padding]  # pages of keys and of values that are images already
-        self.span = [0] * len(padding)  # columns before this one are a span
-        self.received: Tensor | None = None  # [B, H, n], attention that the prompt's tokens received
+        self.span = [0] * len(padding)  # positions before this one are a span
+        self.attention_mass: Tensor | None = None  # [B, H, n], the attention mass of the prompt's tokens
         self.sealed = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -90,22 +90,22 @@ class ReferenceLayer(DynamicLayer):
                     x[span] = image(channels, 2**bits - 1, channels.shape[2], share).transpose(1, 2)
             elif scheme.evicts:
                 heavy, recent = round(scheme.heavy_ratio * n), round(scheme.recent_ratio * n)
-                middle = self.received[row, :, padding : padding + n - recent]
+                middle = self.attention_mass[row, :, padding : padding + n - recent]
                 best = middle.argsort(dim=-1, descending=True, stable=True)[:, :heavy].sort(-1).values
                 newest = torch.arange(n - recent, n).expand(best.shape[0], -1)
                 self.kept[row] = padding + torch.cat([best, newest], 1)
 
     def _flush(self) -> None:
         scheme = self.scheme
-        for row, columns in enumerate(self.kept):
+        for row, positions in enumerate(self.kept):
             for side, recent in ((0, scheme.key_recent_tokens), (1, scheme.value_recent_tokens)):
-                while (first := scheme.sink_tokens + self.done[row][side] * PAGE) + PAGE + recent <= columns.shape[1]:
-                    self._replace(row, side, columns[:, first : first + PAGE])
+                while (first := scheme.sink_tokens + self.done[row][side] * PAGE) + PAGE + recent <= positions.shape[1]:
+                    self._replace(row, side, positions[:, first : first + PAGE])
                     self.done[row][side] += 1
 
-    def _replace(self, row: int, side: int, columns: Tensor) -> None:
+    def _replace(self, row: int, side: int, positions: Tensor) -> None:
         x = (self.keys, self.values)[side]
-        at = columns[:, :, None].expand(-1, -1, x.shape[-1])
+        at = positions[:, :, None].expand(-1, -1, x.shape[-1])
         page = x[row].gather(1, at).float()
         x[row] = x[row].scatter(1, at, self._value_image(page) if side else self._key_image(page))
 
@@ -185,9 +185,9 @@ def attend(
     weights = scores.softmax(-1)[..., : key.shape[2]]
     if scheme.evicts and not layer.sealed:
         asked = torch.stack([torch.arange(length) >= padding for padding in layer.padding])
-        received = (weights * asked[:, None, None, :, None]).sum((2, 3))
+        mass = (weights * asked[:, None, None, :, None]).sum((2, 3))
         # Layers that read an earlier layer's keys count too.
-        layer.received = received if layer.received is None else layer.received + received
+        layer.attention_mass = mass if layer.attention_mass is None else layer.attention_mass + mass
     return (weights @ value[:, :, None]).flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
@@ -197,13 +197,13 @@ def reference_cache(
     """A cache of reference layers; layers without keys and values, or without a scheme, keep full precision."""
     cache = DynamicCache()
     cache.layer_class_to_replicate = None
-    kinds, arguments = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-    schemes = [scheme] * len(kinds) if isinstance(scheme, KVScheme) else scheme
+    layer_types, arguments = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    schemes = [scheme] * len(layer_types) if isinstance(scheme, KVScheme) else scheme
     cache.layers = [
-        REFERENCE_LAYERS[kind](own or UNQUANTIZED, padding)
-        if kind in REFERENCE_LAYERS
-        else DYNAMIC_LAYER_TYPE_MAPPING[kind](**settings)
-        for kind, settings, own in zip(kinds, arguments, schemes, strict=True)
+        REFERENCE_LAYERS[layer_type](own or UNQUANTIZED, padding)
+        if layer_type in REFERENCE_LAYERS
+        else DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**settings)
+        for layer_type, settings, own in zip(layer_types, arguments, schemes, strict=True)
     ]
     return cache
 

@@ -52,11 +52,13 @@ layers), taken through the whole path:
 - **KV cache.** Generation in a left-padded batch through 16-bit pages is that of transformers' own cache. Through
   {presets}
   it is that of an independent reference, and a padded row is that row alone (difference at most {error:.0e} of what
-  quantizing changes). Models that see or hear are asked with an image or a recording in the prompt; spans of such
-  tokens alone (`modality`) have tests of their own on the same models (`tests/test_runtime/test_modality.py`).
+  quantizing changes). The prompts of vision-language and audio-language models hold an image or a recording; spans
+  of such tokens alone (`modality`) have tests of their own on the same models
+  (`tests/test_runtime/test_modality.py`).
 
-Mixtures of experts are quantized expert by expert. Of models that see or hear, the language part alone is quantized.
-Whatever lies outside the decoder layers (embeddings, towers, the head) is kept as it is, and the coverage says so.
+Mixtures of experts are quantized expert by expert. Of vision-language and audio-language models, the language part
+alone is quantized. Whatever lies outside the decoder layers (embeddings, towers, the head) is kept as it is, and the
+coverage says so.
 A number in brackets leads to the reason.
 """
 
@@ -80,8 +82,10 @@ def render(results: dict[str, Any]) -> str:
     named = ", ".join(f"`{preset}`" for preset in presets if preset != "exact")
     page = [INTRODUCTION.format(group=results["group_size"], preserved=max(figures), presets=named, error=max(errors))]
     sections = {
-        "Text": [name for name, entry in models.items() if not entry["sees"] and not entry["hears"]],
-        "Images and sound": [name for name, entry in models.items() if entry["sees"] or entry["hears"]],
+        "Text": [name for name, entry in models.items() if not (entry["supports_images"] or entry["supports_audio"])],
+        "Images and audio": [
+            name for name, entry in models.items() if entry["supports_images"] or entry["supports_audio"]
+        ],
     }
     for title, names in sections.items():
         page.append(f"\n## {title}\n")
@@ -102,7 +106,7 @@ def render(results: dict[str, Any]) -> str:
 def _row(name: str, entry: dict[str, Any], note: Any) -> list[str]:
     weights, cache = entry["weights"], entry["cache"]
     words = [WORDS[feature] for feature in entry["features"]]
-    words += ["images"] * entry["sees"] + ["sound"] * entry["hears"]
+    words += ["images"] * entry["supports_images"] + ["audio"] * entry["supports_audio"]
     label = f"`{entry['model_type']}`"
     if "refused" in weights:
         treated = [f"refused {note(weights['refused'])}", "", ""]
@@ -111,9 +115,9 @@ def _row(name: str, entry: dict[str, Any], note: Any) -> list[str]:
         left = [f"`{linear.rpartition('.')[2]}` kept {note(reason)}" for linear, reason in weights["kept"].items()]
         left += [f"{pair} {note(reason)}" for pair, reason in weights["skipped"].items()]
         folded = "in the weights" if weights["folded"] else ""
-        on_line = [f"on line {note(reason)}" for reason in weights["not_folded"]]
+        online = [f"at run time {note(reason)}" for reason in weights["not_folded"]]
         how = "AWQ, each expert by itself" if experts else "AWQ"
-        treated = [how, "<br>".join(left), "<br>".join(filter(None, [folded, *on_line]))]
+        treated = [how, "<br>".join(left), "<br>".join(filter(None, [folded, *online]))]
     if "refused" in cache:
         kept = f"transformers' own {note(cache['refused'])}"
     else:

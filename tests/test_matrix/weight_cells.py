@@ -213,7 +213,7 @@ def coverage_problems(manifest: Manifest, source: Path, bundle: Path, model: Pre
             continue
         inside = name.startswith(f"{adapter.layers}.")
         is_linear = isinstance(modules[name], nn.Linear)
-        problems += _treatment_problems(name, module, is_linear and inside, after)
+        problems += _method_problems(name, module, is_linear and inside, after)
     packed = {name.rpartition(".")[0] for name in after if name.endswith(".qweight")}
     listed = {module.prefix for module in manifest.modules if module.method != "kept"}
     problems += [f"{name} is packed and not listed so" for name in sorted(packed - listed)]
@@ -230,7 +230,7 @@ def coverage_problems(manifest: Manifest, source: Path, bundle: Path, model: Pre
     return problems
 
 
-def _treatment_problems(name: str, module: ModuleCoverage, quantizable: bool, files: dict[str, tuple]) -> list[str]:
+def _method_problems(name: str, module: ModuleCoverage, quantizable: bool, files: dict[str, tuple]) -> list[str]:
     kept = module.method == "kept"
     problems = []
     if kept and not module.reason:

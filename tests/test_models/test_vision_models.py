@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from tiny.models import ARCHITECTURES, GREEDY
-from tiny.processors import LOADABLE, quick_and_full, write_processor, write_seeing
+from tiny.processors import LOADABLE, quick_and_full, write_processor, write_vision_model
 from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForImageTextToText, ProcessorMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
@@ -53,7 +53,7 @@ def llava(tmp_path_factory):
 @pytest.mark.parametrize("name", quick_and_full(LOADABLE, "llava_onevision", "qwen3_vl", "gemma3"))
 @torch.no_grad()
 def test_calibration_sees_what_the_model_computes(name, tmp_path):
-    source = open_source(str(write_seeing(tmp_path, name)))
+    source = open_source(str(write_vision_model(tmp_path, name)))
     data = load_samples(source, None, 2, 96, seed=0)
     model = ARCHITECTURES[name].build()
     expected = []

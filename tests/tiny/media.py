@@ -1,4 +1,4 @@
-"""The configurations of tiny models that see or hear, and what they are shown, as data."""
+"""The configurations of tiny vision-language and audio-language models, and their inputs, as data."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def placed_patches(side: int, values: int) -> Any:
     """Gemma 4's patches [n, side * side, values] with their positions [n, side * side, 2]."""
 
     def pictures(count: int, generator: torch.Generator) -> dict[str, Tensor]:
-        places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
+        positions = torch.cartesian_prod(torch.arange(side), torch.arange(side))
         return {
             "pixel_values": torch.rand(count, side * side, values, generator=generator),
-            "image_position_ids": places.expand(count, -1, -1).clone(),
+            "image_position_ids": positions.expand(count, -1, -1).clone(),
         }
 
     return pictures

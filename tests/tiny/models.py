@@ -73,7 +73,7 @@ class TinyModel:
 
     @property
     def multimodal(self) -> bool:
-        """Whether the model sees or hears."""
+        """Whether it is a vision-language or audio-language model."""
         return self.media is not None
 
     def config(self, **overrides: Any) -> PretrainedConfig:
@@ -123,7 +123,7 @@ class TinyModel:
             first = padding + piece * step + 2
             ids[:, first : first + len(whole)] = torch.tensor(whole)
         generator = torch.Generator().manual_seed(seed + 1)
-        return inputs | self.media.features(batch * pieces, generator) | self.media.marks(ids)
+        return inputs | self.media.features(batch * pieces, generator) | self.media.token_type_ids(ids)
 
     def first_row(self, inputs: dict[str, Tensor], padding: int = 0) -> dict[str, Tensor]:
         """The first row of `inputs` by itself, without its padding."""
@@ -154,8 +154,8 @@ class Media:
     end: int | None = None
     token_types: str | None = None
 
-    def marks(self, ids: Tensor) -> dict[str, Tensor]:
-        """Token types [B, T], where the model wants them."""
+    def token_type_ids(self, ids: Tensor) -> dict[str, Tensor]:
+        """Token types [B, T], 1 for the tokens of a piece, where the model takes them."""
         return {self.token_types: (ids == self.token).long()} if self.token_types else {}
 
 

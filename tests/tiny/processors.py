@@ -126,7 +126,7 @@ def write_processor(directory: Path, name: str, templated: bool = True) -> Path:
     return directory
 
 
-def write_seeing(directory: Path, name: str = "llava", templated: bool = True, **overrides: Any) -> Path:
+def write_vision_model(directory: Path, name: str = "llava", templated: bool = True, **overrides: Any) -> Path:
     """A tiny vision-language checkpoint with its processor."""
     return write_processor(ARCHITECTURES[name].write(directory, **overrides), name, templated)
 

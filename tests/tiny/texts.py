@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 VOCABULARY = 4096  # of the reference model's tokenizer
-# Added for models that see or hear.
+# Added for vision-language and audio-language models.
 TOKENS = {
     "<image>": 4096,
     "<video>": 4097,
