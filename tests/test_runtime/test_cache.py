@@ -215,7 +215,9 @@ def test_a_copied_cache_goes_its_own_way():
 
 def test_schemes_that_do_not_fit_the_model_are_refused():
     folded = KVScheme.preset("oscar")
-    with pytest.raises(RecipeError, match=r"layer 0 says rotate_values = \"folded\".*online"):
+    with pytest.raises(
+        RecipeError, match=r"layer 0 says that the model.s weights carry the rotation.*with_online_rotation"
+    ):
         KVCache(REFERENCE_SHAPE, folded)
     assert KVCache(REFERENCE_SHAPE, "oscar").schemes[0].rotate_values == "online"
     with pytest.raises(RecipeError, match="3 KV schemes were given for a model of 2 layers"):
