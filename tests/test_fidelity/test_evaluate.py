@@ -102,6 +102,8 @@ def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp
         evaluate(bundle, progress=False)
     with pytest.raises(UsageError, match="nothing to score"):
         evaluate(bundle, against=str(source), tokens=0)
+    with pytest.raises(UsageError, match="drawings = 0"):
+        evaluate(bundle, against=str(source), drawings=0)
 
 
 def test_equal_runs_report_equal_figures(report, source):

@@ -6,7 +6,17 @@ from tiny.checkpoints import REFERENCE
 from transformers import AutoTokenizer
 
 from kvconvert.data.text import load_token_samples
-from kvconvert.fidelity.recall import NAMES, PASSKEY_CONTEXTS, TABLE_ROWS, DrillBook, agreement, passkey, recitation
+from kvconvert.errors import UsageError
+from kvconvert.fidelity.recall import (
+    NAMES,
+    PASSKEY_CONTEXTS,
+    TABLE_ROWS,
+    DrillBook,
+    DrillCounts,
+    agreement,
+    passkey,
+    recitation,
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +73,17 @@ def test_passkey_counts_exact_answers_by_length_and_depth(book, tokenizer):
         "0.1": 0.0, "0.3": 0.0, "0.5": 1.0, "0.7": 1.0, "0.9": 1.0
     }  # fmt: skip
     assert passkey(perfect, perfect, book, max_length=PASSKEY_CONTEXTS[0]).source is None
+
+
+def test_counts_say_how_much_is_drilled_and_none_is_left_out(book, tokenizer):
+    def silent(drills, new_tokens):
+        return [""] * len(drills)
+
+    few = DrillCounts(passkey_trials=1, tables=2)
+    assert passkey(silent, silent, book, 600, few).prompts == 10
+    assert recitation(silent, silent, book, 1024, few).pairs == 2 * TABLE_ROWS
+    with pytest.raises(UsageError, match="tables=0"):
+        DrillCounts(tables=0)
 
 
 def test_recitation_counts_rows_once_and_only_on_the_first_line(book, tokenizer):
