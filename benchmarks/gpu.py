@@ -19,7 +19,7 @@ import torch
 import triton
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "gpu"))  # the random cases that checks share with the tests
+sys.path.insert(0, str(ROOT / "tests" / "test_gpu"))  # the random cases that checks share with the tests
 
 import gpu_decode  # noqa: E402
 import gpu_linear  # noqa: E402

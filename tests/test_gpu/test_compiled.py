@@ -10,8 +10,6 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from aot_cover import covering
 from aot_sass import find_loops, main_loop, parse
 
