@@ -86,8 +86,8 @@ class Stored:
         if c.static:
             for side, dim in enumerate((c.key_dim, c.value_dim)):
                 scales[side] = ChannelScales(
-                    (random(c.heads, dim).abs() * 0.1 + 0.3).half_quantized(),
-                    (random(c.heads, dim) * 0.2 - 2).half_quantized(),
+                    (random(c.heads, dim).abs() * 0.1 + 0.3).half(),
+                    (random(c.heads, dim) * 0.2 - 2).half(),
                 )
         self.format = LayerFormat(keys, values, channels, *scales)
         offset = random(1, c.heads, 1, c.key_dim) * 2  # keys have channels far from zero, as in real models
