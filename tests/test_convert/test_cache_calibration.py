@@ -46,7 +46,18 @@ def kv(name):
     return Recipe.load(name).kv
 
 
-@pytest.mark.parametrize("name", [n for n in preset_names() if kv(n) is not None and kv(n).modality == "all"])
+# Presets that differ from one of the others in numbers alone: the full suite has them.
+ALIKE = ("oscar", "oscar-g128", "kitty-pro", "calibquant-2bit", "minikv", "rtn")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full if name in ALIKE else ())
+        for name in preset_names()
+        if kv(name) is not None and kv(name).modality == "all"
+    ],
+)
 def test_every_preset_calibrates_exports_loads_and_generates(tmp_path, model, text, name):
     recipe = Recipe.load(name)
     if recipe.weights.method != "none":  # groups of 128 do not fit the tiny model; its search is another test's matter

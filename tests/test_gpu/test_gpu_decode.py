@@ -70,7 +70,9 @@ def test_how_work_is_divided_changes_rounding_only(device):
     torch.testing.assert_close(few, many, atol=4e-3, rtol=0)
 
 
-@pytest.mark.parametrize(("bits", "tau", "heads"), [(1, (0.4, 1.5), 1), (2, (0.0, 0.0), 2)])
+@pytest.mark.parametrize(
+    ("bits", "tau", "heads"), [(1, (0.4, 1.5), 1), pytest.param(2, (0.0, 0.0), 2, marks=pytest.mark.full)]
+)
 def test_spans_of_several_prompts_are_shifted_together(bits, tau, heads, device):
     group, dim, scaling = 2, 32, 0.15
     lengths, residuals = ((129, 40), (30,)), (17, 0)

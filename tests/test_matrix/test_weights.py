@@ -16,8 +16,25 @@ from kvconvert.models.adapters import ADAPTERS, find_adapter, require_adapter
 from kvconvert.runtime import KVCache, load
 
 CONVERTED = [name for name, entry in ARCHITECTURES.items() if find_adapter(entry.config())]
-# Mixtures whose adapters are the same data as others': the full suite has them.
-ALIKE = ("glm4_moe_lite", "exaone_moe", "mellum", "solar_open", "minimax_m2", "phimoe")
+
+
+def _alike() -> set[str]:
+    """Text models to whose layers the adapter gives the same names and permissions as to two others': the full suite
+    has them.
+    """
+    seen: list[tuple[str, list[object]]] = []
+    found = set()
+    for name in CONVERTED:
+        config = ARCHITECTURES[name].config()
+        text, adapter = config.get_text_config(decoder=True), find_adapter(config)
+        structures = [adapter.structure(config, index) for index in range(text.num_hidden_layers)]
+        if text is config and seen.count((adapter.layers, structures)) > 1:
+            found.add(name)
+        seen.append((adapter.layers, structures))
+    return found
+
+
+ALIKE = _alike()
 # Why the others are refused, in a few words.
 REFUSED = {
     "gemma3n_text": "some of its layers have no keys and values of their own",
