@@ -27,7 +27,7 @@ test: $(VENV)/ready
 	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m "not full" -n 2 --dist loadfile
 
 test-full: $(VENV)/ready test
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m full -n 2 --ignore tests/test_gpu
+	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m full -n 2 --ignore tests/test_gpu
 	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m full -n 2 --dist load tests/test_gpu
 
 baselines: $(VENV)/ready
