@@ -24,7 +24,7 @@ from torch import Tensor
 from kvconvert.calibration.attention_capture import attention_observed
 from kvconvert.calibration.attention_sample import as_cached
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult, require_finite
-from kvconvert.kernels.pages import normalised_keys
+from kvconvert.kernels.pages import PAGE_SIZE, normalised_keys
 
 
 class ChannelStatistics:
@@ -36,7 +36,7 @@ class ChannelStatistics:
         sink_tokens: first tokens of a sequence, which stay in full precision and are left out.
     """
 
-    def __init__(self, page_size: int = 128, sink_tokens: int = 0) -> None:
+    def __init__(self, page_size: int = PAGE_SIZE, sink_tokens: int = 0) -> None:
         self.page_size, self.sink_tokens = page_size, sink_tokens
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}

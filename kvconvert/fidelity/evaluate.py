@@ -36,7 +36,8 @@ from kvconvert.fidelity.recall import (
     passkey,
     recitation,
 )
-from kvconvert.fidelity.scoring import PAGE, Comparison, Decoder, compare, feed, seal, treats_whole_prompts
+from kvconvert.fidelity.scoring import Comparison, Decoder, compare, feed, seal, treats_whole_prompts
+from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.auto_class import model_class, supports_images
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.source import SourceModel, open_source
@@ -246,7 +247,7 @@ def evaluate(
         images=images,
         kv=cache,
         weights=_weight_size(opened.directory, manifest, checkpoint),
-        text=EvaluationText(samples.info, comparison.kl.numel(), scored, prefill, PAGE),
+        text=EvaluationText(samples.info, comparison.kl.numel(), scored, prefill, PAGE_SIZE),
         against=ComparedWith(checkpoint.id, is_recorded),
         files_digest=manifest.files_digest(),
         compute_dtype="float32",
@@ -308,7 +309,7 @@ def measure_cache(decoder: Decoder, ids: torch.Tensor, checkpoint: SourceModel, 
     model = decoder.model
     dtype = checkpoint.config.dtype or torch.float32
     model.to(dtype)
-    tokens = max(1, min(CACHE_TOKENS, _max_length(model)) // PAGE * PAGE)
+    tokens = max(1, min(CACHE_TOKENS, _max_length(model)) // PAGE_SIZE * PAGE_SIZE)
     flat = ids.flatten()
     filler = flat.repeat(-(-tokens // len(flat)))[:tokens].unsqueeze(0)
     cache, plain = decoder.new_cache(), Decoder.plain(model).new_cache()
@@ -316,7 +317,7 @@ def measure_cache(decoder: Decoder, ids: torch.Tensor, checkpoint: SourceModel, 
         feed(decoder, cache, filler[:, start : start + SEGMENT_TOKENS], logits_to_keep=1)
     seal(cache)
     # The source's cache holds as many numbers, all of them in the model's dtype: one page tells the size of a token.
-    feed(Decoder.plain(model), plain, filler[:, :PAGE], logits_to_keep=1)
+    feed(Decoder.plain(model), plain, filler[:, :PAGE_SIZE], logits_to_keep=1)
     source_bytes = sum(_nbytes(layer) for layer in plain.layers) / plain.get_seq_length()
     if isinstance(cache, KVCache):
         stats = cache.stats()
@@ -349,7 +350,7 @@ def _segment_shape(model: PreTrainedModel, whole_prompts: bool) -> tuple[int, in
     A cache that compresses whole prompts reads half the segment first, at least four pages where there is room.
     """
     length = min(SEGMENT_TOKENS + 1 if whole_prompts else SEGMENT_TOKENS, _max_length(model))
-    prefill = min(SEGMENT_TOKENS // 2 if whole_prompts else PAGE, length // 2)
+    prefill = min(SEGMENT_TOKENS // 2 if whole_prompts else PAGE_SIZE, length // 2)
     return length, prefill, length - prefill - 1
 
 

@@ -23,7 +23,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from kvconvert.errors import UsageError
-from kvconvert.fidelity.scoring import PAGE, Decoder, batches, generate_greedily
+from kvconvert.fidelity.scoring import Decoder, batches, generate_greedily
+from kvconvert.kernels.pages import PAGE_SIZE
 
 NAMES = """
     Alice Boris Clara Daniel Emma Felix Grace Henry Irene Jacob Karen Louis Maria Nathan Olive Peter Quinn Rosa Simon
@@ -34,12 +35,12 @@ ITEMS = """
     orange pencil quiver ribbon saddle table umbrella violin window yarn
 """.split()  # noqa: SIM905
 
-PASSKEY_CONTEXTS = (2 * PAGE, 4 * PAGE, 7 * PAGE)
+PASSKEY_CONTEXTS = (2 * PAGE_SIZE, 4 * PAGE_SIZE, 7 * PAGE_SIZE)
 PASSKEY_DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 PASSKEY_ANSWER_TOKENS = 10
-TABLE_CONTEXT = 4 * PAGE
+TABLE_CONTEXT = 4 * PAGE_SIZE
 TABLE_ROWS = 16
-FREE_CONTEXT = 4 * PAGE
+FREE_CONTEXT = 4 * PAGE_SIZE
 BATCH = 16
 
 Answer = Callable[[Sequence["Drill"], int], list[str]]
@@ -57,7 +58,7 @@ class DrillCounts:
 
     passkey_trials: int = 4
     tables: int = 16
-    free_tokens: int = PAGE
+    free_tokens: int = PAGE_SIZE
 
     def __post_init__(self) -> None:
         if min(self.passkey_trials, self.tables, self.free_tokens) < 1:

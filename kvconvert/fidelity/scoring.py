@@ -16,10 +16,10 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvconvert.errors import NumericError
+from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 
-PAGE = 128
 _NOTHING: Mapping[str, torch.Tensor] = {}
 
 
@@ -66,8 +66,8 @@ def compare(
     source: Decoder,
     others: Mapping[str, Decoder],
     ids: torch.Tensor,
-    prefill: int = PAGE,
-    chunk: int = PAGE,
+    prefill: int = PAGE_SIZE,
+    chunk: int = PAGE_SIZE,
     batch: int = 4,
     progress: bool = False,
     extras: Sequence[dict[str, torch.Tensor]] = (),
