@@ -36,7 +36,7 @@ MEASURED_TOKENS = 2048
 FIXED = "calibrate_clip_ratios = false\n"
 ONE_BIT = "key_bits = 1\nvalue_bits = 1\nkey_group_size = 128\nvalue_group_size = 128\n"
 # What CalibQuant's released code hard-codes at 1 bit.
-RELEASED = 'preset = "calibquant-1bit"\nkey_range = 0.5\nvalue_range = 0.3\n'
+RELEASED = 'preset = "calibquant-1bit"\nkey_clip_ratio = 0.5\nvalue_clip_ratio = 0.3\n'
 # Name to the [kv] table of its recipe.
 METHODS = {
     "kivi": 'preset = "kivi"\n' + FIXED,
