@@ -17,6 +17,21 @@ from kvconvert.errors import CacheError
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+def is_pure(function: MaskFunction | None) -> bool:
+    """Whether a mask depends on positions alone, rather than on tensors that a function holds."""
+    contents = list(getattr(function, "__closure__", None) or ())
+    contents = [cell.cell_contents for cell in contents] + list(getattr(function, "__defaults__", None) or ())
+    while contents:
+        part = contents.pop()
+        if isinstance(part, torch.Tensor):
+            return False
+        if isinstance(part, (list, tuple)):
+            contents += part
+        elif callable(part) and not is_pure(part):
+            return False
+    return True
+
+
 class Chunk:
     """The tokens of one forward pass: which positions they have, which are padding, which keys each query attends to.
 
@@ -58,17 +73,24 @@ class Chunk:
             )
         if past is self._checked:
             return
+        known = 0 if past is None else min(length, past.shape[1])
         if self.real is None:
-            same = past is None or bool(past[:, :length].all())
+            same = past is None or bool(past[:, :known].all())
         else:
-            now = self.real[:, :length]
-            same = bool(now.all()) if past is None else torch.equal(now, past[:, :length].to(now.device))
+            same = bool(self.real[:, known:length].all())
+            same = same and (not known or torch.equal(self.real[:, :known], past[:, :known].to(self.real.device)))
         if not same:
             raise CacheError(
                 f"The attention mask differs for positions that {where} of the cache has already stored; pass the same "
                 "mask for old tokens, or start a new cache."
             )
         self._checked = past
+
+    def same_padding(self, other: Chunk) -> bool:
+        """Whether the same tokens are real in another description of the same pass."""
+        if self.real is None or other.real is None:
+            return self.real is other.real
+        return torch.equal(self.real, other.real.to(self.real.device))
 
     def runs(self, row: int, start: int, count: int) -> list[tuple[int, int]]:
         """The real positions among start..start+count-1 as (first position, how many)."""

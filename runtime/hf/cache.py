@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,9 +15,11 @@ from kvconvert.errors import RecipeError, UnsupportedModelError
 from kvconvert.methods import KVScheme, spread_ratios
 from kvconvert.models.layer_types import HYBRID_LAYER_TYPES, has_pages, layer_types_of, pages_unsupported
 from kvconvert.models.modality import Modality, placeholder_ids
-from kvconvert.runtime.cache.compress import seal
+from kvconvert.runtime.cache.compress import Group, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
+from kvconvert.runtime.cache.groups import LayerGroup, geometry
 from kvconvert.runtime.cache.store import LayerStore
+from kvconvert.runtime.cache.tables import TableRegistry, clamped_rows
 from kvconvert.runtime.hf.hybrid_layer import HybridLayer
 from kvconvert.runtime.hf.layer import PagedLayer
 
@@ -110,27 +112,31 @@ class KVCache(Cache):
         shared = bool(getattr(text_config, "num_kv_shared_layers", 0)) or "dummy" in layer_types
         plans = _layer_plans(plan or {})
         layers = []
+        groups: dict[Hashable, Group] = {}
         for index, (layer_type, kwargs) in enumerate(zip(layer_types, arguments, strict=True)):
             if not has_pages(layer_type):
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**kwargs))
                 continue
+            layer_scheme, window = self.schemes[index] or UNQUANTIZED, kwargs.get("sliding_window")
+            key = geometry(layer_scheme, window, shared)
+            if key not in groups:
+                groups[key] = LayerGroup(layer_scheme, window, shared)
             store = LayerStore(
-                self.schemes[index] or UNQUANTIZED,
-                index,
-                sliding_window=kwargs.get("sliding_window"),
-                page_bytes=page_bytes,
-                keep_for_sharing=shared,
-                plan=plans.get(f"layers.{index}"),
+                layer_scheme, index, groups[key], page_bytes=page_bytes, plan=plans.get(f"layers.{index}")
             )
             if layer_type in HYBRID_LAYER_TYPES:
                 layers.append(HybridLayer(store, number_of_states=kwargs.get("number_of_states", 1)))
             else:
                 layers.append(PagedLayer(store))
         super().__init__(layers=layers)
+        self.groups = list(groups.values())
+        registry = TableRegistry()
+        for group in self.groups:
+            group.registry = registry
         # Ids of the tokens of each modality that a scheme compresses.
         self.placeholders = {
             modality: placeholder_ids(config, modality)
-            for modality in sorted({store.scheme.modality for store in self.stores()} - {"all"})
+            for modality in sorted({group.scheme.modality for group in self.groups} - {"all"})
         }
 
     def set_modality_mask(self, tokens: torch.Tensor | None, modality: Modality) -> None:
@@ -140,9 +146,9 @@ class KVCache(Cache):
         it. None withdraws the mask.
         """
         mask = None if tokens is None else ModalityMask(tokens)
-        for store in self.stores():
-            if store.scheme.modality == modality:
-                store.modality_mask = mask
+        for group in self.groups:
+            if group.scheme.modality == modality:
+                group.modality_mask = mask
 
     def seal(self) -> None:
         """State that the prompt is complete.
@@ -150,8 +156,8 @@ class KVCache(Cache):
         Schemes that compress whole prompts (spans, eviction) do so here, or else at the first single-token step; page
         methods have nothing left to do.
         """
-        for store in self.stores():
-            seal(store)
+        for group in self.groups:
+            seal(group)
 
     def expect_whole_prompt(self) -> None:
         """State that the next forward pass holds the whole prompt.
@@ -159,8 +165,8 @@ class KVCache(Cache):
         Each layer then compresses it before the next layer runs, so that the prefill's peak is one layer's keys and
         values. Where later layers read earlier layers' keys again, compression waits until the first step.
         """
-        for store in self.stores():
-            store.seal_at_once = not store.keep_for_sharing
+        for group in self.groups:
+            group.seal_at_once = not group.keep_for_sharing
 
     def paged_layers(self) -> list[PagedLayer]:
         """The layers with pages."""
@@ -176,9 +182,9 @@ class KVCache(Cache):
         return CacheStats(
             tokens=max((store.tokens() for store in stores), default=0),
             residual_tokens=max((store.residual_tokens() for store in stores), default=0),
-            pages=sum(store.pages() for store in stores),
+            pages=sum(store.pages_used() for store in stores),
             flushes=sum(store.flushes for store in stores),
-            clamped_rows=sum(int(store.clamped_rows) for store in stores),
+            clamped_rows=sum(clamped_rows(store) for store in stores),
             fallbacks=sum(store.fallbacks for store in stores),
             values=sum(store.tokens() * store.numbers_per_token() for store in stores),
             bytes_used=sum(store.bytes_used() for store in stores),
