@@ -170,6 +170,8 @@ class StoredRows:
     def page_tables(self, programs: int) -> PageTables:
         """Where pages and spans lie, with work for about `programs` programs."""
         tables, layer = self._tables()
+        if self.tables is not None:
+            tables.asked.add(programs)
         work = tables.work(self.store.group, self.store.sequences, programs)
         base, keys, values = tables.base, tables.keys[layer], tables.values[layer]
         return PageTables(base, base, keys, values, work, tables.shared[layer], tables.boosted[layer])

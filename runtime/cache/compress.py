@@ -22,6 +22,8 @@ Group = LayerGroup[LayerStore]
 def begin_forward(store: LayerStore) -> None:
     """Compress what the previous forward pass left, if this layer begins another one."""
     group = store.group
+    if group.rehearsal is not None:
+        return
     if group.keep_for_sharing and store.forward_pass is group.forward_pass is not None:
         compress(group, seal=False)
 
@@ -33,7 +35,7 @@ def end_forward(store: LayerStore) -> None:
     token completes is compressed once all layers of the group are there, in as few launches as for one.
     """
     group, latest = store.group, store.forward_pass
-    if store.ended is latest:
+    if store.ended is latest or group.rehearsal is latest:
         return
     store.ended = latest
     latest.ended += 1

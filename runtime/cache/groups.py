@@ -145,6 +145,7 @@ class LayerGroup(Generic[Store]):
         version: changes with whatever block tables describe: pages, spans, buffers, and the order of sequences.
         changed: rows that changed so since tables were written; None where all may have.
         forward_pass: the latest; passes: how many there were.
+        rehearsal: a pass whose kernels are launched again or recorded, while nothing else changes; else None.
         error: what made the stored tokens unusable, or None.
     """
 
@@ -159,6 +160,7 @@ class LayerGroup(Generic[Store]):
         self.page_size = scheme.page_size
         self.registry: Any = None
         self.policy = prompt_policy(scheme)
+        self.rehearsal: ForwardPass | None = None
         self.stores: list[Store] = []
         self.indices: list[int] = []
         self.shares_pages = numbers is not None
@@ -230,8 +232,13 @@ class LayerGroup(Generic[Store]):
         self.logical += length
         return self.forward_pass
 
-    def append(self, forward_pass: ForwardPass, chunk: Chunk) -> None:
+    def append(self, forward_pass: ForwardPass, chunk: Chunk, check: bool = True) -> None:
         """Plan where the new tokens go, once per pass.
+
+        Args:
+            forward_pass: the latest.
+            chunk: of it.
+            check: compare its padding with that of the tokens stored.
 
         Raises:
             CacheError: the attention mask differs for stored positions or between layers, or the scheme compresses one
@@ -242,7 +249,8 @@ class LayerGroup(Generic[Store]):
                 raise CacheError(f"The layers of the group of {self.name} were given different attention masks.")
             return
         start, count = forward_pass.start, forward_pass.length
-        chunk.check_past(self.real, start, self.name)
+        if check:
+            chunk.check_past(self.real, start, self.name)
         if chunk.real is not None:
             self.real = chunk.real
         forward_pass.chunk = chunk

@@ -96,14 +96,17 @@ class Sequence:
             return self.kept_before - self.kept + index
         return self.positions.position(index - self.kept)
 
+    def shift(self, by: int) -> Sequence:
+        """The same tokens at positions that are all `by` further."""
+        spans = tuple(SpanTokens(span.tokens, span.positions.shift(by)) for span in self.spans)
+        kept_before = self.kept_before + by if self.kept_before else 0
+        return replace(self, positions=self.positions.shift(by), spans=spans, kept_before=kept_before)
+
     def extend(self, runs: list[tuple[int, int]], sink_tokens: int) -> Sequence:
         """With new tokens at runs of (first position, how many); the sequence's first ones become sink tokens."""
         count, positions = sum(n for _, n in runs), self.positions
         for first, n in runs:
             positions = positions.append(first, n)
         keys, values = (replace(side, buffered=side.buffered + count) for side in (self.keys, self.values))
-        if self.untouched:
-            sink_tokens = min(sink_tokens, keys.buffered)
-        else:
-            sink_tokens = self.sink_tokens
+        sink_tokens = min(sink_tokens, keys.buffered) if self.untouched else self.sink_tokens
         return replace(self, keys=keys, values=values, positions=positions, sink_tokens=sink_tokens)

@@ -154,6 +154,15 @@ class LayerStore:
         group.sequences = group.sequences or self.sequences
         self.rows = [self.empty_row() for _ in self.sequences]
 
+    def adopt(self, other: LayerStore, rows: int) -> None:
+        """Prepare for `rows` sequences of the shape, dtype and device that another store of this layer holds."""
+        for name in ("dtype", "device", "format", "span_format", "key_pages", "value_pages", "growth", "_empty"):
+            setattr(self, name, getattr(other, name))
+        self.clamped_rows, self.flag = torch.zeros_like(other.clamped_rows), None
+        self.origin = torch.zeros_like(other.origin)
+        self.sequences = self.group.sequences
+        self.rows = [self.empty_row() for _ in range(rows)]
+
     def empty_row(self) -> LayerRow:
         """Room for a sequence without tokens."""
         return LayerRow(*(TokenBuffer(empty, self.growth) for empty in self._empty))
@@ -178,6 +187,9 @@ class LayerStore:
                 f"The cache holds {len(self.sequences)} sequences and layer {self.index} was given {keys.shape[0]}; "
                 "use a new cache for another batch."
             )
+        if self.group.rehearsal is not None:
+            self.forward_pass, self.pending = self.group.rehearsal, (keys, values)
+            return
         latest, length = self.group.forward_pass, keys.shape[2]
         if latest is None or latest is self.forward_pass:
             latest = self.group.begin(length)
@@ -217,7 +229,7 @@ class LayerStore:
     # Positions and tokens of a row, in the terms of this layer.
 
     def positions(self, row: int, start: int, stop: int) -> torch.Tensor:
-        """Positions of a row's tokens start..stop-1 on the device: int64 [n], or [H, n] where kept ones are among them."""
+        """Positions of a row's tokens start..stop-1: int64 [n] on the device, or [H, n] with kept ones among them."""
         sequence, kept = self.sequences[row], self.rows[row].kept
         plain = sequence.positions.slice(start - sequence.kept, stop - sequence.kept, self.device)
         if start >= sequence.kept:

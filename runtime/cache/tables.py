@@ -101,6 +101,7 @@ class GroupTables:
         positions: int64 [B, n], of a row's tokens in the order of pages, spans and residual tokens, those of the next
             steps included.
         plans: what each row has stored.
+        asked: numbers of programs that steps have divided work for.
         capacity: tokens that a row's key and value buffers have room for, in every layer.
         boosted: for each layer int32 [H, n], boosted channels of a scheme that fixes them; else None.
         clamped_rows: int64 [L], see `LayerStore`: what was counted for the present owner.
@@ -125,7 +126,7 @@ class GroupTables:
         self._work: dict[int, StepWork] = {}
         self._room: dict[tuple[int, int], WorkPlan] = {}
         self.capacity = [(0, 0)] * rows
-        self._scales: list[torch.Tensor] = []
+        self.asked: set[int] = set()
 
     def belongs_to(self, group: Group) -> bool:
         """Whether the tables are a group's."""
@@ -218,7 +219,6 @@ class GroupTables:
         for layer, store in enumerate(stores):
             static, lines = (store.format.static_keys, store.format.static_values), []
             if any(static):
-                self._scales += [part for scales in static if scales for part in scales]
                 parts = [part for scales in static for part in scales or (None, None)]
                 lines = [[0 if part is None else self._offset(part) for part in parts]]
             elif total:
@@ -285,6 +285,10 @@ class GroupTables:
             found = self._work[programs] = StepWork(self._written_plan(plan_work(plans, programs), programs), plans)
         return found.plan
 
+    def work_key(self, group: Group, sequences: tuple[Sequence, ...]) -> Hashable:
+        """Addresses of the divisions of work that steps have asked for so far, which are written for this one."""
+        return tuple((n, self.work(group, sequences, n).items.data_ptr()) for n in sorted(self.asked))
+
     def _written_plan(self, plan: WorkPlan, programs: int) -> WorkPlan:
         """A plan in tensors that stay; items beyond it do nothing."""
         room = FEWEST_ITEMS
@@ -335,9 +339,12 @@ def step_tables(store: LayerStore) -> GroupTables | None:
     if latest.length != 1:
         return None
     if "step" not in latest.shared:
-        latest.shared["step"] = prepare_step(group, latest) if runs_steps(group) else None
-        if latest.shared["step"] is not None:
-            latest.shared["step"].spread_step()
+        tables = latest.shared.get("prepared")
+        if tables is None and runs_steps(group):
+            tables = prepare_step(group, latest)
+        if tables is not None:
+            tables.spread_step()
+        latest.shared["step"] = tables
     return latest.shared["step"]
 
 

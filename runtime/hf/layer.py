@@ -57,6 +57,10 @@ class PagedLayer(CacheLayerMixin):
         self.store.allocate(key_states, value_states)
         self.is_initialized = True
 
+    def adopt(self, other: PagedLayer) -> None:
+        """Know shape, dtype and device from another cache's layer, one of whose sequences has joined."""
+        self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
