@@ -133,7 +133,7 @@ class LayerGroup(Generic[Store]):
     Attributes:
         stores: the layers, in the model's order.
         indices: their numbers in the model.
-        registry: of the tables that kernels follow, see `runtime/cache/tables.py`.
+        registry: of the tables that kernels follow, see `runtime/cache/tables.py`; tables: those in use.
         policy: how prompts are compressed.
         sequences: one per row of the batch; none before the first tokens.
         logical: positions so far, padding included.
@@ -173,6 +173,7 @@ class LayerGroup(Generic[Store]):
     def _clear(self) -> None:
         self.seal_at_once = False
         self.sequences: tuple[Sequence, ...] = ()
+        self.tables: Any = None
         self.logical = 0
         self.attended = 0
         self.real: torch.Tensor | None = None

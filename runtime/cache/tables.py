@@ -50,6 +50,9 @@ class TableRegistry:
 
     def tables(self, group: Group, entries: int) -> GroupTables:
         """Tables for a group's layers and rows, with room for so many pages and span blocks of a row."""
+        known = group.tables
+        if known is not None and known.rows == len(group.sequences) and known.entries >= entries:
+            return known
         room = FEWEST_ENTRIES
         while room < entries:
             room *= 2
@@ -58,7 +61,8 @@ class TableRegistry:
         key = (formats, len(group.sequences), room)
         if key not in self._tables:
             self._tables[key] = GroupTables(stores, len(group.sequences), room)
-        return self._tables[key]
+        group.tables = self._tables[key]
+        return group.tables
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,9 @@ class GroupTables:
         self._room: dict[tuple[int, int], WorkPlan] = {}
         self.capacity = [(0, 0)] * rows
         self.asked: set[int] = set()
+
+    def __deepcopy__(self, memo: dict) -> GroupTables:
+        return self
 
     def belongs_to(self, group: Group) -> bool:
         """Whether the tables are a group's."""

@@ -182,7 +182,7 @@ class KVCache(Cache):
     def share_tables(self, registry: TableRegistry) -> None:
         """Use the tables of a registry, which captured steps know by address."""
         for group in self.groups:
-            group.registry = registry
+            group.registry, group.tables = registry, None
 
     def open_rows(self, count: int) -> None:
         """Room for `count` sequences that join one by one; until then their rows store nothing.

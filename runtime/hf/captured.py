@@ -153,18 +153,18 @@ class CapturedSteps:
     def _record(self, planned: PlannedStep, cache: KVCache, ids: torch.Tensor, positions: torch.Tensor) -> ModelOutput:
         """Run a step layer by layer, and record it for the next time."""
         counts = [tables.clamped_rows.clone() for tables in planned.tables]
-        ids, positions = ids.clone(), positions.clone()
         # This also compiles kernels, and tells the tables how work is to be divided.
         self._launch(planned, cache, ids, positions)
         key = (ids.shape, positions.shape, ids.device, planned.key())
         try:
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
+            static = ids.clone(), positions.clone()
             with torch.cuda.graph(graph, pool=self._pool):
-                recorded = self._launch(planned, cache, ids, positions)
+                recorded = self._launch(planned, cache, *static)
             self._pool = self._pool or graph.pool()
-            recording = Recording(graph, ids, positions, recorded)
-            if not self._holds_elsewhere(planned, cache, recording):
+            recording = Recording(graph, *static, recorded)
+            if not self._holds_elsewhere(planned, cache, recording, ids, positions):
                 self.reason = "its forward pass depends on positions that are counted on the host"
         except RuntimeError as error:
             self.reason = str(error).strip().split("\n")[0].rstrip(".")
@@ -184,9 +184,17 @@ class CapturedSteps:
         with planned.launches():
             return self.forward(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
 
-    def _holds_elsewhere(self, planned: PlannedStep, cache: KVCache, recording: Recording) -> bool:
-        """Whether a recording gives at other positions what the layers give there."""
-        ids, positions = recording.ids.clone(), recording.positions.clone()
+    def _holds_elsewhere(
+        self,
+        planned: PlannedStep,
+        cache: KVCache,
+        recording: Recording,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> bool:
+        """Whether a recording gives at other positions what the layers give there; both overwrite the new tokens' keys
+        and values, which a step has to write again.
+        """
 
         def move(by: int) -> None:
             for group, tables in zip(planned.groups, planned.tables, strict=True):
