@@ -104,9 +104,7 @@ def _materialise(model: PreTrainedModel, device: torch.device | str) -> None:
                 setattr(module, name, room)
 
 
-def random_linear(
-    inputs: int, outputs: int, device: torch.device | str, generator: torch.Generator
-) -> QuantizedLinear:
+def random_linear(inputs: int, outputs: int, device: torch.device | str, generator: torch.Generator) -> QuantizedLinear:
     """A Linear with random 4-bit weights."""
     linear = QuantizedLinear(inputs, outputs, GROUP_SIZE, device=device)
     linear.qweight.random_(-(1 << 31), (1 << 31) - 1, generator=generator)

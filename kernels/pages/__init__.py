@@ -22,7 +22,7 @@ from kvconvert.kernels import device
 from kvconvert.kernels.pages.flag import new_flag, raise_if_flagged
 from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales, KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.pages.layout import ALIGNMENT
-from kvconvert.kernels.pages.records import KeyPages, ValuePages, empty_keys, empty_values, pages_of
+from kvconvert.kernels.pages.records import KeyPages, PageAddresses, ValuePages, empty_keys, empty_values, pages_of
 from kvconvert.kernels.pages.reference import (
     dequantize_keys,
     dequantize_values,
@@ -42,6 +42,7 @@ __all__ = [
     "KeyFormat",
     "KeyPages",
     "LayerFormat",
+    "PageAddresses",
     "ValueFormat",
     "ValuePages",
     "dequantize_keys",
@@ -53,6 +54,7 @@ __all__ = [
     "new_flag",
     "normalised_keys",
     "pages_of",
+    "quantize_at",
     "quantize_in_place",
     "quantize_keys",
     "quantize_values",
@@ -85,6 +87,27 @@ def unsupported(tokens: torch.Tensor, page_size: int = PAGE_SIZE) -> str | None:
     if tokens.stride(-1) != 1 or any(s % ALIGNMENT for s in tokens.stride()[:-1]) or tokens.data_ptr() % 16:
         return "the page kernels need channels side by side and tokens at multiples of 16 bytes"
     return None
+
+
+def quantize_at(
+    addresses: PageAddresses,
+    like: torch.Tensor,
+    pages: KeyPages | ValuePages,
+    flag: torch.Tensor,
+    channels: torch.Tensor | None = None,
+    static: ChannelScales | None = None,
+) -> None:
+    """`quantize_in_place` by addresses, for many layers and sequences; only for what `unsupported` accepts.
+
+    Args:
+        addresses: of the pages.
+        like: some of the tokens [H, n, channels].
+        pages: some pages of the same storage, for their format and dtype.
+        flag, channels, static: as in `quantize_in_place`.
+    """
+    from kvconvert.kernels.pages.triton.launch import quantize_addressed
+
+    quantize_addressed(addresses, like, pages, flag, channels, static)
 
 
 def quantize_in_place(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
+import numpy as np
 import torch
 
 from kvconvert.kernels.pages.formats import KeyFormat, ValueFormat
@@ -47,6 +48,20 @@ class _Pages:
     def nbytes(self) -> int:
         """Bytes of all pages, the padding of their records included."""
         return self.buffer.nbytes
+
+
+class PageAddresses(NamedTuple):
+    """Where complete pages' tokens lie and where their records go, each int64 [N] for N pages.
+
+    Attributes:
+        tokens: byte addresses of each page's first token, at multiples of 16; tokens of a head lie side by side.
+        head_strides: elements from head to head.
+        records: byte addresses of the records.
+    """
+
+    tokens: np.ndarray
+    head_strides: np.ndarray
+    records: np.ndarray
 
 
 @dataclass(frozen=True)

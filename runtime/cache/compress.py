@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import numpy as np
 import torch
 
 from kvconvert.errors import KvconvertError, NumericError
 from kvconvert.kernels.device import runs_triton
-from kvconvert.kernels.pages import new_flag, quantize_in_place, raise_if_flagged
+from kvconvert.kernels.pages import (
+    PageAddresses,
+    new_flag,
+    quantize_at,
+    quantize_in_place,
+    raise_if_flagged,
+    unsupported,
+)
 from kvconvert.kernels.select import select_tokens
 from kvconvert.kernels.spans import quantize_span
 from kvconvert.runtime.cache.buffer import TokenBuffer, remove_tokens
 from kvconvert.runtime.cache.groups import Compression, LayerGroup, PendingPages
+from kvconvert.runtime.cache.pool import UNIT
 from kvconvert.runtime.cache.prompts import Evict, SealSpan
 from kvconvert.runtime.cache.store import LayerStore
 
@@ -124,13 +133,8 @@ def _flush(stores: list[LayerStore], plan: Compression) -> None:
         for pending, is_key in ((plan.keys, True), (plan.values, False)):
             if not pending:
                 continue
-            tokens = [_tokens(_buffer(store, part, is_key), part, size) for store in some for part in pending]
-            storage = [store.key_pages if is_key else store.value_pages for store in some]
-            pages = [view for place in storage for part in pending for view in place.views(part.numbers)]
-            f = first.format
-            channels, static = (f.boosted, f.static_keys) if is_key else (None, f.static_values)
             with _NamedErrors(some, 1, sum(len(part.numbers) for part in pending)):
-                quantize_in_place(tokens, pages, first.flag, channels, static, first.fall_back)
+                _quantize(some, pending, is_key)
         # Read once for both sides: the host waits here for the device.
         with _NamedErrors(some, 1, sum(len(part.numbers) for part in plan.keys or plan.values)):
             raise_if_flagged(first.flag, first.format.keys.heads)
@@ -142,6 +146,31 @@ def _flush(stores: list[LayerStore], plan: Compression) -> None:
                 stop = part.start + len(part.numbers) * size
                 removed.append((_buffer(store, part, is_key), part.start, stop, part.used))
     remove_tokens(removed)
+
+
+def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_key: bool) -> None:
+    """Write the pages of one side of some layers that one launch serves."""
+    first, size, f = stores[0], stores[0].page_size, stores[0].format
+    channels, static = (f.boosted, f.static_keys) if is_key else (None, f.static_values)
+    storages = [store.key_pages if is_key else store.value_pages for store in stores]
+    sample = _tokens(_buffer(first, pending[0], is_key), pending[0], size)
+    if unsupported(sample, size) is not None:
+        tokens = [_tokens(_buffer(store, part, is_key), part, size) for store in stores for part in pending]
+        pages = [view for storage in storages for part in pending for view in storage.views(part.numbers)]
+        quantize_in_place(tokens, pages, first.flag, channels, static, first.fall_back)
+        return
+    numbers = np.array([number for part in pending for number in part.numbers], dtype=np.int64)
+    records = [storage.offsets(numbers, first.origin) * UNIT + first.origin.data_ptr() for storage in storages]
+    width = size * sample.shape[2] * sample.element_size()
+    starts, strides = [], []
+    for store in stores:
+        for part in pending:
+            buffer = _buffer(store, part, is_key)
+            begin = buffer.address + part.start * width // size
+            starts += [begin + page * width for page in range(len(part.numbers))]
+            strides += [buffer.head_stride] * len(part.numbers)
+    addresses = PageAddresses(np.array(starts), np.array(strides), np.concatenate(records))
+    quantize_at(addresses, sample, storages[0].views(pending[0].numbers)[0], first.flag, channels, static)
 
 
 def _buffer(store: LayerStore, part: PendingPages, is_key: bool) -> TokenBuffer:

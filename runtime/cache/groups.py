@@ -135,7 +135,7 @@ class LayerGroup(Generic[Store]):
         indices: their numbers in the model.
         registry: of the tables that kernels follow, see `runtime/cache/tables.py`; tables: those in use.
         policy: how prompts are compressed.
-        sequences: one per row of the batch; none before the first tokens.
+        waiting: single tokens that every occupied row has got since the sequences were last looked at.
         logical: positions so far, padding included.
         attended: positions whose own attention is over.
         real: bool [B, n] of the first n committed positions, after which all are real; None while all are.
@@ -172,7 +172,8 @@ class LayerGroup(Generic[Store]):
 
     def _clear(self) -> None:
         self.seal_at_once = False
-        self.sequences: tuple[Sequence, ...] = ()
+        self._sequences: tuple[Sequence, ...] = ()
+        self.waiting = 0
         self.tables: Any = None
         self.logical = 0
         self.attended = 0
@@ -181,6 +182,31 @@ class LayerGroup(Generic[Store]):
         self.changed: set[int] | None = None
         self.forward_pass: ForwardPass | None = None
         self.error: KvconvertError | None = None
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """One per row of the batch; none before the first tokens."""
+        self._settle()
+        return self._sequences
+
+    @sequences.setter
+    def sequences(self, sequences: tuple[Sequence, ...]) -> None:
+        self._sequences = sequences
+
+    @property
+    def rows(self) -> int:
+        """How many sequences there are."""
+        return len(self._sequences)
+
+    def _settle(self) -> None:
+        """Add the tokens that wait to their sequences."""
+        if not self.waiting:
+            return
+        count, self.waiting = self.waiting, 0
+        runs, sinks = [(self.logical - count, count)], self.scheme.sink_tokens
+        self._sequences = tuple(s.extend(runs, sinks) if s.occupied else s for s in self._sequences)
+        for store in self.stores:
+            store.sequences = self._sequences
 
     def add(self, store: Store, index: int) -> None:
         """Let a layer follow this group."""
@@ -228,6 +254,7 @@ class LayerGroup(Generic[Store]):
             raise CacheError(
                 f"The cache lost tokens of {self.name} after this error and cannot be used further: {self.error}"
             ) from self.error
+        self._settle()
         self.forward_pass = ForwardPass(self.logical, length)
         self.passes += 1
         self.logical += length

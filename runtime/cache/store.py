@@ -62,7 +62,6 @@ class LayerStore:
     Attributes:
         rotations: what is rotated at run time.
         pending: parked keys [B, H, T, D] and values [B, H, T, E]; None once they are committed.
-        sequences: the group's, as of this layer's latest step.
         rows: their tensors.
         forward_pass: the latest that the layer took part in; passes: how many.
         ended: the latest whose attention is over.
@@ -99,6 +98,17 @@ class LayerStore:
         return self.scheme.page_size
 
     @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """The group's sequences, as of this layer's latest step."""
+        if self.group.waiting:
+            return self.group.sequences
+        return self._sequences
+
+    @sequences.setter
+    def sequences(self, sequences: tuple[Sequence, ...]) -> None:
+        self._sequences = sequences
+
+    @property
     def logical(self) -> int:
         """Positions so far as this layer knows them, padding included."""
         latest = self.group.forward_pass
@@ -109,7 +119,7 @@ class LayerStore:
     def reset(self) -> None:
         """Drop everything stored; the next tokens start a new cache."""
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.sequences: tuple[Sequence, ...] = ()
+        self._sequences: tuple[Sequence, ...] = ()
         self.rows: list[LayerRow] = []
         self.forward_pass: ForwardPass | None = None
         self.ended: ForwardPass | None = None

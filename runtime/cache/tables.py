@@ -19,6 +19,7 @@ from kvconvert.errors import CacheError
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, plan_work
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.kernels.spans import Span
 from kvconvert.runtime.cache.forward_pass import Chunk, is_pure
 from kvconvert.runtime.cache.groups import ForwardPass, LayerGroup
 from kvconvert.runtime.cache.pool import UNIT
@@ -105,6 +106,7 @@ class GroupTables:
         positions: int64 [B, n], of a row's tokens in the order of pages, spans and residual tokens, those of the next
             steps included.
         plans: what each row has stored.
+        steps_left: how many more single tokens may come before anything but `step` has to be written.
         asked: numbers of programs that steps have divided work for.
         capacity: tokens that a row's key and value buffers have room for, in every layer.
         boosted: for each layer int32 [H, n], boosted channels of a scheme that fixes them; else None.
@@ -131,6 +133,8 @@ class GroupTables:
         self._room: dict[tuple[int, int], WorkPlan] = {}
         self.capacity = [(0, 0)] * rows
         self.asked: set[int] = set()
+        self.steps_left = 0
+        self._increment = torch.zeros(3, rows, **device)
 
     def __deepcopy__(self, memo: dict) -> GroupTables:
         return self
@@ -143,6 +147,7 @@ class GroupTables:
         """Make the tables a group's, and write what has changed since."""
         if not self.belongs_to(group):
             previous = None if self._owner is None else self._owner()
+            self.steps_left = 0
             if previous is not None:
                 for store, count in zip(previous.stores, self.clamped_rows.clone(), strict=True):
                     store.clamped_rows = store.clamped_rows + count
@@ -161,9 +166,9 @@ class GroupTables:
         first_span = self._write_shared(sequences, stores)
         tables, scale = np.zeros((self._layers, len(rows), 12), dtype=np.int64), 8 * stores[0].dtype.itemsize
         origin = self.base.data_ptr()
+        self._write_entries(stores, sequences, rows)
         for column, row in enumerate(rows):
             sequence = sequences[row]
-            self._write_entries(stores, row, sequence)
             self.plans[row] = self._plan(group, row, sequence, first_span[row])
             self._write_positions(group, row, sequence)
             skips = [(sequence.pages - len(s.pages)) * size for s in (sequence.keys, sequence.values)]
@@ -188,25 +193,41 @@ class GroupTables:
         where = slice(None) if len(rows) == self.rows else torch.tensor(rows, device=self.device)
         self.described[:, where], self.appends[:, where] = on_device[..., :8], on_device[..., 8:]
 
-    def _write_entries(self, stores: list[LayerStore], row: int, sequence: Sequence) -> None:
-        begin = row * self.entries
+    def _write_entries(self, stores: list[LayerStore], sequences: tuple[Sequence, ...], rows: list[int]) -> None:
+        """Write the addresses of some rows' pages and span blocks, for all layers at once."""
         for table, is_key in ((self.keys, True), (self.values, False)):
-            side = sequence.keys if is_key else sequence.values
-            count = sequence.pages + sum(-(-span.tokens // PAGE_SIZE) for span in sequence.spans)
-            if not count:
-                continue
-            offsets = np.zeros((self._layers, count), dtype=np.int64)
-            for layer, store in enumerate(stores):
-                storage = store.key_pages if is_key else store.value_pages
-                if side.pages:
-                    offsets[layer, : len(side.pages)] = storage.offsets(side.pages, self.base)
-                at = sequence.pages
-                for span in store.rows[row].spans:
-                    codes = span.key_codes if is_key else span.value_codes
-                    blocks, stride = len(codes), codes.stride(0) * codes.element_size() // UNIT
-                    offsets[layer, at : at + blocks] = self._offset(codes) + stride * np.arange(blocks)
-                    at += blocks
-            table[:, begin : begin + count] = torch.from_numpy(offsets).to(self.device)
+            sides = [sequences[row].keys if is_key else sequences[row].values for row in rows]
+            numbers = np.array([number for side in sides for number in side.pages], dtype=np.int64)
+            places = [
+                row * self.entries + i for row, side in zip(rows, sides, strict=True) for i in range(len(side.pages))
+            ]
+            if places:
+                storages = [store.key_pages if is_key else store.value_pages for store in stores]
+                offsets = np.stack([storage.offsets(numbers, self.base) for storage in storages])
+                self._place(table, places, offsets)
+            for row in rows:
+                # Where the other side alone has a page, this one's entry leads nowhere.
+                first, last = row * self.entries + len(sides[rows.index(row)].pages), row * self.entries
+                missing = list(range(first, last + sequences[row].pages))
+                if missing:
+                    self._place(table, missing, np.zeros((self._layers, len(missing)), dtype=np.int64))
+                if sequences[row].spans:
+                    blocks = [self._blocks(store.rows[row].spans, is_key) for store in stores]
+                    begin = last + sequences[row].pages
+                    self._place(table, list(range(begin, begin + len(blocks[0]))), np.stack(blocks))
+
+    def _blocks(self, spans: list[Span], is_key: bool) -> np.ndarray:
+        """Offsets of all blocks of one row's spans in one layer."""
+        found = []
+        for span in spans:
+            codes = span.key_codes if is_key else span.value_codes
+            stride = codes.stride(0) * codes.element_size() // UNIT
+            found.append(self._offset(codes) + stride * np.arange(len(codes), dtype=np.int64))
+        return np.concatenate(found)
+
+    def _place(self, table: torch.Tensor, places: list[int], offsets: np.ndarray) -> None:
+        """Write [L, n] offsets to entries of all layers' lines."""
+        table[:, torch.tensor(places, device=self.device)] = torch.from_numpy(offsets).to(self.device)
 
     def _offset(self, tensor: torch.Tensor) -> int:
         distance = tensor.data_ptr() - self.base.data_ptr()
@@ -292,9 +313,12 @@ class GroupTables:
             found = self._work[programs] = StepWork(self._written_plan(plan_work(plans, programs), programs), plans)
         return found.plan
 
-    def work_key(self, group: Group, sequences: tuple[Sequence, ...]) -> Hashable:
+    def work_key(self, group: Group) -> Hashable:
         """Addresses of the divisions of work that steps have asked for so far, which are written for this one."""
-        return tuple((n, self.work(group, sequences, n).items.data_ptr()) for n in sorted(self.asked))
+        if any(programs not in self._work for programs in self.asked):
+            for programs in self.asked:
+                self.work(group, group.sequences, programs)
+        return tuple((n, self._work[n].plan.items.data_ptr()) for n in sorted(self.asked))
 
     def _written_plan(self, plan: WorkPlan, programs: int) -> WorkPlan:
         """A plan in tensors that stay; items beyond it do nothing."""
@@ -322,6 +346,41 @@ class GroupTables:
             first[destination.row] = destination.first_key
         residual = [sequence.residual(group.page_size) for sequence in group.sequences]
         self.step.copy_(torch.tensor([first, residual, [forward_pass.start] * self.rows]))
+        self._increment[:2] = torch.tensor([index >= 0 for index in first], device=self.device).long()
+        self._increment[2] = 1
+        self.steps_left = self._count_steps(group)
+        for row, sequence in enumerate(group.sequences):
+            if sequence.occupied and first[row] < 0:
+                # Its tokens do not follow one another any more.
+                self.steps_left = 0
+                group.touch(row)
+
+    def _count_steps(self, group: Group) -> int:
+        """Single tokens that fit before a page is complete, a buffer is full, or work is to be divided again."""
+        scheme, size, left = group.scheme, group.page_size, []
+        occupied = [row for row, sequence in enumerate(group.sequences) if sequence.occupied]
+        for row in occupied:
+            sequence, plan, room = group.sequences[row], self.plans[row], self.capacity[row]
+            left.append(plan.residual - sequence.residual(size))
+            for side, recent, capacity in zip(
+                (sequence.keys, sequence.values),
+                (scheme.key_recent_tokens, scheme.value_recent_tokens),
+                room,
+                strict=True,
+            ):
+                left.append(capacity - side.buffered)
+                if group.policy.flushes:
+                    left.append(sequence.sink_tokens + recent + size - 1 - side.buffered)
+            if sequence.untouched and sequence.keys.buffered < scheme.sink_tokens:
+                # The first tokens become sink tokens one by one.
+                return 0
+        plain = not group.record_past and all(s.open_from is None for s in group.sequences)
+        return max(0, min(left, default=0)) if plain else 0
+
+    def advance(self) -> None:
+        """Write the numbers of the next step, one token further in every row that takes part."""
+        self.step += self._increment
+        self.steps_left -= 1
 
     def spread_step(self) -> None:
         """Tell all layers' tables the rows' residual tokens; on the device, so that a captured step does it."""

@@ -101,7 +101,7 @@ class CapturedSteps:
             return False
         if not ids.is_cuda or ids.dim() != 2 or ids.shape[1] != 1 or not cache.captures:
             return False
-        if torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing() or not cache.groups[0].sequences:
+        if torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing() or not cache.groups[0].rows:
             return False
         reason = self._unsupported(cache, arguments)
         if reason is not None:

@@ -89,7 +89,9 @@ def test_a_second_turn_and_a_loop_of_ones_own():
 def test_two_caches_take_turns():
     model = bundle_like("llama", "calibquant-2bit")
     prompts = [random_ids(1, n, seed=n).cuda() for n in (140, 90)]
-    alone = [model.generate(ids, max_new_tokens=40, disable_compile=True, **GREEDY)[0, -40:].tolist() for ids in prompts]
+    alone = [
+        model.generate(ids, max_new_tokens=40, disable_compile=True, **GREEDY)[0, -40:].tolist() for ids in prompts
+    ]
     caches, tokens, got = [model.new_kv_cache() for _ in prompts], [], [[], []]
     with torch.no_grad():
         for ids, cache in zip(prompts, caches, strict=True):
