@@ -356,7 +356,7 @@ class GroupTables:
                 group.touch(row)
 
     def _count_steps(self, group: Group) -> int:
-        """Single tokens that fit before a page is complete, a buffer is full, or work is to be divided again."""
+        """Single tokens that fit before a page is complete or dropped, a buffer full, or work to be divided again."""
         scheme, size, left = group.scheme, group.page_size, []
         occupied = [row for row, sequence in enumerate(group.sequences) if sequence.occupied]
         for row in occupied:
@@ -371,6 +371,10 @@ class GroupTables:
                 left.append(capacity - side.buffered)
                 if group.policy.flushes:
                     left.append(sequence.sink_tokens + recent + size - 1 - side.buffered)
+            if group.sliding_window and (len(sequence) - sequence.sink_tokens) // size > sequence.dropped:
+                # The oldest page leaves the window.
+                last = sequence.position(sequence.sink_tokens + (sequence.dropped + 1) * size - 1)
+                left.append(last + group.sliding_window - 1 - group.logical)
             if sequence.untouched and sequence.keys.buffered < scheme.sink_tokens:
                 # The first tokens become sink tokens one by one.
                 return 0

@@ -125,7 +125,7 @@ def test_a_forward_pass_that_counts_positions_on_the_host_runs_layer_by_layer(ca
 
 def test_addresses_stay_and_nothing_is_allocated_over_a_thousand_steps():
     model = bundle_like("llama", "oscar-g128")
-    cache, ids = model.new_kv_cache(kv_memory=1 << 22), random_ids(2, 300).cuda()
+    cache, ids = model.new_kv_cache(kv_memory=1 << 22), random_ids(1, 300).cuda()
     with torch.no_grad():
         token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
         for _ in range(400):
@@ -139,8 +139,7 @@ def test_addresses_stay_and_nothing_is_allocated_over_a_thousand_steps():
         torch.cuda.synchronize()
     assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == before
     assert {row.keys.address for store in cache.stores() for row in store.rows} == buffers
-    # The tables' room for pages has doubled once, and work has more items.
-    assert model.captured.recorded <= graphs + 3
+    assert model.captured.recorded == graphs
     assert cache.get_seq_length() == 1700
 
 
