@@ -22,7 +22,7 @@ from kvconvert.kernels import device
 from kvconvert.kernels.pages.flag import new_flag, raise_if_flagged
 from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales, KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.pages.layout import ALIGNMENT
-from kvconvert.kernels.pages.records import KeyPages, ValuePages, empty_keys, empty_values, pages_of
+from kvconvert.kernels.pages.records import KeyPages, PageAddresses, ValuePages, empty_keys, empty_values, pages_of
 from kvconvert.kernels.pages.reference import (
     dequantize_keys,
     dequantize_values,
@@ -42,8 +42,10 @@ __all__ = [
     "KeyFormat",
     "KeyPages",
     "LayerFormat",
+    "PageAddresses",
     "ValueFormat",
     "ValuePages",
+    "dequantize_into",
     "dequantize_keys",
     "dequantize_values",
     "empty_keys",
@@ -60,6 +62,7 @@ __all__ = [
     "rank_channels",
     "token_norms",
     "unsupported",
+    "unsupported_dequantization",
     "value_codes",
 ]
 
@@ -127,3 +130,47 @@ def quantize_in_place(
                 quantized = quantize_values(some, pages[0].format, static)
             for record in quantized.buffer:
                 next(rooms).copy_(record)
+
+
+def unsupported_dequantization(f: KeyFormat | ValueFormat, dtype: torch.dtype, on: torch.device) -> str | None:
+    """Why the Triton kernels cannot dequantize pages of a format to a dtype; None if they can."""
+    reason = device.unsupported(on)
+    if reason is not None:
+        return reason
+    if dtype not in KERNEL_DTYPES:
+        return f"the page kernels do not write {dtype}"
+    if f.head_dim % ALIGNMENT or f.head_dim > LARGEST_HEAD:
+        return f"the page kernels take head sizes that are multiples of {ALIGNMENT} up to {LARGEST_HEAD}"
+    if f.page_size not in KERNEL_PAGE_SIZES:
+        return f"the page kernels take pages of {KERNEL_PAGE_SIZES} tokens, not {f.page_size}"
+    return None
+
+
+def dequantize_into(
+    output: torch.Tensor,
+    pages: KeyPages | ValuePages | PageAddresses,
+    channels: torch.Tensor | None = None,
+    static: ChannelScales | None = None,
+) -> None:
+    """Write the tokens of pages, one page after another, as `dequantize_keys` and `dequantize_values` give them.
+
+    Args:
+        output: [H, tokens, channels] in any float dtype, channels contiguous; of the last page as many tokens are
+            written as there is room for.
+        pages: tensors, or addresses on a device for which `unsupported_dequantization` gives None.
+        channels, static: as for `dequantize_keys`, of pages given as tensors.
+    """
+    if isinstance(pages, PageAddresses):
+        from kvconvert.kernels.pages.triton.dequantize import dequantize_addressed
+
+        dequantize_addressed(pages, output)
+        return
+    size = pages.format.page_size
+    for start in range(0, len(pages), REFERENCE_PAGES):
+        part = pages.select(slice(start, start + REFERENCE_PAGES))
+        if isinstance(part, KeyPages):
+            tokens = dequantize_keys(part, part.format, channels, static).permute(1, 0, 3, 2)
+        else:
+            tokens = dequantize_values(part, part.format, static).transpose(0, 1)
+        target = output[:, start * size : start * size + len(part) * size]
+        target.copy_(tokens.flatten(1, 2)[:, : target.shape[1]])
