@@ -1,7 +1,8 @@
 """Kernels that dequantize pages or span blocks into tensors of the model's dtype, for attention that reads such.
 
 One program writes one head's part of one page. The arithmetic is that of `kernels/quantizer.py`, rounded after every
-operation in float32 and then once to the dtype: kernels must be compiled without fusing products into sums.
+operation in float32 and then once to the dtype: kernels must be compiled without fusing products into sums. Strides of
+outputs are in units of 8 elements.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def dequantize_keys_kernel(
     page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     record = records + tl.load(offsets + page) * 8
     part = record + head * HEAD_STRIDE
-    target = output + head * head_stride.to(tl.int64) + page.to(tl.int64) * PAGE * token_stride
+    target = output + (head * head_stride.to(tl.int64) + page.to(tl.int64) * PAGE * token_stride) * 8
     lane, row = tl.arange(0, LANES)[:, None], tl.arange(0, ROW_TILE)[None, :]
     real = row < ROWS
     words = tl.load(part + lane * ROWS + row, mask=real, other=0)
@@ -115,7 +116,7 @@ def dequantize_keys_kernel(
             if NORM > 0:
                 x = x * tl.load(norms + token).to(tl.float32)
             inside = real & (token < tokens - page * PAGE)
-            tl.store(target + token * token_stride + channel, x.to(output.dtype.element_ty), mask=inside)
+            tl.store(target + token * (token_stride * 8) + channel, x.to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["head_stride", "token_stride", "tokens"])
@@ -146,7 +147,7 @@ def dequantize_values_kernel(
     PLANES: tl.constexpr = 16 // WIDTH
     page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     part = records + tl.load(offsets + page) * 8 + head * HEAD_STRIDE
-    target = output + head * head_stride.to(tl.int64) + page.to(tl.int64) * PAGE * token_stride
+    target = output + (head * head_stride.to(tl.int64) + page.to(tl.int64) * PAGE * token_stride) * 8
     row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, LANE_TILE)[None, :]
     real = lane < LANES
     words = tl.load(part + lane * ROWS + row, mask=real, other=0)
@@ -169,7 +170,7 @@ def dequantize_values_kernel(
             zero_point = tl.load(zero_point_base + place, mask=real, other=0.0).to(tl.float32)
             x = _fields(words, plane * WIDTH + half * BITS, BITS).to(tl.float32) * scale + zero_point
             inside = real & (token < tokens - page * PAGE)
-            tl.store(target + token * token_stride + channel, x.to(output.dtype.element_ty), mask=inside)
+            tl.store(target + token * (token_stride * 8) + channel, x.to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["head_stride", "token_stride", "tokens"])
@@ -188,40 +189,38 @@ def read_pages_kernel(
     """One head of an unquantized page, a copy."""
     page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     source = (records + tl.load(offsets + page) * 8).to(tl.pointer_type(output.dtype.element_ty))
-    target = output + head * head_stride.to(tl.int64) + page.to(tl.int64) * PAGE * token_stride
+    target = output + (head * head_stride.to(tl.int64) + page.to(tl.int64) * PAGE * token_stride) * 8
     token, channel = tl.arange(0, PAGE)[:, None], tl.arange(0, TILE)[None, :]
     x = tl.load(source + head * PAGE * HEAD_SIZE + token * HEAD_SIZE + channel, mask=channel < HEAD_SIZE, other=0.0)
     inside = (channel < HEAD_SIZE) & (token < tokens - page * PAGE)
-    tl.store(target + token * token_stride + channel, x, mask=inside)
+    tl.store(target + token * (token_stride * 8) + channel, x, mask=inside)
 
 
 def dequantize_addressed(pages: PageAddresses, output: torch.Tensor) -> None:
     """Dequantize pages into `output` [H, tokens, channels], whose channels are contiguous.
 
-    The last page may have more tokens than `output` has room for.
+    The last page may have more tokens than `output` has room for. Tokens of `output` lie at multiples of 8 elements.
     """
     f, records = pages.format, pages.base.view(torch.int16)
     programs = (len(pages.offsets) * f.heads,)
     if not programs[0]:
         return
     scales = pages.offsets if pages.scales is None else pages.scales
-    strides = (output.stride(0), output.stride(1), output.shape[1])
+    shape = (output.stride(0) // 8, output.stride(1) // 8, output.shape[1])
     if f.bits == 16:
         constants = copy_constants(f)
-        read_pages_kernel[programs](
-            records, pages.offsets, output, *strides, **constants, num_warps=warps_for(constants)
-        )
+        read_pages_kernel[programs](records, pages.offsets, output, *shape, **constants, num_warps=warps_for(constants))
     elif isinstance(f, KeyFormat):
         constants = key_constants(f)
         boosted = pages.offsets if pages.boosted is None else pages.boosted
         dequantize_keys_kernel[programs](
-            records, pages.offsets, scales, boosted, output, *strides,
+            records, pages.offsets, scales, boosted, output, *shape,
             **constants, num_warps=warps_for(constants), enable_fp_fusion=False,
         )  # fmt: skip
     else:
         constants = value_constants(f)
         dequantize_values_kernel[programs](
-            records, pages.offsets, scales, output, *strides,
+            records, pages.offsets, scales, output, *shape,
             **constants, num_warps=warps_for(constants), enable_fp_fusion=False,
         )  # fmt: skip
 
