@@ -71,6 +71,7 @@ LARGEST_HEAD = 256
 KERNEL_PAGE_SIZES = (16, 32, 64, 128, 256)
 # Pages that the reference quantizes at a time: bounds the float32 copies that a long prompt's pages need.
 REFERENCE_PAGES = 32
+_HALF_RANGE = (torch.finfo(torch.float16).min, torch.finfo(torch.float16).max)
 
 
 def unsupported(tokens: torch.Tensor, page_size: int = PAGE_SIZE) -> str | None:
@@ -154,6 +155,8 @@ def dequantize_into(
 ) -> None:
     """Write the tokens of pages, one page after another, as `dequantize_keys` and `dequantize_values` give them.
 
+    float16 saturates at its largest number, which the rounding of a scale or norm may lift a token over.
+
     Args:
         output: [H, tokens, channels] in any float dtype, channels contiguous; of the last page as many tokens are
             written as there is room for.
@@ -172,5 +175,7 @@ def dequantize_into(
             tokens = dequantize_keys(part, part.format, channels, static).permute(1, 0, 3, 2)
         else:
             tokens = dequantize_values(part, part.format, static).transpose(0, 1)
+        if output.dtype == torch.float16:
+            tokens = tokens.clamp(*_HALF_RANGE)
         target = output[:, start * size : start * size + len(part) * size]
         target.copy_(tokens.flatten(1, 2)[:, : target.shape[1]])

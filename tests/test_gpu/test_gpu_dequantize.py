@@ -120,6 +120,22 @@ def test_pages_given_as_tensors_take_the_reference_and_fill_what_room_there_is()
     assert torch.equal(output, expected.to(torch.bfloat16))
 
 
+def test_float16_saturates(device):
+    f = KeyFormat(1, 16, PAGE_SIZE, 8, 128, "joint")
+    keys = torch.full((1, 1, PAGE_SIZE, 16), 65504.0, dtype=torch.float16)
+    keys[:, :, ::2] = 60000.0
+    pages = quantize_keys(keys, f)
+    # Norms are rounded to float16; one is made as large as that can be.
+    pages.norm.fill_(65504.0)
+    pages.zero_point.fill_(1.001)
+    assert not dequantize_keys(pages, f).half().isfinite().all()
+    addressed = PageAddresses(f, pages.record.to(device), torch.zeros(1, dtype=torch.int64, device=device))
+    for source in (addressed, pages):
+        output = torch.empty(1, PAGE_SIZE, 16, dtype=torch.float16, device=device)
+        dequantize_into(output, source)
+        assert (output == 65504).all()
+
+
 def test_what_is_not_served_is_named(device):
     f = KeyFormat(2, 64, PAGE_SIZE, 2, 32)
     assert unsupported_dequantization(f, torch.bfloat16, device) is None

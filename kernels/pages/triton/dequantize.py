@@ -16,13 +16,23 @@ from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.pages.records import PageAddresses
 
 # Tile elements per thread.
-PER_THREAD = 32
+PER_THREAD = 16
+# float16 saturates, as in `kernels/quantizer.py`.
+LARGEST_HALF = tl.constexpr(65504.0)
 
 
 @triton.jit
 def _halves(units):
     """A pointer to 16-bit units as one to float16 numbers."""
     return units.to(tl.pointer_type(tl.float16))
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """float32 in the output's dtype."""
+    if dtype == tl.float16:
+        x = tl.minimum(tl.maximum(x, -LARGEST_HALF), LARGEST_HALF)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -116,7 +126,7 @@ def dequantize_keys_kernel(
             if NORM > 0:
                 x = x * tl.load(norms + token).to(tl.float32)
             inside = real & (token < tokens - page * PAGE)
-            tl.store(target + token * (token_stride * 8) + channel, x.to(output.dtype.element_ty), mask=inside)
+            tl.store(target + token * (token_stride * 8) + channel, _rounded(x, output.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["head_stride", "token_stride", "tokens"])
@@ -170,7 +180,7 @@ def dequantize_values_kernel(
             zero_point = tl.load(zero_point_base + place, mask=real, other=0.0).to(tl.float32)
             x = _fields(words, plane * WIDTH + half * BITS, BITS).to(tl.float32) * scale + zero_point
             inside = real & (token < tokens - page * PAGE)
-            tl.store(target + token * (token_stride * 8) + channel, x.to(output.dtype.element_ty), mask=inside)
+            tl.store(target + token * (token_stride * 8) + channel, _rounded(x, output.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["head_stride", "token_stride", "tokens"])
