@@ -29,7 +29,7 @@ def compare(monkeypatch, device, layer, lengths=(290, 70), **options) -> list[in
     monkeypatch.setattr(
         prompt_chunks, "end_forward", lambda store, after=prompt_chunks.end_forward: _outside_kernels(after, store)
     )
-    monkeypatch.setitem(FEWEST_QUERIES, "cuda", 16)
+    monkeypatch.setitem(FEWEST_QUERIES, "cuda", 32)
     rows = counted(monkeypatch)
     got = outputs(layer, lengths, device, HALF, **options)
     # Products of halves with float32 sums, dequantized tokens and partial results rounded to halves.
@@ -100,11 +100,11 @@ def test_what_is_not_served_has_a_reason_and_is_counted(
     store.fallbacks = 0
     chunk = Chunk(positions, None, mask_function)
     queries = torch.zeros(3, 4, 60, 32, dtype=HALF, device=device)
-    for few in (1, 16):
+    for few in (1, 32):
         assert not is_served(store, row, queries[:, :, :few], chunk, 0.2, None)
     assert store.fallbacks == 0
     if device.type == "cuda":
-        monkeypatch.setitem(FEWEST_QUERIES, "cuda", 16)
+        monkeypatch.setitem(FEWEST_QUERIES, "cuda", 32)
     assert is_served(store, row, queries, chunk, 0.2, None) == (reason is None)
     assert store.fallbacks == (reason is not None)
     assert [key[0] for key in dispatch.fallbacks] == ["attention of prompts over stored tokens"] * (reason is not None)
