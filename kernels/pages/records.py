@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -50,7 +50,7 @@ class _Pages:
         return self.buffer.nbytes
 
 
-class PageAddresses(NamedTuple):
+class PageWrites(NamedTuple):
     """Where complete pages' tokens lie and where their records go, each int64 [N] for N pages.
 
     Attributes:
@@ -113,6 +113,33 @@ class ValuePages(_Pages):
     scale: torch.Tensor | None = None
     zero_point: torch.Tensor | None = None
     record: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PageAddresses:
+    """Key or value pages, or span blocks, anywhere on a device, as kernels address them.
+
+    Attributes:
+        format: what the bytes mean; of span blocks, a static format.
+        base: any 16-byte aligned tensor of the device, from which offsets count.
+        offsets: int64 [N] of the pages, in units of 16 bytes.
+        scales: int64 [2] offsets, in the same units, of scale and zero point, float16 [H, channels], where pages have
+            none of their own.
+        boosted: integers [H, n], contiguous, the boosted key channels where the format fixes them.
+    """
+
+    format: KeyFormat | ValueFormat
+    base: torch.Tensor
+    offsets: torch.Tensor
+    scales: torch.Tensor | None = None
+    boosted: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def select(self, index: slice) -> PageAddresses:
+        """Some of the pages."""
+        return replace(self, offsets=self.offsets[index])
 
 
 def pages_of(buffer: torch.Tensor, f: KeyFormat | ValueFormat) -> KeyPages | ValuePages:

@@ -22,6 +22,7 @@ from kvconvert.kernels.prompt import prompt_attention
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.select import column_sums, selective_attention
 from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.history import attend_to_history, is_served
 from kvconvert.runtime.cache.pool import PageStorage
 from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.cache.tables import GroupTables, can_mask_on_device, chunk_tables, step_tables
@@ -62,7 +63,10 @@ def attend(
         if not (sequence.untouched and chunk.is_causal):
             if selecting:
                 _add_attention_mass(store, row, queries[row], chunk, scaling, softcap, sink_logits)
-            others.append(row)
+            if is_served(store, row, queries, chunk, scaling, softcap):
+                attend_to_history(store, row, queries[row], chunk, scaling, softcap, sink_logits, output[row])
+            else:
+                others.append(row)
             continue
         tokens, before = sequence.keys.buffered, sequence.before(first)
         if tokens == before:

@@ -10,7 +10,7 @@ import torch
 from kvconvert.errors import KvconvertError, NumericError
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import (
-    PageAddresses,
+    PageWrites,
     new_flag,
     quantize_at,
     quantize_in_place,
@@ -169,8 +169,8 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
             begin = buffer.address + part.start * width // size
             starts += [begin + page * width for page in range(len(part.numbers))]
             strides += [buffer.head_stride] * len(part.numbers)
-    addresses = PageAddresses(np.array(starts), np.array(strides), np.concatenate(records))
-    quantize_at(addresses, sample, storages[0].views(pending[0].numbers)[0], first.flag, channels, static)
+    writes = PageWrites(np.array(starts), np.array(strides), np.concatenate(records))
+    quantize_at(writes, sample, storages[0].views(pending[0].numbers)[0], first.flag, channels, static)
 
 
 def _buffer(store: LayerStore, part: PendingPages, is_key: bool) -> TokenBuffer:

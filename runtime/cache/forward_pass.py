@@ -16,6 +16,9 @@ from kvconvert.errors import CacheError
 # (batch, head, query positions, key positions) -> bool, broadcast over all four; as transformers' mask functions.
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
+# Queries times keys whose mask is looked at together.
+BLOCK = 1 << 24
+
 
 def is_pure(function: MaskFunction | None) -> bool:
     """Whether a mask depends on positions alone, rather than on tensors that a function holds."""
@@ -59,6 +62,7 @@ class Chunk:
         self._length = None if padding_mask is None else padding_mask.shape[1]
         self._checked: torch.Tensor | bool | None = False  # the past that was compared already; layers share one
         self._host: list[list[bool]] | None = None
+        self._windows: dict[tuple[int, tuple], bool] = {}
 
     def check_past(self, past: torch.Tensor | None, length: int, where: str) -> None:
         """Compare this pass's mask with that of the first `length` positions, which are stored.
@@ -118,6 +122,31 @@ class Chunk:
             batch, head = torch.tensor(row, device=device), torch.tensor(0, device=device)
             seen = self.mask_function(batch, head, queries, keys)
         return seen.expand(keys.shape[0], len(query_positions), keys.shape[2])
+
+    def is_window(self, window: int, stored: tuple, positions: Callable[[], list[torch.Tensor]]) -> bool:
+        """Whether each query attends to the `window` positions up to its own, as far as stored tokens go.
+
+        Args:
+            window: tokens that a query attends to, its own included.
+            stored: identifies what is stored; layers that store the same tokens share one look at the mask.
+            positions: gives int64 [n] of each row's stored tokens.
+        """
+        key = (window, stored)
+        if key not in self._windows:
+            self._windows[key] = self._shows_window(window, positions())
+        return self._windows[key]
+
+    def _shows_window(self, window: int, positions: list[torch.Tensor]) -> bool:
+        differs = torch.zeros((), dtype=torch.bool, device=self.query_positions.device)
+        for row, part in enumerate(positions):
+            if not len(part):
+                continue
+            part = part.to(differs.device)
+            for queries in self.query_positions.split(max(1, BLOCK // len(part))):
+                own = queries.unsqueeze(1)
+                expected = (part <= own) & (part > own - window)
+                differs |= (self.visible(row, queries, part)[0] != expected).any()
+        return not bool(differs)
 
 
 @dataclass(frozen=True)
