@@ -61,7 +61,7 @@ def outputs(
     for length in lengths:
         start = layer.store.logical
         new = [torch.randn(rows, heads, length, 32, generator=generator).to(device, dtype) for heads in (2, 2, 4)]
-        seal(layer.store)
+        seal(layer.store.group)
         layer.update(*new[:2])
         padding = PADDING[:rows, : start + length].to(device)
         chunk = Chunk(torch.arange(start, start + length, device=device), padding, mask_function)
