@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvconvert.kernels.device import product_dtype
 from kvconvert.kernels.linear.awq_format import AwqWeight, unpack_awq
 
 # Measured by benchmarks/cpu_linear.py: for large weights torch's int4 product costs as much as dequantizing between 48
@@ -75,8 +76,7 @@ def tiled_product(
     scales = scales.index_select(1, tiling.channel).float()
     zero_bytes = qzeros.view(torch.uint8)
     zeros = torch.cat((zero_bytes & 15, zero_bytes >> 4), 1).index_select(1, tiling.zero)
-    # CPUs multiply fp16 many times slower than float32, which besides rounds less.
-    compute = torch.float32 if rows.dtype == torch.float16 else rows.dtype
+    compute = product_dtype(rows.dtype)
     rows_in, products = rows.to(compute), []
     buffer = torch.empty(inputs * max(stop - start for start, stop in tiling.tiles), dtype=torch.float32)
     for start, stop in tiling.tiles:
