@@ -156,17 +156,27 @@ class StoredRows:
         return Visibility(mask, mask.stride(0), mask.stride(1) * (mask.shape[1] > 1), mask.stride(2))
 
     def residual_tokens(self) -> Iterator[ResidualTokens]:
-        """The full-precision tokens of each row that has any."""
+        """The full-precision tokens of all rows that have any, rows of one length at a time."""
         store, chunk, size = self.store, self.chunk, self.store.page_size
+        by_length: dict[int, list[int]] = {}
         for row in self.rows:
             sequence = store.sequences[row]
-            keys, values = sequence.residual(sequence.keys, size), sequence.residual(sequence.values, size)
-            if not keys.shape[1]:
-                continue
+            count = sequence.keys.buffered - (sequence.pages - len(sequence.keys.pages)) * size
+            if count:
+                by_length.setdefault(count, []).append(row)
+        for rows in by_length.values():
+            sequences = [store.sequences[row] for row in rows]
             visible = None
             if self.length > 1 or not chunk.is_causal:
-                visible = chunk.visible(row, chunk.query_positions, sequence.residual_positions(size, store.device))
-            yield ResidualTokens(row, keys, values, visible)
+                seen = [
+                    chunk.visible(row, chunk.query_positions, sequence.residual_positions(size, store.device))
+                    for row, sequence in zip(rows, sequences, strict=True)
+                ]
+                heads = max(x.shape[0] for x in seen)
+                visible = torch.stack([x.expand(heads, -1, -1) for x in seen])
+            keys = _stacked([sequence.residual(sequence.keys, size) for sequence in sequences])
+            values = _stacked([sequence.residual(sequence.values, size) for sequence in sequences])
+            yield ResidualTokens(torch.tensor(rows, device=store.device), keys, values, visible)
 
     def spans(self) -> Iterator[SpanTokens]:
         """The spans of each row that has any."""
@@ -217,3 +227,8 @@ def _read(
     if page >= len(sides[0].pages):
         return store.sequences[row].buffer_tokens(sides[0], page, 1, store.page_size)[None]
     return pool.read([side.pages[page] for side, (_, page) in zip(sides, part, strict=True)])
+
+
+def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Tensors of one shape as one, without a copy where there is one."""
+    return parts[0][None] if len(parts) == 1 else torch.stack(parts)
