@@ -34,7 +34,7 @@ from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.append import commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk
-from kvconvert.runtime.hf.quantizer import BundleConfig
+from kvconvert.runtime.hf.quantizer import BundleConfig, place_dense_linears
 
 SCHEME = "oscar-g128"
 PROMPT, PILOT = 2048, 64
@@ -84,6 +84,7 @@ def quantized(model: PreTrainedModel, repeat: bool) -> PreTrainedModel:
                 size = 128 if linear.in_features % 128 == 0 else 64
                 packed[name] = quantize_weight(linear.weight, 4, size)
             layer.set_submodule(name, QuantizedLinear.from_weight(copy.deepcopy(packed[name])))
+    place_dense_linears(model)
     config = BundleConfig({})
     config.kv_schemes = (KVScheme.preset(SCHEME),) * model.config.num_hidden_layers
     model.config.quantization_config = config

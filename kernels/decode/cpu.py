@@ -64,10 +64,12 @@ def paged_attention(
         return state.weights(rows, _hide(scores, visible, length))
 
     for tile in tiles:
-        weights = weights_of(tile.rows, page_scores(scaled[tile.rows], tile.keys, format), tile.visible)
+        asking = scaled if batch == 1 else scaled[tile.rows]
+        weights = weights_of(tile.rows, page_scores(asking, tile.keys, format), tile.visible)
         state.add(tile.rows, weighted_page_values(weights, tile.values, format))
     for part in residuals:
-        scores = scaled[part.rows] @ part.keys.float().transpose(2, 3)
+        asking = scaled if batch == 1 else scaled[part.rows]
+        scores = asking @ part.keys.float().transpose(2, 3)
         state.add(part.rows, weights_of(part.rows, scores, part.visible) @ part.values.float())
     for part in spans:
         row = torch.tensor([part.row], device=queries.device)
@@ -92,11 +94,14 @@ def _hide(scores: torch.Tensor, visible: torch.Tensor | None, length: int) -> to
 
 
 class _Softmax:
-    """The running softmax of every query of the batch: maximum, sum of exponentials and weighted values so far."""
+    """The running softmax of every query of the batch: maximum, sum of exponentials and weighted values so far.
+
+    Maxima begin at the lowest finite number: -inf minus it is -inf, whose exponential is 0 and not NaN.
+    """
 
     def __init__(self, grouped: torch.Tensor, value_dim: int):
         shape = grouped.shape[:3]
-        self.maximum = grouped.new_full(shape, float("-inf"))
+        self.maximum = grouped.new_full(shape, torch.finfo(torch.float32).min)
         self.total = grouped.new_zeros(shape)
         self.output = grouped.new_zeros(*shape, value_dim)
 
@@ -106,19 +111,28 @@ class _Softmax:
         What was counted before is brought to the new maximum; `add` has to follow.
         """
         own = scores.amax(-1)
-        index = rows.view(-1, 1, 1).expand_as(own)
-        merged = self.maximum.scatter_reduce(0, index, own, "amax")
-        # A query that sees nothing so far has maximum -inf; subtracting 0 instead keeps its exponentials at 0, not NaN.
-        finite = merged.nan_to_num(neginf=0.0)
-        self._rescale((self.maximum - finite).exp_())
+        if len(self.maximum) == 1:
+            merged = torch.maximum(self.maximum, own.amax(0))
+            of_rows = merged
+        else:
+            merged = self.maximum.scatter_reduce(0, rows.view(-1, 1, 1).expand_as(own), own, "amax")
+            of_rows = merged[rows]
+        self._rescale((self.maximum - merged).exp_())
         self.maximum = merged
-        weights = scores.sub_(finite[rows].unsqueeze(-1)).exp_()
-        self.total.index_add_(0, rows, weights.sum(-1))
+        weights = scores.sub_(of_rows.unsqueeze(-1)).exp_()
+        self._add(self.total, rows, weights.sum(-1))
         return weights
 
     def add(self, rows: torch.Tensor, output: torch.Tensor) -> None:
         """Add the values [N, H, R, E] that the last `weights` gave."""
-        self.output.index_add_(0, rows, output)
+        self._add(self.output, rows, output)
+
+    @staticmethod
+    def _add(target: torch.Tensor, rows: torch.Tensor, parts: torch.Tensor) -> None:
+        if len(target) == 1:
+            target.add_(parts.sum(0))
+        else:
+            target.index_add_(0, rows, parts)
 
     def _rescale(self, factor: torch.Tensor) -> None:
         self.total.mul_(factor)
@@ -132,4 +146,4 @@ class _Softmax:
             merged = torch.maximum(self.maximum, logits)
             self._rescale((self.maximum - merged).exp())
             self.total += (logits - merged).exp()
-        return self.output / self.total.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+        return self.output.div_(self.total.clamp_(min=torch.finfo(torch.float32).tiny).unsqueeze(-1))

@@ -19,7 +19,7 @@ from kvconvert.kernels.pages.reference import key_codes, key_scales
 
 
 def page_scores(queries: torch.Tensor, pages: KeyPages | torch.Tensor, format: LayerFormat) -> torch.Tensor:
-    """Dot products of queries float32 [N, H, R, D] with N pages of keys, or full-precision keys [N, H, P, D].
+    """Dot products of queries float32 [N or 1, H, R, D] with N pages of keys, or full-precision keys [N, H, P, D].
 
     Returns:
         float32 [N, H, R, P].
@@ -40,10 +40,7 @@ def page_scores(queries: torch.Tensor, pages: KeyPages | torch.Tensor, format: L
     if queries.shape[2] * groups > f.page_size:
         scores = queries @ codes.mul_(scale).add_(zero_point).flatten(2, 3).transpose(2, 3)
     else:
-        by_group = queries.unsqueeze(2)
-        scores = (by_group * scale) @ codes.transpose(3, 4)
-        scores.add_((by_group * zero_point).sum(-1, keepdim=True))
-        scores = scores.transpose(2, 3).flatten(3)
+        scores = _grouped_product(queries, scale, zero_point, codes)
     return scores if pages.norm is None else scores.mul_(pages.norm.float().unsqueeze(2))
 
 
@@ -71,10 +68,28 @@ def weighted_page_values(
     codes = codes.unflatten(2, (groups, f.group_size))
     if weights.shape[2] * groups > f.head_dim:
         return weights @ codes.mul_(scale).add_(zero_point).flatten(2, 3).transpose(2, 3)
-    by_group = weights.unsqueeze(2)
-    output = (by_group * scale) @ codes.transpose(3, 4)
-    output.add_((by_group * zero_point).sum(-1, keepdim=True))
-    return output.transpose(2, 3).flatten(3)
+    return _grouped_product(weights, scale, zero_point, codes)
+
+
+def _grouped_product(
+    left: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, codes: torch.Tensor
+) -> torch.Tensor:
+    """left (codes scale + zero_point)^T with the scales multiplied into `left`.
+
+    Args:
+        left: [N or 1, H, R, k].
+        scale, zero_point: [N or 1, H, G, 1, k].
+        codes: [N, H, G, n, k].
+
+    Returns:
+        [N, H, R, G n].
+    """
+    count, heads, groups, n, inner = codes.shape
+    by_group = left.unsqueeze(2)
+    scaled = (by_group * scale).expand(count, -1, -1, -1, -1).reshape(-1, left.shape[2], inner)
+    product = torch.bmm(scaled, codes.view(-1, n, inner).transpose(1, 2)).view(count, heads, groups, -1, n)
+    product.add_((by_group * zero_point).sum(-1, keepdim=True))
+    return product.transpose(2, 3).flatten(3)
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
