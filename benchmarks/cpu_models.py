@@ -1,15 +1,18 @@
-"""Whole models on this machine's CPU: 4-bit weights and a 2-bit cache against the source with transformers' DynamicCache.
+"""Whole models on this machine's CPU: 4-bit weights and a 2-bit cache against the source with DynamicCache.
 
-    python benchmarks/cpu_models.py SMOLLM2 [--json benchmarks/results/cpu_models.json]
+    python benchmarks/cpu_models.py SMOLLM2 [--only NAME] [--threads 1 2] [--json FILE]
 
 SMOLLM2 is a directory with SmolLM2-135M; the other model is a Llama of the shape of a 1B (hidden 2048, 16 layers, 32
-query and 8 KV heads of 64) with random weights. Each is measured as source in float32 and bfloat16 and as bundle: weights
-in groups of 128 (64 where that does not divide), cache `oscar-g128`, in every dtype and in the one that
-`kvconvert.runtime.load` takes by default. Caches are filled through their own update path with random keys and values,
-which changes no time: decoding does the same whatever it reads. Values count as rotated by the weights, as in a bundle.
+query and 8 KV heads of 64) with random weights. Each is measured as source and as bundle, in float32 and bfloat16: a
+bundle's weights in groups of 128 (64 where that does not divide), its cache `oscar-g128`. Caches are filled through
+their own update path with random keys and values, which changes no time: decoding does the same whatever it reads.
+Values count as rotated by the weights, as in a bundle.
 
-Decoding is the fastest of a few steps of one token, since other processes only ever add to a time. The prompt to the
-first token is measured once, and of the source only in the dtype that is faster at the pilot's length.
+Times of one thread are processor time, of several wall-clock time, for which the machine has to be idle. Decoding is
+the fastest of a few steps of one token, since other processes only ever add to a time. The prompt to the
+first token is measured once, of the source only in the dtype that is faster for a short one, and of the larger model
+only with the last number of threads. Ratios are over the source's faster dtype. With two idle cores it takes about a
+quarter of an hour; results go to benchmarks/results/cpu_models.json.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ SCHEME = "oscar-g128"
 PROMPT, PILOT = 2048, 64
 # (batch, stored tokens) with the steps that are timed after the first one.
 CASES = {
-    "SmolLM2-135M": {(1, 2048): 8, (1, 16384): 5, (8, 2048): 4, (32, 2048): 3},
+    "SmolLM2-135M": {(1, 2048): 6, (1, 16384): 4, (8, 2048): 3, (32, 2048): 2},
     "1B": {(1, 2048): 5, (1, 16384): 3, (8, 2048): 2},
 }
 LLAMA_1B = {
@@ -113,10 +116,11 @@ def new_cache(model: PreTrainedModel) -> DynamicCache | KVCache:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Wall-clock seconds of one call."""
-    begun = time.perf_counter()
+    """Seconds of one call: with one thread of the processor's, so that waiting for a core does not count."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    begun = clock()
     run()
-    return time.perf_counter() - begun
+    return clock() - begun
 
 
 def decode(model: PreTrainedModel, batch: int, tokens: int, steps: int) -> float:
@@ -163,6 +167,28 @@ def measure(name: str, make: Callable[[], PreTrainedModel], threads: list[int], 
     return results
 
 
+def ratios(results: list[dict]) -> list[dict]:
+    """Each bundle against the source in its faster dtype, same model and threads; above 1, the bundle is faster."""
+    found = []
+    for row in results:
+        if row["kind"] != "bundle":
+            continue
+        sources = [r for r in results if all(r[k] == row[k] for k in ("model", "threads")) and r["kind"] == "source"]
+        ratio = {key: row[key] for key in ("model", "dtype", "threads")}
+        for name in row:
+            if times := [r[name] for r in sources if name in r and name.endswith(("ms", "s")) and "," in name]:
+                ratio[name.rpartition(",")[0]] = round(min(times) / row[name], 2)
+        found.append(ratio)
+    return found
+
+
+def table(rows: list[dict]) -> str:
+    """Rows as a Markdown table."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, ["---"] * len(names), *([str(row.get(name, "")) for name in names] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("smollm2", type=Path)
@@ -181,8 +207,13 @@ def main() -> None:
             if args.only in (None, name):
                 prompts = args.threads if name != "1B" else args.threads[-1:]
                 results += measure(name, make, args.threads, prompts)
+    compared = ratios(results)
+    print(table(results), table(compared), sep="\n\n")
     if args.json:
-        args.json.write_text(json.dumps({"results": results}, indent=1) + "\n")
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        versions["cpu"] = torch.backends.cpu.get_cpu_capability()
+        found = {"versions": versions, "results": results, "speed over the source's faster dtype": compared}
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

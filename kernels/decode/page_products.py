@@ -29,10 +29,7 @@ def page_scores(queries: torch.Tensor, pages: KeyPages | torch.Tensor, format: L
     f = format.keys
     if f.bits == 16:
         return queries @ pages.codes.float().transpose(2, 3)
-    if f.boosted:
-        codes = key_codes(pages, f, format.boosted).transpose(2, 3).float()
-    else:
-        codes = _unpacked(pages.codes, f.bits)
+    codes = key_codes(pages, f, format.boosted).transpose(2, 3).float() if f.boosted else _unpacked(pages.codes, f.bits)
     # A row [N, H, groups, 1, D] for each group of tokens.
     scale, zero_point = (part.float().transpose(2, 3).unsqueeze(3) for part in key_scales(pages, format.static_keys))
     groups = f.page_size // f.group_size
@@ -44,9 +41,7 @@ def page_scores(queries: torch.Tensor, pages: KeyPages | torch.Tensor, format: L
     return scores if pages.norm is None else scores.mul_(pages.norm.float().unsqueeze(2))
 
 
-def weighted_page_values(
-    weights: torch.Tensor, pages: ValuePages | torch.Tensor, format: LayerFormat
-) -> torch.Tensor:
+def weighted_page_values(weights: torch.Tensor, pages: ValuePages | torch.Tensor, format: LayerFormat) -> torch.Tensor:
     """Sums of N pages of values, or of full-precision values [N, H, P, E], by weights float32 [N, H, R, P].
 
     Returns:

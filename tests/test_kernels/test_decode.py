@@ -1,5 +1,7 @@
 """Attention tile by tile over pages and residual windows equals float64 attention over the same dequantized tokens."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -114,9 +116,54 @@ def test_masks_hide_tokens_in_pages_and_residual_windows():
     ]
     got = paged_attention(queries, [PageTile(*pages, rows, page_mask)], masked, format, 0.2)
     for row, (keys, values) in enumerate(stored):
-        parts = [page_mask[i] for i in range(len(rows)) if rows[i] == row] + [r.visible[0] for r in masked if r.rows[0] == row]
+        parts = [page_mask[i] for i in range(len(rows)) if rows[i] == row] + [
+            r.visible[0] for r in masked if r.rows[0] == row
+        ]
         expected = attention_reference(queries[row], keys, values, torch.cat(parts, 2), 0.2)
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("lengths", [(7, 7, 7), (9, 1, 4)], ids=["one length", "padded"])
+def test_residual_windows_of_many_rows_in_one_batch(lengths):
+    format, pages, rows, _, queries, _ = build(CASES[3], residual_per_row=(0, 0, 0))
+    longest, length = max(lengths), CASES[3][-1]
+    keys, values = torch.randn(3, 3, longest, 80), torch.randn(3, 3, longest, 80)
+    visible = (torch.arange(longest) < torch.tensor(lengths)[:, None])[:, None, None].expand(3, 1, length, longest)
+    order = torch.tensor([2, 0, 1])
+    one_length = len(set(lengths)) == 1
+    batch = ResidualTokens(order, keys[order], values[order], None if one_length else visible[order])
+    got = paged_attention(queries, tiles_of(pages, rows, (4,)), [batch], format, 0.2)
+    for row, count in enumerate(lengths):
+        own = rows == row
+        k = dequantize_keys(pages[0].select(own), format.keys).permute(1, 0, 3, 2).reshape(3, -1, 80)
+        v = dequantize_values(pages[1].select(own), format.values).permute(1, 0, 2, 3).reshape(3, -1, 80)
+        k, v = torch.cat([k, keys[row, :, :count]], 1), torch.cat([v, values[row, :, :count]], 1)
+        expected = attention_reference(queries[row], k, v, None, 0.2)
+        torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
+
+
+def test_memory_is_shared_by_calls_and_not_by_threads():
+    """A result does not change when other layers are attended to afterwards, on this thread or on another one."""
+    cases = [build(case, seed=seed) for seed, case in enumerate(CASES[:4])]
+
+    def attend(case):
+        format, pages, rows, residuals, queries, _ = case
+        return paged_attention(queries, tiles_of(pages, rows, (2, 2)), residuals, format, 0.2)
+
+    alone = [attend(case) for case in cases]
+    copies = [result.clone() for result in alone]
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(attend, cases * 8))
+    for index, result in enumerate(together):
+        torch.testing.assert_close(result, copies[index % len(cases)])
+    assert all(torch.equal(*pair) for pair in zip(alone, copies, strict=True))
+
+
+def test_memory_made_in_inference_mode_serves_other_calls():
+    format, pages, rows, residuals, queries, _ = build(CASES[0])
+    with torch.inference_mode():
+        first = paged_attention(queries, tiles_of(pages, rows, (4,)), residuals, format, 0.2)
+    assert torch.equal(paged_attention(queries, tiles_of(pages, rows, (4,)), residuals, format, 0.2), first)
 
 
 def test_a_query_that_sees_nothing_gives_zeros():
