@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,6 +78,24 @@ def _capability(index: int) -> tuple[int, int]:
 @lru_cache(maxsize=16)
 def _properties(index: int) -> Any:
     return torch.cuda.get_device_properties(index)
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a CPU should multiply matrices of `dtype`: its own, or float32 where that is faster.
+
+    Without instructions for them, products of 16-bit numbers take six to sixty times as long as float32's.
+    """
+    slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not multiplies_bfloat16())
+    return torch.float32 if slow else dtype
+
+
+@lru_cache(maxsize=1)
+def multiplies_bfloat16() -> bool:
+    """Whether this machine's CPU has instructions for products of bfloat16 matrices."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        checks = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+        return any(check() for check in checks if check is not None)
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def fall_back(operation: str, reason: str) -> None:

@@ -1,7 +1,7 @@
 """Decode attention tile by tile in plain PyTorch: the CPU's path, and the slower one of every other device.
 
-Every tile of pages and every residual window contributes a partial (maximum, sum of exponentials, weighted values) per
-sequence, and partials are merged, so that nothing larger than a tile is ever dequantized.
+Every tile of pages and every batch of residual windows contributes a partial (maximum, sum of exponentials, weighted
+values) per sequence, and partials are merged, so that nothing larger than a tile is ever dequantized.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from collections.abc import Iterable
 
 import torch
 
+from kvconvert.kernels.decode.page_products import page_scores, weighted_page_values
 from kvconvert.kernels.decode.stored import PageTile, ResidualTokens, SpanTokens
 from kvconvert.kernels.pages.formats import LayerFormat
-from kvconvert.kernels.pages.records import KeyPages, ValuePages
-from kvconvert.kernels.pages.reference import dequantize_keys, dequantize_values, key_codes, key_scales, value_codes
 from kvconvert.kernels.spans.reference import shift_scores, span_scores, weighted_span_values
 
 # Bytes of scores and gathered queries that one tile may take; measured: larger tiles leave the last-level cache.
-TILE_BYTES = 8 << 20
+TILE_BYTES = 3 << 20
 
 
 def pages_per_tile(num_query_heads: int, num_queries: int, format: LayerFormat) -> int:
@@ -55,66 +54,85 @@ def paged_attention(
     heads = format.keys.heads
     # All queries that read one KV head are rows of one matrix, so a code is unpacked once for the whole group.
     grouped = queries.float().reshape(batch, heads, query_heads // heads * length, -1)
+    # Soft caps need the scores themselves.
+    scaled = grouped if softcap else grouped * scaling
     state = _Softmax(grouped, format.values.head_dim)
+
+    def weights_of(rows: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+        if softcap:
+            scores = scores.mul_(scaling / softcap).tanh_().mul_(softcap)
+        return state.weights(rows, _hide(scores, visible, length))
+
     for tile in tiles:
-        scores = _page_scores(grouped[tile.rows], tile.keys, format)
-        weights, maximum = _exponentials(scores, scaling, softcap, tile.visible, length)
-        state.add(tile.rows, maximum, weights.sum(-1), _weighted_page_values(weights, tile.values, format))
+        asking = scaled if batch == 1 else scaled[tile.rows]
+        weights = weights_of(tile.rows, page_scores(asking, tile.keys, format), tile.visible)
+        state.add(tile.rows, weighted_page_values(weights, tile.values, format))
     for part in residuals:
-        scores = grouped[part.row] @ part.keys.float().transpose(1, 2)
-        visible = None if part.visible is None else part.visible[None]
-        weights, maximum = _exponentials(scores[None], scaling, softcap, visible, length)
-        row = torch.tensor([part.row], device=queries.device)
-        state.add(row, maximum, weights.sum(-1), weights @ part.values.float())
+        asking = scaled if batch == 1 else scaled[part.rows]
+        scores = asking @ part.keys.float().transpose(2, 3)
+        state.add(part.rows, weights_of(part.rows, scores, part.visible) @ part.values.float())
     for part in spans:
+        row = torch.tensor([part.row], device=queries.device)
         scores = torch.cat([span_scores(grouped[part.row], span, part.format) for span in part.spans], -1).mul_(scaling)
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
-        scores = shift_scores(scores, part.format, part.clamped_rows)
-        visible = None if part.visible is None else part.visible[None]
-        weights, maximum = _exponentials(scores[None], 1.0, None, visible, length)
+        scores = shift_scores(scores, part.format, part.clamped_rows)[None]
+        weights = state.weights(row, _hide(scores, None if part.visible is None else part.visible[None], length))
         parts = weights[0].split([span.tokens for span in part.spans], -1)
         output = sum(weighted_span_values(w, span, part.format) for w, span in zip(parts, part.spans, strict=True))
-        state.add(torch.tensor([part.row], device=queries.device), maximum, weights.sum(-1), output[None])
+        state.add(row, output[None])
     return state.finish(sink_logits, length).reshape(batch, query_heads, length, -1)
 
 
-def _exponentials(
-    scores: torch.Tensor, scaling: float, softcap: float | None, visible: torch.Tensor | None, length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """exp(score - row maximum) and that maximum, for raw dot products [N, H, R, n] with R = query heads per KV head *
-    T.
-    """
-    scores.mul_(scaling)
-    if softcap:
-        scores.div_(softcap).tanh_().mul_(softcap)
-    if visible is not None:
-        n, heads, rows, tokens = scores.shape
-        scores.view(n, heads, rows // length, length, tokens).masked_fill_(~visible.unsqueeze(2), float("-inf"))
-    maximum = scores.amax(-1)
-    # A query that sees nothing here has maximum -inf; subtracting 0 instead keeps its exponentials at 0, not NaN.
-    return scores.sub_(maximum.nan_to_num(neginf=0.0).unsqueeze(-1)).exp_(), maximum
+def _hide(scores: torch.Tensor, visible: torch.Tensor | None, length: int) -> torch.Tensor:
+    """Scores [N, H, R, n], R = query heads per KV head * T, with -inf where `visible` [N, H or 1, T, n] is false."""
+    if visible is None:
+        return scores
+    n, heads, rows, tokens = scores.shape
+    by_query = scores.view(n, heads, rows // length, length, tokens)
+    return by_query.masked_fill_(~visible.unsqueeze(2), float("-inf")).view(n, heads, rows, tokens)
 
 
 class _Softmax:
-    """The running softmax of every query of the batch: maximum, sum of exponentials and weighted values so far."""
+    """The running softmax of every query of the batch: maximum, sum of exponentials and weighted values so far.
+
+    Maxima begin at the lowest finite number: -inf minus it is -inf, whose exponential is 0 and not NaN.
+    """
 
     def __init__(self, grouped: torch.Tensor, value_dim: int):
         shape = grouped.shape[:3]
-        self.maximum = grouped.new_full(shape, float("-inf"))
+        self.maximum = grouped.new_full(shape, torch.finfo(torch.float32).min)
         self.total = grouped.new_zeros(shape)
         self.output = grouped.new_zeros(*shape, value_dim)
 
-    def add(self, rows: torch.Tensor, maximum: torch.Tensor, total: torch.Tensor, output: torch.Tensor) -> None:
-        """Merge N partials: `rows` [N], `maximum` and `total` [N, H, R], `output` [N, H, R, E]."""
-        index = rows.view(-1, 1, 1).expand_as(maximum)
-        merged = self.maximum.scatter_reduce(0, index, maximum, "amax")
-        finite = merged.nan_to_num(neginf=0.0)
-        self._rescale((self.maximum - finite).exp())
+    def weights(self, rows: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Count N blocks of scores [N, H, R, n] of batch rows [N], which they replace by exp(score - maximum so far).
+
+        What was counted before is brought to the new maximum; `add` has to follow.
+        """
+        own = scores.amax(-1)
+        if len(self.maximum) == 1:
+            merged = torch.maximum(self.maximum, own.amax(0))
+            of_rows = merged
+        else:
+            merged = self.maximum.scatter_reduce(0, rows.view(-1, 1, 1).expand_as(own), own, "amax")
+            of_rows = merged[rows]
+        self._rescale((self.maximum - merged).exp_())
         self.maximum = merged
-        weight = (maximum - finite[rows]).exp()
-        self.total.index_add_(0, rows, total * weight)
-        self.output.index_add_(0, rows, output * weight.unsqueeze(-1))
+        weights = scores.sub_(of_rows.unsqueeze(-1)).exp_()
+        self._add(self.total, rows, weights.sum(-1))
+        return weights
+
+    def add(self, rows: torch.Tensor, output: torch.Tensor) -> None:
+        """Add the values [N, H, R, E] that the last `weights` gave."""
+        self._add(self.output, rows, output)
+
+    @staticmethod
+    def _add(target: torch.Tensor, rows: torch.Tensor, parts: torch.Tensor) -> None:
+        if len(target) == 1:
+            target.add_(parts.sum(0))
+        else:
+            target.index_add_(0, rows, parts)
 
     def _rescale(self, factor: torch.Tensor) -> None:
         self.total.mul_(factor)
@@ -128,52 +146,4 @@ class _Softmax:
             merged = torch.maximum(self.maximum, logits)
             self._rescale((self.maximum - merged).exp())
             self.total += (logits - merged).exp()
-        return self.output / self.total.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
-
-
-def _page_scores(queries: torch.Tensor, pages: KeyPages | torch.Tensor, format: LayerFormat) -> torch.Tensor:
-    """Dot products of queries [N, H, R, D] with page keys: [N, H, R, P].
-
-    With few queries the scales are folded into the query, which leaves the codes as they are; with many, one
-    dequantized page serves them all.
-    """
-    if isinstance(pages, torch.Tensor):
-        return queries @ pages.float().transpose(2, 3)
-    f = format.keys
-    groups = f.page_size // f.group_size
-    if f.bits == 16 or queries.shape[2] * groups > f.page_size:
-        return queries @ dequantize_keys(pages, f, format.boosted, format.static_keys)
-    codes = key_codes(pages, f, format.boosted).float()
-    scale, zero_point = (part.float() for part in key_scales(pages, format.static_keys))
-    offset = queries @ zero_point
-    scores = torch.empty(*queries.shape[:3], f.page_size, device=queries.device)
-    for g in range(groups):
-        tokens = slice(g * f.group_size, (g + 1) * f.group_size)
-        scores[..., tokens] = (queries * scale[..., g].unsqueeze(2)) @ codes[..., tokens]
-        scores[..., tokens] += offset[..., g : g + 1]
-    return scores if pages.norm is None else scores.mul_(pages.norm.float().unsqueeze(2))
-
-
-def _weighted_page_values(weights: torch.Tensor, pages: ValuePages | torch.Tensor, format: LayerFormat) -> torch.Tensor:
-    """Sum of page values by weights [N, H, R, P]: [N, H, R, E].
-
-    Scales go into the weights when these are few. Those of static pages, which tokens share, leave the product.
-    """
-    if isinstance(pages, torch.Tensor):
-        return weights @ pages.float()
-    f, static = format.values, format.static_values
-    if f.static:
-        codes = value_codes(pages, f).float()
-        offset = weights.sum(-1, keepdim=True) * static.zero_point.float().unsqueeze(1)
-        return (weights @ codes).mul_(static.scale.float().unsqueeze(1)).add_(offset)
-    groups = f.head_dim // f.group_size
-    if f.bits == 16 or weights.shape[2] * groups > f.head_dim:
-        return weights @ dequantize_values(pages, f)
-    codes = value_codes(pages, f).float()
-    scale, offset = pages.scale.float(), weights @ pages.zero_point.float()
-    output = torch.empty(*weights.shape[:3], f.head_dim, device=weights.device)
-    for g in range(groups):
-        channels = slice(g * f.group_size, (g + 1) * f.group_size)
-        output[..., channels] = (weights * scale[..., g].unsqueeze(2)) @ codes[..., channels]
-        output[..., channels] += offset[..., g : g + 1]
-    return output
+        return self.output.div_(self.total.clamp_(min=torch.finfo(torch.float32).tiny).unsqueeze(-1))

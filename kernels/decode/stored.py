@@ -32,7 +32,7 @@ class StoredTokens(Protocol):
         """All pages, in tiles for so many query heads and queries."""
 
     def residual_tokens(self) -> Iterator[ResidualTokens]:
-        """The full-precision tokens of each row that has any."""
+        """The full-precision tokens of all rows that have any, many rows at a time."""
 
     def spans(self) -> Iterator[SpanTokens]:
         """The spans of each row that has any."""
@@ -110,15 +110,15 @@ class PageTile:
 
 @dataclass(frozen=True)
 class ResidualTokens:
-    """Full-precision tokens of one sequence.
+    """Full-precision tokens of some sequences.
 
     Attributes:
-        row: the batch row.
-        keys: [H, n, D]; values: [H, n, E].
-        visible: bool [H or 1, T, n]; None when all queries may see all tokens.
+        rows: int64 [N], their batch rows.
+        keys: [N, H, n, D]; values: [N, H, n, E]; n is the longest, and shorter sequences end in anything finite.
+        visible: bool [N, H or 1, T, n], false where a sequence has no token; None when every query may see all n.
     """
 
-    row: int
+    rows: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     visible: torch.Tensor | None = None

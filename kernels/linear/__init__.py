@@ -34,10 +34,19 @@ from kvconvert.kernels.linear.cpu import (
     tiled_product,
     unpack_int4pack,
 )
+from kvconvert.kernels.linear.dense import DenseLinear
 from kvconvert.kernels.linear.packed_layout import PackedWeight, has_layout, pack_weight, unpack_codes
 from kvconvert.kernels.linear.reference import w4a16_reference
 
-__all__ = ["Path", "QuantizedLinear", "int4pack_block", "unpack_int4pack", "unsupported", "w4a16_reference"]
+__all__ = [
+    "DenseLinear",
+    "Path",
+    "QuantizedLinear",
+    "int4pack_block",
+    "unpack_int4pack",
+    "unsupported",
+    "w4a16_reference",
+]
 
 Path = Literal["int4pack", "tiled", "few rows", "fused", "unpacked", "reference"]
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvconvert.kernels.linear.awq_format import AwqWeight, unpack_awq
+from kvconvert.kernels.device import product_dtype
+from kvconvert.kernels.linear.awq_format import NIBBLE_CHANNEL, AwqWeight, unpack_awq
 
 # Measured by benchmarks/cpu_linear.py: for large weights torch's int4 product costs as much as dequantizing between 48
 # and 64 rows, for small ones later.
@@ -37,12 +38,32 @@ def pack_int4(weight: AwqWeight) -> tuple[Tensor, Tensor]:
     scales, zeros = weight.scales.float(), unpack_awq(weight.qzeros).float()
     # That product computes w = (q - 8) scale + offset.
     grid = torch.stack((scales, (8 - zeros) * scales), -1).to(torch.bfloat16)
-    step = _channels_at_once(weight.qweight.shape[0], TILE_WEIGHTS)
-    chunks = [
-        torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_awq(words).T.contiguous().int(), 1)
-        for words in weight.qweight.split(step // 8, dim=1)
-    ]
+    words, block = weight.qweight, int4pack_block()
+    whole = words.shape[1] * 8 // block * block
+    step = -(-_channels_at_once(words.shape[0], TILE_WEIGHTS) // block) * block
+    chunks = [_packed_blocks(part, block) for part in words[:, : whole // 8].split(step // 8, dim=1)]
+    if whole < words.shape[1] * 8:
+        codes = unpack_awq(words[:, whole // 8 :]).T.contiguous().int()
+        chunks.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1))
     return torch.cat(chunks), grid
+
+
+def _packed_blocks(words: Tensor, block: int) -> Tensor:
+    """AWQ's words int32 [in, out / 8] of whole blocks in torch's layout, uint8 [out, in / 2]; see `unpack_int4pack`.
+
+    Eight bytes of a block at a time: each nibble of a word is shifted to the byte of its channel, the lower half for
+    channels of the block's first half, the upper one for the others.
+    """
+    inputs = words.shape[0]
+    halves = words.unflatten(1, (-1, 2, block // 16))
+    packed = torch.zeros(*halves[:, :, 0].shape, dtype=torch.int64)
+    for half in (0, 1):
+        source = halves[:, :, half].long()
+        for nibble, channel in enumerate(NIBBLE_CHANNEL):
+            code = source & (15 << 4 * nibble)
+            left = 8 * channel + 4 * half - 4 * nibble
+            packed |= code << left if left >= 0 else code >> -left
+    return packed.transpose(0, 1).contiguous().view(torch.uint8).view(words.shape[1] * 8, inputs // 2)
 
 
 def int4pack_product(rows: Tensor, packed: Tensor, grid: Tensor, group_size: int) -> Tensor:
@@ -75,8 +96,7 @@ def tiled_product(
     scales = scales.index_select(1, tiling.channel).float()
     zero_bytes = qzeros.view(torch.uint8)
     zeros = torch.cat((zero_bytes & 15, zero_bytes >> 4), 1).index_select(1, tiling.zero)
-    # CPUs multiply fp16 many times slower than float32, which besides rounds less.
-    compute = torch.float32 if rows.dtype == torch.float16 else rows.dtype
+    compute = product_dtype(rows.dtype)
     rows_in, products = rows.to(compute), []
     buffer = torch.empty(inputs * max(stop - start for start, stop in tiling.tiles), dtype=torch.float32)
     for start, stop in tiling.tiles:

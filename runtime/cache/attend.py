@@ -201,16 +201,21 @@ class StoredRows:
         return Visibility(mask, mask.stride(0), mask.stride(1) * (mask.shape[1] > 1), mask.stride(2))
 
     def residual_tokens(self) -> Iterator[ResidualTokens]:
-        """The full-precision tokens of each row that has any."""
+        """The full-precision tokens of all rows that have any, rows of one length at a time."""
         store, chunk = self.store, self.chunk
+        by_length: dict[int, list[int]] = {}
         for row in self.rows:
-            keys, values = store.residual(row)
-            if not keys.shape[1]:
-                continue
+            count = store.sequences[row].residual(store.page_size)
+            if count:
+                by_length.setdefault(count, []).append(row)
+        for rows in by_length.values():
             visible = None
             if self.length > 1 or not chunk.is_causal:
-                visible = chunk.visible(row, chunk.query_positions, store.residual_positions(row))
-            yield ResidualTokens(row, keys, values, visible)
+                seen = [chunk.visible(row, chunk.query_positions, store.residual_positions(row)) for row in rows]
+                heads = max(x.shape[0] for x in seen)
+                visible = torch.stack([x.expand(heads, -1, -1) for x in seen])
+            keys, values = (_stacked(list(side)) for side in zip(*map(store.residual, rows), strict=True))
+            yield ResidualTokens(torch.tensor(rows, device=store.device), keys, values, visible)
 
     def spans(self) -> Iterator[SpanTokens]:
         """The spans of each row that has any."""
@@ -298,3 +303,8 @@ def stored_mask(store: LayerStore, chunk: Chunk, queries: slice = EVERY) -> torc
     for row, part in enumerate(seen):
         mask[row, :, :, : part.shape[2]] = part
     return mask
+
+
+def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Tensors of one shape as one, without a copy where there is one."""
+    return parts[0][None] if len(parts) == 1 else torch.stack(parts)

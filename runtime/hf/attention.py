@@ -137,8 +137,8 @@ def _without_cache(
     visible = visible.expand(batch, 1, length, key.shape[2])
     heads, e = key.shape[1], value.shape[-1]
     no_pages = LayerFormat(KeyFormat(heads, dim, 128, 16, 128), ValueFormat(heads, e, 128, 16, e))
-    tokens = [ResidualTokens(row, key[row], value[row], visible[row]) for row in range(batch)]
-    output = paged_attention(query, [], tokens, no_pages, scaling, softcap, sink_logits)
+    tokens = ResidualTokens(torch.arange(batch, device=key.device), key, value, visible)
+    output = paged_attention(query, [], [tokens], no_pages, scaling, softcap, sink_logits)
     return output.to(query.dtype).transpose(1, 2).contiguous()
 
 

@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.errors import BundleError
-from kvconvert.kernels.linear import QuantizedLinear
+from kvconvert.kernels.linear import DenseLinear, QuantizedLinear
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.experts import SeparateExperts, merges_experts, place_packed_experts
 from kvconvert.runtime.hf.generation import adopt
@@ -87,6 +87,7 @@ class BundleQuantizer(HfQuantizer):
         place_packed_linears(model, bundle)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        place_dense_linears(model)
         adopt(model, self.schemes, self.plan)
         return model
 
@@ -131,6 +132,13 @@ def place_packed_linears(model: PreTrainedModel, bundle: Bundle) -> None:
                 linear.in_features, linear.out_features, module.group_size, bias=linear.bias is not None
             )
         model.set_submodule(name, packed)
+
+
+def place_dense_linears(model: PreTrainedModel) -> None:
+    """Replace each unquantized Linear on a CPU by one that is no slower there in 16 bits than in float32."""
+    for name, module in list(model.named_modules()):
+        if type(module) is torch.nn.Linear and module.weight.device.type == "cpu":
+            model.set_submodule(name, DenseLinear.of(module))
 
 
 def _directory(model: PreTrainedModel, checkpoint_files: list[str]) -> Path:

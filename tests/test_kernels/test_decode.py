@@ -1,5 +1,7 @@
 """Attention tile by tile over pages and residual windows equals float64 attention over the same dequantized tokens."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -51,9 +53,9 @@ def build(case, pages_per_row=(3, 1, 0), residual_per_row=(70, 0, 33), seed=0):
     rows = torch.tensor([row for row, n in enumerate(pages_per_row) for _ in range(n)])
     residuals = [
         ResidualTokens(
-            row,
-            torch.randn(heads, n, key_dim, generator=generator),
-            torch.randn(heads, n, value_dim, generator=generator),
+            torch.tensor([row]),
+            torch.randn(1, heads, n, key_dim, generator=generator),
+            torch.randn(1, heads, n, value_dim, generator=generator),
         )
         for row, n in enumerate(residual_per_row)
         if n
@@ -65,8 +67,8 @@ def build(case, pages_per_row=(3, 1, 0), residual_per_row=(70, 0, 33), seed=0):
         k = dequantize_keys(pages[0].select(own), format.keys).permute(1, 0, 3, 2).reshape(heads, -1, key_dim)
         v = dequantize_values(pages[1].select(own), format.values).permute(1, 0, 2, 3).reshape(heads, -1, value_dim)
         for part in residuals:
-            if part.row == row:
-                k, v = torch.cat([k, part.keys], 1), torch.cat([v, part.values], 1)
+            if part.rows[0] == row:
+                k, v = torch.cat([k, part.keys[0]], 1), torch.cat([v, part.values[0]], 1)
         stored.append((k, v))
     return format, pages, rows, residuals, queries, stored
 
@@ -109,14 +111,59 @@ def test_masks_hide_tokens_in_pages_and_residual_windows():
     page_mask = torch.rand(len(rows), 1, length, 128, generator=generator) < 0.5
     page_mask[0] = False  # a page that nobody sees
     masked = [
-        ResidualTokens(r.row, r.keys, r.values, torch.rand(1, length, r.keys.shape[1], generator=generator) < 0.5)
+        ResidualTokens(r.rows, r.keys, r.values, torch.rand(1, 1, length, r.keys.shape[2], generator=generator) < 0.5)
         for r in residuals
     ]
     got = paged_attention(queries, [PageTile(*pages, rows, page_mask)], masked, format, 0.2)
     for row, (keys, values) in enumerate(stored):
-        parts = [page_mask[i] for i in range(len(rows)) if rows[i] == row] + [r.visible for r in masked if r.row == row]
+        parts = [page_mask[i] for i in range(len(rows)) if rows[i] == row] + [
+            r.visible[0] for r in masked if r.rows[0] == row
+        ]
         expected = attention_reference(queries[row], keys, values, torch.cat(parts, 2), 0.2)
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("lengths", [(7, 7, 7), (9, 1, 4)], ids=["one length", "padded"])
+def test_residual_windows_of_many_rows_in_one_batch(lengths):
+    format, pages, rows, _, queries, _ = build(CASES[3], residual_per_row=(0, 0, 0))
+    longest, length = max(lengths), CASES[3][-1]
+    keys, values = torch.randn(3, 3, longest, 80), torch.randn(3, 3, longest, 80)
+    visible = (torch.arange(longest) < torch.tensor(lengths)[:, None])[:, None, None].expand(3, 1, length, longest)
+    order = torch.tensor([2, 0, 1])
+    one_length = len(set(lengths)) == 1
+    batch = ResidualTokens(order, keys[order], values[order], None if one_length else visible[order])
+    got = paged_attention(queries, tiles_of(pages, rows, (4,)), [batch], format, 0.2)
+    for row, count in enumerate(lengths):
+        own = rows == row
+        k = dequantize_keys(pages[0].select(own), format.keys).permute(1, 0, 3, 2).reshape(3, -1, 80)
+        v = dequantize_values(pages[1].select(own), format.values).permute(1, 0, 2, 3).reshape(3, -1, 80)
+        k, v = torch.cat([k, keys[row, :, :count]], 1), torch.cat([v, values[row, :, :count]], 1)
+        expected = attention_reference(queries[row], k, v, None, 0.2)
+        torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
+
+
+def test_memory_is_shared_by_calls_and_not_by_threads():
+    """A result does not change when other layers are attended to afterwards, on this thread or on another one."""
+    cases = [build(case, seed=seed) for seed, case in enumerate(CASES[:4])]
+
+    def attend(case):
+        format, pages, rows, residuals, queries, _ = case
+        return paged_attention(queries, tiles_of(pages, rows, (2, 2)), residuals, format, 0.2)
+
+    alone = [attend(case) for case in cases]
+    copies = [result.clone() for result in alone]
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(attend, cases * 8))
+    for index, result in enumerate(together):
+        torch.testing.assert_close(result, copies[index % len(cases)])
+    assert all(torch.equal(*pair) for pair in zip(alone, copies, strict=True))
+
+
+def test_memory_made_in_inference_mode_serves_other_calls():
+    format, pages, rows, residuals, queries, _ = build(CASES[0])
+    with torch.inference_mode():
+        first = paged_attention(queries, tiles_of(pages, rows, (4,)), residuals, format, 0.2)
+    assert torch.equal(paged_attention(queries, tiles_of(pages, rows, (4,)), residuals, format, 0.2), first)
 
 
 def test_a_query_that_sees_nothing_gives_zeros():
@@ -175,19 +222,19 @@ def test_spans_beside_residual_tokens_equal_float64_attention_over_shifted_score
     heads, group, scaling = 2, 2, 0.3
     span_as = SpanFormat(*bits, key_clip_ratio=0.9, value_clip_ratio=0.8, tau1=tau1, tau2=tau2)
     spans = [quantize_span(torch.randn(heads, n, dims[0]), torch.randn(heads, n, dims[1]), span_as) for n in (37, 1)]
-    residual = ResidualTokens(0, torch.randn(heads, 9, dims[0]), torch.randn(heads, 9, dims[1]))
+    residual = ResidualTokens(torch.tensor([0]), torch.randn(1, heads, 9, dims[0]), torch.randn(1, heads, 9, dims[1]))
     queries = torch.randn(1, heads * group, length, dims[0])
     format = LayerFormat(KeyFormat(heads, dims[0], 128, 2, 32), ValueFormat(heads, dims[1], 128, 2, 16))
     all_spans = SpanTokens(0, spans, span_as)
     got = paged_attention(queries, [], [residual], format, scaling, spans=[all_spans])[0]
 
     stored = torch.cat([span_keys(s, span_as) for s in spans], 1).double()
-    weighted = torch.cat([span_values(s, span_as) for s in spans] + [residual.values], 1).double()
+    weighted = torch.cat([span_values(s, span_as) for s in spans] + [residual.values[0]], 1).double()
     for head in range(heads * group):
         kv = head // group
         for t in range(length):
             query = queries[0, head, t].double()
             in_spans = shifted_by_hand((stored[kv] @ query * scaling).tolist(), tau1, tau2)
-            others = residual.keys[kv].double() @ query * scaling
+            others = residual.keys[0, kv].double() @ query * scaling
             weights = torch.cat([torch.tensor(in_spans, dtype=torch.float64), others]).softmax(0)
             torch.testing.assert_close(got[head, t].double(), weights @ weighted[kv], rtol=1e-4, atol=2e-5)

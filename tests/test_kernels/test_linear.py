@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from kvconvert.errors import UsageError
+from kvconvert.kernels import device as devices
 from kvconvert.kernels.device import fallbacks
 from kvconvert.kernels.linear import QuantizedLinear, cpu, int4pack_block, unpack_int4pack, w4a16_reference
-from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
+from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight, unpack_awq
 
 # Relative error of a whole output, by input dtype. float32: sums of hundreds of products. float16: the result's
 # rounding. bfloat16: weights or scales and offsets, and the result, each rounded to 8 bits.
@@ -58,6 +59,27 @@ def test_every_path_equals_dequantize_then_multiply(
         tiled = cpu.tiled_product(x, module.qweight, module.int4pack, module.qzeros, module.scales, tile_weights)
         assert relative_error(tiled + bias, exact) < TOLERANCE[dtype]
     assert torch.equal(module.awq_weight().qweight, weight.qweight)
+
+
+@pytest.mark.parametrize("instructions", [False, True])
+def test_tiles_in_bfloat16_with_and_without_instructions_for_it(instructions, monkeypatch) -> None:
+    monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: instructions)
+    weight = random_weight(256, 80, 64)
+    x = torch.randn(70, 256).bfloat16()
+    exact = x.double() @ dequantize_weight(weight, torch.float64).T
+    y = cpu.tiled_product(x, weight.qweight, None, weight.qzeros, weight.scales)
+    assert y.dtype == torch.bfloat16
+    # In float32 only the result is rounded, in bfloat16 the weights are, too.
+    assert relative_error(y, exact) < (TOLERANCE[torch.bfloat16] if instructions else 2.5e-3)
+
+
+@needs_int4pack
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 16), (96, 112), (2048, 640), (64, 1024)])
+def test_packing_equals_torchs_own(inputs: int, outputs: int) -> None:
+    weight = random_weight(inputs, outputs, 32)
+    codes = unpack_awq(weight.qweight).T.contiguous().int()
+    expected = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    assert torch.equal(cpu.pack_int4(weight)[0], expected)
 
 
 @needs_int4pack

@@ -118,7 +118,7 @@ def test_attention_equals_float64_attention_over_the_dequantized_tokens(bits, le
     key_pages = quantize_keys(keys, format.keys, static=static[0])
     value_pages = quantize_values(values, format.values, static[1])
     rows = torch.tensor([0, 1, 1, 1])
-    residual = ResidualTokens(0, torch.randn(heads, 9, key_dim), torch.randn(heads, 9, value_dim))
+    residual = ResidualTokens(torch.tensor([0]), torch.randn(1, heads, 9, key_dim), torch.randn(1, heads, 9, value_dim))
     queries = torch.randn(2, 3 * heads, length, key_dim)
     tiles = [
         PageTile(key_pages.select(part), value_pages.select(part), rows[part]) for part in (slice(0, 3), slice(3, 4))
@@ -129,7 +129,7 @@ def test_attention_equals_float64_attention_over_the_dequantized_tokens(bits, le
     for row in range(2):
         k, v = (x[rows == row].transpose(0, 1).flatten(1, 2) for x in (stored_keys, stored_values))
         if row == 0:
-            k, v = torch.cat([k, residual.keys], 1), torch.cat([v, residual.values], 1)
+            k, v = torch.cat([k, residual.keys[0]], 1), torch.cat([v, residual.values[0]], 1)
         expected = attention_reference(queries[row], k, v, None, 0.3)
         # float32 dot products
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import BundleError, RecipeError, UsageError
-from kvconvert.kernels.linear import QuantizedLinear
+from kvconvert.kernels.linear import DenseLinear, QuantizedLinear
 from kvconvert.runtime import KVCache, load
 from kvconvert.runtime.hf import load as runtime_load
 
@@ -85,6 +85,29 @@ def test_load_gives_packed_weights_and_a_cache_after_the_plan(bundle):
     assert cache.schemes == tuple(model.kv_schemes)
     assert cache.schemes[0].rotate_values == "folded"
     assert cache.stats().pages == 2 * (cache.get_seq_length() // 128) > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device_map", "expected"),
+    [
+        (torch.float16, None, torch.float32),
+        (torch.float16, "cpu", torch.float32),
+        (torch.float16, torch.device("cpu"), torch.float32),
+        (torch.float16, "cuda", "auto"),
+        (torch.float16, {"": 0}, "auto"),
+        (torch.bfloat16, None, "auto"),
+        (torch.float32, "cpu", "auto"),
+    ],
+)
+def test_the_default_dtype_is_the_bundles_but_for_float16_on_a_cpu(dtype, device_map, expected):
+    assert runtime_load._default_dtype(LlamaConfig(dtype=dtype), device_map) == expected
+
+
+def test_unquantized_linears_know_what_the_processor_is_slow_at(bundle):
+    model, _ = load(bundle, dtype=torch.bfloat16)
+    kept = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    assert kept
+    assert all(type(module) is DenseLinear for module in kept)
 
 
 def test_plain_from_pretrained_is_the_same_model(bundle):
