@@ -1,0 +1,41 @@
+"""Fewer and larger launches for a model on a GPU: `fuse` rearranges what a loaded model consists of, and no class.
+
+What is replaced is found by the names that modules declare.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+
+from kvconvert.kernels.linear import QuantizedLinear, share_input
+
+# Names of Linears beside each other that read one input: attention, a gated MLP, latent attention.
+SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+
+
+def fuse(model: nn.Module) -> dict[str, int]:
+    """Fuse what a model's decode steps compute between the kernels of attention, in place and for good.
+
+    Worth it on a GPU only, once the weights are there; equal to the model as it was up to rounding, on any device.
+
+    Args:
+        model: loaded, in evaluation mode.
+
+    Returns:
+        how many places of each kind were fused, such as `{"q_proj+k_proj+v_proj": 32}`.
+    """
+    return dict(share_inputs(model))
+
+
+def share_inputs(model: nn.Module) -> Counter[str]:
+    """Give 4-bit Linears that read the same tensor one product; see `kvconvert.kernels.linear.share_input`."""
+    fused: Counter[str] = Counter()
+    for module in model.modules():
+        for names in SHARED_INPUTS:
+            linears = {name: getattr(module, name, None) for name in names}
+            linears = {name: linear for name, linear in linears.items() if isinstance(linear, QuantizedLinear)}
+            if len(linears) > 1 and share_input(list(linears.values())) is None:
+                fused["+".join(linears)] += 1
+    return fused
