@@ -10,6 +10,7 @@ from collections import Counter
 from torch import nn
 
 from kvconvert.kernels.linear import QuantizedLinear, share_input
+from kvconvert.runtime.hf.experts import PackedExperts
 
 # Names of Linears beside each other that read one input: attention, a gated MLP, latent attention.
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
@@ -32,7 +33,13 @@ def fuse(model: nn.Module) -> dict[str, int]:
 def share_inputs(model: nn.Module) -> Counter[str]:
     """Give 4-bit Linears that read the same tensor one product; see `kvconvert.kernels.linear.share_input`."""
     fused: Counter[str] = Counter()
+    # These have a product of their own for all experts.
+    packed = {
+        id(part) for experts in model.modules() if isinstance(experts, PackedExperts) for part in experts.modules()
+    }
     for module in model.modules():
+        if id(module) in packed:
+            continue
         for names in SHARED_INPUTS:
             linears = {name: getattr(module, name, None) for name in names}
             linears = {name: linear for name, linear in linears.items() if isinstance(linear, QuantizedLinear)}
