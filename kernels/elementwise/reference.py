@@ -40,3 +40,44 @@ def gated_reference(gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
     else:
         active = functional.gelu(gate, approximate="tanh" if kind.activation == "gelu_tanh" else "none")
     return active * (up + kind.offset if kind.offset else up)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Which of transformers' RMSNorms: x / sqrt(mean x^2 + eps) in float32, times weight + offset.
+
+    Attributes:
+        eps: see above.
+        offset: 0, or 1 as in Gemma.
+        rounded: the normalised values are rounded to the dtype of x before they are multiplied, as in Llama.
+    """
+
+    eps: float
+    offset: float = 0.0
+    rounded: bool = True
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor | None, kind: Norm) -> Tensor:
+    """Normalise the last dimension; weight [channels], or None for no weight. Result in the dtype of x."""
+    values = x.float()
+    values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + kind.eps)
+    if weight is None:
+        return values.to(x.dtype)
+    if kind.rounded:
+        return ((weight + kind.offset if kind.offset else weight) * values.to(x.dtype)).to(x.dtype)
+    return (values * (weight.float() + kind.offset)).to(x.dtype)
+
+
+def rotary_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary positions of queries and keys [B, heads, T, D] by halves; cos and sin [1 or B, T, R], R <= D.
+
+    Channel i of the first R / 2 forms a pair with channel i + R / 2; channels from R on stay as they are.
+    """
+    cos, sin, size = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
+
+    def rotated(x: Tensor) -> Tensor:
+        x, rest = x[..., :size], x[..., size:]
+        turned = torch.cat((-x[..., size // 2 :], x[..., : size // 2]), -1)
+        return torch.cat((x * cos + turned * sin, rest), -1)
+
+    return rotated(q), rotated(k)

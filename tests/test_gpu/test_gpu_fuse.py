@@ -52,7 +52,13 @@ def test_fused_models_compute_what_they_did(name, device):
 def test_the_summary_counts_places(device):
     model = quantized(ARCHITECTURES["llama"].build()).to(device)
     layers = model.config.num_hidden_layers
-    assert fuse(model) == {"q_proj+k_proj+v_proj": layers, "gate_proj+up_proj": layers}
+    assert fuse(model) == {
+        "q_proj+k_proj+v_proj": layers,
+        "gate_proj+up_proj": layers,
+        "norms": 2 * layers + 1,
+        "gated MLPs": layers,
+        "rotary positions": layers,
+    }
     assert fuse(model) == {}
 
 
