@@ -13,6 +13,7 @@ from torch import nn
 
 from kvconvert.kernels.linear import QuantizedLinear, share_input
 from kvconvert.runtime.hf.experts import PackedExperts
+from kvconvert.runtime.hf.fused_layers import fuse_residuals
 from kvconvert.runtime.hf.fused_modules import fuse_gated_mlp, fuse_norm, fuse_rotary
 
 # Names of Linears beside each other that read one input: attention, a gated MLP, latent attention.
@@ -39,6 +40,9 @@ def fuse(model: nn.Module) -> dict[str, int]:
             fused["norms"] += fuse_norm(module, dtype)
             fused["gated MLPs"] += fuse_gated_mlp(module, dtype)
             fused["rotary positions"] += fuse_rotary(module)
+        for module in [] if dtype is None else list(model.modules()):
+            if isinstance(layers := getattr(module, "layers", None), nn.ModuleList) and len(layers):
+                fused["residuals"] += fuse_residuals(list(layers), getattr(module, "norm", None), dtype)
     return {place: count for place, count in fused.items() if count}
 
 

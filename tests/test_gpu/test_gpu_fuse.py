@@ -58,6 +58,7 @@ def test_the_summary_counts_places(device):
         "norms": 2 * layers + 1,
         "gated MLPs": layers,
         "rotary positions": layers,
+        "residuals": layers,
     }
     assert fuse(model) == {}
 
