@@ -54,6 +54,7 @@ def _norm(dtype: str, columns: int, rounded: bool, residual: bool) -> Variant:
         num_stages=3,
         axes={"dtype": dtype, "columns": columns, "rounded": rounded, "residual": residual},
         wide_loads=True,
+        spills="two registers of the widest rows" if (dtype, columns, residual) == ("fp32", 8192, True) else "",
     )
 
 

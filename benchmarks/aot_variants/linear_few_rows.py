@@ -9,6 +9,8 @@ from aot_variants.variant import Variant
 from kvconvert.kernels.linear.packed_layout import TILE
 from kvconvert.kernels.linear.triton.few_rows import FEW_ROWS_SHAPES, few_rows_kernel
 
+SPILLS = "two registers, on some architectures"
+
 
 def signature(dtype: str) -> dict[str, str]:
     """Types of the arguments that the kernels with activations share."""
@@ -54,4 +56,5 @@ def variants(device_capability: int) -> Iterator[Variant]:
                         wide_loads=True,
                         # A scale and a zero for only 32 codes.
                         most_per_code=8.6 if k_block == 32 else 6.0,
+                        spills=SPILLS if dtype == "fp16" and k_block == 64 and (rows, fills) == (16, True) else "",
                     )
