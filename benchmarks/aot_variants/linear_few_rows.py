@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from aot_variants.variant import Variant
 from kvconvert.kernels.linear.packed_layout import TILE
 from kvconvert.kernels.linear.triton.few_rows import FEW_ROWS_SHAPES, few_rows_kernel
 
+SPILLS = "two registers, on some architectures"
+
 
 def signature(dtype: str) -> dict[str, str]:
     """Types of the arguments that the kernels with activations share."""
-    pointers = {"x": f"*{dtype}", "lanes": "*i16", "grid": "*i32", "y": f"*{dtype}"}
+    pointers = {"x": f"*{dtype}", "lanes": "*i16", "grid": "*i32", "bias": f"*{dtype}", "y": f"*{dtype}"}
     return pointers | dict.fromkeys(("rows", "octets", "k_blocks"), "i32")
 
 
@@ -20,9 +23,10 @@ def variants(device_capability: int) -> Iterator[Variant]:
     for dtype in ("fp16", "bf16"):
         for k_block, group_k_blocks in ((32, 1), (64, 1), (128, 1), (128, 2)):
             for (rows, fills), shape in FEW_ROWS_SHAPES.items():
-                for even in (True, False):
+                for even, biased in product((True, False), (False, True)):
+                    options = "-fills" * fills + "-even" * even + "-bias" * biased
                     yield Variant(
-                        name=f"few_rows-{dtype}-{k_block}x{group_k_blocks}-{rows}{'-fills' * fills}{'-even' * even}",
+                        name=f"few_rows-{dtype}-{k_block}x{group_k_blocks}-{rows}{options}",
                         function=few_rows_kernel,
                         signature=signature(dtype),
                         constants={
@@ -33,6 +37,7 @@ def variants(device_capability: int) -> Iterator[Variant]:
                             "WARPS": shape.warps,
                             "EVEN": even,
                             "STAGES": shape.stages,
+                            "HAS_BIAS": biased,
                             "INLINE_ASM": True,
                         },
                         num_warps=shape.warps,
@@ -44,10 +49,12 @@ def variants(device_capability: int) -> Iterator[Variant]:
                             "rows": rows,
                             "fills": fills,
                             "even": even,
+                            "bias": biased,
                         },
                         codes=TILE * shape.tiles * shape.warps * k_block,
                         tensor_cores=True,
                         wide_loads=True,
                         # A scale and a zero for only 32 codes.
                         most_per_code=8.6 if k_block == 32 else 6.0,
+                        spills=SPILLS if dtype == "fp16" and k_block == 64 and (rows, fills) == (16, True) else "",
                     )

@@ -16,8 +16,7 @@ unquantized model. The first such call logs a warning, and `QuantizedLinear.path
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -37,12 +36,17 @@ from kvconvert.kernels.linear.cpu import (
 from kvconvert.kernels.linear.dense import DenseLinear
 from kvconvert.kernels.linear.packed_layout import PackedWeight, has_layout, pack_weight, unpack_codes
 from kvconvert.kernels.linear.reference import w4a16_reference
+from kvconvert.kernels.linear.shared_input import SharedInput
+from kvconvert.kernels.linear.shared_storage import SharedStorage, layout_lock
+from kvconvert.kernels.linear.shared_storage import unsupported as unshared
 
 __all__ = [
     "DenseLinear",
     "Path",
     "QuantizedLinear",
     "int4pack_block",
+    "packed_product",
+    "share_input",
     "unpack_int4pack",
     "unsupported",
     "w4a16_reference",
@@ -57,8 +61,6 @@ GPU_WIDE_OUTPUTS = 8192
 GPU_FEW_ROWS = {"wide": 32, "narrow": 64}
 GPU_FUSED_ROWS = {"wide": 384, "narrow": 0}
 
-_layout_lock = threading.Lock()
-
 
 def unsupported(device: torch.device, dtype: torch.dtype, group_size: int) -> str | None:
     """Why the Triton kernels cannot serve activations of this dtype over such a weight; None if they can."""
@@ -72,6 +74,43 @@ def unsupported(device: torch.device, dtype: torch.dtype, group_size: int) -> st
     return None
 
 
+def share_input(linears: Sequence[QuantizedLinear]) -> str | None:
+    """Make Linears that read the same tensor compute as one product on a GPU.
+
+    Args:
+        linears: q, k and v, say, or gate and up.
+
+    Returns:
+        why that cannot be; None if it is done.
+    """
+    reason = unshared(linears)
+    if reason is None:
+        SharedInput(linears, packed_product)
+    return reason
+
+
+def gpu_path(rows: int, outputs: int) -> Path:
+    """Which of the Triton kernels a product of so many rows and outputs takes."""
+    width = "wide" if outputs >= GPU_WIDE_OUTPUTS else "narrow"
+    if rows <= GPU_FEW_ROWS[width]:
+        return "few rows"
+    return "fused" if rows <= GPU_FUSED_ROWS[width] else "unpacked"
+
+
+def packed_product(rows: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """[n, in] times a packed weight plus a bias [out] by a Triton kernel: [n, out] in the dtype of `rows`."""
+    from kvconvert.kernels.linear.triton.few_rows import few_rows
+    from kvconvert.kernels.linear.triton.many_rows import prompt, unpacked
+
+    if not rows.shape[0]:
+        return rows.new_empty(0, weight.outputs)
+    path = gpu_path(rows.shape[0], weight.outputs)
+    if path == "few rows":
+        return few_rows(rows, weight, bias=bias)
+    y = (prompt if path == "fused" else unpacked)(rows, weight)
+    return y if bias is None else y.add_(bias.to(y.dtype))
+
+
 class QuantizedLinear(nn.Module):
     """A Linear over AWQ tensors, with their standard names, shapes and dtypes, so that a checkpoint loads straight in.
 
@@ -82,7 +121,7 @@ class QuantizedLinear(nn.Module):
     Memory: 4 bits per weight in every layout. Once a path with a layout of its own has run, `qweight` is None, the
     weights are in `int4pack` (CPU) or `gpu_lanes` (GPU), and 4 bytes per group and output channel come on top (0.25
     bits per weight for groups of 128); `awq_weight()` gives AWQ's tensors at any time, and `state_dict()` always holds
-    them.
+    them. Linears may share one buffer (`SharedStorage`), and one product if they read the same input (`share_input`).
 
     Args:
         in_features, out_features: as for `torch.nn.Linear`; multiples of `group_size` and of 8.
@@ -99,6 +138,8 @@ class QuantizedLinear(nn.Module):
     int4pack_grid: Tensor | None
     gpu_lanes: Tensor | None
     gpu_grid: Tensor | None
+    storage: SharedStorage | None = None
+    shared_input: SharedInput | None = None
 
     def __init__(
         self,
@@ -135,11 +176,13 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out] in the dtype of `x`: float32, float16, bfloat16 or float64."""
+        if self.shared_input is not None and unsupported(x.device, x.dtype, self.group_size) is None:
+            y = self.shared_input.output(self, x)
+            if y is not None:
+                return y
         rows = x.reshape(-1, self.in_features)
         recorded = torch.is_grad_enabled() and x.requires_grad
         y = _FrozenProduct.apply(rows, self) if recorded else self._product(rows)
-        if self.bias is not None:
-            y = y + self.bias.to(y.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
     def path(self, rows: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Path:
@@ -148,10 +191,7 @@ class QuantizedLinear(nn.Module):
         if device.type == "cuda" and not torch.cuda.is_available():
             return "reference"
         if unsupported(device, dtype, self.group_size) is None:
-            width = "wide" if self.out_features >= GPU_WIDE_OUTPUTS else "narrow"
-            if rows <= GPU_FEW_ROWS[width]:
-                return "few rows"
-            return "fused" if rows <= GPU_FUSED_ROWS[width] else "unpacked"
+            return gpu_path(rows, self.out_features)
         if device.type != "cpu" or devices.runs_triton(device):
             return "reference"
         return "int4pack" if takes_int4pack(rows, dtype, self.out_features, self.group_size) else "tiled"
@@ -172,43 +212,58 @@ class QuantizedLinear(nn.Module):
             f"bias={self.bias is not None}"
         )
 
+    def gpu_weight(self) -> PackedWeight | None:
+        """The weight in the GPU's layout, if that is in memory."""
+        lanes = self.gpu_lanes
+        return None if lanes is None else PackedWeight(lanes, self.gpu_grid, self.out_features)
+
+    def adopt_gpu_weight(self, packed: PackedWeight) -> None:
+        """Take this weight's tensors of the GPU's layout in the place of whatever is in memory."""
+        # Other threads read qweight, then gpu_lanes: the new layout has to be there before the old one goes.
+        self.gpu_grid, self.gpu_lanes, self.qweight = packed.grid, packed.lanes, None
+
+    def leave_cpu_layout(self) -> None:
+        """Turn torch's int4 layout back, if that is in memory."""
+        if self.int4pack is not None:
+            self._to_awq()
+
     def _product(self, rows: Tensor) -> Tensor:
+        """[n, in] to [n, out], bias included."""
         if not rows.shape[0]:
             return rows.new_empty(0, self.out_features)
         path = self.path(rows.shape[0], rows.dtype, rows.device)
+        if path in ("few rows", "fused", "unpacked"):
+            return packed_product(rows, self._packed(), self.bias)
         if path == "reference":
             reason = unsupported(rows.device, rows.dtype, self.group_size)
             devices.fall_back("A Linear with 4-bit weights", reason)
-            return w4a16_reference(rows, self.awq_weight())
-        if path in ("few rows", "fused", "unpacked"):
-            return self._gpu_product(rows, path)
+            return w4a16_reference(rows, self.awq_weight(), self.bias)
         if self.gpu_lanes is not None:
             # Triton's interpreter was here.
             self._to_awq()
         if path == "int4pack":
             self._to_int4pack()
-            return int4pack_product(rows, self.int4pack, self.int4pack_grid, self.group_size)
-        return tiled_product(rows, self.qweight, self.int4pack, self.qzeros, self.scales)
+            y = int4pack_product(rows, self.int4pack, self.int4pack_grid, self.group_size)
+        else:
+            y = tiled_product(rows, self.qweight, self.int4pack, self.qzeros, self.scales)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def _gpu_product(self, rows: Tensor, path: Path) -> Tensor:
-        from kvconvert.kernels.linear.triton.few_rows import few_rows
-        from kvconvert.kernels.linear.triton.many_rows import prompt, unpacked
-
+    def _packed(self) -> PackedWeight:
+        """The weight in the GPU's layout, alone or beside those that share its buffer."""
         if self.gpu_lanes is None:
-            self._to_awq()
-            with _layout_lock, torch.inference_mode(False):
+            self.leave_cpu_layout()
+            if self.storage is not None:
+                self.storage.packed()
+            with layout_lock, torch.inference_mode(False):
                 if self.gpu_lanes is None:
-                    packed = pack_weight(AwqWeight(self.qweight, self.qzeros, self.scales))
-                    # As in `_to_int4pack`, the new layout has to be there before the old one goes.
-                    self.gpu_grid, self.gpu_lanes, self.qweight = packed.grid, packed.lanes, None
-        product = {"few rows": few_rows, "fused": prompt, "unpacked": unpacked}[path]
-        return product(rows, PackedWeight(self.gpu_lanes, self.gpu_grid, self.out_features))
+                    self.adopt_gpu_weight(pack_weight(AwqWeight(self.qweight, self.qzeros, self.scales)))
+        return self.gpu_weight()
 
     def _to_int4pack(self) -> None:
         """Replace `qweight` by torch's int4 layout; does nothing if that has happened."""
         if self.int4pack is not None:
             return
-        with _layout_lock, torch.inference_mode(False):
+        with layout_lock, torch.inference_mode(False):
             if self.int4pack is not None:
                 return
             packed, grid = pack_int4(AwqWeight(self.qweight, self.qzeros, self.scales))
@@ -218,10 +273,12 @@ class QuantizedLinear(nn.Module):
 
     def _to_awq(self) -> None:
         """Put the weights back into `qweight`."""
-        with _layout_lock:
+        with layout_lock:
             if self.qweight is None:
                 self.qweight = self.awq_weight().qweight
                 self.int4pack = self.int4pack_grid = self.gpu_lanes = self.gpu_grid = None
+            if self.storage is not None:
+                self.storage.release()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         self._to_awq()
@@ -244,7 +301,7 @@ class QuantizedLinear(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # torch's layout depends on the processor, so that a pickle must not carry it elsewhere.
         self._to_awq()
-        return self.__dict__.copy()
+        return self.__dict__ | {"storage": None, "shared_input": None}
 
 
 class _FrozenProduct(torch.autograd.Function):

@@ -168,14 +168,15 @@ class SeparateExperts(nn.Module):
         return outputs
 
     def _expert(self, expert: nn.ModuleDict, x: Tensor) -> Tensor:
-        gate, up = expert[self.roles.gate](x), expert[self.roles.up](x)
+        return expert[self.roles.down](self._joined(expert[self.roles.gate](x), expert[self.roles.up](x)))
+
+    def _joined(self, gate: Tensor, up: Tensor) -> Tensor:
+        """What an expert makes of its first two projections, of one shape."""
         if self.layout.scored_before:
-            gated = up * self.gating.act_fn(gate)
-        elif self.layout.interleaved:
-            gated = self.gating._apply_gate(torch.stack((gate, up), -1).flatten(-2))
-        else:
-            gated = self.gating._apply_gate(torch.cat((gate, up), -1))
-        return expert[self.roles.down](gated)
+            return up * self.gating.act_fn(gate)
+        if self.layout.interleaved:
+            return self.gating._apply_gate(torch.stack((gate, up), -1).flatten(-2))
+        return self.gating._apply_gate(torch.cat((gate, up), -1))
 
 
 def _without_weights(fused: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Packed experts at run time: `SeparateExperts` over packed Linears in the place of transformers' fused experts."""
+"""Packed experts at run time, in the place of transformers' fused experts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.core_model_loading import WeightConverter
 
 from kvconvert.bundle.manifest import MANIFEST_NAME, ModuleCoverage
 from kvconvert.errors import BundleError
+from kvconvert.kernels import device as devices
+from kvconvert.kernels.experts import routed_experts, scored_experts, store_experts, unsupported
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.models.experts import (
     EXPERT_ROLES,
@@ -21,6 +23,37 @@ from kvconvert.models.experts import (
     fused_layout,
     is_fused,
 )
+from kvconvert.runtime.hf.gates import find_gate
+
+
+class PackedExperts(SeparateExperts):
+    """Experts of packed Linears: on a GPU a fixed number of kernels without the host, elsewhere one after another.
+
+    What the kernels do not serve (see `kvconvert.kernels.experts.unsupported`) is computed expert by expert, too; the
+    first such call on a GPU logs a warning.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+    ) -> Tensor:
+        """As in `SeparateExperts`."""
+        if not devices.runs_triton(hidden_states.device):
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        if "stored" not in self.__dict__:
+            linears = [tuple(expert[role] for role in self.roles) for expert in self.experts()]
+            self.gate = find_gate(self._joined, self.gating)
+            self.stored = store_experts(linears)
+        reason = unsupported(hidden_states, self.stored, self.gate)
+        if reason is not None:
+            devices.fall_back("Experts with 4-bit weights", reason)
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        if self.layout.scored_before:
+            return scored_experts(hidden_states, self.stored, self.gate)
+        return routed_experts(hidden_states, top_k_index, top_k_weights, self.stored, self.gate)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Buffers belong to these Linears; a copy's make their own.
+        return {name: value for name, value in self.__dict__.items() if name not in ("stored", "gate")}
 
 
 def place_packed_experts(model: nn.Module, modules: Iterable[ModuleCoverage]) -> None:
@@ -57,7 +90,7 @@ def place_packed_experts(model: nn.Module, modules: Iterable[ModuleCoverage]) ->
             )
         group_size = coverage[f"{name}.0.{roles.down}"].group_size
         with torch.device("meta"):
-            packed = SeparateExperts(fused, roles, lambda i, o, bias, g=group_size: QuantizedLinear(i, o, g, bias))
+            packed = PackedExperts(fused, roles, lambda i, o, bias, g=group_size: QuantizedLinear(i, o, g, bias))
         model.set_submodule(name, packed)
 
 

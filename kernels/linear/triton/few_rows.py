@@ -108,55 +108,38 @@ def _corrected(product, sums, grid, CLASS: tl.constexpr, BF16: tl.constexpr):
     return scale_of(grid) * (product * (_UNIT / 16.0**CLASS) - zero * sums)
 
 
-@triton.jit(do_not_specialize=["rows", "octets", "k_blocks"])
-def few_rows_kernel(
-    x,
-    lanes,
-    grid,
-    y,
-    rows,
-    octets,
+@triton.jit
+def warp_sums(
+    lane_pointers,
+    grid_pointers,
+    x_pointers,
+    tile_mask,
+    row_mask,
+    warp,
     k_blocks,
     K_BLOCK: tl.constexpr,
     GROUP_K_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
-    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
     WARPS: tl.constexpr,
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
     INLINE_ASM: tl.constexpr,
 ):
-    """y = x W^T for ROWS rows and 32 TILES outputs per program; every warp has inputs of its own, added up at the end.
+    """Each warp's sums over its own inputs, of the outputs' two classes: two of [WARPS, BLOCK, ROWS] in float32.
 
-    The product has a batch dimension, which Triton deals out to the warps: so the inputs are split within a program,
-    where the order of the sum is fixed and no second launch is needed.
+    Pointers are those of the first k block; masks say which lines of tiles and which rows there are.
     """
-    BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    DTYPE: tl.constexpr = x_pointers.dtype.element_ty
+    BF16: tl.constexpr = x_pointers.dtype.element_ty == tl.bfloat16
     HALF: tl.constexpr = K_BLOCK // 2
-    BLOCK: tl.constexpr = TILES * 16
-    # So that the compiler sees that rows of y start at multiples of 16 bytes.
-    outputs = octets * 8
-    program = tl.program_id(0)
-    tiles = (outputs + OUTPUTS - 1) // OUTPUTS
-    warp = tl.arange(0, WARPS)[:, None, None]
-    line = tl.arange(0, BLOCK)[None, :, None]
-    tile = program * TILES + line // 16
-    column = tl.arange(0, HALF)[None, None, :]
-    inner = tl.arange(0, HALF)[None, :, None]
-    first_row = tl.program_id(1) * ROWS
-    row = first_row + tl.arange(0, ROWS)[None, None, :]
-    ones = tl.full([WARPS, BLOCK, HALF], 1.0, x.dtype.element_ty)
+    ones = tl.full([WARPS, BLOCK, HALF], 1.0, DTYPE)
     none = tl.zeros([WARPS, BLOCK, ROWS], tl.float32)
     low, high = none, none
-    inputs = k_blocks * K_BLOCK
-    groups = k_blocks // GROUP_K_BLOCKS
-    lane_pointers = lanes + tile * (k_blocks * 16 * HALF) + line % 16 * HALF + column
-    grid_pointers = grid + tile * (groups * OUTPUTS) + line % 16
-    x_pointers = x + row * inputs + inner
     for step in tl.range(0, tl.cdiv(k_blocks, WARPS), num_stages=STAGES):
         k_block = step * WARPS + warp
-        x_mask = row < rows
-        mask = tile < tiles
+        x_mask = row_mask
+        mask = tile_mask
         if not EVEN:
             mask &= k_block < k_blocks
             x_mask &= k_block < k_blocks
@@ -172,12 +155,66 @@ def few_rows_kernel(
         product = multiply(code_operand(packed, 1, BF16, INLINE_ASM), first, none, INLINE_ASM)
         product = multiply(code_operand(packed, 3, BF16, INLINE_ASM), second, product, INLINE_ASM)
         high += _corrected(product, sums, grid_high, 1, BF16)
+    return low, high
+
+
+@triton.jit(do_not_specialize=["rows", "octets", "k_blocks"])
+def few_rows_kernel(
+    x,
+    lanes,
+    grid,
+    bias,
+    y,
+    rows,
+    octets,
+    k_blocks,
+    K_BLOCK: tl.constexpr,
+    GROUP_K_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    INLINE_ASM: tl.constexpr,
+):
+    """y = x W^T + bias for ROWS rows and 32 TILES outputs per program; every warp sums over inputs of its own.
+
+    The product has a batch dimension, which Triton deals out to the warps: so the inputs are split within a program,
+    where the order of the sum is fixed and no second launch is needed.
+    """
+    HALF: tl.constexpr = K_BLOCK // 2
+    BLOCK: tl.constexpr = TILES * 16
+    # So that the compiler sees that rows of y start at multiples of 16 bytes.
+    outputs = octets * 8
+    program = tl.program_id(0)
+    tiles = (outputs + OUTPUTS - 1) // OUTPUTS
+    warp = tl.arange(0, WARPS)[:, None, None]
+    line = tl.arange(0, BLOCK)[None, :, None]
+    tile = program * TILES + line // 16
+    column = tl.arange(0, HALF)[None, None, :]
+    inner = tl.arange(0, HALF)[None, :, None]
+    first_row = tl.program_id(1) * ROWS
+    row = first_row + tl.arange(0, ROWS)[None, None, :]
+    inputs = k_blocks * K_BLOCK
+    groups = k_blocks // GROUP_K_BLOCKS
+    lane_pointers = lanes + tile * (k_blocks * 16 * HALF) + line % 16 * HALF + column
+    grid_pointers = grid + tile * (groups * OUTPUTS) + line % 16
+    x_pointers = x + row * inputs + inner
+    low, high = warp_sums(
+        lane_pointers, grid_pointers, x_pointers, tile < tiles, row < rows, warp, k_blocks,
+        K_BLOCK, GROUP_K_BLOCKS, ROWS, BLOCK, WARPS, EVEN, STAGES, INLINE_ASM,
+    )  # fmt: skip
     line = tl.arange(0, BLOCK)[:, None]
     row = first_row + tl.arange(0, ROWS)[None, :]
     output = (program * TILES + line // 16) * OUTPUTS + line % 16
     pointers = y + row * outputs + output
-    tl.store(pointers, tl.sum(low, 0).to(y.dtype.element_ty), mask=(row < rows) & (output < outputs))
-    tl.store(pointers + 16, tl.sum(high, 0).to(y.dtype.element_ty), mask=(row < rows) & (output + 16 < outputs))
+    first_class, second_class = tl.sum(low, 0), tl.sum(high, 0)
+    if HAS_BIAS:
+        first_class += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)
+        second_class += tl.load(bias + output + 16, mask=output + 16 < outputs, other=0.0).to(tl.float32)
+    tl.store(pointers, first_class.to(y.dtype.element_ty), mask=(row < rows) & (output < outputs))
+    tl.store(pointers + 16, second_class.to(y.dtype.element_ty), mask=(row < rows) & (output + 16 < outputs))
 
 
 @dataclass(frozen=True)
@@ -201,15 +238,16 @@ FEW_ROWS_SHAPES = {
 }
 
 
-def few_rows(x: Tensor, weight: PackedWeight, shape: FewRowsShape | None = None) -> Tensor:
-    """x W^T for x [rows, in] of fp16 or bf16: [rows, out] in its dtype, sums in float32."""
+def few_rows(x: Tensor, weight: PackedWeight, shape: FewRowsShape | None = None, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias for x [rows, in] of fp16 or bf16: [rows, out] in its dtype, sums in float32; bias [out]."""
     rows, (tiles, k_blocks) = checked(x, weight), weight.lanes.shape[:2]
     shape = shape or few_rows_shape(len(rows), tiles, multiprocessors(x.device))
     y = rows.new_empty(len(rows), weight.outputs)
     few_rows_kernel[(triton.cdiv(tiles, shape.tiles), triton.cdiv(rows.shape[0], shape.rows))](
-        rows, weight.lanes, weight.grid, y, rows.shape[0], weight.outputs // 8, k_blocks,
+        rows, weight.lanes, weight.grid, y if bias is None else bias, y, rows.shape[0], weight.outputs // 8, k_blocks,
         K_BLOCK=weight.k_block, GROUP_K_BLOCKS=weight.group_size // weight.k_block, ROWS=shape.rows, TILES=shape.tiles,
-        WARPS=shape.warps, EVEN=k_blocks % shape.warps == 0, STAGES=shape.stages, INLINE_ASM=x.is_cuda,
+        WARPS=shape.warps, EVEN=k_blocks % shape.warps == 0, STAGES=shape.stages,
+        HAS_BIAS=bias is not None, INLINE_ASM=x.is_cuda,
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return y

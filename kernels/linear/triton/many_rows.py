@@ -69,6 +69,40 @@ def _weights(lanes, grid, NIBBLE: tl.constexpr, BF16: tl.constexpr, INLINE_ASM: 
     return values
 
 
+@triton.jit
+def tile_sums(
+    lane_block,
+    lane_offsets,
+    grid_block,
+    grid_offsets,
+    x_block,
+    x_offsets,
+    k_blocks,
+    K_BLOCK: tl.constexpr,
+    GROUP_K_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    INLINE_ASM: tl.constexpr,
+):
+    """Sums over all inputs of the outputs' two classes, two of [BLOCK, ROWS] in float32; offsets of the first block."""
+    BF16: tl.constexpr = x_block.dtype.element_ty == tl.bfloat16
+    HALF: tl.constexpr = K_BLOCK // 2
+    low = tl.zeros([BLOCK, ROWS], tl.float32)
+    high = tl.zeros([BLOCK, ROWS], tl.float32)
+    for k_block in tl.range(0, k_blocks, num_stages=STAGES):
+        packed = tl.load(lane_block + k_block * (16 * HALF) + lane_offsets)
+        grid_low = tl.load(grid_block + k_block // GROUP_K_BLOCKS * OUTPUTS + grid_offsets)[:, None]
+        grid_high = tl.load(grid_block + (k_block // GROUP_K_BLOCKS * OUTPUTS + 16) + grid_offsets)[:, None]
+        first = tl.load(x_block + k_block * K_BLOCK + x_offsets)
+        second = tl.load(x_block + (k_block * K_BLOCK + HALF) + x_offsets)
+        low = multiply(_weights(packed, grid_low, 0, BF16, INLINE_ASM), first, low, INLINE_ASM)
+        high = multiply(_weights(packed, grid_high, 1, BF16, INLINE_ASM), first, high, INLINE_ASM)
+        low = multiply(_weights(packed, grid_low, 2, BF16, INLINE_ASM), second, low, INLINE_ASM)
+        high = multiply(_weights(packed, grid_high, 3, BF16, INLINE_ASM), second, high, INLINE_ASM)
+    return low, high
+
+
 @triton.jit(do_not_specialize=["rows", "octets", "k_blocks"])
 def prompt_kernel(
     x,
@@ -86,7 +120,6 @@ def prompt_kernel(
     INLINE_ASM: tl.constexpr,
 ):
     """y = x W^T for ROWS rows and 32 TILES outputs per program, the weights becoming the product's left operand."""
-    BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     HALF: tl.constexpr = K_BLOCK // 2
     BLOCK: tl.constexpr = TILES * 16
     outputs = octets * 8
@@ -101,8 +134,6 @@ def prompt_kernel(
     # The last block reads its neighbours' tiles again where it has none of its own; what comes of them is not stored.
     tile = tl.minimum(line // 16, tiles - first_tile - 1)
     row = tl.arange(0, ROWS)
-    low = tl.zeros([BLOCK, ROWS], tl.float32)
-    high = tl.zeros([BLOCK, ROWS], tl.float32)
     column = tl.arange(0, HALF)
     lane_block = lanes + first_tile.to(tl.int64) * (k_blocks * (16 * HALF))
     lane_offsets = (tile * (k_blocks * 16) + line % 16)[:, None] * HALF + column[None, :]
@@ -110,16 +141,10 @@ def prompt_kernel(
     grid_offsets = tile * (groups * OUTPUTS) + line % 16
     x_block = x + first_row.to(tl.int64) * inputs
     x_offsets = tl.minimum(row, rows - first_row - 1)[None, :] * inputs + column[:, None]
-    for k_block in tl.range(0, k_blocks, num_stages=STAGES):
-        packed = tl.load(lane_block + k_block * (16 * HALF) + lane_offsets)
-        grid_low = tl.load(grid_block + k_block // GROUP_K_BLOCKS * OUTPUTS + grid_offsets)[:, None]
-        grid_high = tl.load(grid_block + (k_block // GROUP_K_BLOCKS * OUTPUTS + 16) + grid_offsets)[:, None]
-        first = tl.load(x_block + k_block * K_BLOCK + x_offsets)
-        second = tl.load(x_block + (k_block * K_BLOCK + HALF) + x_offsets)
-        low = multiply(_weights(packed, grid_low, 0, BF16, INLINE_ASM), first, low, INLINE_ASM)
-        high = multiply(_weights(packed, grid_high, 1, BF16, INLINE_ASM), first, high, INLINE_ASM)
-        low = multiply(_weights(packed, grid_low, 2, BF16, INLINE_ASM), second, low, INLINE_ASM)
-        high = multiply(_weights(packed, grid_high, 3, BF16, INLINE_ASM), second, high, INLINE_ASM)
+    low, high = tile_sums(
+        lane_block, lane_offsets, grid_block, grid_offsets, x_block, x_offsets, k_blocks,
+        K_BLOCK, GROUP_K_BLOCKS, ROWS, BLOCK, STAGES, INLINE_ASM,
+    )  # fmt: skip
     low, high = low.to(y.dtype.element_ty), high.to(y.dtype.element_ty)
     y_block = y + first_row.to(tl.int64) * outputs + first_tile * OUTPUTS
     line, row = tl.arange(0, BLOCK)[:, None], tl.arange(0, ROWS)[None, :]

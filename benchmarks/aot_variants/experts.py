@@ -1,0 +1,99 @@
+"""Specialisations of the kernels of a mixture's experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from aot_variants.variant import Variant
+from kvconvert.kernels.experts.triton.kernels import (
+    combine_kernel,
+    few_pairs_kernel,
+    many_pairs_kernel,
+    sort_by_expert_kernel,
+)
+from kvconvert.kernels.experts.triton.launch import COMBINE_COLUMNS, SORT_CHUNK
+from kvconvert.kernels.linear.packed_layout import TILE
+from kvconvert.kernels.linear.triton.few_rows import FEW_ROWS_SHAPES
+from kvconvert.kernels.linear.triton.many_rows import prompt_shape
+
+
+def variants(device_capability: int) -> Iterator[Variant]:
+    """What the dispatch chooses for the usual mixtures on a device."""
+    yield Variant(
+        name="sort",
+        function=sort_by_expert_kernel,
+        signature={"chosen": "*i64", "order": "*i32", "starts": "*i32", "counts": "*i32", "pairs": "i32"},
+        constants={"CHUNK": SORT_CHUNK},
+        num_warps=4,
+        num_stages=3,
+    )
+    for dtype in ("fp16", "bf16"):
+        for scores in (dtype, "fp32", None):
+            yield _combine(dtype, scores)
+        for k_block, group_k_blocks in ((32, 1), (64, 1), (128, 1)):
+            sizes = {"K_BLOCK": k_block, "GROUP_K_BLOCKS": group_k_blocks, "INLINE_ASM": True}
+            for bias in (False, True):
+                yield from _few(dtype, sizes, bias)
+                yield from _many(dtype, sizes, bias, device_capability)
+
+
+def _signature(dtype: str) -> dict[str, str]:
+    pointers = {"x": f"*{dtype}", "lanes": "*i16", "grid": "*i32", "bias": f"*{dtype}", "y": f"*{dtype}"}
+    pointers |= {"chosen": "*i64", "order": "*i32", "starts": "*i32", "counts": "*i32"}
+    return pointers | dict.fromkeys(("experts", "blocks", "divisor", "octets", "k_blocks"), "i32")
+
+
+def _few(dtype: str, sizes: dict[str, int], bias: bool) -> Iterator[Variant]:
+    for (rows, fills), shape in FEW_ROWS_SHAPES.items():
+        for is_sorted in (True, False) if rows == 8 else (True,):
+            yield Variant(
+                name=f"few_pairs-{dtype}-{sizes['K_BLOCK']}-{rows}{'-fills' * fills}{'-sorted' * is_sorted}"
+                f"{'-bias' * bias}",
+                function=few_pairs_kernel,
+                signature=_signature(dtype),
+                constants=sizes
+                | {"ROWS": rows, "TILES": shape.tiles, "WARPS": shape.warps, "EVEN": True, "STAGES": shape.stages}
+                | {"HAS_BIAS": bias, "SORTED": is_sorted},
+                num_warps=shape.warps,
+                num_stages=shape.stages,
+                axes={"dtype": dtype, "k_block": sizes["K_BLOCK"], "rows": rows, "fills": fills, "bias": bias}
+                | {"sorted": is_sorted},
+                codes=TILE * shape.tiles * shape.warps * sizes["K_BLOCK"],
+                tensor_cores=True,
+                wide_loads=True,
+                # A scale and a zero for only 32 codes.
+                most_per_code=8.6 if sizes["K_BLOCK"] == 32 else 6.0,
+            )
+
+
+def _many(dtype: str, sizes: dict[str, int], bias: bool, capability: int) -> Iterator[Variant]:
+    for shape in dict.fromkeys(prompt_shape(rows, (capability // 10, capability % 10)) for rows in (128, 256)):
+        yield Variant(
+            name=f"many_pairs-{dtype}-{sizes['K_BLOCK']}-{shape.rows}{'-bias' * bias}",
+            function=many_pairs_kernel,
+            signature=_signature(dtype),
+            constants=sizes | {"ROWS": shape.rows, "TILES": shape.tiles, "STAGES": shape.stages, "HAS_BIAS": bias},
+            num_warps=shape.warps,
+            num_stages=shape.stages,
+            axes={"dtype": dtype, "k_block": sizes["K_BLOCK"], "rows": shape.rows, "bias": bias},
+            codes=TILE * shape.tiles * sizes["K_BLOCK"],
+            tensor_cores=True,
+            wide_loads=True,
+            # A scale and a zero for only 32 codes.
+            most_per_code=8.6 if sizes["K_BLOCK"] == 32 else 6.2,
+            spills="a few bytes in front of the loop" if capability >= 100 and dtype == "fp16" else "",
+        )
+
+
+def _combine(dtype: str, scores: str | None) -> Variant:
+    return Variant(
+        name=f"combine-{dtype}-{scores or 'none'}",
+        function=combine_kernel,
+        signature={"pairs_y": f"*{dtype}", "chosen": "*i64", "scores": f"*{scores or 'i64'}", "y": f"*{dtype}"}
+        | dict.fromkeys(("experts", "per_token", "columns"), "i32"),
+        constants={"HAS_SCORES": scores is not None, "COLUMNS": COMBINE_COLUMNS},
+        num_warps=4,
+        num_stages=3,
+        axes={"dtype": dtype, "scores": scores or "none"},
+        wide_loads=True,
+    )

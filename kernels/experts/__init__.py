@@ -1,0 +1,123 @@
+"""A mixture's experts with 4-bit weights: every pair of a token and one of its experts in a fixed number of launches.
+
+The host never learns which experts were chosen, so that decode steps can be captured as CUDA graphs. Few pairs are
+computed each by itself; more are sorted by expert on the device, so that a weight is read once for several of them.
+`experts_reference` is the oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvconvert.kernels import linear
+from kvconvert.kernels.elementwise.reference import Gate
+from kvconvert.kernels.experts.reference import experts_reference
+from kvconvert.kernels.linear.packed_layout import TILE
+from kvconvert.kernels.linear.shared_storage import PackedLinear, SharedStorage
+from kvconvert.kernels.linear.shared_storage import unsupported as unshared
+
+__all__ = ["ExpertLinears", "experts_reference", "routed_experts", "scored_experts", "store_experts", "unsupported"]
+
+
+@dataclass(frozen=True)
+class ExpertLinears:
+    """The Linears of a layer's experts, in two buffers.
+
+    Attributes:
+        gate_up: gate and up of the first expert, of the second, and so on.
+        down: in the same order.
+        experts: how many there are.
+    """
+
+    gate_up: SharedStorage
+    down: SharedStorage
+    experts: int
+
+
+def store_experts(experts: Sequence[tuple[PackedLinear, PackedLinear, PackedLinear]]) -> ExpertLinears | str:
+    """Put the Linears of experts (gate, up and down of each, of equal sizes) into two buffers.
+
+    Returns:
+        the buffers; or why that cannot be.
+    """
+    gate_up = [part for expert in experts for part in expert[:2]]
+    down = [expert[2] for expert in experts]
+    for linears in (gate_up, down):
+        if reason := unshared(linears):
+            return reason
+        if linears[-1].out_features % TILE:
+            return f"outputs of a Linear are no multiple of {TILE}"
+    return ExpertLinears(SharedStorage(gate_up), SharedStorage(down), len(experts))
+
+
+def unsupported(x: Tensor, stored: ExpertLinears | str, kind: Gate | None) -> str | None:
+    """Why the Triton kernels cannot compute these experts for x [tokens, hidden]; None if they can.
+
+    `kind` is None for experts that join gate and up in a way that is not one of `Gate`.
+    """
+    if isinstance(stored, str):
+        return stored
+    for storage in (stored.gate_up, stored.down):
+        first = storage.linears[0]
+        reason = linear.unsupported(x.device, x.dtype, first.group_size)
+        if reason is None and first.scales.device != x.device:
+            reason = f"weights are on {first.scales.device}, tokens on {x.device}"
+        if reason is not None:
+            return reason
+    if kind is None:
+        return "there is no kernel for the experts' activation"
+    if x.requires_grad and torch.is_grad_enabled():
+        return "the kernels of experts record no gradients"
+    return None
+
+
+def routed_experts(x: Tensor, chosen: Tensor, scores: Tensor, stored: ExpertLinears, kind: Gate) -> Tensor:
+    """The sum over each token's experts of score times output; only for what `unsupported` accepts.
+
+    Args:
+        x: [tokens, hidden], fp16 or bf16.
+        chosen: experts of each token, integers [tokens, k], each at most once; an index beyond the last one stands for
+            none.
+        scores: weights of their outputs, [tokens, k], any float dtype.
+        stored: the experts.
+        kind: how gate and up are joined.
+
+    Returns:
+        [tokens, hidden] in the dtype of `x`.
+    """
+    from kvconvert.kernels.experts.triton import launch
+
+    if not len(x):
+        return torch.zeros_like(x)
+    tokens, per_token = chosen.shape
+    routing = launch.route(chosen.flatten(), stored.experts, tokens, tokens * per_token / stored.experts)
+    gate_up, down = stored.gate_up.packed(), stored.down.packed()
+    return launch.routed_experts(x, routing, scores.contiguous(), gate_up, down, kind, per_token)
+
+
+def scored_experts(x: Tensor, stored: ExpertLinears, kind: Gate) -> Tensor:
+    """Experts whose input holds every token once per expert, zeros where it is not routed there.
+
+    Args:
+        x: [experts * tokens, hidden] in order of experts, fp16 or bf16.
+        stored: the experts, without biases.
+        kind: how gate and up are joined.
+
+    Returns:
+        the same shape and dtype, zeros for rows of zeros.
+    """
+    from kvconvert.kernels.experts.triton import launch
+
+    if not len(x):
+        return torch.zeros_like(x)
+    tokens = len(x) // stored.experts
+    routed = x.ne(0).any(-1).view(stored.experts, tokens)
+    numbers = torch.arange(stored.experts, device=x.device)[:, None]
+    chosen = torch.where(routed, numbers, stored.experts).flatten()
+    # Such models choose one expert per token.
+    routing = launch.route(chosen, stored.experts, tokens, tokens / stored.experts)
+    return launch.routed_experts(x, routing, None, stored.gate_up.packed(), stored.down.packed(), kind, 1)

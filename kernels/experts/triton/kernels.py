@@ -1,0 +1,233 @@
+"""A mixture's experts in Triton: rows sorted by expert, products with each expert's packed weight, and their sum.
+
+A pair is one token with one of its experts; pair p of tokens with k experts each belongs to token p // k. Results of
+products lie in order of pairs. Weights have the layout of kvconvert.kernels.linear.packed_layout, all experts' behind
+each other. Nothing here is read by the host: which programs have work, and which expert's, is known on the device only.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, warp_sums
+from kvconvert.kernels.linear.triton.many_rows import tile_sums
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def sort_by_expert_kernel(chosen, order, starts, counts, pairs, CHUNK: tl.constexpr):
+    """One program per expert: its pairs, in order, behind those of the experts before it.
+
+    order int32 [pairs] is written from starts[expert] on, counts[expert] of them.
+    """
+    expert = tl.program_id(0)
+    start = tl.zeros([CHUNK], tl.int32)
+    count = tl.zeros([CHUNK], tl.int32)
+    offset = tl.arange(0, CHUNK)
+    for first in range(0, pairs, CHUNK):
+        index = tl.load(chosen + first + offset, mask=first + offset < pairs, other=-1)
+        start += ((index >= 0) & (index < expert)).to(tl.int32)
+        count += (index == expert).to(tl.int32)
+    begin = tl.sum(start, 0)
+    tl.store(starts + expert, begin)
+    tl.store(counts + expert, tl.sum(count, 0))
+    for first in range(0, pairs, CHUNK):
+        index = tl.load(chosen + first + offset, mask=first + offset < pairs, other=-1)
+        own = (index == expert).to(tl.int32)
+        place = begin + tl.cumsum(own, 0) - 1
+        tl.store(order + place, first + offset, mask=own != 0)
+        begin += tl.sum(own, 0)
+
+
+@triton.jit
+def _block_of(block, chosen, starts, counts, experts, blocks, ROWS: tl.constexpr, SORTED: tl.constexpr):
+    """Expert, first place in the order, and number of pairs of a block; no pairs where the block has nothing to do."""
+    if SORTED:
+        expert = block // blocks
+        first = block % blocks * ROWS
+        left = tl.minimum(tl.load(counts + expert) - first, ROWS)
+        first += tl.load(starts + expert)
+    else:
+        # A block per pair, in the order of pairs.
+        expert = tl.load(chosen + block).to(tl.int32)
+        first = block
+        left = ((expert >= 0) & (expert < experts)).to(tl.int32)
+    return expert, first, left
+
+
+@triton.jit(do_not_specialize=["experts", "blocks", "divisor", "octets", "k_blocks"])
+def few_pairs_kernel(
+    x,
+    lanes,
+    grid,
+    bias,
+    y,
+    chosen,
+    order,
+    starts,
+    counts,
+    experts,
+    blocks,
+    divisor,
+    octets,
+    k_blocks,
+    K_BLOCK: tl.constexpr,
+    GROUP_K_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SORTED: tl.constexpr,
+    INLINE_ASM: tl.constexpr,
+):
+    """`few_rows_kernel` with an expert's weight for up to ROWS of its pairs; the row of pair p in x is p // divisor.
+
+    SORTED: `blocks` blocks of ROWS pairs for each expert, most of them empty; else a block for each pair.
+    """
+    HALF: tl.constexpr = K_BLOCK // 2
+    BLOCK: tl.constexpr = TILES * 16
+    expert, first_pair, left = _block_of(tl.program_id(1), chosen, starts, counts, experts, blocks, ROWS, SORTED)
+    if left <= 0:
+        return
+    outputs = octets * 8
+    program = tl.program_id(0)
+    tiles = outputs // OUTPUTS
+    inputs = k_blocks * K_BLOCK
+    groups = k_blocks // GROUP_K_BLOCKS
+    expert_tile = expert.to(tl.int64) * tiles
+    lane_block = lanes + expert_tile * (k_blocks * (16 * HALF))
+    grid_block = grid + expert_tile * (groups * OUTPUTS)
+    warp = tl.arange(0, WARPS)[:, None, None]
+    line = tl.arange(0, BLOCK)[None, :, None]
+    tile = program * TILES + line // 16
+    column = tl.arange(0, HALF)[None, None, :]
+    inner = tl.arange(0, HALF)[None, :, None]
+    row = tl.arange(0, ROWS)[None, None, :]
+    if SORTED:
+        pair = tl.load(order + first_pair + row, mask=row < left, other=0)
+    else:
+        pair = first_pair + row * 0
+    lane_pointers = lane_block + tile * (k_blocks * 16 * HALF) + line % 16 * HALF + column
+    grid_pointers = grid_block + tile * (groups * OUTPUTS) + line % 16
+    x_pointers = x + (pair // divisor).to(tl.int64) * inputs + inner
+    low, high = warp_sums(
+        lane_pointers, grid_pointers, x_pointers, tile < tiles, row < left, warp, k_blocks,
+        K_BLOCK, GROUP_K_BLOCKS, ROWS, BLOCK, WARPS, EVEN, STAGES, INLINE_ASM,
+    )  # fmt: skip
+    line = tl.arange(0, BLOCK)[:, None]
+    row = tl.arange(0, ROWS)[None, :]
+    if SORTED:
+        pair = tl.load(order + first_pair + row, mask=row < left, other=0)
+    else:
+        pair = first_pair + row * 0
+    output = (program * TILES + line // 16) * OUTPUTS + line % 16
+    first_class, second_class = tl.sum(low, 0), tl.sum(high, 0)
+    inside = output < outputs
+    if HAS_BIAS:
+        bias_pointers = bias + expert.to(tl.int64) * outputs + output
+        first_class += tl.load(bias_pointers, mask=inside, other=0.0).to(tl.float32)
+        second_class += tl.load(bias_pointers + 16, mask=inside, other=0.0).to(tl.float32)
+    pointers = y + pair.to(tl.int64) * outputs + output
+    tl.store(pointers, first_class.to(y.dtype.element_ty), mask=(row < left) & inside)
+    tl.store(pointers + 16, second_class.to(y.dtype.element_ty), mask=(row < left) & inside)
+
+
+@triton.jit(do_not_specialize=["blocks", "divisor", "octets", "k_blocks"])
+def many_pairs_kernel(
+    x,
+    lanes,
+    grid,
+    bias,
+    y,
+    order,
+    starts,
+    counts,
+    blocks,
+    divisor,
+    octets,
+    k_blocks,
+    K_BLOCK: tl.constexpr,
+    GROUP_K_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    INLINE_ASM: tl.constexpr,
+):
+    """`prompt_kernel` with an expert's weight for up to ROWS of its pairs, sorted; see `few_pairs_kernel`."""
+    HALF: tl.constexpr = K_BLOCK // 2
+    BLOCK: tl.constexpr = TILES * 16
+    outputs = octets * 8
+    tiles = outputs // OUTPUTS
+    tile_blocks = (tiles + TILES - 1) // TILES
+    program = tl.program_id(0)
+    # An expert's blocks of pairs follow each other, so that they find its weights in the cache.
+    work = program // blocks
+    expert = work // tile_blocks
+    first_tile = work % tile_blocks * TILES
+    _, first_pair, left = _block_of(expert * blocks + program % blocks, order, starts, counts, 0, blocks, ROWS, True)
+    if left <= 0:
+        return
+    groups = k_blocks // GROUP_K_BLOCKS
+    inputs = k_blocks * K_BLOCK
+    line = tl.arange(0, BLOCK)
+    tile = tl.minimum(line // 16, tiles - first_tile - 1)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, HALF)
+    tile_offset = expert.to(tl.int64) * tiles + first_tile
+    lane_block = lanes + tile_offset * (k_blocks * (16 * HALF))
+    lane_offsets = (tile * (k_blocks * 16) + line % 16)[:, None] * HALF + column[None, :]
+    grid_block = grid + tile_offset * (groups * OUTPUTS)
+    grid_offsets = tile * (groups * OUTPUTS) + line % 16
+    pair = tl.load(order + first_pair + tl.minimum(row, left - 1))
+    x_offsets = (pair // divisor).to(tl.int64)[None, :] * inputs + column[:, None]
+    low, high = tile_sums(
+        lane_block, lane_offsets, grid_block, grid_offsets, x, x_offsets, k_blocks,
+        K_BLOCK, GROUP_K_BLOCKS, ROWS, BLOCK, STAGES, INLINE_ASM,
+    )  # fmt: skip
+    line, row = tl.arange(0, BLOCK)[:, None], tl.arange(0, ROWS)[None, :]
+    output = first_tile * OUTPUTS + line // 16 * OUTPUTS + line % 16
+    if HAS_BIAS:
+        bias_pointers = bias + expert.to(tl.int64) * outputs + output
+        low += tl.load(bias_pointers, mask=output < outputs, other=0.0).to(tl.float32)
+        high += tl.load(bias_pointers + 16, mask=output < outputs, other=0.0).to(tl.float32)
+    low, high = low.to(y.dtype.element_ty), high.to(y.dtype.element_ty)
+    pair = tl.load(order + first_pair + tl.minimum(row, left - 1))
+    pointers = y + pair.to(tl.int64) * outputs + output
+    inside = (row < left) & (output < outputs)
+    tl.store(pointers, low, mask=inside)
+    tl.store(pointers + 16, high, mask=inside)
+
+
+@triton.jit(do_not_specialize=["experts", "per_token"])
+def combine_kernel(
+    pairs_y,
+    chosen,
+    scores,
+    y,
+    experts,
+    per_token,
+    columns,
+    HAS_SCORES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """y = the sum over a token's pairs of score times output, for one token and COLUMNS columns; rounded as torch does.
+
+    A pair without an expert has no output, and adds nothing.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for position in range(per_token):
+        pair = token * per_token + position
+        expert = tl.load(chosen + pair)
+        end = tl.where((expert >= 0) & (expert < experts), columns, 0)
+        value = tl.load(pairs_y + pair * columns + column, mask=column < end, other=0.0).to(tl.float32)
+        if HAS_SCORES:
+            value *= tl.load(scores + pair).to(tl.float32)
+            if scores.dtype.element_ty == y.dtype.element_ty:
+                value = value.to(y.dtype.element_ty).to(tl.float32)
+        total += value
+    tl.store(y + token * columns + column, total.to(y.dtype.element_ty), mask=column < columns)

@@ -1,0 +1,198 @@
+"""Modules of transformers whose forward is replaced by one launch, on instances and after trying values.
+
+Classes and sources stay as they are. A module is taken for what its values say, never for its name alone: its own
+forward and the kernel's reference have to agree on random inputs. What a kernel does not serve (other dtypes, a
+gradient, training) goes to the module's own forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvconvert.kernels.elementwise import (
+    Gate,
+    Norm,
+    gated,
+    gated_reference,
+    rms_norm,
+    rms_norm_reference,
+    rotary,
+    rotary_reference,
+    unsupported,
+)
+from kvconvert.runtime.hf.gates import find_gate
+
+ROTARY = "apply_rotary_pos_emb"
+# Share of values whose last bit may differ, because a float32 result is computed in another order.
+MOST_UNEQUAL = 0.02
+
+
+def fuse_norm(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Replace the forward of an RMSNorm for inputs of a dtype; whether the module is one."""
+    kind = _find_norm(module, dtype)
+    if kind is None:
+        return False
+
+    module.norm_kind = kind
+    module.forward = types.MethodType(_norm_forward, module)
+    return True
+
+
+def _norm_forward(self: nn.Module, x: Tensor) -> Tensor:
+    ahead = self.__dict__.pop("ahead", None)
+    if ahead is not None and ahead[0]() is x and ahead[1] == x._version:
+        return ahead[2]
+    weight = getattr(self, "weight", None)
+    if unsupported(x, *([] if weight is None else [weight])) is not None:
+        return type(self).forward(self, x)
+    return rms_norm(x, weight, self.norm_kind)
+
+
+def norm_kind(module: nn.Module | None) -> Norm | None:
+    """Which norm a module with a weight computes, if `fuse_norm` has replaced its forward."""
+    return getattr(module, "norm_kind", None) if getattr(module, "weight", None) is not None else None
+
+
+def norm_ahead(module: nn.Module, x: Tensor, normed: Tensor) -> None:
+    """Let a fused norm hand out `normed` when it is next called, if that is with this very `x`, unchanged."""
+    module.ahead = (weakref.ref(x), x._version, normed)
+
+
+def _find_norm(module: nn.Module, dtype: torch.dtype) -> Norm | None:
+    parameters = dict(module.named_parameters())
+    eps = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
+    weight = parameters.get("weight")
+    if (
+        not isinstance(eps, float)
+        or set(parameters) - {"weight"}
+        or any(True for _ in module.children())
+        or (weight is not None and (weight.dim() != 1 or weight.dtype != dtype or weight.is_meta))
+        or not _takes_one_tensor(module)
+    ):
+        return None
+    device = torch.device("cpu") if weight is None else weight.device
+    channels = 64 if weight is None else len(weight)
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.tensor([3e-3, 0.1, 1.0, 30.0])[:, None]
+    x = (torch.randn(4, channels, generator=generator) * scales).to(device, dtype)
+    try:
+        found = type(module).forward(module, x)
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+        return None
+    for kind in (Norm(eps), Norm(eps, rounded=False), Norm(eps, offset=1.0, rounded=False)):
+        if _equal_but_for_rounding(found, rms_norm_reference(x, weight, kind)):
+            return kind
+    return None
+
+
+def fuse_gated_mlp(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Replace the forward of down_proj(activation(gate_proj(x)) * up_proj(x)); whether the module computes that."""
+    if not all(isinstance(getattr(module, name, None), nn.Module) for name in ("gate_proj", "up_proj", "down_proj")):
+        return False
+    names = ("act_fn", "activation_fn", "act")
+    activation = next((getattr(module, name) for name in names if callable(getattr(module, name, None))), None)
+    if activation is None or not _takes_one_tensor(module):
+        return False
+    kind = find_gate(lambda gate, up: activation(gate) * up, module)
+    if kind is None or not _computes_gated_mlp(module, dtype, kind):
+        return False
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        if self.training or unsupported(x) is not None:
+            return type(self).forward(self, x)
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), kind))
+
+    module.forward = types.MethodType(forward, module)
+    return True
+
+
+def _computes_gated_mlp(module: nn.Module, dtype: torch.dtype, kind: Gate) -> bool:
+    tensors = [*module.gate_proj.parameters(), *module.gate_proj.buffers()]
+    if not tensors or any(tensor.is_meta for tensor in tensors):
+        return False
+    inputs: list[Tensor] = []
+    hook = module.down_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    try:
+        # Large values, too: some clamp.
+        for scale in (1.0, 40.0):
+            x = torch.randn(1, 2, module.gate_proj.in_features, generator=torch.Generator().manual_seed(0))
+            x = (x * scale).to(tensors[0].device, dtype)
+            found = type(module).forward(module, x)
+            expected = module.down_proj(gated_reference(module.gate_proj(x), module.up_proj(x), kind))
+            if not (_equal_but_for_rounding(*inputs) and _equal_but_for_rounding(found, expected)):
+                return False
+            inputs.clear()
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+        return False
+    finally:
+        hook.remove()
+    return True
+
+
+def fuse_rotary(module: nn.Module) -> bool:
+    """Let an attention module rotate queries and keys in one launch; whether it does so by halves, in its own dtype.
+
+    Its forward is copied with another global of the name `apply_rotary_pos_emb`, for this instance only.
+    """
+    forward = type(module).forward
+    own = getattr(forward, "__globals__", {}).get(ROTARY)
+    if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names or own is None:
+        return False
+    if "forward" in module.__dict__ or not _rotates_by_halves(own):
+        return False
+
+    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        served = not args and not kwargs and q.dim() == k.dim() == 4 and cos.dim() == 3
+        if not served or cos.shape[-1] != q.shape[-1] or unsupported(q, k, cos, sin) is not None:
+            return own(q, k, cos, sin, *args, **kwargs)
+        return rotary(q, k, cos, sin)
+
+    copied = types.FunctionType(
+        forward.__code__,
+        forward.__globals__ | {ROTARY: apply_rotary_pos_emb},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    copied.__annotations__ = forward.__annotations__
+    module.forward = types.MethodType(copied, module)
+    return True
+
+
+def _rotates_by_halves(function: Callable[..., Any]) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 3, 4, 16), (2, 1, 4, 16), (2, 4, 16), (2, 4, 16))
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        try:
+            found = function(*tensors)
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return False
+        pairs = zip(found, rotary_reference(*tensors), strict=True)
+        if len(found) != 2 or not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs):
+            return False
+    return True
+
+
+def _takes_one_tensor(module: nn.Module) -> bool:
+    if "forward" in module.__dict__:
+        return False
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return len(parameters) == 2 and not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+
+
+def _equal_but_for_rounding(found: Any, expected: Tensor) -> bool:
+    if not isinstance(found, Tensor) or found.dtype != expected.dtype or found.shape != expected.shape:
+        return False
+    error = (found.double() - expected.double()).abs()
+    size = expected.double().abs().clamp_min(1e-3 * float(expected.abs().double().mean()))
+    few = float((found != expected).double().mean()) <= MOST_UNEQUAL or found.dtype == torch.float32
+    return few and bool((error <= 8 * torch.finfo(found.dtype).eps * size).all())
