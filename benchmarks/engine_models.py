@@ -11,6 +11,7 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.methods import KVScheme
+from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.generation import adopt
 
 GROUP_SIZE = 128
@@ -72,8 +73,11 @@ def packed_model(
     schemes: Sequence[KVScheme],
     device: torch.device | str,
     seed: int = 0,
+    fused: bool = True,
 ) -> PreTrainedModel:
-    """A model with random 4-bit weights in all Linears of its layers, and a cache of these schemes by default."""
+    """A model with random 4-bit weights in all Linears of its layers, and a cache of these schemes by default; as a
+    bundle is once it is loaded on a GPU, unless it is not to be fused.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     generator = torch.Generator(device).manual_seed(seed)
@@ -89,6 +93,8 @@ def packed_model(
     with torch.device(device):
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
     model.eval()
+    if fused:
+        fuse(model)
     adopt(model, schemes, {})
     return model
 

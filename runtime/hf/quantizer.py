@@ -24,6 +24,7 @@ from kvconvert.errors import BundleError
 from kvconvert.kernels.linear import DenseLinear, QuantizedLinear
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.experts import SeparateExperts, merges_experts, place_packed_experts
+from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.generation import adopt
 
 METHOD = "kvconvert"
@@ -88,6 +89,8 @@ class BundleQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         place_dense_linears(model)
+        if model.device.type == "cuda":
+            fuse(model)
         adopt(model, self.schemes, self.plan)
         return model
 
