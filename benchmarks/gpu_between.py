@@ -176,7 +176,9 @@ def layer(batch: int, device: torch.device) -> dict:
             for norm in (one.input_layernorm, one.post_attention_layernorm):
                 norm.weight = nn.Parameter(torch.ones(HIDDEN, device=device, dtype=DTYPE), requires_grad=False)
         if fused:
-            print("  fused:", fuse(stack))
+            model = nn.Module()
+            model.layers = stack
+            print("  fused:", fuse(model.eval()))
         stacks.append(stack)
     x = torch.randn(batch, 1, HIDDEN, device=device, dtype=DTYPE)
     positions = LlamaRotaryEmbedding(config).to(device)(x, torch.arange(7, 7 + batch, device=device)[:, None])
