@@ -73,7 +73,7 @@ class ModelSteps:
         """An empty cache for one prompt, whose pages come from those of the batch."""
         return self.cache.beside()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def read_prompt(self, prompt_cache: Any, ids: list[int], position: int, last: bool) -> Tensor:
         """Read the next tokens of a prompt.
 
@@ -104,7 +104,7 @@ class ModelSteps:
         """Free the pages of a prompt that will not be continued."""
         prompt_cache.reset()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
         """One pass over the newest token of every row; rows without a sequence are computed and not stored.
 

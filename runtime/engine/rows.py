@@ -60,8 +60,9 @@ class RowState:
         for row, request in running.items():
             self._host_integers[0, row] = len(request.prompt) + request.launched - 1
             self._host_integers[1, row] = request.launched
-        self._integers.copy_(self._host_integers)
-        self._floats.copy_(self._host_floats)
+        # From pageable memory, so that the host may write on at once, without waiting for what the device is doing.
+        self._integers.copy_(self._host_integers, non_blocking=True)
+        self._floats.copy_(self._host_floats, non_blocking=True)
 
     def choose(self, logits: Tensor) -> Tensor:
         """The next token of every row from logits [rows, V], int64 [rows]; they become `ids`."""

@@ -44,16 +44,16 @@ class FakeCache:
 
     def append(self, row, tokens):
         sequence = self.rows[row]
-        before = -(-len(sequence) // PAGE)
+        before = pages_of(sequence)
         sequence += tokens
-        self.pool.take(-(-len(sequence) // PAGE) - before)
+        self.pool.take(pages_of(sequence) - before)
 
     def seal(self):
         assert not self.sealed
         self.sealed = True
 
     def reset(self):
-        self.pool.take(-sum(-(-len(sequence) // PAGE) for sequence in self.rows))
+        self.pool.take(-sum(map(pages_of, self.rows)))
         self.rows = [[]]
 
     def join(self, row, prompt):
@@ -63,7 +63,7 @@ class FakeCache:
         prompt.rows = [[]]
 
     def leave(self, row):
-        self.pool.take(-(-(-len(self.rows[row]) // PAGE)))
+        self.pool.take(-pages_of(self.rows[row]))
         self.rows[row] = None
 
     def free_pages(self):
@@ -112,6 +112,10 @@ class FakeModel:
         return SimpleNamespace(logits=logits)
 
     __call__ = forward
+
+
+def pages_of(sequence):
+    return -(-len(sequence) // PAGE)
 
 
 def next_logits(sequence):
