@@ -5,6 +5,7 @@ Each model is measured in a process of its own, so that none profits or suffers 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -27,6 +28,7 @@ from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.models.source import open_source
 from kvconvert.version import __version__
 
+WORKER = (sys.executable, "-m", "kvconvert.benchmark.worker")
 CONTEXT = 1024
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -162,11 +164,11 @@ def _cases(
 
 def _run(job: dict[str, Any]) -> Iterator[Measurement]:
     """Measure one model in a process of its own; measurements as they come."""
-    command = [sys.executable, "-m", "kvconvert.benchmark.worker"]
-    done = 0
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    pipe, done = subprocess.PIPE, 0
+    # In a session of its own, an interrupt reaches this process alone, which then ends the other.
+    with subprocess.Popen(WORKER, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as process:
         try:
-            with process.stdin as stdin:
+            with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
                 json.dump(job, stdin)
             for line in process.stdout:
                 answer = json.loads(line)

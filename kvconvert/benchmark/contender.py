@@ -94,7 +94,8 @@ class Contender:
             model = model_class(config).from_pretrained(directory, dtype=wanted or "auto", trust_remote_code=False)
         self.model: PreTrainedModel = model.to(self.device).eval()
         text = (importlib.resources.files("kvconvert.data.texts") / TEXT).read_text(encoding="utf-8")
-        self.text_ids: list[int] = load_tokenizer(tokenizer)(text[:400_000], add_special_tokens=False).input_ids
+        encoded = load_tokenizer(tokenizer)(text, add_special_tokens=False, verbose=False)  # longer than any prompt
+        self.text_ids: list[int] = encoded.input_ids
 
     def measure(self, batch: int, context: int, new_tokens: int) -> Measurement:
         """Time one batch, after a run that compiles and captures whatever there is to."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -52,9 +53,10 @@ def reason(error: Exception) -> str:
 
 def main() -> None:
     """Entry point; whatever else is printed goes to stderr."""
-    answers, sys.stdout = sys.stdout, sys.stderr
-    logging.disable_progress_bar()
-    work(json.load(sys.stdin), answers)
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        logging.disable_progress_bar()
+        work(json.load(sys.stdin), answers)
 
 
 if __name__ == "__main__":
