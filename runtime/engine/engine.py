@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -22,6 +23,9 @@ from kvconvert.runtime.engine.text import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+FAILED = "A step of the engine failed; its requests have ended and the others go on."
 
 
 @dataclass(frozen=True)
@@ -166,17 +170,29 @@ class Engine:
         return events
 
     def run(self, until: threading.Event | None = None) -> None:
-        """Step until all requests are finished; with `until`, wait for further ones until that event is set."""
+        """Step until all requests are finished; with `until`, serve until that event is set.
+
+        Serving means waiting for further requests, and going on after a step that failed: the failure is logged, and
+        the requests concerned have ended with "error". Without `until` it is raised.
+        """
         while True:
             with self._work:
                 while until is not None and not until.is_set() and not self._busy():
                     self._work.wait(timeout=0.1)
                 if (until is not None and until.is_set()) or not self._busy():
                     return
-            self.step()
+            try:
+                self.step()
+            except Exception:
+                if until is None:
+                    raise
+                logger.exception(FAILED)
 
     def stream(self, request: Request) -> Iterator[Event]:
-        """A request's events as they come, stepping as needed; closing the iterator cancels the request."""
+        """A request's events as they come, stepping as needed; closing the iterator cancels the request.
+
+        A step that fails is raised here if this request was in it, and logged if not.
+        """
         tokens = text = 0
         try:
             while True:
@@ -188,7 +204,12 @@ class Engine:
                     yield event
                 if reason:
                     return
-                self.step()
+                try:
+                    self.step()
+                except Exception:
+                    if request.finished:
+                        raise
+                    logger.exception(FAILED)
         finally:
             request.cancel()
 
@@ -314,7 +335,13 @@ class Engine:
         """Read the tokens of a step and hand them out."""
         news: dict[Request, tuple[list[int], str, FinishReason | None]] = {}
         for read, requests in launched:
-            tokens = read()
+            try:
+                tokens = read()
+            except BaseException:
+                # What a GPU computes fails when it is read, and with it what was launched after it.
+                for request in {r for entry in (launched, *self._unread) for _, rs in entry for r in rs.values()}:
+                    self._end(request, "error")
+                raise
             for place, request in requests.items():
                 with self._lock:
                     if request.finished:
@@ -327,8 +354,7 @@ class Engine:
                     self._end(request, reason, report=False)
         events = [Event(request, tuple(tokens), text, reason) for request, (tokens, text, reason) in news.items()]
         for event in events:
-            if event.request.on_event is not None:
-                event.request.on_event(event)
+            _report(event)
         return events
 
     def _end(self, request: Request, reason: FinishReason, report: bool = True) -> None:
@@ -340,8 +366,8 @@ class Engine:
             self._counts[{"cancelled": "cancelled", "error": "failed"}.get(reason, "finished")] += 1
         self._free(request)
         request.state = "finished"
-        if report and request.on_event is not None:
-            request.on_event(Event(request, (), "", reason))
+        if report:
+            _report(Event(request, (), "", reason))
 
     def _free(self, request: Request) -> None:
         """Give back a request's row and pages, once; by the thread that has the cache."""
@@ -370,3 +396,12 @@ class Engine:
                     self._end(self._cancelled.pop(), "cancelled")
             finally:
                 self._stepping.release()
+
+
+def _report(event: Event) -> None:
+    """Call the request's listener; what it raises concerns no other request."""
+    if event.request.on_event is not None:
+        try:
+            event.request.on_event(event)
+        except Exception:
+            logger.exception("on_event of request %d failed.", event.request.id)

@@ -1,6 +1,7 @@
 import math
 import random
 import threading
+import time
 
 import pytest
 import torch
@@ -280,6 +281,77 @@ def test_when_a_pass_fails_its_requests_are_lost_and_the_others_go_on(during):
     assert other.tokens == alone(other.prompt, 30, other.sampling, stops=())
     assert model.pool.used == 0
     assert engine.stats().failed == 1
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_when_tokens_cannot_be_read_the_requests_whose_they_are_end(lag):
+    model = FakeModel()
+    engine = Engine(model, kv_memory=20, max_batch=2)
+    engine._steps.lag = lag
+    lost = [engine.add(prompt_of(15, n), max_new_tokens=30, stop_token_ids=[]) for n in range(2)]
+    waiting = engine.add(prompt_of(15), max_new_tokens=3, stop_token_ids=[])
+    for _ in range(3):
+        engine.step()
+    fetch = engine._steps.fetch
+
+    def failing(tokens):
+        engine._steps.fetch = fetch
+        return lambda: 1 // 0
+
+    engine._steps.fetch = failing
+    for _ in range(lag):
+        engine.step()
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert [request.finish_reason for request in lost] == ["error"] * 2
+    engine.run()
+    assert waiting.tokens == alone(waiting.prompt, 3, waiting.sampling, stops=())
+    assert model.pool.used == 0
+
+
+def test_serving_goes_on_after_a_failed_step_and_a_failed_listener_and_logs_both(caplog):
+    model = FakeModel()
+    engine = Engine(model, kv_memory=20, max_batch=2)
+    over = threading.Event()
+    server = threading.Thread(target=engine.run, args=[over])
+
+    def fail():
+        model.before_pass = lambda: None
+        raise MemoryError
+
+    model.before_pass = fail
+    server.start()
+    lost = engine.add(prompt_of(15), max_new_tokens=5)
+    while not lost.finished:
+        time.sleep(0.01)
+    assert lost.finish_reason == "error"
+    deaf = engine.add(prompt_of(15), max_new_tokens=5, stop_token_ids=[], on_event=lambda event: 1 // 0)
+    assert sum(len(event.tokens) for event in engine.stream(deaf)) == 5
+    over.set()
+    server.join(timeout=10)
+    assert not server.is_alive()
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("A step of the engine failed" in message for message in messages)
+    assert any(f"on_event of request {deaf.id} failed" in message for message in messages)
+    assert model.pool.used == 0
+
+
+def test_a_stream_raises_the_failure_of_its_own_step_and_outlives_that_of_others(caplog):
+    model = FakeModel()
+    engine = Engine(model, kv_memory=20, max_batch=2, prompt_chunk=10)
+
+    def fail():
+        model.before_pass = lambda: None
+        raise MemoryError
+
+    model.before_pass = fail
+    other, request = engine.add(prompt_of(5)), engine.add(prompt_of(5), max_new_tokens=6, stop_token_ids=[])
+    assert sum(len(event.tokens) for event in engine.stream(request)) == 6
+    assert other.finish_reason == "error"
+    assert "A step of the engine failed" in caplog.text
+    model.before_pass = fail
+    with pytest.raises(MemoryError):
+        list(engine.stream(engine.add(prompt_of(5))))
 
 
 def test_steps_report_every_token_once_and_in_order():
