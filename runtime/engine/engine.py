@@ -3,64 +3,28 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.runtime.engine.model_steps import ModelSteps
+from kvconvert.runtime.engine.new_request import new_request
 from kvconvert.runtime.engine.request import Event, FinishReason, Request
 from kvconvert.runtime.engine.rows import RowState, choose_first
 from kvconvert.runtime.engine.sampling import Sampling
 from kvconvert.runtime.engine.scheduler import Scheduler
-from kvconvert.runtime.engine.text import TextStream
+from kvconvert.runtime.engine.stats import EngineStats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 FAILED = "A step of the engine failed; its requests have ended and the others go on."
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What an engine is doing and has done.
-
-    Attributes:
-        waiting: requests in the queue.
-        running: requests that have a row, those whose prompt is being read included.
-        finished, cancelled, failed, refused: requests so far that ended by themselves, were cancelled, were lost when
-            the model failed, and were refused by `add`.
-        pages_reserved: pages of a layer set aside for the requests that have a row.
-        pages_free: pages of a layer that hold nothing; None where the cache grows as needed.
-        prompt_tokens, generated_tokens: read and generated so far.
-        steps: so far.
-        seconds: spent in them.
-    """
-
-    waiting: int
-    running: int
-    finished: int
-    cancelled: int
-    failed: int
-    refused: int
-    pages_reserved: int
-    pages_free: int | None
-    prompt_tokens: int
-    generated_tokens: int
-    steps: int
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Generated tokens per second of stepping, reading prompts included."""
-        return self.generated_tokens / self.seconds if self.seconds else 0.0
 
 
 class Engine:
@@ -141,7 +105,9 @@ class Engine:
             QueueFullError: as many requests are waiting as may.
         """
         try:
-            request = self._request(prompt, max_new_tokens, sampling or Sampling(), stop_token_ids, stop)
+            request = new_request(
+                self._steps, self._tokenizer, prompt, max_new_tokens, sampling or Sampling(), stop_token_ids, stop
+            )
             request.on_event, request.on_cancel = on_event, self._cancel
             with self._lock:
                 request.id, self._next_id = self._next_id, self._next_id + 1
@@ -228,44 +194,6 @@ class Engine:
                 seconds=self._seconds,
             )
 
-    def _request(
-        self,
-        prompt: Sequence[int] | Tensor,
-        max_new_tokens: int,
-        sampling: Sampling,
-        stop_token_ids: Sequence[int] | None,
-        stop: Sequence[str],
-    ) -> Request:
-        """A checked request; its id is given later."""
-        if isinstance(prompt, Tensor):
-            if prompt.ndim not in (1, 2) or (prompt.ndim == 2 and prompt.shape[0] != 1):
-                raise UsageError(f"`prompt` has the shape {list(prompt.shape)}; give one sequence, [n] or [1, n].")
-            prompt = prompt.flatten().tolist()
-        ids, steps = list(prompt), self._steps
-        if not ids:
-            raise UsageError("`prompt` has no tokens; give at least one.")
-        wrong = next((id for id in ids if not isinstance(id, int) or not 0 <= id < steps.vocabulary), None)
-        if wrong is not None:
-            raise UsageError(f"`prompt` has the token {wrong!r}; the model's ids are 0 to {steps.vocabulary - 1}.")
-        if max_new_tokens < 1:
-            raise UsageError(f"`max_new_tokens` is {max_new_tokens}; it has to be at least 1.")
-        if steps.max_positions is not None and len(ids) + max_new_tokens > steps.max_positions:
-            raise UsageError(
-                f"A prompt of {len(ids)} tokens with up to {max_new_tokens} new ones does not fit the model's "
-                f"{steps.max_positions} positions; shorten the prompt or lower `max_new_tokens`."
-            )
-        if stop and self._tokenizer is None:
-            raise UsageError("`stop` needs text; give the engine a `tokenizer`, or use `stop_token_ids`.")
-        if isinstance(stop, str) or not all(stop):
-            raise UsageError(f"`stop` is {stop!r}; give a list of strings that are not empty.")
-        if sampling.seed is None:
-            sampling = replace(sampling, seed=random.getrandbits(63))
-        stops = steps.stop_token_ids() if stop_token_ids is None else frozenset(stop_token_ids)
-        request = Request(-1, ids, max_new_tokens, sampling, stops)
-        request.pages = steps.pages_needed(len(ids), max_new_tokens)
-        request.text_stream = TextStream(self._tokenizer, ids, stop) if self._tokenizer is not None else None
-        return request
-
     def _busy(self) -> bool:
         scheduler = self._scheduler
         return bool(scheduler.waiting or scheduler.prompts or scheduler.running or self._unread)
@@ -333,7 +261,9 @@ class Engine:
 
     def _collect(self, launched: list[tuple[Callable[[], list[int]], dict[int, Request]]]) -> list[Event]:
         """Read the tokens of a step and hand them out."""
-        news: dict[Request, tuple[list[int], str, FinishReason | None]] = {}
+        new_tokens: defaultdict[Request, list[int]] = defaultdict(list)
+        texts: defaultdict[Request, str] = defaultdict(str)
+        reasons: dict[Request, FinishReason] = {}
         for read, requests in launched:
             try:
                 tokens = read()
@@ -342,17 +272,22 @@ class Engine:
                 for request in {r for entry in (launched, *self._unread) for _, rs in entry for r in rs.values()}:
                     self._end(request, "error")
                 raise
-            for place, request in requests.items():
-                with self._lock:
-                    if request.finished:
+            with self._lock:
+                for place, request in requests.items():
+                    if request.finished or request in reasons:
                         continue
                     text, reason = request.accept(tokens[place])
+                    new_tokens[request].append(tokens[place])
+                    texts[request] += text
+                    if reason:
+                        reasons[request] = reason
                     self._counts["generated"] += 1
-                before = news.get(request, ([], "", None))
-                news[request] = ([*before[0], tokens[place]], before[1] + text, reason)
-                if reason:
-                    self._end(request, reason, report=False)
-        events = [Event(request, tuple(tokens), text, reason) for request, (tokens, text, reason) in news.items()]
+        for request, reason in reasons.items():
+            self._end(request, reason, report=False)
+        events = [
+            Event(request, tuple(tokens), texts[request], reasons.get(request))
+            for request, tokens in new_tokens.items()
+        ]
         for event in events:
             _report(event)
         return events

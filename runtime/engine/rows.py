@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,14 +27,12 @@ class RowState:
     """
 
     def __init__(self, rows: int, device: torch.device):
-        # Positions, counters, top_k, seeds; temperature, top_p.
-        self._host_integers = torch.zeros(4, rows, dtype=torch.int64)
-        self._host_floats = torch.ones(2, rows, dtype=torch.float32)
+        # Positions, counters, top_k, seeds; temperature, top_p. Single numbers are written faster by NumPy.
+        self._host_integers = np.zeros((4, rows), np.int64)
+        self._host_floats = np.ones((2, rows), np.float32)
         self._host_floats[0] = GREEDY.temperature
-        self._integers, self._floats = (
-            self._host_integers.to(device, copy=True),
-            self._host_floats.to(device, copy=True),
-        )
+        self._integers = torch.from_numpy(self._host_integers).to(device, copy=True)
+        self._floats = torch.from_numpy(self._host_floats).to(device, copy=True)
         self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self._sampling = [GREEDY] * rows
 
@@ -47,7 +46,7 @@ class RowState:
         sampling = self._sampling[row] = request.sampling
         self._host_integers[2, row] = sampling.top_k
         self._host_integers[3, row] = sampling.seed or 0
-        self._host_floats[:, row] = torch.tensor([sampling.temperature, sampling.top_p])
+        self._host_floats[:, row] = sampling.temperature, sampling.top_p
         self.ids[row : row + 1] = first
 
     def leave(self, row: int) -> None:
@@ -61,8 +60,8 @@ class RowState:
             self._host_integers[0, row] = len(request.prompt) + request.launched - 1
             self._host_integers[1, row] = request.launched
         # From pageable memory, so that the host may write on at once, without waiting for what the device is doing.
-        self._integers.copy_(self._host_integers, non_blocking=True)
-        self._floats.copy_(self._host_floats, non_blocking=True)
+        self._integers.copy_(torch.from_numpy(self._host_integers), non_blocking=True)
+        self._floats.copy_(torch.from_numpy(self._host_floats), non_blocking=True)
 
     def choose(self, logits: Tensor) -> Tensor:
         """The next token of every row from logits [rows, V], int64 [rows]; they become `ids`."""

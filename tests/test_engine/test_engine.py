@@ -218,6 +218,7 @@ def test_what_can_never_be_served_is_refused_with_one_sentence():
         ({"prompt": [1, VOCABULARY]}, f"token {VOCABULARY}"),
         ({"prompt": [1.5]}, r"token 1\.5"),
         ({"prompt": [1], "max_new_tokens": 0}, "max_new_tokens` is 0"),
+        ({"prompt": [1], "max_new_tokens": 2.5}, "max_new_tokens` is 2.5"),
         ({"prompt": [1] * 1500, "max_new_tokens": 501}, "2000 positions"),
         ({"prompt": [1] * 500, "max_new_tokens": 13}, "needs 5 pages of the cache and there are 4"),
         ({"prompt": [1], "stop": ["x"]}, "`tokenizer`"),
