@@ -1,10 +1,13 @@
 """The rows of an Engine's cache, each a cache of its own: what one pass over the batch has to be equal to."""
 
+import weakref
 from types import SimpleNamespace
 
 import torch
 
 from kvconvert.runtime import KVCache
+
+BYTES = 2**14  # that a page counts for
 
 
 class RowByRow:
@@ -15,8 +18,7 @@ class RowByRow:
         self.config, self.generation_config, self.device = model.config, model.generation_config, model.device
 
     def new_kv_cache(self, *, kv_memory=None):
-        assert kv_memory is None
-        return Rows(self.model)
+        return Rows(self.model, None if kv_memory is None else kv_memory // BYTES)
 
     def forward(self, input_ids, position_ids, past_key_values, **options):
         if not isinstance(past_key_values, Rows):
@@ -38,14 +40,17 @@ class RowByRow:
 class Rows:
     """A cache or None for each row."""
 
-    def __init__(self, model):
+    def __init__(self, model, pages):
         self.model, self.schemes, self.rows = model, model.kv_schemes, []
+        self.pages, self.caches = pages, weakref.WeakSet()
 
     def open_rows(self, count):
         self.rows = [None] * count
 
     def beside(self):
-        return self.model.new_kv_cache()
+        cache = self.model.new_kv_cache()
+        self.caches.add(cache)
+        return cache
 
     def join(self, row, cache):
         assert self.rows[row] is None
@@ -53,8 +58,12 @@ class Rows:
         self.rows[row] = cache
 
     def leave(self, row):
-        assert self.rows[row] is not None
+        self.rows[row].reset()
         self.rows[row] = None
 
     def free_pages(self):
-        return None
+        if self.pages is None:
+            return None
+        free = self.pages - sum(-(-cache.get_seq_length() // 128) for cache in self.caches)
+        assert free >= 0, "out of pages"
+        return free
