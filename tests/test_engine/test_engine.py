@@ -355,6 +355,44 @@ def test_a_stream_raises_the_failure_of_its_own_step_and_outlives_that_of_others
         list(engine.stream(engine.add(prompt_of(5))))
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_stop_token_that_comes_first_is_the_only_token(lag):
+    # The step that completes the prompt decodes as well: what comes after the stop token is dropped.
+    prompt = prompt_of(5)
+    (first,) = alone(prompt, 1, Sampling())
+    model = FakeModel()
+    engine = Engine(model)
+    engine._steps.lag = lag
+    request = engine.add(prompt, stop_token_ids=[first])
+    engine.run()
+    assert (request.tokens, request.finish_reason) == ([first], "stop")
+    assert engine.stats().generated_tokens == 1
+    assert model.pool.used == 0
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(chr(id + 1000) for id in ids)
+
+
+def test_text_held_back_for_a_stop_string_comes_with_the_last_event():
+    prompt = prompt_of(5)
+    tokens = alone(prompt, 4, Sampling(), stops=())
+    text = Letters().decode(tokens, True)
+    for options, shown, reason in (
+        ({"stop": [text[2:4] + "!"], "max_new_tokens": 4}, text, "length"),
+        ({"stop": [text[2] + "!"], "stop_token_ids": [tokens[3]]}, text[:3], "stop"),
+        ({"stop": [text[1:3]]}, text[:1], "stop"),
+    ):
+        engine = Engine(FakeModel(), Letters())
+        request = engine.add(prompt, **{"stop_token_ids": []} | options)
+        events = list(engine.stream(request))
+        assert "".join(event.text for event in events) == request.text == shown
+        assert events[-1].finish_reason == request.finish_reason == reason
+
+
 def test_steps_report_every_token_once_and_in_order():
     engine = Engine(FakeModel(), max_batch=2)
     heard = []

@@ -80,7 +80,16 @@ def test_noise_has_a_gumbel_distribution_and_no_correlation_between_seeds_counte
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 5, 1.0), (1.0, 0, 0.8), (1.3, 7, 0.7), (1.0, 1, 1.0), (1.0, 0, 1e-6)],
+    [
+        (1.0, 0, 1.0),
+        (0.5, 0, 1.0),
+        (2.0, 5, 1.0),
+        (1.0, 0, 0.8),
+        (1.3, 7, 0.7),
+        (1.0, 1, 1.0),
+        (1.0, 0, 1e-6),
+        (1.0, 0, 1e-20),
+    ],
 )
 @pytest.mark.parametrize("varied", ["seed", "counter"])
 def test_tokens_are_drawn_with_their_probabilities(temperature, top_k, top_p, varied):
