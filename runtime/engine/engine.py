@@ -124,16 +124,17 @@ class Engine:
 
         On a GPU the tokens of a step are returned by the step after it.
         """
-        with self._stepping:
-            begun = time.perf_counter()
-            try:
-                events = self._step()
-            finally:
-                with self._lock:
-                    self._counts["steps"] += 1
-                    self._seconds += time.perf_counter() - begun
-        self._free_cancelled()
-        return events
+        try:
+            with self._stepping:
+                begun = time.perf_counter()
+                try:
+                    return self._step()
+                finally:
+                    with self._lock:
+                        self._counts["steps"] += 1
+                        self._seconds += time.perf_counter() - begun
+        finally:
+            self._free_cancelled()
 
     def run(self, until: threading.Event | None = None) -> None:
         """Step until all requests are finished; with `until`, serve until that event is set.
@@ -203,13 +204,16 @@ class Engine:
             self._scheduler.admit()
             prompt = self._scheduler.prompts[0] if self._scheduler.prompts else None
         launched = []
-        if prompt is not None and (first := self._guarded([prompt], self._read_prompt, prompt)) is not None:
-            launched.append((self._steps.fetch(first), {0: prompt}))
-        if running := dict(self._scheduler.running):
-            tokens = self._guarded(list(running.values()), self._decode, running)
-            launched.append((self._steps.fetch(tokens), running))
-        if launched:
-            self._unread.append(launched)
+        try:
+            if prompt is not None and (first := self._guarded([prompt], self._read_prompt, prompt)) is not None:
+                launched.append((self._steps.fetch(first), {0: prompt}))
+            if running := dict(self._scheduler.running):
+                tokens = self._guarded(list(running.values()), self._decode, running)
+                launched.append((self._steps.fetch(tokens), running))
+        finally:
+            # A first token outlives the failure of the pass after it.
+            if launched:
+                self._unread.append(launched)
         events = []
         while len(self._unread) > (self._steps.lag if launched else 0):
             events += self._collect(self._unread.popleft())

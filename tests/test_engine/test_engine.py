@@ -284,6 +284,29 @@ def test_when_a_pass_fails_its_requests_are_lost_and_the_others_go_on(during):
     assert engine.stats().failed == 1
 
 
+def test_a_first_token_and_a_cancellation_outlive_the_failure_of_the_pass_after_them():
+    model = FakeModel()
+    engine = Engine(model, kv_memory=20, max_batch=3)
+    lost = engine.add(prompt_of(15), max_new_tokens=30, stop_token_ids=[])
+    engine.step()
+    single = engine.add(prompt_of(25), max_new_tokens=1)
+    waiting = engine.add(prompt_of(5), max_new_tokens=5)
+
+    def fail():
+        if len(model.chunks) == 2:
+            model.before_pass = lambda: None
+            waiting.cancel()
+            raise MemoryError
+
+    model.before_pass = fail
+    with pytest.raises(MemoryError):
+        engine.step()
+    assert (lost.finish_reason, waiting.finish_reason) == ("error", "cancelled")
+    engine.run()
+    assert single.tokens == alone(single.prompt, 1, single.sampling)
+    assert model.pool.used == 0
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_when_tokens_cannot_be_read_the_requests_whose_they_are_end(lag):
     model = FakeModel()
