@@ -56,6 +56,12 @@ FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
         "BITS": (8,),
         "BOOSTED": (20, 32),
     },
+    "history": {
+        "head_size": (48, 64, 96, 256),
+        "dtype": ("fp16", "fp32"),
+        "group": (16, 64),
+        "boosted": (12,),
+    },
     "rotate": {"head_size": (64, 96, 256), "dtype": ("fp16", "fp32")},
     "linear_few_rows": {"k_block": (64,), "dtype": ("fp16",)},
     "linear_many_rows": {"k_block": (64,)},

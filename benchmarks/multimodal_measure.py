@@ -227,10 +227,10 @@ def bits_per_value(cache: KVCache) -> float:
     """Bits per number that spans and pages hold, scales and zero_points and unfilled blocks included."""
     size = numbers = 0
     for store in cache.stores():
-        for span in (span for sequence in store.sequences for span, _ in sequence.spans):
+        for span in (span for row in store.rows for span in row.spans):
             size += span.nbytes
             numbers += span.tokens * (span.key_scale.numel() + span.value_scale.numel())
-        for pool, f in ((store.key_pool, store.format.keys), (store.value_pool, store.format.values)):
+        for pool, f in ((store.key_pages, store.format.keys), (store.value_pages, store.format.values)):
             size += pool.pages_used * pool.page_bytes
             numbers += pool.pages_used * f.page_size * f.heads * f.head_dim
     return 8 * size / numbers

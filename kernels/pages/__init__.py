@@ -22,7 +22,15 @@ from kvconvert.kernels import device
 from kvconvert.kernels.pages.flag import new_flag, raise_if_flagged
 from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales, KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.pages.layout import ALIGNMENT
-from kvconvert.kernels.pages.records import KeyPages, ValuePages, empty_keys, empty_values, pages_of
+from kvconvert.kernels.pages.records import (
+    KeyPages,
+    PageAddresses,
+    PageWrites,
+    ValuePages,
+    empty_keys,
+    empty_values,
+    pages_of,
+)
 from kvconvert.kernels.pages.reference import (
     dequantize_keys,
     dequantize_values,
@@ -42,8 +50,11 @@ __all__ = [
     "KeyFormat",
     "KeyPages",
     "LayerFormat",
+    "PageAddresses",
+    "PageWrites",
     "ValueFormat",
     "ValuePages",
+    "dequantize_into",
     "dequantize_keys",
     "dequantize_values",
     "empty_keys",
@@ -53,6 +64,7 @@ __all__ = [
     "new_flag",
     "normalised_keys",
     "pages_of",
+    "quantize_at",
     "quantize_in_place",
     "quantize_keys",
     "quantize_values",
@@ -60,6 +72,7 @@ __all__ = [
     "rank_channels",
     "token_norms",
     "unsupported",
+    "unsupported_dequantization",
     "value_codes",
 ]
 
@@ -68,6 +81,7 @@ LARGEST_HEAD = 256
 KERNEL_PAGE_SIZES = (16, 32, 64, 128, 256)
 # Pages that the reference quantizes at a time: bounds the float32 copies that a long prompt's pages need.
 REFERENCE_PAGES = 32
+_HALF_RANGE = (torch.finfo(torch.float16).min, torch.finfo(torch.float16).max)
 
 
 def unsupported(tokens: torch.Tensor, page_size: int = PAGE_SIZE) -> str | None:
@@ -85,6 +99,27 @@ def unsupported(tokens: torch.Tensor, page_size: int = PAGE_SIZE) -> str | None:
     if tokens.stride(-1) != 1 or any(s % ALIGNMENT for s in tokens.stride()[:-1]) or tokens.data_ptr() % 16:
         return "the page kernels need channels side by side and tokens at multiples of 16 bytes"
     return None
+
+
+def quantize_at(
+    writes: PageWrites,
+    like: torch.Tensor,
+    pages: KeyPages | ValuePages,
+    flag: torch.Tensor,
+    channels: torch.Tensor | None = None,
+    static: ChannelScales | None = None,
+) -> None:
+    """`quantize_in_place` by addresses, for many layers and sequences; only for what `unsupported` accepts.
+
+    Args:
+        writes: of the pages.
+        like: some of the tokens [H, n, channels].
+        pages: some pages of the same storage, for their format and dtype.
+        flag, channels, static: as in `quantize_in_place`.
+    """
+    from kvconvert.kernels.pages.triton.launch import quantize_addressed
+
+    quantize_addressed(writes, like, pages, flag, channels, static)
 
 
 def quantize_in_place(
@@ -127,3 +162,51 @@ def quantize_in_place(
                 quantized = quantize_values(some, pages[0].format, static)
             for record in quantized.buffer:
                 next(rooms).copy_(record)
+
+
+def unsupported_dequantization(f: KeyFormat | ValueFormat, dtype: torch.dtype, on: torch.device) -> str | None:
+    """Why the Triton kernels cannot dequantize pages of a format to a dtype; None if they can."""
+    reason = device.unsupported(on)
+    if reason is not None:
+        return reason
+    if dtype not in KERNEL_DTYPES:
+        return f"the page kernels do not write {dtype}"
+    if f.head_dim % ALIGNMENT or f.head_dim > LARGEST_HEAD:
+        return f"the page kernels take head sizes that are multiples of {ALIGNMENT} up to {LARGEST_HEAD}"
+    if f.page_size not in KERNEL_PAGE_SIZES:
+        return f"the page kernels take pages of {KERNEL_PAGE_SIZES} tokens, not {f.page_size}"
+    return None
+
+
+def dequantize_into(
+    output: torch.Tensor,
+    pages: KeyPages | ValuePages | PageAddresses,
+    channels: torch.Tensor | None = None,
+    static: ChannelScales | None = None,
+) -> None:
+    """Write the tokens of pages, one page after another, as `dequantize_keys` and `dequantize_values` give them.
+
+    float16 saturates at its largest number, which the rounding of a scale or norm may lift a token over.
+
+    Args:
+        output: [H, tokens, channels] in any float dtype, channels contiguous; of the last page as many tokens are
+            written as there is room for.
+        pages: tensors, or addresses on a device for which `unsupported_dequantization` gives None.
+        channels, static: as for `dequantize_keys`, of pages given as tensors.
+    """
+    if isinstance(pages, PageAddresses):
+        from kvconvert.kernels.pages.triton.dequantize import dequantize_addressed
+
+        dequantize_addressed(pages, output)
+        return
+    size = pages.format.page_size
+    for start in range(0, len(pages), REFERENCE_PAGES):
+        part = pages.select(slice(start, start + REFERENCE_PAGES))
+        if isinstance(part, KeyPages):
+            tokens = dequantize_keys(part, part.format, channels, static).permute(1, 0, 3, 2)
+        else:
+            tokens = dequantize_values(part, part.format, static).transpose(0, 1)
+        if output.dtype == torch.float16:
+            tokens = tokens.clamp(*_HALF_RANGE)
+        target = output[:, start * size : start * size + len(part) * size]
+        target.copy_(tokens.flatten(1, 2)[:, : target.shape[1]])

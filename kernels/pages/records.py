@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple, Self
 
+import numpy as np
 import torch
 
 from kvconvert.kernels.pages.formats import KeyFormat, ValueFormat
@@ -47,6 +48,20 @@ class _Pages:
     def nbytes(self) -> int:
         """Bytes of all pages, the padding of their records included."""
         return self.buffer.nbytes
+
+
+class PageWrites(NamedTuple):
+    """Where complete pages' tokens lie and where their records go, each int64 [N] for N pages.
+
+    Attributes:
+        tokens: byte addresses of each page's first token, at multiples of 16; tokens of a head lie side by side.
+        head_strides: elements from head to head.
+        records: byte addresses of the records.
+    """
+
+    tokens: np.ndarray
+    head_strides: np.ndarray
+    records: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,33 @@ class ValuePages(_Pages):
     scale: torch.Tensor | None = None
     zero_point: torch.Tensor | None = None
     record: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PageAddresses:
+    """Key or value pages, or span blocks, anywhere on a device, as kernels address them.
+
+    Attributes:
+        format: what the bytes mean; of span blocks, a static format.
+        base: any 16-byte aligned tensor of the device, from which offsets count.
+        offsets: int64 [N] of the pages, in units of 16 bytes.
+        scales: int64 [2] offsets, in the same units, of scale and zero point, float16 [H, channels], where pages have
+            none of their own.
+        boosted: integers [H, n], contiguous, the boosted key channels where the format fixes them.
+    """
+
+    format: KeyFormat | ValueFormat
+    base: torch.Tensor
+    offsets: torch.Tensor
+    scales: torch.Tensor | None = None
+    boosted: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def select(self, index: slice) -> PageAddresses:
+        """Some of the pages."""
+        return replace(self, offsets=self.offsets[index])
 
 
 def pages_of(buffer: torch.Tensor, f: KeyFormat | ValueFormat) -> KeyPages | ValuePages:

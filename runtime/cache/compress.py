@@ -2,54 +2,105 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Hashable
 
+import numpy as np
 import torch
 
 from kvconvert.errors import KvconvertError, NumericError
-from kvconvert.kernels.pages import new_flag, quantize_in_place, raise_if_flagged
+from kvconvert.kernels.device import runs_triton
+from kvconvert.kernels.pages import (
+    PageWrites,
+    new_flag,
+    quantize_at,
+    quantize_in_place,
+    raise_if_flagged,
+    unsupported,
+)
 from kvconvert.kernels.select import select_tokens
 from kvconvert.kernels.spans import quantize_span
-from kvconvert.runtime.cache.sequence import KVSide, Sequence, remove_tokens
+from kvconvert.runtime.cache.buffer import TokenBuffer, remove_tokens
+from kvconvert.runtime.cache.groups import Compression, LayerGroup, PendingPages
+from kvconvert.runtime.cache.pool import UNIT
+from kvconvert.runtime.cache.prompts import Evict, SealSpan
 from kvconvert.runtime.cache.store import LayerStore
+
+Group = LayerGroup[LayerStore]
+
+
+def begin_forward(store: LayerStore) -> None:
+    """Compress what the previous forward pass left, if this layer begins another one."""
+    group = store.group
+    if group.rehearsal is not None:
+        return
+    if group.keep_for_sharing and store.forward_pass is group.forward_pass is not None:
+        compress(group, seal=False)
 
 
 def end_forward(store: LayerStore) -> None:
-    """Compress what is complete after the attention of committed tokens."""
-    store.attended = store.logical
-    if store.seal_at_once:
-        store.seal_at_once = False
-        seal(store)
-    if not store.keep_for_sharing:
-        flush(store, store.page_size if store.record_past else 0)
+    """Compress what is complete after the attention of committed tokens; later calls in the same pass do nothing.
 
-
-def seal(store: LayerStore) -> None:
-    """Compress the open prompts, which are complete: quantize them as spans, or evict; page methods have none."""
-    for sequence in store.sequences:
-        if sequence.open_from is None:
-            continue
-        if store.scheme.is_span:
-            _seal_span(store, sequence)
-        else:
-            _evict(store, sequence)
-        sequence.open_from, sequence.modality_runs = None, []
-        store.version += 1
-    # Nothing reads the layer between forward passes, so even a shared one may flush its pages now.
-    flush(store, store.page_size if store.record_past else 0)
-
-
-def _seal_span(store: LayerStore, sequence: Sequence) -> None:
-    parts = _span_parts(store, sequence)
-    if not parts:
+    A prompt is compressed layer by layer, so that no more than one layer's tokens lie in full precision; what a single
+    token completes is compressed once all layers of the group are there, in as few launches as for one.
+    """
+    group, latest = store.group, store.forward_pass
+    if store.ended is latest or group.rehearsal is latest:
         return
-    sides = (sequence.keys, sequence.values)
-    with _NamedErrors(store.index, 0):
-        keys, values = (_joined([side.tokens(*part) for part in parts]) for side in sides)
-        span = quantize_span(keys, values, store.span_format)
-    sequence.spans.append((span, sequence.positions.take(parts)))
-    for side in sides:
-        side.remove(parts)
+    store.ended = latest
+    latest.ended += 1
+    group.attended = latest.start + latest.length
+    if latest.length > 1:
+        # Tokens were stored layer by layer, in buffers that may have moved.
+        group.touch()
+    if group.keep_for_sharing:
+        return
+    if latest.length == 1 and not group.seal_at_once:
+        if latest.ended == len(group.stores):
+            compress(group, seal=False)
+        return
+    if latest.compression is None:
+        seal_now, group.seal_at_once = group.seal_at_once, False
+        latest.compression = group.compress(seal_now)
+    _execute(group, [store], latest.compression)
+
+
+def seal(group: Group) -> None:
+    """Compress the open prompts, which are complete: quantize them as spans, or evict; page methods have none."""
+    if group.error is None and any(sequence.open_from is not None for sequence in group.sequences):
+        compress(group, seal=True)
+
+
+def compress(group: Group, seal: bool) -> None:
+    """Compress, in all layers of a group, what is complete between forward passes."""
+    plan = group.compress(seal)
+    if not plan.is_empty:
+        _execute(group, group.stores, plan)
+    for store in group.stores:
+        store.sequences = plan.after
+
+
+def _execute(group: Group, stores: list[LayerStore], plan: Compression) -> None:
+    try:
+        for store in stores:
+            for work in plan.seals:
+                (_seal_span if isinstance(work, SealSpan) else _evict)(store, work)
+            for row, side, start, stop, used in plan.discards:
+                (store.rows[row].values if side else store.rows[row].keys).remove([(start, stop)], used)
+        _flush(stores, plan)
+    except KvconvertError as error:
+        group.error = error
+        raise
+    for store in stores:
+        store.sequences = plan.after
+
+
+def _seal_span(store: LayerStore, work: SealSpan) -> None:
+    row, parts = store.rows[work.row], list(work.parts)
+    with _NamedErrors([store], 0):
+        keys, values = (_joined([side.tokens(*part) for part in parts]) for side in (row.keys, row.values))
+        row.spans.append(quantize_span(keys, values, store.span_format))
+    for side in (row.keys, row.values):
+        side.remove(parts, work.used)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -57,133 +108,113 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _span_parts(store: LayerStore, sequence: Sequence) -> list[tuple[int, int]]:
-    """The open prompt's tokens that go to its span, as (start, stop) in the buffers."""
-    start, stop = max(sequence.open_from, sequence.sink_tokens), sequence.keys.buffered
-    if store.scheme.modality == "all":
-        return [(start, stop)] if stop > start else []
-    parts = []
-    for position, count in sequence.modality_runs:
-        first, end = max(start, sequence.positions.before(position)), sequence.positions.before(position + count)
-        if end > first:
-            parts.append((first, end))
-    return parts
-
-
-def _evict(store: LayerStore, sequence: Sequence) -> None:
+def _evict(store: LayerStore, work: Evict) -> None:
     """Keep the sink tokens, heavy hitters and the newest tokens of each KV head."""
-    n, attention_mass = sequence.keys.buffered, sequence.attention_mass
-    sequence.attention_mass = None
-    heavy_hitters, recent = round(store.scheme.heavy_ratio * n), round(store.scheme.recent_ratio * n)
-    if sequence.sink_tokens + heavy_hitters + recent >= n:
+    row, before = store.rows[work.row], store.sequences[work.row]
+    attention_mass, row.attention_mass = row.attention_mass, None
+    if work.keeps_all:
         return
-    index = select_tokens(attention_mass, heavy_hitters, recent, sequence.sink_tokens)
-    sequence.positions.keep(index)
-    for side in (sequence.keys, sequence.values):
-        tokens = side.tokens(0, n)
+    index = select_tokens(attention_mass, work.heavy_hitters, work.recent, work.sink_tokens)
+    row.kept = before.positions.slice(0, work.tokens, index.device)[index].to(torch.int32)
+    for side in (row.keys, row.values):
+        tokens = side.tokens(0, work.tokens)
         side.replace(tokens.gather(1, index.unsqueeze(2).expand(-1, -1, tokens.shape[2])))
 
 
-def flush(store: LayerStore, held_back: int) -> None:
-    """Quantize complete pages of all sequences, except for recent tokens and at least the newest `held_back`."""
-    if store.scheme.is_span:
+def _flush(stores: list[LayerStore], plan: Compression) -> None:
+    """Move complete pages of all rows to their storage: keys, then values."""
+    if not (plan.keys or plan.values):
         return
-    sequences = [sequence for sequence in store.sequences if sequence.open_from is None]
-    for sequence in sequences:
-        _drop_outside_window(store, sequence)
-    key_window = max(held_back, store.scheme.key_recent_tokens)
-    value_window = max(held_back, store.scheme.value_recent_tokens)
-    keys = [due for s in sequences if (due := _due(store, s, s.keys, key_window)).count]
-    values = [due for s in sequences if (due := _due(store, s, s.values, value_window)).count]
-    if keys or values:
-        store.version += 1
-        _flush_sides(store, keys, values)
-
-
-class PendingPages(NamedTuple):
-    """Complete pages in a side's buffer: the index of their first token, and how many."""
-
-    side: KVSide
-    start: int
-    count: int
-
-
-def _due(store: LayerStore, sequence: Sequence, side: KVSide, held_back: int) -> PendingPages:
-    return PendingPages(
-        side, sequence.sink_tokens, max(0, (side.buffered - sequence.sink_tokens - held_back) // store.page_size)
-    )
-
-
-def _flush_sides(store: LayerStore, keys: list[PendingPages], values: list[PendingPages]) -> None:
-    """Move complete pages of all rows to the pools: keys, then values, all of them or, after an error, none."""
-    f, size, moved = store.format, store.page_size, []
-    if store.flag is None:
-        store.flag = new_flag(store.device)
-    try:
-        for pool, due, channels, static in (
-            (store.key_pool, keys, f.boosted, f.static_keys),
-            (store.value_pool, values, None, f.static_values),
-        ):
-            if not due:
+    size = stores[0].page_size
+    for some in _launched_together(stores):
+        first = some[0]
+        if first.flag is None:
+            first.flag = new_flag(first.device)
+        for pending, is_key in ((plan.keys, True), (plan.values, False)):
+            if not pending:
                 continue
-            numbers = pool.reserve(sum(part.count for part in due))
-            moved.append((pool, numbers, due))
-            tokens = [side.tokens(start, start + count * size) for side, start, count in due]
-            with _NamedErrors(store.index, 1):
-                quantize_in_place(tokens, pool.views(numbers), store.flag, channels, static, store.fall_back)
+            with _NamedErrors(some, 1, sum(len(part.numbers) for part in pending)):
+                _quantize(some, pending, is_key)
         # Read once for both sides: the host waits here for the device.
-        with _NamedErrors(store.index, 1):
-            raise_if_flagged(store.flag, f.keys.heads)
-    except KvconvertError:
-        for pool, numbers, _ in moved:
-            pool.release(numbers)
-        store.flag = None
-        raise
-    for _, numbers, due in moved:
-        for side, _, count in due:
-            side.pages += numbers[:count]
-            numbers = numbers[count:]
-            store.flushes += count
-        remove_tokens([(side, start, start + count * size) for side, start, count in due])
+        with _NamedErrors(some, 1, sum(len(part.numbers) for part in plan.keys or plan.values)):
+            raise_if_flagged(first.flag, first.format.keys.heads)
+    removed = []
+    for store in stores:
+        for pending, is_key in ((plan.keys, True), (plan.values, False)):
+            for part in pending:
+                store.flushes += len(part.numbers)
+                stop = part.start + len(part.numbers) * size
+                removed.append((_buffer(store, part, is_key), part.start, stop, part.used))
+    remove_tokens(removed)
 
 
-def _drop_outside_window(store: LayerStore, sequence: Sequence) -> None:
-    """Drop leading pages that no later query attends to, quantized or not."""
-    if not store.sliding_window:
+def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_key: bool) -> None:
+    """Write the pages of one side of some layers that one launch serves."""
+    first, size, f = stores[0], stores[0].page_size, stores[0].format
+    channels, static = (f.boosted, f.static_keys) if is_key else (None, f.static_values)
+    storages = [store.key_pages if is_key else store.value_pages for store in stores]
+    sample = _tokens(_buffer(first, pending[0], is_key), pending[0], size)
+    if unsupported(sample, size) is not None:
+        tokens = [_tokens(_buffer(store, part, is_key), part, size) for store in stores for part in pending]
+        pages = [view for storage in storages for part in pending for view in storage.views(part.numbers)]
+        quantize_in_place(tokens, pages, first.flag, channels, static, first.fall_back)
         return
-    size = store.page_size
-    slack = size if store.record_past else 0
-    horizon = store.attended - store.sliding_window + 1 - slack  # positions below it are masked from now on
-    whole = (len(sequence.positions) - sequence.sink_tokens) // size - sequence.dropped
-    outside = 0
-    while outside < whole:
-        last = sequence.sink_tokens + (sequence.dropped + outside + 1) * size - 1
-        if sequence.positions.position(last) >= horizon:
-            break
-        outside += 1
-    for side, pool in ((sequence.keys, store.key_pool), (sequence.values, store.value_pool)):
-        paged = min(outside, len(side.pages))
-        pool.release(side.pages[:paged])
-        del side.pages[:paged]
-        if outside > paged:
-            side.remove([(sequence.sink_tokens, sequence.sink_tokens + (outside - paged) * size)])
-    sequence.dropped += outside
-    store.version += bool(outside)
+    numbers = np.array([number for part in pending for number in part.numbers], dtype=np.int64)
+    records = [storage.offsets(numbers, first.origin) * UNIT + first.origin.data_ptr() for storage in storages]
+    width = size * sample.shape[2] * sample.element_size()
+    starts, strides = [], []
+    for store in stores:
+        for part in pending:
+            buffer = _buffer(store, part, is_key)
+            begin = buffer.address + part.start * width // size
+            starts += [begin + page * width for page in range(len(part.numbers))]
+            strides += [buffer.head_stride] * len(part.numbers)
+    writes = PageWrites(np.array(starts), np.array(strides), np.concatenate(records))
+    quantize_at(writes, sample, storages[0].views(pending[0].numbers)[0], first.flag, channels, static)
+
+
+def _buffer(store: LayerStore, part: PendingPages, is_key: bool) -> TokenBuffer:
+    return store.rows[part.row].keys if is_key else store.rows[part.row].values
+
+
+def _tokens(buffer: TokenBuffer, part: PendingPages, size: int) -> torch.Tensor:
+    return buffer.tokens(part.start, part.start + len(part.numbers) * size)
+
+
+def _launched_together(stores: list[LayerStore]) -> list[list[LayerStore]]:
+    """Layers whose pages one launch of the kernels can write: of one format, without tensors of their own."""
+    groups: dict[Hashable, list[LayerStore]] = {}
+    for store in stores:
+        f = store.format
+        own = f.boosted is not None or f.static_keys is not None or f.static_values is not None
+        alone = own or not runs_triton(store.device)
+        key = store.index if alone else (f.keys, f.values, store.dtype, store.device)
+        groups.setdefault(key, []).append(store)
+    return list(groups.values())
 
 
 class _NamedErrors:
-    """Adds layer and head to a numeric error; `position` is the head's place in the quantized tensor's shape."""
+    """Adds layer and head to a numeric error.
 
-    def __init__(self, layer: int, position: int):
-        self.layer, self.position = layer, position
+    Args:
+        stores: whose pages were quantized, one after another.
+        position: the head's place in the quantized tensor's shape; the page's is before it.
+        pages: of each store.
+    """
+
+    def __init__(self, stores: list[LayerStore], position: int, pages: int = 1):
+        self.stores, self.position, self.pages = stores, position, pages
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, NumericError):
-            index = getattr(error, "index", None)
-            head = f", KV head {index[self.position]}" if index is not None and len(index) > self.position else ""
-            raise NumericError(
-                f"Layer {self.layer}{head}: the cache cannot store these keys or values: {error}"
-            ) from error
+            index, layer, head = getattr(error, "index", None), str(self.stores[0].index), ""
+            if index is not None and len(index) > self.position:
+                head = f", KV head {index[self.position]}"
+                if len(self.stores) > 1:
+                    layer = str(self.stores[min(index[0] // self.pages, len(self.stores) - 1)].index)
+            elif len(self.stores) > 1:
+                layer += f" or one of {len(self.stores) - 1} more"
+            raise NumericError(f"Layer {layer}{head}: the cache cannot store these keys or values: {error}") from error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvconvert.errors import CacheError
-from kvconvert.runtime.cache.compress import flush
+from kvconvert.runtime.cache.compress import Group, compress
 from kvconvert.runtime.cache.sequence import Sequence
-from kvconvert.runtime.cache.store import LayerStore
 
 
-def crop(store: LayerStore, tokens_to_remove: int) -> None:
+def crop(group: Group, tokens_to_remove: int) -> None:
     """Remove the newest tokens; `tokens_to_remove` is zero or negative, as transformers passes it.
 
     Raises:
@@ -18,45 +19,58 @@ def crop(store: LayerStore, tokens_to_remove: int) -> None:
         raise CacheError(
             f"crop({tokens_to_remove}) is not possible: pass the number of tokens to remove as a negative number."
         )
-    if not store.sequences:
+    if not group.sequences:
         return
-    length = store.logical + tokens_to_remove
-    for row, sequence in enumerate(store.sequences):
-        _check_crop(store, row, sequence, length)
-    for sequence in store.sequences:
-        kept = sequence.positions.before(length)
-        removed = len(sequence.positions) - kept
-        for side in (sequence.keys, sequence.values):
-            side.truncate(side.buffered - removed)
-        sequence.sink_tokens = min(sequence.sink_tokens, sequence.keys.buffered)
-        sequence.positions.truncate(kept)
-        sequence.modality_runs = [
-            (first, min(n, length - first)) for first, n in sequence.modality_runs if first < length
-        ]
-        if sequence.attention_mass is not None:
-            sequence.attention_mass = sequence.attention_mass[:, : sequence.keys.buffered]
-    store.logical = store.attended = length
-    if store.real is not None:
-        store.real = store.real[:, :length]
-    store.version += 1
-    flush(store, 0)
+    length = group.logical + tokens_to_remove
+    for row, sequence in enumerate(group.sequences):
+        _check(group, row, sequence, length)
+    cropped = tuple(_cropped(sequence, length) for sequence in group.sequences)
+    for store in group.stores:
+        for sequence, row in zip(cropped, store.rows, strict=True):
+            row.keys.truncate(sequence.keys.buffered)
+            row.values.truncate(sequence.values.buffered)
+            if row.attention_mass is not None:
+                row.attention_mass = row.attention_mass[:, : sequence.keys.buffered]
+    group.sequences = cropped
+    group.logical = group.attended = length
+    if group.real is not None:
+        group.real = group.real[:, :length]
+    group.touch()
+    # What was held back for this may be compressed now.
+    recording, group.record_past = group.record_past, False
+    compress(group, seal=False)
+    group.record_past = recording
 
 
-def _check_crop(store: LayerStore, row: int, sequence: Sequence, length: int) -> None:
-    removed = len(sequence.positions) - sequence.positions.before(length)
+def _cropped(sequence: Sequence, length: int) -> Sequence:
+    removed = len(sequence) - sequence.before(length)
+    keys, values = (replace(side, buffered=side.buffered - removed) for side in (sequence.keys, sequence.values))
+    runs = tuple((first, min(n, length - first)) for first, n in sequence.modality_runs if first < length)
+    return replace(
+        sequence,
+        keys=keys,
+        values=values,
+        sink_tokens=min(sequence.sink_tokens, keys.buffered),
+        positions=sequence.positions.part(0, len(sequence.positions) - removed),
+        modality_runs=runs,
+    )
+
+
+def _check(group: Group, row: int, sequence: Sequence, length: int) -> None:
+    removed = len(sequence) - sequence.before(length)
     free = 0 if sequence.untouched else sequence.sink_tokens
     loose = min(sequence.keys.buffered, sequence.values.buffered) - free
-    in_span = any(positions.before(length) < len(positions) for _, positions in sequence.spans)
+    in_span = any(span.positions.before(length) < span.tokens for span in sequence.spans)
     if removed > loose or in_span:
         raise CacheError(
-            f"Sequence {row} cannot give back its newest {removed} tokens: layer {store.index} has already quantized "
+            f"Sequence {row} cannot give back its newest {removed} tokens: {group.name} has already quantized "
             "some of them; call activate_past_recording() before the tokens are added, and crop at most a page at a "
             "time."
         )
-    if removed and sequence.dropped and store.sliding_window:
-        oldest = sequence.positions.position(sequence.sink_tokens + sequence.dropped * store.page_size)
-        if oldest > length - store.sliding_window:
+    if removed and sequence.dropped and group.sliding_window:
+        oldest = sequence.position(sequence.sink_tokens + sequence.dropped * group.page_size)
+        if oldest > length - group.sliding_window:
             raise CacheError(
-                f"Sequence {row} cannot give back its newest {removed} tokens: layer {store.index} has dropped tokens "
+                f"Sequence {row} cannot give back its newest {removed} tokens: {group.name} has dropped tokens "
                 "that its sliding window would need again; call activate_past_recording() before the tokens are added."
             )

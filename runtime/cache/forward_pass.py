@@ -16,6 +16,24 @@ from kvconvert.errors import CacheError
 # (batch, head, query positions, key positions) -> bool, broadcast over all four; as transformers' mask functions.
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
+# Queries times keys whose mask is looked at together.
+BLOCK = 1 << 24
+
+
+def is_pure(function: MaskFunction | None) -> bool:
+    """Whether a mask depends on positions alone, rather than on tensors that a function holds."""
+    contents = list(getattr(function, "__closure__", None) or ())
+    contents = [cell.cell_contents for cell in contents] + list(getattr(function, "__defaults__", None) or ())
+    while contents:
+        part = contents.pop()
+        if isinstance(part, torch.Tensor):
+            return False
+        if isinstance(part, (list, tuple)):
+            contents += part
+        elif callable(part) and not is_pure(part):
+            return False
+    return True
+
 
 class Chunk:
     """The tokens of one forward pass: which positions they have, which are padding, which keys each query attends to.
@@ -44,6 +62,7 @@ class Chunk:
         self._length = None if padding_mask is None else padding_mask.shape[1]
         self._checked: torch.Tensor | bool | None = False  # the past that was compared already; layers share one
         self._host: list[list[bool]] | None = None
+        self._windows: dict[tuple[int, tuple], bool] = {}
 
     def check_past(self, past: torch.Tensor | None, length: int, where: str) -> None:
         """Compare this pass's mask with that of the first `length` positions, which are stored.
@@ -58,17 +77,24 @@ class Chunk:
             )
         if past is self._checked:
             return
+        known = 0 if past is None else min(length, past.shape[1])
         if self.real is None:
-            same = past is None or bool(past[:, :length].all())
+            same = past is None or bool(past[:, :known].all())
         else:
-            now = self.real[:, :length]
-            same = bool(now.all()) if past is None else torch.equal(now, past[:, :length].to(now.device))
+            same = bool(self.real[:, known:length].all())
+            same = same and (not known or torch.equal(self.real[:, :known], past[:, :known].to(self.real.device)))
         if not same:
             raise CacheError(
                 f"The attention mask differs for positions that {where} of the cache has already stored; pass the same "
                 "mask for old tokens, or start a new cache."
             )
         self._checked = past
+
+    def same_padding(self, other: Chunk) -> bool:
+        """Whether the same tokens are real in another description of the same pass."""
+        if self.real is None or other.real is None:
+            return self.real is other.real
+        return torch.equal(self.real, other.real.to(self.real.device))
 
     def runs(self, row: int, start: int, count: int) -> list[tuple[int, int]]:
         """The real positions among start..start+count-1 as (first position, how many)."""
@@ -96,6 +122,31 @@ class Chunk:
             batch, head = torch.tensor(row, device=device), torch.tensor(0, device=device)
             seen = self.mask_function(batch, head, queries, keys)
         return seen.expand(keys.shape[0], len(query_positions), keys.shape[2])
+
+    def is_window(self, window: int, stored: tuple, positions: Callable[[], list[torch.Tensor]]) -> bool:
+        """Whether each query attends to the `window` positions up to its own, as far as stored tokens go.
+
+        Args:
+            window: tokens that a query attends to, its own included.
+            stored: identifies what is stored; layers that store the same tokens share one look at the mask.
+            positions: gives int64 [n] of each row's stored tokens.
+        """
+        key = (window, stored)
+        if key not in self._windows:
+            self._windows[key] = self._shows_window(window, positions())
+        return self._windows[key]
+
+    def _shows_window(self, window: int, positions: list[torch.Tensor]) -> bool:
+        differs = torch.zeros((), dtype=torch.bool, device=self.query_positions.device)
+        for row, part in enumerate(positions):
+            if not len(part):
+                continue
+            part = part.to(differs.device)
+            for queries in self.query_positions.split(max(1, BLOCK // len(part))):
+                own = queries.unsqueeze(1)
+                expected = (part <= own) & (part > own - window)
+                differs |= (self.visible(row, queries, part)[0] != expected).any()
+        return not bool(differs)
 
 
 @dataclass(frozen=True)

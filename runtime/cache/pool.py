@@ -1,17 +1,18 @@
-"""The page pool of one layer: storage for key or value pages, a free list and reference counts."""
+"""Pages: their numbers, which all layers of a group share, and each layer's storage for them."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 
 from kvconvert.errors import CacheError
 from kvconvert.kernels.pages import KeyPages, ValuePages
 
-# A pool grows by a sixteenth of what it holds, at least four pages: few chunks at any length, little unused room.
+# Pools grow by a sixteenth of what they hold, at least four pages: few chunks at any length, little unused room.
 SMALLEST_CHUNK = 4
 GROWTH = 16
 # Bytes: what offsets of pages count. Records, and the pages that have none, begin at multiples of it.
@@ -20,127 +21,164 @@ UNIT = 16
 Pages = TypeVar("Pages", KeyPages, ValuePages)
 
 
-class PagePool(Generic[Pages]):
-    """Pages of one layer, addressed by number and shared between sequences by reference counts.
-
-    The pool grows chunk by chunk and never moves a page, so growing copies nothing and addresses stay valid; with
-    `capacity` it allocates everything at once and never grows.
+class PageNumbers:
+    """Which pages of one side are in use, for all layers of a group; sequences share pages by reference counts.
 
     Args:
-        empty: allocates a number of pages on a device.
-        device: of the pages.
-        capacity: pages, or None to grow.
-        name: of the pool, for messages.
+        name: of the layers, for messages.
+
+    Attributes:
+        starts: number of the first page of each chunk of storage.
+        capacity: most pages, or None to grow.
     """
 
-    def __init__(
-        self,
-        empty: Callable[[int, torch.device], Pages],
-        device: torch.device,
-        capacity: int | None = None,
-        name: str = "the cache",
-    ):
-        self.empty, self.device, self.capacity, self.name = empty, device, capacity, name
-        self.page_bytes = empty(1, torch.device("meta")).nbytes
-        self._chunks: list[Pages] = []
-        self._starts: list[int] = []
+    def __init__(self, name: str = "the cache"):
+        self.name = name
+        self.capacity: int | None = None
+        self.starts: list[int] = []
         self._references: list[int] = []
         self._free: list[int] = []
-        if capacity:
-            self._grow(capacity)
+
+    def __len__(self) -> int:
+        return len(self._references)
 
     @property
-    def pages_used(self) -> int:
+    def used(self) -> int:
         """Pages that some sequence refers to."""
         return len(self._references) - len(self._free)
 
-    @property
-    def bytes_allocated(self) -> int:
-        """Bytes of all chunks."""
-        return sum(chunk.nbytes for chunk in self._chunks)
+    def limit(self, capacity: int) -> None:
+        """Make room for `capacity` pages at once, and never for more.
+
+        Layers may be told different capacities; the smallest holds.
+        """
+        if self.capacity is not None and capacity >= self.capacity:
+            return
+        if self.capacity is None and capacity:
+            self._grow(capacity)
+        elif self.capacity is not None:
+            self._free = [number for number in self._free if number < capacity]
+            del self._references[capacity:]
+        self.capacity = capacity
 
     def _grow(self, count: int) -> None:
         start = len(self._references)
-        self._chunks.append(self.empty(count, self.device))
-        self._starts.append(start)
+        self.starts.append(start)
         self._references += [0] * count
         # Popped from the end: low numbers first, so that pages written one after another lie one after another.
         self._free = list(range(start + count - 1, start - 1, -1)) + self._free
 
-    def reserve(self, count: int) -> list[int]:
+    def reserve(self, count: int) -> tuple[int, ...]:
         """Take `count` pages, uninitialised and each with one reference, and return their numbers.
 
         Raises:
-            CacheError: the pool has a fixed capacity and no room left.
+            CacheError: the capacity is fixed and there is no room left.
         """
         missing = count - len(self._free)
         if missing > 0:
             if self.capacity is not None:
                 raise CacheError(
-                    f"{self.name} is out of pages: {self.pages_used} of {self.capacity} are in use and {count} more "
+                    f"{self.name} is out of pages: {self.used} of {self.capacity} are in use and {count} more "
                     "are needed; give the cache more kv_memory, or run fewer or shorter sequences."
                 )
             self._grow(max(missing, SMALLEST_CHUNK, (len(self._references) + missing) // GROWTH))
-        numbers = [self._free.pop() for _ in range(count)]
+        numbers = tuple(self._free.pop() for _ in range(count))
         for number in numbers:
             self._references[number] = 1
         return numbers
 
-    def retain(self, numbers: list[int]) -> None:
+    def retain(self, numbers: Sequence[int]) -> None:
         """Add a reference to each page."""
         for number in numbers:
             self._references[number] += 1
 
-    def release(self, numbers: list[int]) -> None:
+    def release(self, numbers: Sequence[int]) -> None:
         """Drop a reference to each page; pages without any are free again."""
         for number in numbers:
             self._references[number] -= 1
             if self._references[number] == 0:
                 self._free.append(number)
 
-    def read(self, numbers: list[int]) -> Pages:
+
+class PageStorage(Generic[Pages]):
+    """One layer's pages of one side, addressed by number.
+
+    It follows the numbers chunk by chunk and never moves a page, so growing copies nothing and addresses stay valid.
+
+    Args:
+        empty: allocates a number of pages on a device.
+        device: of the pages.
+        numbers: which pages there are.
+    """
+
+    def __init__(self, empty: Callable[[int, torch.device], Pages], device: torch.device, numbers: PageNumbers):
+        self.empty, self.device, self.numbers = empty, device, numbers
+        self.page_bytes = empty(1, torch.device("meta")).nbytes
+        self._chunks: list[Pages] = []
+        self.follow()
+
+    @property
+    def bytes_allocated(self) -> int:
+        """Bytes of all chunks."""
+        return sum(chunk.nbytes for chunk in self._chunks)
+
+    def follow(self) -> None:
+        """Make room for all pages that the numbers know of."""
+        starts = self.numbers.starts
+        for chunk in range(len(self._chunks), len(starts)):
+            stop = starts[chunk + 1] if chunk + 1 < len(starts) else len(self.numbers)
+            self._chunks.append(self.empty(stop - starts[chunk], self.device))
+
+    def read(self, numbers: Sequence[int]) -> Pages:
         """The pages of these numbers, in order; a view where they are contiguous, else a copy."""
         parts = [self._chunks[chunk].select(where) for chunk, where in self._slots(numbers)]
         return type(parts[0]).cat(parts)
 
-    def views(self, numbers: list[int]) -> list[Pages]:
+    def views(self, numbers: Sequence[int]) -> list[Pages]:
         """The pages of these numbers as views to read or write in place, in order: one per contiguous run."""
+        self.follow()
         views = []
-        begin = 0
+        begin, starts = 0, self.numbers.starts
         for end in range(1, len(numbers) + 1):
-            if end == len(numbers) or numbers[end] != numbers[end - 1] + 1 or numbers[end] in self._starts:
+            if end == len(numbers) or numbers[end] != numbers[end - 1] + 1 or numbers[end] in starts:
                 chunk = self._chunk(numbers[begin])
-                first = numbers[begin] - self._starts[chunk]
+                first = numbers[begin] - starts[chunk]
                 views.append(self._chunks[chunk].select(slice(first, first + end - begin)))
                 begin = end
         return views
 
-    def offsets(self, numbers: list[int], base: torch.Tensor) -> list[int]:
-        """Where each page's record begins, in units of 16 bytes from the first byte of `base`, on the same device.
+    def offsets(self, numbers: Sequence[int], base: torch.Tensor) -> np.ndarray:
+        """Where each page's record begins, int64, in units of 16 bytes from the first byte of `base`, on the same
+        device.
 
-        Chunks are separate allocations, so offsets may lie far outside of `base` and be negative; they need 64 bits.
-        They stay what they are as long as the page is in use. `base` has to begin at a multiple of 16 bytes, as every
-        allocation of torch does.
+        Chunks are separate allocations, so offsets may lie far outside of `base` and be negative. They stay what they
+        are as long as the page is in use. `base` has to begin at a multiple of 16 bytes, as every allocation of torch
+        does.
         """
-        origin, size = base.data_ptr(), self.page_bytes // UNIT
+        self.follow()
+        number = np.asarray(numbers, dtype=np.int64)
+        if not self._chunks:
+            return number
+        origin, size, starts = base.data_ptr(), self.page_bytes // UNIT, self.numbers.starts
         # Pages count from where page 0 would be if the page's chunk were the only one.
-        zeros = [
-            (chunk.buffer.data_ptr() - origin) // UNIT - start * size
-            for chunk, start in zip(self._chunks, self._starts, strict=True)
-        ]
-        return [zeros[self._chunk(number)] + number * size for number in numbers]
+        zeros = np.array(
+            [(c.buffer.data_ptr() - origin) // UNIT - s * size for c, s in zip(self._chunks, starts, strict=True)],
+            dtype=np.int64,
+        )
+        return zeros[np.searchsorted(starts, number, side="right") - 1] + number * size
 
     def _chunk(self, number: int) -> int:
         """The chunk that holds a page."""
-        return bisect_right(self._starts, number) - 1
+        return bisect_right(self.numbers.starts, number) - 1
 
-    def _slots(self, numbers: list[int]) -> list[tuple[int, slice | torch.Tensor]]:
+    def _slots(self, numbers: Sequence[int]) -> list[tuple[int, slice | torch.Tensor]]:
         """Consecutive stretches of `numbers` within one chunk, as slots: a slice where they are consecutive."""
         slots_by_chunk: list[tuple[int, slice | torch.Tensor]] = []
         begin = 0
         while begin < len(numbers):
             chunk = self._chunk(numbers[begin])
-            low, high = self._starts[chunk], self._starts[chunk] + len(self._chunks[chunk])
+            low = self.numbers.starts[chunk]
+            high = low + len(self._chunks[chunk])
             end = begin + 1
             while end < len(numbers) and low <= numbers[end] < high:
                 end += 1

@@ -1,8 +1,9 @@
-"""What one layer of the cache stores: per sequence sink tokens, pages, spans and a residual window."""
+"""What one layer of the cache stores: per sequence full-precision tokens, pages and spans."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,11 +12,35 @@ from kvconvert.kernels.device import fall_back
 from kvconvert.kernels.pages import KeyPages, ValuePages, empty_keys, empty_values
 from kvconvert.kernels.spans import Span
 from kvconvert.methods import KVScheme
-from kvconvert.runtime.cache.block_tables import BlockTables
+from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH, BufferGrowth, TokenBuffer
 from kvconvert.runtime.cache.formats import layer_format, rotations, span_format, with_plan
-from kvconvert.runtime.cache.forward_pass import ModalityMask
-from kvconvert.runtime.cache.pool import PagePool
-from kvconvert.runtime.cache.sequence import CPU_GROWTH, GPU_GROWTH, BufferGrowth, KVSide, Sequence
+from kvconvert.runtime.cache.groups import ForwardPass, LayerGroup
+from kvconvert.runtime.cache.pool import PageStorage
+from kvconvert.runtime.cache.sequence import Sequence
+
+
+@dataclass
+class LayerRow:
+    """One sequence's tensors in one layer.
+
+    Attributes:
+        keys, values: full-precision tokens.
+        spans: prompts that were compressed as a whole.
+        kept: positions of the tokens that survived an eviction, int32 [H, n]; None without one.
+        attention_mass: attention that the open prompt's tokens have received so far, float32 [H, n]; None unless the
+            scheme evicts.
+    """
+
+    keys: TokenBuffer
+    values: TokenBuffer
+    spans: list[Span] = field(default_factory=list)
+    kept: torch.Tensor | None = None
+    attention_mass: torch.Tensor | None = None
+
+    def copy(self) -> LayerRow:
+        """A copy that shares spans and owns its buffers."""
+        mass = None if self.attention_mass is None else self.attention_mass.clone()
+        return LayerRow(self.keys.copy(), self.values.copy(), self.spans.copy(), self.kept, mass)
 
 
 class LayerStore:
@@ -23,35 +48,29 @@ class LayerStore:
 
     New tokens are parked, committed once the padding is known (`append`), attended to (`attend`) and compressed after
     that attention (`compress`): a prompt attends to itself in full precision, and a page, once written, is never
-    quantized again. Schemes that compress whole prompts leave a prompt in full precision until it is sealed.
+    quantized again. Where tokens lie is planned by the layer's group, for all of its layers.
 
     Args:
         scheme: how tokens are stored; what it says of weights is taken for true, and its budget is this layer's own.
         index: the layer's index in the model, for messages.
-        sliding_window: the layer's window in tokens, or None.
+        group: which plans for it.
         page_bytes: room for pages in bytes, taken at the first tokens and never exceeded; None grows as needed.
-        keep_for_sharing: later layers read this layer's keys again within one forward pass, so pages are flushed one
-            step late.
         plan: this layer's part of the KV plan, of which `allocate` takes what the scheme needs (`formats.with_plan`).
         growth: how the full-precision buffers grow; None chooses by device.
+        pages: another store of the same layer, in whose storage this one has its pages.
 
     Attributes:
         rotations: what is rotated at run time.
-        record_past: keep the newest tokens uncompressed until `crop` says which of them stay (assisted decoding).
-        seal_at_once: the next forward pass holds the whole prompt.
-        logical: positions so far, padding included.
-        attended: positions whose own attention is over.
-        real: bool [B, logical] of committed positions; None while there was no padding.
         pending: parked keys [B, H, T, D] and values [B, H, T, E]; None once they are committed.
-        modality_mask: the tokens of the scheme's modality in the next forward pass.
-        sequences: one per row of the batch; none before the first tokens.
-        version: changes with whatever block tables describe: pages, spans and the order of sequences.
+        rows: their tensors.
+        forward_pass: the latest that the layer took part in; passes: how many.
+        ended: the latest whose attention is over.
         flushes: pages quantized so far.
         fallbacks: calls that a slower path served than the one meant for the device.
         dtype, device: of the tokens; these and the following exist once `allocate` was called.
         format, span_format: of pages, and of spans (None for schemes of pages).
-        key_pool, value_pool: pages in use, and free ones.
-        block_tables: where all of it lies, for kernels.
+        key_pages, value_pages: their storage.
+        origin: a small tensor of the tokens' dtype and device, from which addresses of buffers count.
         clamped_rows: int64 scalar, query rows for which CalibQuant's shift had to make different scores equal.
         flag: what page kernels raise on numbers that cannot be stored; None before the first flush.
     """
@@ -60,19 +79,17 @@ class LayerStore:
         self,
         scheme: KVScheme,
         index: int,
+        group: LayerGroup[LayerStore],
         *,
-        sliding_window: int | None = None,
         page_bytes: int | None = None,
-        keep_for_sharing: bool = False,
         plan: Mapping[str, torch.Tensor] | None = None,
         growth: BufferGrowth | None = None,
+        pages: LayerStore | None = None,
     ):
-        self.scheme, self.index, self.page_bytes, self.keep_for_sharing = scheme, index, page_bytes, keep_for_sharing
-        self.sliding_window = sliding_window
-        self.plan, self.growth = plan or {}, growth
+        self.scheme, self.index, self.group, self.page_bytes = scheme, index, group, page_bytes
+        self.plan, self.growth, self.pages = plan or {}, growth, pages
         self.rotations = rotations(scheme)
-        self.record_past = False
-        self.seal_at_once = False
+        group.add(self, index)
         self.reset()
 
     @property
@@ -80,15 +97,33 @@ class LayerStore:
         """Tokens per page."""
         return self.scheme.page_size
 
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """The group's sequences, as of this layer's latest step."""
+        if self.group.waiting:
+            return self.group.sequences
+        return self._sequences
+
+    @sequences.setter
+    def sequences(self, sequences: tuple[Sequence, ...]) -> None:
+        self._sequences = sequences
+
+    @property
+    def logical(self) -> int:
+        """Positions so far as this layer knows them, padding included."""
+        latest = self.group.forward_pass
+        if latest is None or latest is self.forward_pass:
+            return self.group.logical
+        return latest.start
+
     def reset(self) -> None:
         """Drop everything stored; the next tokens start a new cache."""
-        self.logical = 0
-        self.attended = 0
-        self.real: torch.Tensor | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.modality_mask: ModalityMask | None = None
-        self.sequences: list[Sequence] = []
-        self.version = 0
+        self._sequences: tuple[Sequence, ...] = ()
+        self.rows: list[LayerRow] = []
+        self.forward_pass: ForwardPass | None = None
+        self.ended: ForwardPass | None = None
+        self.passes = self.group.passes
         self.flushes = 0
         self.fallbacks = 0
 
@@ -103,25 +138,44 @@ class LayerStore:
         self.dtype, self.device = keys.dtype, keys.device
         self.format = with_plan(layer_format(self.scheme, heads, key_dim, value_dim), self.plan, self.device)
         self.span_format = span_format(self.scheme)
-        name = f"layer {self.index} of the KV cache"
-        capacity = None
-        if self.page_bytes is not None:
-            meta = torch.device("meta")
-            capacity = self.page_bytes // (self._empty_keys(1, meta).nbytes + self._empty_values(1, meta).nbytes)
-        self.key_pool: PagePool[KeyPages] = PagePool(self._empty_keys, self.device, capacity, name)
-        self.value_pool: PagePool[ValuePages] = PagePool(self._empty_values, self.device, capacity, name)
-        growth = self.growth or (GPU_GROWTH if keys.is_cuda else CPU_GROWTH)
-        self.sequences = [
-            Sequence(
-                KVSide(keys.new_empty(heads, 0, key_dim), growth), KVSide(values.new_empty(heads, 0, value_dim), growth)
+        group = self.group
+        if self.pages is not None and hasattr(self.pages, "key_pages"):
+            self.key_pages, self.value_pages = self.pages.key_pages, self.pages.value_pages
+        else:
+            if self.page_bytes is not None:
+                meta = torch.device("meta")
+                capacity = self.page_bytes // (self._empty_keys(1, meta).nbytes + self._empty_values(1, meta).nbytes)
+                group.key_numbers.limit(capacity)
+                group.value_numbers.limit(capacity)
+            self.key_pages: PageStorage[KeyPages] = PageStorage(self._empty_keys, self.device, group.key_numbers)
+            self.value_pages: PageStorage[ValuePages] = PageStorage(
+                self._empty_values, self.device, group.value_numbers
             )
-            for _ in range(batch)
-        ]
+            if self.pages is not None:
+                self.pages.key_pages, self.pages.value_pages = self.key_pages, self.value_pages
+        if self.growth is None:
+            self.growth = GPU_GROWTH if keys.is_cuda else CPU_GROWTH
         self.clamped_rows = torch.zeros((), dtype=torch.int64, device=self.device)
         self.flag: torch.Tensor | None = None
-        self.block_tables = BlockTables(
-            self.index, self.scheme, self.format, self.key_pool, self.value_pool, self.dtype
-        )
+        self.origin = keys.new_zeros(8)
+        self._empty = keys.new_empty(heads, 0, key_dim), values.new_empty(heads, 0, value_dim)
+        # The group may be further already: the first layers of the first pass come before this one.
+        self.sequences = (Sequence(),) * batch
+        group.sequences = group.sequences or self.sequences
+        self.rows = [self.empty_row() for _ in self.sequences]
+
+    def adopt(self, other: LayerStore, rows: int) -> None:
+        """Prepare for `rows` sequences of the shape, dtype and device that another store of this layer holds."""
+        for name in ("dtype", "device", "format", "span_format", "key_pages", "value_pages", "growth", "_empty"):
+            setattr(self, name, getattr(other, name))
+        self.clamped_rows, self.flag = torch.zeros_like(other.clamped_rows), None
+        self.origin = torch.zeros_like(other.origin)
+        self.sequences = self.group.sequences
+        self.rows = [self.empty_row() for _ in range(rows)]
+
+    def empty_row(self) -> LayerRow:
+        """Room for a sequence without tokens."""
+        return LayerRow(*(TokenBuffer(empty, self.growth) for empty in self._empty))
 
     def _empty_keys(self, count: int, device: torch.device) -> KeyPages:
         return empty_keys(count, self.format.keys, self.dtype, device)
@@ -132,41 +186,97 @@ class LayerStore:
     def park(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold new keys [B, H, T, D] and values [B, H, T, E] until their padding is known.
 
+        The first layer of its group begins a forward pass.
+
         Raises:
-            CacheError: the batch size differs from that of the tokens stored.
+            CacheError: the batch size differs from that of the tokens stored, another layer of the group was given
+                another number of tokens, or this one was passed over.
         """
         if keys.shape[0] != len(self.sequences):
             raise CacheError(
                 f"The cache holds {len(self.sequences)} sequences and layer {self.index} was given {keys.shape[0]}; "
                 "use a new cache for another batch."
             )
-        self.pending = (keys, values)
-        self.logical += keys.shape[2]
+        if self.group.rehearsal is not None:
+            self.forward_pass, self.pending = self.group.rehearsal, (keys, values)
+            return
+        latest, length = self.group.forward_pass, keys.shape[2]
+        if latest is None or latest is self.forward_pass:
+            latest = self.group.begin(length)
+        self.passes += 1
+        if self.passes != self.group.passes or latest.length != length:
+            raise CacheError(
+                f"Layer {self.index} did not receive the same tokens as {self.group.name}: a cache needs the keys and "
+                "values of every layer at every step."
+            )
+        self.forward_pass, self.pending = latest, (keys, values)
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether the layer knows shape, dtype and device of its tokens."""
+        return bool(self.rows)
+
+    def reserve(self, row: int, after: Sequence) -> bool:
+        """Make room for a row's tokens as they will be; whether its buffers have moved."""
+        before, tensors = self.sequences[row], self.rows[row]
+        moved = tensors.keys.reserve(after.keys.buffered, before.keys.buffered)
+        return tensors.values.reserve(after.values.buffered, before.values.buffered) or moved
 
     def reorder(self, rows: list[int]) -> None:
-        """Keep the sequences of these rows, in this order; repeated ones share pages and have buffers of their own."""
-        if not self.sequences:
-            return
-        for row in rows:
-            self.key_pool.retain(self.sequences[row].keys.pages)
-            self.value_pool.retain(self.sequences[row].values.pages)
-        for sequence in self.sequences:
-            self.key_pool.release(sequence.keys.pages)
-            self.value_pool.release(sequence.values.pages)
+        """Keep the tensors of these rows, in this order; repeated ones get buffers of their own."""
         taken: set[int] = set()
         reordered = []
         for row in rows:
-            reordered.append(self.sequences[row].copy() if row in taken else self.sequences[row])
+            reordered.append(self.rows[row].copy() if row in taken else self.rows[row])
             taken.add(row)
-        self.sequences = reordered
-        self.version += 1
-        if self.real is not None:
-            self.real = self.real[torch.tensor(rows, device=self.real.device)]
+        self.rows = reordered
 
     def fall_back(self, operation: str, reason: str) -> None:
         """Count a call that a slower path serves than the one meant for this device, and warn once."""
         self.fallbacks += 1
         fall_back(operation, reason)
+
+    # Positions and tokens of a row, in the terms of this layer.
+
+    def positions(self, row: int, start: int, stop: int) -> torch.Tensor:
+        """Positions of a row's tokens start..stop-1: int64 [n] on the device, or [H, n] with kept ones among them."""
+        sequence, kept = self.sequences[row], self.rows[row].kept
+        plain = sequence.positions.slice(start - sequence.kept, stop - sequence.kept, self.device)
+        if start >= sequence.kept:
+            return plain
+        first = kept[:, start : min(stop, sequence.kept)].long()
+        return torch.cat([first, plain.expand(len(first), -1)], 1)
+
+    def residual_positions(self, row: int) -> torch.Tensor:
+        """Positions of the tokens of `residual`: int64 [n] or [H, n]."""
+        sequence = self.sequences[row]
+        first = self.positions(row, 0, sequence.sink_tokens)
+        after = sequence.sink_tokens + (sequence.dropped + sequence.pages) * self.page_size
+        rest = self.positions(row, after, len(sequence))
+        if first.dim() != rest.dim():
+            heads = max(first, rest, key=torch.Tensor.dim).shape[0]
+            first, rest = (x if x.dim() == 2 else x.expand(heads, -1) for x in (first, rest))
+        return torch.cat([first, rest], -1)
+
+    def page_positions(self, row: int, page: int, count: int = 1) -> torch.Tensor:
+        """Positions of the tokens of pages from page `page` on (0 is the first one not dropped): [n] or [H, n]."""
+        sequence, size = self.sequences[row], self.page_size
+        first = sequence.sink_tokens + (sequence.dropped + page) * size
+        return self.positions(row, first, first + count * size)
+
+    def residual(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of sink tokens, then of the residual window after the last page of either side: [H, n, .]."""
+        sequence, tensors, parts = self.sequences[row], self.rows[row], []
+        for side, buffer in ((sequence.keys, tensors.keys), (sequence.values, tensors.values)):
+            start = sequence.sink_tokens + (sequence.pages - len(side.pages)) * self.page_size
+            if start == sequence.sink_tokens:
+                parts.append(buffer.tokens(0, side.buffered))
+            else:
+                kept = buffer.tokens(0, sequence.sink_tokens), buffer.tokens(start, side.buffered)
+                parts.append(torch.cat(kept, 1))
+        return parts[0], parts[1]
+
+    # What it costs.
 
     def tokens(self) -> int:
         """Tokens stored over all sequences, shared pages counted once per sequence."""
@@ -174,11 +284,11 @@ class LayerStore:
 
     def residual_tokens(self) -> int:
         """Tokens over all sequences whose key or value is in full precision, sink tokens included."""
-        return sum(max(sequence.keys.buffered, sequence.values.buffered) for sequence in self.sequences)
+        return sum(sequence.buffered for sequence in self.sequences)
 
-    def pages(self) -> int:
+    def pages_used(self) -> int:
         """Key and value pages in use; one page's worth of tokens counts 1."""
-        return max(self.key_pool.pages_used, self.value_pool.pages_used)
+        return max(self.group.key_numbers.used, self.group.value_numbers.used)
 
     def numbers_per_token(self) -> int:
         """Key and value numbers of one token over all KV heads."""
@@ -187,20 +297,19 @@ class LayerStore:
     def bytes_used(self) -> int:
         """Bytes of pages in use, spans, full-precision tokens and kept positions, from the tensors' own sizes."""
         residual = sum(
-            side.buffered * side.buffer.shape[0] * side.buffer.shape[2]
-            for sequence in self.sequences
-            for side in (sequence.keys, sequence.values)
+            sequence.keys.buffered * row.keys.token_bytes + sequence.values.buffered * row.values.token_bytes
+            for sequence, row in zip(self.sequences, self.rows, strict=True)
         )
-        pages = sum(pool.pages_used * pool.page_bytes for pool in (self.key_pool, self.value_pool))
-        return pages + residual * self.dtype.itemsize + self._other_bytes()
+        pages = sum(storage.numbers.used * storage.page_bytes for storage in (self.key_pages, self.value_pages))
+        return pages + residual + self._other_bytes()
 
     def bytes_allocated(self) -> int:
         """Bytes of the pools' chunks, spans and full-precision buffers."""
-        buffers = sum(s.keys.buffer.nbytes + s.values.buffer.nbytes for s in self.sequences)
-        return self.key_pool.bytes_allocated + self.value_pool.bytes_allocated + buffers + self._other_bytes()
+        buffers = sum(row.keys.nbytes + row.values.nbytes for row in self.rows)
+        return self.key_pages.bytes_allocated + self.value_pages.bytes_allocated + buffers + self._other_bytes()
 
     def _other_bytes(self) -> int:
         # Beams share spans.
-        spans: dict[int, Span] = {id(span): span for sequence in self.sequences for span, _ in sequence.spans}
-        extra = [t for s in self.sequences for t in (s.positions.kept, s.attention_mass) if t is not None]
+        spans: dict[int, Span] = {id(span): span for row in self.rows for span in row.spans}
+        extra = [t for row in self.rows for t in (row.kept, row.attention_mass) if t is not None]
         return sum(span.nbytes for span in spans.values()) + sum(tensor.nbytes for tensor in extra)

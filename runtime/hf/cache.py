@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,13 +11,16 @@ import torch
 from transformers import PretrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
-from kvconvert.errors import RecipeError, UnsupportedModelError
+from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError
 from kvconvert.methods import KVScheme, spread_ratios
 from kvconvert.models.layer_types import HYBRID_LAYER_TYPES, has_pages, layer_types_of, pages_unsupported
 from kvconvert.models.modality import Modality, placeholder_ids
-from kvconvert.runtime.cache.compress import seal
+from kvconvert.runtime.cache.compress import Group, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
+from kvconvert.runtime.cache.groups import LayerGroup, geometry
+from kvconvert.runtime.cache.rows import join, leave, open_rows
 from kvconvert.runtime.cache.store import LayerStore
+from kvconvert.runtime.cache.tables import TableRegistry, clamped_rows
 from kvconvert.runtime.hf.hybrid_layer import HybridLayer
 from kvconvert.runtime.hf.layer import PagedLayer
 
@@ -80,6 +83,7 @@ class KVCache(Cache):
         plan: calibrated tensors by their names in a bundle's KV plan, `layers.{i}.{what}`.
         kv_memory: bytes for pages, over all layers, taken at once and never exceeded; None grows as needed.
             Full-precision tokens (sink tokens, residual windows, the prompt being processed) come on top.
+        beside: another cache for this model, with which this one shares the storage of pages; see `beside()`.
 
     Raises:
         RecipeError: a scheme says that weights are folded and the model's are not, or the number of schemes is wrong.
@@ -94,6 +98,7 @@ class KVCache(Cache):
         *,
         plan: Mapping[str, torch.Tensor] | None = None,
         kv_memory: int | None = None,
+        beside: KVCache | None = None,
     ):
         text_config = config.get_text_config(decoder=True)
         layer_types, arguments = layer_types_of(config)
@@ -108,29 +113,41 @@ class KVCache(Cache):
         paged = sum(reason is None for reason in unsupported_reasons)
         page_bytes = kv_memory // paged if kv_memory is not None else None
         shared = bool(getattr(text_config, "num_kv_shared_layers", 0)) or "dummy" in layer_types
+        self._made_with = {"config": config, "scheme": scheme, "plan": plan, "kv_memory": kv_memory}
         plans = _layer_plans(plan or {})
         layers = []
+        groups: dict[Hashable, Group] = {}
         for index, (layer_type, kwargs) in enumerate(zip(layer_types, arguments, strict=True)):
             if not has_pages(layer_type):
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**kwargs))
                 continue
+            layer_scheme, window = self.schemes[index] or UNQUANTIZED, kwargs.get("sliding_window")
+            key = geometry(layer_scheme, window, shared)
+            twin = None if beside is None else beside.layers[index].store
+            if key not in groups:
+                numbers = None if twin is None else (twin.group.key_numbers, twin.group.value_numbers)
+                groups[key] = LayerGroup(layer_scheme, window, shared, numbers)
             store = LayerStore(
-                self.schemes[index] or UNQUANTIZED,
+                layer_scheme,
                 index,
-                sliding_window=kwargs.get("sliding_window"),
+                groups[key],
                 page_bytes=page_bytes,
-                keep_for_sharing=shared,
                 plan=plans.get(f"layers.{index}"),
+                pages=twin,
             )
             if layer_type in HYBRID_LAYER_TYPES:
                 layers.append(HybridLayer(store, number_of_states=kwargs.get("number_of_states", 1)))
             else:
                 layers.append(PagedLayer(store))
         super().__init__(layers=layers)
+        self.groups = list(groups.values())
+        # Whether steps of a bundle's model may be replayed as CUDA graphs.
+        self.captures = True
+        self.share_tables(TableRegistry() if beside is None else beside.groups[0].registry)
         # Ids of the tokens of each modality that a scheme compresses.
         self.placeholders = {
             modality: placeholder_ids(config, modality)
-            for modality in sorted({store.scheme.modality for store in self.stores()} - {"all"})
+            for modality in sorted({group.scheme.modality for group in self.groups} - {"all"})
         }
 
     def set_modality_mask(self, tokens: torch.Tensor | None, modality: Modality) -> None:
@@ -140,9 +157,9 @@ class KVCache(Cache):
         it. None withdraws the mask.
         """
         mask = None if tokens is None else ModalityMask(tokens)
-        for store in self.stores():
-            if store.scheme.modality == modality:
-                store.modality_mask = mask
+        for group in self.groups:
+            if group.scheme.modality == modality:
+                group.modality_mask = mask
 
     def seal(self) -> None:
         """State that the prompt is complete.
@@ -150,8 +167,8 @@ class KVCache(Cache):
         Schemes that compress whole prompts (spans, eviction) do so here, or else at the first single-token step; page
         methods have nothing left to do.
         """
-        for store in self.stores():
-            seal(store)
+        for group in self.groups:
+            seal(group)
 
     def expect_whole_prompt(self) -> None:
         """State that the next forward pass holds the whole prompt.
@@ -159,8 +176,63 @@ class KVCache(Cache):
         Each layer then compresses it before the next layer runs, so that the prefill's peak is one layer's keys and
         values. Where later layers read earlier layers' keys again, compression waits until the first step.
         """
-        for store in self.stores():
-            store.seal_at_once = not store.keep_for_sharing
+        for group in self.groups:
+            group.seal_at_once = not group.keep_for_sharing
+
+    def share_tables(self, registry: TableRegistry) -> None:
+        """Use the tables of a registry, which captured steps know by address."""
+        for group in self.groups:
+            group.registry, group.tables = registry, None
+
+    def open_rows(self, count: int) -> None:
+        """Room for `count` sequences that join one by one; until then their rows store nothing.
+
+        Raises:
+            CacheError: the cache is not empty, or a layer keeps states of its own (`other_layers` of the statistics).
+        """
+        if len(self.paged_layers()) < len(self.layers) or any(isinstance(layer, HybridLayer) for layer in self.layers):
+            raise CacheError(
+                "Sequences cannot join a cache with layers that keep transformers' own states (linear attention and "
+                "the like); generate in batches instead."
+            )
+        for group in self.groups:
+            open_rows(group, count)
+
+    def beside(self) -> KVCache:
+        """An empty cache whose pages lie in the same storage, for a prompt that will join this cache."""
+        return KVCache(**self._made_with, beside=self)
+
+    def join(self, row: int, other: KVCache) -> None:
+        """Move the only sequence of a cache made by `beside()` to a free row; the other cache is empty afterwards.
+
+        Raises:
+            CacheError: the row is taken, or the other cache does not hold one sealed sequence without padding.
+        """
+        for layer, twin in zip(self.layers, other.layers, strict=True):
+            layer.adopt(twin)
+        for group, source in zip(self.groups, other.groups, strict=True):
+            join(group, row, source)
+        for twin in other.layers:
+            twin.reset()
+
+    def leave(self, row: int) -> None:
+        """Drop a row's sequence, whose pages are free at once.
+
+        Raises:
+            CacheError: the row holds none.
+        """
+        for group in self.groups:
+            leave(group, row)
+
+    def free_pages(self) -> int | None:
+        """Pages of 128 tokens that could still be written, in the group of layers with the fewest; None: no limit."""
+        free = [
+            numbers.capacity - numbers.used
+            for group in self.groups
+            for numbers in (group.key_numbers, group.value_numbers)
+            if numbers.capacity is not None
+        ]
+        return min(free, default=None)
 
     def paged_layers(self) -> list[PagedLayer]:
         """The layers with pages."""
@@ -176,9 +248,9 @@ class KVCache(Cache):
         return CacheStats(
             tokens=max((store.tokens() for store in stores), default=0),
             residual_tokens=max((store.residual_tokens() for store in stores), default=0),
-            pages=sum(store.pages() for store in stores),
+            pages=sum(store.pages_used() for store in stores),
             flushes=sum(store.flushes for store in stores),
-            clamped_rows=sum(int(store.clamped_rows) for store in stores),
+            clamped_rows=sum(clamped_rows(store) for store in stores),
             fallbacks=sum(store.fallbacks for store in stores),
             values=sum(store.tokens() * store.numbers_per_token() for store in stores),
             bytes_used=sum(store.bytes_used() for store in stores),

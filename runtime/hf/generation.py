@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from kvconvert.errors import UsageError
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.attention import NAME
 from kvconvert.runtime.hf.cache import KVCache
+from kvconvert.runtime.hf.captured import CapturedSteps
 from kvconvert.runtime.hf.modality import watch_inputs
 
 
@@ -23,10 +24,29 @@ class BundleModel:
 
     kv_schemes: Sequence[KVScheme | None]
     kv_plan: Mapping[str, torch.Tensor]
+    captured: CapturedSteps
 
     def new_kv_cache(self, *, kv_memory: int | None = None) -> KVCache:
         """An empty cache that follows the bundle's KV plan; see `KVCache` for `kv_memory` in bytes."""
-        return KVCache(self.config, self.kv_schemes, plan=self.kv_plan, kv_memory=kv_memory)
+        cache = KVCache(self.config, self.kv_schemes, plan=self.kv_plan, kv_memory=kv_memory)
+        cache.share_tables(self.captured.registry)
+        return cache
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> bool:
+        """Whether `generate` calls what `get_compiled_call` returns: where steps may be replayed as CUDA graphs."""
+        if isinstance(model_kwargs.get("past_key_values"), KVCache):
+            return self.device.type == "cuda" and not generation_config.disable_compile
+        return super()._valid_auto_compile_criteria(model_kwargs, generation_config)
+
+    def get_compiled_call(self, compile_config: Any) -> Any:
+        """The model itself, which replays steps; nothing is compiled by torch."""
+        if compile_config is not None:
+            return super().get_compiled_call(compile_config)
+        return self._call_with_trusted_masks
+
+    def _call_with_trusted_masks(self, *args: Any, **kwargs: Any) -> Any:
+        with self.captured.trusting_masks():
+            return self(*args, **kwargs)
 
     def _prepare_cache_for_generation(
         self,
@@ -53,6 +73,7 @@ class BundleModel:
             and generation_config.use_cache is not False
         ):
             cache = self.new_kv_cache()
+            cache.captures = not generation_config.disable_compile
             if generation_config.is_assistant:
                 cache.activate_past_recording()
             elif generation_config.prefill_chunk_size is None:
@@ -87,7 +108,9 @@ def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapp
         return
     base = type(model)
     model.kv_schemes, model.kv_plan = tuple(schemes), dict(plan)
-    model.__class__ = type(base.__name__, (BundleModel, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    model.captured = CapturedSteps(functools.partial(base.forward, model), base.__name__)
+    members = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": _replaying(base.forward)}
+    model.__class__ = type(base.__name__, (BundleModel, base), members)
     model.set_attn_implementation(NAME)
     parameters = list(inspect.signature(base.forward).parameters)[1:]
     position = parameters.index("past_key_values") if "past_key_values" in parameters else None
@@ -95,6 +118,20 @@ def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapp
         model.register_forward_pre_hook(functools.partial(_cache_by_default, position=position), with_kwargs=True)
     if any(scheme is not None and scheme.modality != "all" for scheme in schemes):
         watch_inputs(model)
+
+
+def _replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's forward pass, but for single tokens that a recorded step serves."""
+    names = list(inspect.signature(forward).parameters)[1:]
+
+    @functools.wraps(forward)
+    def replaying(self: BundleModel, *args: Any, **kwargs: Any) -> Any:
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        if self.captured.serves(arguments):
+            return self.captured.step(arguments)
+        return forward(self, *args, **kwargs)
+
+    return replaying
 
 
 def _cache_by_default(model: Any, args: tuple, kwargs: dict, position: int) -> tuple[tuple, dict] | None:

@@ -12,14 +12,18 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvconvert.errors import CacheError
-from kvconvert.runtime.cache.compress import flush
+from kvconvert.runtime.cache.compress import begin_forward
 from kvconvert.runtime.cache.crop import crop
+from kvconvert.runtime.cache.rows import reorder
 from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.hf.handles import KeyHandle
 
 
 class PagedLayer(CacheLayerMixin):
     """A `LayerStore` as a cache layer of transformers.
+
+    What concerns sequences rather than one layer's tensors (crops, the order of rows) is done for a whole group of
+    layers: transformers asks every layer, and the group's first one does it.
 
     Args:
         store: what the layer stores.
@@ -32,19 +36,30 @@ class PagedLayer(CacheLayerMixin):
     def __init__(self, store: LayerStore):
         super().__init__()
         self.store = store
-        self.sliding_window = store.sliding_window
-        self.is_sliding = store.sliding_window is not None
+        self.sliding_window = store.group.sliding_window
+        self.is_sliding = self.sliding_window is not None
 
     def reset(self) -> None:
         """Drop everything stored; the next update starts a new cache."""
+        if self._leads:
+            self.store.group.reset()
         self.store.reset()
         self.is_initialized = False
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this is its group's first layer."""
+        return self.store.group.stores[0] is self.store
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Learn shape, dtype and device from the first keys [B, H, T, D] and values [B, H, T, E]."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.store.allocate(key_states, value_states)
         self.is_initialized = True
+
+    def adopt(self, other: PagedLayer) -> None:
+        """Know shape, dtype and device from another cache's layer, one of whose sequences has joined."""
+        self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -67,8 +82,7 @@ class PagedLayer(CacheLayerMixin):
                 f"Layer {store.index} received keys twice without attention in between; is the model's attention "
                 'implementation "kvconvert"? Call model.set_attn_implementation("kvconvert").'
             )
-        if store.keep_for_sharing:
-            flush(store, 0)
+        begin_forward(store)
         store.park(key_states, value_states)
         return KeyHandle.wrap(key_states, store), value_states
 
@@ -86,7 +100,7 @@ class PagedLayer(CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         """Keep the newest tokens uncompressed until `crop` says which of them stay (assisted decoding)."""
-        self.store.record_past = True
+        self.store.group.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens; `tokens_to_remove` is zero or negative, as transformers passes it.
@@ -94,15 +108,17 @@ class PagedLayer(CacheLayerMixin):
         Raises:
             CacheError: the tokens are compressed already, or have left a sliding window that would need them again.
         """
-        crop(self.store, tokens_to_remove)
+        if self._leads:
+            crop(self.store.group, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Keep the sequences of `beam_idx`, in its order; pages are shared, full-precision tokens copied."""
-        self.store.reorder([int(i) for i in beam_idx])
+        if self._leads and self.is_initialized:
+            reorder(self.store.group, beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence."""
-        self.reorder_cache(torch.arange(len(self.store.sequences)).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(len(self.store.rows)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep some sequences."""

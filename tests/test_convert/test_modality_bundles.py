@@ -37,7 +37,7 @@ def test_a_loaded_bundle_compresses_its_modality_by_itself(tmp_path, name):
     out = loaded.generate(**inputs, max_new_tokens=6, return_dict_in_generate=True, **GREEDY)
     cache = out.past_key_values
     assert isinstance(cache, KVCache)
-    assert [sum(span.tokens for span, _ in s.spans) for s in cache.layers[0].store.sequences] == [tiny.media.count] * 2
+    assert [sum(span.tokens for span in s.spans) for s in cache.layers[0].store.sequences] == [tiny.media.count] * 2
     source_model = tiny.build("kvconvert")
     watch_inputs(source_model)
     own = KVCache(source_model.config, loaded.kv_schemes)

@@ -208,3 +208,26 @@ def test_the_wide_sweep(device, dtype, size, length, tokens, group):
     check(inputs(device, 2 * group, 2, length, tokens, size, size, dtype))
     sink_logits = torch.linspace(-2, 2, 2 * group).to(device)
     check(inputs(device, 2 * group, 2, length, tokens, size, size, dtype, 1), 0.3, 4.0, sink_logits, 40)
+
+
+@pytest.mark.parametrize("window", [None, 40, 90, 300])
+@pytest.mark.parametrize(
+    ("length", "tokens", "first_query"), [(70, 100, 100), (70, 100, 131), (40, 33, 60), (9, 20, 15)]
+)
+def test_keys_that_lie_before_the_queries(device, length, tokens, first_query, window):
+    queries, keys, values = inputs(device, 4, 2, length, tokens, 48, 80, torch.float16)
+    own, columns = torch.arange(first_query, first_query + length).unsqueeze(1), torch.arange(tokens)
+    visible = ((columns <= own) & (columns > own - (window or own + 1))).to(device)
+    for tiling in (None, SMALL[0]):
+        output, log_sum_exp = kernels.attention(
+            queries, keys, values, 0.2, window=window, tiling=tiling, first_query=first_query
+        )
+        seen = visible.any(1)
+        expected = attention_reference(queries, keys, values, visible, 0.2)
+        scores = (queries.double() @ keys.double().repeat_interleave(2, 0).transpose(1, 2) * 0.2).masked_fill(
+            ~visible, float("-inf")
+        )
+        if seen.any():
+            assert relative(output, expected) < TOLERANCE[torch.float16]
+        assert not output[:, ~seen].any()
+        torch.testing.assert_close(log_sum_exp.double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)

@@ -65,8 +65,8 @@ def test_reported_bytes_are_those_of_the_tensors():
     cache = KVCache(REFERENCE_SHAPE, "oscar")
     feed(cache, 1000)
     store = cache.layers[0].store
-    tensors = [chunk.buffer for pool in (store.key_pool, store.value_pool) for chunk in pool._chunks]
-    tensors += [t for s in store.sequences for t in (s.keys.buffer, s.values.buffer)]
+    tensors = [chunk.buffer for pool in (store.key_pages, store.value_pages) for chunk in pool._chunks]
+    tensors += [buffer.tensor for row in store.rows for buffer in (row.keys, row.values)]
     assert store.bytes_allocated() == sum(t.untyped_storage().nbytes() for t in tensors)
 
 
@@ -104,7 +104,7 @@ def test_sink_tokens_and_recent_tokens_stay_in_full_precision():
     assert cache.stats().pages == 0
     feed(cache, 1)
     assert (cache.stats().pages, cache.stats().residual_tokens) == (2, 4 + 64)
-    assert cache.layers[0].store.sequences[0].residual_positions(128, torch.device("cpu")).tolist() == [
+    assert cache.layers[0].store.residual_positions(0).tolist() == [
         0,
         1,
         2,
@@ -161,7 +161,7 @@ def test_a_preallocated_cache_runs_out_of_pages_by_name():
     cache = KVCache(REFERENCE_SHAPE, "oscar", kv_memory=2 * 3 * page)
     feed(cache, 3 * 128)
     store = cache.layers[0].store
-    assert store.key_pool.bytes_allocated + store.value_pool.bytes_allocated == 3 * page
+    assert store.key_pages.bytes_allocated + store.value_pages.bytes_allocated == 3 * page
     with pytest.raises(CacheError, match=r"layer 0 of the KV cache is out of pages: 3 of 3 are in use.*kv_memory"):
         feed(cache, 128)
 
@@ -193,7 +193,7 @@ def test_a_token_of_zeros_comes_back_as_zeros():
     layer.update(keys, values)
     commit(layer.store, Chunk(torch.arange(128)))
     end_forward(layer.store)
-    pages = layer.store.key_pool.read(layer.store.sequences[0].keys.pages)
+    pages = layer.store.key_pages.read(layer.store.sequences[0].keys.pages)
     assert pages.norm[0, 0, 17] == 0
     assert torch.isfinite(pages.scale).all()
 
@@ -235,17 +235,17 @@ def test_one_layer_may_stay_unquantized_beside_others():
     model = tiny_model("llama", "kvconvert", num_hidden_layers=2)
     cache = KVCache(model.config, [None, KVScheme()])
     model(random_ids(1, 128), past_key_values=cache)
-    assert cache.layers[0].store.key_pool.page_bytes == 128 * 2 * 16 * 4
-    assert cache.layers[1].store.key_pool.page_bytes < 128 * 2 * 16
+    assert cache.layers[0].store.key_pages.page_bytes == 128 * 2 * 16 * 4
+    assert cache.layers[1].store.key_pages.page_bytes < 128 * 2 * 16
 
 
 def test_a_cache_quantizes_nothing_twice():
     model = tiny_model("llama", "kvconvert", num_hidden_layers=1)
     cache = KVCache(model.config, "oscar")
     model(random_ids(1, 256), past_key_values=cache)
-    before = {name: tensor.clone() for name, tensor in cache.layers[0].store.key_pool.read([0, 1]).tensors()}
+    before = {name: tensor.clone() for name, tensor in cache.layers[0].store.key_pages.read([0, 1]).tensors()}
     for step in range(140):
         model(random_ids(1, 1, seed=step), past_key_values=cache)
     assert cache.stats().pages == 3
-    for name, tensor in cache.layers[0].store.key_pool.read([0, 1]).tensors():
+    for name, tensor in cache.layers[0].store.key_pages.read([0, 1]).tensors():
         assert torch.equal(tensor, before[name]), name

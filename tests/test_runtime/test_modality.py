@@ -106,7 +106,7 @@ def compare(model, inputs, mask, scheme=VISUAL, **arguments) -> KVCache:
 def positions(cache: KVCache, row: int = 0, layer: int = 0) -> tuple[list[list[int]], list[int]]:
     """Positions of the tokens in a sequence's spans, and of those in full precision."""
     sequence = cache.layers[layer].store.sequences[row]
-    spans = [stored.slice(0, span.tokens).tolist() for span, stored in sequence.spans]
+    spans = [span.positions.slice(0, span.tokens).tolist() for span in sequence.spans]
     assert sequence.keys.buffered == sequence.values.buffered == len(sequence.positions)
     return spans, sequence.positions.slice(0, len(sequence.positions)).tolist()
 
@@ -146,7 +146,7 @@ def test_every_vision_model_generates_as_with_its_images_alone_quantized(name):
     model, tiny = watched(name), ARCHITECTURES[name]
     inputs = tiny.inputs(batch=2, length=40, pieces=2)
     cache = compare(model, inputs, inputs["input_ids"] == IMAGE)
-    assert sum(span.tokens for span, _ in cache.layers[0].store.sequences[1].spans) == tiny.media.count * 2
+    assert sum(span.tokens for span in cache.layers[0].store.sequences[1].spans) == tiny.media.count * 2
 
 
 def test_videos_are_visual_like_images():
@@ -210,7 +210,7 @@ def test_an_image_in_a_later_turn_has_its_own_span_and_earlier_ones_stay(llava):
 
         got, expected = turn(cache), with_eager(llava, lambda turn=turn: turn(reference))
         assert got.tolist() == expected.tolist()
-        before, spans = spans, [span for span, _ in cache.layers[1].store.sequences[0].spans]
+        before, spans = spans, cache.layers[1].store.rows[0].spans.copy()
         assert all(old is new for old, new in zip(before, spans, strict=False))
         assert len(spans) == len(before) + bool(starts)
         ids = torch.cat([got, prompt(16, [2, 10] if not starts else [], seed=len(spans) + 5)], 1)
@@ -222,7 +222,7 @@ def test_beams_share_the_images_span(llava, arguments):
     ids = torch.cat([prompt(30, [2, 20], seed=1), prompt(30, [9], seed=2)])
     beams = ids.repeat_interleave(arguments["num_beams"], 0)
     cache = compare(llava, {"input_ids": ids} | pixels(ids), beams == IMAGE, **arguments)
-    stored = [sequence.spans for sequence in cache.layers[0].store.sequences]
+    stored = [row.spans for row in cache.layers[0].store.rows]
     assert all(len(spans) == 1 for spans in stored)
 
 

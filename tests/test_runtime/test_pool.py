@@ -7,23 +7,26 @@ import torch
 
 from kvconvert.errors import CacheError
 from kvconvert.kernels.pages import KeyFormat, ValueFormat, dequantize_keys, empty_keys, empty_values, quantize_keys
-from kvconvert.runtime.cache.pool import PagePool
+from kvconvert.runtime.cache.pool import PageNumbers, PageStorage
 
 CPU = torch.device("cpu")
 FORMAT = KeyFormat(2, 16, 128, 2, 32, token_norm="joint")
 
 
-def key_pool(f=FORMAT, dtype=torch.bfloat16, capacity=None) -> PagePool:
-    return PagePool(lambda count, device: empty_keys(count, f, dtype, device), CPU, capacity)
+def key_pool(f=FORMAT, dtype=torch.bfloat16, capacity=None) -> PageStorage:
+    numbers = PageNumbers()
+    if capacity is not None:
+        numbers.limit(capacity)
+    return PageStorage(lambda count, device: empty_keys(count, f, dtype, device), CPU, numbers)
 
 
 def some_pages(count: int, f=FORMAT):
     return quantize_keys(torch.randn(count, 2, 128, 16).bfloat16(), f)
 
 
-def store(pool: PagePool, pages) -> list[int]:
+def store(pool: PageStorage, pages) -> tuple[int, ...]:
     """Write pages to reserved records and return their numbers."""
-    numbers, at = pool.reserve(len(pages)), 0
+    numbers, at = pool.numbers.reserve(len(pages)), 0
     for view in pool.views(numbers):
         view.buffer.copy_(pages.buffer[at : at + len(view)])
         at += len(view)
@@ -42,7 +45,7 @@ def test_offsets_lead_from_any_tensor_to_the_record_of_each_page_in_every_chunk(
     numbers = [number for part in (3, 6, 14) for number in store(pool, pages.select(slice(0, part)))]
     assert len(pool._chunks) > 2
     order = torch.randperm(23).tolist()
-    for i, offset in zip(order, pool.offsets([numbers[i] for i in order], base), strict=True):
+    for i, offset in zip(order, pool.offsets([numbers[i] for i in order], base).tolist(), strict=True):
         page = pages.buffer[i if i < 3 else i - 3 if i < 9 else i - 9]
         assert bytes_at(base, offset, page.nbytes) == page.flatten().view(torch.uint8).numpy().tobytes()
 
@@ -52,8 +55,9 @@ def test_growing_leaves_pages_where_they_are():
     numbers = store(pool, some_pages(5))
     before = pool.offsets(numbers, base)
     for _ in range(4):
-        pool.reserve(30)
-    assert pool.offsets(numbers, base) == before
+        pool.numbers.reserve(30)
+        pool.follow()
+    assert pool.offsets(numbers, base).tolist() == before.tolist()
 
 
 def test_views_of_reserved_pages_are_where_reading_finds_them():
@@ -61,8 +65,8 @@ def test_views_of_reserved_pages_are_where_reading_finds_them():
     store(pool, some_pages(3))
     hole = store(pool, some_pages(2))
     store(pool, some_pages(2))
-    pool.release(hole)
-    numbers = pool.reserve(12)
+    pool.numbers.release(hole)
+    numbers = pool.numbers.reserve(12)
     pages, at = some_pages(12), 0
     runs = pool.views(numbers)
     assert sum(map(len, runs)) == 12
@@ -75,28 +79,50 @@ def test_views_of_reserved_pages_are_where_reading_finds_them():
 
 def test_views_split_at_chunks_and_gaps_and_nowhere_else():
     pool = key_pool(capacity=10)
-    numbers = pool.reserve(10)
+    numbers = pool.numbers.reserve(10)
     assert [len(run) for run in pool.views(numbers)] == [10]
     assert [len(run) for run in pool.views([0, 1, 2, 5, 6, 4])] == [3, 2, 1]
     assert pool.views([]) == []
     growing = key_pool()
-    assert [len(run) for run in growing.views(growing.reserve(4) + growing.reserve(4))] == [4, 4]
+    assert [len(run) for run in growing.views(growing.numbers.reserve(4) + growing.numbers.reserve(4))] == [4, 4]
 
 
 def test_reserved_pages_have_one_reference_and_are_free_after_its_release():
-    pool = key_pool(capacity=4)
+    pool = PageNumbers()
+    pool.limit(4)
     numbers = pool.reserve(3)
-    assert pool.pages_used == 3
+    assert pool.used == 3
     pool.retain(numbers[:1])
     pool.release(numbers)
-    assert pool.pages_used == 1
+    assert pool.used == 1
     with pytest.raises(CacheError, match="1 of 4 are in use and 4 more"):
         pool.reserve(4)
-    assert pool.pages_used == 1
+    assert pool.used == 1
+
+
+def test_layers_that_follow_the_same_numbers_hold_the_same_pages():
+    numbers = PageNumbers()
+    early = PageStorage(lambda count, device: empty_keys(count, FORMAT, torch.bfloat16, device), CPU, numbers)
+    taken = [numbers.reserve(n) for n in (3, 9, 30)]
+    late = PageStorage(lambda count, device: empty_keys(count, FORMAT, torch.bfloat16, device), CPU, numbers)
+    for part in taken:
+        assert [len(view) for view in early.views(part)] == [len(view) for view in late.views(part)]
+    assert early.bytes_allocated == late.bytes_allocated == len(numbers) * early.page_bytes
+
+
+def test_the_smallest_of_several_capacities_holds():
+    numbers = PageNumbers()
+    for capacity in (9, 5, 7):
+        numbers.limit(capacity)
+    assert len(numbers.reserve(5)) == 5
+    with pytest.raises(CacheError, match="5 of 5"):
+        numbers.reserve(1)
 
 
 def test_a_page_costs_its_record():
     f = ValueFormat(3, 24, 128, 1, 24)
-    pool = PagePool(lambda count, device: empty_values(count, f, torch.float32, device), CPU, 7)
+    numbers = PageNumbers()
+    numbers.limit(7)
+    pool = PageStorage(lambda count, device: empty_values(count, f, torch.float32, device), CPU, numbers)
     assert pool.page_bytes == 3 * (64 * 3 + 128 * 2) * 2
     assert pool.bytes_allocated == 7 * pool.page_bytes

@@ -125,7 +125,7 @@ def test_half_precision_models_generate_and_store_their_own_dtype(llama, dtype):
     cache = KVCache(model.config, "oscar")
     out = model.generate(random_ids(2, 140), max_new_tokens=4, past_key_values=cache, **GREEDY)
     assert out.shape == (2, 144)
-    assert cache.layers[0].store.sequences[0].keys.buffer.dtype == dtype
+    assert cache.layers[0].store.rows[0].keys.tensor.dtype == dtype
     # the same tokens in float32 give nearly the same next-token distribution
     llama.set_attn_implementation("kvconvert")
     reference = llama(out[:, :-1], past_key_values=KVCache(llama.config, "oscar")).logits.softmax(-1)

@@ -86,7 +86,7 @@ def test_one_side_may_be_in_full_precision():
     model(random_ids(1, 128), past_key_values=cache)
     model(random_ids(1, 1), past_key_values=cache)
     store = cache.layers[0].store
-    assert (store.key_pool.page_bytes, store.value_pool.page_bytes) == (128 * 2 * 16 * 4, 128 * 2 * 16)
+    assert (store.key_pages.page_bytes, store.value_pages.page_bytes) == (128 * 2 * 16 * 4, 128 * 2 * 16)
 
 
 def test_static_scales_without_a_plan_are_refused_by_name():

@@ -82,7 +82,7 @@ def test_spans_are_the_prompt_quantized_per_channel(llama, bits, length):
     cache = KVCache(llama.config, scheme)
     assert run(cache).tolist() == expected.tolist()
     sequence = cache.layers[1].store.sequences[0]
-    assert [span.tokens for span, _ in sequence.spans] == [length]
+    assert [span.tokens for span in sequence.spans] == [length]
     assert sequence.keys.buffered == 7  # generated tokens stay in full precision
 
 
@@ -105,8 +105,8 @@ def test_a_later_prompt_opens_a_span_of_its_own(llama):
     llama.generate(more, max_new_tokens=3, past_key_values=cache, **GREEDY)
     sequence = cache.layers[0].store.sequences[0]
     # the first turn's last token was not in the cache yet and arrives with the second prompt
-    assert [span.tokens for span, _ in sequence.spans] == [60, 31]
-    assert [positions.slice(0, 1).tolist() for _, positions in sequence.spans] == [[0], [64]]
+    assert [span.tokens for span in sequence.spans] == [60, 31]
+    assert [span.positions.slice(0, 1).tolist() for span in sequence.spans] == [[0], [64]]
     assert sequence.positions.slice(0, 6).tolist() == [60, 61, 62, 63, 95, 96]
     assert cache.stats().tokens == cache.get_seq_length() == 97
 
@@ -117,7 +117,7 @@ def test_sink_tokens_stay_out_of_spans_and_a_short_prompt_is_all_sink_tokens(lla
         cache = KVCache(llama.config, scheme)
         llama(random_ids(1, length), past_key_values=cache)
         cache.seal()
-        assert [span.tokens for span, _ in cache.layers[0].store.sequences[0].spans] == tokens
+        assert [span.tokens for span in cache.layers[0].store.sequences[0].spans] == tokens
 
 
 def test_a_span_cannot_be_cropped(llama):
@@ -192,7 +192,7 @@ def test_evicted_decoding_equals_attention_masked_to_the_same_tokens(model_type)
     got = model.generate(ids, max_new_tokens=10, past_key_values=cache, **GREEDY)
     KEPT.clear()
     for index, store in enumerate(cache.stores()):
-        kept = store.sequences[0].positions.kept
+        kept = store.rows[0].kept
         assert kept.shape == (2, 80)
         mask = torch.zeros(2, 160, dtype=torch.bool).scatter(1, kept.long(), True)
         KEPT[index] = mask.repeat_interleave(2, 0)
@@ -216,7 +216,7 @@ def test_kept_tokens_are_those_that_received_most_attention(llama):
         attention_mass = weight[0].unflatten(0, (2, 2)).sum((1, 2))
         heavy_hitters = attention_mass[:, :48].topk(16, dim=-1).indices.sort(-1).values
         expected = torch.cat([heavy_hitters, torch.arange(48, 64).expand(2, 16)], 1)
-        assert store.sequences[0].positions.kept.tolist() == expected.tolist()
+        assert store.rows[0].kept.tolist() == expected.tolist()
 
 
 def test_chunked_prefill_keeps_the_same_tokens(llama):
@@ -225,7 +225,7 @@ def test_chunked_prefill_keeps_the_same_tokens(llama):
     llama.generate(ids, max_new_tokens=2, past_key_values=whole, **GREEDY)
     llama.generate(ids, max_new_tokens=2, past_key_values=pieces, prefill_chunk_size=64, **GREEDY)
     for one, other in zip(whole.stores(), pieces.stores(), strict=True):
-        same = (one.sequences[0].positions.kept == other.sequences[0].positions.kept).float().mean()
+        same = (one.rows[0].kept == other.rows[0].kept).float().mean()
         assert same > 0.99  # float32 sums in another order may swap two nearly equal tokens
 
 
@@ -251,7 +251,7 @@ def test_sink_tokens_survive_eviction(llama):
     cache = KVCache(llama.config, KVScheme(heavy_ratio=0.1, recent_ratio=0.1, sink_tokens=8))
     llama(random_ids(1, 200), past_key_values=cache)
     cache.seal()
-    kept = cache.layers[0].store.sequences[0].positions.kept
+    kept = cache.layers[0].store.rows[0].kept
     assert kept.shape == (2, 8 + 20 + 20)
     assert kept[:, :8].tolist() == [list(range(8))] * 2
     assert kept[:, -20:].tolist() == [list(range(180, 200))] * 2
@@ -278,7 +278,7 @@ def test_eviction_lowers_memory_and_the_prefills_peak(llama):
     half.expect_whole_prompt()
     llama(ids, past_key_values=half)
     llama(ids, past_key_values=everything)
-    full = everything.layers[0].store.bytes_used() - everything.layers[0].store.sequences[0].attention_mass.nbytes
+    full = everything.layers[0].store.bytes_used() - everything.layers[0].store.rows[0].attention_mass.nbytes
     assert full == 2 * 1000 * 2 * 16 * 4
     # When the second layer runs, the first has been reduced to half: 500 tokens in three pages and a residual window, a
     # fourth page's room, and four bytes of position per kept token and head.

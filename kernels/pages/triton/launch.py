@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
@@ -21,7 +22,7 @@ from kvconvert.errors import UsageError
 from kvconvert.kernels.packing import field_bits
 from kvconvert.kernels.pages.formats import ChannelScales, KeyFormat, ValueFormat
 from kvconvert.kernels.pages.layout import ALIGNMENT, KeyLayout, ValueLayout
-from kvconvert.kernels.pages.records import KeyPages, ValuePages
+from kvconvert.kernels.pages.records import KeyPages, PageWrites, ValuePages
 from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM, PER_HEAD, joint_norm_kernel, key_page_kernel
 from kvconvert.kernels.pages.triton.values import copy_page_kernel, value_page_kernel
 from kvconvert.kernels.rotate.matrices import hadamard_signs
@@ -54,6 +55,28 @@ def quantize_page_records(
         quantize_key_pages(base, base.stride(1), table, f, records, flag, channels, static)
     else:
         quantize_value_pages(base, base.stride(1), table, f, records, flag, static)
+
+
+def quantize_addressed(
+    writes: PageWrites,
+    like: torch.Tensor,
+    pages: KeyPages | ValuePages,
+    flag: torch.Tensor,
+    channels: torch.Tensor | None,
+    static: ChannelScales | None,
+) -> None:
+    """`quantize_at` of kernels/pages/__init__.py."""
+    f, records = pages.format, pages.buffer
+    table = np.empty((len(writes.tokens), 4), dtype=np.int64)
+    table[:, 0] = (writes.tokens - like.data_ptr()) // like.element_size()
+    table[:, 1] = writes.head_strides
+    table[:, 2] = (writes.records - records.data_ptr()) // records.element_size()
+    table[:, 3] = f.page_size
+    on_device = torch.from_numpy(table).to(like.device, non_blocking=True)
+    if isinstance(f, KeyFormat):
+        quantize_key_pages(like, like.stride(1), on_device, f, records, flag, channels, static)
+    else:
+        quantize_value_pages(like, like.stride(1), on_device, f, records, flag, static)
 
 
 def page_table(

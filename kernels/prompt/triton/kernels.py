@@ -74,6 +74,7 @@ LENGTHS = [
     "value_stride",
     "query_count",
     "key_count",
+    "first_query",
     "sum_stride",
     "group",
     "together",
@@ -97,6 +98,7 @@ def attention_kernel(
     value_stride,
     query_count,
     key_count,
+    first_query,
     group,
     together,
     window,
@@ -117,7 +119,9 @@ def attention_kernel(
 ):
     """One tile of queries of one head: `output` [Hq, T, E] and `log_sum_exp` [Hq, T].
 
-    The log-sum-exp is natural, that of the scaled and capped scores with the sink logit.
+    Query i has the position first_query + i and key j the position j; a query attends to keys up to its own position,
+    all of which may lie before the queries. The log-sum-exp is natural, that of the scaled and capped scores with the
+    sink logit; minus infinity, and an output of zeros, for a query that sees no key.
 
     Programs run head by head in sections of `together` query heads, whose keys and values the L2 cache can hold, and
     within a section the tiles with the most keys first, so that the short ones fill the end. VALUE_SIZE 0 leaves the
@@ -129,9 +133,10 @@ def attention_kernel(
     key_head = head // group
 
     first = block * QUERY_ROWS
-    shift = key_count - query_count
+    shift = first_query
     rows = first + tl.arange(0, QUERY_ROWS)
     query_columns = rows + shift
+    last_columns = tl.minimum(query_columns, key_count - 1)
     query = _rows(
         queries, head, first, query_count, query_head_stride, query_stride,
         QUERY_ROWS, HEAD_SIZE, HEAD_TILE, DESCRIPTORS, True,
@@ -152,7 +157,7 @@ def attention_kernel(
 
     # Keys start .. inner: some hidden by the window; inner .. diagonal: all visible; diagonal .. stop: some in future.
     stop = tl.minimum(key_count, first + QUERY_ROWS + shift)
-    diagonal = (first + shift + 1) // KEY_ROWS * KEY_ROWS
+    diagonal = tl.minimum(key_count, first + shift + 1) // KEY_ROWS * KEY_ROWS
     start, inner = 0, 0
     if WINDOWED:
         start = tl.maximum(0, first + shift + 1 - window) // KEY_ROWS * KEY_ROWS
@@ -177,7 +182,7 @@ def attention_kernel(
                 factor = 1.0
             if masked:
                 columns = first_key + tl.arange(0, KEY_ROWS)[None, :]
-                visible = columns <= query_columns[:, None]
+                visible = columns <= last_columns[:, None]
                 if WINDOWED:
                     visible &= columns > query_columns[:, None] - window
                 scores = tl.where(visible, scores, float("-inf"))
@@ -201,6 +206,7 @@ def attention_kernel(
         mask=rows < query_count,
     )
     if VALUE_SIZE > 0:
+        total = tl.where(total > 0, total, 1.0)
         column = tl.arange(0, VALUE_TILE)[None, :]
         own_output = output + place_of_first * VALUE_SIZE
         tl.store(

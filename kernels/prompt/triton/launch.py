@@ -83,23 +83,26 @@ def attention(
     sink_logits: torch.Tensor | None = None,
     window: int | None = None,
     tiling: Tiling | None = None,
+    first_query: int | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Causal attention of the last T of n tokens and its log-sum-exp.
+    """Causal attention of the last T of n tokens, or of T tokens further on, and its log-sum-exp.
 
     Args:
         queries: fp16 or bf16 [Hq, T, D]; keys: [H, n, D]; values: [H, n, E], or None for the log-sum-exp alone.
         scaling, softcap, sink_logits: as in `attention_reference`; scaling must be positive.
         window: tokens that a query sees, its own included; None for all before it.
         tiling: instead of the one chosen for the device.
+        first_query: position of the first query, counted from the first key; None for n - T. From n on, all keys lie
+            before all queries, which may then be more than these.
 
     Returns:
         the output [Hq, T, E] in the queries' dtype (None without values) and float32 [Hq, T], the natural logarithm
-        of the sum of exponentials, the sink logit's included.
+        of the sum of exponentials, the sink logit's included. A query that sees no key has zeros and minus infinity.
 
     Raises:
         UsageError: shapes that do not belong together.
     """
-    heads, length, size, tokens, window = _checked(queries, keys, values, window)
+    heads, length, size, tokens, window, first_query = _checked(queries, keys, values, window, first_query)
     value_size = 0 if values is None else values.shape[2]
     output = queries.new_empty(heads, length, value_size)
     log_sum_exp = torch.empty(heads, length, dtype=torch.float32, device=queries.device)
@@ -120,6 +123,7 @@ def attention(
         *_strides(values),
         length,
         tokens,
+        first_query,
         heads // keys.shape[0],
         together,
         window,
@@ -164,7 +168,7 @@ def column_sums(
     Raises:
         UsageError: as in `attention`.
     """
-    heads, length, size, tokens, window = _checked(queries, keys, None, window)
+    heads, length, size, tokens, window, _ = _checked(queries, keys, None, window)
     if log_sum_exp.shape != (heads, length):
         raise UsageError(f"A log-sum-exp of shape {tuple(log_sum_exp.shape)} does not fit {heads} x {length} queries.")
     head_tile = tile_of(size)
@@ -207,17 +211,23 @@ def column_sums(
 
 
 def _checked(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, window: int | None
-) -> tuple[int, int, int, int, int]:
-    """Hq, T, D, n and the window, which is 0 where it hides nothing."""
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    window: int | None,
+    first_query: int | None = None,
+) -> tuple[int, int, int, int, int, int]:
+    """Hq, T, D, n, the window, which is 0 where it hides nothing, and the position of the first query."""
     (heads, length, size), (key_heads, tokens, key_size) = queries.shape, keys.shape
-    fits = size == key_size and heads % key_heads == 0 and 0 < length <= tokens
-    if not fits or (values is not None and values.shape[:2] != keys.shape[:2]):
+    first_query = tokens - length if first_query is None else first_query
+    fits = size == key_size and heads % key_heads == 0 and length > 0 and tokens <= first_query + length
+    if not fits or first_query < 0 or (values is not None and values.shape[:2] != keys.shape[:2]):
         shapes = [tuple(x.shape) for x in (queries, keys, values) if x is not None]
         raise UsageError(f"Queries, keys and values of shapes {shapes} do not belong together.")
     if window is not None and window < 1:
         raise UsageError(f"A sliding window of {window} tokens shows a query not even itself.")
-    return heads, length, size, tokens, 0 if window is None or window >= tokens else window
+    hides = window is not None and window < first_query + length
+    return heads, length, size, tokens, window if hides else 0, first_query
 
 
 def tile_of(size: int) -> int:

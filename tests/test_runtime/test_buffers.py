@@ -9,37 +9,38 @@ from tiny.models import GREEDY, random_ids, tiny_model
 from kvconvert.kernels import decode, device
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
-from kvconvert.runtime.cache.append import make_room
+from kvconvert.runtime.cache.append import commit
+from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH, BufferGrowth, TokenBuffer, remove_tokens
 from kvconvert.runtime.cache.forward_pass import Chunk
-from kvconvert.runtime.cache.sequence import CPU_GROWTH, GPU_GROWTH, BufferGrowth, KVSide, remove_tokens
 
 SCHEME = KVScheme(sink_tokens=4, key_recent_tokens=8, value_recent_tokens=8)
 
 
-def filled(tokens: int, growth: BufferGrowth) -> tuple[KVSide, torch.Tensor]:
-    side, numbers = KVSide(torch.empty(2, 0, 4), growth), torch.randn(2, tokens, 4)
-    first = side.extend(tokens)
-    side.buffer[:, first : first + tokens] = numbers
-    return side, numbers
+def filled(tokens: int, growth: BufferGrowth) -> tuple[TokenBuffer, torch.Tensor]:
+    buffer, numbers = TokenBuffer(torch.empty(2, 0, 4), growth), torch.randn(2, tokens, 4)
+    buffer.reserve(tokens, 0)
+    buffer.tensor[:, :tokens] = numbers
+    return buffer, numbers
 
 
 @pytest.mark.parametrize("tokens", [5, 16, 130, 300])
 @pytest.mark.parametrize(("start", "stop"), [(0, 5), (2, 4), (0, 0), (3, 5)])
 @pytest.mark.parametrize("growth", [CPU_GROWTH, GPU_GROWTH], ids=["cpu", "gpu"])
 def test_what_is_left_stays_in_order_whether_or_not_the_buffer_moves(tokens, start, stop, growth):
-    side, numbers = filled(tokens, growth)
+    buffer, numbers = filled(tokens, growth)
     stop = max(stop, tokens - 3) if tokens > 16 and stop else stop
-    side.remove([(start, stop)])
+    buffer.remove([(start, stop)], tokens)
     expected = torch.cat([numbers[:, :start], numbers[:, stop:]], 1)
-    assert torch.equal(side.tokens(0, side.buffered), expected)
-    assert side.buffer.shape[1] <= -(-side.buffered // growth.step) * growth.step + growth.spare
-    side.truncate(min(1, side.buffered))
-    assert torch.equal(side.tokens(0, side.buffered), expected[:, :1])
-    more = torch.randn(2, 200, 4)
-    first = side.extend(200)
-    side.buffer[:, first:] = 0
-    side.buffer[:, first : first + 200] = more
-    assert torch.equal(side.tokens(0, side.buffered), torch.cat([expected[:, :1], more], 1))
+    left = expected.shape[1]
+    assert torch.equal(buffer.tokens(0, left), expected)
+    assert buffer.tensor.shape[1] <= -(-left // growth.step) * growth.step + growth.spare
+    first = min(1, left)
+    buffer.truncate(first)
+    assert torch.equal(buffer.tokens(0, first), expected[:, :1])
+    buffer.reserve(first + 200, first)
+    assert torch.equal(buffer.tokens(0, first), expected[:, :1])
+    assert buffer.tensor.shape[1] >= first + 200
+    assert (buffer.address, buffer.head_stride) == (buffer.tensor.data_ptr(), buffer.tensor.stride(0))
 
 
 def test_tokens_of_many_buffers_are_removed_at_once_as_they_are_one_by_one():
@@ -48,12 +49,12 @@ def test_tokens_of_many_buffers_are_removed_at_once_as_they_are_one_by_one():
     torch.manual_seed(0)
     together = [filled(tokens, GPU_GROWTH)[0] for tokens, _, _ in parts]
     one_by_one = [side.copy() for side in together]
-    remove_tokens([(side, start, stop) for side, (_, start, stop) in zip(together, parts, strict=True)])
-    for side, other, (_, start, stop) in zip(together, one_by_one, parts, strict=True):
-        other.remove([(start, stop)])
-        assert side.buffered == other.buffered
-        assert torch.equal(side.tokens(0, side.buffered), other.tokens(0, other.buffered))
-        assert side.buffer.shape == other.buffer.shape
+    remove_tokens([(side, start, stop, used) for side, (used, start, stop) in zip(together, parts, strict=True)])
+    for side, other, (used, start, stop) in zip(together, one_by_one, parts, strict=True):
+        other.remove([(start, stop)], used)
+        left = used - (stop - start)
+        assert torch.equal(side.tokens(0, left), other.tokens(0, left))
+        assert side.tensor.shape == other.tensor.shape
 
 
 def like_on_a_gpu(cache: KVCache) -> KVCache:
@@ -70,7 +71,7 @@ def test_on_a_gpu_addresses_outlast_flushes():
     addresses = set()
     for _ in range(300):
         model(random_ids(2, 1), past_key_values=cache)
-        addresses.add(cache.layers[0].store.sequences[1].keys.buffer.data_ptr())
+        addresses.add(cache.layers[0].store.rows[1].keys.address)
     assert cache.layers[0].store.flushes > 8
     assert len(addresses) <= 2
 
@@ -95,17 +96,16 @@ def test_rows_get_room_for_their_real_tokens_only_and_count_them_at_once():
     store.allocate(keys, values)
     store.park(keys, values)
     real = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]])
-    destinations = make_room(store, Chunk(torch.arange(6), real), 0, 6, decoding=False)
-    assert [(d.row, d.runs, d.first_key, d.first_value) for d in destinations] == [
+    commit(store, Chunk(torch.arange(6), real))
+    assert [tuple(destination) for destination in store.forward_pass.destinations] == [
         (0, [(2, 4)], 0, 0),
         (1, [(0, 2), (3, 2)], 0, 0),
     ]
     assert [s.keys.buffered for s in store.sequences] == [4, 4, 0]
-    for destination in destinations:
-        destination.write(keys, values)
     for row, kept in ((0, [2, 3, 4, 5]), (1, [0, 1, 3, 4])):
-        assert torch.equal(store.sequences[row].keys.tokens(0, 4), keys[row][:, kept])
-        assert torch.equal(store.sequences[row].values.tokens(0, 4), values[row][:, kept])
+        assert torch.equal(store.rows[row].keys.tokens(0, 4), keys[row][:, kept])
+        assert torch.equal(store.rows[row].values.tokens(0, 4), values[row][:, kept])
+    assert store.rows[2].keys.tensor.shape[1] == 0
 
 
 def test_calls_that_a_kernel_was_meant_to_serve_are_counted_and_named_once(monkeypatch, caplog):

@@ -9,17 +9,19 @@ import torch
 from transformers import LlamaConfig
 
 from kvconvert.kernels.decode import attention_reference
-from kvconvert.kernels.decode.plan import WorkPlan
+from kvconvert.kernels.decode.plan import plan_work
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, empty_keys, empty_values
 from kvconvert.kernels.spans import Span, span_keys, span_values
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
+from kvconvert.runtime.cache import tables as tables_module
 from kvconvert.runtime.cache.append import commit
-from kvconvert.runtime.cache.attend import attend
-from kvconvert.runtime.cache.block_tables import QuantizedTable
+from kvconvert.runtime.cache.attend import attend, stored_mask
+from kvconvert.runtime.cache.buffer import GPU_GROWTH
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk, ModalityMask
 from kvconvert.runtime.cache.store import LayerStore
+from kvconvert.runtime.cache.tables import GroupTables, entries_needed
 
 CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 CONFIG.image_token_id = 1
@@ -45,11 +47,11 @@ def advance(
 ) -> tuple[torch.Tensor, torch.Tensor, Chunk]:
     """Store random tokens and attend with random queries, as a model would; queries, output and chunk."""
     generator = torch.Generator().manual_seed(layer.store.logical)
-    rows = len(layer.store.sequences) or 3
+    rows = len(layer.store.rows) or 3
     start = layer.store.logical
     keys, values = (torch.randn(rows, 2, tokens, 16, generator=generator).bfloat16() for _ in range(2))
     if layer.store.scheme.modality != "all":
-        layer.store.modality_mask = ModalityMask(torch.rand(rows, tokens, generator=generator) > 0.4)
+        layer.store.group.modality_mask = ModalityMask(torch.rand(rows, tokens, generator=generator) > 0.4)
     layer.update(keys, values)
     chunk = Chunk(torch.arange(start, start + tokens), padding[:rows, : start + tokens], mask_function)
     commit(layer.store, chunk)
@@ -65,12 +67,12 @@ def raw(base: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> torch
     return torch.frombuffer(bytearray(ctypes.string_at(address, count * dtype.itemsize)), dtype=dtype)
 
 
-def quantized(store: LayerStore) -> QuantizedTable:
-    return store.block_tables.quantized(store.sequences, store.version)
-
-
-def work(store: LayerStore, programs: int) -> WorkPlan:
-    return store.block_tables.work(store.sequences, store.version, programs)
+def tables_of(store: LayerStore) -> GroupTables:
+    """The group's tables, written for what the layer has stored now."""
+    group = store.group
+    tables = group.registry.tables(group, entries_needed(group.sequences))
+    tables.serve(group)
+    return tables
 
 
 def page(tables, offset: int, empty, f, dtype):
@@ -82,20 +84,21 @@ def page(tables, offset: int, empty, f, dtype):
 
 def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a row, float32 [H, n, 16], read through the tables alone, in the order of masks."""
-    tables, residual = quantized(layer.store), layer.store.block_tables.residual(layer.store.sequences)
-    plan = tables.sequences[row]
-    key_address, key_stride, value_address, value_stride, sink_tokens, *skips, count = residual.rows[row].tolist()
+    tables, (described,) = tables_of(layer.store), tables_of(layer.store).described
+    plan, (keys, values) = tables.plans[row], (tables.keys[0].tolist(), tables.values[0].tolist())
+    key_address, key_stride, value_address, value_stride, sink_tokens, *skips = described[row, :7].tolist()
+    count = layer.store.sequences[row].residual(128)
     spans = [segment for segment in plan.segments if layer.store.span_format]
     pages = [entry for part in plan.segments if part not in spans for entry in range(part.begin, part.end)]
     half = list(range(plan.half_quantized_begin, plan.half_quantized_begin + plan.half_quantized))
     sides, residuals = [], []
     for offsets, address, stride, skip, empty, f in (
-        (tables.keys.tolist(), key_address, key_stride, skips[0], empty_keys, layer.store.format.keys),
-        (tables.values.tolist(), value_address, value_stride, skips[1], empty_values, layer.store.format.values),
+        (keys, key_address, key_stride, skips[0], empty_keys, layer.store.format.keys),
+        (values, value_address, value_stride, skips[1], empty_values, layer.store.format.values),
     ):
         unit, tokens = 8 * layer.store.dtype.itemsize, sink_tokens + skip + count
         heads = [
-            raw(residual.base, (address + head * stride) * unit, tokens * 16, layer.store.dtype) for head in range(2)
+            raw(tables.base, (address + head * stride) * unit, tokens * 16, layer.store.dtype) for head in range(2)
         ]
         buffer = torch.stack(heads).view(2, -1, 16).float()
         parts = [page(tables, offsets[entry], empty, f, layer.store.dtype) for entry in pages]
@@ -112,14 +115,14 @@ def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     for segment in spans:
         assert segment.first_token == sum(part.shape[1] for part in sides[0])
         codes = []
-        for offsets, lanes, rows in ((tables.keys, 16, 8), (tables.values, 2, 64)):
+        for offsets, lanes, rows in ((keys, 16, 8), (values, 2, 64)):
             blocks = [
                 raw(tables.base, 16 * int(offset), 2 * lanes * rows, torch.int16).view(2, lanes, rows)
                 for offset in offsets[segment.begin : segment.end]
             ]
             codes.append(torch.stack(blocks))
         scales = [
-            raw(tables.base, 16 * o, 32, torch.float16).view(2, 16) for o in tables.shared[segment.scales].tolist()
+            raw(tables.base, 16 * o, 32, torch.float16).view(2, 16) for o in tables.shared[0][segment.scales].tolist()
         ]
         span = Span(segment.tokens, codes[0], *scales[:2], codes[1], *scales[2:])
         sides[0].append(span_keys(span, layer.store.span_format))
@@ -128,7 +131,7 @@ def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(layer, queries, output, chunk, padding: torch.Tensor = PADDING) -> None:
-    mask = layer.store.block_tables.mask(layer.store.sequences, chunk)
+    mask = stored_mask(layer.store, chunk)
     for row in range(len(layer.store.sequences)):
         keys, values = followed(layer, row)
         assert keys.shape == values.shape
@@ -151,7 +154,7 @@ def test_following_the_tables_gives_what_attention_gives(name, mask_function):
         queries, output, chunk = advance(layer, tokens, mask_function)
         if tokens < 10:
             check(layer, queries, output, chunk)
-            plans = quantized(layer.store).sequences
+            plans = tables_of(layer.store).plans
             kinds |= {("pages", "spans")[bool(layer.store.span_format)] for plan in plans if plan.segments}
             kinds |= {"half" for plan in plans if plan.half_quantized}
         end_forward(layer.store)
@@ -163,39 +166,65 @@ def test_one_token_that_attends_to_everything_needs_no_mask():
     layer = KVCache(CONFIG, SCHEMES["16 bits"]).layers[0]
     advance(layer, 300)
     end_forward(layer.store)
-    assert layer.store.block_tables.mask(layer.store.sequences, advance(layer, 1)[2]) is None
+    assert stored_mask(layer.store, advance(layer, 1)[2]) is None
 
 
-def test_tables_stay_the_same_object_until_a_page_is_written_or_rows_move():
+def test_tables_stay_where_they_are_and_are_written_when_a_page_is_or_rows_move(monkeypatch):
     layer = KVCache(CONFIG, SCHEMES["norms and sink tokens"]).layers[0]
+    layer.store.growth = GPU_GROWTH
+    written = []
+    write = GroupTables.write
+    monkeypatch.setattr(GroupTables, "write", lambda *given: written.append(given[-1]) or write(*given))
     advance(layer, 500)
     end_forward(layer.store)
-    before = quantized(layer.store)
-    changes = 0
+    tables = tables_of(layer.store)
+    addresses = [t.data_ptr() for t in (tables.keys, tables.values, tables.described, tables.appends, tables.step)]
+    written.clear()
     for _ in range(128):
         check(layer, *advance(layer, 1))
         end_forward(layer.store)
-        changes += quantized(layer.store) is not before
-        before = quantized(layer.store)
-    # three rows of different lengths
-    assert changes == 3
+        assert tables_of(layer.store) is tables
+    # Three rows of different lengths: when a page is written, and before that where buffers have to grow for it.
+    assert {tuple(rows) for rows in written} == {(0,), (1,), (2,)}
+    assert len(written) <= 6
+    assert addresses == [
+        t.data_ptr() for t in (tables.keys, tables.values, tables.described, tables.appends, tables.step)
+    ]
+    pages = [plan.segments[0].tokens for plan in tables.plans]
     layer.reorder_cache(torch.tensor([2, 0, 0]))
-    assert quantized(layer.store) is not before
-    pages = [plan.segments[0].tokens for plan in before.sequences]
-    assert [plan.segments[0].tokens for plan in quantized(layer.store).sequences] == [pages[row] for row in (2, 0, 0)]
+    assert [plan.segments[0].tokens for plan in tables_of(layer.store).plans] == [pages[row] for row in (2, 0, 0)]
 
 
-def test_work_is_divided_again_only_when_tables_change_or_residual_windows_have_grown_a_lot():
+def test_work_is_divided_again_only_when_tables_change_or_residual_windows_have_grown_a_lot(monkeypatch):
     layer = KVCache(CONFIG, SCHEMES["spans"]).layers[0]
+    layer.store.growth = GPU_GROWTH
+    divided = []
+    monkeypatch.setattr(tables_module, "plan_work", lambda *given: divided.append(1) or plan_work(*given))
     advance(layer, 400)
     plans = []
     for _ in range(300):
         advance(layer, 1)
         end_forward(layer.store)
-        plans.append(work(layer.store, 8))
-    assert len({id(plan) for plan in plans}) == 3
-    assert work(layer.store, 8) is plans[-1]
-    assert work(layer.store, 4) is not plans[-1]
+        plans.append(tables_of(layer.store).work(layer.store.group, layer.store.sequences, 8))
+    assert len(divided) == 3
+    assert len({plan.items.data_ptr() for plan in plans}) <= 2
+    assert tables_of(layer.store).work(layer.store.group, layer.store.sequences, 4).items is not plans[-1].items
+
+
+@pytest.mark.parametrize("programs", [1, 3, 40])
+def test_divided_work_has_room_for_more_and_items_that_do_nothing(programs):
+    layer = KVCache(CONFIG, SCHEMES["values stay longer"]).layers[0]
+    advance(layer, 500)
+    end_forward(layer.store)
+    tables = tables_of(layer.store)
+    expected = plan_work(tables.plans, programs)
+    got = tables.work(layer.store.group, layer.store.sequences, programs)
+    n = len(expected.items)
+    assert torch.equal(got.items[:n], expected.items)
+    assert not got.items[n:].any()
+    assert torch.equal(got.slot_rows, expected.slot_rows)
+    assert got.slots >= expected.slots
+    assert got.most_slots >= expected.most_slots
 
 
 def test_tables_follow_beams_and_crops():
@@ -215,9 +244,9 @@ def test_a_copied_cache_has_block_tables_of_its_own():
     layer = KVCache(CONFIG, SCHEMES["norms and sink tokens"]).layers[0]
     advance(layer, 500)
     end_forward(layer.store)
-    quantized(layer.store)
+    tables_of(layer.store)
     copied = copy.deepcopy(layer)
-    layer.store.key_pool.read(layer.store.sequences[0].keys.pages).record.fill_(-1)
-    for sequence in layer.store.sequences:
-        sequence.keys.buffer.fill_(1e9)
+    layer.store.key_pages.read(layer.store.sequences[0].keys.pages).record.fill_(-1)
+    for row in layer.store.rows:
+        row.keys.tensor.fill_(1e9)
     check(copied, *advance(copied, 1))

@@ -1,0 +1,86 @@
+"""Specialisations of the kernels that dequantize pages and merge partial results of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from aot_variants.variant import DTYPES, Variant
+from kvconvert.kernels.history.triton.merge import merge_constants, merge_kernel, merge_warps
+from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, ValueFormat
+from kvconvert.kernels.pages.triton.dequantize import (
+    copy_constants,
+    dequantize_keys_kernel,
+    dequantize_values_kernel,
+    key_constants,
+    read_pages_kernel,
+    value_constants,
+    warps_for,
+)
+
+TYPES = dict.fromkeys(("records", "first_sum", "second_sum", "output_sum"), "*fp32")
+TYPES |= {"records": "*i16", "offsets": "*i64", "scales": "*i64", "boosted": "*i32"}
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Specialisations that the dispatch chooses for the usual models: 8 KV heads, pages of the usual size."""
+    for dtype, dim in product(DTYPES.values(), (48, 64, 80, 96, 128, 256)):
+        for f in _formats(dim):
+            if f.bits == 16:
+                yield _variant("copy", read_pages_kernel, f, dtype, copy_constants(f))
+            elif isinstance(f, KeyFormat):
+                yield _variant("keys", dequantize_keys_kernel, f, dtype, key_constants(f))
+            else:
+                yield _variant("values", dequantize_values_kernel, f, dtype, value_constants(f))
+        if dtype == "fp32":
+            continue
+        # The first results are the dtype's, later sums float32; the last merge gives the dtype again.
+        for first, output in ((dtype, "fp32"), ("fp32", "fp32"), ("fp32", dtype), (dtype, dtype)):
+            constants = merge_constants(dim)
+            yield Variant(
+                f"merge-{first}-{dtype}-{output}-{dim}",
+                merge_kernel,
+                _signature(
+                    merge_kernel, constants, {"first": f"*{first}", "second": f"*{dtype}", "output": f"*{output}"}
+                ),
+                constants,
+                merge_warps(constants),
+                num_stages=3,
+                axes={"kernel": "merge", "dtype": dtype, "head_size": dim, "first": first, "output": output},
+            )
+
+
+def _formats(dim: int) -> Iterator[KeyFormat | ValueFormat]:
+    for bits, group in product((1, 2, 4, 8), (16, 32, 128)):
+        yield KeyFormat(8, dim, PAGE_SIZE, bits, group)
+    for bits, group in product((1, 2, 4, 8), sorted({g for g in (16, 32, 128) if dim % g == 0} | {dim})):
+        yield ValueFormat(8, dim, PAGE_SIZE, bits, group)
+    for norm, group in product(("joint", "per_head"), (32, 128)):
+        yield KeyFormat(8, dim, PAGE_SIZE, 2, group, norm)
+    for bits, part, fixed in product((1, 2), (8, 4), (False, True)):
+        yield KeyFormat(8, dim, PAGE_SIZE, bits, 128, boosted=dim // part, fixed_channels=fixed)
+    for bits in (1, 2, 4, 8):
+        yield KeyFormat(8, dim, PAGE_SIZE, bits, PAGE_SIZE, static=True)
+        yield ValueFormat(8, dim, PAGE_SIZE, bits, dim, static=True)
+    yield KeyFormat(8, dim, PAGE_SIZE, 16, PAGE_SIZE)
+
+
+def _variant(kernel: str, function: Any, f: KeyFormat | ValueFormat, dtype: str, constants: dict[str, Any]) -> Variant:
+    about = {"bits": f.bits, "group": f.group_size, "static": f.static}
+    if isinstance(f, KeyFormat) and f.bits < 16:
+        about |= {"norm": f.token_norm, "boosted": f.boosted * 100 // f.head_dim, "fixed": f.fixed_channels}
+    return Variant(
+        "-".join([kernel, dtype, str(f.head_dim), *(f"{name}_{value}" for name, value in about.items())]),
+        function,
+        _signature(function, constants, {"output": f"*{dtype}"}),
+        constants,
+        warps_for(constants),
+        num_stages=3,
+        axes={"kernel": kernel, "dtype": dtype, "head_size": f.head_dim} | about,
+    )
+
+
+def _signature(function: Any, constants: dict[str, Any], pointers: dict[str, str]) -> dict[str, str]:
+    types = TYPES | pointers
+    return {name: types.get(name, "i32") for name in function.arg_names if name not in constants}

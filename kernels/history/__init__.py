@@ -1,0 +1,108 @@
+"""Causal attention of a prompt chunk over itself and everything stored before it.
+
+A history is dequantized once for all queries of the chunk, tile by tile into a workspace of bounded size. Attention
+over each tile comes with its log-sum-exp, by which the results are merged in float32. The backend of this attention is
+`kernels/prompt` or one of torch's operators on a GPU, and torch's flash attention on a CPU. Few queries are better off
+with `kernels/decode`, which dequantizes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvconvert.kernels import device, prompt
+from kvconvert.kernels.history import cpu
+from kvconvert.kernels.history.parts import HistoryPart, PageReader, tile_tokens
+from kvconvert.kernels.history.reference import history_reference, merge_reference
+from kvconvert.kernels.pages import LayerFormat, unsupported_dequantization
+
+if TYPE_CHECKING:
+    from kvconvert.kernels.history.triton.launch import Backend
+
+__all__ = [
+    "FEWEST_QUERIES",
+    "HistoryPart",
+    "PageReader",
+    "history_attention",
+    "history_reference",
+    "merge_reference",
+    "tile_tokens",
+    "unsupported",
+]
+
+# Up to so many queries of a chunk, attention over pages as they are stored is faster; measured on a CPU, estimated for
+# GPUs, where a tile's attention needs some hundred query rows to keep all multiprocessors busy.
+FEWEST_QUERIES = {"cpu": 32, "cuda": 64}
+
+
+def unsupported(
+    queries: torch.Tensor,
+    format: LayerFormat,
+    dtype: torch.dtype,
+    scaling: float,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> str | None:
+    """Why `history_attention` does not serve queries [..., T, D] over a layer; None if it does.
+
+    Args:
+        queries: of one sequence or a batch.
+        format: of the layer's pages, or, with spans, of pages of these heads.
+        dtype: of stored full-precision tokens.
+        scaling, softcap, window: as for `history_attention`.
+    """
+    on, keys, values = queries.device, format.keys, format.values
+    if on.type == "cpu" and not device.runs_triton(on):
+        if softcap or window is not None:
+            return "the attention of CPUs knows no soft caps and no sliding windows"
+        if keys.head_dim != values.head_dim:
+            return "the attention of CPUs wants keys and values of one head size"
+        return None
+    shape = queries.shape[-2:]
+    sides = [queries.new_empty(1, 1, side.head_dim, dtype=dtype, device="meta") for side in (keys, values)]
+    reasons = [unsupported_dequantization(side, dtype, on) for side in (keys, values)]
+    reasons.append(prompt.unsupported(queries.reshape(-1, *shape)[:1], *sides, scaling))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def history_attention(
+    queries: torch.Tensor,
+    parts: Sequence[HistoryPart],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    window: int | None = None,
+    *,
+    backend: Backend | None = None,
+    workspace_tokens: int | None = None,
+) -> torch.Tensor:
+    """Attention of a chunk's queries over the history and, causally, over the chunk's own tokens.
+
+    Args:
+        queries: [Hq, T, D], rotated if the keys are; `unsupported` accepts them.
+        parts: the history, oldest first: on a GPU addresses of pages, on a CPU readers, and full-precision tokens.
+        keys: [H, T, D]; values: [H, T, E]: the chunk itself.
+        scaling: factor of the dot products, usually 1 / sqrt(D).
+        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
+        sink_logits: [Hq] logits of a virtual token with no value (gpt-oss).
+        window: tokens that a query sees, its own included, all tokens of history and chunk being consecutive; None for
+            all before it.
+        backend: what attends to whole tiles of a history on a GPU where every query sees all of it; None for the
+            fastest that is known to serve these tensors. Whatever else there is takes Triton's.
+        workspace_tokens: of a tile, at least a page; None for as many as `parts.WORKSPACE_BYTES` hold.
+
+    Returns:
+        [Hq, T, E] in the queries' dtype, or float32 on a CPU.
+    """
+    if queries.device.type == "cpu" and not device.runs_triton(queries.device):
+        return cpu.tiled_attention(queries, parts, keys, values, scaling, sink_logits, workspace_tokens)
+    from kvconvert.kernels.history.triton import launch
+
+    return launch.tiled_attention(
+        queries, parts, keys, values, scaling, softcap, sink_logits, window, backend, workspace_tokens
+    )

@@ -1,0 +1,139 @@
+"""What lies before a prompt chunk, and how it comes tile by tile into a workspace of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvconvert.errors import UsageError
+from kvconvert.kernels.pages import (
+    ChannelScales,
+    KeyFormat,
+    KeyPages,
+    PageAddresses,
+    ValueFormat,
+    ValuePages,
+    dequantize_into,
+)
+
+# Room for the dequantized keys and values of one tile.
+WORKSPACE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class PageReader:
+    """Pages that are read as tensors, some at a time.
+
+    Attributes:
+        read: gives the pages of a slice of page numbers, 0 being the first of the part.
+        format: of the pages.
+        channels, static: as for `dequantize_keys`.
+    """
+
+    read: Callable[[slice], KeyPages | ValuePages]
+    format: KeyFormat | ValueFormat
+    channels: torch.Tensor | None = None
+    static: ChannelScales | None = None
+
+
+# Full-precision tokens [H, n, channels], or pages of which all but the last are full.
+Source = torch.Tensor | PageAddresses | PageReader
+
+
+@dataclass(frozen=True)
+class HistoryPart:
+    """Consecutive tokens of one sequence.
+
+    Where one side is still in full precision, the other may be in pages.
+
+    Attributes:
+        tokens: n > 0.
+        keys: of D channels; values: of E channels.
+    """
+
+    tokens: int
+    keys: Source
+    values: Source
+
+    @property
+    def step(self) -> int:
+        """Tokens at whose multiples the part can be divided."""
+        return max(1 if isinstance(source, torch.Tensor) else source.format.page_size for source in self.sides)
+
+    @property
+    def sides(self) -> tuple[Source, Source]:
+        """Keys and values."""
+        return self.keys, self.values
+
+
+class Workspace:
+    """Dequantized keys and values of one tile at a time.
+
+    Args:
+        device: of the tokens.
+        heads, key_dim, value_dim: KV heads, and their channels D and E.
+        dtype: of what the workspace holds.
+        tokens: of a tile; None for as many as `WORKSPACE_BYTES` hold, a power of two.
+
+    Attributes:
+        keys: [H, tokens, D]; values: [H, tokens, E].
+        capacity: tokens of a whole tile.
+    """
+
+    def __init__(
+        self, device: torch.device, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, tokens: int | None
+    ):
+        self.capacity = tokens or tile_tokens(heads, key_dim, value_dim, dtype)
+        self.keys, self.values = (
+            torch.empty(heads, self.capacity, dim, dtype=dtype, device=device) for dim in (key_dim, value_dim)
+        )
+
+    def write(self, part: HistoryPart, start: int, count: int, at: int) -> None:
+        """Put `count` tokens of a part, from its token `start` on, at token `at` of the workspace."""
+        for source, room in zip(part.sides, (self.keys, self.values), strict=True):
+            _write(source, start, room[:, at : at + count])
+
+    def tiles(self, parts: Sequence[HistoryPart]) -> Iterator[int]:
+        """Fill the workspace again and again with what the parts hold; yields the number of tokens of each tile.
+
+        Raises:
+            UsageError: a tile has no room for one page.
+        """
+        filled = 0
+        for part in parts:
+            if part.step > self.capacity:
+                raise UsageError(f"A workspace of {self.capacity} tokens has no room for a page of {part.step}.")
+            start = 0
+            while start < part.tokens:
+                count = min(self.capacity - filled, part.tokens - start)
+                if start + count < part.tokens:
+                    count -= count % part.step
+                if count == 0:
+                    yield filled
+                    filled = 0
+                    continue
+                self.write(part, start, count, filled)
+                start, filled = start + count, filled + count
+        if filled:
+            yield filled
+
+
+def tile_tokens(heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
+    """Tokens of a tile: the power of two that `WORKSPACE_BYTES` hold, at least 1,024."""
+    tokens = WORKSPACE_BYTES // (heads * (key_dim + value_dim) * dtype.itemsize)
+    return max(1024, 1 << tokens.bit_length() - 1)
+
+
+def _write(source: Source, start: int, output: torch.Tensor) -> None:
+    count = output.shape[1]
+    if isinstance(source, torch.Tensor):
+        output.copy_(source[:, start : start + count])
+        return
+    size = source.format.page_size
+    pages = slice(start // size, -(-(start + count) // size))
+    if isinstance(source, PageAddresses):
+        dequantize_into(output, source.select(pages))
+    else:
+        dequantize_into(output, source.read(pages), source.channels, source.static)

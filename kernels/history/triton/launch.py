@@ -1,0 +1,125 @@
+"""Attention over a history on a GPU: tiles of dequantized tokens, a backend's attention, merged by log-sum-exp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from kvconvert.kernels.device import capability
+from kvconvert.kernels.history.parts import HistoryPart, Workspace
+from kvconvert.kernels.history.triton.merge import merge_partials
+from kvconvert.kernels.prompt.triton.launch import attention
+
+Backend = Literal["triton", "flash", "cudnn"]
+# cuDNN takes some 60 ms to prepare for every new shape, so it gets whole tiles and queries in multiples of this.
+CUDNN_QUERIES = 512
+# Output [H, G, T, E] and float32 log-sum-exp [H, G, T] of attention over some of the keys.
+Partial = tuple[torch.Tensor, torch.Tensor]
+
+
+def fastest_backend(length: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Backend:
+    """What attends to whole tiles of a history that every query sees.
+
+    cuDNN's attention is about an eighth faster than `kernels/prompt` on an H200, where it takes these tensors.
+
+    Args:
+        length: of the chunk.
+        queries: [H, G T, D]; keys: [H, n, D]; values: [H, n, E].
+    """
+    if length % CUDNN_QUERIES or not queries.is_cuda or capability(queries.device) < (9, 0):
+        return "triton"
+    backends = torch.backends.cuda
+    parameters = backends.SDPAParams(queries[None], keys[None], values[None], None, 0.0, False, False)
+    return "cudnn" if backends.cudnn_sdp_enabled() and backends.can_use_cudnn_attention(parameters) else "triton"
+
+
+def tiled_attention(
+    queries: torch.Tensor,
+    parts: Sequence[HistoryPart],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    window: int | None = None,
+    backend: Backend | None = None,
+    workspace_tokens: int | None = None,
+) -> torch.Tensor:
+    """`history_attention` of arguments that `unsupported` accepts.
+
+    The chunk itself, with what is left of the history if both fit the workspace, is attended to by `kernels/prompt`, as
+    is everything under a softcap or a window, and what fills no whole tile.
+    """
+    (heads, length, _), value_dim = keys.shape, values.shape[2]
+    before = sum(part.tokens for part in parts)
+    total = before + length
+    workspace, grouped = None, queries
+    if parts:
+        workspace = Workspace(queries.device, heads, keys.shape[2], value_dim, queries.dtype, workspace_tokens)
+        if softcap or (window is not None and window < total):
+            backend = "triton"
+        else:
+            # Where all queries see all keys, those of one KV head are rows of one matrix [G T, D].
+            grouped = queries.reshape(heads, -1, queries.shape[2])
+            backend = backend or fastest_backend(length, grouped, workspace.keys, workspace.values)
+            # In any order; pages first, so that tiles of nothing but pages are whole ones.
+            parts = sorted(parts, key=lambda part: part.step, reverse=True)
+
+    def attend(stored: tuple[torch.Tensor, torch.Tensor], begin: int, last: bool) -> Partial:
+        """Attention over consecutive tokens from number `begin` on."""
+        output, log_sum_exp = attention(
+            queries, *stored, scaling, softcap, sink_logits if last else None, window, first_query=before - begin
+        )
+        return output.unflatten(0, (heads, -1)), log_sum_exp.unflatten(0, (heads, -1))
+
+    merged: Partial | None = None
+    begin = 0
+    for tokens in workspace.tiles(parts) if parts else ():
+        joins = begin + tokens == before and tokens + length <= workspace.capacity
+        if joins:
+            workspace.write(HistoryPart(length, keys, values), 0, length, tokens)
+        tile = tuple(side[:, : tokens + joins * length] for side in (workspace.keys, workspace.values))
+        if joins or backend == "triton" or tokens < workspace.capacity:
+            part = attend(tile, begin, last=joins)
+        else:
+            part = _torch_attention(backend, grouped, *tile, scaling)
+            part = tuple(result.unflatten(1, (-1, length)) for result in part)
+        begin += tokens + joins * length
+        if begin == total:
+            return _finish(merged, part, queries, value_dim)
+        merged = part if merged is None else _add(merged, part)
+    return _finish(merged, attend((keys, values), before, last=True), queries, value_dim)
+
+
+def _add(merged: Partial, part: Partial) -> Partial:
+    """The merge of two results in float32, in the place of the first if that is float32."""
+    output, log_sum_exp = merged
+    if output.dtype != torch.float32:
+        output = torch.empty(output.shape, dtype=torch.float32, device=output.device)
+    merge_partials(*merged, *part, output, log_sum_exp)
+    return output, log_sum_exp
+
+
+def _finish(merged: Partial | None, part: Partial, queries: torch.Tensor, value_dim: int) -> torch.Tensor:
+    """The merge of the last two results: [Hq, T, E] in the queries' dtype."""
+    if merged is None:
+        return part[0].flatten(0, 1)
+    output = queries.new_empty(*merged[0].shape[:3], value_dim)
+    merge_partials(*merged, *part, output, part[1])
+    return output.flatten(0, 1)
+
+
+def _torch_attention(
+    backend: Backend, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+) -> Partial:
+    """Attention of all queries [H, n, D] over all keys by one of torch's operators: [H, n, E] and [H, n]."""
+    arguments = (queries[None], keys[None], values[None])
+    if backend == "flash":
+        found = torch.ops.aten._scaled_dot_product_flash_attention(*arguments, 0.0, False, False, scale=scaling)
+    else:
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *arguments, None, True, 0.0, False, False, scale=scaling
+        )
+    return found[0][0], found[1].reshape(queries.shape[:2]).contiguous()

@@ -1,0 +1,298 @@
+"""Kernels that dequantize pages or span blocks into tensors of the model's dtype, for attention that reads such.
+
+One program writes one head's part of one page. The arithmetic is that of `kernels/quantizer.py`, rounded after every
+operation in float32 and then once to the dtype: kernels must be compiled without fusing products into sums. Strides of
+outputs are in units of 8 elements.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvconvert.kernels.pages.formats import KeyFormat, ValueFormat
+from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
+from kvconvert.kernels.pages.records import PageAddresses
+
+# Tile elements per thread.
+PER_THREAD = 16
+# float16 saturates, as in `kernels/quantizer.py`.
+LARGEST_HALF = tl.constexpr(65504.0)
+
+
+@triton.jit
+def _halves(units):
+    """A pointer to 16-bit units as one to float16 numbers."""
+    return units.to(tl.pointer_type(tl.float16))
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """float32 in the output's dtype."""
+    if dtype == tl.float16:
+        x = tl.minimum(tl.maximum(x, -LARGEST_HALF), LARGEST_HALF)
+    return x.to(dtype)
+
+
+@triton.jit
+def _fields(words, shift, BITS: tl.constexpr):
+    """Codes of BITS bits at `shift` of 16-bit lanes, int32."""
+    return (words.to(tl.int32) >> shift) & ((1 << BITS) - 1)
+
+
+@triton.jit(do_not_specialize=["head_stride", "token_stride", "tokens"])
+def dequantize_keys_kernel(
+    records,
+    offsets,
+    scales,
+    boosted,
+    output,
+    head_stride,
+    token_stride,
+    tokens,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    STATIC: tl.constexpr,
+    BOOSTED: tl.constexpr,
+    BOOST_TILE: tl.constexpr,
+    FIXED: tl.constexpr,
+    NORM: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    HIGH_ROWS: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    HIGH: tl.constexpr,
+    SCALE: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
+    NORMS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Keys of one head of a page as [tokens, HEAD_SIZE]. LANES to CHANNELS are fields of `KeyLayout`, NORMS that of the
+    norm that NORM says there is.
+
+    `scales` int64 [2] leads to the layer's or span's scale and zero point; `boosted` [HEADS, BOOSTED] are the channels
+    where these are FIXED.
+    """
+    HALVES: tl.constexpr = 2 if BITS == 1 else 1
+    WIDTH: tl.constexpr = HALVES * BITS
+    PLANES: tl.constexpr = 16 // WIDTH
+    page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    record = records + tl.load(offsets + page) * 8
+    part = record + head * HEAD_STRIDE
+    target = output + (head * head_stride.to(tl.int64) + page.to(tl.int64) * PAGE * token_stride) * 8
+    lane, row = tl.arange(0, LANES)[:, None], tl.arange(0, ROW_TILE)[None, :]
+    real = row < ROWS
+    words = tl.load(part + lane * ROWS + row, mask=real, other=0)
+    if STATIC:
+        scale_row = _halves(records + tl.load(scales) * 8) + head * HEAD_SIZE
+        zero_point_row = _halves(records + tl.load(scales + 1) * 8) + head * HEAD_SIZE
+    else:
+        scale_row, zero_point_row = _halves(part + SCALE), _halves(part + ZERO_POINT)
+    norms = _halves(record + NORMS if NORM == 1 else part + NORMS)
+    for half in tl.static_range(HALVES):
+        channel = half * ROWS + row
+        if BOOSTED > 0:
+            # Which of the boosted channels a channel is, if it is one.
+            number = tl.arange(0, BOOST_TILE)[:, None]
+            if FIXED:
+                listed = tl.load(boosted + head * BOOSTED + number, mask=number < BOOSTED, other=-1).to(tl.int32)
+            else:
+                stored = (part + CHANNELS).to(tl.pointer_type(tl.uint8))
+                listed = tl.load(stored + number, mask=number < BOOSTED, other=0).to(tl.int32)
+            found = (listed == channel) & (number < BOOSTED)
+            has_more = tl.max(found.to(tl.int32), 0)[None, :] > 0
+            which = tl.sum(tl.where(found, number, 0), 0)[None, :]
+            upper = which // HIGH_ROWS
+            high_words = tl.load(
+                part + HIGH + lane * HIGH_ROWS + which - upper * HIGH_ROWS, mask=has_more & real, other=0
+            )
+        for plane in tl.static_range(PLANES):
+            token = plane * LANES + lane
+            code = _fields(words, plane * WIDTH + half * BITS, BITS)
+            if BOOSTED > 0:
+                code += _fields(high_words, plane * WIDTH + upper * BITS, BITS) << BITS
+            if GROUP % LANES == 0:
+                place = plane * LANES // GROUP * HEAD_SIZE + channel
+            else:
+                place = token // GROUP * HEAD_SIZE + channel
+            scale = tl.load(scale_row + place, mask=real, other=0.0).to(tl.float32)
+            zero_point = tl.load(zero_point_row + place, mask=real, other=0.0).to(tl.float32)
+            x = code.to(tl.float32) * scale + zero_point
+            if NORM > 0:
+                x = x * tl.load(norms + token).to(tl.float32)
+            inside = real & (token < tokens - page * PAGE)
+            tl.store(target + token * (token_stride * 8) + channel, _rounded(x, output.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["head_stride", "token_stride", "tokens"])
+def dequantize_values_kernel(
+    records,
+    offsets,
+    scales,
+    output,
+    head_stride,
+    token_stride,
+    tokens,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    STATIC: tl.constexpr,
+    LANES: tl.constexpr,
+    LANE_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    SCALE: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
+):
+    """Values of one head of a page as [tokens, HEAD_SIZE]; arguments as for keys, with fields of `ValueLayout`."""
+    HALVES: tl.constexpr = 2 if BITS == 1 else 1
+    WIDTH: tl.constexpr = HALVES * BITS
+    PLANES: tl.constexpr = 16 // WIDTH
+    page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    part = records + tl.load(offsets + page) * 8 + head * HEAD_STRIDE
+    target = output + (head * head_stride.to(tl.int64) + page.to(tl.int64) * PAGE * token_stride) * 8
+    row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, LANE_TILE)[None, :]
+    real = lane < LANES
+    words = tl.load(part + lane * ROWS + row, mask=real, other=0)
+    if STATIC:
+        scale_base = _halves(records + tl.load(scales) * 8) + head * HEAD_SIZE
+        zero_point_base = _halves(records + tl.load(scales + 1) * 8) + head * HEAD_SIZE
+    else:
+        scale_base, zero_point_base = _halves(part + SCALE), _halves(part + ZERO_POINT)
+    for half in tl.static_range(HALVES):
+        token = half * ROWS + row
+        for plane in tl.static_range(PLANES):
+            channel = plane * LANES + lane
+            if STATIC:
+                place = channel
+            elif LANES == LANE_TILE and GROUP % LANES == 0:
+                place = plane * LANES // GROUP * PAGE + token
+            else:
+                place = channel // GROUP * PAGE + token
+            scale = tl.load(scale_base + place, mask=real, other=0.0).to(tl.float32)
+            zero_point = tl.load(zero_point_base + place, mask=real, other=0.0).to(tl.float32)
+            x = _fields(words, plane * WIDTH + half * BITS, BITS).to(tl.float32) * scale + zero_point
+            inside = real & (token < tokens - page * PAGE)
+            tl.store(target + token * (token_stride * 8) + channel, _rounded(x, output.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["head_stride", "token_stride", "tokens"])
+def read_pages_kernel(
+    records,
+    offsets,
+    output,
+    head_stride,
+    token_stride,
+    tokens,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """One head of an unquantized page, a copy."""
+    page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    source = (records + tl.load(offsets + page) * 8).to(tl.pointer_type(output.dtype.element_ty))
+    target = output + (head * head_stride.to(tl.int64) + page.to(tl.int64) * PAGE * token_stride) * 8
+    token, channel = tl.arange(0, PAGE)[:, None], tl.arange(0, TILE)[None, :]
+    x = tl.load(source + head * PAGE * HEAD_SIZE + token * HEAD_SIZE + channel, mask=channel < HEAD_SIZE, other=0.0)
+    inside = (channel < HEAD_SIZE) & (token < tokens - page * PAGE)
+    tl.store(target + token * (token_stride * 8) + channel, x, mask=inside)
+
+
+def dequantize_addressed(pages: PageAddresses, output: torch.Tensor) -> None:
+    """Dequantize pages into `output` [H, tokens, channels], whose channels are contiguous.
+
+    The last page may have more tokens than `output` has room for. Tokens of `output` lie at multiples of 8 elements.
+    """
+    f, records = pages.format, pages.base.view(torch.int16)
+    programs = (len(pages.offsets) * f.heads,)
+    if not programs[0]:
+        return
+    scales = pages.offsets if pages.scales is None else pages.scales
+    shape = (output.stride(0) // 8, output.stride(1) // 8, output.shape[1])
+    if f.bits == 16:
+        constants = copy_constants(f)
+        read_pages_kernel[programs](records, pages.offsets, output, *shape, **constants, num_warps=warps_for(constants))
+    elif isinstance(f, KeyFormat):
+        constants = key_constants(f)
+        boosted = pages.offsets if pages.boosted is None else pages.boosted
+        dequantize_keys_kernel[programs](
+            records, pages.offsets, scales, boosted, output, *shape,
+            **constants, num_warps=warps_for(constants), enable_fp_fusion=False,
+        )  # fmt: skip
+    else:
+        constants = value_constants(f)
+        dequantize_values_kernel[programs](
+            records, pages.offsets, scales, output, *shape,
+            **constants, num_warps=warps_for(constants), enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def key_constants(f: KeyFormat) -> dict[str, int | bool]:
+    """Compile-time arguments of `dequantize_keys_kernel`."""
+    layout = KeyLayout.of(f)
+    return {
+        "HEADS": f.heads,
+        "HEAD_SIZE": f.head_dim,
+        "PAGE": f.page_size,
+        "BITS": f.bits,
+        "GROUP": f.page_size if f.static else f.group_size,
+        "STATIC": f.static,
+        "BOOSTED": f.boosted,
+        "BOOST_TILE": triton.next_power_of_2(max(f.boosted, 1)),
+        "FIXED": f.fixed_channels,
+        "NORM": layout.norm_mode,
+        "LANES": layout.lanes,
+        "ROWS": layout.rows,
+        "ROW_TILE": triton.next_power_of_2(layout.rows),
+        "HIGH_ROWS": max(layout.high_rows, 1),
+        "HEAD_STRIDE": layout.head_stride,
+        "HIGH": layout.high,
+        "SCALE": layout.scale,
+        "ZERO_POINT": layout.zero_point,
+        "NORMS": layout.joint_norm if layout.norm_mode == 1 else layout.norm,
+        "CHANNELS": layout.channels,
+    }
+
+
+def value_constants(f: ValueFormat) -> dict[str, int | bool]:
+    """Compile-time arguments of `dequantize_values_kernel`."""
+    layout = ValueLayout.of(f)
+    return {
+        "HEADS": f.heads,
+        "HEAD_SIZE": f.head_dim,
+        "PAGE": f.page_size,
+        "BITS": f.bits,
+        "GROUP": f.group_size,
+        "STATIC": f.static,
+        "LANES": layout.lanes,
+        "LANE_TILE": triton.next_power_of_2(layout.lanes),
+        "ROWS": layout.rows,
+        "HEAD_STRIDE": layout.head_stride,
+        "SCALE": layout.scale,
+        "ZERO_POINT": layout.zero_point,
+    }
+
+
+def copy_constants(f: KeyFormat | ValueFormat) -> dict[str, int]:
+    """Compile-time arguments of `read_pages_kernel`."""
+    tile = triton.next_power_of_2(f.head_dim)
+    return {"HEADS": f.heads, "HEAD_SIZE": f.head_dim, "TILE": tile, "PAGE": f.page_size}
+
+
+def warps_for(constants: dict[str, int | bool]) -> int:
+    """Warps of a program, by the size of the tile that it loads."""
+    if "ROW_TILE" in constants:
+        elements = constants["LANES"] * constants["ROW_TILE"]
+    elif "LANE_TILE" in constants:
+        elements = constants["ROWS"] * constants["LANE_TILE"]
+    else:
+        elements = constants["PAGE"] * constants["TILE"]
+    return min(8, max(1, elements // (32 * PER_THREAD)))

@@ -1,0 +1,411 @@
+"""Bookkeeping for all layers that hold the same numbers of tokens in the same places.
+
+Layers whose schemes have the same geometry (`geometry`) agree on every token: who appends, which pages are due, under
+which numbers they are stored. A group plans that once per forward pass, on the host; its layers own tensors and launch
+kernels. Layers come to a forward pass one after another, so plans and sequences are never changed, only replaced: a
+layer keeps the sequences as they were at its own latest step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from kvconvert.errors import CacheError, KvconvertError
+from kvconvert.methods import KVScheme
+from kvconvert.runtime.cache.forward_pass import Chunk, ModalityMask
+from kvconvert.runtime.cache.pool import PageNumbers
+from kvconvert.runtime.cache.prompts import Evict, SealSpan, prompt_policy
+from kvconvert.runtime.cache.sequence import Sequence, Side
+
+Store = TypeVar("Store")
+
+
+def geometry(scheme: KVScheme, sliding_window: int | None, keep_for_sharing: bool) -> Hashable:
+    """What layers have to share to be planned together."""
+    windows = (scheme.page_size, scheme.sink_tokens, scheme.key_recent_tokens, scheme.value_recent_tokens)
+    budget = (scheme.heavy_ratio, scheme.recent_ratio) if scheme.evicts else None
+    return (windows, scheme.is_span, scheme.modality, budget, sliding_window, keep_for_sharing)
+
+
+class Destination(NamedTuple):
+    """Where one row's new tokens go.
+
+    Attributes:
+        row: of the batch.
+        runs: (first, how many) of the row's real tokens among the new ones, without padding.
+        first_key, first_value: index of the first one in each buffer; the runs are written there one after another.
+    """
+
+    row: int
+    runs: list[tuple[int, int]]
+    first_key: int
+    first_value: int
+
+
+class PendingPages(NamedTuple):
+    """Complete pages in one row's buffer of one side.
+
+    Attributes:
+        row: of the batch.
+        start: index of their first token.
+        numbers: under which they will be stored.
+        used: tokens in the buffer before.
+    """
+
+    row: int
+    start: int
+    numbers: tuple[int, ...]
+    used: int
+
+
+class Discard(NamedTuple):
+    """Tokens that left the sliding window before they were quantized: start..stop-1 of a row's buffers of `used` ones;
+    `side` is 0 for keys and 1 for values.
+    """
+
+    row: int
+    side: int
+    start: int
+    stop: int
+    used: int
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What layers do at the end of a forward pass, in this order.
+
+    Attributes:
+        seals: prompts that are compressed as a whole.
+        discards: tokens to be dropped.
+        keys, values: pages to be quantized.
+        after: the sequences then.
+    """
+
+    seals: tuple[SealSpan | Evict, ...]
+    discards: tuple[Discard, ...]
+    keys: tuple[PendingPages, ...]
+    values: tuple[PendingPages, ...]
+    after: tuple[Sequence, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be done."""
+        return not (self.seals or self.discards or self.keys or self.values)
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """One forward pass of a group's layers.
+
+    Attributes:
+        start: the first new position; length: how many there are.
+        chunk: of the first layer that committed its tokens, None before.
+        destinations: where new tokens go; appended: the sequences with them.
+        compression: what is done at the end; None until a layer gets there.
+        ended: layers whose attention is over.
+        shared: what the layers of the pass make once, by name.
+    """
+
+    start: int
+    length: int
+    chunk: Chunk | None = None
+    destinations: tuple[Destination, ...] = ()
+    appended: tuple[Sequence, ...] = ()
+    compression: Compression | None = None
+    ended: int = 0
+    shared: dict[Hashable, Any] = field(default_factory=dict)
+
+
+class LayerGroup(Generic[Store]):
+    """The sequences of a batch, as a group of layers holds them.
+
+    Args:
+        scheme: of one of the layers; all share its geometry.
+        sliding_window: the layers' window in tokens, or None.
+        keep_for_sharing: later layers read these layers' keys again within one forward pass, so they are compressed
+            when the next pass begins.
+        numbers: of key and value pages, where another group's layers have their pages in the same storage.
+
+    Attributes:
+        stores: the layers, in the model's order.
+        indices: their numbers in the model.
+        registry: of the tables that kernels follow, see `runtime/cache/tables.py`; tables: those in use.
+        policy: how prompts are compressed.
+        waiting: single tokens that every occupied row has got since the sequences were last looked at.
+        logical: positions so far, padding included.
+        attended: positions whose own attention is over.
+        real: bool [B, n] of the first n committed positions, after which all are real; None while all are.
+        record_past: keep the newest tokens uncompressed until `crop` says which of them stay (assisted decoding).
+        seal_at_once: the next forward pass holds the whole prompt.
+        modality_mask: the tokens of the scheme's modality in the next forward pass.
+        version: changes with whatever block tables describe: pages, spans, buffers, and the order of sequences.
+        changed: rows that changed so since tables were written; None where all may have.
+        forward_pass: the latest; passes: how many there were.
+        rehearsal: a pass whose kernels are launched again or recorded, while nothing else changes; else None.
+        error: what made the stored tokens unusable, or None.
+    """
+
+    def __init__(
+        self,
+        scheme: KVScheme,
+        sliding_window: int | None,
+        keep_for_sharing: bool,
+        numbers: tuple[PageNumbers, PageNumbers] | None = None,
+    ):
+        self.scheme, self.sliding_window, self.keep_for_sharing = scheme, sliding_window, keep_for_sharing
+        self.page_size = scheme.page_size
+        self.registry: Any = None
+        self.policy = prompt_policy(scheme)
+        self.rehearsal: ForwardPass | None = None
+        self.stores: list[Store] = []
+        self.indices: list[int] = []
+        self.shares_pages = numbers is not None
+        self.key_numbers, self.value_numbers = numbers or (PageNumbers(), PageNumbers())
+        self.record_past = False
+        self.version = 0
+        self.passes = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.seal_at_once = False
+        self._sequences: tuple[Sequence, ...] = ()
+        self.waiting = 0
+        self.tables: Any = None
+        self.logical = 0
+        self.attended = 0
+        self.real: torch.Tensor | None = None
+        self.modality_mask: ModalityMask | None = None
+        self.changed: set[int] | None = None
+        self.forward_pass: ForwardPass | None = None
+        self.error: KvconvertError | None = None
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """One per row of the batch; none before the first tokens."""
+        self._settle()
+        return self._sequences
+
+    @sequences.setter
+    def sequences(self, sequences: tuple[Sequence, ...]) -> None:
+        self._sequences = sequences
+
+    @property
+    def rows(self) -> int:
+        """How many sequences there are."""
+        return len(self._sequences)
+
+    def _settle(self) -> None:
+        """Add the tokens that wait to their sequences."""
+        if not self.waiting:
+            return
+        count, self.waiting = self.waiting, 0
+        runs, sinks = [(self.logical - count, count)], self.scheme.sink_tokens
+        self._sequences = tuple(s.extend(runs, sinks) if s.occupied else s for s in self._sequences)
+        for store in self.stores:
+            store.sequences = self._sequences
+
+    def add(self, store: Store, index: int) -> None:
+        """Let a layer follow this group."""
+        self.stores.append(store)
+        self.indices.append(index)
+        for numbers in (self.key_numbers, self.value_numbers):
+            numbers.name = f"{self.name} of the KV cache"
+
+    @property
+    def name(self) -> str:
+        """Its first layer, which messages name: what concerns it concerns all."""
+        return f"layer {self.indices[0]}"
+
+    def reset(self) -> None:
+        """Forget all sequences and give their pages back; the layers drop what they store."""
+        self.release(self.sequences)
+        if not self.shares_pages:
+            self.key_numbers, self.value_numbers = PageNumbers(), PageNumbers()
+            for numbers in (self.key_numbers, self.value_numbers):
+                numbers.name = f"{self.name} of the KV cache"
+        self._clear()
+        self.touch()
+
+    def release(self, sequences: tuple[Sequence, ...]) -> None:
+        """Give the pages of some sequences back."""
+        for sequence in sequences:
+            self.key_numbers.release(sequence.keys.pages)
+            self.value_numbers.release(sequence.values.pages)
+
+    def touch(self, row: int | None = None) -> None:
+        """Record that tables of a row, or of all rows, have to be written anew."""
+        self.version += 1
+        if row is None:
+            self.changed = None
+        elif self.changed is not None:
+            self.changed.add(row)
+
+    def begin(self, length: int) -> ForwardPass:
+        """A new forward pass with so many new positions.
+
+        Raises:
+            CacheError: what is stored has become unusable.
+        """
+        if self.error is not None:
+            raise CacheError(
+                f"The cache lost tokens of {self.name} after this error and cannot be used further: {self.error}"
+            ) from self.error
+        self._settle()
+        self.forward_pass = ForwardPass(self.logical, length)
+        self.passes += 1
+        self.logical += length
+        return self.forward_pass
+
+    def append(self, forward_pass: ForwardPass, chunk: Chunk, check: bool = True) -> None:
+        """Plan where the new tokens go, once per pass.
+
+        Args:
+            forward_pass: the latest.
+            chunk: of it.
+            check: compare its padding with that of the tokens stored.
+
+        Raises:
+            CacheError: the attention mask differs for stored positions or between layers, or the scheme compresses one
+                modality and no mask tells which tokens of a prompt are of it.
+        """
+        if forward_pass.chunk is not None:
+            if chunk is not forward_pass.chunk and not chunk.same_padding(forward_pass.chunk):
+                raise CacheError(f"The layers of the group of {self.name} were given different attention masks.")
+            return
+        start, count = forward_pass.start, forward_pass.length
+        if check:
+            chunk.check_past(self.real, start, self.name)
+        if chunk.real is not None:
+            self.real = chunk.real
+        forward_pass.chunk = chunk
+        modality_mask, self.modality_mask = self.modality_mask, None
+        decoding = self.is_decoding(count)
+        sequences, destinations = list(self.sequences), []
+        for row, sequence in enumerate(sequences):
+            runs = chunk.runs(row, start, count) if sequence.occupied else []
+            if not runs:
+                continue
+            if sequence.open_from is None and self.policy.opens(sequence, decoding):
+                sequence = replace(sequence, open_from=sequence.keys.buffered)
+            if sequence.open_from is not None and self.scheme.modality != "all":
+                found = self._modality_runs(modality_mask, row, start, count)
+                sequence = replace(sequence, modality_runs=(*sequence.modality_runs, *found))
+            own = [(first - start, n) for first, n in runs]
+            destinations.append(Destination(row, own, sequence.keys.buffered, sequence.values.buffered))
+            sequences[row] = sequence.extend(runs, self.scheme.sink_tokens)
+        forward_pass.destinations = tuple(destinations)
+        forward_pass.appended = self.sequences = tuple(sequences)
+
+    def is_decoding(self, count: int) -> bool:
+        """Whether a pass of so many new tokens continues sequences rather than prompts."""
+        # A single token means that the prompt is complete; so do the drafts of assisted decoding.
+        return count == 1 or self.record_past
+
+    def _modality_runs(
+        self, modality_mask: ModalityMask | None, row: int, start: int, count: int
+    ) -> list[tuple[int, int]]:
+        """(position, how many) of a row's new tokens whose modality the scheme compresses."""
+        if modality_mask is None:
+            raise CacheError(
+                f'Layer {self.indices[0]} of the cache compresses modality = "{self.scheme.modality}" and has no '
+                "modality mask for these tokens: call the model with input_ids (inputs_embeds alone are not enough) "
+                "after kvconvert.runtime.watch_inputs(model), or call KVCache.set_modality_mask before the forward "
+                "pass."
+            )
+        rows, layer = len(self.sequences), self.indices[0]
+        return [(start + first, n) for first, n in modality_mask.of_row(row, rows, count, layer)]
+
+    def compress(self, seal: bool) -> Compression:
+        """Plan what is compressed after the attention of committed tokens; the group's sequences are those after it.
+
+        Args:
+            seal: the open prompts are complete.
+
+        Raises:
+            CacheError: the pages have a fixed capacity and no room left.
+        """
+        sequences, seals, discards = list(self.sequences), [], []
+        if seal:
+            for row, sequence in enumerate(sequences):
+                if sequence.open_from is not None:
+                    sequences[row], work = self.policy.seal(row, sequence)
+                    seals += [work] if work is not None else []
+                    self.touch(row)
+        keys: list[PendingPages] = []
+        values: list[PendingPages] = []
+        outside: list[tuple[PageNumbers, tuple[int, ...]]] = []
+        try:
+            if self.policy.flushes:
+                for row, sequence in enumerate(sequences):
+                    if sequence.open_from is None and sequence.occupied:
+                        sequence = self._without_outsiders(row, sequence, discards, outside)
+                        sequences[row] = self._with_pages(row, sequence, keys, values)
+        except CacheError:
+            for numbers, pending in ((self.key_numbers, keys), (self.value_numbers, values)):
+                for part in pending:
+                    numbers.release(part.numbers)
+            raise
+        for numbers, pages in outside:
+            numbers.release(pages)
+        self.sequences = tuple(sequences)
+        return Compression(tuple(seals), tuple(discards), tuple(keys), tuple(values), self.sequences)
+
+    def _with_pages(
+        self, row: int, sequence: Sequence, keys: list[PendingPages], values: list[PendingPages]
+    ) -> Sequence:
+        """The sequence with all pages that are complete, except for recent tokens; they are added to the lists."""
+        size, scheme = self.page_size, self.scheme
+        held_back = size if self.record_past else 0
+        sides = []
+        for side, recent, numbers, pending in (
+            (sequence.keys, scheme.key_recent_tokens, self.key_numbers, keys),
+            (sequence.values, scheme.value_recent_tokens, self.value_numbers, values),
+        ):
+            count = (side.buffered - sequence.sink_tokens - max(held_back, recent)) // size
+            if count > 0:
+                taken = numbers.reserve(count)
+                pending.append(PendingPages(row, sequence.sink_tokens, taken, side.buffered))
+                side = Side(side.buffered - count * size, side.pages + taken)
+                self.touch(row)
+            sides.append(side)
+        return replace(sequence, keys=sides[0], values=sides[1])
+
+    def _without_outsiders(
+        self,
+        row: int,
+        sequence: Sequence,
+        discards: list[Discard],
+        outside_pages: list[tuple[PageNumbers, tuple[int, ...]]],
+    ) -> Sequence:
+        """The sequence without leading pages that no later query attends to; those are added to the lists."""
+        if not self.sliding_window:
+            return sequence
+        size = self.page_size
+        slack = size if self.record_past else 0
+        horizon = self.attended - self.sliding_window + 1 - slack  # positions below it are masked from now on
+        whole = (len(sequence) - sequence.sink_tokens) // size - sequence.dropped
+        outside = 0
+        while outside < whole:
+            last = sequence.sink_tokens + (sequence.dropped + outside + 1) * size - 1
+            if sequence.position(last) >= horizon:
+                break
+            outside += 1
+        if not outside:
+            return sequence
+        sides = []
+        for number, (side, pool) in enumerate(
+            ((sequence.keys, self.key_numbers), (sequence.values, self.value_numbers))
+        ):
+            paged = min(outside, len(side.pages))
+            outside_pages.append((pool, side.pages[:paged]))
+            tokens = (outside - paged) * size
+            if tokens:
+                begin = sequence.sink_tokens
+                discards.append(Discard(row, number, begin, begin + tokens, side.buffered))
+            sides.append(Side(side.buffered - tokens, side.pages[paged:]))
+        self.touch(row)
+        return replace(sequence, keys=sides[0], values=sides[1], dropped=sequence.dropped + outside)

@@ -1,0 +1,196 @@
+"""Attention of a prompt chunk over what is stored before it, which is dequantized once for all of its queries."""
+
+from __future__ import annotations
+
+import torch
+
+from kvconvert.kernels import device
+from kvconvert.kernels.history import FEWEST_QUERIES, HistoryPart, PageReader, history_attention, unsupported
+from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, PageAddresses, ValueFormat
+from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.sequence import Sequence
+from kvconvert.runtime.cache.store import LayerStore
+from kvconvert.runtime.cache.tables import chunk_tables
+
+
+def is_served(
+    store: LayerStore, row: int, queries: torch.Tensor, chunk: Chunk, scaling: float, softcap: float | None
+) -> bool:
+    """Whether a row's queries, of [B, Hq, T, D], are attended to here and not with pages as they are stored.
+
+    Where kernels run, many queries that are not count as a fallback; few queries are better off.
+    """
+    if queries.shape[2] <= FEWEST_QUERIES["cuda" if queries.is_cuda else "cpu"]:
+        return False
+    reason = unserved(store, row, queries, chunk, scaling, softcap)
+    if reason is not None and device.runs_triton(queries.device):
+        store.fall_back("attention of prompts over stored tokens", reason)
+    return reason is None
+
+
+def unserved(
+    store: LayerStore, row: int, queries: torch.Tensor, chunk: Chunk, scaling: float, softcap: float | None
+) -> str | None:
+    """Why a row's queries, of [B, Hq, T, D], cannot be attended to here; None if they can."""
+    window = None if chunk.is_causal else store.group.sliding_window
+    reason = unsupported(queries, store.format, store.dtype, scaling, softcap, window)
+    if reason is not None:
+        return reason
+    sequence = store.sequences[row]
+    if sequence.spans and store.span_format.shifts:
+        return "the scores of its spans are shifted by the extremes of all of them"
+    if sequence.spans and not device.runs_triton(store.device):
+        return "blocks of spans are dequantized by kernels alone"
+    if chunk.is_causal:
+        return None
+    if any(other.kept or other.spans for other in store.sequences):
+        return "the tokens within its sliding window are not consecutive"
+    if window is None or not _is_window(store, chunk, window):
+        return "its mask is neither causal nor the layer's sliding window"
+    first = _first_visible(store, sequence)
+    positions, count = sequence.positions, len(sequence.positions)
+    if count > first and positions.position(count - 1) - positions.position(first) != count - 1 - first:
+        return "there is padding within its sliding window"
+    return None
+
+
+def attend_to_history(
+    store: LayerStore,
+    row: int,
+    queries: torch.Tensor,
+    chunk: Chunk,
+    scaling: float,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+    output: torch.Tensor,
+) -> None:
+    """Attention of one row's queries [Hq, T, D], at the last T positions, into `output` [Hq, T, E], except at padding.
+
+    `is_served` is true of the row.
+    """
+    sequence, length = store.sequences[row], queries.shape[1]
+    first = store.logical - length
+    positions = sequence.positions
+    own = len(positions) - positions.before(first)
+    if not own:
+        return
+    at = slice(None)
+    if own < length:
+        at = positions.slice(len(positions) - own, len(positions), queries.device) - first
+    tensors = store.rows[row]
+    keys = tensors.keys.tokens(sequence.keys.buffered - own, sequence.keys.buffered)
+    values = tensors.values.tokens(sequence.values.buffered - own, sequence.values.buffered)
+    window = None if chunk.is_causal else store.group.sliding_window
+    attended = history_attention(
+        queries[:, at], _parts(store, row, own, window), keys, values, scaling, softcap, sink_logits, window
+    )
+    output[:, at] = attended.to(output.dtype)
+
+
+def _first_visible(store: LayerStore, sequence: Sequence) -> int:
+    """Index of the first token that a sliding window may show: once pages were dropped, sink tokens are outside."""
+    return sequence.sink_tokens + sequence.dropped * store.page_size if sequence.dropped else 0
+
+
+def _is_window(store: LayerStore, chunk: Chunk, window: int) -> bool:
+    """Whether the mask of all rows is causal within the window, for all tokens that are there."""
+
+    def positions() -> list[torch.Tensor]:
+        found = []
+        for sequence in store.sequences:
+            kept = sequence.sink_tokens + sequence.dropped * store.page_size
+            parts = [(0, sequence.sink_tokens), (kept, len(sequence.positions))]
+            found.append(torch.cat([sequence.positions.slice(*part, store.device) for part in parts]))
+        return found
+
+    stored = tuple((len(sequence.positions), sequence.dropped) for sequence in store.sequences)
+    return chunk.is_window(window, stored, positions)
+
+
+def _parts(store: LayerStore, row: int, own: int, window: int | None) -> list[HistoryPart]:
+    """Everything that a row stores before its newest `own` tokens, in the order of positions; spans come last."""
+    sequence, size = store.sequences[row], store.page_size
+    sides = (sequence.keys, sequence.values)
+    buffers = (store.rows[row].keys, store.rows[row].values)
+    both, pages = min(len(side.pages) for side in sides), sequence.pages
+    before = [side.buffered - own for side in sides]
+    sinks = min(sequence.sink_tokens, *before)
+    source = _Addresses(store, row) if device.runs_triton(store.device) else _Readers(store, row)
+    half_quantized = [
+        paged if len(side.pages) == pages else buffer.tokens(sinks, sinks + (pages - both) * size)
+        for side, buffer, paged in zip(sides, buffers, source.pages(both, pages), strict=True)
+    ]
+    starts = [sinks + (pages - len(side.pages)) * size for side in sides]
+    residual = [buffer.tokens(start, stop) for buffer, start, stop in zip(buffers, starts, before, strict=True)]
+    outside = window is not None and sequence.dropped
+    found = [
+        (0 if outside else sinks, [buffer.tokens(0, sinks) for buffer in buffers]),
+        (both * size, source.pages(0, both)),
+        ((pages - both) * size, half_quantized),
+        (residual[0].shape[1], residual),
+        *source.spans(),
+    ]
+    return [HistoryPart(tokens, *parts) for tokens, parts in found if tokens]
+
+
+class _Readers:
+    """A row's pages as tensors, for devices without kernels."""
+
+    def __init__(self, store: LayerStore, row: int):
+        self.store, self.sequence = store, store.sequences[row]
+
+    def pages(self, begin: int, end: int) -> list[PageReader]:
+        """Keys and values of pages begin..end-1."""
+        store, f, sequence = self.store, self.store.format, self.sequence
+        return [
+            PageReader(lambda part, p=pool, n=side.pages[begin:end]: p.read(n[part]), *about)
+            for pool, side, about in (
+                (store.key_pages, sequence.keys, (f.keys, f.boosted, f.static_keys)),
+                (store.value_pages, sequence.values, (f.values, None, f.static_values)),
+            )
+        ]
+
+    def spans(self) -> list:
+        """Not served."""
+        return []
+
+
+class _Addresses:
+    """A row's pages and spans by their addresses, for kernels."""
+
+    def __init__(self, store: LayerStore, row: int):
+        self.store = store
+        self.tables, self.layer = chunk_tables(store)
+        self.plan = self.tables.plans[row]
+        # A row's pages come first in the tables, those quantized on one side after the others.
+        self.first = self.plan.half_quantized_begin - self.plan.half_quantized_token // store.page_size
+
+    def pages(self, begin: int, end: int) -> list[PageAddresses]:
+        """Keys and values of pages begin..end-1; a side that has no such page gets an address not to be used."""
+        f = self.store.format
+        entries = slice(self.first + begin, self.first + end)
+        return self._addresses(f.keys, f.values, entries, 0, f.keys.static, f.values.static)
+
+    def spans(self) -> list:
+        """Tokens, and keys and values, of each span."""
+        f, span = self.store.format, self.store.span_format
+        if span is None:
+            return []
+        keys = KeyFormat(f.keys.heads, f.keys.head_dim, PAGE_SIZE, span.key_bits, PAGE_SIZE, static=True)
+        values = ValueFormat(
+            f.values.heads, f.values.head_dim, PAGE_SIZE, span.value_bits, f.values.head_dim, static=True
+        )
+        return [
+            (part.tokens, self._addresses(keys, values, slice(part.begin, part.end), part.scales, True, True))
+            for part in self.plan.segments
+        ]
+
+    def _addresses(
+        self, keys: KeyFormat, values: ValueFormat, entries: slice, scales: int, *static: bool
+    ) -> list[PageAddresses]:
+        tables, layer = self.tables, self.layer
+        shared = [tables.shared[layer][scales, 2 * side : 2 * side + 2] if static[side] else None for side in range(2)]
+        return [
+            PageAddresses(keys, tables.base, tables.keys[layer][entries], shared[0], tables.boosted[layer]),
+            PageAddresses(values, tables.base, tables.values[layer][entries], shared[1]),
+        ]

@@ -1,0 +1,138 @@
+"""How schemes treat whole prompts: as pages, as spans, or by eviction. Decided on the host, for a group of layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvconvert.methods import KVScheme
+from kvconvert.runtime.cache.sequence import Sequence, SpanTokens
+from kvconvert.runtime.cache.token_positions import TokenPositions
+
+
+@dataclass(frozen=True)
+class SealSpan:
+    """One row's open prompt becomes a span.
+
+    Attributes:
+        row: of the batch.
+        parts: (start, stop) of its tokens in the buffers, ascending.
+        used: tokens in the buffers before.
+    """
+
+    row: int
+    parts: tuple[tuple[int, int], ...]
+    used: int
+
+
+@dataclass(frozen=True)
+class Evict:
+    """One row's open prompt is reduced to sink tokens, heavy hitters and the newest tokens of each KV head.
+
+    Attributes:
+        row: of the batch.
+        tokens: of the prompt, all in the buffers.
+        sink_tokens, heavy_hitters, recent: how many are kept; all are where they sum up to the prompt.
+    """
+
+    row: int
+    tokens: int
+    sink_tokens: int
+    heavy_hitters: int
+    recent: int
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is evicted."""
+        return self.sink_tokens + self.heavy_hitters + self.recent >= self.tokens
+
+
+class Pages:
+    """Prompts are tokens as all others: complete pages are quantized, and nothing waits for a prompt's end."""
+
+    flushes = True
+    selects = False
+
+    def opens(self, sequence: Sequence, decoding: bool) -> bool:
+        """Whether new tokens begin a prompt that will be compressed as a whole."""
+        return False
+
+    def seal(self, row: int, sequence: Sequence) -> tuple[Sequence, SealSpan | Evict | None]:
+        """The sequence once its open prompt is complete, and what layers have to do."""
+        return sequence, None
+
+
+class Spans(Pages):
+    """Every prompt becomes a span (CalibQuant); tokens of other modalities, and generated ones, are left alone.
+
+    Args:
+        every_token: whether all of a prompt's tokens go to its span, rather than those of one modality.
+    """
+
+    flushes = False
+
+    def __init__(self, every_token: bool):
+        self.every_token = every_token
+
+    def opens(self, sequence: Sequence, decoding: bool) -> bool:
+        """The first prompt, even of one token, and every later one."""
+        return not decoding or (sequence.untouched and not sequence.keys.buffered)
+
+    def seal(self, row: int, sequence: Sequence) -> tuple[Sequence, SealSpan | None]:
+        """Move the open prompt's tokens to a span."""
+        sealed = replace(sequence, open_from=None, modality_runs=())
+        parts = self._parts(sequence)
+        if not parts:
+            return sealed, None
+        taken, rest = sequence.positions.take(parts)
+        keys, values = (replace(s, buffered=s.buffered - len(taken)) for s in (sealed.keys, sealed.values))
+        spans = (*sequence.spans, SpanTokens(len(taken), taken))
+        work = SealSpan(row, tuple(parts), sequence.keys.buffered)
+        return replace(sealed, keys=keys, values=values, positions=rest, spans=spans), work
+
+    def _parts(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """The open prompt's tokens that go to its span, as (start, stop) in the buffers."""
+        start, stop = max(sequence.open_from, sequence.sink_tokens), sequence.keys.buffered
+        if self.every_token:
+            return [(start, stop)] if stop > start else []
+        parts = []
+        for position, count in sequence.modality_runs:
+            first, end = max(start, sequence.before(position)), sequence.before(position + count)
+            if end > first:
+                parts.append((first, end))
+        return parts
+
+
+class Eviction(Pages):
+    """Of the first prompt about a budget's share is kept (MiniKV); all later tokens are.
+
+    Args:
+        heavy_ratio, recent_ratio: of the prompt's tokens.
+    """
+
+    selects = True
+
+    def __init__(self, heavy_ratio: float, recent_ratio: float):
+        self.heavy_ratio, self.recent_ratio = heavy_ratio, recent_ratio
+
+    def opens(self, sequence: Sequence, decoding: bool) -> bool:
+        """The first prompt alone."""
+        return sequence.untouched and not sequence.keys.buffered
+
+    def seal(self, row: int, sequence: Sequence) -> tuple[Sequence, Evict]:
+        """Reduce the open prompt to its budget."""
+        sealed, n = replace(sequence, open_from=None), sequence.keys.buffered
+        work = Evict(row, n, sequence.sink_tokens, round(self.heavy_ratio * n), round(self.recent_ratio * n))
+        if work.keeps_all:
+            return sealed, work
+        kept = work.sink_tokens + work.heavy_hitters + work.recent
+        keys, values = (replace(side, buffered=kept) for side in (sealed.keys, sealed.values))
+        bound = sequence.positions.position(n - 1) + 1
+        empty = TokenPositions()
+        return replace(sealed, keys=keys, values=values, kept=kept, kept_before=bound, positions=empty), work
+
+
+def prompt_policy(scheme: KVScheme) -> Pages:
+    """How a scheme treats prompts."""
+    if scheme.is_span:
+        return Spans(scheme.modality == "all")
+    return Eviction(scheme.heavy_ratio, scheme.recent_ratio) if scheme.evicts else Pages()

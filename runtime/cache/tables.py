@@ -1,0 +1,486 @@
+"""Where everything that a group of layers stores lies: the tables that kernels follow.
+
+Addresses are offsets from a small tensor that never moves, because pages, spans and buffers are separate allocations.
+Tables are tensors of fixed addresses, with room for more pages than there are, so that a captured step finds in them
+what the host has planned since: a row's tables are written when its pages, spans or buffers change, that is about once
+in a page's worth of steps, and a few numbers per row at every step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from kvconvert.errors import CacheError
+from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, plan_work
+from kvconvert.kernels.device import runs_triton
+from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.kernels.spans import Span
+from kvconvert.runtime.cache.forward_pass import Chunk, is_pure
+from kvconvert.runtime.cache.groups import ForwardPass, LayerGroup
+from kvconvert.runtime.cache.pool import UNIT
+from kvconvert.runtime.cache.sequence import Sequence
+from kvconvert.runtime.cache.store import LayerStore
+
+# Full-precision tokens by which a sequence grows at most before its work is divided again.
+GROWTH = 128
+# Entries of a row, and items of work, that tables have room for at least; both double.
+FEWEST_ENTRIES = 16
+FEWEST_ITEMS = 16
+# Slots that a sequence may have in the merge's three forms, see `kernels/decode/triton/launch.py`.
+MOST_SLOTS = (16, 64, 1 << 20)
+Group = LayerGroup[LayerStore]
+
+
+class TableRegistry:
+    """Tables by what they are for, so that all caches of a model share them and captured steps serve every cache."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Hashable, GroupTables] = {}
+
+    def tables_of(self, group: Group) -> list[GroupTables]:
+        """Tables that a group has written to last."""
+        return [tables for tables in self._tables.values() if tables.belongs_to(group)]
+
+    def __deepcopy__(self, memo: dict) -> TableRegistry:
+        return self
+
+    def tables(self, group: Group, entries: int) -> GroupTables:
+        """Tables for a group's layers and rows, with room for so many pages and span blocks of a row."""
+        known = group.tables
+        if known is not None and known.rows == len(group.sequences) and known.entries >= entries:
+            return known
+        room = FEWEST_ENTRIES
+        while room < entries:
+            room *= 2
+        stores = group.stores
+        formats = tuple((s.index, s.dtype, s.device, s.format.keys, s.format.values, s.span_format) for s in stores)
+        key = (formats, len(group.sequences), room)
+        if key not in self._tables:
+            self._tables[key] = GroupTables(stores, len(group.sequences), room)
+        group.tables = self._tables[key]
+        return group.tables
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """A division of work, in tensors of fixed addresses with room for more of it.
+
+    Attributes:
+        plan: what kernels take.
+        sequences: what it was planned for.
+    """
+
+    plan: WorkPlan
+    sequences: list[SequencePlan]
+
+
+class GroupTables:
+    """The tables of a group's layers, which are on one device.
+
+    Args:
+        stores: the layers.
+        rows: of the batch.
+        entries: pages and span blocks that a row has room for.
+
+    Attributes:
+        base: int16, aligned to 16 bytes; what offsets count from, whatever the dtype they lead to.
+        keys, values: int64 [L, B * entries + 1]: offsets of pages and span blocks in units of 16 bytes. A row's entries
+            begin at its number times `entries`: first pages, those that are quantized on both sides before
+            half-quantized ones (0 in the other side's table), then the blocks of its spans.
+        described: int64 [L, B, 8]: address of the key buffer [H, capacity, D] from `base` and the distance from one key
+            head to the next, the same two for values, all in units of 8 elements; sink tokens, key skip, value skip,
+            residual tokens. Residual tokens are the sink tokens and those after the last page of either side; token i
+            has index i in a buffer if it is a sink token, else i plus that side's skip.
+        appends: int64 [L, B, 4]: address of the key buffer from `base`, distance from head to head, and the same for
+            values, in elements. The values' address is shifted by as many tokens as they are more or fewer than the
+            keys in their buffer, so that both sides' new tokens have the keys' index.
+        step: int64 [3, B]: where a row's next token goes (-1 for nowhere), its residual tokens once it is there, and
+            the position of the new tokens.
+        shared: for each layer int64 [S, 4], offsets of scale and zero point of keys, float16 [H, D], and of values,
+            float16 [H, E]: those of each span, or of the whole layer where scales are static; else None.
+        positions: int64 [B, n], of a row's tokens in the order of pages, spans and residual tokens, those of the next
+            steps included.
+        plans: what each row has stored.
+        steps_left: how many more single tokens may come before anything but `step` has to be written.
+        asked: numbers of programs that steps have divided work for.
+        capacity: tokens that a row's key and value buffers have room for, in every layer.
+        boosted: for each layer int32 [H, n], boosted channels of a scheme that fixes them; else None.
+        clamped_rows: int64 [L], see `LayerStore`: what was counted for the present owner.
+    """
+
+    def __init__(self, stores: list[LayerStore], rows: int, entries: int):
+        self.rows, self.entries = rows, entries
+        self.device, self._layers = stores[0].device, len(stores)
+        device = {"dtype": torch.int64, "device": self.device}
+        self.base = torch.zeros(UNIT, dtype=torch.int16, device=self.device)
+        self.keys, self.values = (torch.zeros(self._layers, rows * entries + 1, **device) for _ in range(2))
+        self.described = torch.zeros(self._layers, rows, 8, **device)
+        self.appends = torch.zeros(self._layers, rows, 4, **device)
+        self.step = torch.zeros(3, rows, **device)
+        self.positions = torch.zeros(rows, entries * PAGE_SIZE + 2 * GROWTH, **device)
+        self.clamped_rows = torch.zeros(self._layers, **device)
+        self.boosted = [None if store.format.boosted is None else store.format.boosted.int() for store in stores]
+        self.shared: list[torch.Tensor | None] = [None] * self._layers
+        self._owner: weakref.ref[Group] | None = None
+        self._written = -1
+        self.plans = [SequencePlan((), 0)] * rows
+        self._work: dict[int, StepWork] = {}
+        self._room: dict[tuple[int, int], WorkPlan] = {}
+        self.capacity = [(0, 0)] * rows
+        self.asked: set[int] = set()
+        self.steps_left = 0
+        self._increment = torch.zeros(3, rows, **device)
+
+    def __deepcopy__(self, memo: dict) -> GroupTables:
+        return self
+
+    def belongs_to(self, group: Group) -> bool:
+        """Whether the tables are a group's."""
+        return self._owner is not None and self._owner() is group
+
+    def serve(self, group: Group) -> None:
+        """Make the tables a group's, and write what has changed since."""
+        if not self.belongs_to(group):
+            previous = None if self._owner is None else self._owner()
+            self.steps_left = 0
+            if previous is not None:
+                for store, count in zip(previous.stores, self.clamped_rows.clone(), strict=True):
+                    store.clamped_rows = store.clamped_rows + count
+            self.clamped_rows.zero_()
+            self._owner, group.changed = weakref.ref(group), None
+        if group.changed is not None and not group.changed and self._written == group.version:
+            return
+        rows = range(self.rows) if group.changed is None else sorted(group.changed)
+        self.write(group, group.stores, group.sequences, list(rows))
+        group.changed, self._written = set(), group.version
+        self._work = {}
+
+    def write(self, group: Group, stores: list[LayerStore], sequences: tuple[Sequence, ...], rows: list[int]) -> None:
+        """Write the tables of some rows, for all layers at once; `stores` are those that the tables were made for."""
+        size = group.page_size
+        first_span = self._write_shared(sequences, stores)
+        tables, scale = np.zeros((self._layers, len(rows), 12), dtype=np.int64), 8 * stores[0].dtype.itemsize
+        origin = self.base.data_ptr()
+        self._write_entries(stores, sequences, rows)
+        for column, row in enumerate(rows):
+            sequence = sequences[row]
+            self.plans[row] = self._plan(group, row, sequence, first_span[row])
+            self._write_positions(group, row, sequence)
+            skips = [(sequence.pages - len(s.pages)) * size for s in (sequence.keys, sequence.values)]
+            shift = sequence.values.buffered - sequence.keys.buffered
+            tail = [sequence.sink_tokens, *skips, sequence.residual(size)]
+            capacity = []
+            for layer, store in enumerate(stores):
+                keys, values = store.rows[row].keys, store.rows[row].values
+                # An empty buffer has no address.
+                at_keys = keys.address - origin if keys.address else 0
+                at_values = values.address - origin if values.address else 0
+                item, width = store.dtype.itemsize, values.tensor.shape[2]
+                tables[layer, column, :8] = [
+                    at_keys // scale, keys.head_stride // 8, at_values // scale, values.head_stride // 8, *tail
+                ]  # fmt: skip
+                tables[layer, column, 8:] = [
+                    at_keys // item, keys.head_stride, at_values // item + shift * width, values.head_stride
+                ]  # fmt: skip
+                capacity.append((keys.tensor.shape[1], values.tensor.shape[1]))
+            self.capacity[row] = tuple(min(side) for side in zip(*capacity, strict=True))
+        on_device = torch.from_numpy(tables).to(self.device)
+        where = slice(None) if len(rows) == self.rows else torch.tensor(rows, device=self.device)
+        self.described[:, where], self.appends[:, where] = on_device[..., :8], on_device[..., 8:]
+
+    def _write_entries(self, stores: list[LayerStore], sequences: tuple[Sequence, ...], rows: list[int]) -> None:
+        """Write the addresses of some rows' pages and span blocks, for all layers at once."""
+        for table, is_key in ((self.keys, True), (self.values, False)):
+            sides = [sequences[row].keys if is_key else sequences[row].values for row in rows]
+            numbers = np.array([number for side in sides for number in side.pages], dtype=np.int64)
+            places = [
+                row * self.entries + i for row, side in zip(rows, sides, strict=True) for i in range(len(side.pages))
+            ]
+            if places:
+                storages = [store.key_pages if is_key else store.value_pages for store in stores]
+                offsets = np.stack([storage.offsets(numbers, self.base) for storage in storages])
+                self._place(table, places, offsets)
+            for row in rows:
+                # Where the other side alone has a page, this one's entry leads nowhere.
+                first, last = row * self.entries + len(sides[rows.index(row)].pages), row * self.entries
+                missing = list(range(first, last + sequences[row].pages))
+                if missing:
+                    self._place(table, missing, np.zeros((self._layers, len(missing)), dtype=np.int64))
+                if sequences[row].spans:
+                    blocks = [self._blocks(store.rows[row].spans, is_key) for store in stores]
+                    begin = last + sequences[row].pages
+                    self._place(table, list(range(begin, begin + len(blocks[0]))), np.stack(blocks))
+
+    def _blocks(self, spans: list[Span], is_key: bool) -> np.ndarray:
+        """Offsets of all blocks of one row's spans in one layer."""
+        found = []
+        for span in spans:
+            codes = span.key_codes if is_key else span.value_codes
+            stride = codes.stride(0) * codes.element_size() // UNIT
+            found.append(self._offset(codes) + stride * np.arange(len(codes), dtype=np.int64))
+        return np.concatenate(found)
+
+    def _place(self, table: torch.Tensor, places: list[int], offsets: np.ndarray) -> None:
+        """Write [L, n] offsets to entries of all layers' lines."""
+        table[:, torch.tensor(places, device=self.device)] = torch.from_numpy(offsets).to(self.device)
+
+    def _offset(self, tensor: torch.Tensor) -> int:
+        distance = tensor.data_ptr() - self.base.data_ptr()
+        if distance % UNIT or not tensor.is_contiguous():
+            raise CacheError(
+                f"Codes or scales of the cache do not begin at a multiple of {UNIT} bytes or are not contiguous, so "
+                "that no kernel can read them; this is an error of kvconvert."
+            )
+        return distance // UNIT
+
+    def _write_shared(self, sequences: tuple[Sequence, ...], stores: list[LayerStore]) -> list[int]:
+        """Write the scales that many pages share; where each row's spans begin among them."""
+        first, total = [], 0
+        for sequence in sequences:
+            first.append(total)
+            total += len(sequence.spans)
+        for layer, store in enumerate(stores):
+            static, lines = (store.format.static_keys, store.format.static_values), []
+            if any(static):
+                parts = [part for scales in static for part in scales or (None, None)]
+                lines = [[0 if part is None else self._offset(part) for part in parts]]
+            elif total:
+                spans = [span for row in store.rows for span in row.spans]
+                lines = [
+                    [self._offset(p) for p in (s.key_scale, s.key_zero_point, s.value_scale, s.value_zero_point)]
+                    for s in spans
+                ]
+            if lines:
+                table = self.shared[layer]
+                if table is None or len(table) < len(lines):
+                    room = max(len(lines), self.rows)
+                    self.shared[layer] = table = torch.zeros(room, 4, dtype=torch.int64, device=self.device)
+                table[: len(lines)] = torch.tensor(lines, dtype=torch.int64).to(self.device)
+        return first
+
+    def _plan(self, group: Group, row: int, sequence: Sequence, first_span: int) -> SequencePlan:
+        size, first = group.page_size, row * self.entries
+        both = min(len(sequence.keys.pages), len(sequence.values.pages))
+        segments = [Segment(first, first + both, both * size)] if both else []
+        tokens, begin = sequence.pages * size, first + sequence.pages
+        for number, span in enumerate(sequence.spans):
+            end = begin + -(-span.tokens // PAGE_SIZE)
+            segments.append(Segment(begin, end, span.tokens, first_span + number, tokens))
+            tokens, begin = tokens + span.tokens, end
+        half = sequence.pages - both
+        return SequencePlan(tuple(segments), self._reserved(group, sequence), half, first + both, both * size, tokens)
+
+    def _reserved(self, group: Group, sequence: Sequence) -> int:
+        """Residual tokens once the next page is complete: work is divided for as many from the start."""
+        scheme, tokens = group.scheme, sequence.residual(group.page_size)
+        if not group.policy.flushes:
+            return tokens + GROWTH - 1
+        recent = min(scheme.key_recent_tokens, scheme.value_recent_tokens)
+        return tokens + (sequence.sink_tokens + recent - tokens) % GROWTH
+
+    def _write_positions(self, group: Group, row: int, sequence: Sequence) -> None:
+        """Positions in the order of kernels; where an eviction kept tokens they differ by layer and are not here."""
+        if not group.sliding_window or sequence.kept:
+            return
+        size, positions = group.page_size, sequence.positions
+        begin = sequence.sink_tokens + sequence.dropped * size
+        parts = [positions.slice(begin, begin + sequence.pages * size)]
+        parts += [span.positions.slice(0, span.tokens) for span in sequence.spans]
+        parts += [positions.slice(0, sequence.sink_tokens)]
+        parts += [positions.slice(begin + sequence.pages * size, len(positions))]
+        known = torch.cat(parts)[: self.positions.shape[1]]
+        future = torch.arange(group.logical, group.logical + self.positions.shape[1] - len(known))
+        self.positions[row] = torch.cat([known, future]).to(self.device)
+
+    def work(self, group: Group, sequences: tuple[Sequence, ...], programs: int) -> WorkPlan:
+        """How one step's attention is divided among about `programs` programs.
+
+        The same tensors as long as there is room in them; written anew when tables change, or when a row has many more
+        residual tokens than were planned for.
+        """
+        size, plans = group.page_size, self.plans
+        if any(s.residual(size) > plan.residual for s, plan in zip(sequences, plans, strict=True)):
+            reserved = [self._reserved(group, sequence) for sequence in sequences]
+            self.plans = plans = [replace(p, residual=tokens) for p, tokens in zip(plans, reserved, strict=True)]
+            self._work = {}
+        found = self._work.get(programs)
+        if found is None:
+            found = self._work[programs] = StepWork(self._written_plan(plan_work(plans, programs), programs), plans)
+        return found.plan
+
+    def work_key(self, group: Group) -> Hashable:
+        """Addresses of the divisions of work that steps have asked for so far, which are written for this one."""
+        if any(programs not in self._work for programs in self.asked):
+            for programs in self.asked:
+                self.work(group, group.sequences, programs)
+        return tuple((n, self._work[n].plan.items.data_ptr()) for n in sorted(self.asked))
+
+    def _written_plan(self, plan: WorkPlan, programs: int) -> WorkPlan:
+        """A plan in tensors that stay; items beyond it do nothing."""
+        room = FEWEST_ITEMS
+        while room < len(plan.items):
+            room *= 2
+        most = next(limit for limit in MOST_SLOTS if plan.most_slots <= limit)
+        key = (programs, room, most)
+        if key not in self._room:
+            empty = torch.zeros(room, plan.items.shape[1], dtype=torch.int32, device=self.device)
+            ends = [torch.zeros(self.rows + 1, dtype=torch.int32, device=self.device) for _ in range(2)]
+            # A row has at most two slots more than items.
+            self._room[key] = WorkPlan(empty, *ends, room + 2 * self.rows, most)
+        target, items = self._room[key], plan.items.new_zeros(room, plan.items.shape[1])
+        items[: len(plan.items)] = plan.items
+        for tensor, source in ((target.items, items), (target.item_rows, plan.item_rows)):
+            tensor.copy_(source)
+        target.slot_rows.copy_(plan.slot_rows)
+        return target
+
+    def write_step(self, group: Group, forward_pass: ForwardPass) -> None:
+        """Write where the new tokens of a pass of single tokens go."""
+        first = [-1] * self.rows
+        for destination in forward_pass.destinations:
+            first[destination.row] = destination.first_key
+        residual = [sequence.residual(group.page_size) for sequence in group.sequences]
+        self.step.copy_(torch.tensor([first, residual, [forward_pass.start] * self.rows]))
+        self._increment[:2] = torch.tensor([index >= 0 for index in first], device=self.device).long()
+        self._increment[2] = 1
+        self.steps_left = self._count_steps(group)
+        for row, sequence in enumerate(group.sequences):
+            if sequence.occupied and first[row] < 0:
+                # Its tokens do not follow one another any more.
+                self.steps_left = 0
+                group.touch(row)
+
+    def _count_steps(self, group: Group) -> int:
+        """Single tokens that fit before a page is complete or dropped, a buffer full, or work to be divided again."""
+        scheme, size, left = group.scheme, group.page_size, []
+        occupied = [row for row, sequence in enumerate(group.sequences) if sequence.occupied]
+        for row in occupied:
+            sequence, plan, room = group.sequences[row], self.plans[row], self.capacity[row]
+            left.append(plan.residual - sequence.residual(size))
+            for side, recent, capacity in zip(
+                (sequence.keys, sequence.values),
+                (scheme.key_recent_tokens, scheme.value_recent_tokens),
+                room,
+                strict=True,
+            ):
+                left.append(capacity - side.buffered)
+                if group.policy.flushes:
+                    left.append(sequence.sink_tokens + recent + size - 1 - side.buffered)
+            if group.sliding_window and (len(sequence) - sequence.sink_tokens) // size > sequence.dropped:
+                # The oldest page leaves the window.
+                last = sequence.position(sequence.sink_tokens + (sequence.dropped + 1) * size - 1)
+                left.append(last + group.sliding_window - 1 - group.logical)
+            if sequence.untouched and sequence.keys.buffered < scheme.sink_tokens:
+                # The first tokens become sink tokens one by one.
+                return 0
+        plain = not group.record_past and all(s.open_from is None for s in group.sequences)
+        return max(0, min(left, default=0)) if plain else 0
+
+    def advance(self) -> None:
+        """Write the numbers of the next step, one token further in every row that takes part."""
+        self.step += self._increment
+        self.steps_left -= 1
+
+    def spread_step(self) -> None:
+        """Tell all layers' tables the rows' residual tokens; on the device, so that a captured step does it."""
+        self.described[:, :, 7] = self.step[1]
+
+    def step_mask(self, chunk: Chunk) -> torch.Tensor | None:
+        """Which tokens a step's queries attend to, uint8 [B, 1, 1, n]; None where each attends to all.
+
+        For mask functions that `is_pure` accepts, and sequences from which nothing was evicted.
+        """
+        if chunk.is_causal:
+            return None
+        batch = torch.arange(self.rows, device=self.device).view(-1, 1, 1)
+        column, head = self.step[2].view(-1, 1, 1), torch.zeros((), dtype=torch.int64, device=self.device)
+        seen = chunk.mask_function(batch, head, column, self.positions.unsqueeze(1))
+        return seen.expand(self.rows, 1, self.positions.shape[1]).to(torch.uint8).unsqueeze(2)
+
+
+def step_tables(store: LayerStore) -> GroupTables | None:
+    """The tables of a pass of single tokens, written once for all layers; None where kernels do not follow them."""
+    group, latest = store.group, store.forward_pass
+    if latest.length != 1:
+        return None
+    if "step" not in latest.shared:
+        tables = latest.shared.get("prepared")
+        if tables is None and runs_steps(group):
+            tables = prepare_step(group, latest)
+        if tables is not None:
+            tables.spread_step()
+        latest.shared["step"] = tables
+    return latest.shared["step"]
+
+
+def runs_steps(group: Group) -> bool:
+    """Whether kernels can follow tables of all the group's layers."""
+    devices = {store.device for store in group.stores if store.is_allocated}
+    return (
+        all(store.is_allocated for store in group.stores)
+        and len(devices) == 1
+        and runs_triton(next(iter(devices)))
+        and group.page_size == PAGE_SIZE
+    )
+
+
+def prepare_step(group: Group, latest: ForwardPass) -> GroupTables:
+    """Make room for a pass of single tokens in all layers, and write where these go and what is stored."""
+    tables = group.registry.tables(group, entries_needed(group.sequences))
+    known = tables.belongs_to(group) and group.changed is not None
+    for destination in latest.destinations:
+        row, after = destination.row, latest.appended[destination.row]
+        needed = (after.keys.buffered, after.values.buffered)
+        if (
+            known
+            and row not in group.changed
+            and all(n <= c for n, c in zip(needed, tables.capacity[row], strict=True))
+        ):
+            continue
+        moved = [store.reserve(row, after) for store in group.stores]
+        if any(moved):
+            group.touch(row)
+    tables.serve(group)
+    tables.write_step(group, latest)
+    return tables
+
+
+def chunk_tables(store: LayerStore) -> tuple[GroupTables, int]:
+    """Tables of pages and spans for a pass of many tokens, and the layer's line in them."""
+    group, latest = store.group, store.forward_pass
+    if not all(other.is_allocated for other in group.stores):
+        # The first layers of a first prompt.
+        tables = GroupTables([store], len(store.sequences), max(FEWEST_ENTRIES, entries_needed(store.sequences)))
+        tables.write(group, [store], store.sequences, list(range(len(store.sequences))))
+        return tables, 0
+    if "chunk" not in latest.shared:
+        tables = group.registry.tables(group, entries_needed(latest.appended))
+        tables.serve(group)
+        latest.shared["chunk"] = tables
+    return latest.shared["chunk"], group.stores.index(store)
+
+
+def can_mask_on_device(group: Group, chunk: Chunk) -> bool:
+    """Whether `GroupTables.step_mask` serves a step."""
+    if chunk.is_causal:
+        return True
+    evicted = any(sequence.kept for sequence in group.sequences)
+    return bool(group.sliding_window) and not evicted and is_pure(chunk.mask_function)
+
+
+def entries_needed(sequences: tuple[Sequence, ...]) -> int:
+    """Pages, span blocks, and as many again as residual tokens fill, of the longest row."""
+    blocks = (sum(-(-span.tokens // PAGE_SIZE) for span in s.spans) for s in sequences)
+    return max(n + s.pages + -(-s.residual(PAGE_SIZE) // PAGE_SIZE) for n, s in zip(blocks, sequences, strict=True))
+
+
+def clamped_rows(store: LayerStore) -> int:
+    """What was counted for a layer so far (`LayerStore.clamped_rows`), in its own counter and in tables."""
+    group = store.group
+    tables = group.registry.tables_of(group)
+    return int(store.clamped_rows) + sum(int(t.clamped_rows[group.stores.index(store)]) for t in tables)

@@ -1,0 +1,153 @@
+"""Steps replayed as CUDA graphs give the tokens of steps that run layer by layer."""
+
+import copy
+
+import pytest
+import torch
+from tiny.models import GREEDY, random_ids, tiny_model
+
+from kvconvert.methods import KVScheme
+from kvconvert.runtime.hf.generation import adopt
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+
+SCHEMES = ["oscar", "oscar-g128", "kivi", "kitty", "calibquant-2bit", "minikv"]
+MODELS = {
+    "llama": {},
+    "mistral": {"sliding_window": 90},
+    "gemma2": {"sliding_window": 90},
+    "gpt_oss": {"sliding_window": 90},
+    "qwen3": {},
+}
+
+
+def bundle_like(name: str, scheme: str, **shape):
+    """A tiny model with the cache of a bundle, on the GPU."""
+    shape = {"num_hidden_layers": 2, "head_dim": 64} | shape
+    model = tiny_model(name, "kvconvert", **shape).to("cuda", torch.bfloat16).requires_grad_(False)
+    layers = model.config.get_text_config().num_hidden_layers
+    adopt(model, [KVScheme.preset(scheme).with_online_rotation()] * layers, {})
+    return model
+
+
+def both(model, ids: torch.Tensor, **arguments) -> None:
+    """Generate with and without replays; the tokens have to agree."""
+    arguments = {"max_new_tokens": 150, **GREEDY} | arguments
+    eager = model.generate(ids, disable_compile=True, **arguments)
+    assert model.captured.replayed == 0
+    replayed = model.generate(ids, **arguments)
+    assert model.captured.reason is None
+    assert model.captured.replayed > 100
+    assert replayed.tolist() == eager.tolist()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_method_generates_the_same(scheme):
+    both(bundle_like("llama", scheme), random_ids(3, 200).cuda())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_architectures_generate_the_same_with_padding(name):
+    ids = random_ids(3, 200).cuda()
+    mask = torch.ones_like(ids)
+    mask[0, :70] = mask[2, :199] = 0
+    both(bundle_like(name, "oscar-g128", **MODELS[name]), ids, attention_mask=mask)
+
+
+def test_beams_and_several_return_sequences():
+    both(bundle_like("llama", "oscar"), random_ids(2, 140).cuda(), num_beams=3)
+    model = bundle_like("llama", "oscar")
+    torch.manual_seed(0)
+    expected = model.generate(
+        random_ids(1, 140).cuda(), do_sample=True, num_return_sequences=4, max_new_tokens=150, disable_compile=True
+    )
+    torch.manual_seed(0)
+    got = model.generate(random_ids(1, 140).cuda(), do_sample=True, num_return_sequences=4, max_new_tokens=150)
+    assert got.tolist() == expected.tolist()
+    assert model.captured.replayed > 100
+
+
+def test_a_second_turn_and_a_loop_of_ones_own():
+    model = bundle_like("llama", "oscar")
+    answers = []
+    for captures in (False, True):
+        cache = model.new_kv_cache()
+        cache.captures = captures
+        first = model.generate(random_ids(1, 130).cuda(), past_key_values=cache, max_new_tokens=140, **GREEDY)
+        more = torch.cat([first, random_ids(1, 30, seed=3).cuda()], 1)
+        second = model.generate(more, past_key_values=cache, max_new_tokens=20, **GREEDY)
+        token = second[:, -1:]
+        with torch.no_grad():
+            for _ in range(20):
+                token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+                second = torch.cat([second, token], 1)
+        answers.append(second.tolist())
+    assert answers[0] == answers[1]
+    assert model.captured.replayed > 150
+
+
+def test_two_caches_take_turns():
+    model = bundle_like("llama", "calibquant-2bit")
+    prompts = [random_ids(1, n, seed=n).cuda() for n in (140, 90)]
+    alone = [
+        model.generate(ids, max_new_tokens=40, disable_compile=True, **GREEDY)[0, -40:].tolist() for ids in prompts
+    ]
+    caches, tokens, got = [model.new_kv_cache() for _ in prompts], [], [[], []]
+    with torch.no_grad():
+        for ids, cache in zip(prompts, caches, strict=True):
+            cache.expect_whole_prompt()
+            tokens.append(model(ids, past_key_values=cache).logits[:, -1:].argmax(-1))
+        for _ in range(40):
+            for row, cache in enumerate(caches):
+                got[row].append(int(tokens[row]))
+                tokens[row] = model(tokens[row], past_key_values=cache).logits[:, -1:].argmax(-1)
+    assert got == alone
+    assert model.captured.replayed > 60
+
+
+def test_a_forward_pass_that_counts_positions_on_the_host_runs_layer_by_layer(caplog):
+    model = bundle_like("llama", "oscar")
+    inner = model.captured.forward
+
+    def counting(past_key_values=None, **arguments):
+        output = inner(past_key_values=past_key_values, **arguments)
+        output.logits = output.logits + 10 * torch.nn.functional.one_hot(
+            torch.tensor(past_key_values.get_seq_length() % 100, device="cuda"), output.logits.shape[-1]
+        )
+        return output
+
+    model.captured.forward = counting
+    model.generate(random_ids(1, 40).cuda(), max_new_tokens=5, **GREEDY)
+    assert "positions that are counted on the host" in model.captured.reason or "captur" in model.captured.reason
+    assert model.captured.replayed == 0
+    assert "without CUDA graphs" in caplog.text
+
+
+def test_addresses_stay_and_nothing_is_allocated_over_a_thousand_steps():
+    model = bundle_like("llama", "oscar-g128")
+    cache, ids = model.new_kv_cache(kv_memory=1 << 22), random_ids(1, 300).cuda()
+    with torch.no_grad():
+        token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+        for _ in range(400):
+            token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        buffers = {row.keys.address for store in cache.stores() for row in store.rows}
+        graphs = model.captured.recorded
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocated_bytes.all.current"]
+        for _ in range(1000):
+            token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        torch.cuda.synchronize()
+    assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == before
+    assert {row.keys.address for store in cache.stores() for row in store.rows} == buffers
+    assert model.captured.recorded == graphs
+    assert cache.get_seq_length() == 1700
+
+
+def test_a_copied_model_records_steps_of_its_own():
+    model = bundle_like("llama", "oscar")
+    ids = random_ids(1, 40).cuda()
+    expected = model.generate(ids, max_new_tokens=20, **GREEDY)
+    other = copy.deepcopy(model)
+    assert other.generate(ids, max_new_tokens=20, **GREEDY).tolist() == expected.tolist()
+    assert other.captured.recorded
+    assert other.captured is not model.captured

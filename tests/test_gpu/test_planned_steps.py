@@ -1,0 +1,103 @@
+"""Steps that are planned before any layer runs give what steps give that are planned as layers come."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny.models import GREEDY, random_ids, tiny_model
+
+from kvconvert.kernels import device as dispatch
+from kvconvert.methods import KVScheme
+from kvconvert.runtime import KVCache
+from kvconvert.runtime.cache import compress
+from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
+from kvconvert.runtime.cache.tables import clamped_rows
+
+SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+SCHEMES = {
+    "oscar": KVScheme(rotate_keys="hadamard", rotate_values="online", token_norm="joint", sink_tokens=3),
+    "values stay longer": KVScheme(value_recent_tokens=140, key_group_size=128, sink_tokens=5),
+    "spans with tau": replace(KVScheme.preset("calibquant-2bit"), sink_tokens=2, tau2=0.5),
+    "eviction": replace(KVScheme.preset("minikv"), key_group_size=32),
+}
+
+
+@contextmanager
+def steps_of(model, plan: bool):
+    """Within the context prompts take the CPU's paths, and single tokens the kernels: as layers come, or with `plan`
+    through `PlannedStep`, launched twice as a recording would be.
+    """
+    forward, steps = model.forward, []
+
+    def planned(input_ids=None, past_key_values=None, attention_mask=None, position_ids=None, **kwargs):
+        arguments = {"input_ids": input_ids, "past_key_values": past_key_values, "position_ids": position_ids}
+        if input_ids.shape[1] > 1:
+            with dispatch.interpreted(False):
+                return forward(**arguments, attention_mask=attention_mask, **kwargs)
+        if not plan or not can_plan_steps(past_key_values.groups):
+            return forward(**arguments, attention_mask=attention_mask, **kwargs)
+        step = PlannedStep(past_key_values.groups)
+        counts = [tables.clamped_rows.clone() for tables in step.tables]
+        for _ in range(2):
+            for tables, count in zip(step.tables, counts, strict=True):
+                tables.clamped_rows.copy_(count)
+            with step.launches():
+                output = forward(**arguments)
+        step.finish()
+        steps.append(step.key())
+        return output
+
+    model.forward = planned
+    try:
+        yield steps
+    finally:
+        model.forward = forward
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [("oscar", None), ("values stay longer", 90), *((name, None) for name in SCHEMES if name != "oscar")],
+)
+def test_planned_steps_give_the_same_tokens_and_store_the_same(device, name, window):
+    shape = SHAPE | ({"sliding_window": window} if window else {})
+    model = tiny_model("mistral" if window else "llama", "kvconvert", **shape).to(device)
+    # The second row's page is complete after its second step.
+    scheme = SCHEMES[name]
+    tokens = 128 + scheme.sink_tokens + min(scheme.key_recent_tokens, scheme.value_recent_tokens) - 2
+    ids = random_ids(2, tokens + 4).to(device)
+    mask = torch.ones_like(ids)
+    mask[0, :29] = mask[1, :4] = 0
+    caches = [KVCache(model.config, scheme) for _ in range(2)]
+    arguments = {"attention_mask": mask, "max_new_tokens": 5, **GREEDY}
+    with torch.no_grad():
+        with steps_of(model, plan=False):
+            expected = model.generate(ids, past_key_values=caches[0], **arguments)
+        with steps_of(model, plan=True) as steps:
+            got = model.generate(ids, past_key_values=caches[1], **arguments)
+    assert len(steps) == 4
+    assert got.tolist() == expected.tolist()
+    assert caches[0].stats() == caches[1].stats()
+    assert caches[0].stats().fallbacks == 0
+    for mine, theirs in zip(caches[1].stores(), caches[0].stores(), strict=True):
+        assert mine.sequences == theirs.sequences
+        assert clamped_rows(mine) == clamped_rows(theirs)
+        for row, other, sequence in zip(mine.rows, theirs.rows, mine.sequences, strict=True):
+            n = sequence.keys.buffered
+            assert torch.equal(row.keys.tokens(0, n), other.keys.tokens(0, n))
+
+
+def test_pages_of_all_layers_are_written_in_one_launch(device, monkeypatch):
+    model = tiny_model("llama", "kvconvert", **SHAPE).to(device)
+    cache = KVCache(model.config, KVScheme())
+    calls = []
+    write = compress.quantize_in_place
+    monkeypatch.setattr(
+        compress, "quantize_in_place", lambda tokens, *rest: calls.append(len(tokens)) or write(tokens, *rest)
+    )
+    with torch.no_grad(), steps_of(model, plan=True):
+        model(random_ids(1, 127).to(device), past_key_values=cache)
+        model(random_ids(1, 1).to(device), past_key_values=cache)
+    # keys, then values, of two layers
+    assert calls == [2, 2]
+    assert cache.stats().pages == 2
