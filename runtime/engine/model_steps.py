@@ -53,6 +53,12 @@ class ModelSteps:
         self.cache = model.new_kv_cache(kv_memory=kv_memory)
         self.cache.open_rows(rows)
         self.pages: int | None = self.cache.free_pages()
+        if self.pages is None and kv_memory is not None:
+            # How many pages the memory holds is known once the first keys and values were seen.
+            first = self.new_prompt()
+            self.read_prompt(first, [0], 0, last=True)
+            self.discard(first)
+            self.pages = self.cache.free_pages()
         if self.pages == 0:
             raise UsageError(f"`kv_memory` = {kv_memory} bytes are not enough for one page of {PAGE_SIZE} tokens.")
         schemes = [scheme for scheme in self.cache.schemes if scheme is not None]
