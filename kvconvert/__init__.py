@@ -2,7 +2,7 @@
 
 Everything that a program needs is imported from here (docs/api.md):
 
-    from kvconvert import calibrate, export, evaluate, load, Recipe, KVScheme, KVCache
+    from kvconvert import bench, calibrate, export, evaluate, load, Recipe, KVScheme, KVCache
 
 Importing this package is cheap: each of these names brings in its module, and with it torch and transformers, only when
 it is first used.
@@ -15,6 +15,7 @@ from kvconvert.errors import KvconvertError
 from kvconvert.version import __version__
 
 if TYPE_CHECKING:  # what editors and type checkers read; `_HOMES` says the same to Python
+    from kvconvert.benchmark import bench
     from kvconvert.convert.export import export
     from kvconvert.convert.pipeline import calibrate
     from kvconvert.convert.recipe import Recipe
@@ -28,6 +29,7 @@ __all__ = [
     "KvconvertError",
     "Recipe",
     "__version__",
+    "bench",
     "calibrate",
     "evaluate",
     "export",
@@ -38,6 +40,7 @@ _HOMES = {
     "KVCache": "kvconvert.runtime",
     "KVScheme": "kvconvert.methods",
     "Recipe": "kvconvert.convert.recipe",
+    "bench": "kvconvert.benchmark",
     "calibrate": "kvconvert.convert.pipeline",
     "evaluate": "kvconvert.fidelity",
     "export": "kvconvert.convert.export",

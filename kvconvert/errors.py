@@ -51,3 +51,7 @@ class BundleError(KvconvertError):
 
 class CacheError(KvconvertError):
     """A key-value cache used in a way that would give wrong tokens, or out of the memory it was given."""
+
+
+class QueueFullError(KvconvertError):
+    """A request that an Engine refuses for now because too many are waiting; the same request may succeed later."""

@@ -4,12 +4,25 @@ Importing this package registers the "kvconvert" attention implementation and bu
 `AutoModelForCausalLM.from_pretrained(bundle)` works as well as `load(bundle)`.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from kvconvert.runtime.hf import attention, quantizer
 from kvconvert.runtime.hf.cache import CacheStats, KVCache
 from kvconvert.runtime.hf.load import load
 from kvconvert.runtime.hf.modality import watch_inputs
 
+if TYPE_CHECKING:
+    from kvconvert.runtime.engine import Engine, Sampling
+
 attention.register()
 quantizer.register()
 
-__all__ = ["CacheStats", "KVCache", "load", "watch_inputs"]
+__all__ = ["CacheStats", "Engine", "KVCache", "Sampling", "load", "watch_inputs"]
+
+
+def __getattr__(name: str) -> Any:
+    # Only servers need the engine; the package is imported when one of its names is first used.
+    if name not in ("Engine", "Sampling"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("kvconvert.runtime.engine"), name)

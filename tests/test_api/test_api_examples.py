@@ -31,7 +31,7 @@ def test_the_page_has_a_section_for_every_public_name():
     assert described == set(kvconvert.__all__) - {"__version__"}
 
 
-@pytest.mark.parametrize("name", ["calibrate", "export", "load", "evaluate"])
+@pytest.mark.parametrize("name", ["bench", "calibrate", "export", "load", "evaluate"])
 def test_every_argument_is_described_and_given_by_keyword_after_the_first_two(name):
     parameters = inspect.signature(getattr(kvconvert, name)).parameters.values()
     assert not [parameter.name for parameter in parameters if f"`{parameter.name}`" not in SECTIONS[name]]

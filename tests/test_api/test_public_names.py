@@ -11,7 +11,7 @@ import pytest
 import kvconvert
 
 ROOT = Path(kvconvert.__file__).resolve().parent.parent
-NAMES = ("KVCache", "KVScheme", "Recipe", "calibrate", "evaluate", "export", "load")
+NAMES = ("KVCache", "KVScheme", "Recipe", "bench", "calibrate", "evaluate", "export", "load")
 
 
 def test_every_public_name_is_there_and_listed():

@@ -58,7 +58,7 @@ def test_help_and_wrong_usage_answer_without_importing_torch():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    for command in ("calibrate", "export", "eval", "generate", "inspect", "verify"):
+    for command in ("calibrate", "export", "eval", "bench", "generate", "inspect", "verify"):
         assert command in result.stdout
 
 
@@ -167,6 +167,36 @@ def test_eval_prints_one_json_object_with_the_figures_of_the_contract(folder):
             value = value[part]
 
 
+def test_bench_prints_a_table_and_writes_json(folder, tmp_path):
+    file = tmp_path / "speed.json"
+    options = ["--context", "16", "--context", "200", "--new-tokens", "3", "--device", "cpu", "--json", file]
+    result = kvconvert("bench", folder / "bundle", *options)
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    assert [m["context"] for m in report["measurements"]] == [16, 200]
+    rows = result.stdout.splitlines()
+    assert rows[0].split()[:3] == ["batch", "context", "model"]
+    for row, measured in zip(rows[1:3], report["measurements"], strict=True):
+        assert row.split()[:3] == ["1", str(measured["context"]), "bundle"]
+        assert f"{measured['tokens_per_second']:,.1f}" in row.split()
+
+
+def test_bench_refuses_wrong_usage_with_2_before_it_measures_anything(folder, tmp_path, monkeypatch):
+    from kvconvert.benchmark.bench import bench as run
+
+    monkeypatch.setitem(run.__globals__, "_run", None)
+    for options, said in (
+        (["--context", "500"], "lower --context or --new-tokens"),
+        (["--device", "abacus"], "--device may be cpu or cuda"),
+        (["--dtype", "int8"], "--dtype is int8"),
+        (["--json", tmp_path / "gone" / "speed.json"], "another file for --json"),
+    ):
+        assert said in refusal(2, "bench", folder / "bundle", *options)
+    refusal(1, "bench", folder / "bundle", "--against", tmp_path / "gone")
+    for options in (["--context", "0"], ["--batch", "0"], ["--new-tokens", "1"], ["--json", tmp_path]):
+        assert kvconvert("bench", folder / "bundle", *options).exit_code == 2
+
+
 def test_an_existing_output_is_wrong_usage(folder):
     assert "--force" in refusal(2, "export", folder / "work", "-o", folder / "bundle")
 
@@ -204,7 +234,7 @@ def test_a_damaged_bundle_fails_with_one_sentence(tmp_path, command):
     assert "config.json" in refusal(1, command, tmp_path / "bundle")
 
 
-@pytest.mark.parametrize("command", [["verify"], ["inspect"], ["eval"], ["generate", "--prompt", "x"]])
+@pytest.mark.parametrize("command", [["verify"], ["inspect"], ["eval"], ["bench"], ["generate", "--prompt", "x"]])
 def test_what_is_not_a_bundle_fails_with_one_sentence(tmp_path, command):
     refusal(1, *command, tmp_path)
     refusal(1, *command, tmp_path / "gone")

@@ -1,0 +1,346 @@
+"""The Engine: requests join and leave one batch while it decodes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.runtime.engine.model_steps import ModelSteps
+from kvconvert.runtime.engine.new_request import new_request
+from kvconvert.runtime.engine.request import Event, FinishReason, Request
+from kvconvert.runtime.engine.rows import RowState, choose_first
+from kvconvert.runtime.engine.sampling import Sampling
+from kvconvert.runtime.engine.scheduler import Scheduler
+from kvconvert.runtime.engine.stats import EngineStats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+FAILED = "A step of the engine failed; its requests have ended and the others go on."
+
+
+class Engine:
+    """Continuous batching of a bundle's model over one low-bit cache.
+
+    Requests wait in a queue until a row of the batch and pages for all their tokens are free, first come, first served.
+    Each step reads one chunk of the oldest unread prompt and decodes one token of every running request.
+
+    `add`, `Request.cancel` and `stats` may be called from any thread, while another one steps. `step` and what calls it
+    (`run`, `stream`) may be called from several threads, too; steps then follow one another.
+
+    Args:
+        model: of a bundle with a KV plan, as `load` returns it.
+        tokenizer: for text and stop strings; without one, requests are tokens alone.
+        kv_memory: bytes for pages over all layers, taken at once; None grows as needed. Sink tokens, residual windows
+            and the prompt being read come on top.
+        max_batch: rows, the number of requests that are decoded together.
+        prompt_chunk: tokens of a prompt that one step reads at most.
+        max_waiting: requests that may wait; `add` refuses more. None for any number.
+
+    Raises:
+        UsageError: an argument that cannot be used.
+        UnsupportedModelError: the model was not loaded from a bundle with a KV plan, or cannot be batched like this.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        kv_memory: int | None = None,
+        max_batch: int = 32,
+        prompt_chunk: int = 2048,
+        max_waiting: int | None = None,
+    ):
+        for name, value, least in (("max_batch", max_batch, 1), ("prompt_chunk", prompt_chunk, 1)):
+            if value < least:
+                raise UsageError(f"`{name}` is {value}; it has to be at least {least}.")
+        if max_waiting is not None and max_waiting < 0:
+            raise UsageError(f"`max_waiting` is {max_waiting}; it has to be at least 0, or None.")
+        self._tokenizer, self._prompt_chunk = tokenizer, prompt_chunk
+        self._steps = ModelSteps(model, max_batch, kv_memory)
+        self._rows = RowState(max_batch, self._steps.device)
+        self._scheduler = Scheduler(max_batch, self._steps.pages, max_waiting)
+        self._lock = threading.Lock()  # of the scheduler, the requests' fields and the counts; never held for long
+        self._stepping = threading.Lock()  # of the model and its cache
+        self._work = threading.Condition(self._lock)
+        self._cancelled: list[Request] = []  # what they hold is freed as soon as no pass is under way
+        # Of each step whose tokens were not read yet: their copy to the host, and whose they are, by place in it.
+        self._unread: deque[list[tuple[Callable[[], list[int]], dict[int, Request]]]] = deque()
+        self._counts = dict.fromkeys(("finished", "cancelled", "failed", "refused", "prompt", "generated", "steps"), 0)
+        self._seconds = 0.0
+        self._next_id = 0
+
+    def add(
+        self,
+        prompt: Sequence[int] | Tensor,
+        *,
+        max_new_tokens: int = 256,
+        sampling: Sampling | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        stop: Sequence[str] = (),
+        on_event: Callable[[Event], None] | None = None,
+    ) -> Request:
+        """Queue a request.
+
+        Args:
+            prompt: token ids, a list or int64 [n] or [1, n].
+            max_new_tokens: at most so many are generated.
+            sampling: how tokens are chosen; greedily by default.
+            stop_token_ids: tokens that end the request; None takes the model's end-of-sequence tokens.
+            stop: strings that end the request and are no part of its text.
+            on_event: called by the thread that steps with each event of this request, the last one included; it should
+                return at once, and must not step.
+
+        Raises:
+            UsageError: the request can never be served.
+            QueueFullError: as many requests are waiting as may.
+        """
+        try:
+            request = new_request(
+                self._steps, self._tokenizer, prompt, max_new_tokens, sampling or Sampling(), stop_token_ids, stop
+            )
+            request.on_event, request.on_cancel = on_event, self._cancel
+            with self._lock:
+                request.id, self._next_id = self._next_id, self._next_id + 1
+                self._scheduler.enqueue(request)
+                self._work.notify_all()
+        except KvconvertError:
+            with self._lock:
+                self._counts["refused"] += 1
+            raise
+        return request
+
+    def step(self) -> list[Event]:
+        """Read one chunk of a prompt, decode one token of every running request, and return what came of it.
+
+        On a GPU the tokens of a step are returned by the step after it.
+        """
+        try:
+            with self._stepping:
+                begun = time.perf_counter()
+                try:
+                    return self._step()
+                finally:
+                    with self._lock:
+                        self._counts["steps"] += 1
+                        self._seconds += time.perf_counter() - begun
+        finally:
+            self._free_cancelled()
+
+    def run(self, until: threading.Event | None = None) -> None:
+        """Step until all requests are finished; with `until`, serve until that event is set.
+
+        Serving means waiting for further requests, and going on after a step that failed: the failure is logged, and
+        the requests concerned have ended with "error". Without `until` it is raised.
+        """
+        while True:
+            with self._work:
+                while until is not None and not until.is_set() and not self._busy():
+                    self._work.wait(timeout=0.1)
+                if (until is not None and until.is_set()) or not self._busy():
+                    return
+            try:
+                self.step()
+            except Exception:
+                if until is None:
+                    raise
+                logger.exception(FAILED)
+
+    def stream(self, request: Request) -> Iterator[Event]:
+        """A request's events as they come, stepping as needed; closing the iterator cancels the request.
+
+        A step that fails is raised here if this request was in it, and logged if not.
+        """
+        tokens = text = 0
+        try:
+            while True:
+                with self._lock:
+                    reason = request.finish_reason
+                    event = Event(request, tuple(request.tokens[tokens:]), request.text[text:], reason)
+                if event.tokens or event.text or reason:
+                    tokens, text = tokens + len(event.tokens), text + len(event.text)
+                    yield event
+                if reason:
+                    return
+                try:
+                    self.step()
+                except Exception:
+                    if request.finished:
+                        raise
+                    logger.exception(FAILED)
+        finally:
+            request.cancel()
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing and has done."""
+        with self._lock:
+            counts, scheduler = self._counts, self._scheduler
+            return EngineStats(
+                waiting=len(scheduler.waiting),
+                running=len(scheduler.prompts) + len(scheduler.running),
+                **{name: counts[name] for name in ("finished", "cancelled", "failed", "refused", "steps")},
+                pages_reserved=scheduler.pages_reserved,
+                pages_free=self._steps.cache.free_pages(),
+                prompt_tokens=counts["prompt"],
+                generated_tokens=counts["generated"],
+                seconds=self._seconds,
+            )
+
+    def _busy(self) -> bool:
+        scheduler = self._scheduler
+        return bool(scheduler.waiting or scheduler.prompts or scheduler.running or self._unread)
+
+    def _step(self) -> list[Event]:
+        with self._lock:
+            self._scheduler.admit()
+            prompt = self._scheduler.prompts[0] if self._scheduler.prompts else None
+        launched = []
+        try:
+            if prompt is not None and (first := self._guarded([prompt], self._read_prompt, prompt)) is not None:
+                launched.append((self._steps.fetch(first), {0: prompt}))
+            if running := dict(self._scheduler.running):
+                tokens = self._guarded(list(running.values()), self._decode, running)
+                launched.append((self._steps.fetch(tokens), running))
+        finally:
+            # A first token outlives the failure of the pass after it.
+            if launched:
+                self._unread.append(launched)
+        events = []
+        while len(self._unread) > (self._steps.lag if launched else 0):
+            events += self._collect(self._unread.popleft())
+        return events
+
+    def _guarded(self, requests: list[Request], run: Callable, argument: object) -> Tensor | None:
+        """Run a pass; if it fails, the requests in it are lost and the others go on."""
+        try:
+            return run(argument)
+        except BaseException:
+            for request in requests:
+                self._end(request, "error")
+            raise
+
+    def _read_prompt(self, request: Request) -> Tensor | None:
+        """Read the next chunk of a prompt; the first new token, int64 [1], once it is complete."""
+        chunk = request.prompt[request.prompt_read : request.prompt_read + self._prompt_chunk]
+        read = request.prompt_read + len(chunk)
+        complete = read == len(request.prompt)
+        if request.prompt_cache is None:
+            request.prompt_cache = self._steps.new_prompt()
+        logits = self._steps.read_prompt(request.prompt_cache, chunk, request.prompt_read, complete)
+        request.prompt_read = read
+        with self._lock:
+            self._counts["prompt"] += len(chunk)
+        if not complete:
+            return None
+        first = choose_first(logits, request.sampling)
+        request.launched = 1
+        if request.max_new_tokens == 1:
+            self._free(request)
+            return first
+        self._steps.join(request.row, request.prompt_cache)
+        self._rows.enter(request.row, request, first)
+        with self._lock:
+            request.prompt_cache = None
+            self._scheduler.start(request)
+        return first
+
+    def _decode(self, running: dict[int, Request]) -> Tensor:
+        """One token of every running request, int64 [rows]."""
+        self._rows.prepare(running)
+        tokens = self._rows.choose(self._steps.decode(self._rows.ids, self._rows.positions))
+        for request in running.values():
+            request.launched += 1
+            if request.launched == request.max_new_tokens:
+                self._free(request)
+        return tokens
+
+    def _collect(self, launched: list[tuple[Callable[[], list[int]], dict[int, Request]]]) -> list[Event]:
+        """Read the tokens of a step and hand them out."""
+        new_tokens: defaultdict[Request, list[int]] = defaultdict(list)
+        texts: defaultdict[Request, str] = defaultdict(str)
+        reasons: dict[Request, FinishReason] = {}
+        for read, requests in launched:
+            try:
+                tokens = read()
+            except BaseException:
+                # What a GPU computes fails when it is read, and with it what was launched after it.
+                for request in {r for entry in (launched, *self._unread) for _, rs in entry for r in rs.values()}:
+                    self._end(request, "error")
+                raise
+            with self._lock:
+                for place, request in requests.items():
+                    if request.finished or request in reasons:
+                        continue
+                    text, reason = request.accept(tokens[place])
+                    new_tokens[request].append(tokens[place])
+                    texts[request] += text
+                    if reason:
+                        reasons[request] = reason
+                    self._counts["generated"] += 1
+        for request, reason in reasons.items():
+            self._end(request, reason, report=False)
+        events = [
+            Event(request, tuple(tokens), texts[request], reasons.get(request))
+            for request, tokens in new_tokens.items()
+        ]
+        for event in events:
+            _report(event)
+        return events
+
+    def _end(self, request: Request, reason: FinishReason, report: bool = True) -> None:
+        """Finish a request and free what it holds; by the thread that has the cache."""
+        with self._lock:
+            if request.finished:
+                return
+            request.finish_reason = reason
+            self._counts[{"cancelled": "cancelled", "error": "failed"}.get(reason, "finished")] += 1
+        self._free(request)
+        request.state = "finished"
+        if report:
+            _report(Event(request, (), "", reason))
+
+    def _free(self, request: Request) -> None:
+        """Give back a request's row and pages, once; by the thread that has the cache."""
+        if request.row is not None:
+            if request.state == "running":
+                self._steps.leave(request.row)
+                self._rows.leave(request.row)
+            elif request.prompt_cache is not None:
+                self._steps.discard(request.prompt_cache)
+                request.prompt_cache = None
+        with self._lock:
+            self._scheduler.release(request)
+
+    def _cancel(self, request: Request) -> None:
+        with self._lock:
+            if request.finished:
+                return
+            self._cancelled.append(request)
+        self._free_cancelled()
+
+    def _free_cancelled(self) -> None:
+        """End the cancelled requests, unless a pass is under way: it then does this when it is over."""
+        while self._cancelled and self._stepping.acquire(blocking=False):
+            try:
+                while self._cancelled:
+                    self._end(self._cancelled.pop(), "cancelled")
+            finally:
+                self._stepping.release()
+
+
+def _report(event: Event) -> None:
+    """Call the request's listener; what it raises concerns no other request."""
+    if event.request.on_event is not None:
+        try:
+            event.request.on_event(event)
+        except Exception:
+            logger.exception("on_event of request %d failed.", event.request.id)

@@ -1,0 +1,140 @@
+"""Choosing the next token of every row of a batch, on the device, each row by its own parameters and random stream.
+
+Noise comes from a counter, not from a generator's state: the Gumbel noise of a token is a hash of the request's seed,
+of how many tokens were generated before, and of the token's id. A request therefore draws the same tokens whatever
+shares its batch and whichever row it is in.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvconvert.errors import UsageError
+
+# Sums of probabilities as integers are the same in whatever order they are added; 2 ** 40 leaves room for 2 ** 22 ids.
+FIXED_POINT = 2**40
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request's tokens are chosen.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most likely token, whatever the other fields say.
+        top_k: only the k most likely tokens may be drawn; 0 allows all.
+        top_p: of these, only the most likely ones whose probabilities sum up to top_p; 1 allows all.
+        seed: of the request's random stream, a 64-bit number; None draws one when the request is added.
+
+    Raises:
+        UsageError: a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.temperature < math.inf):
+            raise UsageError(f"temperature = {self.temperature} cannot be used; it is 0 (greedy) or a positive number.")
+        if not isinstance(self.top_k, int) or not 0 <= self.top_k < 2**63:
+            raise UsageError(f"top_k = {self.top_k} cannot be used; it is 0 (all tokens) or a positive integer.")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p = {self.top_p} cannot be used; it is above 0 and at most 1 (all tokens).")
+        if self.seed is not None and not (isinstance(self.seed, int) and -(2**63) <= self.seed < 2**63):
+            raise UsageError(f"seed = {self.seed} cannot be used; it is an integer of 64 bits.")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is drawn."""
+        return self.temperature == 0
+
+    @property
+    def restricts(self) -> bool:
+        """Whether some tokens may not be drawn."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1)
+
+
+def gumbel_noise(seeds: Tensor, counters: Tensor, ids: Tensor) -> Tensor:
+    """Standard Gumbel noise as a function of seed, counter and token id.
+
+    Args:
+        seeds: int64 [B].
+        counters: int64 [B], tokens generated before this one.
+        ids: int64 [B, N] or [1, N].
+
+    Returns:
+        float32 [B, N].
+    """
+    key = _mix64(seeds + _mix64(counters + 1))
+    low, high = key.to(torch.int32), (key >> 32).to(torch.int32)
+    bits = _mix32(_mix32(ids.to(torch.int32) + low[:, None]) ^ high[:, None])
+    # As an unsigned number; close to 0, where the largest noise comes from, a float32 holds every one of the 32 bits.
+    uniform = (bits.float() + (bits < 0).float() * 2.0**32 + 0.5) * 2.0**-32
+    return -(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24))).log()
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+    counters: Tensor,
+    *,
+    restrict: bool = True,
+) -> Tensor:
+    """One token per row.
+
+    Args:
+        logits: [B, V], of any floating-point dtype.
+        temperature, top_p: float32 [B]; rows of temperature 0 take the most likely token, the lowest id among equals.
+        top_k: int64 [B], 0 for all.
+        seeds, counters: int64 [B], see `gumbel_noise`.
+        restrict: False where no row has a top_k or top_p, which saves sorting the vocabulary.
+
+    Returns:
+        int64 [B].
+    """
+    greedy = temperature == 0
+    scaled = logits.float() / torch.where(greedy, 1, temperature)[:, None]
+    if restrict:
+        scaled, ids = scaled.sort(dim=-1, descending=True, stable=True)
+        scaled = scaled.masked_fill(~_allowed(scaled, top_k, top_p), -math.inf)
+    else:
+        ids = torch.arange(logits.shape[1], device=logits.device)[None]
+    drawn = (scaled + gumbel_noise(seeds, counters, ids)).argmax(-1)
+    if restrict:
+        drawn = ids.gather(1, drawn[:, None])[:, 0]
+    return torch.where(greedy, logits.argmax(-1), drawn)
+
+
+def _allowed(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Which tokens may be drawn, bool [B, V], of descending logits: top_k first, then top_p of what it left."""
+    places = torch.arange(scaled.shape[1], device=scaled.device)
+    within_k = (places < top_k[:, None]) | (top_k == 0)[:, None]
+    probabilities = scaled.masked_fill(~within_k, -math.inf).softmax(-1)
+    summed = (probabilities.double() * FIXED_POINT).long().cumsum(-1)
+    before = torch.cat([torch.zeros_like(summed[:, :1]), summed[:, :-1]], 1)
+    within_p = (before < (top_p.double() * FIXED_POINT).long()[:, None]) | (top_p >= 1)[:, None]
+    within_p[:, 0] = True
+    return within_k & within_p
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """splitmix64's finalizer on int64; products wrap, and masks make the arithmetic shifts logical."""
+    x = x * -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def _mix32(x: Tensor) -> Tensor:
+    """A bijective hash of int32 with little bias (lowbias32)."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975  # 0x846CA68B
+    return x ^ ((x >> 16) & 0xFFFF)

@@ -1,0 +1,452 @@
+import math
+import random
+import threading
+import time
+
+import pytest
+import torch
+from fake_model import END, VOCABULARY, FakeModel, next_logits
+
+from kvconvert.errors import QueueFullError, UnsupportedModelError, UsageError
+from kvconvert.runtime import Engine, Sampling
+from kvconvert.runtime.engine.rows import choose_first
+from kvconvert.runtime.engine.sampling import sample
+
+
+def alone(prompt, max_new_tokens, sampling, stops=(END,)):
+    """What a request gives by itself: one sequence, one token after another."""
+    sequence = list(prompt)
+    while True:
+        new = len(sequence) - len(prompt)
+        logits = next_logits(sequence)[None]
+        if sampling.greedy:
+            token = logits.argmax(-1)
+        else:
+            columns = [torch.tensor([value]) for value in (sampling.top_k, sampling.seed, new)]
+            floats = [torch.tensor([value]) for value in (sampling.temperature, sampling.top_p)]
+            token = sample(logits, floats[0], columns[0], floats[1], columns[1], columns[2])
+        sequence.append(token.item())
+        if sequence[-1] in stops or new + 1 == max_new_tokens:
+            return sequence[len(prompt) :]
+
+
+def prompt_of(length, seed=0):
+    return random.Random(seed).choices(range(1, VOCABULARY), k=length)
+
+
+def some_sampling(dice):
+    if dice.random() < 0.5:
+        return Sampling()
+    return Sampling(
+        temperature=dice.choice([0.3, 1.0, 2.0]),
+        top_k=dice.choice([0, 1, 5]),
+        top_p=dice.choice([1.0, 0.9, 0.2]),
+        seed=dice.getrandbits(60),
+    )
+
+
+def test_requests_that_join_and_leave_a_batch_give_the_tokens_they_give_alone():
+    model = FakeModel()
+    engine = Engine(model, kv_memory=40, max_batch=3, prompt_chunk=50)
+    dice = random.Random(1)
+    requests = []
+    for number, length in enumerate([1, 49, 50, 51, 127, 128, 129, 300]):
+        sampling = some_sampling(dice)
+        requests.append(engine.add(prompt_of(length, number), max_new_tokens=5 + 20 * (number % 3), sampling=sampling))
+        engine.step()
+    engine.run()
+    for request in requests:
+        assert request.tokens == alone(request.prompt, request.max_new_tokens, request.sampling)
+        assert request.finish_reason == ("stop" if request.tokens[-1] == END else "length")
+    assert max(map(len, model.batches)) == 3
+    assert max(model.chunks) == 50
+    assert model.pool.used == 0
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("pages", [None, 12])
+def test_a_soak_leaks_nothing_starves_none_and_changes_no_tokens(pages, lag):
+    dice = random.Random(f"{pages} {lag}")
+    model = FakeModel()
+    engine = Engine(model, kv_memory=pages, max_batch=5, prompt_chunk=200)
+    engine._steps.lag = lag
+    todo = 500  # in each of four settings
+    admitted, requests, cancelled = [], [], set()
+
+    def states():
+        for request in requests:
+            if request.state != "waiting" and request.id not in cancelled and request.id not in admitted:
+                admitted.append(request.id)
+
+    while todo or engine._busy():
+        for _ in range(min(todo, dice.choice([0, 0, 1, 2]))):
+            todo -= 1
+            length = dice.choice([1, 3, 127, 128, 129, dice.randint(1, 600)])
+            prompt = prompt_of(length, dice.getrandbits(30))
+            requests.append(engine.add(prompt, max_new_tokens=dice.randint(1, 30), sampling=some_sampling(dice)))
+        going = [request for request in requests[-12:] if not request.finished]
+        if going and dice.random() < 0.1:
+            request = dice.choice(going)
+            states()
+            cancelled.add(request.id)
+            request.cancel()
+            assert request.finish_reason == "cancelled"
+        engine.step()
+        states()
+        stats = engine.stats()
+        assert stats.running <= 5
+        assert pages is None or stats.pages_reserved <= pages
+        assert model.pool.used <= stats.pages_reserved
+    served = [number for number in admitted if number not in cancelled]
+    assert served == sorted(served)
+    for request in requests:
+        expected = alone(request.prompt, request.max_new_tokens, request.sampling)
+        if request.finish_reason == "cancelled":
+            assert request.tokens == expected[: len(request.tokens)]
+            assert request.id in cancelled
+        else:
+            assert request.tokens == expected
+    stats = engine.stats()
+    assert (stats.waiting, stats.running, stats.pages_reserved, model.pool.used) == (0, 0, 0, 0)
+    assert engine._scheduler.free_rows == 5
+    assert (stats.finished, stats.cancelled, stats.failed) == (500 - len(cancelled), len(cancelled), 0)
+    assert len(cancelled) > 20
+    assert stats.generated_tokens == sum(len(request.tokens) for request in requests)
+
+
+def test_threads_that_add_cancel_and_stream_while_others_step_disturb_nobody():
+    model = FakeModel()
+    engine = Engine(model, kv_memory=20, max_batch=4, prompt_chunk=64)
+    over = threading.Event()
+    server = threading.Thread(target=engine.run, args=[over])
+    server.start()
+    failures, streamed = [], []
+
+    def client(seed):
+        try:
+            dice = random.Random(seed)
+            for _ in range(15):
+                prompt = prompt_of(dice.randint(1, 200), dice.getrandbits(30))
+                request = engine.add(prompt, max_new_tokens=dice.randint(1, 20), sampling=some_sampling(dice))
+                leave_after = dice.choice([math.inf, math.inf, 1, 3])
+                tokens = []
+                for event in engine.stream(request):
+                    tokens += event.tokens
+                    if len(tokens) >= leave_after:
+                        break
+                expected = alone(prompt, request.max_new_tokens, request.sampling)
+                assert tokens == expected[: len(tokens)]
+                assert leave_after != math.inf or tokens == expected
+                streamed.append(request)
+        except BaseException as error:
+            failures.append(error)
+
+    clients = [threading.Thread(target=client, args=[seed]) for seed in range(6)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join(timeout=120)
+    engine.run()
+    over.set()
+    server.join(timeout=10)
+    assert not failures
+    assert not server.is_alive()
+    assert len(streamed) == 90
+    assert all(request.finished for request in streamed)
+    assert model.pool.used == 0
+    assert engine.stats().pages_reserved == 0
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_request_cancelled_in_any_state_frees_its_pages_at_once(steps, lag):
+    model = FakeModel()
+    engine = Engine(model, kv_memory=6, max_batch=2, prompt_chunk=100)
+    engine._steps.lag = lag
+    heard = []
+    first = engine.add(prompt_of(250), max_new_tokens=100, stop_token_ids=[], on_event=heard.append)
+    waiting = engine.add(prompt_of(500), max_new_tokens=100, stop_token_ids=[])
+    for _ in range(steps):
+        engine.step()
+    assert first.state == ("prompt" if steps < 3 else "running")
+    assert waiting.state == "waiting"
+    waiting.cancel()
+    first.cancel()
+    assert {first.state, waiting.state} == {"finished"}
+    assert heard[-1].finish_reason == "cancelled"
+    assert model.pool.used == 0
+    assert engine.stats().pages_free == 6
+    first.cancel()
+    assert engine.stats().cancelled == 2
+    engine.run()
+    assert first.tokens == alone(first.prompt, 100, first.sampling, stops=())[: len(first.tokens)]
+
+
+def test_a_request_that_cancels_itself_from_its_own_event_ends_after_that_step():
+    model = FakeModel()
+    engine = Engine(model, kv_memory=6)
+    request = engine.add(
+        prompt_of(10), stop_token_ids=[], on_event=lambda event: len(event.request.tokens) >= 3 and request.cancel()
+    )
+    engine.run()
+    assert request.finish_reason == "cancelled"
+    assert len(request.tokens) == 3  # the first step reads the prompt and decodes: two tokens, then one a step
+    assert model.pool.used == 0
+
+
+def test_a_large_request_at_the_head_of_the_queue_is_not_overtaken():
+    engine = Engine(FakeModel(), kv_memory=4, max_batch=8)
+    small = engine.add(prompt_of(10), max_new_tokens=20, stop_token_ids=[])
+    large = engine.add(prompt_of(400), max_new_tokens=100, stop_token_ids=[])
+    later = engine.add(prompt_of(10), max_new_tokens=20, stop_token_ids=[])
+    assert [request.state for request in (small, large, later)] == ["prompt", "waiting", "waiting"]
+    while not small.finished:
+        assert large.state == later.state == "waiting"
+        engine.step()
+    engine.step()
+    assert large.state == "running"
+    assert later.state == "waiting"
+    engine.run()
+    assert later.finish_reason == "length"
+
+
+def test_what_can_never_be_served_is_refused_with_one_sentence():
+    engine = Engine(FakeModel(max_positions=2000), kv_memory=4, max_batch=2)
+    cases = [
+        ({"prompt": []}, "no tokens"),
+        ({"prompt": torch.zeros(2, 3, dtype=torch.long)}, "one sequence"),
+        ({"prompt": [1, VOCABULARY]}, f"token {VOCABULARY}"),
+        ({"prompt": [1.5]}, r"token 1\.5"),
+        ({"prompt": [1], "max_new_tokens": 0}, "max_new_tokens` is 0"),
+        ({"prompt": [1], "max_new_tokens": 2.5}, "max_new_tokens` is 2.5"),
+        ({"prompt": [1] * 1500, "max_new_tokens": 501}, "2000 positions"),
+        ({"prompt": [1] * 500, "max_new_tokens": 13}, "needs 5 pages of the cache and there are 4"),
+        ({"prompt": [1], "stop": ["x"]}, "`tokenizer`"),
+        ({"prompt": [1], "stop": "x"}, "`tokenizer`"),
+    ]
+    for arguments, said in cases:
+        with pytest.raises(UsageError, match=said) as caught:
+            engine.add(**arguments)
+        assert "\n" not in str(caught.value)
+    assert engine.stats().refused == len(cases)
+    assert engine.add([1] * 500, max_new_tokens=12).state == "prompt"
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_a_full_queue_refuses_and_takes_requests_again_later(limit):
+    engine = Engine(FakeModel(), max_batch=2, max_waiting=limit)
+    first = [engine.add([1, 2], max_new_tokens=4, stop_token_ids=[]) for _ in range(2 + limit)]
+    with pytest.raises(QueueFullError, match=f"{limit} requests are waiting"):
+        engine.add([1])
+    while not first[0].finished:
+        engine.step()
+    engine.add([1, 2], max_new_tokens=4)
+    engine.run()
+    stats = engine.stats()
+    assert (stats.finished, stats.refused) == (3 + limit, 1)
+
+
+@pytest.mark.parametrize("arguments", [{"max_batch": 0}, {"prompt_chunk": 0}, {"max_waiting": -1}])
+def test_arguments_that_make_no_engine_are_refused(arguments):
+    with pytest.raises(UsageError, match=next(iter(arguments))):
+        Engine(FakeModel(), **arguments)
+
+
+def test_a_cache_without_room_for_a_page_and_a_model_without_a_plan_are_refused():
+    with pytest.raises(UsageError, match="not enough for one page"):
+        Engine(FakeModel(), kv_memory=0)
+    with pytest.raises(UnsupportedModelError, match="bundle with a KV plan"):
+        Engine(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("during", ["prompt", "decoding"])
+def test_when_a_pass_fails_its_requests_are_lost_and_the_others_go_on(during):
+    model = FakeModel()
+    engine = Engine(model, kv_memory=20, max_batch=2, prompt_chunk=10)
+    lost = engine.add(prompt_of(15), max_new_tokens=30, stop_token_ids=[])
+    other = engine.add(prompt_of(25), max_new_tokens=30, stop_token_ids=[])
+    for _ in range(1 if during == "prompt" else 2):
+        engine.step()
+
+    def fail():
+        if during == "prompt" or len(model.chunks) > 2:
+            model.before_pass = lambda: None
+            raise MemoryError
+
+    model.before_pass = fail
+    with pytest.raises(MemoryError):
+        engine.step()
+    assert lost.finish_reason == "error"
+    assert list(engine.stream(lost))[-1].finish_reason == "error"
+    engine.run()
+    assert other.tokens == alone(other.prompt, 30, other.sampling, stops=())
+    assert model.pool.used == 0
+    assert engine.stats().failed == 1
+
+
+def test_a_first_token_and_a_cancellation_outlive_the_failure_of_the_pass_after_them():
+    model = FakeModel()
+    engine = Engine(model, kv_memory=20, max_batch=3)
+    lost = engine.add(prompt_of(15), max_new_tokens=30, stop_token_ids=[])
+    engine.step()
+    single = engine.add(prompt_of(25), max_new_tokens=1)
+    waiting = engine.add(prompt_of(5), max_new_tokens=5)
+
+    def fail():
+        if len(model.chunks) == 2:
+            model.before_pass = lambda: None
+            waiting.cancel()
+            raise MemoryError
+
+    model.before_pass = fail
+    with pytest.raises(MemoryError):
+        engine.step()
+    assert (lost.finish_reason, waiting.finish_reason) == ("error", "cancelled")
+    engine.run()
+    assert single.tokens == alone(single.prompt, 1, single.sampling)
+    assert model.pool.used == 0
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_when_tokens_cannot_be_read_the_requests_whose_they_are_end(lag):
+    model = FakeModel()
+    engine = Engine(model, kv_memory=20, max_batch=2)
+    engine._steps.lag = lag
+    lost = [engine.add(prompt_of(15, n), max_new_tokens=30, stop_token_ids=[]) for n in range(2)]
+    waiting = engine.add(prompt_of(15), max_new_tokens=3, stop_token_ids=[])
+    for _ in range(3):
+        engine.step()
+    fetch = engine._steps.fetch
+
+    def failing(tokens):
+        engine._steps.fetch = fetch
+        return lambda: 1 // 0
+
+    engine._steps.fetch = failing
+    for _ in range(lag):
+        engine.step()
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert [request.finish_reason for request in lost] == ["error"] * 2
+    engine.run()
+    assert waiting.tokens == alone(waiting.prompt, 3, waiting.sampling, stops=())
+    assert model.pool.used == 0
+
+
+def test_serving_goes_on_after_a_failed_step_and_a_failed_listener_and_logs_both(caplog):
+    model = FakeModel()
+    engine = Engine(model, kv_memory=20, max_batch=2)
+    over = threading.Event()
+    server = threading.Thread(target=engine.run, args=[over])
+
+    def fail():
+        model.before_pass = lambda: None
+        raise MemoryError
+
+    model.before_pass = fail
+    server.start()
+    lost = engine.add(prompt_of(15), max_new_tokens=5)
+    while not lost.finished:
+        time.sleep(0.01)
+    assert lost.finish_reason == "error"
+    deaf = engine.add(prompt_of(15), max_new_tokens=5, stop_token_ids=[], on_event=lambda event: 1 // 0)
+    assert sum(len(event.tokens) for event in engine.stream(deaf)) == 5
+    over.set()
+    server.join(timeout=10)
+    assert not server.is_alive()
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("A step of the engine failed" in message for message in messages)
+    assert any(f"on_event of request {deaf.id} failed" in message for message in messages)
+    assert model.pool.used == 0
+
+
+def test_a_stream_raises_the_failure_of_its_own_step_and_outlives_that_of_others(caplog):
+    model = FakeModel()
+    engine = Engine(model, kv_memory=20, max_batch=2, prompt_chunk=10)
+
+    def fail():
+        model.before_pass = lambda: None
+        raise MemoryError
+
+    model.before_pass = fail
+    other, request = engine.add(prompt_of(5)), engine.add(prompt_of(5), max_new_tokens=6, stop_token_ids=[])
+    assert sum(len(event.tokens) for event in engine.stream(request)) == 6
+    assert other.finish_reason == "error"
+    assert "A step of the engine failed" in caplog.text
+    model.before_pass = fail
+    with pytest.raises(MemoryError):
+        list(engine.stream(engine.add(prompt_of(5))))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_stop_token_that_comes_first_is_the_only_token(lag):
+    # The step that completes the prompt decodes as well: what comes after the stop token is dropped.
+    prompt = prompt_of(5)
+    (first,) = alone(prompt, 1, Sampling())
+    model = FakeModel()
+    engine = Engine(model)
+    engine._steps.lag = lag
+    request = engine.add(prompt, stop_token_ids=[first])
+    engine.run()
+    assert (request.tokens, request.finish_reason) == ([first], "stop")
+    assert engine.stats().generated_tokens == 1
+    assert model.pool.used == 0
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(chr(id + 1000) for id in ids)
+
+
+def test_text_held_back_for_a_stop_string_comes_with_the_last_event():
+    prompt = prompt_of(5)
+    tokens = alone(prompt, 4, Sampling(), stops=())
+    text = Letters().decode(tokens, True)
+    for options, shown, reason in (
+        ({"stop": [text[2:4] + "!"], "max_new_tokens": 4}, text, "length"),
+        ({"stop": [text[2] + "!"], "stop_token_ids": [tokens[3]]}, text[:3], "stop"),
+        ({"stop": [text[1:3]]}, text[:1], "stop"),
+    ):
+        engine = Engine(FakeModel(), Letters())
+        request = engine.add(prompt, **{"stop_token_ids": []} | options)
+        events = list(engine.stream(request))
+        assert "".join(event.text for event in events) == request.text == shown
+        assert events[-1].finish_reason == request.finish_reason == reason
+
+
+def test_steps_report_every_token_once_and_in_order():
+    engine = Engine(FakeModel(), max_batch=2)
+    heard = []
+    requests = [
+        engine.add(prompt_of(5, n), max_new_tokens=6, stop_token_ids=[], on_event=heard.append) for n in range(3)
+    ]
+    events = []
+    while engine.stats().finished < 3:
+        events += engine.step()
+    assert heard == events
+    for request in requests:
+        own = [event for event in events if event.request is request]
+        assert [token for event in own for token in event.tokens] == request.tokens
+        assert [event.finish_reason for event in own] == [None] * (len(own) - 1) + ["length"]
+
+
+def test_every_draw_without_a_seed_has_one_of_its_own_and_can_be_repeated_with_it():
+    engine = Engine(FakeModel())
+    hot = Sampling(temperature=3.0)
+    first, second = (engine.add(prompt_of(5), max_new_tokens=20, sampling=hot, stop_token_ids=[]) for _ in range(2))
+    engine.run()
+    assert first.tokens != second.tokens
+    again = engine.add(prompt_of(5), max_new_tokens=20, sampling=first.sampling, stop_token_ids=[])
+    engine.run()
+    assert again.tokens == first.tokens
+
+
+def test_the_first_token_is_drawn_like_the_others():
+    logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    for seed in range(50):
+        sampling = Sampling(temperature=1.0, top_k=20, top_p=0.8, seed=seed)
+        columns = [torch.tensor([value]) for value in (20, seed, 0)]
+        expected = sample(logits, torch.tensor([1.0]), columns[0], torch.tensor([0.8]), columns[1], columns[2])
+        assert choose_first(logits, sampling).equal(expected)

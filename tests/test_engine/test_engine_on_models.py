@@ -1,0 +1,141 @@
+"""The Engine on a real model and its low-bit cache."""
+
+import random
+
+import pytest
+import torch
+from row_by_row import RowByRow
+from tiny.models import GREEDY, random_ids, tiny_model
+
+from kvconvert.methods import KVScheme
+from kvconvert.runtime import Engine, KVCache, Sampling
+from kvconvert.runtime.hf.generation import adopt
+
+SCHEMES = ("kivi", "oscar", "kitty", "minikv", "calibquant-2bit")
+HAS_ROWS = hasattr(KVCache, "open_rows")
+MEMORY = 2**18
+
+
+def bundle_model(scheme, architecture="llama"):
+    """A tiny model with the attention and the cache of a bundle."""
+    model = tiny_model(architecture, num_hidden_layers=2, gain=3.0)
+    adopt(model, [KVScheme.preset(scheme).with_online_rotation()] * 2, {})
+    return model
+
+
+def served(model):
+    """The model as an engine takes it."""
+    return model if HAS_ROWS else RowByRow(model)
+
+
+def some_requests(count, vocabulary, longest=300):
+    """Arguments of requests, half of them greedy."""
+    dice = random.Random(0)
+    requests = []
+    for number in range(count):
+        length = dice.choice([1, 3, 127, 128, 129, dice.randint(1, longest)])
+        sampling = Sampling()
+        if dice.random() < 0.5:
+            sampling = Sampling(temperature=1.0, top_k=dice.choice([0, 20]), top_p=dice.choice([1.0, 0.9]), seed=number)
+        prompt = dice.choices(range(1, vocabulary), k=length)
+        new = dice.choice([1, 2, dice.randint(1, 16), dice.randint(1, 16), 140 if number % 20 == 0 else 5])
+        requests.append({"prompt": prompt, "max_new_tokens": new, "sampling": sampling, "stop_token_ids": []})
+    return requests
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_requests_in_company_give_what_generate_gives_alone(scheme):
+    model = bundle_model(scheme)
+    engine = Engine(served(model), max_batch=3, prompt_chunk=4096)
+    prompts = [random_ids(1, length, seed=length) for length in (5, 127, 128, 131, 300)]
+    requests = []
+    for number, ids in enumerate(prompts):
+        requests.append(engine.add(ids, max_new_tokens=(12, 140)[number % 2], stop_token_ids=[]))
+        engine.step()
+    engine.run()
+    for ids, request in zip(prompts, requests, strict=True):
+        expected = model.generate(ids, max_new_tokens=request.max_new_tokens, **GREEDY)
+        assert request.tokens == expected[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_prompts_in_chunks_give_what_generate_gives_for_the_same_chunks(scheme):
+    model = bundle_model(scheme)
+    engine = Engine(served(model), max_batch=2, prompt_chunk=100)
+    prompts = [random_ids(1, length, seed=length) for length in (100, 101, 300)]
+    requests = [engine.add(ids, max_new_tokens=10, stop_token_ids=[]) for ids in prompts]
+    engine.run()
+    for ids, request in zip(prompts, requests, strict=True):
+        expected = model.generate(ids, max_new_tokens=10, prefill_chunk_size=100, **GREEDY)
+        assert request.tokens == expected[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("scheme", ["kivi", "minikv"])
+def test_a_soak_leaks_no_page_starves_none_and_changes_no_tokens(scheme, count):
+    model = bundle_model(scheme)
+    kinds = some_requests(min(count, 150), model.config.vocab_size)
+    alone = []
+    for arguments in kinds:
+        engine = Engine(served(model), max_batch=1)
+        request = engine.add(**arguments)
+        engine.run()
+        alone.append(request.tokens)
+    engine = Engine(served(model), kv_memory=MEMORY, max_batch=6, prompt_chunk=4096)
+    empty = engine.stats().pages_free
+    assert empty is not None
+    dice = random.Random(1)
+    todo, requests, order = count, [], []
+    while todo or engine.stats().running or engine.stats().waiting:
+        for _ in range(min(todo, dice.choice([0, 1, 2]))):
+            todo -= 1
+            kind = dice.randrange(len(kinds))
+            requests.append((kind, engine.add(**kinds[kind])))
+        going = [request for _, request in requests[-12:] if not request.finished]
+        if going and dice.random() < 0.1:
+            dice.choice(going).cancel()
+        engine.step()
+        order += [r.id for _, r in requests[-40:] if r.state != "waiting" and r.tokens and r.id not in order[-80:]]
+    engine.run()
+    assert order == sorted(order)  # by first token: none is overtaken
+    for kind, request in requests:
+        if request.finish_reason == "cancelled":
+            assert request.tokens == alone[kind][: len(request.tokens)]
+        else:
+            assert request.tokens == alone[kind]
+    stats = engine.stats()
+    assert (stats.pages_free, stats.pages_reserved) == (empty, 0)
+    assert stats.finished + stats.cancelled == count
+    assert stats.cancelled > count // 50
+
+
+def test_a_short_cache_makes_requests_wait_and_none_fails():
+    model = bundle_model("kivi")
+    engine = Engine(served(model), kv_memory=MEMORY, max_batch=64)
+    pages = engine.stats().pages_free
+    requests = [engine.add(random_ids(1, 250, seed=n), max_new_tokens=20, stop_token_ids=[]) for n in range(pages)]
+    assert sum(request.state == "waiting" for request in requests) > 0
+    engine.run()
+    assert all(len(request.tokens) == 20 for request in requests)
+    assert engine.stats().pages_free == pages
+
+
+def test_text_streams_and_ends_before_a_stop_string():
+    from pathlib import Path
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    reference = Path(__file__).resolve().parents[2] / "examples" / "reference-lm"
+    tokenizer = AutoTokenizer.from_pretrained(reference)
+    model = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
+    adopt(model, [KVScheme.preset("kivi")] * model.config.num_hidden_layers, {})
+    engine = Engine(served(model), tokenizer, max_batch=2)
+    ids = tokenizer("It was a dark night, and the old house", return_tensors="pt").input_ids
+    free = engine.add(ids, max_new_tokens=24)
+    whole = "".join(event.text for event in engine.stream(free))
+    assert whole == free.text == tokenizer.decode(free.tokens)
+    word = whole.split()[4]
+    stopped = engine.add(ids, max_new_tokens=24, stop=[word])
+    shown = "".join(event.text for event in engine.stream(stopped))
+    assert shown == stopped.text == whole[: whole.index(word)]
+    assert stopped.finish_reason == "stop"

@@ -1,0 +1,78 @@
+import random
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from kvconvert.runtime.engine.text import TextStream
+
+REFERENCE = Path(__file__).resolve().parents[2] / "examples" / "reference-lm"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(REFERENCE)
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(map(chr, ids))
+
+
+def pieces(stream, ids):
+    """The text of each token until a stop string is found, and then what was held back."""
+    shown = []
+    for token in ids:
+        piece, stopped = stream.push(token)
+        shown.append(piece)
+        if stopped:
+            return shown
+    return [*shown, stream.finish()]
+
+
+@pytest.mark.parametrize("text", ["It was a dark night.", "naïve café — 東京 🌍🚀 “so”", "  spaces\n\n\tand tabs  "])
+def test_pieces_add_up_to_the_text_and_show_no_incomplete_character(tokenizer, text):
+    prompt = tokenizer("Once upon a time").input_ids
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    shown = pieces(TextStream(tokenizer, prompt), ids)
+    whole = tokenizer.decode(prompt + ids, skip_special_tokens=True)
+    assert "".join(shown) == whole[len(tokenizer.decode(prompt, skip_special_tokens=True)) :]
+    assert not any("\ufffd" in piece for piece in shown)
+    assert sum(map(bool, shown)) > 3
+
+
+def test_bytes_that_never_become_a_character_are_shown_at_the_end(tokenizer):
+    ids = tokenizer("🌍", add_special_tokens=False).input_ids
+    assert len(ids) > 1
+    stream = TextStream(tokenizer, [1])
+    assert stream.push(ids[0]) == ("", False)
+    assert stream.finish() == tokenizer.decode(ids[:1])
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_text_ends_before_the_earliest_stop_string_and_holds_back_no_more_than_needed(seed):
+    dice = random.Random(seed)
+    text = "".join(dice.choices("ab", k=30))
+    stops = ["".join(dice.choices("ab", k=dice.randint(2, 7))) for _ in range(dice.randint(1, 3))]
+    stream = TextStream(Letters(), [ord("a")] * 9, stops)
+    shown = ""
+    for count, letter in enumerate(text, 1):
+        piece, stopped = stream.push(ord(letter))
+        shown += piece
+        found = [place for stop in stops if (place := text[:count].find(stop)) >= 0]
+        assert stopped == bool(found)
+        if stopped:
+            assert shown == text[: min(found)]
+            return
+        held = text[len(shown) : count]
+        assert shown + held == text[:count]
+        assert not held or any(stop.startswith(held) for stop in stops)
+    assert shown + stream.finish() == text
+
+
+def test_without_stop_strings_nothing_is_held_back():
+    stream = TextStream(Letters(), [])
+    assert [stream.push(ord(letter)) for letter in "abc"] == [("a", False), ("b", False), ("c", False)]
+    assert stream.finish() == ""
