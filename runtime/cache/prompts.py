@@ -128,7 +128,8 @@ class Eviction(Pages):
         keys, values = (replace(side, buffered=kept) for side in (sealed.keys, sealed.values))
         bound = sequence.positions.position(n - 1) + 1
         empty = TokenPositions()
-        return replace(sealed, keys=keys, values=values, kept=kept, kept_before=bound, positions=empty), work
+        kept_tokens = {"kept": kept, "kept_before": bound, "evicted": True, "positions": empty}
+        return replace(sealed, keys=keys, values=values, **kept_tokens), work
 
 
 def prompt_policy(scheme: KVScheme) -> Pages:

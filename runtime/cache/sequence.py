@@ -39,7 +39,8 @@ class Sequence:
         sink_tokens: sink tokens at the beginning of both buffers.
         dropped: pages that left a sliding window for good.
         kept: tokens that survived an eviction. They come first, and each layer knows their positions by KV head.
-        kept_before: a position that all kept tokens are below; 0 where nothing was evicted.
+        evicted: whether a prompt was reduced, even to nothing.
+        kept_before: a position that all kept tokens are below.
         positions: of all other sink tokens, pages and residual tokens, dropped pages included; ascending.
         spans: whole prompts.
         open_from: buffer index at which a prompt begins that is not sealed yet; None when there is none.
@@ -52,6 +53,7 @@ class Sequence:
     sink_tokens: int = 0
     dropped: int = 0
     kept: int = 0
+    evicted: bool = False
     kept_before: int = 0
     positions: TokenPositions = field(default_factory=TokenPositions)
     spans: tuple[SpanTokens, ...] = ()
@@ -62,7 +64,7 @@ class Sequence:
     @property
     def untouched(self) -> bool:
         """Whether all tokens are still in the buffers, in the order of their arrival."""
-        return not (self.keys.pages or self.values.pages or self.dropped or self.spans or self.kept_before)
+        return not (self.keys.pages or self.values.pages or self.dropped or self.spans or self.evicted)
 
     @property
     def pages(self) -> int:
@@ -99,8 +101,7 @@ class Sequence:
     def shift(self, by: int) -> Sequence:
         """The same tokens at positions that are all `by` further."""
         spans = tuple(SpanTokens(span.tokens, span.positions.shift(by)) for span in self.spans)
-        kept_before = self.kept_before + by if self.kept_before else 0
-        return replace(self, positions=self.positions.shift(by), spans=spans, kept_before=kept_before)
+        return replace(self, positions=self.positions.shift(by), spans=spans, kept_before=self.kept_before + by)
 
     def extend(self, runs: list[tuple[int, int]], sink_tokens: int) -> Sequence:
         """With new tokens at runs of (first position, how many); the sequence's first ones become sink tokens."""
