@@ -22,10 +22,11 @@ from typing import Any
 import torch
 import transformers
 import triton
-from engine_cases import engine, mixtures, prompts, steps
+from engine_cases import eager, engine, mixtures, prompts, steps
 
 SECTIONS: dict[str, Callable[[dict], None]] = {
     "steps": steps,
+    "eager": eager,
     "prompts": prompts,
     "engine": engine,
     "mixtures": mixtures,

@@ -141,8 +141,8 @@ class KVCache(Cache):
                 layers.append(PagedLayer(store))
         super().__init__(layers=layers)
         self.groups = list(groups.values())
-        # Whether steps of a bundle's model may be replayed as CUDA graphs.
-        self.captures = True
+        # Whether steps of a bundle's model may be replayed as CUDA graphs; every call of `generate` says it anew.
+        self.replays = True
         self.share_tables(TableRegistry() if beside is None else beside.groups[0].registry)
         # Ids of the tokens of each modality that a scheme compresses.
         self.placeholders = {
