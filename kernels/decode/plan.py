@@ -103,7 +103,7 @@ def plan_work(sequences: Sequence[SequencePlan], programs: int) -> WorkPlan:
         sequences: what the batch holds.
         programs: how many items can run side by side for one KV head and block of queries.
     """
-    if WAVES * len(sequences) > programs:
+    if len(sequences) > WAVES and WAVES * len(sequences) > programs:
         # As many items as programs would leave one wave nearly empty, and some sequences half as much as others.
         programs *= WAVES
     units = [_units(sequence) for sequence in sequences]
