@@ -63,6 +63,8 @@ FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
         "boosted": (12,),
     },
     "rotate": {"head_size": (64, 96, 256), "dtype": ("fp16", "fp32")},
+    "elementwise": {"dtype": ("fp32",), "columns": (128, 8192), "size": (64, 256)},
+    "experts": {"dtype": ("bf16",), "k_block": (32, 64), "rows": (16, 64)},
     "linear_few_rows": {"k_block": (64,), "dtype": ("fp16",)},
     "linear_many_rows": {"k_block": (64,)},
 }

@@ -231,8 +231,8 @@ def bits_per_value(cache: KVCache) -> float:
             size += span.nbytes
             numbers += span.tokens * (span.key_scale.numel() + span.value_scale.numel())
         for pool, f in ((store.key_pages, store.format.keys), (store.value_pages, store.format.values)):
-            size += pool.pages_used * pool.page_bytes
-            numbers += pool.pages_used * f.page_size * f.heads * f.head_dim
+            size += pool.numbers.used * pool.page_bytes
+            numbers += pool.numbers.used * f.page_size * f.heads * f.head_dim
     return 8 * size / numbers
 
 

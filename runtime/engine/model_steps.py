@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
 from kvconvert.kernels.pages import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -22,6 +22,12 @@ def unsupported(model: PreTrainedModel) -> str | None:
         return "it was not loaded from a bundle with a KV plan"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{model.config.model_type} models take no position_ids, and the rows of a batch are at different ones"
+    config = model.config.get_text_config(decoder=True)
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return (
+            f"the chunks of {config.model_type} models' attention are counted from the beginning of the batch, and its "
+            "rows begin at different positions"
+        )
     return None
 
 
@@ -38,7 +44,8 @@ class ModelSteps:
         lag: steps by which results are read late: one on a GPU, which then computes the next step while the host reads.
 
     Raises:
-        UsageError: the model cannot be served.
+        UnsupportedModelError: the model cannot be served.
+        UsageError: the memory does not hold a page.
     """
 
     def __init__(self, model: PreTrainedModel, rows: int, kv_memory: int | None):
@@ -51,7 +58,10 @@ class ModelSteps:
         self.vocabulary: int = config.vocab_size
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.cache = model.new_kv_cache(kv_memory=kv_memory)
-        self.cache.open_rows(rows)
+        try:
+            self.cache.open_rows(rows)
+        except CacheError as error:
+            raise UnsupportedModelError(f"An Engine cannot serve {config.model_type} models. {error}") from error
         self.pages: int | None = self.cache.free_pages()
         if self.pages is None and kv_memory is not None:
             # How many pages the memory holds is known once the first keys and values were seen.

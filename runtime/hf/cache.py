@@ -188,8 +188,14 @@ class KVCache(Cache):
         """Room for `count` sequences that join one by one; until then their rows store nothing.
 
         Raises:
-            CacheError: the cache is not empty, or a layer keeps states of its own (`other_layers` of the statistics).
+            CacheError: the cache is not empty, a layer keeps states of its own (`other_layers` of the statistics), or
+                layers read earlier layers' keys and values.
         """
+        if any(group.keep_for_sharing for group in self.groups):
+            raise CacheError(
+                "Sequences cannot join the cache of a model whose layers read earlier layers' keys and values: those "
+                "are compressed one pass later; generate in batches instead."
+            )
         if len(self.paged_layers()) < len(self.layers) or any(isinstance(layer, HybridLayer) for layer in self.layers):
             raise CacheError(
                 "Sequences cannot join a cache with layers that keep transformers' own states (linear attention and "

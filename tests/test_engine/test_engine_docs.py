@@ -8,7 +8,7 @@ import pytest
 from tiny.llama import write_recipe, write_tiny_llama
 
 from kvconvert import calibrate, export
-from kvconvert.runtime import Engine, KVCache
+from kvconvert.runtime import Engine
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "engine.md").read_text(encoding="utf8")
 
@@ -24,7 +24,6 @@ def test_every_method_is_described():
     assert not [name for name in methods if f"| `{name}(" not in PAGE]
 
 
-@pytest.mark.skipif(not hasattr(KVCache, "open_rows"), reason="the example takes the bundle's own cache")
 def test_the_example_runs(tmp_path, capsys):
     write_tiny_llama(tmp_path / "model", tied=True)
     recipe = write_recipe(tmp_path / "recipe.toml", method="rtn")

@@ -4,15 +4,13 @@ import random
 
 import pytest
 import torch
-from row_by_row import RowByRow
 from tiny.models import GREEDY, random_ids, tiny_model
 
 from kvconvert.methods import KVScheme
-from kvconvert.runtime import Engine, KVCache, Sampling
+from kvconvert.runtime import Engine, Sampling
 from kvconvert.runtime.hf.generation import adopt
 
 SCHEMES = ("kivi", "oscar", "kitty", "minikv", "calibquant-2bit")
-HAS_ROWS = hasattr(KVCache, "open_rows")
 MEMORY = 2**18
 
 
@@ -21,11 +19,6 @@ def bundle_model(scheme, architecture="llama"):
     model = tiny_model(architecture, num_hidden_layers=2, gain=3.0)
     adopt(model, [KVScheme.preset(scheme).with_online_rotation()] * 2, {})
     return model
-
-
-def served(model):
-    """The model as an engine takes it."""
-    return model if HAS_ROWS else RowByRow(model)
 
 
 def some_requests(count, vocabulary, longest=300):
@@ -46,7 +39,7 @@ def some_requests(count, vocabulary, longest=300):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_requests_in_company_give_what_generate_gives_alone(scheme):
     model = bundle_model(scheme)
-    engine = Engine(served(model), max_batch=3, prompt_chunk=4096)
+    engine = Engine(model, max_batch=3, prompt_chunk=4096)
     prompts = [random_ids(1, length, seed=length) for length in (5, 127, 128, 131, 300)]
     requests = []
     for number, ids in enumerate(prompts):
@@ -61,7 +54,7 @@ def test_requests_in_company_give_what_generate_gives_alone(scheme):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_prompts_in_chunks_give_what_generate_gives_for_the_same_chunks(scheme):
     model = bundle_model(scheme)
-    engine = Engine(served(model), max_batch=2, prompt_chunk=100)
+    engine = Engine(model, max_batch=2, prompt_chunk=100)
     prompts = [random_ids(1, length, seed=length) for length in (100, 101, 300)]
     requests = [engine.add(ids, max_new_tokens=10, stop_token_ids=[]) for ids in prompts]
     engine.run()
@@ -77,11 +70,11 @@ def test_a_soak_leaks_no_page_starves_none_and_changes_no_tokens(scheme, count):
     kinds = some_requests(min(count, 150), model.config.vocab_size)
     alone = []
     for arguments in kinds:
-        engine = Engine(served(model), max_batch=1)
+        engine = Engine(model, max_batch=1)
         request = engine.add(**arguments)
         engine.run()
         alone.append(request.tokens)
-    engine = Engine(served(model), kv_memory=MEMORY, max_batch=6, prompt_chunk=4096)
+    engine = Engine(model, kv_memory=MEMORY, max_batch=6, prompt_chunk=4096)
     empty = engine.stats().pages_free
     assert empty is not None
     dice = random.Random(1)
@@ -111,7 +104,7 @@ def test_a_soak_leaks_no_page_starves_none_and_changes_no_tokens(scheme, count):
 
 def test_a_short_cache_makes_requests_wait_and_none_fails():
     model = bundle_model("kivi")
-    engine = Engine(served(model), kv_memory=MEMORY, max_batch=64)
+    engine = Engine(model, kv_memory=MEMORY, max_batch=64)
     pages = engine.stats().pages_free
     requests = [engine.add(random_ids(1, 250, seed=n), max_new_tokens=20, stop_token_ids=[]) for n in range(pages)]
     assert sum(request.state == "waiting" for request in requests) > 0
@@ -129,7 +122,7 @@ def test_text_streams_and_ends_before_a_stop_string():
     tokenizer = AutoTokenizer.from_pretrained(reference)
     model = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
     adopt(model, [KVScheme.preset("kivi")] * model.config.num_hidden_layers, {})
-    engine = Engine(served(model), tokenizer, max_batch=2)
+    engine = Engine(model, tokenizer, max_batch=2)
     ids = tokenizer("It was a dark night, and the old house", return_tensors="pt").input_ids
     free = engine.add(ids, max_new_tokens=24)
     whole = "".join(event.text for event in engine.stream(free))

@@ -15,13 +15,10 @@ import serve
 import torch
 import uvicorn
 from fake_model import END, FakeModel
-from row_by_row import RowByRow
 from tiny.llama import write_recipe, write_tiny_llama
 
 from kvconvert import calibrate, export, load
-from kvconvert.runtime import Engine, KVCache
-
-HAS_ROWS = hasattr(KVCache, "open_rows")
+from kvconvert.runtime import Engine
 
 
 class Letters:
@@ -116,7 +113,7 @@ def test_a_bundle_streams_its_text_to_several_clients(bundle):
         tokens = model.generate(**inputs, max_new_tokens=20, do_sample=False, pad_token_id=0)
         whole = tokenizer.decode(tokens[0], skip_special_tokens=True)
         expected.append(whole[len(tokenizer.decode(inputs.input_ids[0], skip_special_tokens=True)) :])
-    engine = Engine(model if HAS_ROWS else RowByRow(model), tokenizer, max_batch=2)
+    engine = Engine(model, tokenizer, max_batch=2)
     heard = {}
     with serving(engine, tokenizer) as port:
 
@@ -234,7 +231,6 @@ def test_a_failed_step_ends_its_requests_and_the_server_goes_on():
         assert answer(port, prompt="hello", max_tokens=3, seed=1)[1]["finish_reason"] in ("length", "stop")
 
 
-@pytest.mark.skipif(not HAS_ROWS, reason="the script serves the bundle's own cache")
 def test_the_script_serves_a_bundle(bundle):
     script = Path(serve.__file__)
     command = [sys.executable, str(script), str(bundle), "--port", "0", "--max-batch", "2"]

@@ -5,7 +5,7 @@ import torch
 from tiny.models import GREEDY, random_ids, tiny_model
 
 from kvconvert.methods import KVScheme
-from kvconvert.runtime import Engine, KVCache, Sampling
+from kvconvert.runtime import Engine, Sampling
 from kvconvert.runtime.engine.sampling import gumbel_noise, sample
 from kvconvert.runtime.hf.generation import adopt
 
@@ -25,7 +25,6 @@ def test_noise_and_draws_are_those_of_a_cpu():
     assert drawn.cpu().equal(sample(logits, *columns))
 
 
-@pytest.mark.skipif(not hasattr(KVCache, "open_rows"), reason="the cache has no rows")
 @pytest.mark.parametrize("scheme", ["kivi", "oscar", "minikv"])
 def test_requests_in_company_give_what_generate_gives_alone(scheme):
     model = tiny_model("llama", num_hidden_layers=2, gain=3.0, head_dim=64).cuda()

@@ -1,0 +1,103 @@
+"""An Engine, `generate` and a loop of one's own give the same tokens, on many architectures and on trained models."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tiny.models import ARCHITECTURES, GREEDY, REFERENCE, random_ids
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvconvert.errors import UnsupportedModelError
+from kvconvert.methods import KVScheme
+from kvconvert.runtime import Engine
+from kvconvert.runtime.hf.generation import adopt
+
+STATES = "layers that keep transformers' own states"
+SHARED = "layers read earlier layers' keys and values"
+REFUSED = {
+    "llama4_text": "chunks of llama4_text models' attention are counted from the beginning of the batch",
+    "bloom": "bloom models take no position_ids",
+    "mpt": "mpt models take no position_ids",
+    "gemma3n_text": SHARED,
+    "gemma4_text_shared": SHARED,
+    "deepseek_v3": "latent attention",
+    "falcon": "computes attention by itself",
+} | {name: STATES for name, entry in ARCHITECTURES.items() if "linear_attention" in entry.features}
+# `generate` counts PaliGemma's positions from 1 and an Engine from 0: the same attention, but other pages.
+ONE_BASED = {"paligemma"}
+# A sliding window, soft caps, sink logits, a mixture, and text prompts of a vision-language model.
+ALWAYS = ("mistral", "gemma2", "gpt_oss", "qwen3_moe", "qwen2_5_vl")
+SERVED = [
+    pytest.param(name, marks=() if name in ALWAYS else pytest.mark.full)
+    for name, entry in ARCHITECTURES.items()
+    if name not in REFUSED and not {"mla", "linear_attention"} & entry.features and name != "falcon_alibi"
+]
+SMOLLM2 = os.environ.get("KVCONVERT_SMOLLM2")
+BEGINNINGS = (
+    "It was a dark night, and the old house",
+    "Once upon a time there was",
+    "The captain looked at the sea for a long time. " * 12,
+    "My dear friend, I have to tell you that",
+)
+
+
+def low_bit(model, scheme="kivi"):
+    """The model with the attention and the caches of a bundle."""
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    adopt(model, [KVScheme.preset(scheme).with_online_rotation()] * layers, {})
+    return model
+
+
+@torch.no_grad()
+def looped(model, ids, new):
+    """Greedy tokens of a loop around the model, as anyone would write it."""
+    cache, tokens = model.new_kv_cache(), []
+    logits = model(input_ids=ids, past_key_values=cache).logits
+    for _ in range(new):
+        tokens.append(logits[:, -1].argmax(-1))
+        logits = model(input_ids=tokens[-1][:, None], past_key_values=cache).logits
+    return torch.cat(tokens).tolist()
+
+
+def check_agreement(model, prompts, new):
+    """Greedy tokens of prompts [1, n]: together in an engine of fewer rows, and each alone."""
+    engine = Engine(model, max_batch=2, prompt_chunk=4096)
+    requests = [engine.add(ids, max_new_tokens=new, stop_token_ids=[]) for ids in prompts]
+    engine.run()
+    for ids, request in zip(prompts, requests, strict=True):
+        generated = model.generate(ids, max_new_tokens=new, **GREEDY)[0, ids.shape[1] :].tolist()
+        assert request.tokens == generated == looped(model, ids, new)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_engine_generate_and_a_loop_agree_on_every_architecture(name):
+    lengths = (5, 60, 90) if name in ONE_BASED else (5, 126, 131)
+    prompts = [random_ids(1, length, seed=length) for length in lengths]
+    check_agreement(low_bit(ARCHITECTURES[name].build()), prompts, 6)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_an_engine_cannot_serve_is_refused_by_name(name):
+    with pytest.raises(UnsupportedModelError, match=REFUSED[name]):
+        Engine(low_bit(ARCHITECTURES[name].build()), max_batch=2)
+
+
+def written(directory, new, scheme):
+    """Check a trained model's continuations of texts."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    prompts = [tokenizer(text, return_tensors="pt").input_ids for text in BEGINNINGS]
+    check_agreement(low_bit(model, scheme), prompts, new)
+
+
+@pytest.mark.parametrize("scheme", ["oscar", "minikv"])
+def test_engine_generate_and_a_loop_agree_on_the_reference_model(scheme):
+    written(REFERENCE, 24, scheme)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(SMOLLM2 is None, reason="KVCONVERT_SMOLLM2 names no directory with SmolLM2-135M-Instruct")
+@pytest.mark.parametrize("scheme", ["oscar", "minikv"])
+def test_engine_generate_and_a_loop_agree_on_smollm2(scheme):
+    written(Path(SMOLLM2), 40, scheme)
