@@ -85,6 +85,12 @@ class KVCache(Cache):
             Full-precision tokens (sink tokens, residual windows, the prompt being processed) come on top.
         beside: another cache for this model, with which this one shares the storage of pages; see `beside()`.
 
+    Attributes:
+        schemes: of all layers; None for one that is not quantized.
+        groups: the bookkeeping of all layers with pages, see `runtime/cache/groups.py`.
+        captures: whether steps of a bundle's model over this cache may be replayed as CUDA graphs.
+        placeholders: ids of the tokens of each modality that a scheme compresses.
+
     Raises:
         RecipeError: a scheme says that weights are folded and the model's are not, or the number of schemes is wrong.
         UnsupportedModelError: no layer's keys and values can be kept here (latent attention, an attention of the
@@ -141,10 +147,8 @@ class KVCache(Cache):
                 layers.append(PagedLayer(store))
         super().__init__(layers=layers)
         self.groups = list(groups.values())
-        # Whether steps of a bundle's model may be replayed as CUDA graphs.
         self.captures = True
         self.share_tables(TableRegistry() if beside is None else beside.groups[0].registry)
-        # Ids of the tokens of each modality that a scheme compresses.
         self.placeholders = {
             modality: placeholder_ids(config, modality)
             for modality in sorted({group.scheme.modality for group in self.groups} - {"all"})
@@ -225,7 +229,10 @@ class KVCache(Cache):
             leave(group, row)
 
     def free_pages(self) -> int | None:
-        """Pages of 128 tokens that could still be written, in the group of layers with the fewest; None: no limit."""
+        """Pages of 128 tokens that could still be written, in the group of layers with the fewest; None without a limit.
+
+        A limit set by `kv_memory` is known in pages once the first keys and values were seen.
+        """
         free = [
             numbers.capacity - numbers.used
             for group in self.groups
