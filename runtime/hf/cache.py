@@ -189,7 +189,7 @@ class KVCache(Cache):
             group.registry, group.tables = registry, None
 
     def open_rows(self, count: int) -> None:
-        """Room for `count` sequences that join one by one; until then their rows store nothing.
+        """Make room for `count` sequences that join one by one; rows that none has joined store nothing.
 
         Raises:
             CacheError: the cache is not empty, or a layer keeps states of its own (`other_layers` of the statistics).
@@ -229,9 +229,9 @@ class KVCache(Cache):
             leave(group, row)
 
     def free_pages(self) -> int | None:
-        """Pages of 128 tokens that could still be written, in the group of layers with the fewest; None without a limit.
+        """Pages of 128 tokens that could still be written, in the group of layers with the fewest.
 
-        A limit set by `kv_memory` is known in pages once the first keys and values were seen.
+        None without a limit. One set by `kv_memory` is known in pages once the first keys and values were seen.
         """
         free = [
             numbers.capacity - numbers.used
