@@ -11,6 +11,8 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.methods import KVScheme
+from kvconvert.models.experts import EXPERT_ROLES, is_fused
+from kvconvert.runtime.hf.experts import PackedExperts
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.generation import adopt
 
@@ -81,6 +83,11 @@ def packed_model(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     generator = torch.Generator(device).manual_seed(seed)
+    for name, fused_experts in [(n, m) for n, m in model.named_modules() if is_fused(m)]:
+        packed = PackedExperts(
+            fused_experts, EXPERT_ROLES[0], lambda i, o, bias: random_linear(i, o, device, generator)
+        )
+        model.set_submodule(name, packed)
     for name, linear in list(model.model.layers.named_modules(prefix="model.layers")):
         if isinstance(linear, torch.nn.Linear) and linear.out_features % 128 == 0:
             model.set_submodule(name, random_linear(linear.in_features, linear.out_features, device, generator))

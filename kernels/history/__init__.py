@@ -35,7 +35,7 @@ __all__ = [
 
 # Up to so many queries of a chunk, attention over pages as they are stored is faster; measured on a CPU, estimated for
 # GPUs, where a tile's attention needs some hundred query rows to keep all multiprocessors busy.
-FEWEST_QUERIES = {"cpu": 32, "cuda": 64}
+FEWEST_QUERIES = {"cpu": 32, "cuda": 256}
 
 
 def unsupported(

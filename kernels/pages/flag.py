@@ -15,8 +15,10 @@ def new_flag(device: torch.device) -> torch.Tensor:
     return torch.full((1,), NOT_FLAGGED, dtype=torch.int32, device=device)
 
 
-def raise_if_flagged(flag: torch.Tensor, heads: int, of_span: bool = False) -> None:
+def raise_if_flagged(flag: torch.Tensor | int, heads: int, of_span: bool = False) -> None:
     """Wait for the kernels that were given `flag`, and raise what they found; the flag is lowered again.
+
+    The number that was read from a flag may take its place; whoever read it gives up the flag itself.
 
     Raises:
         GroupRangeError: NaN, infinity, or a scale or zero point beyond float16; `index` is (page, head), the page
@@ -26,7 +28,8 @@ def raise_if_flagged(flag: torch.Tensor, heads: int, of_span: bool = False) -> N
     found = int(flag)
     if found == NOT_FLAGGED:
         return
-    flag.fill_(NOT_FLAGGED)
+    if isinstance(flag, torch.Tensor):
+        flag.fill_(NOT_FLAGGED)
     place, is_group = divmod(found, 2)
     if not is_group:
         raise NumericError("the norm of a key token is not finite or exceeds float16")

@@ -120,6 +120,8 @@ def remove_tokens(parts: list[tuple[TokenBuffer, int, int, int]]) -> None:
     sources: list[torch.Tensor] = []
     for buffer, start, stop, used in parts:
         kept, moved = used - (stop - start), used - stop
+        if not moved and not buffer.shrinks_to(kept):
+            continue
         # Tokens that overlap with their destination have to be copied twice.
         if buffer.shrinks_to(kept) or not 0 < moved <= stop - start:
             buffer.remove([(start, stop)], used)

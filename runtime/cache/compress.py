@@ -33,6 +33,8 @@ def begin_forward(store: LayerStore) -> None:
     group = store.group
     if group.rehearsal is not None:
         return
+    if store.forward_pass is group.forward_pass:
+        read_flags(group)
     if group.keep_for_sharing and store.forward_pass is group.forward_pass is not None:
         compress(group, seal=False)
 
@@ -68,6 +70,28 @@ def end_forward(store: LayerStore) -> None:
     _execute(group, [store], latest.compression)
 
 
+def read_flags(group: Group) -> None:
+    """Wait for the kernels that have quantized pages since this was asked, and raise what they found.
+
+    A launch leaves what it could not store in a flag on the device. Read at once, the host would wait for every layer
+    in turn; so a pass ends without a look at it, and the next one begins with this.
+
+    Raises:
+        NumericError: keys or values could not be stored; the group cannot be used further.
+    """
+    launches, group.unread_flags = group.unread_flags, []
+    if not launches:
+        return
+    found = torch.stack([stores[0].flag for stores, _ in launches]).flatten().tolist()
+    for value, (stores, pages) in zip(found, launches, strict=True):
+        try:
+            with _NamedErrors(stores, 1, pages):
+                raise_if_flagged(value, stores[0].format.keys.heads)
+        except KvconvertError as error:
+            group.error = error
+            raise
+
+
 def seal(group: Group) -> None:
     """Compress the open prompts, which are complete: quantize them as spans, or evict; page methods have none."""
     if group.error is None and any(sequence.open_from is not None for sequence in group.sequences):
@@ -91,7 +115,7 @@ def _execute(group: Group, stores: list[LayerStore], plan: Compression) -> None:
                 (_seal_span if isinstance(work, SealSpan) else _evict)(store, work)
             for row, side, start, stop, used in plan.discards:
                 (store.rows[row].values if side else store.rows[row].keys).remove([(start, stop)], used)
-        _flush(stores, plan)
+        _flush(group, stores, plan)
     except KvconvertError as error:
         group.error = error
         raise
@@ -127,7 +151,7 @@ def _evict(store: LayerStore, work: Evict) -> None:
         side.replace(tokens.gather(1, index.unsqueeze(2).expand(-1, -1, tokens.shape[2])))
 
 
-def _flush(stores: list[LayerStore], plan: Compression) -> None:
+def _flush(group: Group, stores: list[LayerStore], plan: Compression) -> None:
     """Move complete pages of all rows to their storage: keys, then values."""
     if not (plan.keys or plan.values):
         return
@@ -141,9 +165,9 @@ def _flush(stores: list[LayerStore], plan: Compression) -> None:
                 continue
             with _NamedErrors(some, 1, sum(len(part.numbers) for part in pending)):
                 _quantize(some, pending, is_key)
-        # Read once for both sides: the host waits here for the device.
-        with _NamedErrors(some, 1, sum(len(part.numbers) for part in plan.keys or plan.values)):
-            raise_if_flagged(first.flag, first.format.keys.heads)
+        launch = (some, sum(len(part.numbers) for part in plan.keys or plan.values))
+        if runs_triton(first.device) and launch not in group.unread_flags:
+            group.unread_flags.append(launch)
     removed = []
     for store in stores:
         for pending, is_key in ((plan.keys, True), (plan.values, False)):
@@ -168,14 +192,13 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
     numbers = np.array([number for part in pending for number in part.numbers], dtype=np.int64)
     records = [storage.offsets(numbers, first.origin) * UNIT + first.origin.data_ptr() for storage in storages]
     width = size * sample.shape[2] * sample.element_size()
-    starts, strides = [], []
-    for store in stores:
-        for part in pending:
-            buffer = _buffer(store, part, is_key)
-            begin = buffer.address + part.start * width // size
-            starts += [begin + page * width for page in range(len(part.numbers))]
-            strides += [buffer.head_stride] * len(part.numbers)
-    writes = PageWrites(np.array(starts), np.array(strides), np.concatenate(records))
+    # Of each page, from the buffer that it lies in: which one, and how far from its beginning.
+    place = np.repeat(np.arange(len(pending)), [len(part.numbers) for part in pending])
+    distance = np.concatenate([part.start * width // size + width * np.arange(len(part.numbers)) for part in pending])
+    buffers = [[_buffer(store, part, is_key) for part in pending] for store in stores]
+    starts = np.array([[buffer.address for buffer in line] for line in buffers])[:, place] + distance
+    strides = np.array([[buffer.head_stride for buffer in line] for line in buffers])[:, place]
+    writes = PageWrites(starts.flatten(), strides.flatten(), np.concatenate(records))
     quantize_at(writes, sample, storages[0].views(pending[0].numbers)[0], first.flag, channels, static)
 
 

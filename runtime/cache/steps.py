@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from kvconvert.runtime.cache.compress import Group, compress, seal
+from kvconvert.runtime.cache.compress import Group, compress, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.groups import ForwardPass
 from kvconvert.runtime.cache.tables import GroupTables, prepare_step, runs_steps
@@ -47,6 +47,7 @@ class PlannedStep:
                 tables.advance()
             return
         for group in groups:
+            read_flags(group)
             seal(group)
             if group.keep_for_sharing and group.forward_pass is not None:
                 compress(group, seal=False)
@@ -106,6 +107,7 @@ def _continues(group: Group) -> bool:
         and not group.changed
         and group.changed is not None
         and group.error is None
+        and not group.unread_flags
         and not group.keep_for_sharing
     )
 

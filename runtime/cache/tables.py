@@ -164,31 +164,29 @@ class GroupTables:
         """Write the tables of some rows, for all layers at once; `stores` are those that the tables were made for."""
         size = group.page_size
         first_span = self._write_shared(sequences, stores)
-        tables, scale = np.zeros((self._layers, len(rows), 12), dtype=np.int64), 8 * stores[0].dtype.itemsize
-        origin = self.base.data_ptr()
         self._write_entries(stores, sequences, rows)
+        tables = np.zeros((self._layers, len(rows), 12), dtype=np.int64)
         for column, row in enumerate(rows):
             sequence = sequences[row]
             self.plans[row] = self._plan(group, row, sequence, first_span[row])
             self._write_positions(group, row, sequence)
             skips = [(sequence.pages - len(s.pages)) * size for s in (sequence.keys, sequence.values)]
-            shift = sequence.values.buffered - sequence.keys.buffered
-            tail = [sequence.sink_tokens, *skips, sequence.residual(size)]
-            capacity = []
-            for layer, store in enumerate(stores):
-                keys, values = store.rows[row].keys, store.rows[row].values
+            tables[:, column, 4:8] = [sequence.sink_tokens, *skips, sequence.residual(size)]
+        shift = np.array([sequences[row].values.buffered - sequences[row].keys.buffered for row in rows])
+        origin, least = self.base.data_ptr(), []
+        for layer, store in enumerate(stores):
+            lines = [store.rows[row] for row in rows]
+            for side, buffers in enumerate(([line.keys for line in lines], [line.values for line in lines])):
                 # An empty buffer has no address.
-                at_keys = keys.address - origin if keys.address else 0
-                at_values = values.address - origin if values.address else 0
-                item, width = store.dtype.itemsize, values.tensor.shape[2]
-                tables[layer, column, :8] = [
-                    at_keys // scale, keys.head_stride // 8, at_values // scale, values.head_stride // 8, *tail
-                ]  # fmt: skip
-                tables[layer, column, 8:] = [
-                    at_keys // item, keys.head_stride, at_values // item + shift * width, values.head_stride
-                ]  # fmt: skip
-                capacity.append((keys.tensor.shape[1], values.tensor.shape[1]))
-            self.capacity[row] = tuple(min(side) for side in zip(*capacity, strict=True))
+                address = np.array([buffer.address or origin for buffer in buffers]) - origin
+                stride = np.array([buffer.head_stride for buffer in buffers])
+                elements = address // store.dtype.itemsize
+                width = buffers[0].tensor.shape[2] if side else 0
+                tables[layer, :, 2 * side], tables[layer, :, 2 * side + 1] = elements // 8, stride // 8
+                tables[layer, :, 8 + 2 * side], tables[layer, :, 9 + 2 * side] = elements + shift * width, stride
+            least.append([(line.keys.tensor.shape[1], line.values.tensor.shape[1]) for line in lines])
+        for row, room in zip(rows, np.array(least).min(0).tolist(), strict=True):
+            self.capacity[row] = tuple(room)
         on_device = torch.from_numpy(tables).to(self.device)
         where = slice(None) if len(rows) == self.rows else torch.tensor(rows, device=self.device)
         self.described[:, where], self.appends[:, where] = on_device[..., :8], on_device[..., 8:]

@@ -33,6 +33,17 @@ class RowState:
         self._host_floats[0] = GREEDY.temperature
         self._integers = torch.from_numpy(self._host_integers).to(device, copy=True)
         self._floats = torch.from_numpy(self._host_floats).to(device, copy=True)
+        # A copy from pageable memory would wait for what the device is doing. These are written again after as many
+        # steps, when their copies are over: results are read one step late at most.
+        pinned = device.type == "cuda"
+        self._staging = [
+            (
+                torch.zeros(self._integers.shape, dtype=torch.int64, pin_memory=pinned),
+                torch.zeros(self._floats.shape, dtype=torch.float32, pin_memory=pinned),
+            )
+            for _ in range(4)
+        ]
+        self._turn = 0
         self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self._sampling = [GREEDY] * rows
 
@@ -59,9 +70,11 @@ class RowState:
         for row, request in running.items():
             self._host_integers[0, row] = len(request.prompt) + request.launched - 1
             self._host_integers[1, row] = request.launched
-        # From pageable memory, so that the host may write on at once, without waiting for what the device is doing.
-        self._integers.copy_(torch.from_numpy(self._host_integers), non_blocking=True)
-        self._floats.copy_(torch.from_numpy(self._host_floats), non_blocking=True)
+        integers, floats = self._staging[self._turn]
+        self._turn = (self._turn + 1) % len(self._staging)
+        integers.numpy()[:], floats.numpy()[:] = self._host_integers, self._host_floats
+        self._integers.copy_(integers, non_blocking=True)
+        self._floats.copy_(floats, non_blocking=True)
 
     def choose(self, logits: Tensor) -> Tensor:
         """The next token of every row from logits [rows, V], int64 [rows]; they become `ids`."""

@@ -15,7 +15,7 @@ from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError
 from kvconvert.methods import KVScheme, spread_ratios
 from kvconvert.models.layer_types import HYBRID_LAYER_TYPES, has_pages, layer_types_of, pages_unsupported
 from kvconvert.models.modality import Modality, placeholder_ids
-from kvconvert.runtime.cache.compress import Group, seal
+from kvconvert.runtime.cache.compress import Group, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry
 from kvconvert.runtime.cache.rows import join, leave, open_rows
@@ -88,7 +88,8 @@ class KVCache(Cache):
     Attributes:
         schemes: of all layers; None for one that is not quantized.
         groups: the bookkeeping of all layers with pages, see `runtime/cache/groups.py`.
-        captures: whether steps of a bundle's model over this cache may be replayed as CUDA graphs.
+        replays: whether steps of a bundle's model over this cache may be replayed as CUDA graphs; every call of
+            `generate` says it anew.
         placeholders: ids of the tokens of each modality that a scheme compresses.
 
     Raises:
@@ -147,7 +148,7 @@ class KVCache(Cache):
                 layers.append(PagedLayer(store))
         super().__init__(layers=layers)
         self.groups = list(groups.values())
-        self.captures = True
+        self.replays = True
         self.share_tables(TableRegistry() if beside is None else beside.groups[0].registry)
         self.placeholders = {
             modality: placeholder_ids(config, modality)
@@ -250,7 +251,13 @@ class KVCache(Cache):
         return [layer.store for layer in self.paged_layers()]
 
     def stats(self) -> CacheStats:
-        """Measure the cache; cheap enough for every step."""
+        """Measure the cache; cheap enough for every step.
+
+        Raises:
+            NumericError: keys or values could not be stored.
+        """
+        for group in self.groups:
+            read_flags(group)
         stores = [layer.store for layer in self.paged_layers() if layer.is_initialized]
         return CacheStats(
             tokens=max((store.tokens() for store in stores), default=0),

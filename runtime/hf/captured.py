@@ -99,7 +99,7 @@ class CapturedSteps:
         cache, ids = arguments.get("past_key_values"), arguments.get("input_ids")
         if self.reason is not None or not isinstance(cache, KVCache) or not isinstance(ids, torch.Tensor):
             return False
-        if not ids.is_cuda or ids.dim() != 2 or ids.shape[1] != 1 or not cache.captures:
+        if not ids.is_cuda or ids.dim() != 2 or ids.shape[1] != 1 or not cache.replays:
             return False
         if torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing() or not cache.groups[0].rows:
             return False

@@ -62,6 +62,8 @@ class BundleModel:
                 f"cache_implementation={implementation!r} is not possible with a bundle's low-bit cache; leave it out, "
                 'or pass "dynamic" for a full-precision cache.'
             )
+        if isinstance(model_kwargs.get("past_key_values"), KVCache):
+            model_kwargs["past_key_values"].replays = not generation_config.disable_compile
         if generation_config.use_cache is False and _caches(self):
             # Recomputing everything at each step is slow but correct, and what the user asked for.
             return super()._prepare_cache_for_generation(
@@ -73,7 +75,7 @@ class BundleModel:
             and generation_config.use_cache is not False
         ):
             cache = self.new_kv_cache()
-            cache.captures = not generation_config.disable_compile
+            cache.replays = not generation_config.disable_compile
             if generation_config.is_assistant:
                 cache.activate_past_recording()
             elif generation_config.prefill_chunk_size is None:

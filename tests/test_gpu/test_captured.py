@@ -72,10 +72,10 @@ def test_a_second_turn_and_a_loop_of_ones_own():
     answers = []
     for captures in (False, True):
         cache = model.new_kv_cache()
-        cache.captures = captures
-        first = model.generate(random_ids(1, 130).cuda(), past_key_values=cache, max_new_tokens=140, **GREEDY)
+        arguments = {"past_key_values": cache, "disable_compile": not captures, **GREEDY}
+        first = model.generate(random_ids(1, 130).cuda(), max_new_tokens=140, **arguments)
         more = torch.cat([first, random_ids(1, 30, seed=3).cuda()], 1)
-        second = model.generate(more, past_key_values=cache, max_new_tokens=20, **GREEDY)
+        second = model.generate(more, max_new_tokens=20, **arguments)
         token = second[:, -1:]
         with torch.no_grad():
             for _ in range(20):
