@@ -10,9 +10,10 @@ grown by.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
+import numpy as np
 import torch
 
 from kvconvert.kernels.pages.formats import PAGE_SIZE
@@ -24,6 +25,8 @@ RESIDUAL_TOKENS = 64
 HALF_QUANTIZED_COST = 16
 # Columns of an item, which the kernel knows by number.
 ITEM_COLUMNS = 16
+# How often programs are replaced by others where there are many sequences.
+WAVES = 4
 # An end that no sequence reaches: the kernel stops at the residual window's own length.
 OPEN_END = 1 << 30
 
@@ -100,25 +103,27 @@ def plan_work(sequences: Sequence[SequencePlan], programs: int) -> WorkPlan:
         sequences: what the batch holds.
         programs: how many items can run side by side for one KV head and block of queries.
     """
+    if WAVES * len(sequences) > programs:
+        # As many items as programs would leave one wave nearly empty, and some sequences half as much as others.
+        programs *= WAVES
     units = [_units(sequence) for sequence in sequences]
     most = _units_per_item(sequences, units, max(programs, len(sequences)))
-    items: list[list[int]] = []
-    item_rows, slot_rows = [0], [0]
-    for row, (sequence, total) in enumerate(zip(sequences, units, strict=True)):
-        slot = slot_rows[-1]
-        for item in _divide(sequence, row, max(1, min(most, total))):
-            for part, column in ((1, 7), (3, 8), (5, 9)):
-                if item[part] < item[part + 1]:
-                    item[column], slot = slot, slot + 1
-            items.append(item)
-        item_rows.append(len(items))
-        slot_rows.append(slot)
+    divided = [
+        _items(sequence, row, max(1, min(most, total)))
+        for row, (sequence, total) in enumerate(zip(sequences, units, strict=True))
+    ]
+    items = np.concatenate(divided)
+    present = items[:, [1, 3, 5]] < items[:, [2, 4, 6]]
+    numbers = present.cumsum().reshape(present.shape)
+    items[:, 7:10] = np.where(present, numbers - 1, -1)
+    item_rows = np.cumsum([0, *(len(part) for part in divided)])
+    slot_rows = np.concatenate([[0], numbers[:, 2]])[item_rows]
     return WorkPlan(
-        torch.tensor(items, dtype=torch.int32).reshape(-1, ITEM_COLUMNS),
-        torch.tensor(item_rows, dtype=torch.int32),
-        torch.tensor(slot_rows, dtype=torch.int32),
-        slot_rows[-1],
-        max(end - begin for begin, end in pairwise(slot_rows)),
+        torch.from_numpy(items),
+        torch.from_numpy(item_rows.astype(np.int32)),
+        torch.from_numpy(slot_rows.astype(np.int32)),
+        int(slot_rows[-1]),
+        int(np.diff(slot_rows).max()),
     )
 
 
@@ -137,9 +142,29 @@ def _units_per_item(sequences: Sequence[SequencePlan], units: list[int], program
         else:
             low = middle + 1
     # Pages and half-quantized pages are not divided further, so that items may stay below what they can hold.
-    while low < max(units) and sum(len(_divide(sequence, 0, low)) for sequence in sequences) > programs:
+    while low < max(units) and sum(len(_items(sequence, 0, low)) for sequence in sequences) > programs:
         low += max(1, low // 8)
     return low
+
+
+def _items(sequence: SequencePlan, row: int, most: int) -> np.ndarray:
+    """The items of one sequence, int32 [n, 16], without slots."""
+    if len(sequence.segments) > 1 or any(segment.scales or segment.first_token for segment in sequence.segments):
+        return np.array(_divide(sequence, row, most), dtype=np.int32)
+    # Sequences of the same lengths are divided in the same way, wherever their entries are.
+    begin = sequence.segments[0].begin if sequence.segments else sequence.half_quantized_begin
+    segments = tuple(replace(s, begin=s.begin - begin, end=s.end - begin) for s in sequence.segments)
+    here = replace(sequence, segments=segments, half_quantized_begin=sequence.half_quantized_begin - begin)
+    items = _divided_alike(here, most).copy()
+    items[:, 0] = row
+    items[:, 1:3] += begin * (items[:, 1:2] < items[:, 2:3])
+    items[:, 15] += begin * (items[:, 3] < items[:, 4])
+    return items
+
+
+@lru_cache(maxsize=4096)
+def _divided_alike(sequence: SequencePlan, most: int) -> np.ndarray:
+    return np.array(_divide(sequence, 0, most), dtype=np.int32)
 
 
 def _divide(sequence: SequencePlan, row: int, most: int) -> list[list[int]]:

@@ -34,7 +34,7 @@ def begin_forward(store: LayerStore) -> None:
     if group.rehearsal is not None:
         return
     if store.forward_pass is group.forward_pass:
-        read_flags(group)
+        read_flags(group, wait=False)
     if group.keep_for_sharing and store.forward_pass is group.forward_pass is not None:
         compress(group, seal=False)
 
@@ -70,26 +70,29 @@ def end_forward(store: LayerStore) -> None:
     _execute(group, [store], latest.compression)
 
 
-def read_flags(group: Group) -> None:
-    """Wait for the kernels that have quantized pages since this was asked, and raise what they found.
+def read_flags(group: Group, wait: bool = True) -> None:
+    """Raise what kernels found that have quantized pages; without `wait`, those that have ended so far.
 
     A launch leaves what it could not store in a flag on the device. Read at once, the host would wait for every layer
-    in turn; so a pass ends without a look at it, and the next one begins with this.
+    in turn; so the flag is copied to the host, and a later pass has a look at it.
 
     Raises:
         NumericError: keys or values could not be stored; the group cannot be used further.
     """
-    launches, group.unread_flags = group.unread_flags, []
-    if not launches:
-        return
-    found = torch.stack([stores[0].flag for stores, _ in launches]).flatten().tolist()
-    for value, (stores, pages) in zip(found, launches, strict=True):
-        try:
-            with _NamedErrors(stores, 1, pages):
-                raise_if_flagged(value, stores[0].format.keys.heads)
-        except KvconvertError as error:
-            group.error = error
-            raise
+    while group.unread_flags:
+        flags, copied, launches = group.unread_flags[0]
+        if copied is not None and not copied.query():
+            if not wait:
+                return
+            copied.synchronize()
+        del group.unread_flags[0]
+        for value, (stores, pages) in zip(flags.tolist(), launches, strict=True):
+            try:
+                with _NamedErrors(stores, 1, pages):
+                    raise_if_flagged(value, stores[0].format.keys.heads)
+            except KvconvertError as error:
+                group.error = error
+                raise
 
 
 def seal(group: Group) -> None:
@@ -155,7 +158,7 @@ def _flush(group: Group, stores: list[LayerStore], plan: Compression) -> None:
     """Move complete pages of all rows to their storage: keys, then values."""
     if not (plan.keys or plan.values):
         return
-    size = stores[0].page_size
+    size, launches = stores[0].page_size, []
     for some in _launched_together(stores):
         first = some[0]
         if first.flag is None:
@@ -165,9 +168,14 @@ def _flush(group: Group, stores: list[LayerStore], plan: Compression) -> None:
                 continue
             with _NamedErrors(some, 1, sum(len(part.numbers) for part in pending)):
                 _quantize(some, pending, is_key)
-        launch = (some, sum(len(part.numbers) for part in plan.keys or plan.values))
-        if runs_triton(first.device) and launch not in group.unread_flags:
-            group.unread_flags.append(launch)
+        if runs_triton(first.device):
+            launches.append((some, sum(len(part.numbers) for part in plan.keys or plan.values)))
+    if launches:
+        flags, copied = torch.cat([some[0].flag for some, _ in launches]), None
+        if flags.is_cuda:
+            flags, copied = flags.to("cpu", non_blocking=True), torch.cuda.Event()
+            copied.record()
+        group.unread_flags.append((flags, copied, launches))
     removed = []
     for store in stores:
         for pending, is_key in ((plan.keys, True), (plan.values, False)):

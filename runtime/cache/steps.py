@@ -47,7 +47,7 @@ class PlannedStep:
                 tables.advance()
             return
         for group in groups:
-            read_flags(group)
+            read_flags(group, wait=False)
             seal(group)
             if group.keep_for_sharing and group.forward_pass is not None:
                 compress(group, seal=False)
@@ -107,7 +107,6 @@ def _continues(group: Group) -> bool:
         and not group.changed
         and group.changed is not None
         and group.error is None
-        and not group.unread_flags
         and not group.keep_for_sharing
     )
 

@@ -187,8 +187,8 @@ class GroupTables:
             least.append([(line.keys.tensor.shape[1], line.values.tensor.shape[1]) for line in lines])
         for row, room in zip(rows, np.array(least).min(0).tolist(), strict=True):
             self.capacity[row] = tuple(room)
-        on_device = torch.from_numpy(tables).to(self.device)
-        where = slice(None) if len(rows) == self.rows else torch.tensor(rows, device=self.device)
+        on_device = upload(torch.from_numpy(tables), self.device)
+        where = slice(None) if len(rows) == self.rows else upload(list(rows), self.device)
         self.described[:, where], self.appends[:, where] = on_device[..., :8], on_device[..., 8:]
 
     def _write_entries(self, stores: list[LayerStore], sequences: tuple[Sequence, ...], rows: list[int]) -> None:
@@ -225,7 +225,7 @@ class GroupTables:
 
     def _place(self, table: torch.Tensor, places: list[int], offsets: np.ndarray) -> None:
         """Write [L, n] offsets to entries of all layers' lines."""
-        table[:, torch.tensor(places, device=self.device)] = torch.from_numpy(offsets).to(self.device)
+        table[:, upload(places, self.device)] = upload(torch.from_numpy(offsets), self.device)
 
     def _offset(self, tensor: torch.Tensor) -> int:
         """Where a contiguous tensor begins, in units of 16 bytes from `base`."""
@@ -259,7 +259,7 @@ class GroupTables:
                 if table is None or len(table) < len(lines):
                     room = max(len(lines), self.rows)
                     self.shared[layer] = table = torch.zeros(room, 4, dtype=torch.int64, device=self.device)
-                table[: len(lines)] = torch.tensor(lines, dtype=torch.int64).to(self.device)
+                table[: len(lines)] = upload(lines, self.device)
         return first
 
     def _plan(self, group: Group, row: int, sequence: Sequence, first_span: int) -> SequencePlan:
@@ -295,7 +295,7 @@ class GroupTables:
         parts += [positions.slice(begin + sequence.pages * size, len(positions))]
         known = torch.cat(parts)[: self.positions.shape[1]]
         future = torch.arange(group.logical, group.logical + self.positions.shape[1] - len(known))
-        self.positions[row] = torch.cat([known, future]).to(self.device)
+        self.positions[row] = upload(torch.cat([known, future]), self.device)
 
     def work(self, group: Group, sequences: tuple[Sequence, ...], programs: int) -> WorkPlan:
         """How one step's attention is divided among about `programs` programs.
@@ -335,8 +335,8 @@ class GroupTables:
         target, items = self._room[key], plan.items.new_zeros(room, plan.items.shape[1])
         items[: len(plan.items)] = plan.items
         for tensor, source in ((target.items, items), (target.item_rows, plan.item_rows)):
-            tensor.copy_(source)
-        target.slot_rows.copy_(plan.slot_rows)
+            tensor.copy_(upload(source, self.device))
+        target.slot_rows.copy_(upload(plan.slot_rows, self.device))
         return target
 
     def write_step(self, group: Group, forward_pass: ForwardPass) -> None:
@@ -345,8 +345,8 @@ class GroupTables:
         for destination in forward_pass.destinations:
             first[destination.row] = destination.first_key
         residual = [sequence.residual(group.page_size) for sequence in group.sequences]
-        self.step.copy_(torch.tensor([first, residual, [forward_pass.start] * self.rows]))
-        self._increment[:2] = torch.tensor([index >= 0 for index in first], device=self.device).long()
+        self.step.copy_(upload([first, residual, [forward_pass.start] * self.rows], self.device))
+        self._increment[:2] = upload([int(index >= 0) for index in first], self.device)
         self._increment[2] = 1
         self.steps_left = self._count_steps(group)
         for row, sequence in enumerate(group.sequences):
@@ -401,6 +401,12 @@ class GroupTables:
         column, head = self.step[2].view(-1, 1, 1), torch.zeros((), dtype=torch.int64, device=self.device)
         seen = chunk.mask_function(batch, head, column, self.positions.unsqueeze(1))
         return seen.expand(self.rows, 1, self.positions.shape[1]).to(torch.uint8).unsqueeze(2)
+
+
+def upload(data: torch.Tensor | list, device: torch.device) -> torch.Tensor:
+    """Integers on a device, without waiting for what it is doing, as a copy from pageable memory would."""
+    tensor = torch.tensor(data) if isinstance(data, list) else data
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def step_tables(store: LayerStore) -> GroupTables | None:

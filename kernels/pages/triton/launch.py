@@ -72,7 +72,10 @@ def quantize_addressed(
     table[:, 1] = writes.head_strides
     table[:, 2] = (writes.records - records.data_ptr()) // records.element_size()
     table[:, 3] = f.page_size
-    on_device = torch.from_numpy(table).to(like.device, non_blocking=True)
+    on_host = torch.from_numpy(table)
+    # From pageable memory the copy would wait for what the device is doing.
+    on_host = on_host.pin_memory() if like.is_cuda else on_host
+    on_device = on_host.to(like.device, non_blocking=True)
     if isinstance(f, KeyFormat):
         quantize_key_pages(like, like.stride(1), on_device, f, records, flag, channels, static)
     else:
