@@ -99,6 +99,7 @@ def _attend_to_stored(
     softcap: float | None,
     sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Attention of some rows' queries over pages as they are stored: [B, Hq, T, E], other rows being meaningless."""
     tables = step_tables(store)
     key_window, value_window = store.scheme.key_recent_tokens, store.scheme.value_recent_tokens
     return decode_attention(

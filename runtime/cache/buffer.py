@@ -28,7 +28,7 @@ GPU_GROWTH = BufferGrowth(128, 128)
 class TokenBuffer:
     """Room for keys or values of one sequence: sink tokens, then the tokens after the last page.
 
-    How many of its tokens are in use is the sequence's matter (`Side.buffered`), and an argument here.
+    How many of its tokens are in use is recorded in the sequence (`Side.buffered`), and an argument here.
 
     Args:
         tensor: [H, capacity, channels].
@@ -43,7 +43,8 @@ class TokenBuffer:
 
     def _hold(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        # Asked for by the tables of every flush: much cheaper than asking the tensor. An empty one has no address.
+        # Tables read these at every flush, and reading them from the tensor takes much longer. An empty one has no
+        # address.
         self.address, self.head_stride = tensor.data_ptr() if tensor.numel() else 0, tensor.stride(0)
 
     def __deepcopy__(self, memo: dict) -> TokenBuffer:
@@ -51,7 +52,7 @@ class TokenBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the room."""
+        """Bytes allocated."""
         return self.tensor.nbytes
 
     @property
@@ -107,7 +108,7 @@ class TokenBuffer:
             self.tensor[:, ends[0] : kept] = torch.cat([self.tensor[:, part] for part in rest[1:]], 1)
 
     def replace(self, tokens: torch.Tensor) -> None:
-        """Hold exactly these tokens [H, n, channels]."""
+        """Hold these tokens [H, n, channels] instead of the present ones."""
         new = self.tensor.new_empty(self.tensor.shape[0], self._room(tokens.shape[1]), self.tensor.shape[2])
         new[:, : tokens.shape[1]] = tokens
         self._hold(new)

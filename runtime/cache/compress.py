@@ -44,6 +44,10 @@ def end_forward(store: LayerStore) -> None:
 
     A prompt is compressed layer by layer, so that no more than one layer's tokens lie in full precision; what a single
     token completes is compressed once all layers of the group are there, in as few launches as for one.
+
+    Raises:
+        CacheError: the pages have a fixed capacity and no room left.
+        NumericError: keys or values that cannot be stored; the group is unusable afterwards.
     """
     group, latest = store.group, store.forward_pass
     if store.ended is latest or group.rehearsal is latest:
@@ -98,7 +102,7 @@ def seal(group: Group) -> None:
 
 
 def compress(group: Group, seal: bool) -> None:
-    """Compress, in all layers of a group, what is complete between forward passes."""
+    """Compress, in all layers of a group, what is complete between passes; errors are those of `end_forward`."""
     plan = group.compress(seal)
     if not plan.is_empty:
         _execute(group, group.stores, plan)
@@ -107,6 +111,7 @@ def compress(group: Group, seal: bool) -> None:
 
 
 def _execute(group: Group, stores: list[LayerStore], plan: Compression) -> None:
+    """Do what is planned in some layers of a group."""
     try:
         for store in stores:
             for work in plan.seals:
@@ -122,6 +127,7 @@ def _execute(group: Group, stores: list[LayerStore], plan: Compression) -> None:
 
 
 def _seal_span(store: LayerStore, work: SealSpan) -> None:
+    """Quantize a prompt as one span."""
     row, parts = store.rows[work.row], list(work.parts)
     with _NamedErrors([store], 0):
         keys, values = (_joined([side.tokens(*part) for part in parts]) for side in (row.keys, row.values))

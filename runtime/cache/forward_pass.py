@@ -16,7 +16,7 @@ from kvconvert.errors import CacheError
 # (batch, head, query positions, key positions) -> bool, broadcast over all four; as transformers' mask functions.
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Queries times keys whose mask is looked at together.
+# Entries of a mask, queries times keys, that are evaluated at once.
 BLOCK = 1 << 24
 
 
@@ -128,7 +128,7 @@ class Chunk:
 
         Args:
             window: tokens that a query attends to, its own included.
-            stored: identifies what is stored; layers that store the same tokens share one look at the mask.
+            stored: identifies what is stored; layers that store the same tokens share one evaluation of the mask.
             positions: gives int64 [n] of each row's stored tokens.
         """
         key = (window, stored)

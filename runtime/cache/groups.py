@@ -53,7 +53,7 @@ class PendingPages(NamedTuple):
         row: of the batch.
         start: index of their first token.
         numbers: under which they will be stored.
-        used: tokens in the buffer before.
+        used: tokens in the buffer before the pages leave it.
     """
 
     row: int
@@ -135,6 +135,8 @@ class LayerGroup(Generic[Store]):
         indices: their numbers in the model.
         registry: of the tables that kernels follow, see `runtime/cache/tables.py`; tables: those in use.
         policy: how prompts are compressed.
+        key_numbers, value_numbers: which pages are in use on each side.
+        shares_pages: whether another group has pages under these numbers, too.
         waiting: single tokens that every occupied row has got since the sequences were last looked at.
         logical: positions so far, padding included.
         attended: positions whose own attention is over.
@@ -142,7 +144,7 @@ class LayerGroup(Generic[Store]):
         record_past: keep the newest tokens uncompressed until `crop` says which of them stay (assisted decoding).
         seal_at_once: the next forward pass holds the whole prompt.
         modality_mask: the tokens of the scheme's modality in the next forward pass.
-        version: changes with whatever block tables describe: pages, spans, buffers, and the order of sequences.
+        version: changes with whatever tables describe: pages, spans, buffers, and the order of sequences.
         changed: rows that changed so since tables were written; None where all may have.
         forward_pass: the latest; passes: how many there were.
         rehearsal: a pass whose kernels are launched again or recorded, while nothing else changes; else None.
@@ -212,7 +214,7 @@ class LayerGroup(Generic[Store]):
             store.sequences = self._sequences
 
     def add(self, store: Store, index: int) -> None:
-        """Let a layer follow this group."""
+        """Add a layer, whose number in the model is `index`."""
         self.stores.append(store)
         self.indices.append(index)
         for numbers in (self.key_numbers, self.value_numbers):
@@ -248,7 +250,7 @@ class LayerGroup(Generic[Store]):
             self.changed.add(row)
 
     def begin(self, length: int) -> ForwardPass:
-        """A new forward pass with so many new positions.
+        """Begin a forward pass with `length` new positions.
 
         Raises:
             CacheError: what is stored has become unusable.
@@ -360,7 +362,10 @@ class LayerGroup(Generic[Store]):
     def _with_pages(
         self, row: int, sequence: Sequence, keys: list[PendingPages], values: list[PendingPages]
     ) -> Sequence:
-        """The sequence with all pages that are complete, except for recent tokens; they are added to the lists."""
+        """The sequence once complete pages beyond its recent windows have left the buffers.
+
+        These pages are added to `keys` and `values`.
+        """
         size, scheme = self.page_size, self.scheme
         held_back = size if self.record_past else 0
         sides = []
@@ -384,7 +389,10 @@ class LayerGroup(Generic[Store]):
         discards: list[Discard],
         outside_pages: list[tuple[PageNumbers, tuple[int, ...]]],
     ) -> Sequence:
-        """The sequence without leading pages that no later query attends to; those are added to the lists."""
+        """The sequence without the oldest pages that no later query attends to.
+
+        Those that are stored are added to `outside_pages`, to be released, those still in buffers to `discards`.
+        """
         if not self.sliding_window:
             return sequence
         size = self.page_size

@@ -18,7 +18,7 @@ def is_served(
 ) -> bool:
     """Whether a row's queries, of [B, Hq, T, D], are attended to here and not with pages as they are stored.
 
-    Where kernels run, many queries that are not count as a fallback; few queries are better off.
+    Where kernels run, many queries that are not count as a fallback; for few queries the other path is faster.
     """
     if queries.shape[2] <= FEWEST_QUERIES["cuda" if queries.is_cuda else "cpu"]:
         return False
@@ -151,7 +151,7 @@ class _Readers:
         ]
 
     def spans(self) -> list:
-        """Not served."""
+        """None: `unserved` refuses rows with spans on these devices."""
         return []
 
 

@@ -151,8 +151,8 @@ class PageStorage(Generic[Pages]):
         """Where each page's record begins, int64, in units of 16 bytes from the first byte of `base`, on the same
         device.
 
-        Chunks are separate allocations, so offsets may lie far outside of `base` and be negative. They stay what they
-        are as long as the page is in use. `base` has to begin at a multiple of 16 bytes, as every allocation of torch
+        Chunks are separate allocations, so offsets may lie far outside of `base` and be negative. They do not change
+        while the storage lives. `base` has to begin at a multiple of 16 bytes, as every allocation of torch
         does.
         """
         self.follow()

@@ -31,7 +31,7 @@ class Evict:
     Attributes:
         row: of the batch.
         tokens: of the prompt, all in the buffers.
-        sink_tokens, heavy_hitters, recent: how many are kept; all are where they sum up to the prompt.
+        sink_tokens, heavy_hitters, recent: how many are kept; nothing is evicted where their sum reaches `tokens`.
     """
 
     row: int
@@ -47,7 +47,12 @@ class Evict:
 
 
 class Pages:
-    """Prompts are tokens as all others: complete pages are quantized, and nothing waits for a prompt's end."""
+    """Prompt tokens are like all others: complete pages are quantized, and nothing waits for a prompt's end.
+
+    Attributes:
+        flushes: whether complete pages are quantized as tokens arrive.
+        selects: whether the attention that a prompt's tokens receive decides which of them are kept.
+    """
 
     flushes = True
     selects = False
@@ -103,10 +108,10 @@ class Spans(Pages):
 
 
 class Eviction(Pages):
-    """Of the first prompt about a budget's share is kept (MiniKV); all later tokens are.
+    """Keeps a budget of the first prompt's tokens (MiniKV), and all later ones.
 
     Args:
-        heavy_ratio, recent_ratio: of the prompt's tokens.
+        heavy_ratio, recent_ratio: shares of the prompt's tokens that are kept as heavy hitters and as the newest ones.
     """
 
     selects = True

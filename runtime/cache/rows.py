@@ -27,7 +27,7 @@ def reorder(group: Group, rows: list[int]) -> None:
 
 
 def open_rows(group: Group, count: int) -> None:
-    """Room for `count` sequences that join one by one.
+    """Make room in an empty group for `count` sequences that join one by one.
 
     Raises:
         CacheError: the cache holds sequences.

@@ -20,7 +20,7 @@ class PlannedStep:
     """A pass of one new token in every occupied row of a cache.
 
     Planning stores nothing yet: `launches()` is the context in which a model runs its layers, which then launch
-    kernels over the tables and keep no books. It may be entered any number of times, or replaced by the replay of a
+    kernels over the tables and do no bookkeeping. It may be entered any number of times, or replaced by the replay of a
     recording; every run writes the same numbers to the same places. `finish()` ends the pass.
 
     Args:
@@ -30,6 +30,10 @@ class PlannedStep:
         continues: whether it is like the step before it, so that nothing is planned: every occupied row has got one
             token more, and room for it.
         tables: of each group.
+
+    Raises:
+        CacheError: what is stored has become unusable, or an open prompt cannot be sealed for want of pages.
+        NumericError: an open prompt holds numbers that cannot be stored.
     """
 
     def __init__(self, groups: list[Group]):
@@ -61,7 +65,7 @@ class PlannedStep:
 
     @contextmanager
     def launches(self) -> Iterator[None]:
-        """Within the context layers launch kernels and do nothing else."""
+        """Within the context layers launch kernels and change nothing else."""
         try:
             for group, tables in zip(self.groups, self.tables, strict=True):
                 latest = ForwardPass(group.logical - 1, 1, _STEP, appended=group.sequences, shared={"prepared": tables})
@@ -72,7 +76,12 @@ class PlannedStep:
                 group.rehearsal = None
 
     def finish(self) -> None:
-        """Count the tokens as stored and compress what is complete."""
+        """Count the tokens as stored and compress what is complete.
+
+        Raises:
+            CacheError: the pages have a fixed capacity and no room left.
+            NumericError: a page holds numbers that cannot be stored.
+        """
         if self.continues:
             for group in self.groups:
                 group.attended = group.logical

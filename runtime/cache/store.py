@@ -51,7 +51,8 @@ class LayerStore:
     quantized again. Where tokens lie is planned by the layer's group, for all of its layers.
 
     Args:
-        scheme: how tokens are stored; what it says of weights is taken for true, and its budget is this layer's own.
+        scheme: how tokens are stored; whether weights are folded as it says is not checked here, and its budget is this
+            layer's own.
         index: the layer's index in the model, for messages.
         group: which plans for it.
         page_bytes: room for pages in bytes, taken at the first tokens and never exceeded; None grows as needed.
@@ -62,9 +63,9 @@ class LayerStore:
     Attributes:
         rotations: what is rotated at run time.
         pending: parked keys [B, H, T, D] and values [B, H, T, E]; None once they are committed.
-        rows: their tensors.
-        forward_pass: the latest that the layer took part in; passes: how many.
-        ended: the latest whose attention is over.
+        rows: the tensors of each sequence.
+        forward_pass: the latest that the layer took part in; passes: how many there were.
+        ended: the latest pass whose attention in this layer is over.
         flushes: pages quantized so far.
         fallbacks: calls that a slower path served than the one meant for the device.
         dtype, device: of the tokens; these and the following exist once `allocate` was called.
@@ -190,7 +191,7 @@ class LayerStore:
 
         Raises:
             CacheError: the batch size differs from that of the tokens stored, another layer of the group was given
-                another number of tokens, or this one was passed over.
+                another number of tokens, this one was passed over, or what is stored has become unusable.
         """
         if keys.shape[0] != len(self.sequences):
             raise CacheError(
@@ -236,8 +237,6 @@ class LayerStore:
         self.fallbacks += 1
         fall_back(operation, reason)
 
-    # Positions and tokens of a row, in the terms of this layer.
-
     def positions(self, row: int, start: int, stop: int) -> torch.Tensor:
         """Positions of a row's tokens start..stop-1: int64 [n] on the device, or [H, n] with kept ones among them."""
         sequence, kept = self.sequences[row], self.rows[row].kept
@@ -275,8 +274,6 @@ class LayerStore:
                 kept = buffer.tokens(0, sequence.sink_tokens), buffer.tokens(start, side.buffered)
                 parts.append(torch.cat(kept, 1))
         return parts[0], parts[1]
-
-    # What it costs.
 
     def tokens(self) -> int:
         """Tokens stored over all sequences, shared pages counted once per sequence."""

@@ -43,7 +43,7 @@ class TableRegistry:
         self._tables: dict[Hashable, GroupTables] = {}
 
     def tables_of(self, group: Group) -> list[GroupTables]:
-        """Tables that a group has written to last."""
+        """The tables whose contents are a group's."""
         return [tables for tables in self._tables.values() if tables.belongs_to(group)]
 
     def __deepcopy__(self, memo: dict) -> TableRegistry:
@@ -107,7 +107,7 @@ class GroupTables:
             steps included.
         plans: what each row has stored.
         steps_left: how many more single tokens may come before anything but `step` has to be written.
-        asked: numbers of programs that steps have divided work for.
+        asked: numbers of programs among which steps have divided their attention.
         capacity: tokens that a row's key and value buffers have room for, in every layer.
         boosted: for each layer int32 [H, n], boosted channels of a scheme that fixes them; else None.
         clamped_rows: int64 [L], see `LayerStore`: what was counted for the present owner.
@@ -144,7 +144,7 @@ class GroupTables:
         return self._owner is not None and self._owner() is group
 
     def serve(self, group: Group) -> None:
-        """Make the tables a group's, and write what has changed since."""
+        """Let the tables describe a group, and write what has changed since they last did."""
         if not self.belongs_to(group):
             previous = None if self._owner is None else self._owner()
             self.steps_left = 0
@@ -228,11 +228,12 @@ class GroupTables:
         table[:, upload(places, self.device)] = upload(torch.from_numpy(offsets), self.device)
 
     def _offset(self, tensor: torch.Tensor) -> int:
+        """Where a contiguous tensor begins, in units of 16 bytes from `base`."""
         distance = tensor.data_ptr() - self.base.data_ptr()
         if distance % UNIT or not tensor.is_contiguous():
             raise CacheError(
                 f"Codes or scales of the cache do not begin at a multiple of {UNIT} bytes or are not contiguous, so "
-                "that no kernel can read them; this is an error of kvconvert."
+                "that no kernel can read them; this is a bug in kvconvert."
             )
         return distance // UNIT
 
@@ -262,6 +263,7 @@ class GroupTables:
         return first
 
     def _plan(self, group: Group, row: int, sequence: Sequence, first_span: int) -> SequencePlan:
+        """What a row has stored, for the division of work; `first_span` is the number of its first span in `shared`."""
         size, first = group.page_size, row * self.entries
         both = min(len(sequence.keys.pages), len(sequence.values.pages))
         segments = [Segment(first, first + both, both * size)] if both else []
@@ -385,11 +387,11 @@ class GroupTables:
         self.steps_left -= 1
 
     def spread_step(self) -> None:
-        """Tell all layers' tables the rows' residual tokens; on the device, so that a captured step does it."""
+        """Copy how many residual tokens rows have to all layers' lines; on the device, so that captured steps do it."""
         self.described[:, :, 7] = self.step[1]
 
     def step_mask(self, chunk: Chunk) -> torch.Tensor | None:
-        """Which tokens a step's queries attend to, uint8 [B, 1, 1, n]; None where each attends to all.
+        """Which tokens a step's queries attend to: uint8 [B, 1, 1, n]; None where each attends to all.
 
         For mask functions that `is_pure` accepts, and sequences from which nothing was evicted.
         """

@@ -85,6 +85,13 @@ class KVCache(Cache):
             Full-precision tokens (sink tokens, residual windows, the prompt being processed) come on top.
         beside: another cache for this model, with which this one shares the storage of pages; see `beside()`.
 
+    Attributes:
+        schemes: of all layers; None for one that is not quantized.
+        groups: the bookkeeping of all layers with pages, see `runtime/cache/groups.py`.
+        replays: whether steps of a bundle's model over this cache may be replayed as CUDA graphs; every call of
+            `generate` says it anew.
+        placeholders: ids of the tokens of each modality that a scheme compresses.
+
     Raises:
         RecipeError: a scheme says that weights are folded and the model's are not, or the number of schemes is wrong.
         UnsupportedModelError: no layer's keys and values can be kept here (latent attention, an attention of the
@@ -141,10 +148,8 @@ class KVCache(Cache):
                 layers.append(PagedLayer(store))
         super().__init__(layers=layers)
         self.groups = list(groups.values())
-        # Whether steps of a bundle's model may be replayed as CUDA graphs; every call of `generate` says it anew.
         self.replays = True
         self.share_tables(TableRegistry() if beside is None else beside.groups[0].registry)
-        # Ids of the tokens of each modality that a scheme compresses.
         self.placeholders = {
             modality: placeholder_ids(config, modality)
             for modality in sorted({group.scheme.modality for group in self.groups} - {"all"})
@@ -185,7 +190,7 @@ class KVCache(Cache):
             group.registry, group.tables = registry, None
 
     def open_rows(self, count: int) -> None:
-        """Room for `count` sequences that join one by one; until then their rows store nothing.
+        """Make room for `count` sequences that join one by one; rows that none has joined store nothing.
 
         Raises:
             CacheError: the cache is not empty, a layer keeps states of its own (`other_layers` of the statistics), or
@@ -231,7 +236,10 @@ class KVCache(Cache):
             leave(group, row)
 
     def free_pages(self) -> int | None:
-        """Pages of 128 tokens that could still be written, in the group of layers with the fewest; None: no limit."""
+        """Pages of 128 tokens that could still be written, in the group of layers with the fewest.
+
+        None without a limit. One set by `kv_memory` is known in pages once the first keys and values were seen.
+        """
         free = [
             numbers.capacity - numbers.used
             for group in self.groups

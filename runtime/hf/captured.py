@@ -5,7 +5,7 @@ change into tables of fixed addresses; then one graph launches everything that t
 are recorded by batch size and by how much work they have room for, and serve every cache of the model.
 
 A recording is used only after a test: at other positions than those it was made at, it has to give what the layers
-give one by one. So a model whose forward pass depends on numbers that the host counts is found out, and runs eagerly.
+give one by one. A model whose forward pass depends on numbers that the host counts fails it and runs eagerly.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Recording:
     output: ModelOutput
 
     def replay(self, ids: torch.Tensor, positions: torch.Tensor) -> ModelOutput:
-        """Run the step."""
+        """Run the step for other tokens ids [B, 1] and positions; the output is overwritten by the next replay."""
         self.ids.copy_(ids)
         self.positions.copy_(positions)
         self.graph.replay()
@@ -87,7 +87,7 @@ class CapturedSteps:
 
     @contextmanager
     def trusting_masks(self) -> Iterator[None]:
-        """Within the context masks are taken for those of `generate`: every new token is real."""
+        """Within the context attention masks are not read: those of `generate` never mask a new token."""
         before, self._trusts_masks = self._trusts_masks, True
         try:
             yield
@@ -112,7 +112,7 @@ class CapturedSteps:
         mask = arguments.get("attention_mask")
         if mask is None or self._trusts_masks:
             return True
-        # Somebody's own loop: rows whose new token is padding are the eager path's, as are masks that it refuses.
+        # In a user's own loop: masked new tokens, and masks that have to be refused, are left to the eager path.
         whole = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] == cache.get_seq_length() + 1
         return whole and bool((mask[:, -1] != 0).all())
 
@@ -133,7 +133,7 @@ class CapturedSteps:
         return None
 
     def step(self, arguments: dict[str, Any]) -> ModelOutput:
-        """A forward pass that `serves` accepts."""
+        """A forward pass that `serves` accepts; errors are those of `PlannedStep`."""
         cache, ids = arguments["past_key_values"], arguments["input_ids"]
         positions = arguments.get("position_ids")
         if positions is None:
@@ -213,12 +213,12 @@ class CapturedSteps:
 
 
 def _is_plain(cache: KVCache) -> bool:
-    """Whether all layers keep keys and values alone."""
+    """Whether all layers keep keys and values and no other states."""
     layers = cache.paged_layers()
     return len(layers) == len(cache.layers) and not any(isinstance(layer, HybridLayer) for layer in layers)
 
 
 def _copied(output: ModelOutput, cache: KVCache) -> ModelOutput:
-    """An output whose tensors nobody overwrites, with the cache that was used."""
+    """An output with copies of its tensors, which later replays do not overwrite, and the cache that was used."""
     parts = {name: part.clone() if isinstance(part, torch.Tensor) else part for name, part in output.items()}
     return type(output)(**parts | {"past_key_values": cache})

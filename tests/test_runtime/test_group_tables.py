@@ -240,7 +240,7 @@ def test_tables_follow_beams_and_crops():
     check(layer, *advance(layer, 1, padding=everything), everything)
 
 
-def test_a_copied_cache_has_block_tables_of_its_own():
+def test_a_copied_cache_has_tables_of_its_own():
     layer = KVCache(CONFIG, SCHEMES["norms and sink tokens"]).layers[0]
     advance(layer, 500)
     end_forward(layer.store)
