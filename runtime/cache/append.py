@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvconvert.errors import CacheError
 from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, unsupported_append
 from kvconvert.runtime.cache.compress import seal
 from kvconvert.runtime.cache.forward_pass import Chunk
@@ -42,6 +43,8 @@ def commit(store: LayerStore, chunk: Chunk, queries: torch.Tensor | None = None)
         store.sequences = latest.appended
         table, base = tables.appends[group.stores.index(store)], tables.base.view(store.dtype)
         return rotate_and_append(queries, keys, values, base, table, tables.step[0], store.rotations)
+    if group.rehearsal is not None:
+        raise CacheError(f"Layer {store.index} was given keys and values that no kernel stores in a planned step.")
     for destination in latest.destinations:
         if store.reserve(destination.row, latest.appended[destination.row]):
             group.touch(destination.row)
@@ -71,5 +74,6 @@ def _append_table(store: LayerStore, latest: ForwardPass) -> tuple[torch.Tensor,
         at_values = (values.address - origin) // size + shift * values.tensor.shape[2]
         lines.append(((keys.address - origin) // size, keys.head_stride, at_values, values.head_stride))
     table = torch.zeros(len(first), 4, dtype=torch.int64)
-    table[[row for row, start in enumerate(first) if start >= 0]] = torch.tensor(lines, dtype=torch.int64)
+    if lines:
+        table[[row for row, start in enumerate(first) if start >= 0]] = torch.tensor(lines, dtype=torch.int64)
     return table.to(store.device, non_blocking=True), torch.tensor(first).to(store.device, non_blocking=True)

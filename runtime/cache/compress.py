@@ -119,7 +119,7 @@ def _execute(group: Group, stores: list[LayerStore], plan: Compression) -> None:
             for row, side, start, stop, used in plan.discards:
                 (store.rows[row].values if side else store.rows[row].keys).remove([(start, stop)], used)
         _flush(group, stores, plan)
-    except KvconvertError as error:
+    except Exception as error:
         group.error = error
         raise
     for store in stores:
@@ -170,12 +170,13 @@ def _flush(group: Group, stores: list[LayerStore], plan: Compression) -> None:
                 _quantize(some, pending, is_key)
         if runs_triton(first.device):
             launches.append((some, sum(len(part.numbers) for part in plan.keys or plan.values)))
-    if launches:
-        flags, copied = torch.cat([some[0].flag for some, _ in launches]), None
+    for device in {some[0].device for some, _ in launches}:
+        here = [launch for launch in launches if launch[0][0].device == device]
+        flags, copied = torch.cat([some[0].flag for some, _ in here]), None
         if flags.is_cuda:
             flags, copied = flags.to("cpu", non_blocking=True), torch.cuda.Event()
-            copied.record()
-        group.unread_flags.append((flags, copied, launches))
+            copied.record(torch.cuda.current_stream(device))
+        group.unread_flags.append((flags, copied, here))
     removed = []
     for store in stores:
         for pending, is_key in ((plan.keys, True), (plan.values, False)):

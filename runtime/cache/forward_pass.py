@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
 
 import torch
 
@@ -22,8 +24,14 @@ BLOCK = 1 << 24
 
 def is_pure(function: MaskFunction | None) -> bool:
     """Whether a mask depends on positions alone, rather than on tensors that a function holds."""
-    contents = list(getattr(function, "__closure__", None) or ())
-    contents = [cell.cell_contents for cell in contents] + list(getattr(function, "__defaults__", None) or ())
+    if isinstance(function, partial):
+        contents: list[Any] = [function.func, *function.args, *function.keywords.values()]
+    elif function is None or isinstance(function, BuiltinFunctionType):
+        return True
+    elif isinstance(function, FunctionType):
+        contents = [cell.cell_contents for cell in function.__closure__ or ()] + list(function.__defaults__ or ())
+    else:
+        return False
     while contents:
         part = contents.pop()
         if isinstance(part, torch.Tensor):

@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from kvconvert.errors import CacheError, KvconvertError
+from kvconvert.errors import CacheError
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.forward_pass import Chunk, ModalityMask
 from kvconvert.runtime.cache.pool import PageNumbers
@@ -185,7 +185,7 @@ class LayerGroup(Generic[Store]):
         self.modality_mask: ModalityMask | None = None
         self.changed: set[int] | None = None
         self.forward_pass: ForwardPass | None = None
-        self.error: KvconvertError | None = None
+        self.error: Exception | None = None
         self.unread_flags: list[tuple[torch.Tensor, torch.cuda.Event | None, list[tuple[list[Store], int]]]] = []
 
     @property
@@ -210,6 +210,15 @@ class LayerGroup(Generic[Store]):
         count, self.waiting = self.waiting, 0
         runs, sinks = [(self.logical - count, count)], self.scheme.sink_tokens
         self._sequences = tuple(s.extend(runs, sinks) if s.occupied else s for s in self._sequences)
+        for store in self.stores:
+            store.sequences = self._sequences
+
+    def drop_newest(self) -> None:
+        """Forget the newest token of every occupied row, which only waits or lies in the buffers."""
+        if self.waiting:
+            self.waiting -= 1
+            return
+        self._sequences = tuple(s.without_newest() if s.occupied else s for s in self._sequences)
         for store in self.stores:
             store.sequences = self._sequences
 

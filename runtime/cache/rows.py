@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvconvert.errors import CacheError
-from kvconvert.runtime.cache.compress import Group
+from kvconvert.runtime.cache.compress import Group, read_flags
 from kvconvert.runtime.cache.sequence import Sequence
 
 FREE = Sequence(occupied=False)
@@ -53,6 +53,9 @@ def join(group: Group, row: int, other: Group) -> None:
         raise CacheError("Only a cache with one sequence, without padding and sealed, can join another one.")
     if other.key_numbers is not group.key_numbers:
         raise CacheError("Only a cache made by beside() can join: its pages have to lie in the same storage.")
+    read_flags(other)
+    if other.error is not None:
+        raise CacheError(f"The sequence cannot join, because it lost tokens: {other.error}") from other.error
     by = group.logical - other.logical
     for store, source in zip(group.stores, other.stores, strict=True):
         if not store.is_allocated:
@@ -84,6 +87,9 @@ def leave(group: Group, row: int) -> None:
     for store in group.stores:
         store.rows[row] = store.empty_row()
     _put(group, row, FREE)
+    if not any(sequence.occupied for sequence in group.sequences):
+        # What an error made unusable is gone.
+        group.error, group.unread_flags = None, []
 
 
 def _put(group: Group, row: int, sequence: Sequence) -> None:

@@ -103,6 +103,11 @@ class Sequence:
         spans = tuple(SpanTokens(span.tokens, span.positions.shift(by)) for span in self.spans)
         return replace(self, positions=self.positions.shift(by), spans=spans, kept_before=self.kept_before + by)
 
+    def without_newest(self) -> Sequence:
+        """Without the newest token, which has to be in full precision."""
+        keys, values = (replace(side, buffered=side.buffered - 1) for side in (self.keys, self.values))
+        return replace(self, keys=keys, values=values, positions=self.positions.part(0, len(self.positions) - 1))
+
     def extend(self, runs: list[tuple[int, int]], sink_tokens: int) -> Sequence:
         """With new tokens at runs of (first position, how many); the sequence's first ones become sink tokens."""
         count, positions = sum(n for _, n in runs), self.positions

@@ -10,6 +10,7 @@ import torch
 from kvconvert.runtime.cache.compress import Group, compress, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.groups import ForwardPass
+from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.tables import GroupTables, prepare_step, runs_steps
 
 # All new tokens are real, and layers bring their own mask functions.
@@ -38,6 +39,7 @@ class PlannedStep:
 
     def __init__(self, groups: list[Group]):
         self.groups = groups
+        self._before: list[tuple[tuple[Sequence, ...], ForwardPass | None, int]] = []
         self.continues = all(_continues(group) for group in groups)
         if self.continues:
             self.tables = [group.tables for group in groups]
@@ -53,6 +55,7 @@ class PlannedStep:
                 compress(group, seal=False)
         self.tables: list[GroupTables] = []
         for group in groups:
+            self._before.append((group.sequences, group.forward_pass, group.passes))
             latest = group.begin(1)
             group.append(latest, _STEP, check=False)
             self.tables.append(prepare_step(group, latest))
@@ -60,12 +63,15 @@ class PlannedStep:
     def key(self) -> Hashable:
         """What a recording of the pass's kernels depends on: the tables, and how much work they have room for."""
         return tuple(
-            (id(tables), tables.work_key(group)) for group, tables in zip(self.groups, self.tables, strict=True)
+            (id(tables), tables.work_key(group, self.continues))
+            for group, tables in zip(self.groups, self.tables, strict=True)
         )
 
     @contextmanager
     def launches(self) -> Iterator[None]:
-        """Within the context layers launch kernels and change nothing else."""
+        """Within the context layers launch kernels and do nothing else."""
+        stores = [store for group in self.groups for store in group.stores]
+        passes = [store.forward_pass for store in stores]
         try:
             for group, tables in zip(self.groups, self.tables, strict=True):
                 latest = ForwardPass(group.logical - 1, 1, _STEP, appended=group.sequences, shared={"prepared": tables})
@@ -74,6 +80,22 @@ class PlannedStep:
         finally:
             for group in self.groups:
                 group.rehearsal = None
+            for store, forward_pass in zip(stores, passes, strict=True):
+                store.forward_pass, store.pending = forward_pass, None
+
+    def abandon(self) -> None:
+        """Undo the plan of a pass whose kernels did not run: its tokens were never stored."""
+        for index, group in enumerate(self.groups):
+            group.logical -= 1
+            if self.continues:
+                # Sequences may have been asked for since, and know of the token then.
+                group.drop_newest()
+            else:
+                sequences, group.forward_pass, group.passes = self._before[index]
+                group.sequences = sequences
+                for store in group.stores:
+                    store.sequences = sequences
+            group.touch()
 
     def finish(self) -> None:
         """Count the tokens as stored and compress what is complete.

@@ -10,6 +10,7 @@ import torch
 from kvconvert.errors import CacheError
 from kvconvert.kernels.device import fall_back
 from kvconvert.kernels.pages import KeyPages, ValuePages, empty_keys, empty_values
+from kvconvert.kernels.rotate import KERNEL_DTYPES, LARGEST_HEAD
 from kvconvert.kernels.spans import Span
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH, BufferGrowth, TokenBuffer
@@ -127,6 +128,9 @@ class LayerStore:
         self.passes = self.group.passes
         self.flushes = 0
         self.fallbacks = 0
+        if self.pages is None and self.is_allocated_storage:
+            # The group begins with numbers of its own.
+            del self.key_pages, self.value_pages
 
     def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Prepare for tokens of the batch size, shape, dtype and device of these: [B, H, T, D] and [B, H, T, E].
@@ -140,7 +144,7 @@ class LayerStore:
         self.format = with_plan(layer_format(self.scheme, heads, key_dim, value_dim), self.plan, self.device)
         self.span_format = span_format(self.scheme)
         group = self.group
-        if self.pages is not None and hasattr(self.pages, "key_pages"):
+        if self.pages is not None and self.pages.is_allocated_storage:
             self.key_pages, self.value_pages = self.pages.key_pages, self.pages.value_pages
         else:
             if self.page_bytes is not None:
@@ -213,9 +217,20 @@ class LayerStore:
         self.forward_pass, self.pending = latest, (keys, values)
 
     @property
+    def is_allocated_storage(self) -> bool:
+        """Whether there is storage for pages."""
+        return "key_pages" in self.__dict__
+
+    @property
     def is_allocated(self) -> bool:
         """Whether the layer knows shape, dtype and device of its tokens."""
         return bool(self.rows)
+
+    @property
+    def appends_in_one_launch(self) -> bool:
+        """Whether the append kernel takes tokens of this shape and dtype."""
+        sizes = (self.format.keys.head_dim, self.format.values.head_dim)
+        return self.dtype in KERNEL_DTYPES and all(size % 8 == 0 and size <= LARGEST_HEAD for size in sizes)
 
     def reserve(self, row: int, after: Sequence) -> bool:
         """Make room for a row's tokens as they will be; whether its buffers have moved."""

@@ -313,12 +313,19 @@ class GroupTables:
             found = self._work[programs] = StepWork(self._written_plan(plan_work(plans, programs), programs), plans)
         return found.plan
 
-    def work_key(self, group: Group) -> Hashable:
-        """Addresses of the divisions of work that steps have asked for so far, which are written for this one."""
-        if any(programs not in self._work for programs in self.asked):
+    def work_key(self, group: Group, continues: bool) -> Hashable:
+        """Addresses that a recording of this step's kernels would know: of the divisions of work that steps have asked
+        for so far, which are written for this one, and of shared scales.
+
+        Args:
+            group: whose tables these are.
+            continues: nothing has been planned since the step before.
+        """
+        if not continues or any(programs not in self._work for programs in self.asked):
             for programs in self.asked:
                 self.work(group, group.sequences, programs)
-        return tuple((n, self._work[n].plan.items.data_ptr()) for n in sorted(self.asked))
+        shared = tuple(0 if table is None else table.data_ptr() for table in self.shared)
+        return (*((n, self._work[n].plan.items.data_ptr()) for n in sorted(self.asked)), shared)
 
     def _written_plan(self, plan: WorkPlan, programs: int) -> WorkPlan:
         """A plan in tensors that stay; items beyond it do nothing."""
@@ -431,6 +438,7 @@ def runs_steps(group: Group) -> bool:
         all(store.is_allocated for store in group.stores)
         and len(devices) == 1
         and runs_triton(next(iter(devices)))
+        and all(store.appends_in_one_launch for store in group.stores)
         and group.page_size == PAGE_SIZE
     )
 

@@ -120,6 +120,7 @@ class KVCache(Cache):
         paged = sum(reason is None for reason in unsupported_reasons)
         page_bytes = kv_memory // paged if kv_memory is not None else None
         shared = bool(getattr(text_config, "num_kv_shared_layers", 0)) or "dummy" in layer_types
+        self._chunked = "chunked_attention" in layer_types
         self._made_with = {"config": config, "scheme": scheme, "plan": plan, "kv_memory": kv_memory}
         plans = _layer_plans(plan or {})
         layers = []
@@ -205,6 +206,11 @@ class KVCache(Cache):
             raise CacheError(
                 "Sequences cannot join a cache with layers that keep transformers' own states (linear attention and "
                 "the like); generate in batches instead."
+            )
+        if self._chunked:
+            raise CacheError(
+                "Sequences cannot join a cache of a model with chunked attention, whose masks depend on where a "
+                "sequence begins; generate in batches instead."
             )
         for group in self.groups:
             open_rows(group, count)

@@ -139,14 +139,19 @@ class CapturedSteps:
         if positions is None:
             positions = torch.full_like(ids, cache.get_seq_length())
         planned = PlannedStep(cache.groups)
-        key = (ids.shape, positions.shape, ids.device, planned.key())
-        recording = self._recordings.get(key)
-        if recording is None:
-            output = self._record(planned, cache, ids, positions)
-        else:
-            self.replayed += 1
-            output = recording.replay(ids, positions)
-        result = _copied(output, cache)
+        try:
+            with torch.cuda.device(ids.device):
+                key = (ids.shape, positions.shape, ids.device, planned.key())
+                recording = self._recordings.get(key)
+                if recording is None:
+                    output = self._record(planned, cache, ids, positions)
+                else:
+                    self.replayed += 1
+                    output = recording.replay(ids, positions)
+                result = _copied(output, cache)
+        except BaseException:
+            planned.abandon()
+            raise
         planned.finish()
         return result
 
@@ -163,6 +168,8 @@ class CapturedSteps:
             with torch.cuda.graph(graph, pool=self._pool):
                 recorded = self._launch(planned, cache, *static)
             self._pool = self._pool or graph.pool()
+            # A recording keeps no cache alive.
+            recorded.past_key_values = None
             recording = Recording(graph, *static, recorded)
             if not self._holds_elsewhere(planned, cache, recording, ids, positions):
                 self.reason = "its forward pass depends on positions that are counted on the host"
@@ -201,11 +208,11 @@ class CapturedSteps:
                 group.logical += by
                 tables.step[2] += by
 
-        by = -SHIFT if int(positions.min()) >= SHIFT else SHIFT
+        by = -min(SHIFT, int(positions.min())) or 1
         move(by)
         try:
-            expected = self._launch(planned, cache, ids, positions + by).logits.float().clone()
-            got = recording.replay(ids, positions + by).logits.float()
+            expected = _finite(self._launch(planned, cache, ids, positions + by).logits)
+            got = _finite(recording.replay(ids, positions + by).logits)
             error = float((got - expected).norm() / expected.norm().clamp(min=1e-30))
         finally:
             move(-by)
@@ -216,6 +223,11 @@ def _is_plain(cache: KVCache) -> bool:
     """Whether all layers keep keys and values and no other states."""
     layers = cache.paged_layers()
     return len(layers) == len(cache.layers) and not any(isinstance(layer, HybridLayer) for layer in layers)
+
+
+def _finite(logits: torch.Tensor) -> torch.Tensor:
+    """Logits as float32; tokens that a model rules out have -inf."""
+    return logits.float().nan_to_num(neginf=-1e4)
 
 
 def _copied(output: ModelOutput, cache: KVCache) -> ModelOutput:
