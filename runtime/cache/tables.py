@@ -189,6 +189,10 @@ class GroupTables:
                 ]  # fmt: skip
                 capacity.append((keys.tensor.shape[1], values.tensor.shape[1]))
             self.capacity[row] = tuple(min(side) for side in zip(*capacity, strict=True))
+        for row in set(range(self.rows)).difference(rows):
+            if sequences[row].spans:
+                # Its scales follow those of the rows before it, which may have more or fewer spans now.
+                self.plans[row] = self._plan(group, row, sequences[row], first_span[row])
         on_device = torch.from_numpy(tables).to(self.device)
         where = slice(None) if len(rows) == self.rows else torch.tensor(rows, device=self.device)
         self.described[:, where], self.appends[:, where] = on_device[..., :8], on_device[..., 8:]
@@ -314,11 +318,14 @@ class GroupTables:
         return found.plan
 
     def work_key(self, group: Group) -> Hashable:
-        """Addresses of the divisions of work that steps have asked for so far, which are written for this one."""
+        """Addresses that may change: of the scales of spans, whose tensor grows with them, and of the divisions of work
+        that steps have asked for so far, which are written for this one.
+        """
         if any(programs not in self._work for programs in self.asked):
             for programs in self.asked:
                 self.work(group, group.sequences, programs)
-        return tuple((n, self._work[n].plan.items.data_ptr()) for n in sorted(self.asked))
+        shared = tuple(None if table is None else table.data_ptr() for table in self.shared)
+        return shared, tuple((n, self._work[n].plan.items.data_ptr()) for n in sorted(self.asked))
 
     def _written_plan(self, plan: WorkPlan, programs: int) -> WorkPlan:
         """A plan in tensors that stay; items beyond it do nothing."""
