@@ -207,3 +207,19 @@ def test_what_was_held_back_and_cropped_is_planned_as_if_it_had_never_come(name)
             crop(cache.group, kept - drafted)
             cache.group.compress = plan
             cache.check(expectation(scheme, window))
+
+
+def test_a_crop_is_refused_where_the_window_would_need_dropped_tokens_again():
+    scheme, window = pages(key_recent_tokens=20, value_recent_tokens=20), 90
+    for removed in (33, 34):
+        cache = Cache(scheme, window)
+        cache.feed(250)
+        group = cache.group
+        assert group.sequences[0].dropped == 1
+        # The next query is at 250 - removed, and attends to the 90 positions up to its own: from 128 on.
+        if removed == 33:
+            crop(group, -removed)
+            assert group.logical == 217
+        else:
+            with pytest.raises(CacheError, match="dropped tokens"):
+                crop(group, -removed)
