@@ -69,7 +69,7 @@ def _check(group: Group, row: int, sequence: Sequence, length: int) -> None:
         )
     if removed and sequence.dropped and group.sliding_window:
         oldest = sequence.position(sequence.sink_tokens + sequence.dropped * group.page_size)
-        if oldest > length - group.sliding_window:
+        if oldest > length - group.sliding_window + 1:
             raise CacheError(
                 f"Sequence {row} cannot give back its newest {removed} tokens: {group.name} has dropped tokens "
                 "that its sliding window would need again; call activate_past_recording() before the tokens are added."

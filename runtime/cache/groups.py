@@ -382,7 +382,7 @@ class LayerGroup(Generic[Store]):
             (sequence.keys, scheme.key_recent_tokens, self.key_numbers, keys),
             (sequence.values, scheme.value_recent_tokens, self.value_numbers, values),
         ):
-            count = (side.buffered - sequence.sink_tokens - max(held_back, recent)) // size
+            count = (side.buffered - sequence.sink_tokens - recent - held_back) // size
             if count > 0:
                 taken = numbers.reserve(count)
                 pending.append(PendingPages(row, sequence.sink_tokens, taken, side.buffered))

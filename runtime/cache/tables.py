@@ -187,6 +187,10 @@ class GroupTables:
             least.append([(line.keys.tensor.shape[1], line.values.tensor.shape[1]) for line in lines])
         for row, room in zip(rows, np.array(least).min(0).tolist(), strict=True):
             self.capacity[row] = tuple(room)
+        for row in set(range(self.rows)).difference(rows):
+            if sequences[row].spans:
+                # Its scales follow those of the rows before it, which may have more or fewer spans now.
+                self.plans[row] = self._plan(group, row, sequences[row], first_span[row])
         on_device = upload(torch.from_numpy(tables), self.device)
         where = slice(None) if len(rows) == self.rows else upload(list(rows), self.device)
         self.described[:, where], self.appends[:, where] = on_device[..., :8], on_device[..., 8:]

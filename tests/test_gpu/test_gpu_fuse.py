@@ -14,7 +14,7 @@ from kvconvert.kernels.linear.awq_format import quantize_weight
 from kvconvert.runtime.hf.fuse import fuse
 
 # Those that differ in what is fused; the full suite takes every architecture of the tests.
-FEW = ("llama", "qwen2", "gemma3_text", "phi3", "olmo2")
+FEW = ("llama", "gemma3_text", "phi3", "olmo2")
 
 
 def quantized(model: nn.Module) -> nn.Module:
