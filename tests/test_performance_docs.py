@@ -88,3 +88,17 @@ def test_a_missed_bar_leads_to_its_analysis():
 def test_all_checks_of_the_recorded_run_passed():
     results = json.loads(RESULTS.read_text(encoding="utf8"))
     assert all(check["passed"] for section in results["checks"].values() for check in section)
+
+
+def test_the_table_of_whole_models_is_that_of_the_results():
+    before = DOCS.read_text(encoding="utf8")
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import engine_docs
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    results = json.loads((ROOT / "benchmarks" / "results" / "engine.json").read_text(encoding="utf8"))
+    assert engine_docs.with_table(before, results) == before
+    rows = before.split(engine_docs.BEGIN)[1].split(engine_docs.END)[0]
+    # every bar that was asked for has its row
+    assert rows.count("| met |") + rows.count("**missed**") == 3 + 3 + 3 + 3 + 2 + 1
