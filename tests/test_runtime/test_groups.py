@@ -1,4 +1,4 @@
-"""What a group of layers plans around every page boundary: each token is somewhere, once, where a short model has it."""
+"""What a group of layers plans around page boundaries: each token is somewhere, once, where a short model has it."""
 
 import itertools
 from dataclasses import replace
