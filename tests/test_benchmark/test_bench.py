@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny.llama import write_recipe, write_tiny_llama
+from tiny.llama import write_tiny_bundle
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
-from kvconvert import KVCache, bench, calibrate, export
+from kvconvert import KVCache, bench
 from kvconvert.benchmark import BenchReport, Measurement, contender, worker
 from kvconvert.benchmark.contender import Contender, TokenTimes, bytes_per_token
 from kvconvert.benchmark.memory import PeakMemory, resident_bytes
@@ -28,10 +28,7 @@ NUMBERS = 2 * 2 * 16  # of a token: keys and values of two layers with one head 
 def folder(tmp_path_factory):
     """A tiny model and its bundle."""
     folder = tmp_path_factory.mktemp("bench")
-    write_tiny_llama(folder / "model", tied=True)
-    recipe = write_recipe(folder / "recipe.toml", method="rtn")
-    calibrate(folder / "model", folder / "work", recipe=str(recipe), samples=2, seq_len=16, progress=False)
-    export(folder / "work", folder / "bundle", progress=False)
+    write_tiny_bundle(folder)
     return folder
 
 

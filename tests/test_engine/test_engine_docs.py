@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from tiny.llama import write_recipe, write_tiny_llama
+from tiny.llama import write_tiny_bundle
 
-from kvconvert import calibrate, export
 from kvconvert.runtime import Engine
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "engine.md").read_text(encoding="utf8")
@@ -25,10 +24,7 @@ def test_every_method_is_described():
 
 
 def test_the_example_runs(tmp_path, capsys):
-    write_tiny_llama(tmp_path / "model", tied=True)
-    recipe = write_recipe(tmp_path / "recipe.toml", method="rtn")
-    calibrate(tmp_path / "model", tmp_path / "work", recipe=str(recipe), samples=2, seq_len=16, progress=False)
-    bundle = export(tmp_path / "work", tmp_path / "bundle", progress=False)
+    bundle = write_tiny_bundle(tmp_path)
     (example,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     names: dict[str, object] = {"bundle": bundle}
     exec(compile(example, "docs/engine.md", "exec"), names)

@@ -15,9 +15,9 @@ import serve
 import torch
 import uvicorn
 from fake_model import END, FakeModel
-from tiny.llama import write_recipe, write_tiny_llama
+from tiny.llama import write_tiny_bundle
 
-from kvconvert import calibrate, export, load
+from kvconvert import load
 from kvconvert.runtime import Engine
 
 
@@ -83,10 +83,7 @@ def streamed(port, **body):
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("serve")
-    write_tiny_llama(folder / "model", tied=True)
-    recipe = write_recipe(folder / "recipe.toml", method="rtn")
-    calibrate(folder / "model", folder / "work", recipe=str(recipe), samples=2, seq_len=16, progress=False)
-    return export(folder / "work", folder / "bundle", progress=False)
+    return write_tiny_bundle(folder)
 
 
 @pytest.fixture

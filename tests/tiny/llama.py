@@ -39,3 +39,13 @@ def write_recipe(path: Path, method: str = "rtn", kv: str = "oscar", limits: str
     """A recipe whose groups fit the tiny model."""
     path.write_text(RECIPE.format(method=method, kv=kv) + limits)
     return path
+
+
+def write_tiny_bundle(folder: Path) -> Path:
+    """`folder`/model and the bundle of it, `folder`/bundle, which is returned."""
+    from kvconvert import calibrate, export
+
+    write_tiny_llama(folder / "model", tied=True)
+    recipe = write_recipe(folder / "recipe.toml", method="rtn")
+    calibrate(folder / "model", folder / "work", recipe=str(recipe), samples=2, seq_len=16, progress=False)
+    return export(folder / "work", folder / "bundle", progress=False)
