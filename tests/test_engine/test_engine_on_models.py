@@ -10,7 +10,8 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, Sampling
 from kvconvert.runtime.hf.generation import adopt
 
-SCHEMES = ("kivi", "oscar", "kitty", "minikv", "calibquant-2bit")
+SCHEMES = ("kivi", "minikv")
+SCHEMES += tuple(pytest.param(name, marks=pytest.mark.full) for name in ("oscar", "kitty", "calibquant-2bit"))
 MEMORY = 2**18
 
 

@@ -52,6 +52,13 @@ def check(done: subprocess.CompletedProcess, fresh: dict) -> None:
     assert not changed, "\n".join([*changed, f"If that is as it should be: {REGENERATE}"])
 
 
+def test_the_usual_variants_of_decoding_compile_as_the_table_says(tmp_path):
+    done, fresh = compiled(tmp_path / "aot.json", "--module", "decode", "--module", "linear_few_rows")
+    assert 10 < len(fresh["rows"]) < 30
+    check(done, fresh)
+
+
+@pytest.mark.full
 def test_a_covering_set_of_variants_compiles_as_the_table_says(tmp_path):
     done, fresh = compiled(tmp_path / "aot.json")
     assert 20 < len(fresh["rows"]) <= 60

@@ -19,6 +19,9 @@ from kvconvert.kernels.pages import (
 )
 from kvconvert.kernels.spans import SpanFormat, quantize_span, span_keys, span_values
 
+# Chunks of prompts over every kind of history are in the default run: tests/test_gpu/test_gpu_prompt_chunks.py.
+pytestmark = pytest.mark.full
+
 FULL = pytest.mark.full
 CASES = [
     Case(),

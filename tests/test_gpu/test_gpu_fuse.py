@@ -14,7 +14,7 @@ from kvconvert.kernels.linear.awq_format import quantize_weight
 from kvconvert.runtime.hf.fuse import fuse
 
 # Those that differ in what is fused; the full suite takes every architecture of the tests.
-FEW = ("llama", "gemma3_text", "phi3", "olmo2")
+FEW = ("llama",)
 
 
 def quantized(model: nn.Module) -> nn.Module:
@@ -64,6 +64,7 @@ def test_the_summary_counts_places(device):
 
 
 @torch.no_grad()
+@pytest.mark.full
 def test_a_copy_of_a_fused_model_is_right_by_itself(device):
     tiny = ARCHITECTURES["llama"]
     model = quantized(tiny.build()).to(device)

@@ -14,6 +14,9 @@ from kvconvert.kernels.history.triton import launch
 from kvconvert.kernels.history.triton.merge import merge_partials
 from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses
 
+# Chunks of prompts over every kind of history are in the default run: tests/test_gpu/test_gpu_prompt_chunks.py.
+pytestmark = pytest.mark.full
+
 FULL = pytest.mark.full
 # Relative errors of the whole output: dequantized tokens, weights and partial outputs are rounded to the dtype, which
 # the interpreter does by truncation for bfloat16.
