@@ -45,6 +45,7 @@ def answers(job):
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
+@pytest.mark.full
 def test_bundle_and_source_are_measured_in_every_case(folder, capfd):
     report = bench(
         folder / "bundle",

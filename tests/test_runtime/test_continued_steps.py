@@ -148,7 +148,13 @@ def same(one: Stepped, other: Stepped) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("growth", [CPU_GROWTH, GPU_GROWTH], ids=["short buffers", "long buffers"])
+@pytest.mark.parametrize(
+    "growth",
+    [
+        pytest.param(CPU_GROWTH, id="short buffers", marks=pytest.mark.full),
+        pytest.param(GPU_GROWTH, id="long buffers"),
+    ],
+)
 def test_steps_without_planning_leave_what_planned_steps_leave(name, growth):
     caches = [Stepped(*CASES[name], growth, continues) for continues in (True, False)]
     for number in range(STEPS):
