@@ -99,8 +99,8 @@ def filled(cache: DynamicCache | KVCache, config: LlamaConfig, batch: int, token
     """Store random keys and values in every layer, in parts, as a prompt in chunks would."""
     heads, dim = config.num_key_value_heads, config.head_dim
     part = torch.randn(2, batch, heads, min(tokens, 2048), dim).to(dtype)
-    for index in range(config.num_hidden_layers):
-        for start in range(0, tokens, part.shape[3]):
+    for start in range(0, tokens, part.shape[3]):
+        for index in range(config.num_hidden_layers):
             cache.update(part[0], part[1], index)
             if isinstance(cache, KVCache):
                 store = cache.layers[index].store
