@@ -471,16 +471,18 @@ def prepare_step(group: Group, latest: ForwardPass) -> GroupTables:
 def chunk_tables(store: LayerStore) -> tuple[GroupTables, int]:
     """Tables of pages and spans for a pass of many tokens, and the layer's line in them."""
     group, latest = store.group, store.forward_pass
-    if not all(other.is_allocated for other in group.stores):
-        # The first layers of a first prompt.
-        tables = GroupTables([store], len(store.sequences), max(FEWEST_ENTRIES, entries_needed(store.sequences)))
-        tables.write(group, [store], store.sequences, list(range(len(store.sequences))))
-        return tables, 0
     if "chunk" not in latest.shared:
-        tables = group.registry.tables(group, entries_needed(latest.appended))
-        tables.serve(group)
-        latest.shared["chunk"] = tables
-    return latest.shared["chunk"], group.stores.index(store)
+        latest.shared["chunk"] = None
+        if all(other.is_allocated for other in group.stores):
+            latest.shared["chunk"] = group.registry.tables(group, entries_needed(latest.appended))
+            latest.shared["chunk"].serve(group)
+    if latest.shared["chunk"] is not None:
+        return latest.shared["chunk"], group.stores.index(store)
+    # A first prompt. When its last layer is there, the layers before have been compressed already, so that no table
+    # describes them all.
+    tables = GroupTables([store], len(store.sequences), max(FEWEST_ENTRIES, entries_needed(store.sequences)))
+    tables.write(group, [store], store.sequences, list(range(len(store.sequences))))
+    return tables, 0
 
 
 def can_mask_on_device(group: Group, chunk: Chunk) -> bool:

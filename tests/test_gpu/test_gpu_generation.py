@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny.models import random_ids, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.kernels.device import interpreted
+from kvconvert.runtime.cache import attend
 from kvconvert.runtime.hf.cache import KVCache
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,3 +62,41 @@ def test_the_kernels_choose_the_reference_paths_tokens(scheme, device):
 def test_every_method_chooses_the_reference_paths_tokens(scheme, device):
     steps = 6 if device.type == "cpu" else 512
     agree(scheme, 300, steps, device)
+
+
+def windowed_model():
+    shape = {"hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32}
+    return tiny_model("mistral", "kvconvert", num_hidden_layers=2, sliding_window=50, **shape)
+
+
+def test_tables_of_a_first_prompt_describe_what_each_layer_stores_when_it_attends(device, monkeypatch):
+    # All layers before the last are compressed by then, but the last is not: no page is its own yet.
+    found = []
+
+    def describe(queries, stored, *args, **kwargs):
+        tables, line = stored._tables()
+        found.append((tables.plans[0].residual >= 140, tables.described[line, 0, 7].item()))
+        return torch.zeros_like(queries)
+
+    monkeypatch.setattr(attend, "decode_attention", describe)
+    model = windowed_model().to(device)
+    with torch.no_grad():
+        model(random_ids(1, 140).to(device), past_key_values=KVCache(model.config, "oscar-g128"))
+    assert found == [(True, 140)] * 2
+
+
+@pytest.mark.full
+def test_a_first_prompt_under_a_sliding_window_gives_the_reference_paths_logits(device):
+    model, ids = windowed_model(), random_ids(2, 140)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+
+    def logits() -> torch.Tensor:
+        cache, on = KVCache(model.config, "oscar-g128"), model.device
+        with torch.no_grad():
+            return model(ids.to(on), attention_mask=mask.to(on), past_key_values=cache).logits[:, -1].cpu()
+
+    with interpreted(False):
+        expected = logits()
+    model.to(device)
+    torch.testing.assert_close(logits(), expected, atol=1e-3, rtol=1e-3)

@@ -97,5 +97,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
             tables[0], cos.stride(1), tables[1], sin.stride(1),
             HEADS=HEADS, HALF=triton.next_power_of_2(size // 2),
             REST=triton.next_power_of_2(head_size - size) if head_size > size else 0, num_warps=4,
+            # Products would otherwise be added before they are rounded.
+            enable_fp_fusion=False,
         )  # fmt: skip
     return outputs[0].transpose(1, 2), outputs[1].transpose(1, 2)
