@@ -26,7 +26,7 @@ def variants(device_capability: int) -> Iterator[Variant]:
                 yield Variant(
                     name=f"prompt-{dtype}-{k_block}x{group_k_blocks}-{shape.rows}",
                     function=prompt_kernel,
-                    signature=signature(dtype),
+                    signature=signature(dtype) | {"split_k_blocks": "i32"},
                     constants=sizes
                     | {"ROWS": shape.rows, "TILES": shape.tiles, "STAGES": shape.stages, "INLINE_ASM": True},
                     num_warps=shape.warps,

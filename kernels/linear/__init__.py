@@ -107,7 +107,9 @@ def packed_product(rows: Tensor, weight: PackedWeight, bias: Tensor | None = Non
     path = gpu_path(rows.shape[0], weight.outputs)
     if path == "few rows":
         return few_rows(rows, weight, bias=bias)
-    y = (prompt if path == "fused" else unpacked)(rows, weight)
+    if path == "fused":
+        return prompt(rows, weight, bias=bias)
+    y = unpacked(rows, weight)
     return y if bias is None else y.add_(bias.to(y.dtype))
 
 

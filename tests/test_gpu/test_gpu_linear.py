@@ -15,7 +15,7 @@ from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
 from kvconvert.kernels.linear.packed_layout import PackedWeight, pack_weight, unpack_codes
 from kvconvert.kernels.linear.triton.few_rows import few_rows
-from kvconvert.kernels.linear.triton.many_rows import dequantize, prompt, unpacked
+from kvconvert.kernels.linear.triton.many_rows import PromptShape, dequantize, prompt, unpacked
 
 # Relative error of a whole output: the result's rounding, which the interpreter does by truncation for bfloat16, and
 # for prompts the weights' as well.
@@ -119,6 +119,23 @@ def test_outliers_beyond_fp16_survive_in_bfloat16(device: torch.device, rows: in
     exact = x.double() @ dequantize_weight(weight, torch.float64).T
     error = (y.double() - exact).norm(dim=1) / exact.norm(dim=1)
     assert float(error.max()) < PROMPT_TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "group_size", "splits"),
+    [(160, 40, 32, 2), (512, 8, 256, 2), (128, 8, 128, 5)],
+    ids=["a short last split", "groups of two k blocks", "fewer groups than splits"],
+)
+def test_inputs_may_be_split_between_programs(
+    device: torch.device, inputs: int, outputs: int, group_size: int, splits: int
+) -> None:
+    weight, x = random_weight(inputs, outputs, group_size, device), random_rows(19, inputs, torch.float16, device)
+    bias = torch.randn(outputs, generator=torch.Generator().manual_seed(2)).to(device, torch.float16)
+    packed, shape = pack_weight(weight), PromptShape(rows=16, tiles=4, warps=4, stages=3, splits=splits)
+    y = prompt(x, packed, shape)
+    assert relative_error(y, x, weight) < PROMPT_TOLERANCE[torch.float16]
+    assert torch.equal(prompt(x, packed, shape), y)
+    assert ((prompt(x, packed, shape, bias) - (y + bias)).abs() <= 2**-10 * (y.abs() + bias.abs())).all()
 
 
 def test_small_activations_and_scales_lose_nothing_in_fp16(device: torch.device) -> None:

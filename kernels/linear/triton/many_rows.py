@@ -103,7 +103,7 @@ def tile_sums(
     return low, high
 
 
-@triton.jit(do_not_specialize=["rows", "octets", "k_blocks"])
+@triton.jit(do_not_specialize=["rows", "octets", "k_blocks", "split_k_blocks"])
 def prompt_kernel(
     x,
     lanes,
@@ -112,6 +112,7 @@ def prompt_kernel(
     rows,
     octets,
     k_blocks,
+    split_k_blocks,
     K_BLOCK: tl.constexpr,
     GROUP_K_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -119,7 +120,11 @@ def prompt_kernel(
     STAGES: tl.constexpr,
     INLINE_ASM: tl.constexpr,
 ):
-    """y = x W^T for ROWS rows and 32 TILES outputs per program, the weights becoming the product's left operand."""
+    """y = x W^T for ROWS rows and 32 TILES outputs per program, the weights becoming the product's left operand.
+
+    The second coordinate of a program says which `split_k_blocks` of the inputs it sums over; y is [splits, rows, out],
+    in float32 where there are several splits. A split begins with a group of inputs.
+    """
     HALF: tl.constexpr = K_BLOCK // 2
     BLOCK: tl.constexpr = TILES * 16
     outputs = octets * 8
@@ -130,29 +135,50 @@ def prompt_kernel(
     tiles = (outputs + OUTPUTS - 1) // OUTPUTS
     groups = k_blocks // GROUP_K_BLOCKS
     inputs = k_blocks * K_BLOCK
+    split = tl.program_id(1)
+    first_k_block = split * split_k_blocks
     line = tl.arange(0, BLOCK)
     # The last block reads its neighbours' tiles again where it has none of its own; what comes of them is not stored.
     tile = tl.minimum(line // 16, tiles - first_tile - 1)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, HALF)
-    lane_block = lanes + first_tile.to(tl.int64) * (k_blocks * (16 * HALF))
+    lane_block = lanes + (first_tile.to(tl.int64) * k_blocks + first_k_block) * (16 * HALF)
     lane_offsets = (tile * (k_blocks * 16) + line % 16)[:, None] * HALF + column[None, :]
-    grid_block = grid + first_tile * (groups * OUTPUTS)
+    grid_block = grid + (first_tile * groups + first_k_block // GROUP_K_BLOCKS) * OUTPUTS
     grid_offsets = tile * (groups * OUTPUTS) + line % 16
-    x_block = x + first_row.to(tl.int64) * inputs
+    x_block = x + first_row.to(tl.int64) * inputs + first_k_block * K_BLOCK
     x_offsets = tl.minimum(row, rows - first_row - 1)[None, :] * inputs + column[:, None]
     low, high = tile_sums(
-        lane_block, lane_offsets, grid_block, grid_offsets, x_block, x_offsets, k_blocks,
+        lane_block, lane_offsets, grid_block, grid_offsets, x_block, x_offsets,
+        tl.minimum(split_k_blocks, k_blocks - first_k_block),
         K_BLOCK, GROUP_K_BLOCKS, ROWS, BLOCK, STAGES, INLINE_ASM,
     )  # fmt: skip
     low, high = low.to(y.dtype.element_ty), high.to(y.dtype.element_ty)
-    y_block = y + first_row.to(tl.int64) * outputs + first_tile * OUTPUTS
+    y_block = y + (split * rows + first_row).to(tl.int64) * outputs + first_tile * OUTPUTS
     line, row = tl.arange(0, BLOCK)[:, None], tl.arange(0, ROWS)[None, :]
     output = line // 16 * OUTPUTS + line % 16
     offsets, rest = row * outputs + output, outputs - first_tile * OUTPUTS
     inside = row < rows - first_row
     tl.store(y_block + offsets, low, mask=inside & (output < rest))
     tl.store(y_block + 16 + offsets, high, mask=inside & (output + 16 < rest))
+
+
+@triton.jit(do_not_specialize=["count", "octets", "splits"])
+def split_sum_kernel(partial, bias, y, count, octets, splits, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """y = bias + the sum over the splits of partial [splits, 8 count], from the first to the last, in float32."""
+    outputs = octets * 8
+    size = count * 8
+    start = tl.program_id(0) * BLOCK
+    offset = start + tl.arange(0, BLOCK)
+    inside = offset < size
+    total = tl.zeros([BLOCK], tl.float32)
+    block = partial
+    for _ in range(splits):
+        total += tl.load(block + offset, mask=inside, other=0.0)
+        block += size
+    if HAS_BIAS:
+        total += tl.load(bias + offset % outputs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + offset, total.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_tile", "tiles", "k_blocks"])
@@ -188,23 +214,42 @@ def dequantize_kernel(
 
 @dataclass(frozen=True)
 class PromptShape:
-    """How `prompt` runs: rows and tiles per program, warps, and loads in flight (pipeline stages)."""
+    """How `prompt` runs: rows and tiles per program, warps, loads in flight (pipeline stages), splits of the inputs."""
 
     rows: int
     tiles: int
     warps: int
     stages: int
+    splits: int = 1
 
 
-def prompt(x: Tensor, weight: PackedWeight, shape: PromptShape | None = None) -> Tensor:
-    """x W^T for x [rows, in] of fp16 or bf16: [rows, out], weights dequantized on the way to the tensor cores."""
+SUM_BLOCK = 1024
+
+
+def prompt(x: Tensor, weight: PackedWeight, shape: PromptShape | None = None, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias for x [rows, in] of fp16 or bf16: [rows, out], weights dequantized on the way to the tensor cores.
+
+    Where the shape splits the inputs, partial sums [splits, rows, out] in float32 are added by a second launch, always
+    in the same order.
+    """
     rows, shape = checked(x, weight), shape or prompt_shape(len(x), capability(x.device))
-    y = rows.new_empty(rows.shape[0], weight.outputs)
     tiles, k_blocks = weight.lanes.shape[:2]
-    prompt_kernel[(triton.cdiv(tiles, shape.tiles) * triton.cdiv(rows.shape[0], shape.rows),)](
-        rows, weight.lanes, weight.grid, y, rows.shape[0], weight.outputs // 8, k_blocks,
-        K_BLOCK=weight.k_block, GROUP_K_BLOCKS=weight.group_size // weight.k_block, ROWS=shape.rows, TILES=shape.tiles,
+    group_k_blocks = weight.group_size // weight.k_block
+    split_k_blocks = triton.cdiv(k_blocks // group_k_blocks, shape.splits) * group_k_blocks
+    splits = triton.cdiv(k_blocks, split_k_blocks)
+    y = rows.new_empty(rows.shape[0], weight.outputs)
+    sums = y if splits == 1 else torch.empty(splits, *y.shape, dtype=torch.float32, device=y.device)
+    blocks = triton.cdiv(tiles, shape.tiles) * triton.cdiv(rows.shape[0], shape.rows)
+    prompt_kernel[(blocks, splits)](
+        rows, weight.lanes, weight.grid, sums, rows.shape[0], weight.outputs // 8, k_blocks, split_k_blocks,
+        K_BLOCK=weight.k_block, GROUP_K_BLOCKS=group_k_blocks, ROWS=shape.rows, TILES=shape.tiles,
         STAGES=shape.stages, INLINE_ASM=x.is_cuda, num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    if splits == 1:
+        return y if bias is None else y.add_(bias.to(y.dtype))
+    split_sum_kernel[(triton.cdiv(y.numel(), SUM_BLOCK),)](
+        sums, y if bias is None else bias, y, y.numel() // 8, weight.outputs // 8, splits,
+        HAS_BIAS=bias is not None, BLOCK=SUM_BLOCK, num_warps=4,
     )  # fmt: skip
     return y
 
