@@ -356,7 +356,7 @@ class LayerGroup(Generic[Store]):
             if self.policy.flushes:
                 for row, sequence in enumerate(sequences):
                     if sequence.open_from is None and sequence.occupied:
-                        sequence = self._without_outsiders(row, sequence, discards, outside)
+                        sequence = self.without_outsiders(row, sequence, discards, outside)
                         sequences[row] = self._with_pages(row, sequence, keys, values)
         except CacheError:
             for numbers, pending in ((self.key_numbers, keys), (self.value_numbers, values)):
@@ -391,7 +391,7 @@ class LayerGroup(Generic[Store]):
             sides.append(side)
         return replace(sequence, keys=sides[0], values=sides[1])
 
-    def _without_outsiders(
+    def without_outsiders(
         self,
         row: int,
         sequence: Sequence,

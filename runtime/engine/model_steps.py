@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.runtime.hf.prepare import prepare_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,6 +74,13 @@ class ModelSteps:
             raise UsageError(f"`kv_memory` = {kv_memory} bytes are not enough for one page of {PAGE_SIZE} tokens.")
         schemes = [scheme for scheme in self.cache.schemes if scheme is not None]
         self._whole_prompts = any(scheme.is_span or scheme.evicts for scheme in schemes)
+
+    def prepare(self) -> None:
+        """Record decoding steps for sequences up to twice as long as those that the pages have room for on average."""
+        if self.device.type != "cuda":
+            return
+        longest = 4096 if self.pages is None else 2 * self.pages * PAGE_SIZE // self.rows
+        prepare_steps(self.model, [1] * self.rows, min(longest, self.max_positions or longest))
 
     def stop_token_ids(self) -> frozenset[int]:
         """The end-of-sequence tokens of the model's generation config."""

@@ -69,6 +69,7 @@ class CapturedSteps:
         registry: of the tables that all of the model's caches use.
         reason: why the model's steps run eagerly although its caches could be planned, or None.
         replayed: steps replayed so far; recorded: graphs made.
+        prepared: batches whose steps were recorded beforehand, see `runtime/hf/prepare.py`.
     """
 
     def __init__(self, forward: Callable[..., ModelOutput], name: str):
@@ -76,6 +77,7 @@ class CapturedSteps:
         self.registry = TableRegistry()
         self.reason: str | None = None
         self.replayed = self.recorded = 0
+        self.prepared: set[Hashable] = set()
         self._recordings: dict[Hashable, Recording] = {}
         self._pool: Any = None
         self._trusts_masks = False

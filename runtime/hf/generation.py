@@ -12,11 +12,16 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMode
 
 from kvconvert.errors import UsageError
+from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.attention import NAME
 from kvconvert.runtime.hf.cache import KVCache
 from kvconvert.runtime.hf.captured import CapturedSteps
 from kvconvert.runtime.hf.modality import watch_inputs
+from kvconvert.runtime.hf.prepare import prepare_steps
+
+# Generated tokens whose steps are recorded before a prompt is read.
+PREPARED_TOKENS = 2048
 
 
 class BundleModel:
@@ -53,8 +58,8 @@ class BundleModel:
         generation_config: GenerationConfig,
         model_kwargs: dict,
         generation_mode: GenerationMode,
-        *args: Any,
-        **kwargs: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> Any:
         implementation = generation_config.cache_implementation
         if implementation not in (None, "dynamic"):
@@ -67,7 +72,7 @@ class BundleModel:
         if generation_config.use_cache is False and _caches(self):
             # Recomputing everything at each step is slow but correct, and what the user asked for.
             return super()._prepare_cache_for_generation(
-                generation_config, model_kwargs, generation_mode, *args, **kwargs
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
         if (
             implementation is None
@@ -81,8 +86,30 @@ class BundleModel:
             elif generation_config.prefill_chunk_size is None:
                 cache.expect_whole_prompt()
             model_kwargs["past_key_values"] = cache
+            if cache.replays and generation_mode != GenerationMode.ASSISTED_GENERATION:
+                self._prepare_steps(generation_config, model_kwargs.get("attention_mask"), max_cache_length)
             return None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+        return super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+
+    def _prepare_steps(
+        self, generation_config: GenerationConfig, attention_mask: torch.Tensor | None, longest: int
+    ) -> None:
+        """Record the decoding steps of a batch with this mask before its prompt is read, if that was not done yet."""
+        composite = self.config is not self.config.get_text_config()
+        if self.device.type != "cuda" or self.captured.reason is not None or composite:
+            return
+        if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2 or not attention_mask.shape[1]:
+            return
+        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        rows, prompt = attention_mask.shape[0] * copies, attention_mask.shape[1]
+        longest = min(longest, prompt + PREPARED_TOKENS)
+        key = (rows, *((n // PAGE_SIZE).bit_length() for n in (prompt, longest)))
+        if longest > prompt and key not in self.captured.prepared:
+            self.captured.prepared.add(key)
+            tokens = attention_mask.sum(1).clamp(min=1).repeat_interleave(copies).tolist()
+            prepare_steps(self, tokens, longest)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: transformers' continuous batching brings its own full-precision paged cache."""

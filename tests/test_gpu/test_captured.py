@@ -8,6 +8,7 @@ from tiny.models import GREEDY, random_ids, tiny_model
 
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.generation import adopt
+from kvconvert.runtime.hf.prepare import prepare_steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
@@ -84,6 +85,20 @@ def test_a_second_turn_and_a_loop_of_ones_own():
         answers.append(second.tolist())
     assert answers[0] == answers[1]
     assert model.captured.replayed > 150
+
+
+@pytest.mark.parametrize("scheme", ["oscar-g128", "kitty", "minikv"])
+def test_steps_are_recorded_before_the_first_token_is_due(scheme):
+    model = bundle_like("llama", scheme)
+    ids = random_ids(3, 300).cuda()
+    mask = torch.ones_like(ids)
+    mask[0, :70] = mask[2, :290] = 0
+    eager = model.generate(ids, attention_mask=mask, max_new_tokens=150, disable_compile=True, **GREEDY)
+    assert prepare_steps(model, mask.sum(1).tolist(), 449) > 0
+    recorded = model.captured.recorded
+    replayed = model.generate(ids, attention_mask=mask, max_new_tokens=150, **GREEDY)
+    assert model.captured.recorded == recorded
+    assert replayed.tolist() == eager.tolist()
 
 
 def test_two_caches_take_turns():

@@ -13,6 +13,7 @@ from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import compress
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
 from kvconvert.runtime.cache.tables import clamped_rows
+from kvconvert.runtime.hf.prepare import _pretend, _read_short_prompt
 
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 SCHEMES = {
@@ -104,3 +105,32 @@ def test_pages_of_all_layers_are_written_in_one_launch(device, monkeypatch):
     # keys, then values, of two layers
     assert calls == [2, 2]
     assert cache.stats().pages == 2
+
+
+@pytest.mark.parametrize(("window", "recent"), [(None, 0), (None, 140), (300, 0)])
+def test_a_short_cache_that_pretends_leads_to_the_recording_of_a_long_one(device, window, recent):
+    shape = SHAPE | ({"sliding_window": window} if window else {})
+    model = tiny_model("mistral" if window else "llama", "kvconvert", **shape).to(device)
+    scheme = KVScheme(sink_tokens=4, value_recent_tokens=recent)
+    tokens, padding = [900, 560], 340
+    long, short = (KVCache(model.config, scheme) for _ in range(2))
+    short.share_tables(long.groups[0].registry)
+    ids, mask = random_ids(2, 900).to(device), torch.ones(2, 900, dtype=torch.int64, device=device)
+    mask[1, :padding] = 0
+    with torch.no_grad(), dispatch.interpreted(False):
+        model(ids, attention_mask=mask, past_key_values=long)
+        states = _read_short_prompt(model, short, tokens)
+    found = []
+    for cache, pretends in ((long, False), (short, True)):
+        with dispatch.interpreted():
+            if pretends:
+                _pretend(*states[0], tokens, 900)
+            step = PlannedStep(cache.groups)
+            step.tables[0].asked |= {7, 64}
+            found.append((step.key(), [plan.segments for plan in step.tables[0].plans]))
+            step.abandon()
+    if window:
+        # How many pages have left a window depends on each token, so that the work may differ by a page's.
+        assert found[0][0][0][0] == found[1][0][0][0]
+    else:
+        assert found[0] == found[1]
