@@ -112,10 +112,10 @@ def test_a_short_cache_that_pretends_leads_to_the_recording_of_a_long_one(device
     shape = SHAPE | ({"sliding_window": window} if window else {})
     model = tiny_model("mistral" if window else "llama", "kvconvert", **shape).to(device)
     scheme = KVScheme(sink_tokens=4, value_recent_tokens=recent)
-    tokens, padding = [900, 560], 340
+    tokens, padding = [1000, 660], 340
     long, short = (KVCache(model.config, scheme) for _ in range(2))
     short.share_tables(long.groups[0].registry)
-    ids, mask = random_ids(2, 900).to(device), torch.ones(2, 900, dtype=torch.int64, device=device)
+    ids, mask = random_ids(2, 1000).to(device), torch.ones(2, 1000, dtype=torch.int64, device=device)
     mask[1, :padding] = 0
     with torch.no_grad(), dispatch.interpreted(False):
         model(ids, attention_mask=mask, past_key_values=long)
@@ -124,7 +124,7 @@ def test_a_short_cache_that_pretends_leads_to_the_recording_of_a_long_one(device
     for cache, pretends in ((long, False), (short, True)):
         with dispatch.interpreted():
             if pretends:
-                _pretend(*states[0], tokens, 900)
+                _pretend(*states[0], tokens, 1000)
             step = PlannedStep(cache.groups)
             step.tables[0].asked |= {7, 64}
             found.append((step.key(), [plan.segments for plan in step.tables[0].plans]))
