@@ -19,7 +19,7 @@ CONVERTED = [name for name, entry in ARCHITECTURES.items() if find_adapter(entry
 
 
 def _alike() -> set[str]:
-    """Text models to whose layers the adapter gives the same names and permissions as to two others': the full suite
+    """Text models to whose layers the adapter gives the same names and permissions as to another's: the full suite
     has them.
     """
     seen: list[tuple[str, list[object]]] = []
@@ -28,7 +28,7 @@ def _alike() -> set[str]:
         config = ARCHITECTURES[name].config()
         text, adapter = config.get_text_config(decoder=True), find_adapter(config)
         structures = [adapter.structure(config, index) for index in range(text.num_hidden_layers)]
-        if text is config and seen.count((adapter.layers, structures)) > 1:
+        if text is config and seen.count((adapter.layers, structures)) > 0:
             found.add(name)
         seen.append((adapter.layers, structures))
     return found
