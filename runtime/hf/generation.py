@@ -87,28 +87,27 @@ class BundleModel:
                 cache.expect_whole_prompt()
             model_kwargs["past_key_values"] = cache
             if cache.replays and generation_mode != GenerationMode.ASSISTED_GENERATION:
-                self._prepare_steps(generation_config, model_kwargs.get("attention_mask"), max_cache_length)
+                self._prepare_steps(model_kwargs, max_cache_length)
             return None
         return super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
 
-    def _prepare_steps(
-        self, generation_config: GenerationConfig, attention_mask: torch.Tensor | None, longest: int
-    ) -> None:
-        """Record the decoding steps of a batch with this mask before its prompt is read, if that was not done yet."""
+    def _prepare_steps(self, model_kwargs: dict, longest: int) -> None:
+        """Record the decoding steps of a batch before its prompt is read, if that was not done yet."""
         composite = self.config is not self.config.get_text_config()
         if self.device.type != "cuda" or self.captured.reason is not None or composite:
             return
-        if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2 or not attention_mask.shape[1]:
+        # `generate` drops masks without padding.
+        positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+        if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or not positions.shape[1]:
             return
-        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        rows, prompt = attention_mask.shape[0] * copies, attention_mask.shape[1]
+        rows, prompt = positions.shape
         longest = min(longest, prompt + PREPARED_TOKENS)
         key = (rows, *((n // PAGE_SIZE).bit_length() for n in (prompt, longest)))
         if longest > prompt and key not in self.captured.prepared:
             self.captured.prepared.add(key)
-            tokens = attention_mask.sum(1).clamp(min=1).repeat_interleave(copies).tolist()
+            tokens = [prompt] * rows if mask is None else mask.sum(1).clamp(min=1).tolist()
             prepare_steps(self, tokens, longest)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
