@@ -8,12 +8,22 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from kvconvert.methods.part import STRICT, LayerShape, Part, option
+from kvconvert.methods.part import PRESET_SINKS, STRICT, LayerShape, Part, option
 
 _SHIFT = "it is a shift of scores"
 _SPAN = {"key_granularity": "span", "value_granularity": "span"}
 _TWO_BIT = _SPAN | {"tau2": 3.0}
-_ONE_BIT = _TWO_BIT | {"key_bits": 1, "value_bits": 1, "key_clip_ratio": 0.5, "value_clip_ratio": 0.3}
+_ONE_BIT = _TWO_BIT | {"key_bits": 1, "value_bits": 1}
+_VISUAL = {"modality": "visual"}
+_PAPER = {
+    "calibquant-1bit": _ONE_BIT,
+    "calibquant-2bit": _TWO_BIT,
+    "calibquant-1bit-visual": _ONE_BIT | _VISUAL,
+    "calibquant-2bit-visual": _TWO_BIT | _VISUAL,
+}
+# Until calibration chooses them. The released code multiplies min and max by these constants, which is the same where
+# they are opposite numbers.
+_CLIPS = {"key_clip_ratio": 0.5, "value_clip_ratio": 0.3}
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -24,11 +34,10 @@ class CalibQuant(Part):
     summary = "a complete prompt, or its visual tokens, becomes a span with one scale per channel; scores are shifted"
     source = "arXiv 2502.14882"
     presets = {
-        "calibquant-1bit": _ONE_BIT,
-        "calibquant-2bit": _TWO_BIT,
-        "calibquant-1bit-visual": _ONE_BIT | {"modality": "visual"},
-        "calibquant-2bit-visual": _TWO_BIT | {"modality": "visual"},
+        name: fields | {"sink_tokens": PRESET_SINKS} | (_CLIPS if "1bit" in name else {})
+        for name, fields in _PAPER.items()
     }
+    paper_presets = _PAPER
     plan_tensors = {
         "tau_grid": "float32 [n]: the values of tau1 and of tau2 that were tried",
         "tau_error": "float32 [n, n]: error of the attention weights with each pair and its best key clip ratio",
@@ -138,6 +147,8 @@ class TauSearch:
     )
     tau_per_layer: bool = option(False, "true or false", "one pair (tau1, tau2) for each layer instead of one for all")
 
+    # The paper searches both, once for all layers.
+    paper = {}
     # Options of the whole model, which a single layer cannot have.
     whole_model = ("tau_grid", "tau_per_layer")
 
