@@ -13,12 +13,11 @@ from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
 from kvconvert.errors import RecipeError
-from kvconvert.methods.part import PRESET_SINKS, STRICT, LayerShape, Part, one_of, option
+from kvconvert.methods.part import PRESET_SINKS, SCALE_BITS, STRICT, LayerShape, Part, one_of, option
 
 BITS = (1, 2, 4, 8, 16)
 GROUP_SIZES = (16, 32, 64, 128)
 PAGE_SIZES = (128,)
-SCALE_BITS = 32  # a scale and a zero point, float16 each
 
 _Bits = Annotated[int, AfterValidator(one_of(BITS))]
 _GroupSize = Annotated[int, AfterValidator(one_of(GROUP_SIZES))]

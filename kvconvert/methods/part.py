@@ -18,6 +18,7 @@ from kvconvert.errors import RecipeError
 # First tokens that presets leave in full precision wherever they quantize. Nearly all of what quantization does to a
 # language model through them is gone with one token; the others cost next to nothing.
 PRESET_SINKS = 4
+SCALE_BITS = 32  # a scale and a zero point, float16 each
 # Of every dataclass that holds fields: unknown ones are refused, and no type is converted into another.
 STRICT = ConfigDict(extra="forbid", strict=True)
 

@@ -28,7 +28,7 @@ def geometry(scheme: KVScheme, sliding_window: int | None, keep_for_sharing: boo
     """What layers have to share to be planned together."""
     windows = (scheme.page_size, scheme.sink_tokens, scheme.key_recent_tokens, scheme.value_recent_tokens)
     budget = (scheme.heavy_ratio, scheme.recent_ratio) if scheme.evicts else None
-    return (windows, scheme.is_span, scheme.modality, budget, sliding_window, keep_for_sharing)
+    return (windows, scheme.is_span, scheme.modality, scheme.span_tokens, budget, sliding_window, keep_for_sharing)
 
 
 class Destination(NamedTuple):
