@@ -79,8 +79,8 @@ def tau_cases() -> Cases:
             f"{bits} bit, ranges searched, no tau": (plain, RANGES),
             f"{bits} bit, ranges and tau searched": (plain, BOTH),
         }
-    cases["1 bit, released: r = 0.5 and 0.3, tau2 = 3"] = (PRESETS["calibquant-1bit"], NONE)
-    cases["1 bit, released ranges, no tau"] = (replace(PRESETS["calibquant-1bit"], tau2=0.0), NONE)
+    cases["1 bit, released factors and tau"] = (PRESETS["calibquant-1bit"], NONE)
+    cases["1 bit, released factors, no tau"] = (replace(PRESETS["calibquant-1bit"], tau2=0.0), NONE)
     return cases
 
 

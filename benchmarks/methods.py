@@ -35,7 +35,8 @@ SAMPLES, LENGTH = 32, 512  # of the calibration text
 MEASURED_TOKENS = 2048
 FIXED = "calibrate_clip_ratios = false\n"
 ONE_BIT = "key_bits = 1\nvalue_bits = 1\nkey_group_size = 128\nvalue_group_size = 128\n"
-# What CalibQuant's released code hard-codes at 1 bit.
+# The constants of CalibQuant's released code at 1 bit, which multiplies min and max by them; ours shrinks about the
+# midpoint.
 RELEASED = 'preset = "calibquant-1bit"\nkey_clip_ratio = 0.5\nvalue_clip_ratio = 0.3\n'
 # Name to the [kv] table of its recipe.
 METHODS = {
@@ -62,8 +63,8 @@ METHODS = {
     "calibquant-2bit": 'preset = "calibquant-2bit"\n',
     "calibquant-1bit": 'preset = "calibquant-1bit"\n',
     "calibquant-1bit, no tau": 'preset = "calibquant-1bit"\ntau1 = 0.0\ntau2 = 0.0\n',
-    "calibquant-1bit, released ranges": RELEASED + "tau1 = 0.0\ntau2 = 0.0\n",
-    "calibquant-1bit, released ranges and tau": RELEASED + "tau1 = 0.0\ntau2 = 3.0\n",
+    "calibquant-1bit, released factors": RELEASED + "tau1 = 0.0\ntau2 = 0.0\n",
+    "calibquant-1bit, released factors and tau": RELEASED + "tau1 = 0.0\ntau2 = 3.0\n",
     "minikv": 'preset = "minikv"\n',
     "minikv-pyramid": 'preset = "minikv-pyramid"\n',
     "minikv, calibrated budgets": 'preset = "minikv"\nallocation = "calibrated"\n',

@@ -130,6 +130,7 @@ class Plan:
             self.rows = {key: make for key, make in self.rows.items() if key in wanted}
 
     def add_width(self, bits: int, group: str) -> None:
+        # The released code multiplies min and max by these factors; here they shrink about the midpoint.
         rows, fixed, released = (
             self.rows,
             partial(partial, self.cached),
@@ -141,8 +142,8 @@ class Plan:
         if bits <= 2:
             rows[group, "tau of the released code"] = fixed(scheme(bits, tau2=3.0))
         if bits == 1:
-            rows[group, "ranges of the released code"] = fixed(scheme(1, **released))
-            rows[group, "both of the released code"] = fixed(scheme(1, **released, tau2=3.0))
+            rows[group, "released factors about the midpoint"] = fixed(scheme(1, **released))
+            rows[group, "released factors and tau"] = fixed(scheme(1, **released, tau2=3.0))
         for values, name in (("token", "values per token"), ("global", "values with one range")):
             rows[group, name] = partial(self.other_values, bits, values, False)
             if bits <= 2:
@@ -201,8 +202,8 @@ def scheme(bits: int, **values: float) -> KVScheme:
 
 def base_of(name: str) -> str:
     """The row that a row is compared with."""
-    if name == "both of the released code":
-        return "ranges of the released code"
+    if name == "released factors and tau":
+        return "released factors about the midpoint"
     return "range" if name.startswith("range, ") else "min and max"
 
 
@@ -343,7 +344,7 @@ COMPARED = (
     "2 bit, range, values with one range",
     "1 bit, tau",
     "1 bit, range",
-    "1 bit, both of the released code",
+    "1 bit, released factors and tau",
     "1 bit, range, values per token",
     "1 bit, range, values with one range",
 )

@@ -99,8 +99,10 @@ class _Decoding:
 
     def read_back(self, f: SpanFormat) -> tuple[Tensor, Tensor]:
         """Keys and values of the span's tokens as the runtime reads them, [H, n, channels]."""
-        quantized = quantize_span(self.keys[:, self.span], self.values[:, self.span], f)
-        return span_keys(quantized, f), span_values(quantized, f)
+        size = f.span_tokens or len(self.span)
+        parts = zip(self.keys[:, self.span].split(size, 1), self.values[:, self.span].split(size, 1), strict=True)
+        spans = [quantize_span(*part, f) for part in parts]
+        return torch.cat([span_keys(s, f) for s in spans], 1), torch.cat([span_values(s, f) for s in spans], 1)
 
     def weights_with(self, span_scores: Tensor, tau1: float, tau2: float) -> Tensor:
         """Attention weights when the span's scores [H, Hq / H, q, n] are shifted."""

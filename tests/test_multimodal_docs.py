@@ -31,7 +31,8 @@ def test_the_shares_that_the_text_names_are_the_recorded_ones():
     result = json.loads(RESULTS.read_text(encoding="utf8"))
     rows = result["rows"]
     exact = [
-        rows[f"1 bit, {name}"]["exact_answers"] for name in ("min and max", "range", "ranges of the released code")
+        rows[f"1 bit, {name}"]["exact_answers"]
+        for name in ("min and max", "range", "released factors about the midpoint")
     ]
     captions = [rows[f"1 bit, {name}"]["exact_captions"] for name in ("range, values per token", "range")]
     for value in (*exact, *captions, result["full_precision"]["exact_answers"]):

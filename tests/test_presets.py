@@ -12,12 +12,16 @@ from kvconvert import KVCache, Recipe, calibrate, evaluate, export, load
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.recipe import preset_names
 from kvconvert.fidelity import DrillCounts
-from kvconvert.methods import PRESETS
+from kvconvert.methods import PAPER_PRESETS, PRESETS, KVScheme
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "examples/reference-lm"
-# Those of one modality need a model that has it.
-RECIPES = sorted(name for name in preset_names() if (kv := Recipe.load(name).kv) is None or kv.modality == "all")
+# Those of one modality need a model that has it. A paper's preset is the same machinery with fewer searches.
+RECIPES = sorted(
+    name
+    for name in preset_names()
+    if name not in PAPER_PRESETS and ((kv := Recipe.load(name).kv) is None or kv.modality == "all")
+)
 # KL of the whole bundle, weights included, that only a broken method would exceed; several times what was measured.
 WORST_KL = {"calibquant-1bit": 0.4, "minikv": 0.4, "minikv-pyramid": 0.4}
 # Other processors round differently, and codes at the edge between two amplify it; sizes do not depend on the
@@ -30,6 +34,20 @@ FEW = DrillCounts(passkey_trials=1, tables=2, free_tokens=16)
 def test_every_scheme_preset_has_a_recipe():
     named = {"oscar": "default"}
     assert {named.get(name, name) for name in PRESETS} <= set(preset_names())
+
+
+def test_every_preset_has_one_to_the_letter_of_its_paper():
+    assert {f"{name}-paper" for name in PRESETS if name not in PAPER_PRESETS} == {*PAPER_PRESETS}
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in PAPER_PRESETS])
+def test_a_preset_quantizes_no_attention_sink(name):
+    assert KVScheme.preset(name).sink_tokens >= 4
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_name_means_the_same_in_a_recipe_and_in_a_cache(name):
+    assert Recipe.load(name).kv == KVScheme.preset(name)
 
 
 def test_every_recipe_has_figures_and_no_other_has(baseline):

@@ -15,6 +15,8 @@ class SpanFormat:
         key_bits, value_bits: width of a code: 1, 2, 4 or 8.
         key_clip_ratio, value_clip_ratio: factor by which a channel's (min, max) shrinks about its midpoint.
         tau1, tau2: shift of the spans' smallest and largest score, see `shift_extremes`.
+        span_tokens: tokens that share scales, for callers that divide a prompt into spans; 0 for all. A span itself is
+            quantized as it comes.
     """
 
     key_bits: int
@@ -23,6 +25,7 @@ class SpanFormat:
     value_clip_ratio: float = 1.0
     tau1: float = 0.0
     tau2: float = 0.0
+    span_tokens: int = 0
 
     @property
     def shifts(self) -> bool:

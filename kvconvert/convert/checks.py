@@ -10,7 +10,7 @@ from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import RecipeError, UnsupportedModelError
-from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.methods.awq import AUTO_GROUP_SIZES, WeightsRecipe
 from kvconvert.models.adapters import head_dim, layer_config
 from kvconvert.models.layer_types import layer_types_of, pages_unsupported
 from kvconvert.models.modality import placeholder_ids
@@ -50,10 +50,15 @@ def check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
             )
 
 
-def check_group_size(runner: LayerRunner, weights: WeightsRecipe) -> None:
-    """Refuse, before any work, weights that the recipe's groups do not fit."""
+def fitted_group_size(runner: LayerRunner, weights: WeightsRecipe) -> WeightsRecipe:
+    """The weights' recipe with a group size that divides the inputs of every Linear to be quantized.
+
+    Raises:
+        RecipeError: the recipe's does not, or none of `AUTO_GROUP_SIZES` does; or a Linear's outputs cannot be packed.
+    """
     if not weights.quantizes:
-        return
+        return weights
+    inputs: dict[int, str] = {}
     checked: list[LayerStructure] = []
     for index in range(runner.num_layers):
         structure = runner.structure(index)
@@ -61,19 +66,20 @@ def check_group_size(runner: LayerRunner, weights: WeightsRecipe) -> None:
             continue
         checked.append(structure)
         layer = runner.model.get_submodule(runner.layer_name(index))
-        linears = {name: layer.get_submodule(name) for name in structure.linears}
-        for name, linear in linears.items():
-            if linear.in_features % weights.group_size:
-                fitting = [g for g in (128, 64, 32, 16) if all(x.in_features % g == 0 for x in linears.values())]
-                advice = (
-                    f"set group_size = {fitting[0]}" if fitting else "no group size from 16 to 128 fits all of them"
-                )
-                raise RecipeError(
-                    f"[weights] group_size = {weights.group_size} does not divide the {linear.in_features} inputs of "
-                    f"{runner.layer_name(index)}.{name}; {advice}."
-                )
+        for name in structure.linears:
+            linear, full = layer.get_submodule(name), f"{runner.layer_name(index)}.{name}"
+            inputs.setdefault(linear.in_features, full)
             if linear.out_features % 8:
                 raise RecipeError(
-                    f"{runner.layer_name(index)}.{name} has {linear.out_features} outputs, which AWQ's layout cannot "
-                    'pack by eight; set [weights] method = "none".'
+                    f"{full} has {linear.out_features} outputs, which AWQ's layout cannot pack by eight; set [weights] "
+                    'method = "none".'
                 )
+    candidates = AUTO_GROUP_SIZES if weights.group_size == "auto" else (weights.group_size,)
+    for size in candidates:
+        if not any(count % size for count in inputs):
+            return weights.model_copy(update={"group_size": size})
+    fitting = [size for size in (*AUTO_GROUP_SIZES, 16) if not any(count % size for count in inputs)]
+    advice = f"set group_size = {fitting[0]}" if fitting else "no group size from 16 to 128 fits all of them"
+    count, full = next((count, name) for count, name in inputs.items() if count % candidates[-1])
+    what = f"{candidates[-1]} does not divide" if len(candidates) == 1 else f"none of {candidates} divides"
+    raise RecipeError(f"[weights] group_size = {weights.group_size}: {what} the {count} inputs of {full}; {advice}.")

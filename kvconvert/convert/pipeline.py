@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import LayerWork
-from kvconvert.convert.checks import check_group_size, check_purpose, check_recipe
+from kvconvert.convert.checks import check_purpose, check_recipe, fitted_group_size
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_records import (
     converted_tensors,
@@ -41,6 +41,7 @@ from kvconvert.convert.workdir import HiddenStates, LayerRecord, WorkDir, WorkSt
 from kvconvert.data.samples import load_samples
 from kvconvert.data.text import TokenData
 from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.methods.awq import AUTO_GROUP_SIZES
 from kvconvert.models.adapters import Adapter, find_adapter, require_adapter
 from kvconvert.models.auto_class import supports_images
 from kvconvert.models.source import SourceModel, float_dtype, open_source
@@ -93,7 +94,7 @@ def calibrate(
     adapter = runner.adapter
     check_recipe(runner, recipe)
     if adapter is not None:
-        check_group_size(runner, recipe.weights)
+        recipe = _with_group_size(runner, recipe, progress)
     tokens = load_samples(source, data, samples, seq_len, seed)
     if supports_images(source.config) and not tokens.info.images:
         _say(f"Calibrating with text alone: {tokens.info.source} holds no images.", progress)
@@ -134,6 +135,19 @@ def _make_runner(source: SourceModel, weights: WeightsRecipe, device: torch.devi
         except UnsupportedModelError as error:
             logger.warning("The cache is converted without calibration. %s", error)
     return LayerRunner(source, None, device)
+
+
+def _with_group_size(runner: LayerRunner, recipe: Recipe, progress: bool) -> Recipe:
+    """The recipe with a group size of weights that fits the model."""
+    weights = fitted_group_size(runner, recipe.weights)
+    if weights == recipe.weights:
+        return recipe
+    _say(
+        f"Weights in groups of {weights.group_size}, the largest of {', '.join(map(str, AUTO_GROUP_SIZES))} that "
+        "divides the inputs of every quantized Linear.",
+        progress,
+    )
+    return recipe.model_copy(update={"weights": weights})
 
 
 @torch.no_grad()

@@ -6,10 +6,11 @@ files in `kvconvert/convert/presets`; dropping one in extends the command line. 
     [weights]
     method = "awq"        # awq, rtn (round to nearest) or none
     bits = 4
-    group_size = 128
+    group_size = "auto"   # the largest of 128, 64 and 32 that divides the inputs of every quantized Linear
 
     [kv]
-    preset = "oscar"      # a preset of kvconvert.methods, or "none" for a cache left alone
+    preset = "oscar"      # a preset of kvconvert.methods, or "none" for a cache left alone; "oscar-paper" is the
+                          # paper's method to the letter, of which calibration chooses only what the paper does
     key_group_size = 128  # any field of KVScheme replaces the preset's; without a preset, plain groups
     calibrate_clip_ratios = true  # choose both clip ratios of each layer, but for the one that is given here
     tau_grid = [0, 1, 2, 3]       # values tried for both shifts of spans, unless one is given here
@@ -24,7 +25,7 @@ files in `kvconvert/convert/presets`; dropping one in extends the command line. 
     max_perplexity_increase = 0.05 # relative: 0.05 allows 5 %
     min_passkey = 0.9              # share of passkeys found
 
-A table that is left out takes the default recipe's values: AWQ at 4 bits in groups of 128, `oscar`, no limits.
+A table that is left out takes the default recipe's values: AWQ at 4 bits, `oscar`, no limits.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from kvconvert.methods import (
     KVCalibration,
     KVScheme,
     check_layers,
+    preset_calibration,
 )
 from kvconvert.methods.awq import WeightsRecipe
 
@@ -273,7 +275,8 @@ def _kv_table(values: dict[str, Any], where: str) -> tuple[KVScheme | None, KVCa
     values = dict(values)
     entries = values.pop("layers", [])
     base = {} if "preset" in values else KVScheme().to_dict()
-    kv, calibration = _kv(values, base, KVCalibration(), "[kv]", where)
+    stated = {name: value for name, value in values.items() if name in OPTIONS}
+    kv, calibration = _kv(values, base, KVCalibration(), {}, "[kv]", where)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise RecipeError(f"The recipe {where} has kv.layers where [[kv.layers]] tables belong.")
     layers = []
@@ -298,7 +301,7 @@ def _kv_table(values: dict[str, Any], where: str) -> tuple[KVScheme | None, KVCa
                 f'The recipe {where} has [[kv.layers]] without a preset, and [kv] preset = "none" has no fields to '
                 "change; give a preset."
             )
-        scheme, choices = _kv(entry, fields, calibration, "[[kv.layers]]", where)
+        scheme, choices = _kv(entry, fields, calibration, stated, "[[kv.layers]]", where)
         layers.append(LayerOverride(index=index, kv=scheme, calibration=choices))
     searched = [(kv, calibration), *((layer.kv, layer.calibration) for layer in layers)]
     for option, search in WHOLE_MODEL_OPTIONS.items():
@@ -309,14 +312,25 @@ def _kv_table(values: dict[str, Any], where: str) -> tuple[KVScheme | None, KVCa
 
 
 def _kv(
-    values: dict[str, Any], base: dict[str, Any], calibration: KVCalibration, table: str, where: str
+    values: dict[str, Any],
+    base: dict[str, Any],
+    calibration: KVCalibration,
+    above: dict[str, Any],
+    table: str,
+    where: str,
 ) -> tuple[KVScheme | None, KVCalibration]:
-    """A scheme and what is calibrated, from one table over what holds without it."""
+    """A scheme and what is calibrated, from one table over what holds without it.
+
+    Args:
+        values: of the table.
+        base: fields, where the table names no preset.
+        calibration: of [kv], where the table is a layer's.
+        above: options that [kv] states, which no layer's preset changes.
+        table, where: for messages.
+    """
     fields = dict(values)
     preset = fields.pop("preset", None)
-    options = {
-        name: fields.pop(name) for name in ("calibrate_clip_ratios", "tau_grid", "tau_per_layer") if name in fields
-    }
+    options = {name: fields.pop(name) for name in OPTIONS if name in fields}
     if preset == "none":
         if fields or options:
             raise RecipeError(
@@ -332,7 +346,10 @@ def _kv(
     given = {*fields} & {*SEARCHED_FIELDS}
     if preset is None:  # a layer's own table adds to what [kv] states
         given |= {*calibration.given}
-    stated = calibration.to_dict() | options | {"given": sorted(given)}
+    own = {} if preset is None else preset_calibration(preset).to_dict()
+    if table != "[kv]":
+        own = {name: value for name, value in own.items() if name not in WHOLE_MODEL_OPTIONS}
+    stated = calibration.to_dict() | own | above | options | {"given": sorted(given)}
     choices = _options(stated, table.strip("[]"), where)
     try:
         scheme = KVScheme.from_dict({**(base if preset is None else PRESETS[preset].to_dict()), **fields})

@@ -5,6 +5,7 @@ from kvconvert.methods.part import LayerShape, Part, PlanTensor
 from kvconvert.methods.scheme import (
     FIELDS,
     OPTIONS,
+    PAPER_PRESETS,
     PARTS,
     PLAN_TENSORS,
     PRESETS,
@@ -15,11 +16,13 @@ from kvconvert.methods.scheme import (
     KVScheme,
     check_layers,
     layer_conventions,
+    preset_calibration,
 )
 
 __all__ = [
     "FIELDS",
     "OPTIONS",
+    "PAPER_PRESETS",
     "PARTS",
     "PLAN_TENSORS",
     "PRESETS",
@@ -34,6 +37,7 @@ __all__ = [
     "check_layers",
     "clamp_ratios",
     "layer_conventions",
+    "preset_calibration",
     "proportional_ratios",
     "pyramid_ratios",
     "spread_ratios",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
+# What "auto" chooses from, the largest first.
+AUTO_GROUP_SIZES = (128, 64, 32)
 Method = Literal["awq", "rtn", "none"]
 
 
@@ -16,14 +18,23 @@ class WeightsRecipe(BaseModel):
     Attributes:
         method: "awq" searches scales and clips, "rtn" rounds to nearest, "none" keeps every weight.
         bits: of a stored weight; means nothing with "none".
-        group_size: inputs that share one scale and zero point; means nothing with "none".
+        group_size: inputs that share one scale and zero point, or "auto", which becomes the largest of
+            `AUTO_GROUP_SIZES` that divides the inputs of every Linear to be quantized once the model is known; means
+            nothing with "none".
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     method: Method = "awq"
     bits: int = 4
-    group_size: int = 128
+    group_size: int | Literal["auto"] = "auto"
+
+    @field_validator("group_size", mode="plain")
+    @classmethod
+    def _size_or_auto(cls, value: Any) -> Any:
+        if value != "auto" and type(value) is not int:
+            raise ValueError(f'choose "auto" or one of {", ".join(map(str, GROUP_SIZES))}')
+        return value
 
     @property
     def quantizes(self) -> bool:
@@ -39,9 +50,9 @@ class WeightsRecipe(BaseModel):
                 f"asks for [weights] bits = {self.bits}, but bundles hold 4-bit weights in this version: kvconvert's "
                 "own layout for other widths is not available yet; set bits = 4"
             )
-        if self.group_size not in GROUP_SIZES:
+        if self.group_size != "auto" and self.group_size not in GROUP_SIZES:
             return (
-                f"asks for [weights] group_size = {self.group_size}, which is not possible; choose one of "
+                f'asks for [weights] group_size = {self.group_size}, which is not possible; choose "auto" or one of '
                 f"{', '.join(map(str, GROUP_SIZES))}"
             )
         return None

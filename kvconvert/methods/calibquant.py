@@ -5,15 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
-from kvconvert.methods.part import STRICT, LayerShape, Part, option
+from kvconvert.methods.part import PRESET_SINKS, SCALE_BITS, STRICT, LayerShape, Part, option
 
 _SHIFT = "it is a shift of scores"
+SPAN_BLOCK = 128  # tokens whose codes are packed together
 _SPAN = {"key_granularity": "span", "value_granularity": "span"}
 _TWO_BIT = _SPAN | {"tau2": 3.0}
-_ONE_BIT = _TWO_BIT | {"key_bits": 1, "value_bits": 1, "key_clip_ratio": 0.5, "value_clip_ratio": 0.3}
+_ONE_BIT = _TWO_BIT | {"key_bits": 1, "value_bits": 1}
+_VISUAL = {"modality": "visual"}
+_PAPER = {
+    "calibquant-1bit": _ONE_BIT,
+    "calibquant-2bit": _TWO_BIT,
+    "calibquant-1bit-visual": _ONE_BIT | _VISUAL,
+    "calibquant-2bit-visual": _TWO_BIT | _VISUAL,
+}
+# A channel's range over a long text serves none of its parts.
+_TEXT = {"span_tokens": 256}
+# Until calibration chooses them. The released code multiplies min and max by these constants, which is the same where
+# they are opposite numbers.
+_CLIPS = {"key_clip_ratio": 0.5, "value_clip_ratio": 0.3}
+
+
+def _whole_blocks(tokens: int) -> int:
+    """Refuse spans that end within a block of codes."""
+    if tokens % SPAN_BLOCK:
+        raise ValueError(f"choose a multiple of {SPAN_BLOCK}")
+    return tokens
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -24,11 +44,13 @@ class CalibQuant(Part):
     summary = "a complete prompt, or its visual tokens, becomes a span with one scale per channel; scores are shifted"
     source = "arXiv 2502.14882"
     presets = {
-        "calibquant-1bit": _ONE_BIT,
-        "calibquant-2bit": _TWO_BIT,
-        "calibquant-1bit-visual": _ONE_BIT | {"modality": "visual"},
-        "calibquant-2bit-visual": _TWO_BIT | {"modality": "visual"},
+        name: fields
+        | {"sink_tokens": PRESET_SINKS}
+        | (_CLIPS if "1bit" in name else {})
+        | ({} if "visual" in name else _TEXT)
+        for name, fields in _PAPER.items()
     }
+    paper_presets = _PAPER
     plan_tensors = {
         "tau_grid": "float32 [n]: the values of tau1 and of tau2 that were tried",
         "tau_error": "float32 [n, n]: error of the attention weights with each pair and its best key clip ratio",
@@ -47,6 +69,12 @@ class CalibQuant(Part):
     )
     tau1: float = option(0.0, _SHIFT, "shift of a span's smallest score before the softmax", gt=-1e4, lt=1e4)
     tau2: float = option(0.0, _SHIFT, "shift of its largest score", gt=-1e4, lt=1e4)
+    span_tokens: Annotated[int, AfterValidator(_whole_blocks)] = option(
+        0,
+        "it is a multiple of 128 tokens, or 0",
+        "tokens of a prompt that share a span's scales, in the order of the prompt; 0 for all",
+        ge=0,
+    )
     modality: Literal["all", "visual", "audio"] = option(
         "all", "", "which tokens of a prompt go to its span: all, those of images and videos, or of audio"
     )
@@ -75,6 +103,9 @@ class CalibQuant(Part):
             "modality",
             "pages take a sequence's tokens as they come; only spans hold those of one modality",
         )
+        self.require(
+            spans or not self.span_tokens, "span_tokens", "pages have groups of tokens: set key_group_size instead"
+        )
         if not spans:
             return
         later = "a span holds the whole prompt; later tokens stay in full precision anyway"
@@ -94,6 +125,11 @@ class CalibQuant(Part):
         """Scales are per channel of the whole span: none per token."""
         return not self.is_span
 
+    def bits_per_token(self, shape: LayerShape) -> float:
+        """The scales of shorter spans; those of a whole prompt are no bits of a token."""
+        numbers = 2 * shape.num_key_value_heads * shape.head_dim
+        return numbers * SCALE_BITS / self.span_tokens if self.span_tokens else 0.0
+
     def compresses_prompts(self) -> bool:
         """A complete prompt becomes a span."""
         return self.is_span
@@ -105,7 +141,8 @@ class CalibQuant(Part):
     def clauses(self, shape: LayerShape) -> list[str]:
         """What goes to spans, at which width, and the shift."""
         what = "prompts" if self.modality == "all" else f"{self.modality} tokens of prompts"
-        said = [f"{what} as spans, keys {self.key_bits} bit and values {self.value_bits} bit per channel"]
+        length = f"spans of {self.span_tokens} tokens" if self.span_tokens else "spans"
+        said = [f"{what} as {length}, keys {self.key_bits} bit and values {self.value_bits} bit per channel"]
         if self.tau1 or self.tau2:
             said.append(f"scores shifted by tau1 = {self.tau1:g}, tau2 = {self.tau2:g}")
         return said
@@ -113,8 +150,13 @@ class CalibQuant(Part):
     @classmethod
     def conventions(cls, layers: Sequence[tuple[Any, LayerShape]]) -> dict[str, Any]:
         """Tokens, groups and shift of a span."""
+        shorter = {
+            "shorter_spans": "where span_tokens is not 0, a prompt's tokens that go to spans are divided into spans of "
+            "span_tokens in their order, the last one shorter"
+        }
         return {
-            "span": {
+            "span": (shorter if any(scheme.span_tokens for scheme, _ in layers) else {})
+            | {
                 "tokens": "a whole prompt after its sinks, per sequence; later tokens stay in full precision",
                 "modality": "visual: of these only the tokens whose id is config.json's image_token_id or "
                 "video_token_id (or image_token_index, video_token_index), audio: audio_token_id or audio_token_index; "
@@ -138,6 +180,8 @@ class TauSearch:
     )
     tau_per_layer: bool = option(False, "true or false", "one pair (tau1, tau2) for each layer instead of one for all")
 
+    # The paper searches both, once for all layers.
+    paper = {}
     # Options of the whole model, which a single layer cannot have.
     whole_model = ("tau_grid", "tau_per_layer")
 

@@ -1,7 +1,9 @@
 """Clip ratios: each group's (min, max), shrunk about its midpoint before the scale is computed.
 
 The best uniform quantizer of 1 or 2 bits does not reach to the extremes (`calibration/clip_ratios.py`). CalibQuant's
-released code multiplies min and max by constants at 1 bit; a calibrated ratio for every scheme and layer is ours.
+released code multiplies min and max themselves by 0.5 (keys) and 0.3 (values) at 1 bit, which moves both towards zero
+and so also moves a midpoint that is not zero; shrinking about the midpoint, by a ratio calibrated for every scheme and
+layer, is ours.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ class ClipRatio(Part):
 
     method = "clip ratios"
     summary = "each group's (min, max) is shrunk about its midpoint, as far as calibration finds best for the layer"
-    source = "ours; a constant factor in CalibQuant's released code"
+    source = "ours; CalibQuant's released code multiplies min and max by constants"
     plan_tensors = {
         "clip_ratio_grid": "float32 [n]: the clip ratios that were tried",
         "key_clip_ratio_error": "float32 [n]: error of the attention output with each, keys quantized",
@@ -57,6 +59,9 @@ class ClipRatioSearch:
     """What calibration chooses of it."""
 
     calibrate_clip_ratios: bool = option(True, "true or false", "choose both clip ratios of each layer")
+
+    # No paper chooses them.
+    paper = {"calibrate_clip_ratios": False}
 
     def searches_clip_ratio(self, side: Literal["key", "value"]) -> bool:
         """Whether the clip ratio of keys or values is to be chosen."""

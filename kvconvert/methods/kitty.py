@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 from kvconvert.methods.part import STRICT, LayerShape, Part, PlanTensor, option
 
 INDEX_BITS = 8
+# The paper has sinks of its own.
 _KITTY = {
     "key_group_size": 128,
     "value_group_size": 128,
@@ -28,6 +29,7 @@ class Kitty(Part):
     summary = "a share of each head's key channels has twice the bits: low halves in one plane, high halves in another"
     source = "MLSys 2026"
     presets = {"kitty": _KITTY, "kitty-pro": _KITTY | {"boost_fraction": 0.25}}
+    paper_presets = presets
     plan_tensors = {
         "key_mean_abs": "float32 [KV heads, D]: mean magnitude of each key channel",
         "key_range": "float32 [KV heads, D]: mean range of each key channel within a page",

@@ -13,12 +13,11 @@ from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
 from kvconvert.errors import RecipeError
-from kvconvert.methods.part import STRICT, LayerShape, Part, one_of, option
+from kvconvert.methods.part import PRESET_SINKS, SCALE_BITS, STRICT, LayerShape, Part, one_of, option
 
 BITS = (1, 2, 4, 8, 16)
 GROUP_SIZES = (16, 32, 64, 128)
 PAGE_SIZES = (128,)
-SCALE_BITS = 32  # a scale and a zero point, float16 each
 
 _Bits = Annotated[int, AfterValidator(one_of(BITS))]
 _GroupSize = Annotated[int, AfterValidator(one_of(GROUP_SIZES))]
@@ -31,7 +30,8 @@ class Kivi(Part):
     method = "KIVI"
     summary = "keys per channel, values per token, in groups with a scale each; newest and first tokens exact"
     source = "arXiv 2402.02750"
-    presets = {"kivi": {}}
+    presets = {"kivi": {"sink_tokens": PRESET_SINKS}}
+    paper_presets = {"kivi": {"value_recent_tokens": 128}}
 
     key_bits: _Bits = option(2, f"choose one of {BITS}", "width of a stored key's code; 16 is the model's own dtype")
     value_bits: _Bits = option(2, f"choose one of {BITS}", "the same for values")

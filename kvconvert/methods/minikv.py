@@ -9,10 +9,11 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass
 
 from kvconvert.errors import RecipeError
-from kvconvert.methods.part import STRICT, LayerShape, Part, option
+from kvconvert.methods.part import PRESET_SINKS, STRICT, LayerShape, Part, option
 
 _SHARE = "it is a share of the prompt, 0 to 1"
 _MINIKV = {"key_group_size": 16, "value_group_size": 16, "heavy_ratio": 0.25, "recent_ratio": 0.25}
+_PAPER = {"minikv": _MINIKV, "minikv-pyramid": _MINIKV | {"allocation": "pyramid"}}
 # Allocations that are formulas; the others follow from what calibration measures.
 FORMULAS = ("uniform", "pyramid")
 
@@ -24,7 +25,8 @@ class MiniKV(Part):
     method = "MiniKV"
     summary = "of a prompt each KV head keeps its heavy hitters and its newest tokens; budgets may differ by layer"
     source = "arXiv 2411.18077"
-    presets = {"minikv": _MINIKV, "minikv-pyramid": _MINIKV | {"allocation": "pyramid"}}
+    presets = {name: fields | {"sink_tokens": PRESET_SINKS} for name, fields in _PAPER.items()}
+    paper_presets = _PAPER
     plan_tensors = {
         "attention_variance": "float32 [1]: variance over tokens of the attention mass that they receive",
         "lost_attention": "float32 [n]: attention weight lost when a share i / (n - 1) of the prompt is kept",

@@ -11,10 +11,11 @@ from typing import Any, Literal, Self
 
 from pydantic.dataclasses import dataclass
 
-from kvconvert.methods.part import STRICT, LayerShape, Part, option
+from kvconvert.methods.part import PRESET_SINKS, STRICT, LayerShape, Part, option
 
 NORM_BITS = 16
 _OSCAR = {"rotate_keys": "hadamard", "rotate_values": "folded", "token_norm": "joint"}
+_PAPER = {"oscar": _OSCAR, "oscar-g128": _OSCAR | {"key_group_size": 128, "value_group_size": 128}}
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -24,10 +25,8 @@ class Oscar(Part):
     method = "OScaR"
     summary = "a Hadamard rotation spreads outlier channels, a norm per token evens out tokens of different size"
     source = "papers/oscar, section 4.2"
-    presets = {
-        "oscar": _OSCAR,
-        "oscar-g128": _OSCAR | {"key_group_size": 128, "value_group_size": 128},
-    }
+    presets = {name: fields | {"sink_tokens": PRESET_SINKS} for name, fields in _PAPER.items()}
+    paper_presets = _PAPER
     plan_tensors = {
         "key_norm_imbalance": "float32 [3, KV heads]: (max |k| - min |k|)^2 / mean |k|^2 within a group of tokens",
         "key_channel_range": "float32 [3, KV heads]: sum of squared channel ranges / mean |k|^2 within a group",

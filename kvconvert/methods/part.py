@@ -15,6 +15,10 @@ from pydantic import ConfigDict, Field
 
 from kvconvert.errors import RecipeError
 
+# First tokens that presets leave in full precision wherever they quantize. Nearly all of what quantization does to a
+# language model through them is gone with one token; the others cost next to nothing.
+PRESET_SINKS = 4
+SCALE_BITS = 32  # a scale and a zero point, float16 each
 # Of every dataclass that holds fields: unknown ones are refused, and no type is converted into another.
 STRICT = ConfigDict(extra="forbid", strict=True)
 
@@ -84,7 +88,10 @@ class Part:
         method: name of the method.
         summary: what it does, in one line.
         source: paper or project that it comes from.
-        presets: schemes under a name, as the fields that differ from a plain `KVScheme()`.
+        presets: schemes under a name, as the fields that differ from a plain `KVScheme()`: the method with what every
+            cache should have, `PRESET_SINKS` exact tokens and all that calibration chooses.
+        paper_presets: what the method's source describes under the same names, to the letter. Their presets are called
+            `NAME-paper`, and calibration chooses nothing that no paper has.
         plan_tensors: every tensor that the method may leave in the KV plan of a layer, with its meaning.
         searched_fields: fields that calibration chooses unless the recipe states them.
     """
@@ -93,6 +100,7 @@ class Part:
     summary: ClassVar[str]
     source: ClassVar[str]
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    paper_presets: ClassVar[dict[str, dict[str, Any]]] = {}
     plan_tensors: ClassVar[dict[str, str]] = {}
     searched_fields: ClassVar[tuple[str, ...]] = ()
 

@@ -65,7 +65,7 @@ class KVScheme(_Fields):
 
     @classmethod
     def preset(cls, name: str) -> KVScheme:
-        """The scheme that a paper describes, by its preset name."""
+        """The scheme of a preset: `NAME`, or `NAME-paper` for what the paper describes to the letter."""
         if name not in PRESETS:
             raise RecipeError(f"[kv] preset {name!r} is not available; choose one of {', '.join(PRESETS)}.")
         return PRESETS[name]
@@ -162,6 +162,10 @@ def _describe_fields() -> dict[str, FieldInfo]:
 
 FIELDS: dict[str, FieldInfo] = _describe_fields()
 PRESETS: dict[str, KVScheme] = {name: KVScheme(**values) for part in PARTS for name, values in part.presets.items()}
+PAPER_PRESETS: dict[str, KVScheme] = {
+    f"{name}-paper": KVScheme(**values) for part in PARTS for name, values in part.paper_presets.items()
+}
+PRESETS |= PAPER_PRESETS
 # Every tensor that some method may leave in the KV plan of a layer, with its meaning.
 PLAN_TENSORS: dict[str, str] = {name: meaning for part in PARTS for name, meaning in part.plan_tensors.items()}
 # Fields that calibration chooses unless a recipe states them.
@@ -185,6 +189,13 @@ class KVCalibration(TauSearch, ClipRatioSearch):
     def searched(self, scheme: KVScheme | None) -> list[str]:
         """The fields of a scheme that are to be chosen, for messages."""
         return [field for search in SEARCHES for field in search.searched(self, scheme)]
+
+
+def preset_calibration(name: str) -> KVCalibration:
+    """What calibration chooses for a preset: everything, or for `NAME-paper` what some paper has."""
+    if name not in PAPER_PRESETS:
+        return KVCalibration()
+    return KVCalibration(**{option: value for search in SEARCHES for option, value in search.paper.items()})
 
 
 OPTIONS: tuple[str, ...] = tuple(field.name for field in fields(KVCalibration) if field.name != "given")

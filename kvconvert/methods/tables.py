@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvconvert.methods.scheme import FIELDS, PARTS, PLAN_TENSORS, KVScheme
+from kvconvert.methods.scheme import FIELDS, PARTS, PLAN_TENSORS, PRESETS, KVCalibration, KVScheme, preset_calibration
 
 DOCUMENTS = {"docs/bundle.md": ("scheme fields", "plan tensors"), "docs/methods.md": ("methods", "presets")}
 
@@ -59,15 +59,19 @@ def methods() -> str:
 
 
 def presets() -> str:
-    """Every preset, with the fields in which it differs from a plain scheme."""
-    plain = KVScheme().to_dict()
+    """Every preset, with the fields in which it differs from a plain scheme, and what calibration is not asked for."""
+    plain, everything = KVScheme().to_dict(), KVCalibration().to_dict()
+    owners = {name: part for part in PARTS for name in part.presets}
     rows = []
-    for part in PARTS:
-        for name in part.presets:
-            fields = KVScheme.preset(name).to_dict()
-            changed = ", ".join(f"`{key} = {fields[key]!r}`" for key in fields if fields[key] != plain[key])
-            rows.append((f"`{name}`", part.method, changed or "the defaults"))
+    for name, scheme in PRESETS.items():
+        part = owners[name.removesuffix("-paper")]
+        changed = _changed(scheme.to_dict(), plain) + _changed(preset_calibration(name).to_dict(), everything)
+        rows.append((f"`{name}`", part.method, ", ".join(changed) or "the defaults"))
     return _table(("preset", "method", "differs from the defaults in"), rows)
+
+
+def _changed(values: dict[str, object], plain: dict[str, object]) -> list[str]:
+    return [f"`{key} = {value!r}`" for key, value in values.items() if value != plain[key]]
 
 
 MAKERS = {"scheme fields": scheme_fields, "plan tensors": plan_tensors, "methods": methods, "presets": presets}

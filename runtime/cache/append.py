@@ -32,7 +32,7 @@ def commit(store: LayerStore, chunk: Chunk, queries: torch.Tensor | None = None)
         return None
     (keys, values), store.pending = store.pending, None
     group, latest = store.group, store.forward_pass
-    if latest.chunk is None and group.is_decoding(latest.length):
+    if latest.chunk is None and group.is_decoding(latest.length) and not group.reading_prompt:
         seal(group)
     group.append(latest, chunk)
     n, in_one_launch = latest.length, False

@@ -127,11 +127,12 @@ def _execute(group: Group, stores: list[LayerStore], plan: Compression) -> None:
 
 
 def _seal_span(store: LayerStore, work: SealSpan) -> None:
-    """Quantize a prompt as one span."""
+    """Quantize a prompt as spans."""
     row, parts = store.rows[work.row], list(work.parts)
     with _NamedErrors([store], 0):
         keys, values = (_joined([side.tokens(*part) for part in parts]) for side in (row.keys, row.values))
-        row.spans.append(quantize_span(keys, values, store.span_format))
+        for side in zip(keys.split(work.lengths, 1), values.split(work.lengths, 1), strict=True):
+            row.spans.append(quantize_span(*side, store.span_format))
     for side in (row.keys, row.values):
         side.remove(parts, work.used)
 

@@ -28,7 +28,7 @@ def geometry(scheme: KVScheme, sliding_window: int | None, keep_for_sharing: boo
     """What layers have to share to be planned together."""
     windows = (scheme.page_size, scheme.sink_tokens, scheme.key_recent_tokens, scheme.value_recent_tokens)
     budget = (scheme.heavy_ratio, scheme.recent_ratio) if scheme.evicts else None
-    return (windows, scheme.is_span, scheme.modality, budget, sliding_window, keep_for_sharing)
+    return (windows, scheme.is_span, scheme.modality, scheme.span_tokens, budget, sliding_window, keep_for_sharing)
 
 
 class Destination(NamedTuple):
@@ -143,6 +143,7 @@ class LayerGroup(Generic[Store]):
         real: bool [B, n] of the first n committed positions, after which all are real; None while all are.
         record_past: keep the newest tokens uncompressed until `crop` says which of them stay (assisted decoding).
         seal_at_once: the next forward pass holds the whole prompt.
+        reading_prompt: passes bring parts of a prompt, however short, until it is sealed.
         modality_mask: the tokens of the scheme's modality in the next forward pass.
         version: changes with whatever tables describe: pages, spans, buffers, and the order of sequences.
         changed: rows that changed so since tables were written; None where all may have.
@@ -175,7 +176,7 @@ class LayerGroup(Generic[Store]):
         self._clear()
 
     def _clear(self) -> None:
-        self.seal_at_once = False
+        self.seal_at_once = self.reading_prompt = False
         self._sequences: tuple[Sequence, ...] = ()
         self.waiting = 0
         self.tables: Any = None
@@ -316,8 +317,9 @@ class LayerGroup(Generic[Store]):
 
     def is_decoding(self, count: int) -> bool:
         """Whether a pass of so many new tokens continues sequences rather than prompts."""
-        # A single token means that the prompt is complete; so do the drafts of assisted decoding.
-        return count == 1 or self.record_past
+        # A single token means that the prompt is complete, unless it is said to go on; so do the drafts of assisted
+        # decoding, which compresses the first prompt alone.
+        return self.record_past or (count == 1 and not self.reading_prompt)
 
     def _modality_runs(
         self, modality_mask: ModalityMask | None, row: int, start: int, count: int

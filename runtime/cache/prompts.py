@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.sequence import Sequence, SpanTokens
@@ -11,17 +12,19 @@ from kvconvert.runtime.cache.token_positions import TokenPositions
 
 @dataclass(frozen=True)
 class SealSpan:
-    """One row's open prompt becomes a span.
+    """One row's open prompt becomes one span or several.
 
     Attributes:
         row: of the batch.
         parts: (start, stop) of its tokens in the buffers, ascending.
         used: tokens in the buffers before.
+        lengths: tokens of each span, in order; together those of all parts.
     """
 
     row: int
     parts: tuple[tuple[int, int], ...]
     used: int
+    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -70,29 +73,33 @@ class Spans(Pages):
     """Every prompt becomes a span (CalibQuant); tokens of other modalities, and generated ones, are left alone.
 
     Args:
-        every_token: whether all of a prompt's tokens go to its span, rather than those of one modality.
+        every_token: whether all of a prompt's tokens go to its spans, rather than those of one modality.
+        span_tokens: tokens of a span, of which the last may have fewer; 0 for one span.
     """
 
     flushes = False
 
-    def __init__(self, every_token: bool):
-        self.every_token = every_token
+    def __init__(self, every_token: bool, span_tokens: int = 0):
+        self.every_token, self.span_tokens = every_token, span_tokens
 
     def opens(self, sequence: Sequence, decoding: bool) -> bool:
         """The first prompt, even of one token, and every later one."""
         return not decoding or (sequence.untouched and not sequence.keys.buffered)
 
     def seal(self, row: int, sequence: Sequence) -> tuple[Sequence, SealSpan | None]:
-        """Move the open prompt's tokens to a span."""
+        """Move the open prompt's tokens to spans."""
         sealed = replace(sequence, open_from=None, modality_runs=())
         parts = self._parts(sequence)
         if not parts:
             return sealed, None
         taken, rest = sequence.positions.take(parts)
         keys, values = (replace(s, buffered=s.buffered - len(taken)) for s in (sealed.keys, sealed.values))
-        spans = (*sequence.spans, SpanTokens(len(taken), taken))
-        work = SealSpan(row, tuple(parts), sequence.keys.buffered)
-        return replace(sealed, keys=keys, values=values, positions=rest, spans=spans), work
+        lengths = span_lengths(len(taken), self.span_tokens)
+        ends = [*accumulate(lengths)]
+        spans = [SpanTokens(n, taken.part(end - n, end)) for n, end in zip(lengths, ends, strict=True)]
+        work = SealSpan(row, tuple(parts), sequence.keys.buffered, lengths)
+        sealed = replace(sealed, keys=keys, values=values, positions=rest, spans=(*sequence.spans, *spans))
+        return sealed, work
 
     def _parts(self, sequence: Sequence) -> list[tuple[int, int]]:
         """The open prompt's tokens that go to its span, as (start, stop) in the buffers."""
@@ -137,8 +144,14 @@ class Eviction(Pages):
         return replace(sealed, keys=keys, values=values, **kept_tokens), work
 
 
+def span_lengths(tokens: int, span_tokens: int) -> tuple[int, ...]:
+    """Tokens of each span that so many tokens are divided into; a `span_tokens` of 0 divides nothing."""
+    size = span_tokens or tokens
+    return tuple(min(size, tokens - start) for start in range(0, tokens, size))
+
+
 def prompt_policy(scheme: KVScheme) -> Pages:
     """How a scheme treats prompts."""
     if scheme.is_span:
-        return Spans(scheme.modality == "all")
+        return Spans(scheme.modality == "all", scheme.span_tokens)
     return Eviction(scheme.heavy_ratio, scheme.recent_ratio) if scheme.evicts else Pages()

@@ -95,7 +95,9 @@ class ModelSteps:
 
     def new_prompt(self) -> Any:
         """An empty cache for one prompt, whose pages come from those of the batch."""
-        return self.cache.beside()
+        prompt = self.cache.beside()
+        prompt.begin_prompt()
+        return prompt
 
     @torch.no_grad()
     def read_prompt(self, prompt_cache: Any, ids: list[int], position: int, last: bool) -> Tensor:

@@ -167,13 +167,24 @@ class KVCache(Cache):
             if group.scheme.modality == modality:
                 group.modality_mask = mask
 
+    def begin_prompt(self) -> None:
+        """State that the following forward passes read a prompt, part by part, until `seal()`.
+
+        Schemes that compress whole prompts (spans, eviction) otherwise take a pass of a single token for the first step
+        of decoding, and the prompt for complete: a last part of one token would then not belong to it. `generate` of a
+        bundle's model does this by itself where it has a `prefill_chunk_size`, and so does an `Engine`.
+        """
+        for group in self.groups:
+            group.reading_prompt = True
+
     def seal(self) -> None:
         """State that the prompt is complete.
 
-        Schemes that compress whole prompts (spans, eviction) do so here, or else at the first single-token step; page
-        methods have nothing left to do.
+        Schemes that compress whole prompts (spans, eviction) do so here, or else at the first single-token step unless
+        `begin_prompt()` was called; page methods have nothing left to do.
         """
         for group in self.groups:
+            group.reading_prompt = False
             seal(group)
 
     def expect_whole_prompt(self) -> None:

@@ -105,6 +105,8 @@ class CapturedSteps:
             return False
         if torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing() or not cache.groups[0].rows:
             return False
+        if cache.groups[0].reading_prompt:
+            return False
         reason = self._unsupported(cache, arguments)
         if reason is not None:
             if reason not in self._told:

@@ -110,6 +110,24 @@ class BundleModel:
             tokens = [prompt] * rows if mask is None else mask.sum(1).clamp(min=1).tolist()
             prepare_steps(self, tokens, longest)
 
+    def _prefill(
+        self,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The prompt's forward passes; where it is read in chunks, only here is it known which is the last."""
+        cache = model_kwargs.get("past_key_values")
+        chunked = isinstance(cache, KVCache) and generation_config.prefill_chunk_size is not None
+        if chunked:
+            cache.begin_prompt()
+        output = super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if chunked:
+            cache.seal()
+        return output
+
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: transformers' continuous batching brings its own full-precision paged cache."""
         raise UsageError(

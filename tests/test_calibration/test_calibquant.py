@@ -22,7 +22,7 @@ from kvconvert.methods.calibquant import CalibQuant
 GRID = (0.0, 1.0, 2.0, 3.0)
 
 
-def by_single_queries(sample, bits, tau1, tau2, key_clip_ratio, value_clip_ratio, sinks):
+def by_single_queries(sample, bits, tau1, tau2, key_clip_ratio, value_clip_ratio, sinks, span_tokens=0):
     """(mean squared error of the weights, relative error of the output), query by query in float64."""
     span = span_of(sample.num_tokens, sinks)
     n = span.stop - span.start
@@ -33,8 +33,11 @@ def by_single_queries(sample, bits, tau1, tau2, key_clip_ratio, value_clip_ratio
             h = i * sample.keys.shape[1] // sample.queries.shape[1]
             keys, values = sample.keys[s, h].double(), sample.values[s, h].double()
             read_k, read_v = keys.clone(), values.clone()
-            read_k[span] = dequantize(*quantize(keys[span], bits, n, 0, key_clip_ratio), n, 0).double()
-            read_v[span] = dequantize(*quantize(values[span], bits, n, 0, value_clip_ratio), n, 0).double()
+            for start in range(span.start, span.stop, span_tokens or n):
+                part = slice(start, min(start + (span_tokens or n), span.stop))
+                m = part.stop - part.start
+                read_k[part] = dequantize(*quantize(keys[part], bits, m, 0, key_clip_ratio), m, 0).double()
+                read_v[part] = dequantize(*quantize(values[part], bits, m, 0, value_clip_ratio), m, 0).double()
             for t in range(span.stop, sample.num_tokens):
                 q = sample.queries[s, i, t].double() * sample.scaling
                 exact = (keys[: t + 1] @ q).softmax(0)
@@ -71,6 +74,14 @@ def test_the_table_is_that_of_single_queries(bits, sinks):
             error, output_error = by_single_queries(sample, bits, tau1, tau2, 0.6, 0.8, sinks)
             assert float(tables.error[i, j]) == pytest.approx(error, rel=1e-3)
             assert float(tables.output_error[i, j]) == pytest.approx(output_error, rel=1e-3)
+
+
+def test_shorter_spans_are_searched_as_they_are_stored():
+    sample = peaked_sample()
+    tables = search_taus(sample, SpanFormat(2, 2, span_tokens=5), (0.0,), (1.0,), (0.6,), (0.8,), 3)
+    error, output_error = by_single_queries(sample, 2, 0.0, 1.0, 0.6, 0.8, 3, span_tokens=5)
+    assert float(tables.error) == pytest.approx(error, rel=1e-3)
+    assert float(tables.output_error) == pytest.approx(output_error, rel=1e-3)
 
 
 def test_every_pair_gets_its_best_key_range_and_values_theirs():

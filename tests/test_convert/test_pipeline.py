@@ -205,6 +205,17 @@ def test_scalings_that_no_norm_allows_are_listed_and_a_layers_own_parameters_kep
     assert all(".." not in name for name in work.layer_tensors(0))
 
 
+def test_groups_of_weights_fit_the_model_unless_a_recipe_says_how_large_they_are(tmp_path, model, text, caplog):
+    caplog.set_level("INFO", "kvconvert")
+    work = run(model, tmp_path / "work", text, Recipe(weights=WeightsRecipe(method="rtn"), kv=None))
+    assert "groups of 64, the largest of 128, 64, 32 that divides the inputs of every quantized Linear" in caplog.text
+    assert work.state.recipe["weights"]["group_size"] == 64
+    sizes = {module.group_size for module in work.layer_record(0).modules if module.method == "rtn"}
+    assert sizes == {64}
+    # The same run again finds itself complete: what it began from is the recipe with the size.
+    run(model, tmp_path / "work", text, Recipe(weights=WeightsRecipe(method="rtn"), kv=None))
+
+
 def test_a_model_with_attention_code_of_its_own_is_refused(tmp_path, text):
     model = ARCHITECTURES["falcon"].write(tmp_path / "model")
     with pytest.raises(UnsupportedModelError, match="falcon computes attention by itself"):
@@ -214,7 +225,11 @@ def test_a_model_with_attention_code_of_its_own_is_refused(tmp_path, text):
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"recipe": Recipe()}, RecipeError, r"128 does not divide the 64 inputs of model\.layers\.0.*group_size = 64"),
+        (
+            {"recipe": Recipe(weights=WeightsRecipe(group_size=128))},
+            RecipeError,
+            r"128 does not divide the 64 inputs of model\.layers\.0.*group_size = 64",
+        ),
         ({"seq_len": 4000}, UsageError, "more than the 128 positions"),
         ({"samples": 0}, UsageError, "at least 1"),
         ({"device": "toaster"}, UsageError, "There is no device"),

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from kvconvert.convert.recipe import Recipe, preset_names
@@ -18,9 +20,9 @@ def test_every_preset_loads_and_survives_being_recorded(name):
     assert Recipe.from_dict(recipe.to_dict()) == recipe
 
 
-def test_default_is_awq_4_bit_in_groups_of_128_with_oscar():
+def test_default_is_awq_4_bit_with_oscar():
     recipe = Recipe.load("default")
-    assert recipe.weights.model_dump() == {"method": "awq", "bits": 4, "group_size": 128}
+    assert recipe.weights.model_dump() == {"method": "awq", "bits": 4, "group_size": "auto"}
     assert recipe.kv == PRESETS["oscar"]
     assert recipe.limits.as_set() == {}
 
@@ -58,6 +60,30 @@ def test_what_a_recipe_states_itself_is_not_searched(tmp_path):
     assert Recipe.from_dict(recipe.to_dict()) == recipe
 
 
+def test_a_paper_preset_is_the_paper_and_calibration_chooses_what_the_paper_does(tmp_path):
+    oscar, paper = Recipe.load("oscar"), Recipe.load("oscar-paper")
+    assert (oscar.kv.sink_tokens, paper.kv) == (4, replace(oscar.kv, sink_tokens=0))
+    assert oscar.calibration.searched(oscar.kv) == ["key_clip_ratio", "value_clip_ratio"]
+    assert paper.calibration.searched(paper.kv) == []
+    spans = Recipe.load("calibquant-1bit-paper")
+    assert spans.calibration.searched(spans.kv) == ["tau1 and tau2"]
+    asked = load(tmp_path, '[kv]\npreset = "oscar-paper"\ncalibrate_clip_ratios = true\n')
+    assert (asked.kv, asked.calibration) == (paper.kv, oscar.calibration)
+
+
+def test_a_layers_preset_brings_what_calibration_chooses_unless_kv_states_it(tmp_path):
+    layers = '[[kv.layers]]\nindex = [0]\npreset = "kivi"\n[[kv.layers]]\nindex = [1]\npreset = "kivi-paper"\n'
+    layers += "[[kv.layers]]\nindex = [2]\nkey_bits = 4\n"
+
+    def searches(kv):
+        recipe = load(tmp_path, f'[kv]\npreset = "{kv}\n{layers}')
+        return [recipe.calibration_of(index).calibrate_clip_ratios for index in range(4)]
+
+    assert searches('oscar"') == [True, False, True, True]
+    assert searches('oscar-paper"') == [True, False, False, False]
+    assert searches('oscar"\ncalibrate_clip_ratios = false') == [False, False, False, False]
+
+
 def test_kv_none_leaves_the_cache_alone(tmp_path):
     assert load(tmp_path, '[kv]\npreset = "none"\n').kv is None
 
@@ -77,6 +103,8 @@ def test_limits_accept_whole_numbers(tmp_path):
         ("[weights]\nbits = 3\n", ["mine.toml", "[weights] bits = 3", "set bits = 4"]),
         ('[weights]\nbits = "4"\n', ["mine.toml", "[weights] bits"]),
         ("[weights]\ngroup_size = 100\n", ["mine.toml", "group_size = 100", "128"]),
+        ("[weights]\ngroup_size = true\n", ["mine.toml", "[weights] group_size = True", '"auto" or one of 16']),
+        ('[weights]\ngroup_size = "128"\n', ["mine.toml", "[weights] group_size = '128'", '"auto"']),
         ('[kv]\npreset = "oskar"\n', ["mine.toml", "'oskar'", "oscar"]),
         ("[kv]\nkey_bit = 2\n", ["mine.toml", "[kv] key_bit", "key_bits"]),
         ("[kv]\nkey_bits = 3\n", ["mine.toml", "[kv] key_bits = 3"]),

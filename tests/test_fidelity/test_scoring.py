@@ -60,7 +60,7 @@ def test_figures_equal_a_plain_computation_when_nothing_is_quantized():
 
 def test_chunks_score_what_token_by_token_decoding_scores():
     model = tiny_model("llama", max_position_embeddings=512)
-    decoder = with_cache(model, KVScheme.preset("oscar").with_online_rotation())
+    decoder = with_cache(model, KVScheme.preset("oscar-paper").with_online_rotation())
     ids = random_ids(1, 270)
     plain = Decoder.plain(tiny_model("llama", max_position_embeddings=512))
     chunked = compare(plain, {"low-bit": decoder}, ids)["low-bit"]
@@ -72,7 +72,7 @@ def test_chunks_score_what_token_by_token_decoding_scores():
 
 
 def test_the_residual_share_counts_what_scored_queries_attend_to():
-    decoder = with_cache(tiny_model("llama", max_position_embeddings=512), KVScheme.preset("kivi"))
+    decoder = with_cache(tiny_model("llama", max_position_embeddings=512), KVScheme())
     result = compare(decoder, {"kivi": decoder}, random_ids(2, 385))["kivi"]
     # Two whole chunks of queries 1 ... 128 tokens into their page, after one and after two quantized pages.
     own = 128 * 129 // 2

@@ -28,7 +28,7 @@ SCHEMES = {
     "1 bit": KVScheme(key_bits=1, value_bits=1, key_group_size=128, token_norm="per_head"),
     "16 and 8 bits": KVScheme(key_bits=16, value_bits=8, key_recent_tokens=20, value_recent_tokens=20),
     "visual spans with tau": replace(KVScheme.preset("calibquant-2bit-visual"), sink_tokens=2, tau2=0.5),
-    "spans with tau": replace(KVScheme.preset("calibquant-1bit"), sink_tokens=2, tau2=0.5),
+    "spans with tau": replace(KVScheme.preset("calibquant-1bit"), sink_tokens=2, tau2=0.5, span_tokens=128),
     "eviction": replace(KVScheme.preset("minikv"), key_group_size=32),
 }
 PADDING = torch.ones(2, 600, dtype=torch.bool)

@@ -53,6 +53,8 @@ def test_an_unknown_preset_or_field_is_refused_with_those_there_are():
         ({"value_bits": 2.0}, "value_bits = 2.0"),
         ({"key_group_size": 48}, "key_group_size = 48"),
         ({"page_size": 64}, "pages hold 128 tokens"),
+        ({"span_tokens": 100}, "span_tokens = 100 is not possible: it is a multiple of 128 tokens, or 0"),
+        ({"span_tokens": 128}, "set key_group_size instead"),
         ({"sink_tokens": -1}, "it is a number of tokens"),
         ({"boost_fraction": float("nan")}, "it is a share of the channels"),
         ({"boost_fraction": 1.5}, "it is a share of the channels"),

@@ -33,7 +33,7 @@ def feed(
         end_forward(layer.store)
 
 
-@pytest.mark.parametrize(("preset", "smaller"), [("oscar", 4.5), ("oscar-g128", 6.0)])
+@pytest.mark.parametrize(("preset", "smaller"), [("oscar-paper", 4.5), ("oscar-g128-paper", 6.0)])
 def test_2048_tokens_without_residual_shrink_as_promised(preset, smaller):
     cache = KVCache(REFERENCE_SHAPE, preset)
     feed(cache, 2048)
@@ -43,7 +43,7 @@ def test_2048_tokens_without_residual_shrink_as_promised(preset, smaller):
     assert stats.values * 2 / stats.bytes_used >= smaller
 
 
-@pytest.mark.parametrize("preset", ["oscar", "oscar-g128"])
+@pytest.mark.parametrize("preset", ["oscar-paper", "oscar-g128-paper"])
 @pytest.mark.parametrize("tokens", [4097, 4223, 4224, 5000, 12_345])
 def test_beyond_4096_tokens_little_is_allocated_and_not_used(preset, tokens):
     cache = KVCache(REFERENCE_SHAPE, preset)
@@ -53,7 +53,7 @@ def test_beyond_4096_tokens_little_is_allocated_and_not_used(preset, tokens):
 
 
 def test_slack_stays_small_while_decoding_token_by_token():
-    cache = KVCache(REFERENCE_SHAPE, "oscar-g128")
+    cache = KVCache(REFERENCE_SHAPE, "oscar-g128-paper")
     feed(cache, 4100)
     for step in range(260):
         feed(cache, 1, seed=step)
@@ -62,7 +62,7 @@ def test_slack_stays_small_while_decoding_token_by_token():
 
 
 def test_reported_bytes_are_those_of_the_tensors():
-    cache = KVCache(REFERENCE_SHAPE, "oscar")
+    cache = KVCache(REFERENCE_SHAPE, "oscar-paper")
     feed(cache, 1000)
     store = cache.layers[0].store
     tensors = [chunk.buffer for pool in (store.key_pages, store.value_pages) for chunk in pool._chunks]
@@ -71,7 +71,7 @@ def test_reported_bytes_are_those_of_the_tensors():
 
 
 def test_beams_share_pages_and_give_them_back():
-    cache = KVCache(REFERENCE_SHAPE, "oscar")
+    cache = KVCache(REFERENCE_SHAPE, "oscar-paper")
     feed(cache, 300)
     alone = cache.stats()
     cache.batch_repeat_interleave(4)
@@ -142,7 +142,7 @@ def test_crop_takes_back_recorded_tokens_exactly():
 
 
 def test_a_crop_into_pages_is_refused_and_changes_nothing():
-    cache = KVCache(REFERENCE_SHAPE, "oscar")
+    cache = KVCache(REFERENCE_SHAPE, "oscar-paper")
     feed(cache, 130)
     before = cache.stats()
     with pytest.raises(CacheError, match=r"cannot give back its newest 3 tokens: layer 0 has already quantized"):
@@ -158,7 +158,7 @@ def test_a_preallocated_cache_runs_out_of_pages_by_name():
     page = (
         128 * (2 * 2 * 64 * 2 // 8) + 16 * 128 + 16 * 128 + 256
     )  # codes, key and value metadata, norms of `oscar` at G = 32
-    cache = KVCache(REFERENCE_SHAPE, "oscar", kv_memory=2 * 3 * page)
+    cache = KVCache(REFERENCE_SHAPE, "oscar-paper", kv_memory=2 * 3 * page)
     feed(cache, 3 * 128)
     store = cache.layers[0].store
     assert store.key_pages.bytes_allocated + store.value_pages.bytes_allocated == 3 * page
@@ -171,7 +171,7 @@ def test_a_preallocated_cache_runs_out_of_pages_by_name():
 )
 @pytest.mark.parametrize("part", ["keys", "values"])
 def test_numbers_that_cannot_be_stored_name_layer_and_head(value, what, part):
-    cache = KVCache(REFERENCE_SHAPE, "kivi")
+    cache = KVCache(REFERENCE_SHAPE, KVScheme())
     for index, layer in enumerate(cache.layers):
         keys, values = torch.randn(1, 2, 128, 64), torch.randn(1, 2, 128, 64)
         if index == 1:
@@ -186,7 +186,7 @@ def test_numbers_that_cannot_be_stored_name_layer_and_head(value, what, part):
 
 
 def test_a_token_of_zeros_comes_back_as_zeros():
-    cache = KVCache(REFERENCE_SHAPE, "oscar")
+    cache = KVCache(REFERENCE_SHAPE, "oscar-paper")
     layer = cache.layers[0]
     keys, values = torch.randn(1, 2, 128, 64), torch.randn(1, 2, 128, 64)
     keys[:, :, 17] = 0
@@ -242,7 +242,7 @@ def test_one_layer_may_stay_unquantized_beside_others():
 def test_a_cache_quantizes_nothing_twice():
     model = tiny_model("llama", "kvconvert", num_hidden_layers=1)
     cache = KVCache(model.config, "oscar")
-    model(random_ids(1, 256), past_key_values=cache)
+    model(random_ids(1, 260), past_key_values=cache)
     before = {name: tensor.clone() for name, tensor in cache.layers[0].store.key_pages.read([0, 1]).tensors()}
     for step in range(140):
         model(random_ids(1, 1, seed=step), past_key_values=cache)

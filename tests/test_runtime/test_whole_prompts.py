@@ -86,6 +86,25 @@ def test_spans_are_the_prompt_quantized_per_channel(llama, bits, length):
     assert sequence.keys.buffered == 7  # generated tokens stay in full precision
 
 
+@pytest.mark.parametrize(("length", "spans"), [(300, [128, 128, 40]), (132, [128]), (133, [128, 1]), (3, [])])
+def test_shorter_spans_are_the_prompt_after_its_sink_tokens_piece_by_piece(llama, length, spans):
+    def compress(keys, values):
+        def image(x):
+            pieces = [piece.transpose(2, 3) for piece in x[:, :, 4:].split(128, dim=2) if piece.shape[2]]
+            pieces = [fake_quantize(piece, 2, piece.shape[3]).transpose(2, 3) for piece in pieces]
+            return torch.cat([x[:, :, :4], *pieces], 2)
+
+        return image(keys), image(values)
+
+    run = lambda cache: llama.generate(random_ids(1, length), max_new_tokens=8, past_key_values=cache, **GREEDY)  # noqa: E731
+    expected = with_eager(llama, run, oracle(llama, compress))
+    cache = KVCache(llama.config, KVScheme.from_dict(SPAN.to_dict() | {"sink_tokens": 4, "span_tokens": 128}))
+    assert run(cache).tolist() == expected.tolist()
+    sequence = cache.layers[1].store.sequences[0]
+    assert [span.tokens for span in sequence.spans] == spans
+    assert [span.positions.position(0) for span in sequence.spans] == [4 + 128 * i for i in range(len(spans))]
+
+
 def test_sealing_by_hand_is_the_same_as_the_first_step(llama):
     ids = random_ids(1, 40)
     sealed, waiting = KVCache(llama.config, SPAN), KVCache(llama.config, SPAN)
@@ -264,8 +283,8 @@ def test_a_second_turn_after_eviction_keeps_its_prompt_and_generates(llama):
     second = llama.generate(more, max_new_tokens=5, past_key_values=copy.deepcopy(cache), **GREEDY)
     again = llama.generate(more, max_new_tokens=5, past_key_values=cache, **GREEDY)
     assert second.tolist() == again.tolist()
-    # half of the first prompt, and everything since
-    assert cache.stats().tokens == 150 + (again.shape[1] - 1 - 300)
+    # sink tokens, half of the first prompt, and everything since
+    assert cache.stats().tokens == 4 + 150 + (again.shape[1] - 1 - 300)
     assert cache.stats().pages > 0
 
 

@@ -25,7 +25,7 @@ SCHEMES = {
     "16 and 8 bits": KVScheme(key_bits=16, value_bits=8, key_recent_tokens=20, value_recent_tokens=20),
     "eviction": replace(KVScheme.preset("minikv"), key_group_size=32),
     "spans": replace(KVScheme.preset("calibquant-2bit"), tau1=0.0, tau2=0.0, sink_tokens=2),
-    "spans with tau": replace(KVScheme.preset("calibquant-1bit"), tau2=0.5, sink_tokens=2),
+    "spans with tau": replace(KVScheme.preset("calibquant-1bit"), tau2=0.5, sink_tokens=2, span_tokens=128),
 }
 WINDOW = 170
 # The second row is padded at its beginning, the third in the middle of its second chunk as well.
