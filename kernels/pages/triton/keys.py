@@ -23,6 +23,7 @@ from kvconvert.kernels.pages.triton.affine import (
     reciprocal,
     storable,
 )
+from kvconvert.kernels.pages.triton.packing import packed_codes
 
 NO_NORM, JOINT, PER_HEAD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -160,21 +161,6 @@ def _grouped_codes(
 
 
 @triton.jit
-def _packed(
-    fields,
-    first_plane,
-    CHUNK: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Bit-fields [CHUNK, CHANNELS] in their places in lanes int32 [LANES, CHANNELS]."""
-    planes = tl.reshape(fields, [CHUNK // LANES, LANES, CHANNELS])
-    shift = (first_plane + tl.arange(0, CHUNK // LANES)) * WIDTH
-    return tl.sum(planes << shift[:, None, None], 0)
-
-
-@triton.jit
 def _places(channel, chosen, SLOTS: tl.constexpr):
     """Each channel's index in `chosen` [SLOTS], -1 where it is not there."""
     found = channel[:, None] == chosen[None, :]
@@ -228,7 +214,7 @@ def _paired_high_lanes(
             ).to(tl.float32)
             codes, _, _ = _grouped_codes(x * inverse_norm[:, None], 3.0, 1.0 / 3.0, factor, shrink, CHUNK, GROUP, SLOTS)
             bit = tl.where(present, (codes >> 1) & 1, 0)
-            lanes += _packed(bit << half, step * (CHUNK // LANES), CHUNK, SLOTS, LANES, 2)
+            lanes += packed_codes(bit, step * (CHUNK // LANES), half, 1, CHUNK, SLOTS, LANES)
     return lanes.to(tl.int16)
 
 
@@ -278,7 +264,6 @@ def key_page_kernel(
     """
     # At 1 bit two channels share a field: number i its lower bit, number i + half its upper one.
     HALVES: tl.constexpr = 2 if BITS == 1 else 1
-    WIDTH: tl.constexpr = HALVES * BITS
     ROWS: tl.constexpr = HEAD_SIZE // HALVES
     BLOCKS: tl.constexpr = (ROWS + ROW_TILE - 1) // ROW_TILE
     LEVELS: tl.constexpr = 2.0**BITS - 1.0
@@ -357,11 +342,11 @@ def key_page_kernel(
             if BOOSTED > 0:
                 if HALVES == 1:
                     high = (codes >> BITS) & (2**BITS - 1)
-                    high_lanes += _packed(high, step * (CHUNK // LANES), CHUNK, ROW_TILE, LANES, WIDTH)
+                    high_lanes += packed_codes(high, step * (CHUNK // LANES), 0, BITS, CHUNK, ROW_TILE, LANES)
                 codes &= 2**BITS - 1
             if PARTIAL:
                 codes = tl.where(present, codes, 0)
-            lanes += _packed(codes << half, step * (CHUNK // LANES), CHUNK, ROW_TILE, LANES, WIDTH)
+            lanes += packed_codes(codes, step * (CHUNK // LANES), half, BITS, CHUNK, ROW_TILE, LANES)
     if NORM == NO_NORM:
         flag_if(~(tl.abs(tl.sum(tl.sum(total, 1), 0)) < float("inf")), flag, page, head, 1, HEADS)
     if not STATIC:
