@@ -158,13 +158,6 @@ def plane_mask(j, half, bits):
 
 
 @triton.constexpr_function
-def plane_source(j, half, bits):
-    """Which of `code_words` holds field j."""
-    moved = 0 if is_low(j, bits) else 1
-    return moved + (2 * (j % 2) + 4 * half if bits == 3 else 0)
-
-
-@triton.constexpr_function
 def plane_weight(j, bits):
     """What the numbers spelled by field j have to be multiplied with to be codes."""
     return 2.0 ** (24 - plane_position(j, bits))

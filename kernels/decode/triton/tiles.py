@@ -17,9 +17,9 @@ from kvconvert.kernels.decode.triton.shape import (
     code_rows,
     field_bits,
     first_group,
+    is_low,
     last_group,
     plane_mask,
-    plane_source,
     plane_weight,
     query_columns,
     query_rows,
@@ -83,31 +83,30 @@ def choose_bits(first, second, MASK: tl.constexpr, INLINE_ASM: tl.constexpr):
 
 
 @triton.jit
-def joined_words(upper, lowest, HALF: tl.constexpr, INLINE_ASM: tl.constexpr):
-    """Codes of 3 bits of one half of the rows, of their upper two bits and of the pairs of lowest bits.
+def joined_words(upper, lowest, HALF: tl.constexpr, ODD: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """Codes of 3 bits in fields of 4: those of the even or odd planes, of one half of the rows.
 
-    Fields of 2 are spread to fields of 4, even ones in the first and second result, odd ones in the third and fourth,
-    of which the second and fourth are moved. Two instructions for four codes of each half, and what is beside a code
-    in its field is the mask's to remove.
+    `upper` are lanes of their upper two bits, `lowest` lanes of pairs of lowest bits. What is beside a code in its
+    field is for the field's mask to remove.
     """
-    COUNT: tl.constexpr = shift_count(3)
-    if HALF == 0:
-        beside_even = lowest
+    if ODD:
+        return choose_bits(upper, shift_lanes(lowest, 1 + HALF, INLINE_ASM), 0xCCCC, INLINE_ASM)
     else:
-        beside_even = shift_lanes(lowest, 1, INLINE_ASM)
-    even = choose_bits(raise_lanes(upper, INLINE_ASM), beside_even, 0x6666, INLINE_ASM)
-    odd = choose_bits(upper, shift_lanes(lowest, 1 + HALF, INLINE_ASM), 0xCCCC, INLINE_ASM)
-    return even, shift_lanes(even, COUNT, INLINE_ASM), odd, shift_lanes(odd, COUNT, INLINE_ASM)
+        below = lowest
+        if HALF == 1:
+            below = shift_lanes(lowest, 1, INLINE_ASM)
+        return choose_bits(raise_lanes(upper, INLINE_ASM), below, 0x6666, INLINE_ASM)
 
 
 @triton.jit
 def code_words(pointers, mask, ROWS: tl.constexpr, BITS: tl.constexpr, INLINE_ASM: tl.constexpr):
-    """Lanes of ROWS rows at `pointers`, as they are and moved; at 3 bits `joined_words` of ROWS rows of each half."""
+    """Lanes of ROWS rows at `pointers`, as they are and moved; at 3 bits of the upper bits of each half of the rows,
+    ROWS each, and of the lowest bits.
+    """
     words = tl.load(pointers, mask=mask, other=0)
     if BITS == 3:
-        lowest = tl.load(pointers + 2 * ROWS, mask=mask, other=0)
         upper_half = tl.load(pointers + ROWS, mask=mask, other=0)
-        return joined_words(words, lowest, 0, INLINE_ASM) + joined_words(upper_half, lowest, 1, INLINE_ASM)
+        return words, upper_half, tl.load(pointers + 2 * ROWS, mask=mask, other=0)
     else:
         return words, shift_lanes(words, shift_count(BITS), INLINE_ASM)
 
@@ -115,7 +114,12 @@ def code_words(pointers, mask, ROWS: tl.constexpr, BITS: tl.constexpr, INLINE_AS
 @triton.jit
 def plane(words, J: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, INLINE_ASM: tl.constexpr):
     """Field J of `code_words`, as the fp16 number it spells, for one half of the rows where codes are in pairs."""
-    source = words[plane_source(J, HALF, BITS)]
+    if BITS == 3:
+        source = joined_words(words[HALF], words[2], HALF, J % 2, INLINE_ASM)
+        if not is_low(J, BITS):
+            source = shift_lanes(source, shift_count(BITS), INLINE_ASM)
+    else:
+        source = words[0 if is_low(J, BITS) else 1]
     mask = tl.full(source.shape, plane_mask(J, HALF, BITS), tl.uint16)
     if INLINE_ASM:
         return tl.inline_asm_elementwise(
@@ -136,6 +140,25 @@ def plane_product(words, lower, upper, total, J: tl.constexpr, BITS: tl.constexp
     if BITS == 1 or BITS == 3:
         total = tl.dot(plane(words, J, 1, BITS, INLINE_ASM), upper, total)
     return total
+
+
+@triton.jit
+def three_bit_products(words, lower, upper, totals, INLINE_ASM: tl.constexpr):
+    """`plane_product` of all eight planes with one pair of operands, in an order that holds few words at a time."""
+    for half in tl.static_range(2):
+        if half == 0:
+            operand = lower
+        else:
+            operand = upper
+        even = ()
+        for pair in tl.static_range(4):
+            even = even + (tl.dot(plane(words, 2 * pair, half, 3, INLINE_ASM), operand, totals[2 * pair]),)
+        joined = ()
+        for pair in tl.static_range(4):
+            odd = tl.dot(plane(words, 2 * pair + 1, half, 3, INLINE_ASM), operand, totals[2 * pair + 1])
+            joined = joined + (even[pair], odd)
+        totals = joined
+    return totals
 
 
 @triton.jit
@@ -263,7 +286,12 @@ def page_scores(page, norms, scales, zero_points, operands, boost, boost_channel
                 scales, zero_points, operands, boost, boost_channel, step * GROUPS // max(GROUPS, PLANES), LANES, F
             )
         none = tl.zeros([LANES, lower.shape[1]], tl.float32)
-        product = plane_product(words, lower, upper, none, step // STEPS, F.key_bits, F.inline_asm)
+        if F.key_bits == 3 and GROUPS == 1:
+            if step == 0:
+                every = three_bit_products(words, lower, upper, (none,) * PLANES, F.inline_asm)
+            product = every[step]
+        else:
+            product = plane_product(words, lower, upper, none, step // STEPS, F.key_bits, F.inline_asm)
         if F.boosted > 0:
             product = tl.dot(plane(high, step // STEPS, 0, F.key_bits, F.inline_asm), boost_lower, product)
         product = product * plane_weight(step // STEPS, F.key_bits) + offset
@@ -407,6 +435,11 @@ def add_page_values(page, scales, zero_points, p, alpha, totals, offsets, F: tl.
             lowers = lowers + (weights,)
             uppers = uppers + (weights,)
     factor = spread_columns(alpha[None, :], F)
+    if F.value_bits == 3 and GROUPS == 1:
+        scaled = ()
+        for j in tl.static_range(16 // field_bits(F.value_bits)):
+            scaled = scaled + (totals[j] * factor,)
+        return three_bit_products(words, lowers[0], uppers[0], scaled, F.inline_asm), sums
     results = ()
     for j in tl.static_range(16 // field_bits(F.value_bits)):
         total = totals[j] * factor
