@@ -151,10 +151,7 @@ OTHERS = (
         Pages("boost", bits, 2, group, 128, boost=0.125, select=select)
         for bits, group, select in product((2, 4), (32, 128), ("dynamic", "calibrated"))
     ),
-    *(
-        Pages("half", bits, bits, 32, 32, half_quantized=side)
-        for bits, side in product(BITS[:-1], ("keys", "values"))
-    ),
+    *(Pages("half", bits, bits, 32, 32, half_quantized=side) for bits, side in product(BITS[:-1], ("keys", "values"))),
     *(Pages("span", *bits, span=True) for bits in product(BITS[:-1], repeat=2)),
 )
 
