@@ -27,7 +27,10 @@ BACKENDS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: `bits` and groups of keys and values, what the batch holds, and the bar."""
+    """One row of the table: `bits` and groups of keys and values, what the batch holds, and the bar.
+
+    `value_bits` differ from those of keys unless they are None.
+    """
 
     name: str
     batch: int
@@ -41,6 +44,7 @@ class Case:
     span: bool = False
     tau: float = 0.0
     residual: int = 64
+    value_bits: int | None = None
 
 
 CASES = (
@@ -69,7 +73,8 @@ class Layer:
         keys = KeyFormat(
             HEADS, DIM, PAGE_SIZE, case.bits, case.key_group, case.norm, boosted=case.boosted, static=static
         )
-        values = ValueFormat(HEADS, DIM, PAGE_SIZE, case.bits, case.value_group, static=static)
+        value_bits = case.bits if case.value_bits is None else case.value_bits
+        values = ValueFormat(HEADS, DIM, PAGE_SIZE, value_bits, case.value_group, static=static)
         self.case, self.format = case, LayerFormat(keys, values)
         pages = (case.tokens - case.residual) // PAGE_SIZE if not case.span else case.tokens // PAGE_SIZE
         count = case.batch * pages
@@ -79,7 +84,7 @@ class Layer:
             for name, tensor in tensors.tensors():
                 self._fill(name, tensor)
         key_pool = self.keys.codes if case.bits == 16 else self.keys.record
-        value_pool = self.values.codes if case.bits == 16 else self.values.record
+        value_pool = self.values.codes if value_bits == 16 else self.values.record
         self.bytes = count * (key_pool[0].nbytes + value_pool[0].nbytes) + case.batch * case.residual * 4 * HEADS * DIM
         order = torch.randperm(count, device="cuda")
         last = torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -90,7 +95,7 @@ class Layer:
             SequencePlan((Segment(row * pages, (row + 1) * pages, pages * PAGE_SIZE),), residual)
             for row in range(case.batch)
         ]
-        self.span = SpanFormat(case.bits, case.bits, tau1=case.tau, tau2=case.tau * 2) if case.span else None
+        self.span = SpanFormat(case.bits, value_bits, tau1=case.tau, tau2=case.tau * 2) if case.span else None
         programs = programs_for(torch.device("cuda"), self.format, self.span, GROUP, 1)
         plan = plan_work(sequences, programs).to(torch.device("cuda"))
         self.scales = torch.rand(4, HEADS, DIM, dtype=torch.float16, device="cuda") + 0.5
@@ -171,6 +176,9 @@ def check(device: torch.device) -> list[dict]:
             Stored(key_bits=1, value_bits=1),
             Stored(key_bits=4, value_bits=4, key_group=16, value_group=16, norm="per_head"),
             Stored(key_bits=8, value_bits=8, key_group=32, value_group=32),
+            Stored(key_bits=3, value_bits=2, norm="joint"),
+            Stored(key_bits=2, value_bits=3, key_group=32, value_group=32),
+            Stored(key_bits=3, value_bits=3, key_dim=80, value_dim=48, value_group=24),
             Stored(key_bits=16, value_bits=16),
             Stored(key_bits=16, value_bits=2),
             Stored(boosted=16, half_quantized=1, half_quantized_pages=(1, 0, 2)),

@@ -7,6 +7,10 @@ axis. Unpacking is therefore one shift and mask per plane and no shuffling.
 A code of 2, 4 or 8 bits is a field. Codes of 1 bit come in pairs that make a field of 2: of the M codes along another
 axis, the one that a product contracts, bit 0 belongs to number i and bit 1 to number i + M / 2. A page of 128 tokens
 then has 16 lanes at 1 bit as at 2, which fill a tensor core's tile.
+
+Codes of 3 bits lie in two planes of equally many lanes, which follow one another along that other axis: M words of
+their upper two bits, as codes of 2 bits are packed, then M / 2 words of their lowest bits, as codes of 1 bit are. The
+first plane alone is thus a grid of 2 bits with twice the step.
 """
 
 from __future__ import annotations
@@ -17,13 +21,14 @@ from torch import Tensor
 from kvconvert.errors import UsageError
 
 LANE_BITS = 16
+CODE_BITS = (1, 2, 3, 4, 8)
 
 
 def field_bits(bits: int) -> int:
-    """Width of the bit-field that holds codes of this width (1, 2, 4 or 8): their own, or 2 for a pair of 1 bit."""
-    if bits not in (1, 2, 4, 8):
-        raise UsageError(f"Codes of {bits} bits cannot be packed; choose 1, 2, 4 or 8.")
-    return max(bits, 2)
+    """Width of the bit-fields that hold codes of this width: their own, or 2 at 1 bit and in both planes of 3."""
+    if bits not in CODE_BITS:
+        raise UsageError(f"Codes of {bits} bits cannot be packed; choose 1, 2, 3, 4 or 8.")
+    return {1: 2, 3: 2}.get(bits, bits)
 
 
 def fields_per_lane(bits: int) -> int:
@@ -32,8 +37,8 @@ def fields_per_lane(bits: int) -> int:
 
 
 def packed_rows(count: int, bits: int) -> int:
-    """How many rows of fields `count` rows of codes become: half as many, rounded up, at 1 bit."""
-    return -(-count // 2) if field_bits(bits) != bits else count
+    """How many rows of fields `count` rows of codes become: half as many at 1 bit, half as many more at 3."""
+    return {1: -(-count // 2), 3: count - (-count // 2)}.get(bits, count)
 
 
 def pack_codes(codes: Tensor, bits: int, dim: int, across: int) -> Tensor:
@@ -42,14 +47,16 @@ def pack_codes(codes: Tensor, bits: int, dim: int, across: int) -> Tensor:
     Args:
         codes: uint8; `codes.shape[dim]` is a multiple of `fields_per_lane(bits)`. Values of 2^bits and more would spill
             into their neighbours and are not looked for.
-        bits: width of a code: 1, 2, 4 or 8.
+        bits: width of a code: 1, 2, 3, 4 or 8.
         dim: the packed axis.
         across: the other axis, along which codes of 1 bit are paired; an odd number is completed by zeros.
 
     Returns:
-        int16, contiguous, in the shape of `codes`, `dim` shortened by a factor `fields_per_lane(bits)` and `across`, at
-        1 bit, by 2.
+        int16, contiguous, in the shape of `codes`, `dim` shortened by a factor `fields_per_lane(bits)` and `across` of
+        the length that `packed_rows` says.
     """
+    if bits == 3:
+        return torch.cat([pack_codes(codes >> 1, 2, dim, across), pack_codes(codes & 1, 1, dim, across)], across)
     planes, width = fields_per_lane(bits), field_bits(bits)
     dim, across = dim % codes.ndim, across % codes.ndim
     if codes.shape[dim] % planes:
@@ -73,12 +80,17 @@ def unpack_codes(words: Tensor, bits: int, dim: int, length: int, across: int) -
 
     Args:
         words: int16 lanes.
-        bits: width of a code: 1, 2, 4 or 8.
+        bits: width of a code: 1, 2, 3, 4 or 8.
         dim: the packed axis.
         length: number of codes along `dim`; has to be what the lanes hold.
-        across: the axis along which codes of 1 bit are paired. It comes back doubled, including the zero that completed
-            an odd number.
+        across: the axis along which codes of 1 bit are paired. At 1 bit it comes back doubled, including the zero that
+            completed an odd number.
     """
+    if bits == 3:
+        rows = words.shape[across] * 2 // 3
+        upper = unpack_codes(words.narrow(across, 0, rows), 2, dim, length, across)
+        lowest = unpack_codes(words.narrow(across, rows, words.shape[across] - rows), 1, dim, length, across)
+        return upper.mul_(2).add_(lowest.narrow(across, 0, rows))
     planes, width = fields_per_lane(bits), field_bits(bits)
     dim, across = dim % words.ndim, across % words.ndim
     lanes = words.shape[dim]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvconvert.errors import NumericError, UsageError
+from kvconvert.kernels.packing import CODE_BITS
 
-CODE_BITS = (1, 2, 4, 8)
 _HALF_MAX = torch.finfo(torch.float16).max
 
 
@@ -48,7 +48,7 @@ def quantize(x: Tensor, bits: int, group_size: int, dim: int, clip_ratio: float 
 
     Args:
         x: any float tensor; `x.shape[dim]` is a multiple of `group_size`.
-        bits: width of a code: 1, 2, 4 or 8.
+        bits: width of a code: 1, 2, 3, 4 or 8.
         group_size: entries that share one scale and zero point.
         dim: the quantized axis.
         clip_ratio: above 0 and at most 1; shrinks each group's (min, max) about its midpoint by this factor, values
@@ -93,7 +93,7 @@ def quantize_static(x: Tensor, bits: int, scale: Tensor, zero_point: Tensor) -> 
 
     Args:
         x: any float tensor.
-        bits: width of a code: 1, 2, 4 or 8.
+        bits: width of a code: 1, 2, 3, 4 or 8.
         scale, zero_point: fp16, finite, broadcast against `x`. Where the scale is 0 the code is 0.
 
     Returns:

@@ -140,22 +140,19 @@ USUAL_PER_CODE = {
 PER_CODE = {8: (3.7, 7.7), 16: (13.5, 16.5), 32: (20.0, 31.0)}
 # Where the other side has 16 bits, whose work counts for the codes of this one.
 MIXED_PER_CODE = 17.6
-BITS = (1, 2, 4, 8, 16)
+BITS = (1, 2, 3, 4, 8, 16)
 # Everything else that a recipe can ask for, in formats of their own.
 OTHERS = (
     *(Pages("widths", *bits, 128, 128) for bits in product(BITS, BITS)),
-    *(Pages("groups", bits, bits, *groups) for bits in (1, 2, 4, 8) for groups in product((16, 32, 64, 128), repeat=2)),
+    *(Pages("groups", bits, bits, *groups) for bits in BITS[:-1] for groups in product((16, 32, 64, 128), repeat=2)),
     *(Pages("static", *bits, 0, 0) for bits in product((4, 8), (4, 8))),
-    *(Pages("norm", bits, 2, 32, 32, "per_head") for bits in (1, 2, 4, 8)),
+    *(Pages("norm", bits, 2, 32, 32, "per_head") for bits in BITS[:-1]),
     *(
         Pages("boost", bits, 2, group, 128, boost=0.125, select=select)
         for bits, group, select in product((2, 4), (32, 128), ("dynamic", "calibrated"))
     ),
-    *(
-        Pages("half", bits, bits, 32, 32, half_quantized=side)
-        for bits, side in product((1, 2, 4, 8), ("keys", "values"))
-    ),
-    *(Pages("span", *bits, span=True) for bits in product((1, 2, 4, 8), repeat=2)),
+    *(Pages("half", bits, bits, 32, 32, half_quantized=side) for bits, side in product(BITS[:-1], ("keys", "values"))),
+    *(Pages("span", *bits, span=True) for bits in product(BITS[:-1], repeat=2)),
 )
 
 

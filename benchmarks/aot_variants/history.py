@@ -52,15 +52,15 @@ def variants(capability: int) -> Iterator[Variant]:
 
 
 def _formats(dim: int) -> Iterator[KeyFormat | ValueFormat]:
-    for bits, group in product((1, 2, 4, 8), (16, 32, 128)):
+    for bits, group in product((1, 2, 3, 4, 8), (16, 32, 128)):
         yield KeyFormat(8, dim, PAGE_SIZE, bits, group)
-    for bits, group in product((1, 2, 4, 8), sorted({g for g in (16, 32, 128) if dim % g == 0} | {dim})):
+    for bits, group in product((1, 2, 3, 4, 8), sorted({g for g in (16, 32, 128) if dim % g == 0} | {dim})):
         yield ValueFormat(8, dim, PAGE_SIZE, bits, group)
     for norm, group in product(("joint", "per_head"), (32, 128)):
         yield KeyFormat(8, dim, PAGE_SIZE, 2, group, norm)
     for bits, part, fixed in product((1, 2), (8, 4), (False, True)):
         yield KeyFormat(8, dim, PAGE_SIZE, bits, 128, boosted=dim // part, fixed_channels=fixed)
-    for bits in (1, 2, 4, 8):
+    for bits in (1, 2, 3, 4, 8):
         yield KeyFormat(8, dim, PAGE_SIZE, bits, PAGE_SIZE, static=True)
         yield ValueFormat(8, dim, PAGE_SIZE, bits, dim, static=True)
     yield KeyFormat(8, dim, PAGE_SIZE, 16, PAGE_SIZE)

@@ -27,9 +27,9 @@ from kvconvert.kernels.spans.triton.launch import RANGE_TOKENS, SPAN_PARTS
 def variants(capability: int) -> Iterator[Variant]:
     """Specialisations that the dispatch chooses for the usual models: 8 KV heads, pages of the usual size."""
     for dtype, dim in (*product(("bf16",), (64, 80, 128, 256)), ("fp16", 128), ("fp32", 128)):
-        for bits, group in product((1, 2, 4, 8), (16, 32, 128)):
+        for bits, group in product((1, 2, 3, 4, 8), (16, 32, 128)):
             yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, group))
-        for bits, group in product((1, 2, 4, 8), sorted({g for g in (16, 32, 128) if dim % g == 0} | {dim})):
+        for bits, group in product((1, 2, 3, 4, 8), sorted({g for g in (16, 32, 128) if dim % g == 0} | {dim})):
             yield _value_variant(dtype, ValueFormat(8, dim, PAGE_SIZE, bits, group))
         for group, norm in product((32, 128), ("joint", "per_head")):
             yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, 2, group, token_norm=norm))
@@ -37,7 +37,7 @@ def variants(capability: int) -> Iterator[Variant]:
             yield _key_variant(
                 dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, boosted=boosted, fixed_channels=select == "calibrated")
             )
-        for bits, partial in product((1, 2, 4, 8), (False, True)):
+        for bits, partial in product((1, 2, 3, 4, 8), (False, True)):
             yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, static=True), partial)
             yield _value_variant(dtype, ValueFormat(8, dim, PAGE_SIZE, bits, dim, static=True), partial)
         tile, name = tile_of(dim, 2), f"{dtype}-{dim}"
@@ -50,7 +50,7 @@ def variants(capability: int) -> Iterator[Variant]:
         yield _variant(
             f"range-{name}", channel_range_kernel, dtype, shape | {"ROWS": RANGE_TOKENS}, warps_for(RANGE_TOKENS * tile)
         )
-        for bits in (1, 2, 4, 8):
+        for bits in (1, 2, 3, 4, 8):
             constants = shape | {"BITS": bits, "PART_TILE": SPAN_PARTS}
             yield _variant(f"scale-{name}-{bits}", channel_scale_kernel, dtype, constants, 4)
 

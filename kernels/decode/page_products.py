@@ -93,14 +93,24 @@ def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     Returns:
         [N, H, packed axis, other axis], valid until the next call on the same thread.
     """
+    if bits == 3:
+        rows = words.shape[3] * 2 // 3
+        upper, lowest = words.split([rows, words.shape[3] - rows], 3)
+        codes = _unpacked(upper, 2)
+        return codes.mul_(2).add_(_fields(lowest, 1)[..., : codes.shape[3]])
+    fields = _fields(words, bits)
+    return _workspace(torch.float32, words.device, fields.shape).copy_(fields)
+
+
+def _fields(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """`_unpacked` as int16, of codes that lie in one plane."""
     n, heads, lanes, rows = words.shape
     planes, parts = fields_per_lane(bits), field_bits(bits) // bits
     shape = (n, heads, planes, lanes, parts, rows)
     fields = _workspace(torch.int16, words.device, shape)
     # The shift is arithmetic; the mask removes the sign that it drags in.
-    torch.bitwise_right_shift(words.view(n, heads, 1, lanes, 1, rows), _places(bits, words.device), out=fields)
-    codes = _workspace(torch.float32, words.device, shape).copy_(fields.bitwise_and_(2**bits - 1))
-    return codes.view(n, heads, planes * lanes, parts * rows)
+    torch.bitwise_right_shift(words[:, :, None, :, None], _places(bits, words.device), out=fields)
+    return fields.bitwise_and_(2**bits - 1).view(n, heads, planes * lanes, parts * rows)
 
 
 @lru_cache(maxsize=32)

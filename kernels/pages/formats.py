@@ -25,12 +25,12 @@ class KeyFormat:
     Attributes:
         heads, head_dim: KV heads and channels of the layer's keys.
         page_size: tokens per page.
-        bits: 1, 2, 4, 8, or 16 for unquantized.
+        bits: 1, 2, 3, 4, 8, or 16 for unquantized.
         group_size: tokens per group; divides `page_size`.
         token_norm: whether keys are divided by a norm before quantization, over all heads jointly or each head alone.
         token_norm_measure: root mean square ("l2") or mean magnitude.
         clip_ratio: factor applied to each group's (min, max) about its midpoint.
-        boosted: channels per head that get twice the bits (Kitty).
+        boosted: channels per head that get twice the bits (Kitty), which 3 bits do not have.
         fixed_channels: the boosted channels are the layer's own, given to `quantize_keys`; otherwise each page ranks
             channels by mean magnitude and stores their indices.
         static: the layer's `ChannelScales` describe every page, which holds none of its own. `clip_ratio` then has no

@@ -8,7 +8,8 @@ kernel reads of it:
 
 Every field begins at a multiple of 8 units (16 bytes), and so does every record. Codes lie lane after lane, scales and
 zero points group after group, so that what one step of a product needs of all channels (of keys) or tokens (of values)
-is read at once. Pages of 16 bits have no record: they are tensors of the model's dtype.
+is read at once; at 3 bits a lane is followed by its lane of the second plane (`kernels/packing.py`). Pages of 16 bits
+have no record: they are tensors of the model's dtype.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from functools import lru_cache
 
 import torch
 
-from kvconvert.kernels.packing import field_bits, packed_rows
+from kvconvert.errors import UsageError
+from kvconvert.kernels.packing import CODE_BITS, field_bits, packed_rows
 from kvconvert.kernels.pages.formats import KeyFormat, ValueFormat
 
 # Units of 2 bytes: what one 16-byte load reads.
@@ -44,7 +46,8 @@ class KeyLayout:
 
     Attributes:
         heads: H.
-        lanes, rows: codes of one head are int16 [lanes, rows]: [P * bits / 16, D], [P / 8, D / 2] at 1 bit.
+        lanes, rows: codes of one head are int16 [lanes, rows]: [P * bits / 16, D], [P / 8, D / 2] at 1 bit, [P / 8,
+            3 D / 2] at 3 bits.
         high_rows: the upper bits of boosted channels are int16 [lanes, high_rows]: as many rows as boosted channels, at
             1 bit half as many, rounded up.
         groups: scale and zero point of one head are float16 [groups, D]; 0 where pages have none.
@@ -76,8 +79,13 @@ class KeyLayout:
         """The layout of a format of 8 bits or fewer.
 
         Raises:
-            UsageError: another number of bits.
+            UsageError: another number of bits, or boosted channels of a width that has no double.
         """
+        if f.boosted and 2 * f.bits not in CODE_BITS:
+            raise UsageError(
+                f"Boosted channels have twice the bits, and codes of {2 * f.bits} bits cannot be stored; boost keys of "
+                "1, 2 or 4 bits."
+            )
         rows, high_rows = packed_rows(f.head_dim, f.bits), packed_rows(f.boosted, f.bits)
         lanes = f.page_size * field_bits(f.bits) // 16
         groups = 0 if f.static else f.page_size // f.group_size
@@ -135,7 +143,8 @@ class ValueLayout:
 
     Attributes:
         heads: H.
-        lanes, rows: codes of one head are int16 [lanes, rows]: [E * bits / 16, P], [E / 8, P / 2] at 1 bit.
+        lanes, rows: codes of one head are int16 [lanes, rows]: [E * bits / 16, P], [E / 8, P / 2] at 1 bit, [E / 8,
+            3 P / 2] at 3 bits.
         groups: scale and zero point of one head are float16 [groups, P]; 0 where pages have none.
         codes, scale, zero_point: offsets within a head's part, -1 of what pages have not.
         head_stride: from one head's part to the next.

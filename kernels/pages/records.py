@@ -69,8 +69,8 @@ class KeyPages(_Pages):
     """N key pages of H heads, D channels, P tokens.
 
     Attributes:
-        codes: int16 [N, H, P * bits / 16, D] ([N, H, P / 8, D / 2] at 1 bit, see `kernels/packing.py`), or the model's
-            dtype [N, H, P, D] at 16 bits.
+        codes: int16 [N, H, P * bits / 16, D] ([N, H, P / 8, D / 2] at 1 bit, [N, H, P / 8, 3 D / 2] at 3, see
+            `kernels/packing.py`), or the model's dtype [N, H, P, D] at 16 bits.
         scale, zero_point: float16 [N, H, D, P / group_size], group after group in memory; None at 16 bits or where
             scales are static.
         norm: float16 [N, H or 1, P], None without a token norm.
@@ -98,8 +98,8 @@ class ValuePages(_Pages):
     """N value pages of H heads, P tokens, E channels.
 
     Attributes:
-        codes: int16 [N, H, E * bits / 16, P] ([N, H, E / 8, P / 2] at 1 bit), or the model's dtype [N, H, P, E] at 16
-            bits.
+        codes: int16 [N, H, E * bits / 16, P] ([N, H, E / 8, P / 2] at 1 bit, [N, H, E / 8, 3 P / 2] at 3), or the
+            model's dtype [N, H, P, E] at 16 bits.
         scale, zero_point: float16 [N, H, P, E / group_size], group after group in memory; None at 16 bits or where
             scales are static.
         record: int16 [N, units], of which all others are views, see `ValueLayout`; None at 16 bits.

@@ -12,7 +12,7 @@ class SpanFormat:
     """How a layer's spans are stored and scored.
 
     Attributes:
-        key_bits, value_bits: width of a code: 1, 2, 4 or 8.
+        key_bits, value_bits: width of a code: 1, 2, 3, 4 or 8.
         key_clip_ratio, value_clip_ratio: factor by which a channel's (min, max) shrinks about its midpoint.
         tau1, tau2: shift of the spans' smallest and largest score, see `shift_extremes`.
         span_tokens: tokens that share scales, for callers that divide a prompt into spans; 0 for all. A span itself is
@@ -40,9 +40,10 @@ class Span:
     Attributes:
         tokens: n.
         key_codes: int16 [blocks, H, 128 * bits / 16, D], packed along a block's tokens, those after the last one with
-            code 0; [blocks, H, 16, D / 2] at 1 bit, see `kernels/packing.py`.
+            code 0; [blocks, H, 16, D / 2] at 1 bit, [blocks, H, 16, 3 D / 2] at 3, see `kernels/packing.py`.
         key_scale, key_zero_point: float16 [H, D].
-        value_codes: int16 [blocks, H, E * bits / 16, 128], packed along the channels; [blocks, H, E / 8, 64] at 1 bit.
+        value_codes: int16 [blocks, H, E * bits / 16, 128], packed along the channels; [blocks, H, E / 8, 64] at 1 bit,
+            [blocks, H, E / 8, 192] at 3.
         value_scale, value_zero_point: float16 [H, E].
     """
 

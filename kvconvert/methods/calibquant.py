@@ -119,7 +119,7 @@ class CalibQuant(Part):
         for field, reason in why.items():
             self.require(getattr(self, field) in ("none", 0, None), field, reason)
         for field in ("key_bits", "value_bits"):
-            self.require(getattr(self, field) < 16, field, "a span is quantized; choose 1, 2, 4 or 8")
+            self.require(getattr(self, field) < 16, field, "a span is quantized; choose 1, 2, 3, 4 or 8")
 
     def stores_group_scales(self) -> bool:
         """Scales are per channel of the whole span: none per token."""

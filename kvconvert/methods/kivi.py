@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from kvconvert.errors import RecipeError
 from kvconvert.methods.part import PRESET_SINKS, SCALE_BITS, STRICT, LayerShape, Part, one_of, option
 
-BITS = (1, 2, 4, 8, 16)
+BITS = (1, 2, 3, 4, 8, 16)
 GROUP_SIZES = (16, 32, 64, 128)
 PAGE_SIZES = (128,)
 
@@ -122,6 +122,8 @@ class Kivi(Part):
                 "lane l holds in its bits j*w to j*w+w-1 field j*L + l, with L = N*w/16",
                 "fields": "a code of 2, 4 or 8 bits is a field of w = bits; codes of 1 bit are paired to fields of w = "
                 "2: of M rows across the packed axis (channels for keys, tokens for values, an odd number completed by "
-                "zeros) bit 0 belongs to row i and bit 1 to row i + M/2",
+                "zeros) bit 0 belongs to row i and bit 1 to row i + M/2; codes of 3 bits have in each lane M rows of "
+                "their upper two bits, packed as codes of 2 bits, and behind them M/2 rows of their lowest bits, as "
+                "codes of 1 bit",
             }
         }

@@ -22,9 +22,11 @@ def layer_format(scheme: KVScheme, heads: int, key_dim: int, value_dim: int) -> 
         RecipeError: the head size cannot be packed at these bits.
     """
     for name, bits, dim in (("key_bits", scheme.key_bits, key_dim), ("value_bits", scheme.value_bits, value_dim)):
-        if bits < 16 and dim % (16 // bits):
+        # Both planes of 3-bit codes have eight fields per lane.
+        multiple = 8 if bits == 3 else 16 // bits
+        if bits < 16 and dim % multiple:
             raise RecipeError(
-                f"[kv] {name} = {bits} needs a head size that is a multiple of {16 // bits}; this model has {dim}."
+                f"[kv] {name} = {bits} needs a head size that is a multiple of {multiple}; this model has {dim}."
             )
     static = scheme.is_static
     keys = KeyFormat(

@@ -35,11 +35,21 @@ SHORT = (
     Case(half_quantized=2, half_quantized_pages=(1, 0, 2), key_dim=80, value_dim=96, value_group=16),
     Case(queries=3, masked=True, group=2, softcap=5.0, sink_logits=True),
 )
+SMALL = {"heads": 1, "pages": (1, 1), "residual": (3, 0), "half_quantized_pages": (0, 0)}
+THREE_BITS = (
+    Case(key_bits=3, value_bits=2, norm="joint", dtype=torch.bfloat16, **SMALL),
+    Case(key_bits=3, value_bits=3, key_dim=64, value_dim=64, value_group=64, **SMALL),
+    Case(key_bits=2, value_bits=3, key_dim=48, value_dim=96, key_group=32, value_group=48, **SMALL),
+    Case(key_bits=4, value_bits=3, key_dim=96, value_dim=48, value_group=24, dtype=torch.float16, **SMALL),
+)
 WIDE = (
-    *(Case(key_bits=bits, value_bits=bits, norm="joint" if bits < 16 else "none") for bits in (1, 2, 4, 8, 16)),
+    *(Case(key_bits=bits, value_bits=bits, norm="joint" if bits < 16 else "none") for bits in (1, 2, 3, 4, 8, 16)),
+    *(Case(key_bits=k, value_bits=v, **SMALL) for b in (1, 2, 4, 8, 16) for k, v in ((3, b), (b, 3))),
+    *(Case(key_bits=3, value_bits=3, key_dim=d, value_dim=d, value_group=d, **SMALL) for d in (8, 48, 80, 96, 256)),
+    *(Case(key_bits=3, value_bits=3, half_quantized=h, half_quantized_pages=(1, 0, 2)) for h in (1, 2)),
     *(Case(key_dim=d, value_dim=d, value_group=g) for d, g in ((48, 24), (64, 32), (80, 16), (96, 32), (256, 128))),
     *(Case(group=g, heads=1, dtype=t) for g in (1, 2, 5, 8, 16) for t in (torch.float16, torch.bfloat16)),
-    *(Case(key_group=g, value_group=g, key_bits=b, value_bits=b) for g in (16, 32, 64) for b in (1, 2, 4, 8)),
+    *(Case(key_group=g, value_group=g, key_bits=b, value_bits=b) for g in (16, 32, 64) for b in (1, 2, 3, 4, 8)),
     *(Case(boosted=b, fixed_channels=f, key_bits=k) for b, f, k in ((5, False, 2), (32, True, 4))),
     *(Case(static=True, key_bits=k, value_bits=v) for k, v in ((4, 4), (8, 8), (8, 16), (16, 4))),
     *(
@@ -50,7 +60,7 @@ WIDE = (
 )
 
 
-@pytest.mark.parametrize("case", SHORT, ids=str)
+@pytest.mark.parametrize("case", [*SHORT, *THREE_BITS], ids=str)
 def test_it_equals_float64_attention(case, device):
     error, _ = compare(case, device)
     assert error < TOLERANCE[case.dtype]
@@ -71,7 +81,11 @@ def test_how_work_is_divided_changes_rounding_only(device):
 
 
 @pytest.mark.parametrize(
-    ("bits", "tau", "heads"), [(1, (0.4, 1.5), 1), pytest.param(2, (0.0, 0.0), 2, marks=pytest.mark.full)]
+    ("bits", "tau", "heads"),
+    [
+        (1, (0.4, 1.5), 1),
+        *(pytest.param(bits, (0.0, 0.0), 2, marks=pytest.mark.full) for bits in (2, 3)),
+    ],
 )
 def test_spans_of_several_prompts_are_shifted_together(bits, tau, heads, device):
     group, dim, scaling = 2, 32, 0.15

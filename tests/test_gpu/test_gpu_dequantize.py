@@ -30,6 +30,9 @@ CASES = [
     Case(key_dim=64, value_dim=96, key_bits=1, value_bits=1, key_group=64, value_group=96, dtype=torch.float16),
     Case(key_dim=96, value_dim=80, key_bits=4, value_bits=4, key_group=16, value_group=16, norm="joint"),
     Case(key_dim=48, value_dim=64, key_bits=8, value_bits=8, key_group=32, value_group=32, dtype=torch.bfloat16),
+    Case(key_dim=48, value_dim=80, key_bits=3, value_bits=3, key_group=32, value_group=16, norm="per_head"),
+    Case(key_bits=3, value_bits=2, norm="joint", dtype=torch.bfloat16),
+    Case(key_dim=96, value_dim=96, key_bits=4, value_bits=3, value_group=96, dtype=torch.float16),
     Case(boosted=16, dtype=torch.bfloat16),
     Case(key_dim=80, boosted=13, fixed_channels=True, key_group=32, dtype=torch.float16),
     Case(key_dim=64, value_dim=64, value_group=64, key_bits=1, boosted=5),
@@ -95,7 +98,7 @@ def test_pages_of_other_sizes(device, page_size):
         assert torch.equal(output.cpu(), expected.flatten(1, 2))
 
 
-@pytest.mark.parametrize(("bits", "tokens"), [(1, 300), (2, 129), (4, 128)])
+@pytest.mark.parametrize(("bits", "tokens"), [(1, 300), (2, 129), (3, 130), (4, 128)])
 def test_blocks_of_spans_stop_at_the_last_token(device, bits, tokens):
     f = SpanFormat(bits, bits)
     span = quantize_span(torch.randn(2, tokens, 64, device=device), torch.randn(2, tokens, 48, device=device), f)

@@ -127,6 +127,9 @@ FORMATS = [
     key_format(2, dim=96, group=32, boosted=24, token_norm="joint"),
     key_format(1, dim=48, group=64, boosted=5),
     key_format(4, heads=1, page=32, group=16, boosted=3),
+    key_format(3, dim=128, group=128, token_norm="joint"),
+    key_format(3, dim=48, heads=1, group=16, clip_ratio=0.8),
+    pytest.param(key_format(3, dim=96, heads=3, group=64, token_norm="per_head"), marks=pytest.mark.full),
     key_format(16),
     key_format(16, dim=80, heads=1),
 ]
@@ -146,14 +149,14 @@ def test_keys_are_stored_as_by_the_reference(device, f):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("norm", ["none", "joint", "per_head"])
 @pytest.mark.parametrize("group", [16, 32, 64, 128])
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("dim", [8, 48, 64, 80, 96, 128, 256])
 def test_every_key_format(device, dim, bits, group, norm, dtype):
     f = key_format(bits, dim=dim, group=group, token_norm=norm, clip_ratio=0.8)
     keys = random_tokens(2, f, device, dtype)
     assert_same_keys(quantized(keys, f), keys, f)
-    f = replace(f, boosted=dim // 4 + 1)
-    if bits < 8:
+    if bits in (1, 2, 4):
+        f = replace(f, boosted=dim // 4 + 1)
         assert_same_keys(quantized(keys, f), keys, f)
 
 
@@ -199,6 +202,9 @@ VALUE_FORMATS = [
     pytest.param(value_format(4, group=16), marks=pytest.mark.full),
     value_format(8, dim=48, heads=3, group=16),
     pytest.param(value_format(8, group=16, page=32), marks=pytest.mark.full),
+    value_format(3, group=64, clip_ratio=0.7),
+    value_format(3, dim=48, heads=1, group=24),
+    pytest.param(value_format(3, dim=80, group=16, page=32), marks=pytest.mark.full),
     value_format(16, dim=80),
 ]
 
@@ -227,7 +233,7 @@ def test_values_are_stored_as_by_the_reference(device, f):
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("dim", [8, 48, 64, 80, 96, 128, 256])
 def test_every_value_format(device, dim, bits, dtype):
     for group in {g for g in (8, 16, 32, 64, 128, dim // 2, dim) if dim % g == 0}:
@@ -236,7 +242,7 @@ def test_every_value_format(device, dim, bits, dtype):
         assert_same_values(quantized(values, f), values, f)
 
 
-@pytest.mark.parametrize("bits", [1, pytest.param(2, marks=pytest.mark.full), 8])
+@pytest.mark.parametrize("bits", [1, *(pytest.param(bits, marks=pytest.mark.full) for bits in (2, 3)), 8])
 def test_static_pages(device, bits):
     f, g = key_format(bits, group=128, static=True), value_format(bits, group=64, static=True)
     scale, zero_point = (

@@ -9,7 +9,14 @@ from kvconvert.kernels.spans import SpanFormat, quantize_span, quantize_span_ref
 
 
 @pytest.mark.parametrize(
-    ("tokens", "bits"), [(1, (2, 2)), (63, (1, 2)), (129, (2, 1)), pytest.param(300, (8, 4), marks=pytest.mark.full)]
+    ("tokens", "bits"),
+    [
+        (1, (2, 2)),
+        (63, (1, 2)),
+        (129, (2, 1)),
+        (40, (3, 3)),
+        *(pytest.param(n, bits, marks=pytest.mark.full) for n, bits in ((300, (8, 4)), (257, (3, 1)))),
+    ],
 )
 def test_spans_are_those_of_the_reference(device, tokens, bits):
     torch.manual_seed(tokens)

@@ -36,6 +36,9 @@ CASES = [
     (1, 1, 256, 256, 2, 4, 32, 32, "joint", 63),
     (2, 2, 64, 64, 16, 2, 128, 32, "none", 5),
     (2, 2, 64, 64, 2, 16, 32, 64, "joint", 1),
+    (2, 2, 48, 80, 3, 2, 32, 16, "joint", 1),
+    (2, 2, 128, 64, 4, 3, 128, 64, "none", 1),
+    (1, 2, 64, 96, 3, 3, 16, 96, "none", 129),
 ]
 
 
@@ -215,7 +218,8 @@ def shifted_by_hand(scores, tau1, tau2):
 
 @pytest.mark.parametrize(("tau1", "tau2"), [(0.0, 0.0), (0.0, 1.5), (1.0, 0.5), (0.0, 50.0)])
 @pytest.mark.parametrize(
-    ("bits", "dims", "length"), [((1, 2), (48, 80), 1), ((4, 1), (64, 64), 3), ((8, 8), (32, 32), 1)]
+    ("bits", "dims", "length"),
+    [((1, 2), (48, 80), 1), ((4, 1), (64, 64), 3), ((8, 8), (32, 32), 1), ((3, 3), (48, 32), 1)],
 )
 def test_spans_beside_residual_tokens_equal_float64_attention_over_shifted_scores(tau1, tau2, bits, dims, length):
     torch.manual_seed(0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvconvert.errors import NumericError
+from kvconvert.errors import NumericError, UsageError
 from kvconvert.kernels.pages import (
     KeyFormat,
     KeyPages,
@@ -41,7 +41,7 @@ def by_hand(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dim", [48, 64, 80, 96, 128])
-@pytest.mark.parametrize("bits", [(1, 4), (2, 2), (4, 8), (8, 1)])
+@pytest.mark.parametrize("bits", [(1, 4), (2, 2), (3, 3), (4, 8), (8, 1)])
 def test_pages_come_back_as_the_formula_says(dim, bits):
     torch.manual_seed(0)
     keys, values = torch.randn(2, 2, 128, dim), torch.randn(2, 2, 128, dim)
@@ -113,21 +113,38 @@ def test_two_bit_pages_cost_what_the_layout_promises():
     assert empty_keys(1, boosted, torch.bfloat16, meta).nbytes == codes + 512 + 2 * (16 * 32 + 16)
 
 
+def test_three_bit_pages_cost_half_as_much_again_as_two_bit_codes():
+    meta = torch.device("meta")
+    codes = 2 * 128 * 64 * 3 // 8
+    assert empty_keys(1, key_format(3, group=128, token_norm="joint"), torch.bfloat16, meta).nbytes == codes + 512 + 256
+    assert empty_values(1, value_format(3, group=64), torch.bfloat16, meta).nbytes == codes + 2 * 128 * 4
+
+
+def test_three_bit_channels_have_no_double():
+    with pytest.raises(UsageError, match="6 bits cannot be stored; boost keys of 1, 2 or 4 bits"):
+        empty_keys(1, key_format(3, boosted=8), torch.bfloat16, torch.device("meta"))
+
+
 def test_padding_counts_as_bytes():
     # 12 float16 scales and zero_points are padded to 16, 3 channels to 16 bytes
     odd = key_format(heads=3, dim=12, group=128, boosted=3)
     assert empty_keys(1, odd, torch.bfloat16, torch.device("meta")).nbytes == 3 * (12 * 32 + 3 * 32 + 2 * 32 + 16)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
 @pytest.mark.parametrize("norm", ["none", "joint", "per_head"])
-@pytest.mark.parametrize(("boosted", "select"), [(0, "dynamic"), (5, "dynamic"), (5, "calibrated")])
+@pytest.mark.parametrize(
+    ("bits", "boosted", "select"),
+    [
+        *((bits, 0, "dynamic") for bits in (1, 2, 3, 4, 8)),
+        *((bits, 5, select) for bits in (1, 2, 4) for select in ("dynamic", "calibrated")),
+    ],
+)
 def test_key_fields_lie_where_the_layout_says_and_nowhere_twice(bits, norm, boosted, select):
     f = key_format(bits, heads=3, dim=20, token_norm=norm, boosted=boosted, fixed_channels=select == "calibrated")
     layout = KeyLayout.of(f)
     pages = empty_keys(2, f, torch.float32, torch.device("cpu"))
-    rows, high_rows = (10, 3 if boosted else 0) if bits == 1 else (20, boosted)
-    assert (layout.rows, layout.high_rows, layout.lanes) == (rows, high_rows, 8 * max(bits, 2))
+    rows, high_rows = {1: 10, 3: 30}.get(bits, 20), (3 if boosted else 0) if bits == 1 else boosted
+    assert (layout.rows, layout.high_rows, layout.lanes) == (rows, high_rows, 16 if bits == 3 else 8 * max(bits, 2))
     assert pages.codes.shape == (2, 3, layout.lanes, rows)
     assert (layout.high < 0, layout.norm < 0, layout.joint_norm < 0) == (
         not boosted,
@@ -141,13 +158,13 @@ def test_key_fields_lie_where_the_layout_says_and_nowhere_twice(bits, norm, boos
     check_places(pages, heads, starts, {"norm": layout.joint_norm} if norm == "joint" else {}, layout.record)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 def test_value_fields_lie_where_the_layout_says_and_nowhere_twice(bits):
     f = value_format(bits, heads=3, dim=40, group=40)
     layout = ValueLayout.of(f)
     pages = empty_values(2, f, torch.float32, torch.device("cpu"))
-    rows = 64 if bits == 1 else 128
-    assert pages.codes.shape == (2, 3, 40 * max(bits, 2) // 16, rows)
+    rows = {1: 64, 3: 192}.get(bits, 128)
+    assert pages.codes.shape == (2, 3, 40 * bits * 128 // 16 // rows, rows)
     heads = [page * layout.record + head * layout.head_stride for page in range(2) for head in range(3)]
     starts = {"codes": layout.codes, "scale": layout.scale, "zero_point": layout.zero_point}
     check_places(pages, heads, starts, {}, layout.record)

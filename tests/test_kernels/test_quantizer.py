@@ -21,7 +21,7 @@ def formula(group: torch.Tensor, bits: int, clip_ratio: float) -> tuple[list[int
     return codes, scale, zero_point
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("clip_ratio", [1.0, 0.7])
 @pytest.mark.parametrize("dim", [-1, 0, 1])
 def test_every_group_follows_the_formula(bits: int, clip_ratio: float, dim: int) -> None:
@@ -56,7 +56,7 @@ def test_codes_come_from_the_stored_scale_and_minimum() -> None:
     assert codes.tolist() == [[0, 0, 1, 3]]
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 def test_values_within_the_range_come_back_within_half_a_step(bits: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 128, 48)
@@ -129,7 +129,7 @@ def test_opposite_extremes_of_float32_are_refused_rather_than_overflowing() -> N
 def test_arguments_that_do_not_fit_are_refused() -> None:
     x = torch.zeros(4, 30)
     for call in (
-        lambda: quantize(x, 3, 10, 1),
+        lambda: quantize(x, 5, 10, 1),
         lambda: quantize(x, 2, 32, 1),
         lambda: quantize(x, 2, 0, 1),
         lambda: quantize(x, 2, 10, 1, clip_ratio=0.0),

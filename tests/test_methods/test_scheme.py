@@ -48,7 +48,7 @@ def test_an_unknown_preset_or_field_is_refused_with_those_there_are():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"key_bits": 3}, "key_bits = 3 is not possible: choose one of"),
+        ({"key_bits": 5}, "key_bits = 5 is not possible: choose one of"),
         ({"key_bits": True}, "key_bits = True"),
         ({"value_bits": 2.0}, "value_bits = 2.0"),
         ({"key_group_size": 48}, "key_group_size = 48"),
@@ -69,6 +69,8 @@ def test_an_unknown_preset_or_field_is_refused_with_those_there_are():
         ({"allocation": "pyramid"}, "it spreads a heavy_ratio"),
         ({"heavy_ratio": 0.2, "recent_ratio": 0.2, "token_norm": "joint"}, "choose per_head"),
         ({"boost_fraction": 0.25, "key_bits": 8}, "1-, 2- or 4-bit keys"),
+        ({"boost_fraction": 0.25, "key_bits": 3}, "1-, 2- or 4-bit keys"),
+        ({"static_scales": "calibrated", "key_bits": 3, "value_bits": 4}, "too coarse"),
         ({"boost_select": "calibrated"}, "no channel is boosted"),
         ({"static_scales": "calibrated"}, "too coarse"),
         ({"static_scales": "calibrated", "key_bits": 16, "value_bits": 16}, "no scales at all"),
@@ -90,7 +92,7 @@ def test_what_means_nothing_is_refused_by_field_with_the_rule(fields, words):
         ({"boost_fraction": 0.25}, "a span has no pages"),
         ({"heavy_ratio": 0.5, "recent_ratio": 0.1}, "evict with group granularity"),
         ({"value_recent_tokens": 1}, "later tokens stay in full precision anyway"),
-        ({"value_bits": 16}, "choose 1, 2, 4 or 8"),
+        ({"value_bits": 16}, "choose 1, 2, 3, 4 or 8"),
         ({"static_scales": "calibrated", "key_bits": 4, "value_bits": 4}, "keep group granularity"),
     ],
     ids=str,
@@ -107,6 +109,7 @@ def test_spans_take_no_part_in_what_pages_have(fields, words):
         ({"key_bits": 16, "value_bits": 16}, 2 * 64 * 32),
         ({}, 2 * 64 * (2 + 2) + 2 * 64 * 2),  # 32 bits of scale and zero point for every 32 numbers, both sides
         ({"key_group_size": 128}, 2 * 64 * (2 + 2) + 2 * 64 * (32 / 128 + 1)),
+        ({"key_bits": 3}, 2 * 64 * (3 + 2) + 2 * 64 * 2),
         ({"token_norm": "joint"}, 2 * 64 * (2 + 2) + 2 * 64 * 2 + 16),
         ({"token_norm": "per_head"}, 2 * 64 * (2 + 2) + 2 * 64 * 2 + 2 * 16),
         # eight channels of each head with twice the bits, and a byte in each page for their numbers

@@ -72,7 +72,7 @@ def with_eager(model, run, cache):
 # --- spans
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("length", [1, 2, 150])
 def test_spans_are_the_prompt_quantized_per_channel(llama, bits, length):
     ids = random_ids(1, length)

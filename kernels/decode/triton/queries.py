@@ -80,7 +80,7 @@ def code_operands(queries, first, largest, F: tl.constexpr):
         ROWS: tl.constexpr = code_rows(F.key_bits, F.key_dim)
         channel = tl.arange(0, block_of(ROWS))
         query, bias = fp16_queries(queries, channel, channel < ROWS, first, largest, F)
-        if F.key_bits == 1:
+        if F.key_dim > ROWS:
             upper, bias_upper = fp16_queries(queries, ROWS + channel, channel < ROWS, first, largest, F)
             return query, bias, upper, bias_upper
         else:

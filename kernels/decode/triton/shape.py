@@ -94,45 +94,73 @@ def query_columns(shape):
 
 @triton.constexpr_function
 def field_bits(bits):
-    """Bits of a lane's field: 1-bit codes come in pairs."""
-    return max(bits, 2)
+    """Bits of a lane's field: 1-bit codes come in pairs, as do the lowest bits of 3-bit codes."""
+    return {1: 2, 3: 2}.get(bits, bits)
 
 
 @triton.constexpr_function
 def code_rows(bits, size):
-    """Rows of codes per lane for a contracted axis of this size."""
-    return size // 2 if bits == 1 else size
+    """Rows of codes of one operand, for a contracted axis of this size: half of it where codes are in pairs."""
+    return size // 2 if bits in (1, 3) else size
+
+
+@triton.constexpr_function
+def stored_rows(bits, size):
+    """Words of a lane for a contracted axis of this size: of both planes at 3 bits."""
+    return {1: size // 2, 3: size // 2 * 3}.get(bits, size)
+
+
+@triton.constexpr_function
+def upper_factor(bits):
+    """What the operand of the upper half of pairs has to hold: half where the upper of two bits is its code."""
+    return 0.5 if bits == 1 else 1.0
 
 
 @triton.constexpr_function
 def key_lanes(shape):
     """Lanes of a key page, the first axis of its scores; at 16 bits its tokens."""
-    return PAGE_SIZE if shape.key_bits == 16 else PAGE_SIZE * max(shape.key_bits, 2) // 16
+    return PAGE_SIZE if shape.key_bits == 16 else PAGE_SIZE * field_bits(shape.key_bits) // 16
 
 
 @triton.constexpr_function
 def value_lanes(shape):
     """Lanes of a value page."""
-    return shape.value_dim * max(shape.value_bits, 2) // 16
+    return shape.value_dim * field_bits(shape.value_bits) // 16
 
 
 @triton.constexpr_function
-def low_planes(bits):
-    """Fields that lie within the ten bits of an fp16 mantissa."""
-    return {2: 5, 4: 2, 8: 1}[bits]
+def is_low(j, bits):
+    """Whether field j lies within the ten bits of an fp16 mantissa before lanes are moved."""
+    return j < {1: 5, 2: 5, 3: 4, 4: 2, 8: 1}[bits]
 
 
 @triton.constexpr_function
 def shift_count(bits):
     """Bits by which lanes are moved to bring their upper fields into the mantissa."""
-    return {2: 10, 4: 8, 8: 8}[bits]
+    return {1: 10, 2: 10, 3: 8, 4: 8, 8: 8}[bits]
+
+
+@triton.constexpr_function
+def plane_position(j, bits):
+    """The first bit of field j, where lanes were moved if it does not lie within the mantissa before.
+
+    Codes of 3 bits are put together in fields of 4, see `joined_words`.
+    """
+    if bits == 3:
+        return 4 * (j // 2 % 2) + j % 2
+    return field_bits(bits) * j - (0 if is_low(j, bits) else shift_count(bits))
+
+
+@triton.constexpr_function
+def plane_mask(j, half, bits):
+    """The bits of field j that are codes of one half of the rows."""
+    return ((1 << bits) - 1) << (plane_position(j, bits) + (half if bits == 1 else 0))
 
 
 @triton.constexpr_function
 def plane_weight(j, bits):
     """What the numbers spelled by field j have to be multiplied with to be codes."""
-    low = {2: 5, 4: 2, 8: 1}[bits]
-    return 2.0 ** (24 - bits * (j if j < low else j - low))
+    return 2.0 ** (24 - plane_position(j, bits))
 
 
 @triton.constexpr_function

@@ -93,12 +93,11 @@ def store_page_values(out, slot, head, heads, totals, offsets, weight, value_bas
         channel = tl.arange(0, block_of(F.value_dim))
         store_partial(out, slot, head, heads, channel, channel < F.value_dim, totals[0], F)
     else:
-        FIELD: tl.constexpr = field_bits(F.value_bits)
         LANES: tl.constexpr = value_lanes(F)
         GROUP_SIZE: tl.constexpr = F.value_dim // max(F.value_groups, 1)
         lane = tl.arange(0, block_of(LANES))
-        for j in tl.static_range(16 // FIELD):
-            total = totals[j] * plane_weight(j, FIELD)
+        for j in tl.static_range(16 // field_bits(F.value_bits)):
+            total = totals[j] * plane_weight(j, F.value_bits)
             if F.value_groups > 0:
                 for group in tl.static_range(first_group(j, LANES, GROUP_SIZE), last_group(j, LANES, GROUP_SIZE) + 1):
                     own = (j * LANES + lane) // GROUP_SIZE == group

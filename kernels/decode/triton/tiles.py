@@ -3,7 +3,8 @@
 Codes never become numbers by conversion. A field of up to 8 bits, cut out of its 16-bit lane by one AND, IS an fp16
 number: a subnormal one, code times a power of two times 2^-24, which tensor cores multiply exactly. The power of two
 and the 2^24 go into a factor of the result. Fields above an fp16 mantissa's ten bits are moved down first, one shift
-for all of them. So a pair of codes costs one instruction, and there is no bias to subtract.
+for all of them. So a pair of codes costs one instruction, and there is no bias to subtract. Codes of 3 bits, whose
+lowest bits lie in a plane of their own, are first put together in fields of 4 bits, eight codes at a time.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from kvconvert.kernels.decode.triton.shape import (
     code_rows,
     field_bits,
     first_group,
+    is_low,
     last_group,
-    low_planes,
+    plane_mask,
     plane_weight,
     query_columns,
     query_rows,
     shift_count,
+    stored_rows,
+    upper_factor,
     value_lanes,
 )
 from kvconvert.kernels.pages.formats import PAGE_SIZE
@@ -58,13 +62,65 @@ def shift_lanes(words, COUNT: tl.constexpr, INLINE_ASM: tl.constexpr):
 
 
 @triton.jit
-def plane(words, shifted, J: tl.constexpr, BITS: tl.constexpr, BIT: tl.constexpr, INLINE_ASM: tl.constexpr):
-    """Field J of lanes of 16 / BITS fields, as the fp16 number it spells; only bit BIT of it unless that is -1."""
-    LOW: tl.constexpr = low_planes(BITS)
-    POSITION: tl.constexpr = BITS * (J if J < LOW else J - LOW)
-    MASK: tl.constexpr = ((1 << BITS) - 1 if BIT < 0 else 1 << BIT) << POSITION
-    source = words if J < LOW else shifted
-    mask = tl.full(words.shape, MASK, tl.uint16)
+def raise_lanes(words, INLINE_ASM: tl.constexpr):
+    """Lanes moved up by one bit. Neighbours may spill into the lowest bit."""
+    if INLINE_ASM:
+        return tl.inline_asm_elementwise("shl.b32 $0, $1, 1;", "=r,r", [words], dtype=tl.uint16, is_pure=True, pack=2)
+    else:
+        return words << 1
+
+
+@triton.jit
+def choose_bits(first, second, MASK: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """The bits of `first` where MASK has ones, those of `second` where it has zeros."""
+    mask = tl.full(first.shape, MASK, tl.uint16)
+    if INLINE_ASM:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xE4;", "=r,r,r,r", [first, second, mask], dtype=tl.uint16, is_pure=True, pack=2
+        )
+    else:
+        return (first & mask) | (second & ~mask)
+
+
+@triton.jit
+def joined_words(upper, lowest, HALF: tl.constexpr, ODD: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """Codes of 3 bits in fields of 4: those of the even or odd planes, of one half of the rows.
+
+    `upper` are lanes of their upper two bits, `lowest` lanes of pairs of lowest bits. What is beside a code in its
+    field is for the field's mask to remove.
+    """
+    if ODD:
+        return choose_bits(upper, shift_lanes(lowest, 1 + HALF, INLINE_ASM), 0xCCCC, INLINE_ASM)
+    else:
+        below = lowest
+        if HALF == 1:
+            below = shift_lanes(lowest, 1, INLINE_ASM)
+        return choose_bits(raise_lanes(upper, INLINE_ASM), below, 0x6666, INLINE_ASM)
+
+
+@triton.jit
+def code_words(pointers, mask, ROWS: tl.constexpr, BITS: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """Lanes of ROWS rows at `pointers`, as they are and moved; at 3 bits of the upper bits of each half of the rows,
+    ROWS each, and of the lowest bits.
+    """
+    words = tl.load(pointers, mask=mask, other=0)
+    if BITS == 3:
+        upper_half = tl.load(pointers + ROWS, mask=mask, other=0)
+        return words, upper_half, tl.load(pointers + 2 * ROWS, mask=mask, other=0)
+    else:
+        return words, shift_lanes(words, shift_count(BITS), INLINE_ASM)
+
+
+@triton.jit
+def plane(words, J: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """Field J of `code_words`, as the fp16 number it spells, for one half of the rows where codes are in pairs."""
+    if BITS == 3:
+        source = joined_words(words[HALF], words[2], HALF, J % 2, INLINE_ASM)
+        if not is_low(J, BITS):
+            source = shift_lanes(source, shift_count(BITS), INLINE_ASM)
+    else:
+        source = words[0 if is_low(J, BITS) else 1]
+    mask = tl.full(source.shape, plane_mask(J, HALF, BITS), tl.uint16)
     if INLINE_ASM:
         return tl.inline_asm_elementwise(
             "and.b32 $0, $1, $2;", "=r,r,r", [source, mask], dtype=tl.float16, is_pure=True, pack=2
@@ -74,17 +130,35 @@ def plane(words, shifted, J: tl.constexpr, BITS: tl.constexpr, BIT: tl.constexpr
 
 
 @triton.jit
-def plane_product(words, shifted, lower, upper, total, J: tl.constexpr, BITS: tl.constexpr, INLINE_ASM: tl.constexpr):
+def plane_product(words, lower, upper, total, J: tl.constexpr, BITS: tl.constexpr, INLINE_ASM: tl.constexpr):
     """`total` plus the codes of plane J [M, K] times `lower` [K, N], without the plane's weight.
 
-    Of pairs of 1-bit codes, the lower bit belongs to `lower` and the upper one to `upper`, which has to hold half of
-    what is meant.
+    Where codes are in pairs, at 1 and 3 bits, these are those of the lower half of the rows, and those of the upper
+    half are multiplied with `upper`, which has to hold `upper_factor` of what is meant.
     """
-    if BITS == 1:
-        total = tl.dot(plane(words, shifted, J, 2, 0, INLINE_ASM), lower, total)
-        return tl.dot(plane(words, shifted, J, 2, 1, INLINE_ASM), upper, total)
-    else:
-        return tl.dot(plane(words, shifted, J, BITS, -1, INLINE_ASM), lower, total)
+    total = tl.dot(plane(words, J, 0, BITS, INLINE_ASM), lower, total)
+    if BITS == 1 or BITS == 3:
+        total = tl.dot(plane(words, J, 1, BITS, INLINE_ASM), upper, total)
+    return total
+
+
+@triton.jit
+def three_bit_products(words, lower, upper, totals, INLINE_ASM: tl.constexpr):
+    """`plane_product` of all eight planes with one pair of operands, in an order that holds few words at a time."""
+    for half in tl.static_range(2):
+        if half == 0:
+            operand = lower
+        else:
+            operand = upper
+        even = ()
+        for pair in tl.static_range(4):
+            even = even + (tl.dot(plane(words, 2 * pair, half, 3, INLINE_ASM), operand, totals[2 * pair]),)
+        joined = ()
+        for pair in tl.static_range(4):
+            odd = tl.dot(plane(words, 2 * pair + 1, half, 3, INLINE_ASM), operand, totals[2 * pair + 1])
+            joined = joined + (even[pair], odd)
+        totals = joined
+    return totals
 
 
 @triton.jit
@@ -164,9 +238,9 @@ def group_operands(
     offset = tl.dot(tl.broadcast_to(zero_point[None, :], [LANES, block_of(ROWS)]), operands[1], none)
     upper = lower
     boost_lower = lower
-    if F.key_bits == 1:
+    if F.key_dim > ROWS:
         scale = tl.load(scale_row + ROWS + channel, mask=real, other=0.0)
-        upper = scaled_query(operands[2], scale * 0.5, F)
+        upper = scaled_query(operands[2], scale * upper_factor(F.key_bits), F)
         zero_point = tl.load(zero_point_row + ROWS + channel, mask=real, other=0.0)
         offset = tl.dot(tl.broadcast_to(zero_point[None, :], [LANES, block_of(ROWS)]), operands[3], offset)
     if F.boosted > 0:
@@ -186,12 +260,11 @@ def page_scores(page, norms, scales, zero_points, operands, boost, boost_channel
         norms, scales, zero_points: pointers to the token norms [128] and to the groups' scales and zero
             points [groups, D].
         operands: queries of the channels of the code rows, see `scaled_query`, and the same as fp16 in all cases, for
-            the product with the zero points; at 1 bit of the lower half of the channels, followed by both of the upper
-            half.
+            the product with the zero points; at 1 and 3 bits of the lower half of the channels, followed by both of the
+            upper half.
         boost, boost_channel: queries of the boosted channels [boosted, N], and their numbers; unused without boost.
     """
-    FIELD: tl.constexpr = field_bits(F.key_bits)
-    PLANES: tl.constexpr = 16 // FIELD
+    PLANES: tl.constexpr = 16 // field_bits(F.key_bits)
     LANES: tl.constexpr = PAGE // PLANES
     ROWS: tl.constexpr = code_rows(F.key_bits, F.key_dim)
     GROUPS: tl.constexpr = max(F.key_groups, 1)
@@ -199,16 +272,12 @@ def page_scores(page, norms, scales, zero_points, operands, boost, boost_channel
     lane = tl.arange(0, LANES)
     channel = tl.arange(0, block_of(ROWS))
     real = channel < ROWS
-    words = tl.load(page + lane[:, None] * ROWS + channel[None, :], mask=real[None, :], other=0)
-    shifted = shift_lanes(words, shift_count(FIELD), F.inline_asm)
+    here = page + lane[:, None] * stored_rows(F.key_bits, F.key_dim) + channel[None, :]
+    words = code_words(here, real[None, :], ROWS, F.key_bits, F.inline_asm)
     if F.boosted > 0:
         boosted = tl.arange(0, block_of(F.boost_rows))
-        high = tl.load(
-            page + F.key_high + lane[:, None] * F.boost_rows + boosted[None, :],
-            mask=(boosted < F.boost_rows)[None, :],
-            other=0,
-        )
-        high_shifted = shift_lanes(high, shift_count(FIELD), F.inline_asm)
+        here = page + F.key_high + lane[:, None] * F.boost_rows + boosted[None, :]
+        high = code_words(here, (boosted < F.boost_rows)[None, :], F.boost_rows, F.key_bits, F.inline_asm)
     products = ()
     # One group serves several planes, or several groups share a plane.
     for step in tl.static_range(max(GROUPS, PLANES)):
@@ -217,10 +286,15 @@ def page_scores(page, norms, scales, zero_points, operands, boost, boost_channel
                 scales, zero_points, operands, boost, boost_channel, step * GROUPS // max(GROUPS, PLANES), LANES, F
             )
         none = tl.zeros([LANES, lower.shape[1]], tl.float32)
-        product = plane_product(words, shifted, lower, upper, none, step // STEPS, F.key_bits, F.inline_asm)
+        if F.key_bits == 3 and GROUPS == 1:
+            if step == 0:
+                every = three_bit_products(words, lower, upper, (none,) * PLANES, F.inline_asm)
+            product = every[step]
+        else:
+            product = plane_product(words, lower, upper, none, step // STEPS, F.key_bits, F.inline_asm)
         if F.boosted > 0:
-            product = tl.dot(plane(high, high_shifted, step // STEPS, FIELD, -1, F.inline_asm), boost_lower, product)
-        product = product * plane_weight(step // STEPS, FIELD) + offset
+            product = tl.dot(plane(high, step // STEPS, 0, F.key_bits, F.inline_asm), boost_lower, product)
+        product = product * plane_weight(step // STEPS, F.key_bits) + offset
         if STEPS == 1:
             products = products + (product,)
         else:
@@ -329,7 +403,6 @@ def add_page_values(page, scales, zero_points, p, alpha, totals, offsets, F: tl.
         p: weights, [lanes, rows, planes] in the order of the KEY page. alpha: [rows].
         totals: per plane fp32 [value lanes, N]; offsets: per group fp32 [key lanes, rows], to be summed over the lanes.
     """
-    FIELD: tl.constexpr = field_bits(F.value_bits)
     TOKENS: tl.constexpr = code_rows(F.value_bits, PAGE)
     LANES: tl.constexpr = value_lanes(F)
     GROUPS: tl.constexpr = max(F.value_groups, 1)
@@ -337,8 +410,8 @@ def add_page_values(page, scales, zero_points, p, alpha, totals, offsets, F: tl.
     BLOCK: tl.constexpr = block_of(LANES)
     lane = tl.arange(0, BLOCK)
     row = tl.arange(0, TOKENS)
-    words = tl.load(page + lane[:, None] * TOKENS + row[None, :], mask=(lane < LANES)[:, None], other=0)
-    shifted = shift_lanes(words, shift_count(FIELD), F.inline_asm)
+    here = page + lane[:, None] * stored_rows(F.value_bits, PAGE) + row[None, :]
+    words = code_words(here, (lane < LANES)[:, None], TOKENS, F.value_bits, F.inline_asm)
     token = page_tokens(p.shape[0])
     lowers = ()
     uppers = ()
@@ -353,20 +426,25 @@ def add_page_values(page, scales, zero_points, p, alpha, totals, offsets, F: tl.
             sums = sums + (offsets[group],)
             weights = in_token_order(p.to(tl.float16))
         weights = spread_columns(weights, F)
-        if F.value_bits == 1:
+        if TOKENS < PAGE:
             halves = tl.reshape(weights, [2, TOKENS, weights.shape[1]])
             low, high = tl.split(tl.permute(halves, (1, 2, 0)))
             lowers = lowers + (low,)
-            uppers = uppers + (high * 0.5,)
+            uppers = uppers + (high * upper_factor(F.value_bits),)
         else:
             lowers = lowers + (weights,)
             uppers = uppers + (weights,)
     factor = spread_columns(alpha[None, :], F)
+    if F.value_bits == 3 and GROUPS == 1:
+        scaled = ()
+        for j in tl.static_range(16 // field_bits(F.value_bits)):
+            scaled = scaled + (totals[j] * factor,)
+        return three_bit_products(words, lowers[0], uppers[0], scaled, F.inline_asm), sums
     results = ()
-    for j in tl.static_range(16 // FIELD):
+    for j in tl.static_range(16 // field_bits(F.value_bits)):
         total = totals[j] * factor
         for group in tl.static_range(first_group(j, LANES, GROUP_SIZE), last_group(j, LANES, GROUP_SIZE) + 1):
-            more = plane_product(words, shifted, lowers[group], uppers[group], total, j, F.value_bits, F.inline_asm)
+            more = plane_product(words, lowers[group], uppers[group], total, j, F.value_bits, F.inline_asm)
             if first_group(j, LANES, GROUP_SIZE) == last_group(j, LANES, GROUP_SIZE):
                 total = more
             else:

@@ -14,6 +14,7 @@ import triton.language as tl
 from kvconvert.kernels.pages.formats import KeyFormat, ValueFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.pages.records import PageAddresses
+from kvconvert.kernels.pages.triton.packing import field_width, halves_of
 
 # Tile elements per thread.
 PER_THREAD = 16
@@ -41,6 +42,25 @@ def _fields(words, shift, BITS: tl.constexpr):
     return (words.to(tl.int32) >> shift) & ((1 << BITS) - 1)
 
 
+@triton.jit
+def _codes(words, lowest, PLANE: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr):
+    """Codes of plane PLANE, int32, of the rows in HALF: at 3 bits `words` are theirs, and `lowest` those of both."""
+    place = PLANE * field_width(BITS)
+    if BITS == 3:
+        return _fields(words, place, 2) * 2 + _fields(lowest, place + HALF, 1)
+    else:
+        return _fields(words, place + HALF * BITS, BITS)
+
+
+@triton.jit
+def _lowest_bits(words, row_words, ROWS: tl.constexpr, BITS: tl.constexpr, mask):
+    """Words of the lowest bits of codes of 3 bits, ROWS being half of their rows; `words` at other widths."""
+    if BITS == 3:
+        return tl.load(row_words + 2 * ROWS, mask=mask, other=0)
+    else:
+        return words
+
+
 @triton.jit(do_not_specialize=["head_stride", "token_stride", "tokens"])
 def dequantize_keys_kernel(
     records,
@@ -62,6 +82,7 @@ def dequantize_keys_kernel(
     FIXED: tl.constexpr,
     NORM: tl.constexpr,
     LANES: tl.constexpr,
+    STORED_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     ROW_TILE: tl.constexpr,
     HIGH_ROWS: tl.constexpr,
@@ -72,22 +93,23 @@ def dequantize_keys_kernel(
     NORMS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Keys of one head of a page as [tokens, HEAD_SIZE]. LANES to CHANNELS are fields of `KeyLayout`, NORMS that of the
-    norm that NORM says there is.
+    """Keys of one head of a page as [tokens, HEAD_SIZE]. LANES to CHANNELS are fields of `KeyLayout` (STORED_ROWS its
+    `rows`, ROWS those of one half of the channels), NORMS that of the norm that NORM says there is.
 
     `scales` int64 [2] leads to the layer's or span's scale and zero point; `boosted` [HEADS, BOOSTED] are the channels
     where these are FIXED.
     """
-    HALVES: tl.constexpr = 2 if BITS == 1 else 1
-    WIDTH: tl.constexpr = HALVES * BITS
-    PLANES: tl.constexpr = 16 // WIDTH
+    HALVES: tl.constexpr = halves_of(BITS)
+    PLANES: tl.constexpr = 16 // field_width(BITS)
     page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     record = records + tl.load(offsets + page) * 8
     part = record + head * HEAD_STRIDE
     target = output + (head * head_stride.to(tl.int64) + page.to(tl.int64) * PAGE * token_stride) * 8
     lane, row = tl.arange(0, LANES)[:, None], tl.arange(0, ROW_TILE)[None, :]
     real = row < ROWS
-    words = tl.load(part + lane * ROWS + row, mask=real, other=0)
+    row_words = part + lane * STORED_ROWS + row
+    words = tl.load(row_words, mask=real, other=0)
+    lowest = _lowest_bits(words, row_words, ROWS, BITS, real)
     if STATIC:
         scale_row = _halves(records + tl.load(scales) * 8) + head * HEAD_SIZE
         zero_point_row = _halves(records + tl.load(scales + 1) * 8) + head * HEAD_SIZE
@@ -96,6 +118,8 @@ def dequantize_keys_kernel(
     norms = _halves(record + NORMS if NORM == 1 else part + NORMS)
     for half in tl.static_range(HALVES):
         channel = half * ROWS + row
+        if BITS == 3 and half == 1:
+            words = tl.load(row_words + ROWS, mask=real, other=0)
         if BOOSTED > 0:
             # Which of the boosted channels a channel is, if it is one.
             number = tl.arange(0, BOOST_TILE)[:, None]
@@ -113,9 +137,9 @@ def dequantize_keys_kernel(
             )
         for plane in tl.static_range(PLANES):
             token = plane * LANES + lane
-            code = _fields(words, plane * WIDTH + half * BITS, BITS)
+            code = _codes(words, lowest, plane, half, BITS)
             if BOOSTED > 0:
-                code += _fields(high_words, plane * WIDTH + upper * BITS, BITS) << BITS
+                code += _fields(high_words, plane * field_width(BITS) + upper * BITS, BITS) << BITS
             if GROUP % LANES == 0:
                 place = plane * LANES // GROUP * HEAD_SIZE + channel
             else:
@@ -146,21 +170,23 @@ def dequantize_values_kernel(
     STATIC: tl.constexpr,
     LANES: tl.constexpr,
     LANE_TILE: tl.constexpr,
+    STORED_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO_POINT: tl.constexpr,
 ):
     """Values of one head of a page as [tokens, HEAD_SIZE]; arguments as for keys, with fields of `ValueLayout`."""
-    HALVES: tl.constexpr = 2 if BITS == 1 else 1
-    WIDTH: tl.constexpr = HALVES * BITS
-    PLANES: tl.constexpr = 16 // WIDTH
+    HALVES: tl.constexpr = halves_of(BITS)
+    PLANES: tl.constexpr = 16 // field_width(BITS)
     page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     part = records + tl.load(offsets + page) * 8 + head * HEAD_STRIDE
     target = output + (head * head_stride.to(tl.int64) + page.to(tl.int64) * PAGE * token_stride) * 8
     row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, LANE_TILE)[None, :]
     real = lane < LANES
-    words = tl.load(part + lane * ROWS + row, mask=real, other=0)
+    row_words = part + lane * STORED_ROWS + row
+    words = tl.load(row_words, mask=real, other=0)
+    lowest = _lowest_bits(words, row_words, ROWS, BITS, real)
     if STATIC:
         scale_base = _halves(records + tl.load(scales) * 8) + head * HEAD_SIZE
         zero_point_base = _halves(records + tl.load(scales + 1) * 8) + head * HEAD_SIZE
@@ -168,6 +194,8 @@ def dequantize_values_kernel(
         scale_base, zero_point_base = _halves(part + SCALE), _halves(part + ZERO_POINT)
     for half in tl.static_range(HALVES):
         token = half * ROWS + row
+        if BITS == 3 and half == 1:
+            words = tl.load(row_words + ROWS, mask=real, other=0)
         for plane in tl.static_range(PLANES):
             channel = plane * LANES + lane
             if STATIC:
@@ -178,7 +206,7 @@ def dequantize_values_kernel(
                 place = channel // GROUP * PAGE + token
             scale = tl.load(scale_base + place, mask=real, other=0.0).to(tl.float32)
             zero_point = tl.load(zero_point_base + place, mask=real, other=0.0).to(tl.float32)
-            x = _fields(words, plane * WIDTH + half * BITS, BITS).to(tl.float32) * scale + zero_point
+            x = _codes(words, lowest, plane, half, BITS).to(tl.float32) * scale + zero_point
             inside = real & (token < tokens - page * PAGE)
             tl.store(target + token * (token_stride * 8) + channel, _rounded(x, output.dtype.element_ty), mask=inside)
 
@@ -250,8 +278,9 @@ def key_constants(f: KeyFormat) -> dict[str, int | bool]:
         "FIXED": f.fixed_channels,
         "NORM": layout.norm_mode,
         "LANES": layout.lanes,
-        "ROWS": layout.rows,
-        "ROW_TILE": triton.next_power_of_2(layout.rows),
+        "STORED_ROWS": layout.rows,
+        "ROWS": f.head_dim // halves_of(f.bits),
+        "ROW_TILE": triton.next_power_of_2(f.head_dim // halves_of(f.bits)),
         "HIGH_ROWS": max(layout.high_rows, 1),
         "HEAD_STRIDE": layout.head_stride,
         "HIGH": layout.high,
@@ -274,7 +303,8 @@ def value_constants(f: ValueFormat) -> dict[str, int | bool]:
         "STATIC": f.static,
         "LANES": layout.lanes,
         "LANE_TILE": triton.next_power_of_2(layout.lanes),
-        "ROWS": layout.rows,
+        "STORED_ROWS": layout.rows,
+        "ROWS": f.page_size // halves_of(f.bits),
         "HEAD_STRIDE": layout.head_stride,
         "SCALE": layout.scale,
         "ZERO_POINT": layout.zero_point,

@@ -23,6 +23,7 @@ from kvconvert.kernels.pages.triton.affine import (
     reciprocal,
     storable,
 )
+from kvconvert.kernels.pages.triton.packing import halves_of, packed_codes, store_words
 
 NO_NORM, JOINT, PER_HEAD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -160,21 +161,6 @@ def _grouped_codes(
 
 
 @triton.jit
-def _packed(
-    fields,
-    first_plane,
-    CHUNK: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Bit-fields [CHUNK, CHANNELS] in their places in lanes int32 [LANES, CHANNELS]."""
-    planes = tl.reshape(fields, [CHUNK // LANES, LANES, CHANNELS])
-    shift = (first_plane + tl.arange(0, CHUNK // LANES)) * WIDTH
-    return tl.sum(planes << shift[:, None, None], 0)
-
-
-@triton.jit
 def _places(channel, chosen, SLOTS: tl.constexpr):
     """Each channel's index in `chosen` [SLOTS], -1 where it is not there."""
     found = channel[:, None] == chosen[None, :]
@@ -228,7 +214,7 @@ def _paired_high_lanes(
             ).to(tl.float32)
             codes, _, _ = _grouped_codes(x * inverse_norm[:, None], 3.0, 1.0 / 3.0, factor, shrink, CHUNK, GROUP, SLOTS)
             bit = tl.where(present, (codes >> 1) & 1, 0)
-            lanes += _packed(bit << half, step * (CHUNK // LANES), CHUNK, SLOTS, LANES, 2)
+            lanes += packed_codes(bit, step * (CHUNK // LANES), half, 1, CHUNK, SLOTS, LANES)
     return lanes.to(tl.int16)
 
 
@@ -265,6 +251,7 @@ def key_page_kernel(
     PARTIAL: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     LANES: tl.constexpr,
+    STORED_ROWS: tl.constexpr,
     HIGH: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO_POINT: tl.constexpr,
@@ -272,13 +259,13 @@ def key_page_kernel(
     CHANNELS: tl.constexpr,
     JOINT_NORM: tl.constexpr,
 ):
-    """ROW_TILE channels (pairs of channels at 1 bit) of one head's part of a key page.
+    """ROW_TILE channels (pairs of channels at 1 and 3 bits) of one head's part of a key page.
 
-    HEAD_STRIDE to JOINT_NORM are fields of `KeyLayout`. What ranks channels or takes norms of one head sees all of it.
+    HEAD_STRIDE to JOINT_NORM are fields of `KeyLayout`, whose `rows` are STORED_ROWS. What ranks channels or takes
+    norms of one head sees all of it.
     """
-    # At 1 bit two channels share a field: number i its lower bit, number i + half its upper one.
-    HALVES: tl.constexpr = 2 if BITS == 1 else 1
-    WIDTH: tl.constexpr = HALVES * BITS
+    # Two channels share a field of single bits: number i its lower bit, number i + half its upper one.
+    HALVES: tl.constexpr = halves_of(BITS)
     ROWS: tl.constexpr = HEAD_SIZE // HALVES
     BLOCKS: tl.constexpr = (ROWS + ROW_TILE - 1) // ROW_TILE
     LEVELS: tl.constexpr = 2.0**BITS - 1.0
@@ -307,6 +294,7 @@ def key_page_kernel(
     row, group = block * ROW_TILE + tl.arange(0, ROW_TILE), tl.arange(0, CHUNK // GROUP)
     there = (row < ROWS)[None, :]
     lanes = tl.zeros([LANES, ROW_TILE], tl.int32)
+    second_lanes = tl.zeros([LANES, ROW_TILE], tl.int32)
     high_lanes = tl.zeros([LANES, ROW_TILE], tl.int32)
     unstorable = tl.zeros([CHUNK // GROUP, 1, ROW_TILE], tl.int32)
     total = tl.zeros([16, ROW_TILE], tl.float32)
@@ -357,17 +345,21 @@ def key_page_kernel(
             if BOOSTED > 0:
                 if HALVES == 1:
                     high = (codes >> BITS) & (2**BITS - 1)
-                    high_lanes += _packed(high, step * (CHUNK // LANES), CHUNK, ROW_TILE, LANES, WIDTH)
+                    high_lanes += packed_codes(high, step * (CHUNK // LANES), 0, BITS, CHUNK, ROW_TILE, LANES)
                 codes &= 2**BITS - 1
             if PARTIAL:
                 codes = tl.where(present, codes, 0)
-            lanes += _packed(codes << half, step * (CHUNK // LANES), CHUNK, ROW_TILE, LANES, WIDTH)
+            words = packed_codes(codes, step * (CHUNK // LANES), half, BITS, CHUNK, ROW_TILE, LANES)
+            if BITS == 3 and half == 1:
+                second_lanes += words
+            else:
+                lanes += words
     if NORM == NO_NORM:
         flag_if(~(tl.abs(tl.sum(tl.sum(total, 1), 0)) < float("inf")), flag, page, head, 1, HEADS)
     if not STATIC:
         flag_if(any_true(unstorable != 0), flag, page, head, 1, HEADS)
     lane = tl.arange(0, LANES)[:, None]
-    tl.store(records + part + lane * ROWS + row[None, :], lanes.to(tl.int16), mask=there)
+    store_words(records + part + lane * STORED_ROWS + row[None, :], lanes, second_lanes, there, ROWS, BITS)
 
     if BOOSTED > 0 and HALVES == 1:
         slot_of = _places(row, chosen, SLOTS)[None, :]

@@ -24,6 +24,7 @@ from kvconvert.kernels.pages.formats import ChannelScales, KeyFormat, ValueForma
 from kvconvert.kernels.pages.layout import ALIGNMENT, KeyLayout, ValueLayout
 from kvconvert.kernels.pages.records import KeyPages, PageWrites, ValuePages
 from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM, PER_HEAD, joint_norm_kernel, key_page_kernel
+from kvconvert.kernels.pages.triton.packing import halves_of
 from kvconvert.kernels.pages.triton.values import copy_page_kernel, value_page_kernel
 from kvconvert.kernels.rotate.matrices import hadamard_signs
 
@@ -177,8 +178,8 @@ def launch_keys(
     tile = tile_of(f.head_dim, f.bits)
     matrix, normaliser = hadamard_signs(f.head_dim, base.dtype, base.device) if rotate else (base, 1.0)
     dynamic = f.boosted > 0 and not f.fixed_channels
-    constants, layout = key_constants(f, tile, rotate, partial), KeyLayout.of(f)
-    blocks = triton.cdiv(layout.rows, constants["ROW_TILE"])
+    constants = key_constants(f, tile, rotate, partial)
+    blocks = triton.cdiv(f.head_dim // halves_of(f.bits), constants["ROW_TILE"])
     key_page_kernel[(table.shape[0] * f.heads * blocks,)](
         base,
         records,
@@ -201,7 +202,7 @@ def launch_keys(
 def key_constants(f: KeyFormat, tile: int, rotate: bool, partial: bool) -> dict[str, Any]:
     """Compile-time arguments of `key_page_kernel`."""
     layout = KeyLayout.of(f)
-    whole = tile // 2 if f.bits == 1 else tile
+    whole = tile // halves_of(f.bits)
     chunk = layout.lanes if f.static else max(f.group_size, layout.lanes)
     return {
         "HEADS": f.heads,
@@ -222,6 +223,7 @@ def key_constants(f: KeyFormat, tile: int, rotate: bool, partial: bool) -> dict[
         "PARTIAL": partial,
         "HEAD_STRIDE": layout.head_stride,
         "LANES": layout.lanes,
+        "STORED_ROWS": layout.rows,
         "HIGH": layout.high,
         "SCALE": layout.scale,
         "ZERO_POINT": layout.zero_point,
@@ -264,7 +266,7 @@ def launch_values(
 ) -> None:
     """Write value pages of 8 bits or fewer; `partial` pages may have fewer tokens."""
     constants = value_constants(f, partial)
-    blocks = ValueLayout.of(f).rows // constants["TOKENS"]
+    blocks = f.page_size // halves_of(f.bits) // constants["TOKENS"]
     value_page_kernel[(table.shape[0] * f.heads * blocks,)](
         base,
         records,
@@ -287,13 +289,14 @@ def value_constants(f: ValueFormat, partial: bool) -> dict[str, Any]:
         "HEADS": f.heads,
         "HEAD_SIZE": f.head_dim,
         "PAGE": f.page_size,
-        "TOKENS": min(VALUE_TOKENS, layout.rows),
+        "TOKENS": min(VALUE_TOKENS, f.page_size // halves_of(f.bits)),
         "BITS": f.bits,
         "GROUP": f.group_size,
         "STATIC": f.static,
         "PARTIAL": partial,
         "HEAD_STRIDE": layout.head_stride,
         "LANES": layout.lanes,
+        "STORED_ROWS": layout.rows,
         "LANE_TILE": triton.next_power_of_2(layout.lanes),
         "SCALE": layout.scale,
         "ZERO_POINT": layout.zero_point,
@@ -306,8 +309,8 @@ def shrinkage(factor: float) -> tuple[float, float]:
 
 
 def tile_of(dim: int, bits: int) -> int:
-    """Channels of a tile: a power of two, of which matrix instructions want 16, at 1 bit in each half."""
-    return max(32 if bits == 1 else 16, triton.next_power_of_2(dim))
+    """Channels of a tile: a power of two, of which matrix instructions want 16 in each half of `halves_of`."""
+    return max(16 * halves_of(bits), triton.next_power_of_2(dim))
 
 
 def warps_for(elements: int) -> int:
@@ -320,7 +323,7 @@ def key_warps(constants: dict[str, Any]) -> int:
     elements = constants["CHUNK"] * constants["ROW_TILE"]
     # Where chunks follow one another, wider or paired codes take more registers for every element.
     if constants["CHUNK"] < constants["PAGE"]:
-        return warps_for(elements * (2 if constants["STATIC"] else {1: 4, 2: 1, 4: 2, 8: 4}[constants["BITS"]]))
+        return warps_for(elements * (2 if constants["STATIC"] else {1: 4, 2: 1, 3: 4, 4: 2, 8: 4}[constants["BITS"]]))
     if constants["BOOSTED"]:
         # Ranking exchanges scores between all warps: the fewer the better, but for pairs, which take more registers.
         return warps_for(elements * 2 if constants["BITS"] == 1 else elements // 2)
@@ -332,5 +335,5 @@ def value_warps(constants: dict[str, Any]) -> int:
     planes = 16 // field_bits(constants["BITS"])
     elements = planes * constants["TOKENS"] * constants["LANE_TILE"]
     # Groups one by one, or two fields' halves, take more registers for every element.
-    crowded = constants["LANES"] != constants["LANE_TILE"] or constants["BITS"] == 1
+    crowded = constants["LANES"] != constants["LANE_TILE"] or halves_of(constants["BITS"]) == 2
     return warps_for(elements * (2 if crowded else 1))

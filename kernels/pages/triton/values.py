@@ -18,6 +18,7 @@ from kvconvert.kernels.pages.triton.affine import (
     read_tokens,
     storable,
 )
+from kvconvert.kernels.pages.triton.packing import field_width, fields_of, halves_of, store_words
 
 
 @triton.jit
@@ -27,22 +28,24 @@ def _grouped_fields(
     target,
     factor,
     shrink,
-    LEVELS: tl.constexpr,
+    BITS: tl.constexpr,
+    HALF: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PLANES: tl.constexpr,
     TOKENS: tl.constexpr,
     LANES: tl.constexpr,
     LANE_TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
     ZERO_POINT: tl.constexpr,
 ):
-    """Codes of TOKENS tokens in their places in lanes, int32 [TOKENS, LANE_TILE], by ranges of GROUP channels.
+    """Codes of TOKENS tokens in their places in words, int32 [TOKENS, LANE_TILE], by ranges of GROUP channels.
 
     Scales go to `target` [TOKENS], zero points ZERO_POINT further. Also returns sums of the values, and where a scale
     or zero point cannot be stored, [TOKENS, 1].
     """
+    WIDTH: tl.constexpr = field_width(BITS)
+    LEVELS: tl.constexpr = 2.0**BITS - 1.0
     lane = tl.arange(0, LANE_TILE)[None, :]
     planes = ()
     total = tl.zeros([TOKENS, LANE_TILE], tl.float32)
@@ -77,7 +80,8 @@ def _grouped_fields(
         for group in tl.static_range(plane * LANES // GROUP + 1, (plane * LANES + LANES - 1) // GROUP + 1):
             later = plane * LANES + lane >= group * GROUP
             scale, zero_point = tl.where(later, scales[group], scale), tl.where(later, zero_points[group], zero_point)
-        fields += nearest_codes(planes[plane], scale, zero_point, LEVELS) << (plane * WIDTH)
+        codes = nearest_codes(planes[plane], scale, zero_point, LEVELS)
+        fields += fields_of(codes, HALF, BITS) << (plane * WIDTH)
     return fields, total, unstorable
 
 
@@ -87,14 +91,16 @@ def _static_fields(
     exists,
     scales,
     zero_points,
-    LEVELS: tl.constexpr,
+    BITS: tl.constexpr,
+    HALF: tl.constexpr,
     PLANES: tl.constexpr,
     TOKENS: tl.constexpr,
     LANES: tl.constexpr,
     LANE_TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
     """`_grouped_fields` by known scales of channels; tokens that do not exist get code 0."""
+    WIDTH: tl.constexpr = field_width(BITS)
+    LEVELS: tl.constexpr = 2.0**BITS - 1.0
     lane = tl.arange(0, LANE_TILE)[None, :]
     fields = tl.zeros([TOKENS, LANE_TILE], tl.int32)
     total = tl.zeros([TOKENS, LANE_TILE], tl.float32)
@@ -105,7 +111,7 @@ def _static_fields(
         scale = tl.load(scales + plane * LANES + lane, mask=lane < LANES, other=0.0)
         zero_point = tl.load(zero_points + plane * LANES + lane, mask=lane < LANES, other=0.0)
         codes = tl.where(exists, nearest_codes(x, scale, zero_point, LEVELS), 0)
-        fields += codes << (plane * WIDTH)
+        fields += fields_of(codes, HALF, BITS) << (plane * WIDTH)
     return fields, total
 
 
@@ -130,18 +136,19 @@ def value_page_kernel(
     PARTIAL: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     LANES: tl.constexpr,
+    STORED_ROWS: tl.constexpr,
     LANE_TILE: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO_POINT: tl.constexpr,
 ):
-    """TOKENS rows of one head's part of a value page. HEAD_STRIDE to ZERO_POINT are fields of `ValueLayout`."""
-    # At 1 bit two tokens share a field: number i its lower bit, number i + half its upper one.
-    HALVES: tl.constexpr = 2 if BITS == 1 else 1
-    WIDTH: tl.constexpr = HALVES * BITS
-    PLANES: tl.constexpr = 16 // WIDTH
+    """TOKENS rows of one head's part of a value page. HEAD_STRIDE to ZERO_POINT are fields of `ValueLayout`,
+    whose `rows` are STORED_ROWS.
+    """
+    # Two tokens share a field of single bits: number i its lower bit, number i + half its upper one.
+    HALVES: tl.constexpr = halves_of(BITS)
+    PLANES: tl.constexpr = 16 // field_width(BITS)
     ROWS: tl.constexpr = PAGE // HALVES
     BLOCKS: tl.constexpr = ROWS // TOKENS
-    LEVELS: tl.constexpr = 2.0**BITS - 1.0
     block, place = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
     page, head = place // HEADS, place % HEADS
     offset = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
@@ -151,6 +158,7 @@ def value_page_kernel(
     lane = tl.arange(0, LANE_TILE)[None, :]
     row = block * TOKENS + tl.arange(0, TOKENS)
     lanes = tl.zeros([TOKENS, LANE_TILE], tl.int32)
+    second_lanes = tl.zeros([TOKENS, LANE_TILE], tl.int32)
     total = tl.zeros([TOKENS, LANE_TILE], tl.float32)
     unstorable = tl.zeros([TOKENS, 1], tl.int32)
     for half in tl.static_range(HALVES):
@@ -159,21 +167,24 @@ def value_page_kernel(
         if STATIC:
             exists = (token < (count if PARTIAL else PAGE))[:, None]
             fields, sums = _static_fields(
-                pointers, exists, static_scales + head * HEAD_SIZE, static_zero_points + head * HEAD_SIZE, LEVELS,
-                PLANES, TOKENS, LANES, LANE_TILE, WIDTH,
+                pointers, exists, static_scales + head * HEAD_SIZE, static_zero_points + head * HEAD_SIZE, BITS,
+                half, PLANES, TOKENS, LANES, LANE_TILE,
             )  # fmt: skip
         else:
             fields, sums, bad = _grouped_fields(
-                pointers, records, part + SCALE + token, factor, shrink, LEVELS, HEAD_SIZE, PLANES, TOKENS, LANES,
-                LANE_TILE, WIDTH, GROUP, PAGE, ZERO_POINT - SCALE,
+                pointers, records, part + SCALE + token, factor, shrink, BITS, half, HEAD_SIZE, PLANES, TOKENS,
+                LANES, LANE_TILE, GROUP, PAGE, ZERO_POINT - SCALE,
             )  # fmt: skip
             unstorable |= bad
         total += sums
-        lanes += fields << half
+        if BITS == 3 and half == 1:
+            second_lanes += fields
+        else:
+            lanes += fields
     # A sum of finite numbers overflows only beyond what float16 scales describe.
     is_finite = tl.abs(tl.sum(tl.sum(total, 1), 0)) < float("inf")
     flag_if(~is_finite | (tl.max(tl.max(unstorable, 1), 0) > 0), flag, page, head, 1, HEADS)
-    tl.store(records + part + lane * ROWS + row[:, None], lanes.to(tl.int16), mask=lane < LANES)
+    store_words(records + part + lane * STORED_ROWS + row[:, None], lanes, second_lanes, lane < LANES, ROWS, BITS)
 
 
 @triton.jit
