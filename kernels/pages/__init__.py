@@ -131,8 +131,8 @@ def quantize_in_place(
     flag: torch.Tensor,
     channels: torch.Tensor | None = None,
     static: ChannelScales | None = None,
-    feedback: torch.Tensor | None = None,
     fall_back: Callable[[str, str], None] = device.fall_back,
+    feedback: torch.Tensor | None = None,
 ) -> None:
     """Quantize complete pages of many sequences and write them where they are to be stored, in one launch on a GPU.
 
@@ -140,9 +140,10 @@ def quantize_in_place(
         tokens: views [H, n P, channels] of n >= 1 pages' tokens each, in buffers of any capacity.
         pages: views of the records that these pages take, in the same order; as many pages as there are tokens for.
         flag: what the kernels raise, see `raise_if_flagged`; from `new_flag`.
-        channels, static, feedback: as for `quantize_keys` and `quantize_values`.
+        channels, static: as for `quantize_keys` and `quantize_values`.
         fall_back: called with operation and reason where kernels run on the device but do not serve these tokens. Of
             a device without kernels, attention tells.
+        feedback: as for `quantize_keys`.
 
     Raises:
         NumericError: what cannot be quantized, where no kernel found it; `index` is (page, head, ...) then.

@@ -198,7 +198,7 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
             tokens = [_tokens(_buffer(store, part, is_key), part, size) for part in pending]
             pages = [view for part in pending for view in storage.views(part.numbers)]
             feedback = store.format.key_feedback if is_key else None
-            quantize_in_place(tokens, pages, first.flag, channels, static, feedback, store.fall_back)
+            quantize_in_place(tokens, pages, first.flag, channels, static, store.fall_back, feedback)
         return
     numbers = np.array([number for part in pending for number in part.numbers], dtype=np.int64)
     records = [storage.offsets(numbers, first.origin) * UNIT + first.origin.data_ptr() for storage in storages]
