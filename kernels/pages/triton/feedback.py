@@ -2,8 +2,8 @@
 
 `kernels/pages/feedback.py` says what is computed. Channels follow one another, but tokens are independent: a program
 takes some tokens of a page, those that share a few lanes, so that even one page fills many programs. It holds their
-keys in registers, [tokens, channels], and takes 16 channels at a time: these one by one, then all later channels by a
-product of matrices. Where the codes of a block are known they take the place of its keys.
+keys in registers, [channels, tokens], a token in each thread, and takes 16 channels at a time: these one by one, then
+all later channels by a product of matrices. Where the codes of a block are known they take the place of its keys.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvconvert.kernels.pages.triton.affine import (
 )
 from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM
 
-# Tokens of one program: as few as a product of matrices takes.
-FEEDBACK_TOKENS = 16
+# Tokens of one program: those of one warp.
+FEEDBACK_TOKENS = 32
 
 
 class PageFeedback(NamedTuple):
@@ -51,10 +51,19 @@ def _boosted(record_bytes, boosted, part, head, slot, BOOSTED: tl.constexpr, DYN
 
 
 @triton.jit
+def _picked(x, where):
+    """The part of float32 x along its first dimension where `where` is true, exactly.
+
+    Of whole numbers a compiler that knows `where` leaves out the zeros; a sum of floats with zeros it has to compute.
+    """
+    return tl.sum(tl.where(where, x.to(tl.int32, bitcast=True), 0), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _lanes(fields, WIDTH: tl.constexpr, PLANES: tl.constexpr, LANE_TILE: tl.constexpr):
-    """Bit-fields [PLANES * LANE_TILE, columns] in lanes int16 [LANE_TILE, columns]."""
-    planes = tl.reshape(fields, [PLANES, LANE_TILE, fields.shape[1]])
-    return tl.sum(planes << (tl.arange(0, PLANES) * WIDTH)[:, None, None], 0).to(tl.int16)
+    """Bit-fields [rows, PLANES * LANE_TILE] in lanes int16 [rows, LANE_TILE]."""
+    planes = tl.reshape(fields, [fields.shape[0], PLANES, LANE_TILE])
+    return tl.sum(planes << (tl.arange(0, PLANES) * WIDTH)[None, :, None], 1).to(tl.int16)
 
 
 @triton.jit
@@ -130,21 +139,23 @@ def key_feedback_kernel(
         norms = records + record + JOINT_NORM if NORM == JOINT else records + part + PER_HEAD_NORM
         norm = tl.load(norms + token).to(tl.float16, bitcast=True).to(tl.float32)
         w *= reciprocal(norm)[:, None]
+    w = tl.trans(w)
     slot = tl.arange(0, SLOTS)
     chosen = slot
     if BOOSTED > 0:
         chosen = _boosted(record_bytes, boosted, part, head, slot, BOOSTED, DYNAMIC, CHANNELS)
 
-    column, number = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)[None, :, None]
+    row, number = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCKS)[:, None, None]
     group = part + token // GROUP * HEAD_SIZE
     for step in range(HALVES * BLOCKS_OF_HALF):
         block = step // BLOCKS_OF_HALF * (SPAN // BLOCK) + step % BLOCKS_OF_HALF
         first = block * BLOCK % SPAN
         base = first + block * BLOCK // SPAN * ROWS
-        own = tl.where(first + column < ROWS, base + column, HEAD_SIZE)
-        current = tl.sum(tl.where(number == block, tl.reshape(w, [TOKENS, BLOCKS, BLOCK]), 0.0), 1)
-        codes = tl.zeros([TOKENS, BLOCK], tl.float32)
-        errors = tl.zeros([TOKENS, BLOCK], tl.float32)
+        within = tl.arange(0, BLOCK)
+        own = tl.where(first + within < ROWS, base + within, HEAD_SIZE)
+        current = _picked(tl.reshape(w, [BLOCKS, BLOCK, TOKENS]), number == block)
+        codes = tl.zeros([BLOCK, TOKENS], tl.float32)
+        errors = tl.zeros([BLOCK, TOKENS], tl.float32)
         for i in tl.static_range(BLOCK):
             # Beyond the last channel another one stands in, whose error is not passed on.
             single = tl.minimum(base + i, HEAD_SIZE - 1)
@@ -157,46 +168,45 @@ def key_feedback_kernel(
             levels = 2.0**BITS - 1.0
             if BOOSTED > 0:
                 levels = tl.where(tl.max((chosen == single).to(tl.int32), 0) > 0, 4.0**BITS - 1.0, levels)
-            value = tl.sum(tl.where(column[None, :] == i, current, 0.0), 1)
+            value = _picked(current, row == i)
             code = (nearest_codes(value, scale, zero_point, levels) & 255).to(tl.float32)
             error = value - (code * scale.to(tl.float32) + zero_point.to(tl.float32))
             error = tl.where(first + i < ROWS, error, 0.0)
-            row = tl.load(factors + single * HEAD_SIZE + own, mask=own < HEAD_SIZE, other=0.0)
-            # Left of the diagonal is nothing, so that channels that are done keep their numbers.
-            current -= error[:, None] * row.to(tl.float32)[None, :]
-            codes = tl.where(column[None, :] == i, code[:, None], codes)
-            errors = tl.where(column[None, :] == i, error[:, None], errors)
-        rows = tl.load(
-            factors + own[:, None] * HEAD_SIZE + channel[None, :],
-            mask=(own < HEAD_SIZE)[:, None] & (channel < HEAD_SIZE)[None, :],
+            near = tl.load(factors + single * HEAD_SIZE + own, mask=own < HEAD_SIZE, other=0.0).to(tl.float32)
+            current = tl.where(row > i, tl.fma(-error[None, :], near[:, None], current), current)
+            codes = tl.where(row == i, code[None, :], codes)
+            errors = tl.where(row == i, error[None, :], errors)
+        far = tl.load(
+            factors + own[None, :] * HEAD_SIZE + channel[:, None],
+            mask=(own < HEAD_SIZE)[None, :] & (channel < HEAD_SIZE)[:, None],
             other=0.0,
         )
-        # float16 is exact in tf32; the errors need three products.
-        w -= tl.dot(errors, rows.to(tl.float32), input_precision="tf32x3")
-        done = tl.where(number == block, codes[:, None, :], tl.reshape(w, [TOKENS, BLOCKS, BLOCK]))
-        w = tl.reshape(done, [TOKENS, TILE])
+        # Left of the diagonal is nothing, so that codes stay as they are. float16 is exact in tf32, errors are not.
+        w -= tl.dot(far.to(tl.float32), errors, input_precision="tf32x3")
+        done = tl.where(number == block, codes[None, :, :], tl.reshape(w, [BLOCKS, BLOCK, TOKENS]))
+        w = tl.reshape(done, [TILE, TOKENS])
 
     codes = w.to(tl.int32)
     if PARTIAL:
-        codes = tl.where(present, codes, 0)
-    lane = (division * LANE_TILE + tl.arange(0, LANE_TILE))[:, None]
+        codes = tl.where((token < count)[None, :], codes, 0)
+    lane = (division * LANE_TILE + tl.arange(0, LANE_TILE))[None, :]
     if BOOSTED > 0:
         HIGH_ROWS: tl.constexpr = (BOOSTED + HALVES - 1) // HALVES
         high = (codes >> BITS).to(tl.float16)
-        fields = tl.zeros([TOKENS, SLOTS], tl.int32)
+        fields = tl.zeros([SLOTS, TOKENS], tl.int32)
         for half in tl.static_range(HALVES):
             # A product with zeros and ones picks out the boosted channels in their order.
             sought = tl.where(slot < HIGH_ROWS, slot + half * HIGH_ROWS, BOOSTED)
             picked = _boosted(record_bytes, boosted, part, head, sought, BOOSTED, DYNAMIC, CHANNELS)
-            selection = (channel[:, None] == picked[None, :]).to(tl.float16)
-            fields += tl.dot(high, selection).to(tl.int32) << half
-        target = records + part + HIGH + lane * HIGH_ROWS + slot[None, :]
-        tl.store(target, _lanes(fields, WIDTH, PLANES, LANE_TILE), mask=(slot < HIGH_ROWS)[None, :])
+            selection = (picked[:, None] == channel[None, :]).to(tl.float16)
+            fields += tl.dot(selection, high).to(tl.int32) << half
+        target = records + part + HIGH + lane * HIGH_ROWS + slot[:, None]
+        tl.store(target, _lanes(fields, WIDTH, PLANES, LANE_TILE), mask=(slot < HIGH_ROWS)[:, None])
         codes &= 2**BITS - 1
     if HALVES == 2:
-        halves = tl.reshape(codes, [TOKENS, 2, SPAN])
-        codes = tl.sum(halves << tl.arange(0, 2)[None, :, None], 1)
-    line = tl.arange(0, SPAN)[None, :]
+        halves = tl.reshape(codes, [2, SPAN, TOKENS])
+        codes = tl.sum(halves << tl.arange(0, 2)[:, None, None], 0)
+    line = tl.arange(0, SPAN)[:, None]
     tl.store(records + part + lane * ROWS + line, _lanes(codes, WIDTH, PLANES, LANE_TILE), mask=line < ROWS)
 
 
@@ -204,13 +214,13 @@ def feedback_constants(constants: dict[str, Any]) -> dict[str, Any]:
     """Compile-time arguments of `key_feedback_kernel`, from those of `key_page_kernel` for the same pages."""
     own = {name: value for name, value in constants.items() if name not in ("CHUNK", "ROW_TILE", "MEAN_ABS")}
     planes = constants["PAGE"] // constants["LANES"]
-    return own | {"LANE_TILE": FEEDBACK_TOKENS // planes}
+    return own | {"LANE_TILE": min(constants["LANES"], FEEDBACK_TOKENS // planes)}
 
 
 def feedback_warps(constants: dict[str, Any]) -> int:
-    """Warps of `key_feedback_kernel`: one for each 16 tokens of 128 channels."""
+    """Warps of `key_feedback_kernel`: as many as give a token to each thread."""
     tokens = constants["PAGE"] // constants["LANES"] * constants["LANE_TILE"]
-    return max(1, tokens * constants["TILE"] // 2048)
+    return max(1, tokens // 32)
 
 
 def launch_feedback(feedback: PageFeedback, pages: int, arguments: dict[str, Any], constants: dict[str, Any]) -> None:
