@@ -100,6 +100,7 @@ _TYPES = {
     "table": "*i64",
     "feedback_table": "*i64",
     "feedback": "*fp16",
+    "scratch": "*fp32",
     "boosted": "*i64",
     "flag": "*i32",
     "extremes": "*fp32",

@@ -25,6 +25,8 @@ from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM
 
 # Tokens of one program: those of one warp.
 FEEDBACK_TOKENS = 32
+# Channels whose errors reach later ones by one product.
+CHANNEL_BLOCK = tl.constexpr(16)
 
 
 class PageFeedback(NamedTuple):
@@ -78,6 +80,7 @@ def key_feedback_kernel(
     matrix,
     feedback,
     feedback_table,
+    scratch,
     token_stride,
     normaliser,
     HEADS: tl.constexpr,
@@ -104,7 +107,7 @@ def key_feedback_kernel(
     JOINT_NORM: tl.constexpr,
 ):
     """Codes of the tokens that share LANE_TILE lanes, of one head of a key page; constants as for `key_page_kernel`."""
-    BLOCK: tl.constexpr = 16
+    BLOCK: tl.constexpr = CHANNEL_BLOCK
     HALVES: tl.constexpr = 2 if BITS == 1 else 1
     ROWS: tl.constexpr = HEAD_SIZE // HALVES
     SPAN: tl.constexpr = TILE // HALVES
@@ -147,13 +150,18 @@ def key_feedback_kernel(
 
     row, number = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCKS)[:, None, None]
     group = part + token // GROUP * HEAD_SIZE
+    exchange = scratch + tl.program_id(0) * BLOCK * (TOKENS + 1) + row * (TOKENS + 1) + which[None, :]
     for step in range(HALVES * BLOCKS_OF_HALF):
         block = step // BLOCKS_OF_HALF * (SPAN // BLOCK) + step % BLOCKS_OF_HALF
         first = block * BLOCK % SPAN
         base = first + block * BLOCK // SPAN * ROWS
         within = tl.arange(0, BLOCK)
         own = tl.where(first + within < ROWS, base + within, HEAD_SIZE)
-        current = _picked(tl.reshape(w, [BLOCKS, BLOCK, TOKENS]), number == block)
+        # By way of memory, so that a thread gets all channels of a token: as a product leaves them, they lie across
+        # threads. Rows are one number longer than they have to be, lest a load become one of neighbouring tokens.
+        tl.store(exchange, _picked(tl.reshape(w, [BLOCKS, BLOCK, TOKENS]), number == block))
+        tl.debug_barrier()
+        current = tl.load(exchange)
         codes = tl.zeros([BLOCK, TOKENS], tl.float32)
         errors = tl.zeros([BLOCK, TOKENS], tl.float32)
         for i in tl.static_range(BLOCK):
@@ -233,10 +241,14 @@ def launch_feedback(feedback: PageFeedback, pages: int, arguments: dict[str, Any
         constants: those of `key_page_kernel`.
     """
     own = feedback_constants(constants)
-    key_feedback_kernel[(pages * own["HEADS"] * (own["LANES"] // own["LANE_TILE"]),)](
+    programs = pages * own["HEADS"] * (own["LANES"] // own["LANE_TILE"])
+    tokens = own["PAGE"] // own["LANES"] * own["LANE_TILE"]
+    scratch = feedback.base.new_empty(programs * CHANNEL_BLOCK.value * (tokens + 1), dtype=torch.float32)
+    key_feedback_kernel[(programs,)](
         **arguments,
         feedback=feedback.base,
         feedback_table=feedback.offsets,
+        scratch=scratch,
         **own,
         num_warps=feedback_warps(own),
         enable_fp_fusion=False,
