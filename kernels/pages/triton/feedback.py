@@ -26,7 +26,7 @@ from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM
 # Tokens of one program: those of one warp.
 FEEDBACK_TOKENS = 32
 # Channels whose errors reach later ones by one product.
-CHANNEL_BLOCK = tl.constexpr(16)
+CHANNEL_BLOCK = 16
 
 
 class PageFeedback(NamedTuple):
@@ -88,6 +88,7 @@ def key_feedback_kernel(
     TILE: tl.constexpr,
     PAGE: tl.constexpr,
     LANE_TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     NORM: tl.constexpr,
@@ -107,12 +108,12 @@ def key_feedback_kernel(
     JOINT_NORM: tl.constexpr,
 ):
     """Codes of the tokens that share LANE_TILE lanes, of one head of a key page; constants as for `key_page_kernel`."""
-    BLOCK: tl.constexpr = CHANNEL_BLOCK
     HALVES: tl.constexpr = 2 if BITS == 1 else 1
     ROWS: tl.constexpr = HEAD_SIZE // HALVES
     SPAN: tl.constexpr = TILE // HALVES
     BLOCKS: tl.constexpr = TILE // BLOCK
     BLOCKS_OF_HALF: tl.constexpr = (ROWS + BLOCK - 1) // BLOCK
+    EVEN: tl.constexpr = ROWS % BLOCK == 0
     WIDTH: tl.constexpr = HALVES * BITS
     PLANES: tl.constexpr = PAGE // LANES
     TOKENS: tl.constexpr = PLANES * LANE_TILE
@@ -156,17 +157,16 @@ def key_feedback_kernel(
         first = block * BLOCK % SPAN
         base = first + block * BLOCK // SPAN * ROWS
         within = tl.arange(0, BLOCK)
-        own = tl.where(first + within < ROWS, base + within, HEAD_SIZE)
+        own = base + within if EVEN else tl.where(first + within < ROWS, base + within, HEAD_SIZE)
         # By way of memory, so that a thread gets all channels of a token: as a product leaves them, they lie across
         # threads. Rows are one number longer than they have to be, lest a load become one of neighbouring tokens.
         tl.store(exchange, _picked(tl.reshape(w, [BLOCKS, BLOCK, TOKENS]), number == block))
         tl.debug_barrier()
         current = tl.load(exchange)
         codes = tl.zeros([BLOCK, TOKENS], tl.float32)
-        errors = tl.zeros([BLOCK, TOKENS], tl.float32)
         for i in tl.static_range(BLOCK):
             # Beyond the last channel another one stands in, whose error is not passed on.
-            single = tl.minimum(base + i, HEAD_SIZE - 1)
+            single = base + i if EVEN else tl.minimum(base + i, HEAD_SIZE - 1)
             if STATIC:
                 scale = tl.load(static_scales + head * HEAD_SIZE + single)
                 zero_point = tl.load(static_zero_points + head * HEAD_SIZE + single)
@@ -179,18 +179,27 @@ def key_feedback_kernel(
             value = _picked(current, row == i)
             code = (nearest_codes(value, scale, zero_point, levels) & 255).to(tl.float32)
             error = value - (code * scale.to(tl.float32) + zero_point.to(tl.float32))
-            error = tl.where(first + i < ROWS, error, 0.0)
-            near = tl.load(factors + single * HEAD_SIZE + own, mask=own < HEAD_SIZE, other=0.0).to(tl.float32)
-            current = tl.where(row > i, tl.fma(-error[None, :], near[:, None], current), current)
+            if not EVEN:
+                error = tl.where(first + i < ROWS, error, 0.0)
+            if EVEN:
+                near = tl.load(factors + single * HEAD_SIZE + tl.multiple_of(base, BLOCK) + within)
+            else:
+                near = tl.load(factors + single * HEAD_SIZE + own, mask=own < HEAD_SIZE, other=0.0)
+            later = tl.fma(-error[None, :], near.to(tl.float32)[:, None], current)
+            # Of a channel that is done its error remains.
+            current = tl.where(row > i, later, tl.where(row == i, error[None, :], current))
             codes = tl.where(row == i, code[None, :], codes)
-            errors = tl.where(row == i, error[None, :], errors)
-        far = tl.load(
-            factors + own[None, :] * HEAD_SIZE + channel[:, None],
-            mask=(own < HEAD_SIZE)[None, :] & (channel < HEAD_SIZE)[:, None],
-            other=0.0,
-        )
-        # Left of the diagonal is nothing, so that codes stay as they are. float16 is exact in tf32, errors are not.
-        w -= tl.dot(far.to(tl.float32), errors, input_precision="tf32x3")
+        at = factors + own[None, :] * HEAD_SIZE + channel[:, None]
+        if EVEN and TILE == HEAD_SIZE:
+            far = tl.load(at)
+        else:
+            far = tl.load(at, mask=(own < HEAD_SIZE)[None, :] & (channel < HEAD_SIZE)[:, None], other=0.0)
+        # Left of the diagonal is nothing, so that codes stay as they are. float16 numbers are exact in tf32; errors
+        # are sums of two such numbers, as good as float32.
+        far = far.to(tl.float32)
+        coarse = (current.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        w = tl.dot(far, -coarse, acc=w, input_precision="tf32")
+        w = tl.dot(far, coarse - current, acc=w, input_precision="tf32")
         done = tl.where(number == block, codes[None, :, :], tl.reshape(w, [BLOCKS, BLOCK, TOKENS]))
         w = tl.reshape(done, [TILE, TOKENS])
 
@@ -222,7 +231,8 @@ def feedback_constants(constants: dict[str, Any]) -> dict[str, Any]:
     """Compile-time arguments of `key_feedback_kernel`, from those of `key_page_kernel` for the same pages."""
     own = {name: value for name, value in constants.items() if name not in ("CHUNK", "ROW_TILE", "MEAN_ABS")}
     planes = constants["PAGE"] // constants["LANES"]
-    return own | {"LANE_TILE": min(constants["LANES"], FEEDBACK_TOKENS // planes)}
+    lanes = min(constants["LANES"], FEEDBACK_TOKENS // planes)
+    return own | {"LANE_TILE": lanes, "BLOCK": CHANNEL_BLOCK}
 
 
 def feedback_warps(constants: dict[str, Any]) -> int:
@@ -243,7 +253,7 @@ def launch_feedback(feedback: PageFeedback, pages: int, arguments: dict[str, Any
     own = feedback_constants(constants)
     programs = pages * own["HEADS"] * (own["LANES"] // own["LANE_TILE"])
     tokens = own["PAGE"] // own["LANES"] * own["LANE_TILE"]
-    scratch = feedback.base.new_empty(programs * CHANNEL_BLOCK.value * (tokens + 1), dtype=torch.float32)
+    scratch = feedback.base.new_empty(programs * CHANNEL_BLOCK * (tokens + 1), dtype=torch.float32)
     key_feedback_kernel[(programs,)](
         **arguments,
         feedback=feedback.base,
