@@ -73,9 +73,7 @@ def _feedback_variants(dtype: str, dim: int) -> Iterator[Variant]:
         yield _feedback_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 32 if norm == "none" else 128, norm))
     for bits, select in product((1, 2), ("dynamic", "calibrated")):
         fixed = select == "calibrated"
-        yield _feedback_variant(
-            dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, boosted=dim // 8, fixed_channels=fixed)
-        )
+        yield _feedback_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, boosted=dim // 8, fixed_channels=fixed))
     for bits in (1, 2, 4, 8):
         yield _feedback_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, static=True), partial=True)
 
@@ -84,7 +82,10 @@ def _feedback_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Varian
     constants = feedback_constants(key_constants(f, tile_of(f.head_dim, f.bits), False, partial))
     select = f"{'calibrated' if f.fixed_channels else 'dynamic'}{f.boosted}" if f.boosted else ""
     name = f"feedback-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{'-static' * f.static}"
-    return _variant(name + "-partial" * partial, key_feedback_kernel, dtype, constants, feedback_warps(constants))
+    variant = _variant(name + "-partial" * partial, key_feedback_kernel, dtype, constants, feedback_warps(constants))
+    # A thread holds all channels of a token, of which 256 are more than it has registers.
+    many = f.head_dim > 128
+    return replace(variant, spills="a token's channels fill the registers", most_local=0.5 if many else 0.05)
 
 
 def _value_variant(dtype: str, f: ValueFormat, partial: bool = False) -> Variant:

@@ -81,9 +81,9 @@ class ErrorFeedback(Part):
         """How a page is written; readers need none of it."""
         return {
             "key_rounding": {
-                "error_feedback": "scales and zero points are taken first, as for rounding to nearest; then for channel "
-                "i = 0, 1, ... the code of w_i is its nearest, e = w_i - (code * scale + zero_point), and w_j -= e * "
-                "F_ij for every j > i; w begins as the key, after rotation and token norm",
+                "error_feedback": "scales and zero points are taken first, as for rounding to nearest; then for "
+                "channel i = 0, 1, ... the code of w_i is its nearest, e = w_i - (code * scale + zero_point), and "
+                "w_j -= e * F_ij for every j > i; w begins as the key, after rotation and token norm",
                 "matrix": "F = layers.{i}.key_feedback of the KV plan, per KV head",
                 "reading": "codes mean what they mean without it",
             }

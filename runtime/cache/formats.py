@@ -77,7 +77,7 @@ def _key_feedback(f: KeyFormat, plan: Mapping[str, torch.Tensor], device: torch.
     if shape != expected:
         raise RecipeError(
             f"[kv] key_rounding = 'error_feedback' needs key_feedback of shape {expected} from a KV plan, and found "
-            f"{'none' if shape is None else shape}; use a bundle calibrated so, or key_rounding = \"nearest\"."
+            f'{"none" if shape is None else shape}; use a bundle calibrated so, or key_rounding = "nearest".'
         )
     return feedback.to(device, torch.float16).contiguous()
 

@@ -69,7 +69,8 @@ def test_blocks_of_channels_give_the_codes_of_one_channel_after_another(dim, gro
     largest = torch.full((3, 2, dim), 2**bits - 1).index_fill(2, torch.tensor([1, dim - 1]), 4**bits - 1)
     for limit in (2**bits - 1, largest):
         found, expected = (
-            function(x, *grid, limit, feedback(2, dim)) for function in (round_with_feedback, round_with_feedback_reference)
+            function(x, *grid, limit, feedback(2, dim))
+            for function in (round_with_feedback, round_with_feedback_reference)
         )
         assert found.dtype == torch.uint8
         assert (found != expected).any(2).float().mean() < 0.01

@@ -42,7 +42,16 @@ class PageFeedback(NamedTuple):
 
 
 @triton.jit
-def _boosted(record_bytes, boosted, part, head, slot, BOOSTED: tl.constexpr, DYNAMIC: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
+def _boosted(
+    record_bytes,
+    boosted,
+    part,
+    head,
+    slot,
+    BOOSTED: tl.constexpr,
+    DYNAMIC: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     """Boosted channels of a page's head by their numbers: int32, -1 where there is none."""
     if DYNAMIC:
         chosen = tl.load(record_bytes + (part + CHANNELS) * 2 + slot, mask=slot < BOOSTED, other=0).to(tl.int32)
@@ -136,9 +145,9 @@ def key_feedback_kernel(
     if PARTIAL:
         present &= (token < count)[:, None]
     signs = read_signs(matrix, channel, HEAD_SIZE, TILE, ROTATE)
-    w = read_tokens(
-        keys, offset, token, channel, present, signs, normaliser, token_stride, HEAD_SIZE, TILE, ROTATE
-    ).to(tl.float32)
+    w = read_tokens(keys, offset, token, channel, present, signs, normaliser, token_stride, HEAD_SIZE, TILE, ROTATE).to(
+        tl.float32
+    )
     if NORM != NO_NORM:
         norms = records + record + JOINT_NORM if NORM == JOINT else records + part + PER_HEAD_NORM
         norm = tl.load(norms + token).to(tl.float16, bitcast=True).to(tl.float32)
