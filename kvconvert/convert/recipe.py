@@ -13,6 +13,7 @@ files in `kvconvert/convert/presets`; dropping one in extends the command line. 
                           # paper's method to the letter, of which calibration chooses only what the paper does
     key_group_size = 128  # any field of KVScheme replaces the preset's; without a preset, plain groups
     calibrate_clip_ratios = true  # choose both clip ratios of each layer, but for the one that is given here
+    calibrate_key_rounding = true # error feedback for keys of 1 to 3 bits, unless key_rounding is given here
     tau_grid = [0, 1, 2, 3]       # values tried for both shifts of spans, unless one is given here
     tau_per_layer = false         # one pair for all layers
 
