@@ -34,6 +34,7 @@ from kvconvert.fidelity.recall import (
     answer_with,
     free_running,
     passkey,
+    passkey_drills,
     recitation,
 )
 from kvconvert.fidelity.scoring import Comparison, Decoder, compare, feed, seal, treats_whole_prompts
@@ -221,7 +222,7 @@ def evaluate(
     reach = min(_max_length(source_model), SEGMENT_TOKENS)
     prose = samples.ids.flatten().tolist()
     answers = [answer_with(d, tokenizer, progress, name) for d, name in ((source, "source"), (decoder, "bundle"))]
-    passkeys = passkey(*answers, DrillBook(tokenizer, prose, seed), reach, drills)
+    passkeys = passkey(*answers, passkey_drills(DrillBook(tokenizer, prose, seed), reach, drills.passkey_trials))
     recited = recitation(*answers, DrillBook(tokenizer, prose, seed), reach, drills)
     continued = free_running(source, decoder, samples.ids, reach, drills, progress)
     has_processor = processor is not tokenizer

@@ -15,6 +15,7 @@ from kvconvert.fidelity.recall import (
     DrillCounts,
     agreement,
     passkey,
+    passkey_drills,
     recitation,
 )
 
@@ -65,14 +66,14 @@ def test_passkey_counts_exact_answers_by_length_and_depth(book, tokenizer):
             f" {drill.expected}. And" if drill.depth > 0.4 else wrong(code_in(drill, tokenizer)) for drill in drills
         ]
 
-    result = passkey(perfect, shallow, book, max_length=600)
+    result = passkey(perfect, shallow, passkey_drills(book, 600, 4))
     assert list(result.by_length) == ["256", "512"], "896 tokens do not fit a context of 600"
     assert (result.source, result.bundle) == (1.0, pytest.approx(3 / 5))
     assert result.prompts == 40
     assert {depth: pair[1] for depth, pair in result.by_depth.items()} == {
         "0.1": 0.0, "0.3": 0.0, "0.5": 1.0, "0.7": 1.0, "0.9": 1.0
     }  # fmt: skip
-    assert passkey(perfect, perfect, book, max_length=PASSKEY_CONTEXTS[0]).source is None
+    assert passkey(perfect, perfect, passkey_drills(book, PASSKEY_CONTEXTS[0], 4)).source is None
 
 
 def test_counts_say_how_much_is_drilled_and_none_is_left_out(book, tokenizer):
@@ -80,7 +81,7 @@ def test_counts_say_how_much_is_drilled_and_none_is_left_out(book, tokenizer):
         return [""] * len(drills)
 
     few = DrillCounts(passkey_trials=1, tables=2)
-    assert passkey(silent, silent, book, 600, few).prompts == 10
+    assert passkey(silent, silent, passkey_drills(book, 600, few.passkey_trials)).prompts == 10
     assert recitation(silent, silent, book, 1024, few).pairs == 2 * TABLE_ROWS
     with pytest.raises(UsageError, match="tables=0"):
         DrillCounts(tables=0)
