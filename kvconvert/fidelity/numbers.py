@@ -54,6 +54,10 @@ class NumberBook:
         """Tokens that a question and its answer take."""
         return self.cue_length + PASSKEY_ANSWER_TOKENS
 
+    def fits(self, context: int) -> bool:
+        """Whether a number has room in so many tokens."""
+        return context > len(self.encode(self.head)) + len(self.encode(FACT.format(city="Stockholm", number=10000)))
+
     def drill(self, context: int, depth: float) -> Drill:
         """A conversation whose first `context` tokens hold the number after a share `depth` of the prose.
 
