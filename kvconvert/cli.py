@@ -109,14 +109,17 @@ def calibrate(
 @click.argument("work", type=click.Path(path_type=Path))
 @click.option("-o", "bundle", metavar="BUNDLE", required=True, type=click.Path(path_type=Path), help="Bundle to write.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle, and accept missed fidelity limits.")
-def export(work: Path, bundle: Path, force: bool) -> None:
+@click.option(
+    "--device", metavar="D", help="cpu or cuda, where [limits] are measured; a GPU by default if there is one."
+)
+def export(work: Path, bundle: Path, force: bool, device: str | None) -> None:
     """Write the bundle of a finished calibration."""
     from kvconvert.bundle.writer import check_output
 
     check_output(bundle, force)
     from kvconvert.convert.export import export as run
 
-    run(work, bundle, force=force)
+    run(work, bundle, force=force, device=device)
     size = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
     click.echo(f"Exported {bundle}, {size:,} bytes; next: kvconvert generate {bundle} --prompt TEXT")
 
@@ -125,14 +128,34 @@ def export(work: Path, bundle: Path, force: bool) -> None:
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--against", metavar="MODEL", help="Model to compare with; the bundle's source by default.")
 @click.option("--data", metavar="SOURCE", help="Held-out text; the text that ships with kvconvert by default.")
-@click.option("--tokens", metavar="N", type=click.IntRange(min=1), help="Tokens to score.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def evaluate(bundle: Path, against: str | None, data: str | None, tokens: int | None, as_json: bool) -> None:
+@click.option("--tokens", metavar="N", type=click.IntRange(min=1), help="Tokens to score, 8192 by default.")
+@click.option(
+    "--context",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Tokens of a segment, and of the prose that hides a number; 1024 by default.",
+)
+@click.option(
+    "--only",
+    metavar="PART,...",
+    help="Measure these: perplexity, kl, top1, recall, recitation, free-running, images, cache, weights.",
+)
+@click.option("--device", metavar="D", help="cpu or cuda; a GPU by default if there is one.")
+@click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default the model's, on a CPU float32.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with every figure.")
+def evaluate(bundle: Path, only: str | None, tokens: int | None, as_json: bool, **options: Any) -> None:
     """Measure how far BUNDLE departs from its source, decoding with the low-bit cache."""
     from kvconvert.fidelity import evaluate as run
 
-    report = run(bundle, against=against, data=data, **({} if tokens is None else {"tokens": tokens})).to_dict()
-    click.echo(json.dumps(report, indent=2) if as_json else "\n".join(_flat(report)))
+    parts = None if only is None else [name.strip() for name in only.split(",") if name.strip()]
+    _quiet()
+    report = run(bundle, only=parts, **options, **({} if tokens is None else {"tokens": tokens}))
+    if as_json:
+        click.echo(json.dumps(report.to_dict(), indent=2))
+        return
+    from kvconvert.fidelity.table import table
+
+    click.echo(table(report))
 
 
 @cli.command()
@@ -217,7 +240,10 @@ def bench(
 @click.option(
     "--max-new-tokens", metavar="N", type=click.IntRange(min=1), default=256, show_default=True, help="At most."
 )
-def generate(bundle: Path, prompt: str | None, chat: bool, images: tuple[Path, ...], max_new_tokens: int) -> None:
+@click.option("--device", metavar="D", help="cpu or cuda; a GPU by default if there is one.")
+def generate(
+    bundle: Path, prompt: str | None, chat: bool, images: tuple[Path, ...], max_new_tokens: int, device: str | None
+) -> None:
     """Generate text with BUNDLE and its low-bit cache.
 
     With --image the prompt goes through the model's chat template, if it has one. In a conversation with a
@@ -228,7 +254,7 @@ def generate(bundle: Path, prompt: str | None, chat: bool, images: tuple[Path, .
     _quiet()
     from kvconvert.console import Console
 
-    console = Console(bundle, max_new_tokens)
+    console = Console(bundle, max_new_tokens, device)
     if prompt is not None:
         console.complete(prompt, images)
     else:
@@ -264,18 +290,6 @@ def verify(bundle: Path) -> None:
     for line in open_bundle(bundle, verify="full").checks:
         click.echo(f"ok  {line}")
     click.echo(f"{bundle} is intact.")
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> list[str]:
-    """Nested values as `dotted.name  value` lines."""
-    lines = []
-    for name, value in values.items():
-        if isinstance(value, dict):
-            lines += _flat(value, f"{prefix}{name}.")
-        else:
-            shown = f"{value:.6g}" if isinstance(value, float) else str(value)
-            lines.append(f"{prefix + name:<40} {shown}")
-    return lines
 
 
 def _quiet() -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from kvconvert.data.images import read_image
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.models.auto_class import supports_images
+from kvconvert.models.device import choose_device
 from kvconvert.models.image_prompts import ImagePrompts
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.runtime import load
@@ -27,9 +28,12 @@ IMAGE_COMMAND = "/image"
 class Console:
     """A loaded bundle that streams what it generates to the standard output."""
 
-    def __init__(self, bundle: Path, max_new_tokens: int) -> None:
+    def __init__(self, bundle: Path, max_new_tokens: int, device: str | None = None) -> None:
+        place = choose_device(device)
         self.model: PreTrainedModel
-        self.model, processor = load(bundle)
+        # On a GPU a model computes in its own dtype, on a CPU in what `load` finds best there.
+        self.model, processor = load(bundle, dtype="auto" if place.type == "cuda" else None)
+        self.model.to(place)
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processor)
         self.prompts = None if processor is self.tokenizer else ImagePrompts(processor, self.model.config)
         self.max_new_tokens = max_new_tokens

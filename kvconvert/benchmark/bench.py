@@ -25,12 +25,12 @@ from kvconvert import errors
 from kvconvert.benchmark.contender import Measurement, Name
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.models.device import DTYPES, choose_device
 from kvconvert.models.source import open_source
 from kvconvert.version import __version__
 
 WORKER = (sys.executable, "-m", "kvconvert.benchmark.worker")
 CONTEXT = 1024
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def bench(
         BundleError, CheckpointError: as their names say.
         KvconvertError: nothing of the bundle could be measured.
     """
-    place = _device(device)
+    place = choose_device(device)
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"`dtype` is {dtype}; it may be {', '.join(DTYPES)}.")
     if new_tokens < 2:
@@ -184,20 +184,6 @@ def _run(job: dict[str, Any]) -> Iterator[Measurement]:
         failure = "killed, probably for want of memory" if code == -9 else f"the process ended with exit code {code}"
         for batch, context in job["cases"][done:]:
             yield Measurement(job["model"], batch, context, failure=failure)
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"There is no device {name}; `device` may be cpu or cuda.") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"`device` is {name}; it may be cpu or cuda.")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"torch finds no GPU for the device {name}; `device` has to be cpu.")
-    return device
 
 
 def _device_name(device: torch.device) -> str:

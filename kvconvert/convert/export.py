@@ -68,6 +68,7 @@ def export(
     bundle: str | Path,
     *,
     force: bool = False,
+    device: str | None = None,
     progress: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
@@ -80,6 +81,7 @@ def export(
         bundle: directory to write.
         force: replace an existing bundle, which is kept until the new one is complete, and accept a bundle that misses
             its recipe's limits; its card and manifest then say so.
+        device: "cpu" or "cuda", where limits are measured; None takes a GPU if there is one.
         progress: show a progress bar.
         max_shard_bytes: size at which the weights are divided into several files.
 
@@ -117,7 +119,7 @@ def export(
         limits = recipe.limits.as_set()
         if limits:
             manifest = manifest.model_copy(
-                update={"fidelity": _measure(directory, location, recipe.limits, manifest, progress)}
+                update={"fidelity": _measure(directory, location, recipe.limits, manifest, device, progress)}
             )
             if manifest.fidelity is not None and manifest.fidelity.missed and not force:
                 raise FidelityError(
@@ -313,11 +315,13 @@ def _weights_info(recipe: Recipe, contents: _Contents) -> WeightsInfo:
     )
 
 
-def _measure(directory: Path, source: str, limits: Limits, manifest: Manifest, progress: bool) -> Fidelity:
+def _measure(
+    directory: Path, source: str, limits: Limits, manifest: Manifest, device: str | None, progress: bool
+) -> Fidelity:
     """Fidelity of the bundle in `directory`, and which limits it misses."""
     from kvconvert.fidelity import evaluate
 
-    report = evaluate(directory, against=source, data=None, progress=progress).to_dict()
+    report = evaluate(directory, against=source, data=None, device=device, progress=progress).to_dict()
     return Fidelity(
         measured_on=manifest.files_digest(),
         report=_finite(report),

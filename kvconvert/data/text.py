@@ -142,6 +142,26 @@ def load_token_samples(
     return TokenData(rows, DataInfo(source=name, samples=samples, length=length, seed=seed, sha256=digest))
 
 
+def spaced_samples(source: str, tokenizer: PreTrainedTokenizerBase, samples: int, length: int) -> torch.Tensor:
+    """Cut a local text into samples that begin at equal distances: int64 [samples, length].
+
+    Unlike a choice by seed they cover the whole text, and more of them refine the same comparison.
+
+    Raises:
+        DataError: the text cannot be read, or is too short.
+    """
+    prefix = _prefix(tokenizer)
+    window = length - len(prefix)
+    ids = _join((_encode(_read_text(file), tokenizer) for file in local_files(source) or ()), tokenizer, None)
+    if len(ids) < samples * window:
+        raise DataError(
+            f"{source} holds {len(ids)} tokens, fewer than {samples} samples of {length}; request fewer or shorter "
+            "ones."
+        )
+    step = len(ids) // samples
+    return torch.tensor([prefix + ids[i * step : i * step + window] for i in range(samples)], dtype=torch.int64)
+
+
 def source_name(source: str | None, default: str) -> str:
     """The source's name in the manifest: the last part of a local path, because bundles are shared, paths private."""
     if source is None:

@@ -1,6 +1,7 @@
 """How much of a model's behaviour its bundle keeps, measured through the quantized cache."""
 
-from kvconvert.fidelity.evaluate import FidelityReport, evaluate
+from kvconvert.fidelity.evaluate import evaluate
 from kvconvert.fidelity.recall import DrillCounts
+from kvconvert.fidelity.report import PARTS, FidelityReport
 
-__all__ = ["DrillCounts", "FidelityReport", "evaluate"]
+__all__ = ["PARTS", "DrillCounts", "FidelityReport", "evaluate"]

@@ -17,6 +17,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -41,6 +42,7 @@ PASSKEY_ANSWER_TOKENS = 10
 TABLE_CONTEXT = 4 * PAGE_SIZE
 TABLE_ROWS = 16
 FREE_CONTEXT = 4 * PAGE_SIZE
+FULL_TOKENS = 8192  # scored tokens that go with the full number of drills
 BATCH = 16
 
 Answer = Callable[[Sequence["Drill"], int], list[str]]
@@ -52,17 +54,28 @@ class DrillCounts:
 
     Attributes:
         passkey_trials: passkeys of each context length and depth.
+        numbers: prompts of a model with a chat template, which is asked for numbers instead.
         tables: tables to recite.
-        free_tokens: tokens generated after each beginning of a segment.
+        free_prompts: beginnings of segments that are continued.
+        free_tokens: tokens generated after each.
     """
 
     passkey_trials: int = 4
+    numbers: int = 32
     tables: int = 16
+    free_prompts: int = 16
     free_tokens: int = PAGE_SIZE
 
     def __post_init__(self) -> None:
-        if min(self.passkey_trials, self.tables, self.free_tokens) < 1:
+        if min(vars(self).values()) < 1:
             raise UsageError(f"{self} leaves a drill without a prompt; every count is at least one.")
+
+    @classmethod
+    def for_tokens(cls, tokens: int) -> DrillCounts:
+        """The default counts, or proportionally fewer where fewer than `FULL_TOKENS` tokens are scored."""
+        share = min(1.0, tokens / FULL_TOKENS)
+        fewer = {name: max(1, round(share * count)) for name, count in vars(cls()).items()}
+        return cls(**fewer | {"free_tokens": max(16, fewer["free_tokens"])})
 
 
 DEFAULT_COUNTS = DrillCounts()
@@ -190,16 +203,27 @@ class DrillBook:
         return Drill(self.start + body[len(body) - context + len(self.start) :], self.encode("\n"), dict(asked))
 
 
-def answer_with(decoder: Decoder, tokenizer: PreTrainedTokenizerBase, progress: bool = False, name: str = "") -> Answer:
-    """How a decoder answers drills: text generated greedily after each."""
+def answer_with(
+    decoder: Decoder,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: bool = False,
+    name: str = "",
+    chunk: int | None = None,
+    batch: int = BATCH,
+) -> Answer:
+    """How a decoder answers drills: text generated greedily after each, `batch` prompts at a time.
+
+    Contexts are read in chunks of `chunk` tokens, or in one pass.
+    """
 
     def answer(drills: Sequence[Drill], new_tokens: int) -> list[str]:
         prompts = [(drill.context, drill.cue) for drill in drills]
         texts = [""] * len(drills)
         with tqdm(total=len(drills), desc=f"recall, {name}", unit="prompt", disable=not progress) as bar:
-            for indices in batches(prompts, BATCH):
+            for indices in batches(prompts, batch):
                 context, cue = (torch.tensor([prompts[i][part] for i in indices]) for part in (0, 1))
-                for index, ids in zip(indices, generate_greedily(decoder, context, cue, new_tokens), strict=True):
+                answers = generate_greedily(decoder, context, cue, new_tokens, chunk)
+                for index, ids in zip(indices, answers, strict=True):
                     texts[index] = tokenizer.decode(ids)
                 bar.update(len(indices))
         return texts
@@ -207,29 +231,36 @@ def answer_with(decoder: Decoder, tokenizer: PreTrainedTokenizerBase, progress: 
     return answer
 
 
-def passkey(
-    source: Answer, bundle: Answer, book: DrillBook, max_length: int, counts: DrillCounts = DEFAULT_COUNTS
-) -> PasskeyResult:
-    """Ask source and bundle the same passkeys, over all depths and the context lengths that fit `max_length` tokens."""
+def passkey_drills(book: DrillBook, max_length: int, trials: int) -> list[Drill]:
+    """Passkeys over all depths and the context lengths that fit `max_length` tokens."""
     room = PASSKEY_ANSWER_TOKENS + len(book.encode("\nQuestion: what is the secret code of Zachary?\nAnswer:")) + 4
     lengths = [n for n in PASSKEY_CONTEXTS if n + room <= max_length and n <= len(book.prose)]
-    drills = [book.passkey(n, depth) for n in lengths for depth in PASSKEY_DEPTHS for _ in range(counts.passkey_trials)]
+    return [book.passkey(n, depth) for n in lengths for depth in PASSKEY_DEPTHS for _ in range(trials)]
+
+
+def passkey(source: Answer, bundle: Answer, drills: Sequence[Drill]) -> PasskeyResult:
+    """Ask source and bundle for the same five digits."""
     if not drills:
         return PasskeyResult(None, None, 0, {}, {})
     right = [
-        [_passkey_right(d, text) for d, text in zip(drills, answer(drills, PASSKEY_ANSWER_TOKENS), strict=True)]
+        [passkey_right(d, text) for d, text in zip(drills, answer(drills, PASSKEY_ANSWER_TOKENS), strict=True)]
         for answer in (source, bundle)
     ]
 
-    def share(keep: Callable[[Drill], bool]) -> tuple[float, float]:
-        chosen = [i for i, drill in enumerate(drills) if keep(drill)]
-        return tuple(sum(answers[i] for i in chosen) / len(chosen) for answers in right)
+    def shares(key: Callable[[Drill], Any]) -> dict[str, tuple[float, float]]:
+        groups: dict[Any, list[int]] = {}
+        for index, drill in enumerate(drills):
+            groups.setdefault(key(drill), []).append(index)
+        return {
+            str(name): tuple(sum(answers[i] for i in chosen) / len(chosen) for answers in right)
+            for name, chosen in sorted(groups.items())
+        }
 
     return PasskeyResult(
-        *share(lambda drill: True),
+        *(sum(answers) / len(drills) for answers in right),
         prompts=len(drills),
-        by_length={str(n): share(lambda drill, n=n: len(drill.context) == n) for n in lengths},
-        by_depth={str(depth): share(lambda drill, depth=depth: drill.depth == depth) for depth in PASSKEY_DEPTHS},
+        by_length=shares(lambda drill: len(drill.context)),
+        by_depth=shares(lambda drill: drill.depth),
     )
 
 
@@ -267,7 +298,7 @@ def free_running(
     tokens = counts.free_tokens
     if max_length < FREE_CONTEXT + 1 + tokens or ids.shape[1] <= FREE_CONTEXT:
         return FreeRunningResult(None, None, None, 0, FREE_CONTEXT, 0)
-    ids = ids[:BATCH]
+    ids = ids[: counts.free_prompts]
     context, cue = ids[:, :FREE_CONTEXT], ids[:, FREE_CONTEXT : FREE_CONTEXT + 1]
     texts = [
         generate_greedily(decoder, context, cue, tokens)
@@ -289,7 +320,8 @@ def agreement(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return (first == second).long().cumprod(1).sum(1)
 
 
-def _passkey_right(drill: Drill, text: str) -> bool:
+def passkey_right(drill: Drill, text: str) -> bool:
+    """Whether an answer begins with exactly the digits asked for."""
     found = re.match(r"\s*(\d+)", text)
     return found is not None and found[1] == drill.expected
 

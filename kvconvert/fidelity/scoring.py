@@ -20,6 +20,7 @@ from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 
+UNCOMPRESSED_CHUNK = 2048  # tokens per pass of a prompt that is compressed as a whole
 _NOTHING: Mapping[str, torch.Tensor] = {}
 
 
@@ -51,6 +52,7 @@ class Comparison:
         agrees: whether both rank the same token first, bool [segments, scored].
         residual_share: share of the attended tokens, over all scored queries, that `other` held in full precision.
         clamped_rows: queries, per layer and head, for which CalibQuant's shift made different scores equal.
+        attended: attended tokens that `other` held in full precision, and all of them, summed over scored queries.
     """
 
     source_nll: torch.Tensor
@@ -59,6 +61,52 @@ class Comparison:
     agrees: torch.Tensor
     residual_share: float
     clamped_rows: int = 0
+    attended: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of(cls, parts: Sequence[Scores], reader: Reader) -> Comparison:
+        """Of one batch: the chunks that `reader` scored, in their order."""
+        scores = Scores.join(parts, 1)
+        clamped = reader.cache.stats().clamped_rows if isinstance(reader.cache, KVCache) else 0
+        return cls(*vars(scores).values(), _share(reader.attended), clamped, reader.attended)
+
+    @classmethod
+    def join(cls, batches: Sequence[Comparison]) -> Comparison:
+        """Several batches as one."""
+        scores = Scores.join([Scores(b.source_nll, b.other_nll, b.kl, b.agrees) for b in batches], 0)
+        attended = tuple(map(sum, zip(*(b.attended for b in batches), strict=True)))
+        return cls(*vars(scores).values(), _share(attended), sum(b.clamped_rows for b in batches), attended)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What one chunk of logits says beside a reference's; all [B, n], on the host.
+
+    Attributes:
+        source_nll, other_nll: negative log-likelihood of the next token, float64.
+        kl: Kullback-Leibler divergence reference || other of the next-token distributions, float64.
+        agrees: whether both rank the same token first, bool.
+    """
+
+    source_nll: torch.Tensor
+    other_nll: torch.Tensor
+    kl: torch.Tensor
+    agrees: torch.Tensor
+
+    @classmethod
+    def of(cls, reference: torch.Tensor, other: torch.Tensor, targets: torch.Tensor) -> Scores:
+        """Compare log-probabilities [B, n, vocabulary] in float32; `targets` [B, n] are the tokens that came."""
+        targets = targets.to(reference.device).unsqueeze(-1)
+        source_nll, other_nll = (-scores.gather(-1, targets).squeeze(-1).double() for scores in (reference, other))
+        kl = (reference.exp() * (reference - other)).sum(-1, dtype=torch.float64)
+        agrees = reference.argmax(-1) == other.argmax(-1)
+        return cls(*(part.cpu() for part in (source_nll, other_nll, kl, agrees)))
+
+    @classmethod
+    def join(cls, parts: Sequence[Scores], axis: int) -> Scores:
+        """Several of them, one after another along tokens (axis 1) or segments (axis 0)."""
+        columns = zip(*((p.source_nll, p.other_nll, p.kl, p.agrees) for p in parts), strict=True)
+        return cls(*(torch.cat(column, axis) for column in columns))
 
 
 @torch.no_grad()
@@ -90,72 +138,68 @@ def compare(
     Raises:
         NumericError: a decoder computes NaN or infinity.
     """
-    rows: dict[str, list[tuple[torch.Tensor, ...]]] = {name: [] for name in others}
-    shares = dict.fromkeys(others, (0, 0))
-    clamped_rows = dict.fromkeys(others, 0)
+    found: dict[str, list[Comparison]] = {name: [] for name in others}
+    starts = range(prefill, ids.shape[1] - 1, chunk)
     count = -(-ids.shape[0] // batch)
-    bar = tqdm(ids.split(batch), total=count, desc="scoring", unit="batch", disable=not progress)
-    for number, segments in enumerate(bar):
-        streams = {name: _Stream(decoder, name) for name, decoder in (("source", source), *others.items())}
-        for stream in streams.values():
-            stream.read(segments[:, :prefill], extras[number] if extras else {})
-            seal(stream.cache)
-        parts: dict[str, list[tuple[torch.Tensor, ...]]] = {name: [] for name in others}
-        for start in range(prefill, ids.shape[1] - 1, chunk):
-            stop = min(start + chunk, ids.shape[1] - 1)
-            targets = segments[:, start + 1 : stop + 1]
-            reference = streams["source"].score(segments[:, start:stop])
-            reference_nll = _nll(reference, targets)
+    with tqdm(total=count * len(starts), desc="scoring", unit="chunk", disable=not progress) as bar:
+        for number, segments in enumerate(ids.split(batch)):
+            readers = {name: Reader(decoder, name) for name, decoder in (("source", source), *others.items())}
+            for reader in readers.values():
+                reader.read(segments[:, :prefill], extras[number] if extras else {})
+                seal(reader.cache)
+            parts: dict[str, list[Scores]] = {name: [] for name in others}
+            for start in starts:
+                stop = min(start + chunk, ids.shape[1] - 1)
+                reference = readers["source"].score(segments[:, start:stop])
+                for name in others:
+                    scored = readers[name].score(segments[:, start:stop])
+                    parts[name].append(Scores.of(reference, scored, segments[:, start + 1 : stop + 1]))
+                bar.update()
             for name in others:
-                scored = streams[name].score(segments[:, start:stop])
-                divergence = (reference.exp() * (reference - scored)).sum(-1, dtype=torch.float64)
-                agrees = reference.argmax(-1) == scored.argmax(-1)
-                parts[name].append((reference_nll, _nll(scored, targets), divergence.cpu(), agrees.cpu()))
-        for name, stream in streams.items():
-            if name in others:
-                rows[name].append(tuple(torch.cat(column, 1) for column in zip(*parts[name], strict=True)))
-                shares[name] = tuple(a + b for a, b in zip(shares[name], stream.attended, strict=True))
-                if isinstance(stream.cache, KVCache):
-                    clamped_rows[name] += stream.cache.stats().clamped_rows
-    return {
-        name: Comparison(
-            *(torch.cat(column) for column in zip(*rows[name], strict=True)),
-            residual_share=shares[name][0] / shares[name][1],
-            clamped_rows=clamped_rows[name],
-        )
-        for name in others
-    }
+                found[name].append(Comparison.of(parts[name], readers[name]))
+    return {name: Comparison.join(batches) for name, batches in found.items()}
 
 
-class _Stream:
-    """One decoder reading one batch of segments chunk by chunk."""
+class Reader:
+    """One decoder reading one batch of segments chunk by chunk.
+
+    Args:
+        decoder: which.
+        name: of the decoder, for messages.
+
+    Attributes:
+        cache: what it has read; length: how many tokens of each segment.
+        attended: tokens in full precision, and all tokens, that the scored queries attended to.
+    """
 
     def __init__(self, decoder: Decoder, name: str):
         self.decoder, self.name, self.cache = decoder, name, decoder.new_cache()
-        self.attended = (0, 0)  # tokens in full precision, and all tokens, summed over the scored queries
+        self.attended = (0, 0)
         self.length = 0
 
-    def read(self, ids: torch.Tensor, extra: Mapping[str, torch.Tensor] = _NOTHING) -> torch.Tensor:
-        """Feed ids [B, n] with their images; log-probabilities of the next tokens, float32 [B, n, vocabulary]."""
-        logits = feed(self.decoder, self.cache, ids, **extra).logits
-        self.length += ids.shape[1]
-        scores = logits.float().log_softmax(-1)
-        if not scores.isfinite().all():
-            raise NumericError(
-                f"The {self.name} answers with NaN or infinity before token {self.length} of the evaluation text; its "
-                "fidelity cannot be measured."
-            )
-        return scores
+    def read(self, ids: torch.Tensor, extra: Mapping[str, torch.Tensor] = _NOTHING) -> None:
+        """Feed ids [B, n] with their images, scoring nothing."""
+        self._logits(ids, logits_to_keep=1, **extra)
 
     def score(self, ids: torch.Tensor) -> torch.Tensor:
-        """`read`, counting what its queries attend to."""
+        """Feed ids [B, n] and count what they attend to; log-probabilities of what follows each: float32 [B, n, V]."""
         full = self.length
         if isinstance(self.cache, KVCache) and any(map(_quantizes, self.cache.schemes)):
             full = self.cache.stats().residual_tokens // ids.shape[0]
         own = ids.shape[1] * (ids.shape[1] + 1) // 2
         exact, every = (ids.shape[1] * tokens + own for tokens in (full, self.length))
         self.attended = (self.attended[0] + exact, self.attended[1] + every)
-        return self.read(ids)
+        return self._logits(ids).float().log_softmax(-1)
+
+    def _logits(self, ids: torch.Tensor, **kwargs) -> torch.Tensor:
+        logits = feed(self.decoder, self.cache, ids, **kwargs).logits
+        self.length += ids.shape[1]
+        if not logits.isfinite().all():
+            raise NumericError(
+                f"The {self.name} answers with NaN or infinity before token {self.length} of the evaluation text; its "
+                "fidelity cannot be measured."
+            )
+        return logits
 
 
 def feed(decoder: Decoder, cache: Cache, ids: torch.Tensor, **kwargs):
@@ -177,23 +221,38 @@ def treats_whole_prompts(cache: Cache) -> bool:
 
 
 @torch.no_grad()
-def generate_greedily(decoder: Decoder, context: torch.Tensor, cue: torch.Tensor, new_tokens: int) -> torch.Tensor:
+def read_prompt(decoder: Decoder, cache: Cache, ids: torch.Tensor, chunk: int = PAGE_SIZE) -> None:
+    """Read a prompt [B, n] chunk by chunk into `cache` and seal it.
+
+    Every chunk attends to what the cache made of those before it, as in a conversation that grew turn by turn. A
+    cache that compresses whole prompts leaves them alone until they are sealed and is given larger chunks.
+    """
+    step = max(chunk, UNCOMPRESSED_CHUNK) if treats_whole_prompts(cache) else chunk
+    for start in range(0, ids.shape[1], step):
+        feed(decoder, cache, ids[:, start : start + step], logits_to_keep=1)
+    seal(cache)
+
+
+@torch.no_grad()
+def generate_greedily(
+    decoder: Decoder, context: torch.Tensor, cue: torch.Tensor, new_tokens: int, chunk: int | None = None
+) -> torch.Tensor:
     """Continue greedily, past any end-of-sequence token, reading the cue through what the cache made of the context.
 
     A single pass over the whole prompt would answer from full precision: the cache only quantizes what it has read.
 
     Args:
         decoder: model and cache.
-        context: int64 [B, n], read in one pass.
-        cue: int64 [B, m], read in a second one.
+        context: int64 [B, n].
+        cue: int64 [B, m], read in one pass of its own.
         new_tokens: how many.
+        chunk: tokens in which the context is read; None reads it in one pass.
 
     Returns:
         int64 [B, new_tokens].
     """
     cache = decoder.new_cache()
-    feed(decoder, cache, context, logits_to_keep=1)
-    seal(cache)
+    read_prompt(decoder, cache, context, chunk or context.shape[1])
     generated: list[torch.Tensor] = []
     step = cue
     for _ in range(new_tokens):
@@ -216,6 +275,5 @@ def _quantizes(scheme: KVScheme | None) -> bool:
     return scheme is not None and min(scheme.key_bits, scheme.value_bits) < 16
 
 
-def _nll(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    picked = log_probs.gather(-1, targets.to(log_probs.device).unsqueeze(-1)).squeeze(-1)
-    return -picked.double().cpu()
+def _share(attended: tuple[int, int]) -> float:
+    return attended[0] / attended[1]

@@ -22,7 +22,7 @@ from kvconvert.runtime.hf.quantizer import BundleConfig, Verify
 def load(
     bundle: str | Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["auto"] | None = None,
     device_map: str | dict[str, Any] | None = None,
     verify: Verify = "full",
     revision: str | None = None,
@@ -36,9 +36,10 @@ def load(
 
     Args:
         bundle: a directory, or the id of a repository on the Hub ("owner/name").
-        dtype: of activations and of everything that is not packed; None takes the one in the bundle's config.json, on a
-            CPU float32 instead of float16. bfloat16 is the fastest on a CPU even without instructions for it: 4-bit
-            weights have a faster product for few rows, and what the processor does slowly is computed in float32.
+        dtype: of activations and of everything that is not packed; "auto" takes the one in the bundle's config.json,
+            and so does None, but on a CPU float32 instead of float16. bfloat16 is the fastest on a CPU even without
+            instructions for it: 4-bit weights have a faster product for few rows, and what the processor does slowly is
+            computed in float32.
         device_map: as in `from_pretrained`.
         verify: "full" hashes every file; "headers" trusts the contents and checks everything else.
         revision: branch, tag or commit of a Hub repository.

@@ -280,7 +280,7 @@ def limited(source, work, tmp_path, monkeypatch):
     def run(measured, force):
         seen = {}
 
-        def evaluate(bundle, against, data, progress):
+        def evaluate(bundle, against, data, device, progress):
             seen["opened"] = open_bundle(bundle).manifest.fidelity
             assert against == str(source)
             return types.SimpleNamespace(to_dict=lambda: {"kl": {"mean": measured}})

@@ -14,6 +14,7 @@ from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import UsageError
 from kvconvert.fidelity import evaluate
+from kvconvert.fidelity.table import table
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +50,11 @@ def test_the_report_has_the_promised_names_and_is_json(report):
         assert (value is None) == name.startswith("recitation"), name
     assert "recall drills that do not fit" in " ".join(values["notes"])
     assert "leaves 383 scored tokens a segment instead of 512" in " ".join(values["notes"])
-    assert values["text"]["scored_tokens"] == 383
+    assert values["text"]["scored_tokens"] == 300
     assert 0 < values["kl"]["mean"] < values["kl"]["p99"]
-    assert values["passkey"]["prompts"] == 20
+    assert values["passkey"]["prompts"] == 5
+    assert values["recall_form"] == "plain text"
+    assert (values["compute_dtype"], values["noise"]) == ("float32", None)
 
 
 def test_sizes_in_the_report_are_those_of_the_files_and_tensors(report, source):
@@ -102,6 +105,10 @@ def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp
         evaluate(bundle, progress=False)
     with pytest.raises(UsageError, match="nothing to score"):
         evaluate(bundle, against=str(source), tokens=0)
+    with pytest.raises(UsageError, match="`context` is 513, more than the 512 positions"):
+        evaluate(bundle, against=str(source), context=513)
+    with pytest.raises(UsageError, match="'speed' is not a part"):
+        evaluate(bundle, against=str(source), only=["kl", "speed"])
     with pytest.raises(UsageError, match="drawings = 0"):
         evaluate(bundle, against=str(source), drawings=0)
 
@@ -109,3 +116,32 @@ def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp
 def test_equal_runs_report_equal_figures(report, source):
     bundle, figures = report
     assert evaluate(bundle, against=str(source), tokens=300, progress=False) == figures
+
+
+def test_parts_can_be_chosen_and_16_bit_dtypes_tell_their_noise(report, source):
+    bundle, whole = report
+    figures = evaluate(bundle, str(source), tokens=300, only=["kl"], dtype="bfloat16", progress=False)
+    assert figures.parts == ("kl",)
+    unmeasured = (figures.perplexity, figures.top1_agreement, figures.passkey, figures.kv, figures.weights)
+    assert unmeasured == (None,) * 5
+    # Far below what quantization costs.
+    assert abs(figures.noise.kl) < figures.kl.mean / 10
+    assert (figures.noise.tokens, figures.noise.what) == (511, "the source in bfloat16 from the source in float32")
+    assert figures.kl.mean == pytest.approx(whole.kl.mean, rel=0.1)
+    assert [row.split()[0] for row in table(figures).splitlines()[1:4]] == ["KL", "KL,", "KL"]
+
+
+def test_a_longer_context_is_read_page_by_page(report, source):
+    bundle, whole = report
+    figures = evaluate(bundle, str(source), tokens=500, context=256, only=["perplexity"], progress=False)
+    assert (figures.text.prefill, figures.text.scored_per_segment, figures.text.scored_tokens) == (128, 127, 4 * 127)
+    assert whole.text.scored_per_segment == 300
+
+
+def test_a_person_reads_a_dozen_rows(report):
+    rows = table(report[1]).splitlines()
+    assert 8 <= rows.index("") <= 14
+    assert rows[1].split()[:3] == [
+        "perplexity",
+        *(f"{x:.2f}" for x in (report[1].perplexity.source, report[1].perplexity.bundle)),
+    ]

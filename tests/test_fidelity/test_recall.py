@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import UsageError
+from kvconvert.fidelity.numbers import CITIES, NumberBook, has_plain_template
 from kvconvert.fidelity.recall import (
     NAMES,
     PASSKEY_CONTEXTS,
@@ -15,6 +16,7 @@ from kvconvert.fidelity.recall import (
     DrillCounts,
     agreement,
     passkey,
+    passkey_drills,
     recitation,
 )
 
@@ -65,14 +67,14 @@ def test_passkey_counts_exact_answers_by_length_and_depth(book, tokenizer):
             f" {drill.expected}. And" if drill.depth > 0.4 else wrong(code_in(drill, tokenizer)) for drill in drills
         ]
 
-    result = passkey(perfect, shallow, book, max_length=600)
+    result = passkey(perfect, shallow, passkey_drills(book, 600, 4))
     assert list(result.by_length) == ["256", "512"], "896 tokens do not fit a context of 600"
     assert (result.source, result.bundle) == (1.0, pytest.approx(3 / 5))
     assert result.prompts == 40
     assert {depth: pair[1] for depth, pair in result.by_depth.items()} == {
         "0.1": 0.0, "0.3": 0.0, "0.5": 1.0, "0.7": 1.0, "0.9": 1.0
     }  # fmt: skip
-    assert passkey(perfect, perfect, book, max_length=PASSKEY_CONTEXTS[0]).source is None
+    assert passkey(perfect, perfect, passkey_drills(book, PASSKEY_CONTEXTS[0], 4)).source is None
 
 
 def test_counts_say_how_much_is_drilled_and_none_is_left_out(book, tokenizer):
@@ -80,7 +82,7 @@ def test_counts_say_how_much_is_drilled_and_none_is_left_out(book, tokenizer):
         return [""] * len(drills)
 
     few = DrillCounts(passkey_trials=1, tables=2)
-    assert passkey(silent, silent, book, 600, few).prompts == 10
+    assert passkey(silent, silent, passkey_drills(book, 600, few.passkey_trials)).prompts == 10
     assert recitation(silent, silent, book, 1024, few).pairs == 2 * TABLE_ROWS
     with pytest.raises(UsageError, match="tables=0"):
         DrillCounts(tables=0)
@@ -117,3 +119,49 @@ def test_table_prompts_fill_whole_pages(book, tokenizer):
     assert len(drill.context) == 512
     assert len(drill.expected) == 16
     assert tokenizer.decode(drill.cue) == "\n"
+
+
+class ChatTokenizer:
+    """The reference tokenizer with a chat template."""
+
+    def __init__(self, tokenizer, template):
+        self.plain, self.chat_template = tokenizer, template
+
+    def __call__(self, *args, **kwargs):
+        return self.plain(*args, **kwargs)
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        return self.chat_template.replace("CONTENT", messages[0]["content"])
+
+
+def test_numbers_are_hidden_in_prose_and_asked_for_through_the_chat_template(tokenizer):
+    chat = ChatTokenizer(tokenizer, "[{user}] CONTENT [{assistant}]\n")
+    prose = load_token_samples(None, tokenizer, 1, 1024, 0, "evaluation").ids.flatten().tolist()
+    book = NumberBook(chat, prose, seed=0)
+    drills = book.drills(400, 10)
+    assert {len(drill.context) for drill in drills} == {400}
+    assert len({len(drill.cue) for drill in drills}) == 1, "questions of one length are asked in one batch"
+    assert [drill.depth for drill in drills] == [0.1, 0.3, 0.5, 0.7, 0.9] * 2
+    for drill in drills:
+        context, cue = tokenizer.decode(drill.context), tokenizer.decode(drill.cue)
+        city = next(city for city in CITIES if city in cue)
+        stated = f"The special magic number for {city} is {drill.expected}."
+        assert context.startswith("[{user}] Read this text.")
+        assert context.count("magic number") == 1
+        assert abs(context.index(stated) / len(context) - drill.depth) < 0.12
+        assert cue.endswith(f"[{{assistant}}]\nThe special magic number for {city} is")
+        assert f"What is the special magic number for {city}?" in cue
+    with pytest.raises(UsageError, match="no room for a number"):
+        book.drill(10, 0.5)
+
+
+def test_a_template_that_changes_the_message_is_not_used(tokenizer):
+    assert has_plain_template(ChatTokenizer(tokenizer, "CONTENT"))
+    assert not has_plain_template(ChatTokenizer(tokenizer, "nothing of it"))
+    assert not has_plain_template(ChatTokenizer(tokenizer, None))
+
+
+def test_fewer_tokens_take_fewer_drills():
+    assert DrillCounts.for_tokens(10**6) == DrillCounts.for_tokens(8192) == DrillCounts()
+    assert DrillCounts.for_tokens(1024) == DrillCounts(1, 4, 2, 2, 16)
+    assert DrillCounts.for_tokens(1) == DrillCounts(1, 1, 1, 1, 16)

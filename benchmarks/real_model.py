@@ -1,0 +1,208 @@
+"""Every cache preset on a real language model: text, numbers recalled, and bytes.
+
+    python benchmarks/real_model.py MODEL --text DIR [CASE ...]
+
+MODEL is a directory (`make real-model` fetches SmolLM2-135M-Instruct); DIR holds the texts reported on, by default
+wikitext2-test.txt and books-val.txt. Caches are calibrated on text that ships with kvconvert, or on --calibration,
+never on what is reported on. A CASE is a preset with changes: `oscar-g128:key_bits=3,sink_tokens=8`; `auto:kv_bits=2.5`
+passes arguments of `calibrate`. Without --only, all presets are measured and the cases added.
+
+Tables of caches have weights in full precision. Segments are evenly spaced over each text and read page by page from
+token 128 on; caches that compress whole prompts read half of each segment as a sealed prompt and are scored on the
+rest, and the baseline beside them. Rows that the output holds already, measured in the same way, are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from real_model_cases import LENGTH, SAMPLES, Calibrated, Case, Workshop
+from real_model_docs import write_page
+from real_model_measure import Recall, cache_size, is_sealed, text_figures
+from transformers import AutoConfig, AutoTokenizer
+
+from kvconvert.data.text import spaced_samples
+from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.fidelity.evaluate import versions
+from kvconvert.fidelity.scoring import Decoder
+from kvconvert.methods import PRESETS
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "real_model.json"
+PAGE = ROOT / "docs" / "real-model.md"
+BASELINE = "oscar-g128"
+BESIDE = f"{BASELINE}, sealed prompt"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="measured beside the presets")
+    parser.add_argument("--text", type=Path, required=True, metavar="DIR", help="of the texts reported on")
+    parser.add_argument(
+        "--texts", default="wikitext2-test,books-val", help="names of .txt files; the last is the prose"
+    )
+    parser.add_argument("--calibration", metavar="SOURCE", help="text that caches are calibrated on")
+    parser.add_argument("--only", metavar="NAME,...", help="measure these cases, and keep the other rows")
+    parser.add_argument("--bundles", default="default", metavar="CASE,...", help='recipes with weights; "" for none')
+    parser.add_argument(
+        "--baseline", default=BASELINE, help=f"case that others are compared with (default: {BASELINE})"
+    )
+    parser.add_argument("--segments", type=int, default=6, help="of each text (default: 6)")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a segment (default: 4096)")
+    parser.add_argument("--recall", default="1024,3072,7168", help='tokens of prose; "" for none')
+    parser.add_argument("--prompts", type=int, default=32, help="of each length (default: 32)")
+    parser.add_argument("--batch", type=int, help="rows at a time (default: 32 on a GPU, 4 on a CPU)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "real-model", help="of calibrations")
+    parser.add_argument("--again", action="store_true", help="calibrate and measure anew what is there already")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--page", type=Path, help=f"Markdown to write; {PAGE.relative_to(ROOT)} with --output's default"
+    )
+    return parser.parse_args()
+
+
+class Bench:
+    """What all cases have in common, and the report that grows row by row."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        on_gpu = args.device.startswith("cuda")
+        dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+        self.batch = args.batch or (32 if on_gpu else 4)
+        self.shop = Workshop(
+            args.model, args.calibration, args.work, torch.device(args.device), getattr(torch, dtype), args.again
+        )
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        self.config = AutoConfig.from_pretrained(args.model)
+        names = args.texts.split(",")
+        files = {name: str(args.text / f"{name}.txt") for name in names}
+        self.texts = {n: spaced_samples(file, tokenizer, args.segments, args.length) for n, file in files.items()}
+        lengths = [int(length) for length in filter(None, args.recall.split(","))]
+        prose = spaced_samples(files[names[-1]], tokenizer, 1, max([args.length, *lengths]) * 4).flatten().tolist()
+        self.recall = Recall(tokenizer, self.config, prose, lengths, args.prompts, args.seed) if lengths else None
+        self.source = Decoder.plain(self.shop.source())
+        # Rows are comparable, and kept, only while these are the same.
+        self.settings = {
+            "model": args.model.name,
+            "texts": names,
+            "segments": args.segments,
+            "length": args.length,
+            "recall": lengths,
+            "prompts": args.prompts,
+            "seed": args.seed,
+            "dtype": dtype,
+            "calibrated_on": {"text": args.calibration or "books-calib", "samples": SAMPLES, "length": LENGTH},
+        }
+        if on_gpu:
+            self.settings["device"] = torch.cuda.get_device_name(self.shop.device)
+        self.report = self._begin()
+
+    def _begin(self) -> dict[str, Any]:
+        report: dict[str, Any] = {"settings": self.settings, "versions": versions(), "source": {}}
+        report |= {"caches": {}, "bundles": {}}
+        if self.args.output.is_file():
+            old = json.loads(self.args.output.read_text(encoding="utf-8"))
+            if old["settings"] == self.settings:
+                report |= {key: old[key] for key in ("source", "caches", "bundles")}
+            else:
+                print(f"{self.args.output} was measured otherwise; all of its rows are replaced.", file=sys.stderr)
+        return report
+
+    def save(self) -> None:
+        self.report["baseline"] = self.args.baseline
+        self.args.output.parent.mkdir(parents=True, exist_ok=True)
+        self.args.output.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+
+    def measure_source(self) -> None:
+        if self.recall is not None and ("found" not in self.report["source"] or self.args.again):
+            self.report["source"] = {"found": self.recall.of(self.source, "source", self.batch)}
+            self.save()
+
+    def measure(self, name: str, table: str) -> None:
+        """One row of a table, unless it is there; a case that cannot be measured gets the reason."""
+        rows = self.report[table]
+        if name in rows and "failure" not in rows[name] and not self.args.again:
+            return
+        begun = time.monotonic()
+        try:
+            case = Case.parse(name)
+            calibrated = self.shop.cache_of(case) if table == "caches" else self.shop.bundle_of(case)
+            seconds = {"calibration": time.monotonic() - begun}
+            rows[name] = self._row(calibrated, name, seconds)
+        except KvconvertError as error:
+            rows[name] = {"failure": str(error)}
+            print(f"{name}: {error}", file=sys.stderr)
+        self.save()
+        print(f"{name}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+
+    def _row(self, made: Calibrated, name: str, seconds: dict[str, float]) -> dict[str, Any]:
+        begun = time.monotonic()
+        sealed = is_sealed(made.decoder)
+        row = text_figures(self.source, made.decoder, self.texts, sealed, self.batch)
+        seconds["text"] = time.monotonic() - begun
+        row["size"] = cache_size(self.config, made.schemes, made.plan, self.args.length, self.args.device)
+        seconds["size"] = time.monotonic() - begun - seconds["text"]
+        if self.recall is not None:
+            row["found"] = self.recall.of(made.decoder, name, self.batch)
+            seconds["recall"] = time.monotonic() - begun - seconds["text"] - seconds["size"]
+        distinct = {json.dumps(s and s.to_dict(), sort_keys=True) for s in made.schemes}
+        return row | {"seconds": {k: round(v, 1) for k, v in seconds.items()}, "schemes": sorted(distinct)}
+
+    def measure_baseline_sealed(self) -> None:
+        """The baseline after a sealed prompt, if a cache that needs one was measured."""
+        caches = self.report["caches"]
+        name = f"{self.args.baseline}, sealed prompt"
+        if name in caches and not self.args.again:
+            return
+        if any(row.get("protocol") == "sealed prompt" for row in caches.values()):
+            made = self.shop.cache_of(Case.parse(self.args.baseline))
+            caches[name] = text_figures(self.source, made.decoder, self.texts, True, self.batch)
+            caches[name]["size"] = cache_size(self.config, made.schemes, made.plan, self.args.length, self.args.device)
+            self.save()
+
+
+def main() -> None:
+    args = arguments()
+    try:
+        wanted = args.only.split(",") if args.only else [*PRESETS, *args.cases]
+        bundles = [] if args.only else list(filter(None, args.bundles.split(",")))
+        if args.only:
+            # Changes are separated by commas, too: a part without a preset of its own goes on with the one before.
+            wanted = _joined(wanted) + list(args.cases)
+        bench = Bench(args)
+        bench.measure_source()
+        for name in dict.fromkeys([args.baseline, *wanted]):
+            bench.measure(name, "caches")
+        bench.measure_baseline_sealed()
+        for name in _joined(bundles):
+            bench.measure(name, "bundles")
+    except UsageError as error:
+        sys.exit(f"Error: {error}")
+    page = args.page or (PAGE if args.output == RESULTS else None)
+    text = write_page(bench.report, page)
+    print(text)
+
+
+def _joined(parts: list[str]) -> list[str]:
+    """Names cut at commas, put together where a part is a change of the name before it."""
+    names: list[str] = []
+    for part in parts:
+        if names and "=" in part and ":" not in part:
+            names[-1] += f",{part}"
+        else:
+            names.append(part)
+    return names
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Schemes by name, calibrated in a working directory: what `benchmarks/real_model.py` measures."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvconvert.convert.export import export
+from kvconvert.convert.pipeline import calibrate
+from kvconvert.convert.recipe import Recipe
+from kvconvert.errors import UsageError
+from kvconvert.fidelity.evaluate import decoder_of
+from kvconvert.fidelity.scoring import Decoder
+from kvconvert.methods import KVScheme
+from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.runtime import KVCache, load
+
+SAMPLES, LENGTH = 32, 512  # of the calibration text
+# What a case may say to `calibrate` instead of to the cache.
+ARGUMENTS = set(inspect.signature(calibrate).parameters) - {"model", "work", "recipe", "device", "restart", "progress"}
+_UNSAFE = re.compile(r"[^\w.=-]+")  # in the name of a directory
+
+
+@dataclass(frozen=True)
+class Case:
+    """A preset with changes, as `NAME` or `NAME:field=value,field=value`.
+
+    Attributes:
+        name: as it was written.
+        preset: of the cache, or of a recipe.
+        fields: of the scheme, over the preset's, or options of its calibration.
+        weights: of the recipe's [weights], written `weights.bits=4`.
+        arguments: of `calibrate`, for instance `samples=8`.
+    """
+
+    name: str
+    preset: str
+    fields: Mapping[str, Any]
+    weights: Mapping[str, Any]
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """Read what the command line says (UsageError)."""
+        preset, _, changes = text.partition(":")
+        parts: dict[str, dict[str, Any]] = {"fields": {}, "weights": {}, "arguments": {}}
+        for change in filter(None, changes.split(",")):
+            name, equals, value = change.partition("=")
+            if not equals:
+                raise UsageError(f"{text}: {change} is not of the form field=value.")
+            kind = "weights" if name.startswith("weights.") else "arguments" if name in ARGUMENTS else "fields"
+            parts[kind][name.removeprefix("weights.")] = _value(value)
+        return cls(text, preset, **parts)
+
+    def recipe(self, keep_weights: bool, directory: Path) -> Recipe:
+        """The recipe, without limits; it leaves the weights alone if `keep_weights`."""
+        if self.fields:
+            lines = [f"{name} = {_toml(value)}" for name, value in self.fields.items()]
+            file = directory / "recipe.toml"
+            file.write_text("\n".join(["[kv]", f'preset = "{self.preset}"', *lines]) + "\n", encoding="utf-8")
+            recipe = Recipe.load(str(file))
+        else:
+            recipe = Recipe.load(self.preset)
+        weights = recipe.weights.model_dump() | dict(self.weights)
+        update = {"limits": type(recipe.limits)(), "weights": WeightsRecipe(**weights)}
+        if keep_weights:
+            update["weights"] = WeightsRecipe(method="none")
+        return recipe.model_copy(update=update)
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A model with the cache of a case.
+
+    Attributes:
+        decoder: model and cache.
+        schemes: of its layers; None for one that keeps the model's own cache.
+        plan: calibrated tensors by their names in the KV plan.
+    """
+
+    decoder: Decoder
+    schemes: tuple[KVScheme | None, ...]
+    plan: Mapping[str, torch.Tensor]
+
+
+class Workshop:
+    """Calibrates cases, each in a directory of its own that a later run goes on from.
+
+    Args:
+        model: directory of the source model.
+        data: calibration text; None takes what ships with kvconvert.
+        work: where the directories lie.
+        device, dtype: in which models compute.
+        restart: calibrate anew.
+    """
+
+    def __init__(
+        self, model: Path, data: str | None, work: Path, device: torch.device, dtype: torch.dtype, restart: bool
+    ):
+        self.directory, self.data, self.work, self.restart = model, data, work, restart
+        self.device, self.dtype = device, dtype
+        self._shared: PreTrainedModel | None = None
+
+    def source(self, attention: str | None = None) -> PreTrainedModel:
+        """The source model."""
+        model = AutoModelForCausalLM.from_pretrained(self.directory, dtype=self.dtype, attn_implementation=attention)
+        return model.to(self.device).eval()
+
+    def cache_of(self, case: Case) -> Calibrated:
+        """The source model, its weights as they are, with the case's cache; rotations of values are made online."""
+        store = self._calibrate(case, keep_weights=True)
+        layers = range(store.state.num_layers)
+        plan = {name: tensor for layer in layers for name, tensor in store.layer_plan(layer).items()}
+        found = [store.layer_record(layer).scheme for layer in layers]
+        schemes = tuple(s if s is None else KVScheme.from_dict(s).with_online_rotation() for s in found)
+        if self._shared is None:
+            self._shared = self.source("kvconvert")
+        model = self._shared
+        return Calibrated(Decoder(model, lambda: KVCache(model.config, schemes, plan=plan)), schemes, plan)
+
+    def bundle_of(self, case: Case) -> Calibrated:
+        """The exported bundle of a case, with its weights."""
+        store = self._calibrate(case, keep_weights=False)
+        bundle = store.path.parent / "bundle"
+        export(store.path, bundle, force=True, progress=False)
+        model, _ = load(bundle, dtype=self.dtype, verify="headers")
+        decoder = decoder_of(model.to(self.device).eval())
+        return Calibrated(decoder, tuple(getattr(model, "kv_schemes", ())), getattr(model, "kv_plan", {}))
+
+    def _calibrate(self, case: Case, keep_weights: bool):
+        kind = "cache" if keep_weights else "bundle"
+        directory = self.work / f"{kind}-{_UNSAFE.sub('_', case.name)}"
+        directory.mkdir(parents=True, exist_ok=True)
+        arguments = {"samples": SAMPLES, "seq_len": LENGTH, "data": self.data} | dict(case.arguments)
+        return calibrate(
+            self.directory,
+            directory / "work",
+            recipe=case.recipe(keep_weights, directory),
+            device=self.device.type,
+            restart=self.restart,
+            progress=False,
+            **arguments,
+        )
+
+
+def _value(text: str) -> Any:
+    """A number, a boolean or a list as TOML writes it; anything else is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,143 @@
+"""The tables of docs/real-model.md, from the report of `benchmarks/real_model.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvconvert.fidelity.bootstrap import Interval, bootstrap_mean
+
+BEGIN, END = "<!-- written by benchmarks/real_model.py -->", "<!-- end -->"
+
+
+def write_page(report: dict[str, Any], page: Path | None) -> str:
+    """The tables; put between the markers of `page`, which is made if it is missing."""
+    text = markdown(report)
+    if page is not None:
+        old = page.read_text(encoding="utf-8") if page.is_file() else f"# A real model\n\n{BEGIN}\n{END}\n"
+        head, _, rest = old.partition(BEGIN)
+        page.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    return text
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """What was measured and how, the caches, their paired differences, the bundles."""
+    parts = [_introduction(report), _table(report, "caches", "pages"), _differences(report)]
+    if any(row.get("protocol") == "sealed prompt" for row in report["caches"].values()):
+        half = report["settings"]["length"] // 2
+        parts += [
+            f"Caches that compress a prompt as a whole, after one of {half:,} tokens, and the baseline beside them:",
+            _table(report, "caches", "sealed prompt"),
+        ]
+    if report["bundles"]:
+        parts += ["Weights and cache, by recipes:", _table(report, "bundles", None)]
+    failures = [
+        f"- {name}: {row['failure']}"
+        for table in ("caches", "bundles")
+        for name, row in report[table].items()
+        if "failure" in row
+    ]
+    if failures:
+        parts.append("\n".join(["Not measured:", "", *failures]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _introduction(report: dict[str, Any]) -> str:
+    s = report["settings"]
+    first = next((row for row in report["caches"].values() if "texts" in row), None)
+    perplexities = (
+        ""
+        if first is None
+        else "; the source's perplexity is "
+        + " and ".join(f"{row['source_perplexity']:.2f} ({name})" for name, row in first["texts"].items())
+    )
+    found = report["source"].get("found", {})
+    recalled = (
+        ""
+        if not found
+        else " Of numbers hidden in prose the source finds "
+        + ", ".join(f"{_percent(hits)} at {int(length):,} tokens" for length, hits in found.items())
+        + f" ({s['prompts']} prompts each; all prose is read page by page through the cache first)."
+    )
+    where = s.get("device", "a CPU")
+    return (
+        f"{s['model']} in {s['dtype']} on {where}; {s['segments']} segments of {s['length']:,} tokens of each text, "
+        f"read page by page from token 128 on; calibrated on {s['calibrated_on']['samples']} x "
+        f"{s['calibrated_on']['length']} tokens of {s['calibrated_on']['text']}. KL is to the source in nats per "
+        f"token{perplexities}.{recalled} Bits per stored value and the share of tokens in full precision are "
+        f"measured at {s['length']:,} tokens: all that the cache holds in bf16, over all keys and values of the "
+        "sequence, and as a mean over the last 128 lengths, for how full the last page is differs."
+    )
+
+
+def _table(report: dict[str, Any], table: str, protocol: str | None) -> str:
+    s = report["settings"]
+    rows = {
+        name: row
+        for name, row in report[table].items()
+        if "texts" in row and (protocol is None or row["protocol"] == protocol)
+    }
+    if not rows:
+        return ""
+    heads = ["", f"bits per value at {s['length']:,}", "mean", "exact"]
+    heads += [f"{name} {what}" for name in s["texts"] for what in ("KL", "perplexity")]
+    heads += [f"found at {length:,}" for length in s["recall"]]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for name, row in sorted(rows.items(), key=lambda item: item[1]["size"]["bits_per_value"]):
+        size = row["size"]
+        cells = [name, f"{size['bits_per_value']:.2f}", f"{size['mean_bits_per_value']:.2f}"]
+        cells += [f"{size['full_precision_tokens'] / size['tokens']:.1%}"]
+        for text in s["texts"]:
+            cells += [_kl(row["texts"][text]["kl"]), f"{row['texts'][text]['perplexity']:.2f}"]
+        cells += [_percent(row.get("found", {}).get(str(length))) for length in s["recall"]]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _differences(report: dict[str, Any]) -> str:
+    """Paired differences in KL from the baseline, and from every `auto`."""
+    caches = {name: row for name, row in report["caches"].items() if "texts" in row}
+    lines = []
+    for reference in [report["baseline"], *(name for name in caches if name.partition(":")[0] == "auto")]:
+        for name, row in caches.items():
+            beside = f"{reference}, sealed prompt" if row["protocol"] == "sealed prompt" else reference
+            if name in (reference, beside) or beside not in caches or caches[beside]["protocol"] != row["protocol"]:
+                continue
+            cells = [name, beside]
+            for text in report["settings"]["texts"]:
+                cells.append(_interval(difference(row["texts"][text], caches[beside]["texts"][text])))
+            lines.append("| " + " | ".join(cells) + " |")
+    if not lines:
+        return ""
+    heads = ["cache", "less", *(f"{text} KL" for text in report["settings"]["texts"])]
+    return "\n".join(
+        [
+            "Paired differences in KL with 95 % bootstrap intervals over segments; negative is better:",
+            "",
+            "| " + " | ".join(heads) + " |",
+            "|" + "---|" * len(heads),
+            *lines,
+        ]
+    )
+
+
+def difference(row: dict[str, Any], other: dict[str, Any], seed: int = 0) -> Interval:
+    """Mean KL of one row less that of another, of the same segments of one text."""
+    one, two = (torch.tensor(r["kl_by_segment"], dtype=torch.float64) for r in (row, other))
+    return bootstrap_mean(one - two, seed)
+
+
+def _interval(found: Interval) -> str:
+    if found.low is None:
+        return f"{found.mean:+.4f}"
+    return f"{found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f})"
+
+
+def _kl(value: float) -> str:
+    return f"{value:.3f}" if value >= 0.1 else f"{value:.4f}"
+
+
+def _percent(hits: list[bool] | None) -> str:
+    return "" if hits is None else f"{100 * sum(hits) / len(hits):.0f} %"

@@ -1,0 +1,200 @@
+"""The figures of one evaluation, as `evaluate` returns them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from kvconvert.bundle.manifest import DataInfo
+from kvconvert.fidelity.bootstrap import bootstrap_mean
+from kvconvert.fidelity.images import ImageFigures
+from kvconvert.fidelity.recall import FreeRunningResult, PasskeyResult, RecitationResult
+from kvconvert.fidelity.scoring import Comparison
+
+PARTS = {
+    "perplexity": "perplexity per token of held-out text",
+    "kl": "KL divergence from the source's next-token distribution",
+    "top1": "how often both rank the same token first",
+    "recall": "numbers found in the context; through the chat template, if the model has one",
+    "recitation": "tables said again from memory",
+    "free-running": "tokens until greedy continuations differ",
+    "images": "the same on text about images, of vision-language models",
+    "cache": "bytes and bits of the cache",
+    "weights": "bytes and bits of the weights",
+}
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Perplexity per token. `increase` is relative: 0.05 means 5 %; its interval is None with one segment."""
+
+    source: float
+    bundle: float
+    increase: float
+    increase_interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """KL(source || bundle) of the next-token distribution in nats: mean and 99th percentile over scored tokens."""
+
+    mean: float
+    p99: float
+    mean_interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """The bundle's cache after `tokens` tokens of one sequence, measured from its tensors.
+
+    Attributes:
+        bits_per_value: bits per stored key or value number, scales, norms and full-precision tokens included.
+        bytes_per_token: over all layers.
+        bytes_used, bytes_allocated: in total.
+        source_bytes_per_token: of the source's cache in the same dtype.
+        tokens, residual_tokens: stored, and how many of them in full precision.
+        dtype: of full-precision tokens.
+        residual_share: share of the attended context that was in full precision while text was scored; the longer
+            the context, the smaller it gets. None, as `clamped_rows`, if none was.
+        clamped_rows: queries, per layer and head, for which CalibQuant's shift made different scores equal while
+            fidelity was scored.
+    """
+
+    bits_per_value: float
+    bytes_per_token: float
+    bytes_used: int
+    bytes_allocated: int
+    source_bytes_per_token: float
+    tokens: int
+    residual_tokens: int
+    dtype: str
+    residual_share: float | None
+    clamped_rows: int | None
+
+
+@dataclass(frozen=True)
+class WeightSize:
+    """All tensors in the weight files, embeddings included; `bits_per_weight` is per parameter of the source model."""
+
+    bytes: int
+    bits_per_weight: float
+    source_bytes: int
+
+
+@dataclass(frozen=True)
+class EvaluationText:
+    """What was scored: the samples, and in each `prefill` tokens read first, then `scored` tokens in `chunk`s.
+
+    `scored_tokens` is 0 where no text was scored.
+    """
+
+    samples: DataInfo
+    scored_tokens: int
+    scored_per_segment: int
+    prefill: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class ComparedWith:
+    """The model compared with; `is_recorded_source` says whether its files are those that the manifest names."""
+
+    id: str
+    is_recorded_source: bool
+
+
+@dataclass(frozen=True)
+class NoiseFloor:
+    """What rounding alone costs: a KL as small as this says nothing of the quantization.
+
+    Attributes:
+        kl: of the source in the dtype of the evaluation from the source in float32, nats per token.
+        tokens: scored for it, of the first segment.
+        what: which two were compared.
+    """
+
+    kl: float
+    tokens: int
+    what: str
+
+
+@dataclass(frozen=True)
+class FidelityReport:
+    """All figures of one evaluation; source and bundle were given the same tokens and prompts.
+
+    A part that was not chosen is None.
+
+    Attributes:
+        parts: that were measured, of `PARTS`.
+        top1_agreement: share of scored tokens at which both rank the same token first.
+        top1_agreement_interval: its bootstrap interval over segments, None with one segment.
+        noise: of the dtype; None in float32, whose rounding is negligible.
+        passkey: numbers found in the context; `recall_form` says how they were asked for.
+        recall_form: "chat template" or "plain text".
+        images: of a vision-language model; None for any other, and where a conversation does not fit its positions.
+        files_digest: of the bundle that was measured, see `Manifest.files_digest`.
+        compute_dtype, device, seed, versions: how it was measured.
+        notes: what a reader has to know to judge the figures.
+    """
+
+    parts: tuple[str, ...]
+    perplexity: Perplexity | None
+    kl: Divergence | None
+    top1_agreement: float | None
+    top1_agreement_interval: tuple[float, float] | None
+    noise: NoiseFloor | None
+    passkey: PasskeyResult | None
+    recall_form: str | None
+    recitation: RecitationResult | None
+    free_running: FreeRunningResult | None
+    images: ImageFigures | None
+    kv: CacheSize | None
+    weights: WeightSize | None
+    text: EvaluationText
+    against: ComparedWith
+    files_digest: str
+    compute_dtype: str
+    device: str
+    seed: int
+    versions: dict[str, str]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain JSON values, nested by the names above."""
+        plain = asdict(self)
+        plain["text"]["samples"] = self.text.samples.model_dump(mode="json")
+        return _plain(plain)
+
+
+def text_figures(comparison: Comparison, seed: int) -> dict[str, Any]:
+    """Perplexity, KL and top-1 agreement with bootstrap intervals, by the names of `FidelityReport`."""
+    rise = bootstrap_mean((comparison.other_nll - comparison.source_nll).mean(1), seed)
+    kl = bootstrap_mean(comparison.kl.mean(1), seed)
+    agreement = bootstrap_mean(comparison.agrees.double().mean(1), seed)
+
+    def relative(log_ratio: float) -> float:
+        return float(torch.tensor(log_ratio, dtype=torch.float64).expm1())
+
+    return {
+        "perplexity": Perplexity(
+            source=float(comparison.source_nll.mean().exp()),
+            bundle=float(comparison.other_nll.mean().exp()),
+            increase=relative(rise.mean),
+            increase_interval=None if rise.low is None else (relative(rise.low), relative(rise.high)),
+        ),
+        "kl": Divergence(
+            mean=kl.mean,
+            p99=float(comparison.kl.flatten().sort().values[int(0.99 * (comparison.kl.numel() - 1))]),
+            mean_interval=None if kl.low is None else (kl.low, kl.high),
+        ),
+        "top1_agreement": agreement.mean,
+        "top1_agreement_interval": None if agreement.low is None else (agreement.low, agreement.high),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
