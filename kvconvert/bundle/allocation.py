@@ -9,9 +9,9 @@ def allocation_line(found: Allocation) -> str:
     """The budget and the outcome in one sentence."""
     text = found.data
     return (
-        f"{found.bits_per_value:.3f} bits per value at {found.context:,} tokens, {found.bytes_per_token:,.1f} bytes per "
-        f"token of {found.budget_bytes_per_token:,.1f} allowed; KL {found.measured_kl:.3g} measured for the plan as a "
-        f"whole, {found.predicted_kl:.3g} as the sum of its parts ({found.plans} plans measured, {text.samples} x "
+        f"{found.bits_per_value:.3f} bits per value at {found.context:,} tokens, {found.bytes_per_token:,.1f} bytes "
+        f"per token of {found.budget_bytes_per_token:,.1f} allowed; KL {found.measured_kl:.3g} measured for the whole "
+        f"plan, {found.predicted_kl:.3g} as the sum of its parts ({found.plans} plans measured, {text.samples} x "
         f"{text.length} tokens of {text.source}, {found.dtype})"
     )
 

@@ -115,7 +115,7 @@ class Recipe(_Table):
         kv: scheme of every layer's cache, or None where the cache is left alone.
         calibration: what calibration chooses for it.
         layers: layers that differ.
-        auto: how every layer's widths, groups and windows are searched, over what `kv` says; None where they are stated.
+        auto: how widths, groups and windows of every layer are searched; None where `kv` and `layers` state them.
     """
 
     name: str = "default"
@@ -421,8 +421,8 @@ def _check_auto(recipe: Recipe, where: str) -> None:
     scheme = recipe.kv
     if scheme is None or scheme.compresses_prompts() or not scheme.group_scales:
         raise RecipeError(
-            f"The recipe {where} has [auto], which chooses among page schemes with scales of their own; its [kv] has to "
-            "be one, such as oscar-g128."
+            f"The recipe {where} has [auto], which chooses among page schemes with scales of their own; its [kv] has "
+            "to be one, such as oscar-g128."
         )
 
 

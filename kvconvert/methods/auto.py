@@ -49,8 +49,8 @@ def _values(name: str, bits: int, group_size: int = 128, **fields: Any) -> Candi
     return Candidate(name, "value", fields)
 
 
-# Groups of keys are tokens, groups of values channels; w: newest tokens in full precision; +: share of key channels with
-# twice the bits.
+# Groups of keys are tokens, groups of values channels; w: newest tokens in full precision; +: share of key channels
+# with twice the bits.
 KEY_CANDIDATES: tuple[Candidate, ...] = (
     _keys("K1g128", 1),
     _keys("K1g32", 1, 32),
