@@ -101,9 +101,10 @@ def test_an_interrupted_search_goes_on_and_measures_nothing_twice(tmp_path, mode
         commit(self, name, values)
 
     monkeypatch.setattr(SimulatedModel, "divergence", count)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(WorkDir, "commit_measurement", killed)
-        run(model, work, text)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, work, text)
     first, candidates = len(measured), len(finished_layer(finished)["kl"])
     assert measured[2:].count((0,)) == candidates - 2  # two runs are timed; 16 bits need none
     run(model, work, text)
