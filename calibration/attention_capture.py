@@ -60,9 +60,16 @@ def _recording_attention(
     wanted = getattr(module, _ARGUMENTS, None)
     if wanted is not None:
         wanted |= {name: kwargs[name] for name in ("scaling", "softcap", "s_aux") if kwargs.get(name) is not None}
+    return model_attention(module, query, key, value, attention_mask, **kwargs), None
+
+
+def model_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> Tensor:
+    """Attention as the model means it, with the arguments that the model passes: [B, T, heads, head_dim]."""
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    return _capped_attention(query, key, value, attention_mask, **kwargs), None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0]
+    return _capped_attention(query, key, value, attention_mask, **kwargs)
 
 
 def _capped_attention(

@@ -67,6 +67,10 @@ def cli() -> None:
 @click.option("--seed", metavar="S", type=int, default=0, show_default=True, help="Seed of the choice of samples.")
 @click.option("--device", metavar="D", default="cpu", show_default=True, help="Where layers are computed.")
 @click.option("--restart", is_flag=True, help="Discard what WORK holds instead of going on from there.")
+@click.option("--kv-bits", metavar="B", type=float, help="Recipe auto: average stored bits per value of the cache.")
+@click.option("--kv-bytes-per-token", metavar="N", type=float, help="Recipe auto: the same as bytes per token.")
+@click.option("--context", metavar="N", type=click.IntRange(min=1), help="Recipe auto: tokens for which that holds.")
+@click.option("--auto-tokens", metavar="N", type=int, help="Recipe auto: held-out tokens to measure candidates on.")
 def calibrate(
     model: str,
     work: Path,
@@ -77,6 +81,10 @@ def calibrate(
     seed: int,
     device: str,
     restart: bool,
+    kv_bits: float | None,
+    kv_bytes_per_token: float | None,
+    context: int | None,
+    auto_tokens: int | None,
 ) -> None:
     """Calibrate MODEL, a directory or Hub id, layer by layer into WORK; run again to resume.
 
@@ -85,10 +93,16 @@ def calibrate(
     or messages with images in them, or a directory of images with captions (NAME.txt beside each image, or a
     captions.jsonl with file_name and caption). Without SOURCE text is used, or, for a
     vision-language model, drawings.
+
+    The recipe auto chooses bits, groups and windows of every layer for the size that --kv-bits or --kv-bytes-per-token
+    allows, everything in the cache included, at 4,096 tokens or --context.
     """
     from kvconvert.convert.recipe import Recipe
 
-    loaded = Recipe.load(recipe)  # a wrong recipe is refused before anything slow is imported
+    # A wrong recipe is refused before anything slow is imported.
+    loaded = Recipe.load(recipe).with_search(
+        kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, context=context, auto_tokens=auto_tokens
+    )
     from kvconvert.convert.pipeline import calibrate as run
 
     run(

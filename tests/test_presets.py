@@ -16,11 +16,14 @@ from kvconvert.methods import PAPER_PRESETS, PRESETS, KVScheme
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "examples/reference-lm"
-# Those of one modality need a model that has it. A paper's preset is the same machinery with fewer searches.
+# Those of one modality need a model that has it, a search needs a budget (tests/test_auto), and a paper's preset is the
+# same machinery with fewer searches.
 RECIPES = sorted(
     name
     for name in preset_names()
-    if name not in PAPER_PRESETS and ((kv := Recipe.load(name).kv) is None or kv.modality == "all")
+    if name not in PAPER_PRESETS
+    and (recipe := Recipe.load(name)).auto is None
+    and (recipe.kv is None or recipe.kv.modality == "all")
 )
 # KL of the whole bundle, weights included, that only a broken method would exceed; several times what was measured.
 WORST_KL = {"calibquant-1bit": 0.4, "minikv": 0.4, "minikv-pyramid": 0.4}

@@ -181,6 +181,53 @@ class Fidelity(_Record):
     missed: list[str] = Field(default_factory=list)
 
 
+class LayerAllocation(_Record):
+    """One layer.
+
+    Attributes:
+        index: of the layer.
+        keys, values: names of the chosen candidates.
+        kl: by candidate, mean KL divergence of the whole model in nats per token with this layer's keys, or values,
+            alone stored so.
+        clip_ratios: by candidate, the clip ratio that it was measured with.
+    """
+
+    index: int
+    keys: str
+    values: str
+    kl: dict[str, float]
+    clip_ratios: dict[str, float]
+
+
+class Allocation(_Record):
+    """The search of the recipe `auto`.
+
+    Attributes:
+        context: tokens of the sequence that sizes are stated for.
+        budget_bytes_per_token: what the cache was allowed to take.
+        bytes_per_token, bits_per_value: what it takes by arithmetic, everything in it included; 16-bit full precision.
+        candidates: fields of the scheme by candidate, over those of the recipe.
+        layers: of those that have a choice.
+        predicted_kl: sum of the chosen candidates' divergences.
+        measured_kl: divergence with all layers stored as chosen.
+        plans: how many plans of the whole model were measured.
+        data: the held-out calibration text that all divergences were measured on.
+        dtype: in which.
+    """
+
+    context: int
+    budget_bytes_per_token: float
+    bytes_per_token: float
+    bits_per_value: float
+    candidates: dict[str, dict[str, Any]]
+    layers: list[LayerAllocation]
+    predicted_kl: float
+    measured_kl: float
+    plans: int
+    data: DataInfo
+    dtype: str
+
+
 class Manifest(_Record):
     """Contents of `kvconvert.json`.
 
@@ -195,6 +242,7 @@ class Manifest(_Record):
         weights: how large.
         tensors: every tensor of the weight files, by name.
         plan: every tensor of `kv_plan.safetensors`, by name.
+        allocation: what a search over the layers' schemes measured and chose; None without one.
         fidelity: measured on this bundle, or None.
         files: every load-critical file besides the manifest.
         informative: files for people, which loading ignores.
@@ -214,6 +262,7 @@ class Manifest(_Record):
     weights: WeightsInfo
     tensors: dict[str, TensorInfo]
     plan: dict[str, TensorInfo]
+    allocation: Allocation | None = None
     fidelity: Fidelity | None = None
     files: dict[str, FileInfo]
     informative: list[str] = Field(default_factory=list)

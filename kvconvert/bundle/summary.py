@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from kvconvert.bundle.allocation import allocation_line, sensitivity_rows
 from kvconvert.bundle.manifest import LayerPlan, Manifest, ModuleCoverage
 
 PLAIN_BITS = 16  # a bfloat16 or float16 cache, with which sizes are compared
@@ -151,7 +152,14 @@ def manifest_text(manifest: Manifest) -> str:
     lines.append(text_table(("module", "number", "stored as", "note"), coverage_rows(manifest)))
     lines += ["", f"Key-value cache: {kv_line(manifest)}"]
     rows = [(layers, describe_scheme(plan)) for layers, plan in layer_ranges(manifest.layers)]
-    lines += [text_table(("layers", "plan"), rows), "", f"Fidelity: {_fidelity_line(manifest)}"]
+    lines.append(text_table(("layers", "plan"), rows))
+    if manifest.allocation is not None:
+        lines += ["", f"Allocation: {allocation_line(manifest.allocation)}"]
+        lines.append(
+            "KL of the whole model, in 1/1000 nats per token, with one layer's keys or values alone stored so:"
+        )
+        lines.append(text_table(*sensitivity_rows(manifest.allocation)))
+    lines += ["", f"Fidelity: {_fidelity_line(manifest)}"]
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
+from kvconvert.auto.record import read_allocation
 from kvconvert.bundle.card import CARD_NAME, model_card
 from kvconvert.bundle.conventions import conventions
 from kvconvert.bundle.manifest import (
@@ -271,6 +272,7 @@ def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents) -> Manifest:
         weights=_weights_info(recipe, contents),
         tensors=contents.infos,
         plan=contents.plan,
+        allocation=None if recipe.auto is None else read_allocation(store),
         files={},
     )
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from kvconvert.auto.search import allocated_recipe, find_allocation, search_task
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.convert.checks import check_purpose, check_recipe, fitted_group_size
@@ -62,6 +63,10 @@ def calibrate(
     device: str = "cpu",
     restart: bool = False,
     progress: bool = True,
+    kv_bits: float | None = None,
+    kv_bytes_per_token: float | None = None,
+    context: int | None = None,
+    auto_tokens: int | None = None,
 ) -> WorkDir:
     """Convert every decoder layer of a model into a working directory, or go on where an earlier run stopped.
 
@@ -77,6 +82,8 @@ def calibrate(
         device: on which layers are computed, "cpu" or "cuda".
         restart: discard what `work` holds instead of going on from there.
         progress: show a progress bar and messages on stderr.
+        kv_bits, kv_bytes_per_token, context, auto_tokens: budget of a recipe that searches (`auto`), the context that
+            it is for, and the tokens on which it measures; they replace what its [auto] table says, see `AutoSearch`.
 
     Returns:
         the finished working directory.
@@ -86,6 +93,9 @@ def calibrate(
             stays.
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(str(recipe))
+    recipe = recipe.with_search(
+        kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, context=context, auto_tokens=auto_tokens
+    )
     target = _device(device)
     model, data = str(model), None if data is None else str(data)
     source = open_source(model)
@@ -95,6 +105,7 @@ def calibrate(
     check_recipe(runner, recipe)
     if adapter is not None:
         recipe = _with_group_size(runner, recipe, progress)
+    task = None if recipe.auto is None else search_task(runner, recipe, target)
     tokens = load_samples(source, data, samples, seq_len, seed)
     if supports_images(source.config) and not tokens.info.images:
         _say(f"Calibrating with text alone: {tokens.info.source} holds no images.", progress)
@@ -106,6 +117,13 @@ def calibrate(
     if first:
         _say(f"Going on at layer {first} of {directory.state.num_layers} in {directory.path}.", progress)
     source.check_finite(directory.state.kept_tensors)
+    if task is not None:
+
+        def say(message: str) -> None:
+            _say(message, progress)
+
+        allocation = find_allocation(runner, recipe, task, directory, tokens, data, seed, say, progress)
+        recipe = allocated_recipe(recipe, task, allocation)
     inputs = CalibrationInputs(tokens.ids, tokens.extras, tokens.visual)
     if adapter is not None:
         runner.begin(inputs)

@@ -21,6 +21,9 @@ files in `kvconvert/convert/presets`; dropping one in extends the command line. 
     index = [0, 1]
     key_bits = 4
 
+    [auto]                # let kvconvert choose widths, groups and windows of every layer (kvconvert.methods.auto)
+    kv_bits = 2.5         # what the cache may take, all included; context = 4096 tokens
+
     [limits]
     max_kl = 0.1                   # mean KL divergence from the source model, in nats per token
     max_perplexity_increase = 0.05 # relative: 0.05 allows 5 %
@@ -39,7 +42,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvconvert.bundle.summary import figure
-from kvconvert.errors import RecipeError
+from kvconvert.errors import RecipeError, UsageError
 from kvconvert.methods import (
     OPTIONS,
     PRESETS,
@@ -50,6 +53,7 @@ from kvconvert.methods import (
     check_layers,
     preset_calibration,
 )
+from kvconvert.methods.auto import AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
 
 
@@ -114,6 +118,7 @@ class Recipe(_Table):
         kv: scheme of every layer's cache, or None where the cache is left alone.
         calibration: what calibration chooses for it.
         layers: layers that differ.
+        auto: how widths, groups and windows of every layer are searched; None where `kv` and `layers` state them.
     """
 
     name: str = "default"
@@ -122,6 +127,52 @@ class Recipe(_Table):
     calibration: KVCalibration = KVCalibration()
     layers: list[LayerOverride] = []
     limits: Limits = Limits()
+    auto: AutoSearch | None = None
+
+    def with_search(
+        self,
+        *,
+        kv_bits: float | None = None,
+        kv_bytes_per_token: float | None = None,
+        context: int | None = None,
+        auto_tokens: int | None = None,
+    ) -> Recipe:
+        """The recipe with these options of its search in the place of its own, see `AutoSearch`.
+
+        Raises:
+            UsageError: the recipe searches nothing and an option is given, a value that is not possible, or a search
+                without a budget.
+        """
+        options = {
+            "kv_bits": kv_bits,
+            "kv_bytes_per_token": kv_bytes_per_token,
+            "context": context,
+            "auto_tokens": auto_tokens,
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        if self.auto is None:
+            if given:
+                raise UsageError(
+                    f"`{next(iter(given))}` belongs to recipes that search, such as auto; {self.name} states what each "
+                    "layer's cache is, so leave it out."
+                )
+            return self
+        fields = self.auto.model_dump()
+        if "kv_bits" in given or "kv_bytes_per_token" in given:
+            fields |= {"kv_bits": None, "kv_bytes_per_token": None}
+        try:
+            auto = AutoSearch(**fields | {name.removeprefix("auto_"): value for name, value in given.items()})
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = first["loc"][0] if first["loc"] else next(iter(given))
+            name = "auto_tokens" if name == "tokens" else name
+            raise UsageError(f"`{name}` is not possible: {first['msg'].removeprefix('Value error, ')}.") from error
+        if not auto.has_budget:
+            raise UsageError(
+                f"The recipe {self.name} needs to know how large the cache may be; give `kv_bits` (average stored bits "
+                "per value) or `kv_bytes_per_token`, or state one in its [auto] table."
+            )
+        return self.model_copy(update={"auto": auto})
 
     def scheme(self, index: int) -> KVScheme | None:
         """The scheme of one layer's cache."""
@@ -166,17 +217,21 @@ class Recipe(_Table):
         except tomllib.TOMLDecodeError as error:
             raise RecipeError(f"The recipe {where} is not valid TOML: {error}.") from error
         for table, keys in tables.items():
-            if table not in ("weights", "kv", "limits"):
+            if table not in ("weights", "kv", "auto", "limits"):
                 what = f"[{table}]" if isinstance(keys, dict) else f"key {table}"
                 raise RecipeError(
-                    f"The recipe {where} has an unknown table or {what}; known are [weights], [kv] and [limits]."
+                    f"The recipe {where} has an unknown table or {what}; known are [weights], [kv], [auto] and "
+                    "[limits]."
                 )
             if not isinstance(keys, dict):
                 raise RecipeError(f"The recipe {where} has a value named {table} where a table [{table}] belongs.")
         weights = _table(WeightsRecipe, tables.get("weights", {}), "weights", where)
         kv, calibration, layers = _kv_table(tables.get("kv", {"preset": "oscar"}), where)
         limits = _table(Limits, tables.get("limits", {}), "limits", where)
-        recipe = cls(name=name, weights=weights, kv=kv, calibration=calibration, layers=layers, limits=limits)
+        auto = _table(AutoSearch, tables["auto"], "auto", where) if "auto" in tables else None
+        recipe = cls(
+            name=name, weights=weights, kv=kv, calibration=calibration, layers=layers, limits=limits, auto=auto
+        )
         return cls._checked(recipe, where)
 
     @classmethod
@@ -190,11 +245,14 @@ class Recipe(_Table):
                 '[weights] method = "awq" or a [kv] preset.'
             )
         _check_layers(recipe, where)
+        if recipe.auto is not None:
+            _check_auto(recipe, where)
         return recipe
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Recipe:
         """Rebuild a recipe from `to_dict()`, as a working directory or a manifest records it."""
+        auto = values.get("auto")
         try:
             return cls._checked(
                 cls(
@@ -211,6 +269,7 @@ class Recipe(_Table):
                         for layer in values["layers"]
                     ],
                     limits=_table(Limits, values["limits"], "limits", "recorded"),
+                    auto=None if auto is None else _table(AutoSearch, auto, "auto", "recorded"),
                 ),
                 "recorded",
             )
@@ -233,6 +292,7 @@ class Recipe(_Table):
                 for layer in self.layers
             ],
             "limits": self.limits.model_dump(),
+            "auto": None if self.auto is None else self.auto.model_dump(),
         }
 
 
@@ -243,7 +303,7 @@ def preset_names() -> list[str]:
     return sorted(files | {*PRESETS})
 
 
-T = TypeVar("T", bound=_Table)
+T = TypeVar("T", bound=BaseModel)
 
 
 def _table(model: type[T], values: dict[str, Any], table: str, where: str) -> T:
@@ -368,6 +428,20 @@ def _check_layers(recipe: Recipe, where: str) -> None:
     reason = check_layers(recipe.schemes())
     if reason is not None:
         raise RecipeError(f"The recipe {where} {reason}.")
+
+
+def _check_auto(recipe: Recipe, where: str) -> None:
+    """Refuse a search over what has no pages, and layers that are stated beside it."""
+    if recipe.layers:
+        raise RecipeError(
+            f"The recipe {where} has [[kv.layers]] beside [auto], which chooses for every layer; remove one."
+        )
+    scheme = recipe.kv
+    if scheme is None or scheme.compresses_prompts() or not scheme.group_scales:
+        raise RecipeError(
+            f"The recipe {where} has [auto], which chooses among page schemes with scales of their own; its [kv] has "
+            "to be one, such as oscar-g128."
+        )
 
 
 def _recorded_scheme(values: dict[str, Any] | None) -> KVScheme | None:

@@ -5,6 +5,7 @@
     WORK/layers/00000.plan.safetensors   its KV-plan tensors, named layers.{i}.{what}
     WORK/layers/00000.json               its record; written last: where it is, the layer is committed;
                                          once all are, it is replaced where decisions on all layers change it
+    WORK/auto/NAME.json                  measurements of a search over the layers' schemes, and what it chose
     WORK/hidden/00000.f32                input of a layer, raw float32 [samples, length, hidden], while it is needed
 
 Every file is written under a temporary name, flushed to the disk and renamed, so that after a kill at any moment each
@@ -193,6 +194,7 @@ class WorkDir:
     def _set_aside(path: Path) -> None:
         """Undo an earlier calibration in steps, each of which leaves a consistent state."""
         shutil.rmtree(path / "hidden", ignore_errors=True)
+        shutil.rmtree(path / "auto", ignore_errors=True)
         try:
             previous = _read_state(path)
         except UsageError:
@@ -244,6 +246,22 @@ class WorkDir:
             raise UsageError(
                 f"{file} cannot be read ({_first_line(error)}); calibrate again with `restart=True`."
             ) from error
+
+    def measurement(self, name: str) -> dict[str, Any] | None:
+        """A measurement of the search that an earlier run committed, or None."""
+        file = self.path / "auto" / f"{name}.json"
+        try:
+            return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"{file} cannot be read ({_first_line(error)}); calibrate again with `restart=True`."
+            ) from error
+
+    def commit_measurement(self, name: str, values: dict[str, Any]) -> None:
+        """Write a measurement of the search; once this returns it survives a kill."""
+        with _disk_errors(self.path):
+            (self.path / "auto").mkdir(exist_ok=True)
+            _write_text(self.path / "auto" / f"{name}.json", json.dumps(values, indent=1) + "\n")
 
     def finish(self) -> None:
         """Mark the calibration complete and remove what only a resume would need."""

@@ -117,16 +117,7 @@ def load_token_samples(
         )
     prefix = _prefix(tokenizer)
     window, name = length - len(prefix), source_name(source, EMBEDDED[default])
-    if source is None:
-        text = (importlib.resources.files("kvconvert.data.texts") / EMBEDDED[default]).read_text(encoding="utf-8")
-        ids, whole = _join([_encode(text, tokenizer)], tokenizer, None), True
-    else:
-        files = local_files(source)
-        whole = files is not None and files[0].suffix == ".txt"
-        if whole:
-            ids = _join((_encode(_read_text(file), tokenizer) for file in files), tokenizer, None)
-        else:
-            ids = _join(_row_ids(source, files, tokenizer, seed), tokenizer, samples * window)
+    ids, whole = _token_ids(source, tokenizer, seed, default, samples * window)
     available = len(ids) // window
     if available < samples:
         found = f"Data source {name} holds {len(ids)} tokens"
@@ -136,10 +127,75 @@ def load_token_samples(
             f"{found}, which make {available} samples of {length}, but {samples} samples ({samples * window} tokens) "
             "are requested; give more text, or request fewer or shorter samples."
         )
-    chosen = sorted(random.Random(seed).sample(range(available), samples)) if whole else range(samples)
-    rows = torch.tensor([prefix + ids[i * window : (i + 1) * window] for i in chosen], dtype=torch.int64)
-    digest = hashlib.sha256(rows.numpy().astype("<i8").tobytes()).hexdigest()
-    return TokenData(rows, DataInfo(source=name, samples=samples, length=length, seed=seed, sha256=digest))
+    rows = [prefix + ids[i * window : (i + 1) * window] for i in _windows(available, samples, seed, whole)]
+    return _token_data(rows, name, seed)
+
+
+def load_held_out_samples(
+    source: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: int,
+    length: int,
+    seed: int,
+    apart_from: tuple[int, int],
+) -> TokenData:
+    """Samples of what `load_token_samples` leaves over, for choices that calibration's own samples must not decide.
+
+    Args:
+        source, tokenizer, seed: as of those samples; without a source, the calibration text that ships with kvconvert.
+        samples: how many; fewer where the rest of the text has no more that are evenly spread.
+        length: tokens per sample.
+        apart_from: number and length of the samples that are left out.
+
+    Raises:
+        DataError: the rest of the text has not one sample; see also `load_token_samples`.
+    """
+    prefix = _prefix(tokenizer)
+    window, taken = length - len(prefix), apart_from[1] - len(prefix)
+    name = source_name(source, EMBEDDED["calibration"])
+    used = apart_from[0] * taken
+    ids, whole = _token_ids(source, tokenizer, seed, "calibration", used + samples * window)
+    starts, at = [], 0
+    for index in [*_windows(len(ids) // taken, apart_from[0], seed, whole), None]:
+        gap = len(ids) if index is None else index * taken
+        starts += range(at, gap - window + 1, window)
+        at = gap + taken
+    if not starts:
+        raise DataError(
+            f"Data source {name} holds {len(ids)} tokens and leaves no {window} consecutive ones outside of the "
+            f"{apart_from[0]} calibration samples; give more text, or calibrate on fewer samples."
+        )
+    count = min(samples, len(starts))
+    rows = [prefix + ids[at : at + window] for at in (starts[i * len(starts) // count] for i in range(count))]
+    return _token_data(rows, name, seed)
+
+
+def _token_ids(
+    source: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    default: Literal["calibration", "evaluation"],
+    enough: int,
+) -> tuple[list[int], bool]:
+    """All tokens of plain text, or `enough` of shuffled rows; and whether it is plain text."""
+    if source is None:
+        text = (importlib.resources.files("kvconvert.data.texts") / EMBEDDED[default]).read_text(encoding="utf-8")
+        return _join([_encode(text, tokenizer)], tokenizer, None), True
+    files = local_files(source)
+    if files is not None and files[0].suffix == ".txt":
+        return _join((_encode(_read_text(file), tokenizer) for file in files), tokenizer, None), True
+    return _join(_row_ids(source, files, tokenizer, seed), tokenizer, enough), False
+
+
+def _windows(available: int, samples: int, seed: int, whole: bool) -> list[int]:
+    """The windows that become samples: chosen by the seed from plain text, the first of shuffled rows."""
+    return sorted(random.Random(seed).sample(range(available), samples)) if whole else list(range(samples))
+
+
+def _token_data(rows: list[list[int]], name: str, seed: int) -> TokenData:
+    ids = torch.tensor(rows, dtype=torch.int64)
+    digest = hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()
+    return TokenData(ids, DataInfo(source=name, samples=len(rows), length=ids.shape[1], seed=seed, sha256=digest))
 
 
 def spaced_samples(source: str, tokenizer: PreTrainedTokenizerBase, samples: int, length: int) -> torch.Tensor:

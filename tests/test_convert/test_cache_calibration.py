@@ -55,7 +55,7 @@ ALIKE = ("oscar", "oscar-g128", "kitty-pro", "calibquant-2bit", "minikv", "rtn")
     [
         pytest.param(name, marks=pytest.mark.full if name in ALIKE else ())
         for name in preset_names()
-        if kv(name) is not None and kv(name).modality == "all"
+        if kv(name) is not None and kv(name).modality == "all" and Recipe.load(name).auto is None
     ],
 )
 def test_every_preset_calibrates_exports_loads_and_generates(tmp_path, model, text, name):

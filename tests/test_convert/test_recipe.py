@@ -96,7 +96,7 @@ def test_limits_accept_whole_numbers(tmp_path):
     ("text", "words"),
     [
         ("[weights]\nbit = 4\n", ["mine.toml", "[weights]", "bit", "group_size"]),
-        ("[wights]\nbits = 4\n", ["mine.toml", "[wights]", "[weights], [kv] and [limits]"]),
+        ("[wights]\nbits = 4\n", ["mine.toml", "[wights]", "[weights], [kv], [auto] and [limits]"]),
         ("bits = 4\n", ["mine.toml", "bits"]),
         ("weights = 4\n", ["mine.toml", "weights"]),
         ('[weights]\nmethod = "gptq"\n', ["mine.toml", "[weights] method", "gptq", "'awq'"]),

@@ -1,0 +1,93 @@
+"""The allocation of a budget: one option for every layer, so that costs fit and the sum of losses is smallest.
+
+A multiple-choice knapsack. It is solved exactly: layer by layer, of all selections so far only those are kept that no
+other beats in cost and loss at once. Their number is bounded by the number of different sums of costs, a few thousand
+for byte counts that have large common factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Option(NamedTuple):
+    """One way to store a layer.
+
+    Attributes:
+        cost: bytes, a whole number.
+        loss: what is minimised in sum.
+        geometry: layers of one geometry share their bookkeeping.
+    """
+
+    cost: int
+    loss: float
+    geometry: Hashable = None
+
+
+class Selection(NamedTuple):
+    """An option for every layer: indices, and the sums."""
+
+    options: tuple[int, ...]
+    cost: int
+    loss: float
+
+
+def allocate(layers: Sequence[Sequence[Option]], budget: int, geometries: int | None = None) -> Selection | None:
+    """The selection of smallest loss within the budget.
+
+    Args:
+        layers: the options of each layer.
+        budget: the costs may not add up to more.
+        geometries: how many different ones there may be; None for any number.
+
+    Returns:
+        the selection, of smallest cost among equal ones; None where even the cheapest does not fit.
+    """
+    known = sorted({option.geometry for options in layers for option in options}, key=repr)
+    if geometries is None or len(known) <= geometries:
+        return _allocate(layers, budget, set(known))
+    found = [_allocate(layers, budget, set(allowed)) for allowed in combinations(known, geometries)]
+    return min((s for s in found if s is not None), key=lambda s: (s.loss, s.cost, s.options), default=None)
+
+
+def _allocate(layers: Sequence[Sequence[Option]], budget: int, allowed: set[Hashable]) -> Selection | None:
+    kept = [_efficient(options, allowed) for options in layers]
+    if not all(kept):
+        return None
+    # What the layers still to come cost at least.
+    cheapest = np.array([min(options[i].cost for i in chosen) for options, chosen in zip(layers, kept, strict=True)])
+    rest = np.append(np.cumsum(cheapest[::-1])[::-1], 0)[1:]
+    costs, losses = np.zeros(1, np.int64), np.zeros(1)
+    steps: list[tuple[np.ndarray, np.ndarray]] = []
+    for options, chosen, later in zip(layers, kept, rest, strict=True):
+        added = np.array([options[i].cost for i in chosen], np.int64)
+        lost = np.array([options[i].loss for i in chosen])
+        sums, totals = (costs[:, None] + added).ravel(), (losses[:, None] + lost).ravel()
+        fits = np.flatnonzero(sums + later <= budget)
+        order = fits[np.lexsort((totals[fits], sums[fits]))]
+        if not len(order):
+            return None
+        best = np.minimum.accumulate(totals[order])
+        order = order[np.append(True, totals[order][1:] < best[:-1])]
+        steps.append((order // len(chosen), np.array(chosen)[order % len(chosen)]))
+        costs, losses = sums[order], totals[order]
+    at = len(costs) - 1  # the largest cost has the smallest loss
+    picked = []
+    for before, choice in reversed(steps):
+        picked.append(int(choice[at]))
+        at = before[at]
+    return Selection(tuple(reversed(picked)), int(costs[-1]), float(losses[-1]))
+
+
+def _efficient(options: Sequence[Option], allowed: set[Hashable]) -> list[int]:
+    """The allowed options that no other allowed one beats in cost and loss, by rising cost."""
+    order = sorted((o.cost, o.loss, i) for i, o in enumerate(options) if o.geometry in allowed)
+    kept: list[int] = []
+    for _, loss, index in order:
+        if not kept or loss < options[kept[-1]].loss:
+            kept.append(index)
+    return kept

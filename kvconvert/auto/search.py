@@ -1,0 +1,322 @@
+"""The search of the recipe `auto`: measure every candidate of every layer, allocate, verify the whole, repair.
+
+Divergences are those of the whole source model, its weights as they are, on calibration text that calibration's own
+samples leave over. Keys and values are measured one at a time. Every layer's measurements are committed to the working
+directory, so that a killed search goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from kvconvert.auto.clip_ratios import candidate_clip_ratios
+from kvconvert.auto.layers import SearchedLayer, searched_layers
+from kvconvert.auto.model import ExactText, SimulatedModel
+from kvconvert.auto.plans import MeasuredPlan, Plan, PlanSearch
+from kvconvert.auto.record import NAME, read_allocation
+from kvconvert.bundle.manifest import Allocation, LayerAllocation
+from kvconvert.calibration.clip_ratios import searched_sides
+from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
+from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.convert.recipe import LayerOverride, Recipe
+from kvconvert.convert.workdir import WorkDir
+from kvconvert.data.text import TokenData, load_held_out_samples, load_token_samples
+from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.methods.auto import DEFAULT_CONTEXT, AutoSearch, Candidate
+from kvconvert.models.auto_class import model_class
+from kvconvert.models.processors import load_tokenizer
+from kvconvert.models.source import float_dtype
+
+TEXT_LENGTH = 4096  # tokens of a sequence at most
+DEFAULT_TOKENS = {"cpu": 1024, "cuda": 16384}
+CLIP_ROWS = 4  # calibration sequences on which clip ratios are chosen
+FLOAT32_SHARE = 0.4  # of a GPU's memory that float32 weights may take; else the source's dtype
+_DIGITS = 6
+
+
+@dataclass(frozen=True)
+class SearchTask:
+    """What is searched, settled before anything is measured.
+
+    Attributes:
+        context: tokens of the sequence that the budget is for.
+        text_length, text_rows: size of the text on which candidates are measured.
+        layers: with their choices.
+        budget: bytes of the whole cache with `context` tokens read.
+        repairs: see `AutoSearch`.
+    """
+
+    context: int
+    text_length: int
+    text_rows: int
+    layers: list[SearchedLayer]
+    budget: int
+    repairs: int
+
+    @property
+    def numbers(self) -> int:
+        """Key and value numbers of one token, over all searched layers."""
+        return sum(2 * layer.heads * layer.head_dim for layer in self.layers)
+
+    def bits(self, size: float) -> float:
+        """A cache's bytes as bits per value."""
+        return 8 * size / (self.numbers * self.context)
+
+
+def search_task(runner: LayerRunner, recipe: Recipe, device: torch.device) -> SearchTask:
+    """Settle what a recipe's search means for a model.
+
+    Raises:
+        UsageError: the model has too few positions, or the budget cannot be met.
+        UnsupportedModelError: layers read earlier layers' keys and values.
+    """
+    auto: AutoSearch = recipe.auto
+    config = runner.config
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(
+            f"The recipe {recipe.name} cannot search for this {config.model_type} model, whose layers read earlier "
+            "layers' keys and values; choose a preset."
+        )
+    positions = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
+    context = min(DEFAULT_CONTEXT, positions) if auto.context is None else auto.context
+    if context > positions:
+        raise UsageError(f"`context` is {context}, more than the {positions} positions this model has.")
+    tokens = DEFAULT_TOKENS[device.type] if auto.tokens is None else auto.tokens
+    length = min(context, TEXT_LENGTH, tokens)
+    least = recipe.kv.sink_tokens + 2 * PAGE_SIZE
+    if length < least:
+        raise UsageError(
+            f"`context` leaves sequences of {length} tokens to measure on, and {least} are needed to read a quantized "
+            "page; give a longer one, or choose a preset."
+        )
+    layers = searched_layers(runner, recipe, context, length)
+    task = SearchTask(context, length, tokens // length, layers, 0, auto.repairs)
+    per_token = auto.kv_bytes_per_token if auto.kv_bits is None else auto.kv_bits * task.numbers / 8
+    task = SearchTask(context, length, tokens // length, layers, int(per_token * context), auto.repairs)
+    sides = [[layer.costs[c.name] for c in side] for layer in layers for side in (layer.keys, layer.values)]
+    least, most = sum(map(min, sides)), sum(side[-1] for side in sides)
+    if not least <= task.budget < most:
+        bits = auto.kv_bits is not None
+        name, unit = ("kv_bits", "bits per value") if bits else ("kv_bytes_per_token", "bytes per token")
+        low, high, given = (task.bits(x) if bits else x / context for x in (least, most, per_token * context))
+        raise UsageError(
+            f"`{name}` is {given:.6g}, and at {context:,} tokens this model's cache can be allocated from {low:.4g} to "
+            f"below {high:.4g} {unit}; choose one in between."
+        )
+    return task
+
+
+def allocated_recipe(recipe: Recipe, task: SearchTask, allocation: Allocation) -> Recipe:
+    """The recipe with every searched layer's scheme stated."""
+    found = {layer.index: layer for layer in allocation.layers}
+    overrides = []
+    for layer in task.layers:
+        own = found[layer.index]
+        chosen = [candidate for candidate in layer.candidates if candidate.name in (own.keys, own.values)]
+        ratios = {f"{c.side}_clip_ratio": own.clip_ratios[c.name] for c in chosen if c.name in own.clip_ratios}
+        fields = layer.scheme_of(*chosen).to_dict() | ratios | {"rotate_values": recipe.kv.rotate_values}
+        scheme = type(recipe.kv).from_dict(fields)
+        overrides.append(LayerOverride(index=[layer.index], kv=scheme, calibration=recipe.calibration))
+    return recipe.model_copy(update={"layers": overrides})
+
+
+def find_allocation(
+    runner: LayerRunner,
+    recipe: Recipe,
+    task: SearchTask,
+    directory: WorkDir,
+    tokens: TokenData,
+    data: str | None,
+    seed: int,
+    say: Callable[[str], None],
+    progress: bool,
+) -> Allocation:
+    """Search, or read what an earlier run found.
+
+    Args:
+        runner: of the model; its device is where everything is computed.
+        recipe: with `auto`.
+        task: of the recipe.
+        directory: where measurements are committed.
+        tokens: calibration samples, of which text chooses clip ratios.
+        data, seed: of those samples.
+        say: shows a message.
+        progress: show a bar.
+    """
+    found = read_allocation(directory)
+    if found is not None:
+        return found
+    source = runner.source
+    tokenizer = load_tokenizer(source.directory)
+    if tokens.extras:  # images: candidates are measured on text all the same
+        data = None
+        tokens = load_token_samples(None, tokenizer, CLIP_ROWS, tokens.ids.shape[1], seed)
+    apart = (tokens.info.samples, tokens.info.length)
+    text = load_held_out_samples(data, tokenizer, task.text_rows, task.text_length, seed, apart)
+    device, dtype = runner.device, _dtype(runner)
+    model = model_class(source.config).from_pretrained(
+        source.directory, dtype=dtype, attn_implementation=SIMULATED_ATTENTION, trust_remote_code=False
+    )
+    model = model.eval().requires_grad_(False).to(device)
+    known = runner.adapter is not None
+    simulated = SimulatedModel(model, model.get_submodule(runner.adapter.layers) if known else ())
+    measuring = _Measuring(runner, recipe, task, directory, simulated, say)
+    table = measuring.table(tokens, text.ids, progress)
+    best = measuring.plan(table, progress)
+    allocation = _record(task, table, best, text, dtype)
+    directory.commit_measurement(NAME, allocation.model_dump(mode="json"))
+    return allocation
+
+
+@dataclass
+class _Measuring:
+    """The measurements of one search."""
+
+    runner: LayerRunner
+    recipe: Recipe
+    task: SearchTask
+    directory: WorkDir
+    model: SimulatedModel
+    say: Callable[[str], None]
+    text: ExactText | None = None
+
+    def table(self, tokens: TokenData, ids: torch.Tensor, progress: bool) -> list[LayerAllocation]:
+        """Divergence and clip ratio of every candidate, layer by layer; `keys` and `values` are still empty."""
+        layers = self.task.layers
+        sides = dict(zip(("key", "value"), searched_sides(self.recipe.kv, self.recipe.calibration), strict=True))
+        rows = tokens.ids[:CLIP_ROWS]
+        clip_text = self.model.read(rows, rows.shape[1])
+        self.text = self.model.read(ids, PAGE_SIZE)
+        self._announce(clip_text, sides)
+        done = []
+        total = sum(len(layer.candidates) for layer in layers)
+        with tqdm(total=total, desc="candidates", unit="", disable=not progress) as bar:
+            for layer in layers:
+                name = f"layer-{layer.index:05d}"
+                committed = self.directory.measurement(name)
+                if committed is None:
+                    ratios = self._clip_ratios(layer, clip_text, sides)
+                    kl = {}
+                    for candidate in layer.candidates:
+                        kl[candidate.name] = self._divergence({layer: (candidate,)}, {layer.index: ratios})
+                        bar.update()
+                    committed = {"index": layer.index, "keys": "", "values": "", "kl": kl, "clip_ratios": ratios}
+                    self.directory.commit_measurement(name, committed)
+                else:
+                    bar.update(len(layer.candidates))
+                done.append(LayerAllocation.model_validate(committed))
+        return done
+
+    def plan(self, table: list[LayerAllocation], progress: bool) -> MeasuredPlan:
+        """The best plan of the whole model."""
+        ratios = {layer.index: layer.clip_ratios for layer in table}
+        known = self.directory.measurement("plans") or {}
+        with tqdm(total=self.task.repairs + 1, desc="plans", unit="", disable=not progress) as bar:
+
+            def measure(plan: Plan) -> float:
+                names = json.dumps([[key.name, value.name] for key, value in plan])
+                key = hashlib.sha256(names.encode()).hexdigest()
+                if key not in known:
+                    known[key] = self._divergence(dict(zip(self.task.layers, plan, strict=True)), ratios)
+                    self.directory.commit_measurement("plans", known)
+                bar.update()
+                return known[key]
+
+            losses = [layer.kl for layer in table]
+            return PlanSearch(self.task.layers, losses, self.task.budget, measure, self.task.repairs).run()
+
+    def _divergence(
+        self, chosen: dict[SearchedLayer, tuple[Candidate, ...]], ratios: dict[int, dict[str, float]]
+    ) -> float:
+        caches = {
+            layer.index: layer.cache(*candidates, clip_ratios=ratios[layer.index])
+            for layer, candidates in chosen.items()
+            if not all(candidate.exact for candidate in candidates)
+        }
+        return _rounded(self.model.divergence(self.text, caches)) if caches else 0.0
+
+    def _clip_ratios(self, layer: SearchedLayer, text: ExactText, sides: dict[str, bool]) -> dict[str, float]:
+        call = self.model.attention_call(text, layer.index)
+        structure = self.runner.structure(layer.index)
+        weight = None
+        if structure is not None:
+            weight = self.model.layers[layer.index].get_submodule(structure.output).weight
+        return candidate_clip_ratios(layer, call, weight, sides)
+
+    def _announce(self, clip_text: ExactText, sides: dict[str, bool]) -> None:
+        """Time one candidate and say how long all will take."""
+        layers = self.task.layers
+        left = [layer for layer in layers if self.directory.measurement(f"layer-{layer.index:05d}") is None]
+        first = layers[0]
+        seconds = []
+        for _ in range(2):  # the first run is slower than all others
+            start = time.perf_counter()
+            ratios = self._clip_ratios(first, clip_text, sides)
+            middle = time.perf_counter()
+            self._divergence({first: (first.keys[0],)}, {first.index: ratios})
+            seconds = [middle - start, time.perf_counter() - middle]
+            if sum(seconds) > 10:
+                break
+        # What a run costs that begins at the layer that it quantizes; embeddings and head are in all.
+        count = self.runner.num_layers
+        begins = [(1 - 0.8 * layer.index / count) if self.model.starts_late else 1 for layer in left]
+        candidates = sum(len(layer.candidates) * share for layer, share in zip(left, begins, strict=True))
+        plans = (self.task.repairs + 1) * 2
+        total = len(left) * seconds[0] + (candidates + plans) * seconds[1]
+        rows, length = self.text.ids.shape
+        self.say(
+            f"Measuring {sum(len(layer.candidates) for layer in left)} candidates in {len(left)} layers on "
+            f"{rows} x {length} tokens, and up to {self.task.repairs + 1} plans of the whole model: about "
+            f"{_duration(total)}."
+        )
+
+
+def _record(
+    task: SearchTask, table: list[LayerAllocation], best: MeasuredPlan, text: TokenData, dtype: torch.dtype
+) -> Allocation:
+    chosen = [
+        own.model_copy(update={"keys": key.name, "values": value.name})
+        for own, (key, value) in zip(table, best.plan, strict=True)
+    ]
+    size = sum(
+        layer.costs[key.name] + layer.costs[value.name]
+        for layer, (key, value) in zip(task.layers, best.plan, strict=True)
+    )
+    return Allocation(
+        context=task.context,
+        budget_bytes_per_token=task.budget / task.context,
+        bytes_per_token=size / task.context,
+        bits_per_value=task.bits(size),
+        candidates={c.name: c.fields for layer in task.layers for c in layer.candidates},
+        layers=chosen,
+        predicted_kl=_rounded(best.predicted),
+        measured_kl=best.measured,
+        plans=best.tried,
+        data=text.info,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def _dtype(runner: LayerRunner) -> torch.dtype:
+    """float32, for the divergences of single layers are small; the source's dtype where that does not fit a GPU."""
+    if runner.device.type == "cpu":
+        return torch.float32
+    parameters = sum(parameter.numel() for parameter in runner.model.parameters())
+    memory = torch.cuda.get_device_properties(runner.device).total_memory
+    return torch.float32 if 4 * parameters <= FLOAT32_SHARE * memory else float_dtype(runner.source)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"

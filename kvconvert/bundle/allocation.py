@@ -1,0 +1,31 @@
+"""What a search over the layers' cache schemes measured and chose, for people."""
+
+from __future__ import annotations
+
+from kvconvert.bundle.manifest import Allocation
+
+
+def allocation_line(found: Allocation) -> str:
+    """The budget and the outcome in one sentence."""
+    text = found.data
+    return (
+        f"{found.bits_per_value:.3f} bits per value at {found.context:,} tokens, {found.bytes_per_token:,.1f} bytes "
+        f"per token of {found.budget_bytes_per_token:,.1f} allowed; KL {found.measured_kl:.3g} measured for the whole "
+        f"plan, {found.predicted_kl:.3g} as the sum of its parts ({found.plans} plans measured, {text.samples} x "
+        f"{text.length} tokens of {text.source}, {found.dtype})"
+    )
+
+
+def sensitivity_rows(found: Allocation) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows of the table of divergences in 1/1000 nats, chosen ones with a star: a row for each layer."""
+    names = [name for name in found.candidates if any(name in layer.kl for layer in found.layers)]
+    rows = []
+    for layer in found.layers:
+        cells = [_cell(layer.kl.get(name), name in (layer.keys, layer.values)) for name in names]
+        rows.append((str(layer.index), *cells))
+    return ("layer", *names), rows
+
+
+def _cell(kl: float | None, chosen: bool) -> str:
+    shown = "-" if kl is None else "0" if kl == 0 else f"{1000 * kl:.3g}"
+    return f"{shown}*" if chosen else shown

@@ -1,0 +1,111 @@
+"""`auto`: what each layer's cache is to be, found by measuring; the options of the search, and what it may choose from.
+
+Every layer takes one way to store keys and one to store values from the tables below, as fields over the recipe's own
+scheme. A new method takes part as soon as it has a row here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+GEOMETRIES = 2  # layers of other windows form cache groups of their own, each with its own work on the host
+DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to store a layer's keys or values.
+
+    Attributes:
+        name: short, for tables.
+        side: which of the two.
+        fields: of the `KVScheme` that differ from the recipe's scheme.
+    """
+
+    name: str
+    side: Literal["key", "value"]
+    fields: dict[str, Any] = field(hash=False)
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is quantized."""
+        return self.fields[f"{self.side}_bits"] == 16
+
+    @property
+    def recent_tokens(self) -> int:
+        """The newest tokens that stay in full precision."""
+        return self.fields.get(f"{self.side}_recent_tokens", 0)
+
+
+def _keys(name: str, bits: int, group_size: int = 128, **fields: Any) -> Candidate:
+    return Candidate(name, "key", {"key_bits": bits, "key_group_size": group_size, "key_recent_tokens": 0} | fields)
+
+
+def _values(name: str, bits: int, group_size: int = 128, **fields: Any) -> Candidate:
+    fields = {"value_bits": bits, "value_group_size": group_size, "value_recent_tokens": 0} | fields
+    return Candidate(name, "value", fields)
+
+
+# Groups of keys are tokens, groups of values channels; w: newest tokens in full precision; +: share of key channels
+# with twice the bits.
+KEY_CANDIDATES: tuple[Candidate, ...] = (
+    _keys("K1g128", 1),
+    _keys("K1g32", 1, 32),
+    _keys("K2g128", 2),
+    _keys("K2g64", 2, 64),
+    _keys("K2g32", 2, 32),
+    _keys("K2+12%", 2, boost_fraction=0.125),
+    _keys("K2+25%", 2, boost_fraction=0.25),
+    _keys("K2w128", 2, key_recent_tokens=128),
+    _keys("K2w512", 2, key_recent_tokens=512),
+    _keys("K4g128", 4),
+    _keys("K8g128", 8),
+    _keys("K16", 16, token_norm="none", rotate_keys="none"),
+)
+VALUE_CANDIDATES: tuple[Candidate, ...] = (
+    _values("V1g128", 1),
+    _values("V1g32", 1, 32),
+    _values("V2g128", 2),
+    _values("V2g32", 2, 32),
+    _values("V2w128", 2, value_recent_tokens=128),
+    _values("V2w512", 2, value_recent_tokens=512),
+    _values("V4g128", 4),
+    _values("V8g128", 8),
+    _values("V16", 16),
+)
+
+
+class AutoSearch(BaseModel):
+    """The [auto] table of a recipe.
+
+    Attributes:
+        kv_bits: the budget: average bits per key or value number that a sequence of `context` tokens takes, with
+            everything in it: scales, norms, sink tokens, windows and the page being filled.
+        kv_bytes_per_token: the same budget in bytes per token over all layers; one of the two has to be given.
+        context: tokens of the sequence that the budget is for; None takes 4,096, or the model's positions if fewer.
+        tokens: held-out calibration tokens on which candidates are measured; None takes 16,384 on a GPU and 1,024 on
+            a CPU.
+        repairs: plans of the whole model that may be measured to improve on the sum of single measurements.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    kv_bits: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    kv_bytes_per_token: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    context: int | None = Field(default=None, ge=1)
+    tokens: int | None = Field(default=None, ge=256)
+    repairs: int = Field(default=24, ge=0)
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        if self.kv_bits is not None and self.kv_bytes_per_token is not None:
+            raise ValueError("kv_bits and kv_bytes_per_token are two ways to say one budget; give one of them")
+        return self
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether it is said how large the cache may be."""
+        return self.kv_bits is not None or self.kv_bytes_per_token is not None

@@ -1,0 +1,216 @@
+"""From a budget to a bundle: what is measured, chosen, kept, resumed and refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny.checkpoints import save_checkpoint, save_text
+
+from kvconvert import Recipe, calibrate, export, load
+from kvconvert.auto import search
+from kvconvert.auto.model import SimulatedModel
+from kvconvert.bundle.reader import open_bundle
+from kvconvert.bundle.summary import manifest_text
+from kvconvert.cli import cli
+from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.convert.workdir import WorkDir
+from kvconvert.errors import RecipeError, UsageError
+from kvconvert.methods import KVScheme
+from kvconvert.methods.auto import AutoSearch
+from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.models.source import open_source
+from kvconvert.runtime import KVCache
+
+CONTEXT = 400
+BITS = 9.0  # with 4 sink tokens and 12 in the page being filled, 384 of 400 tokens are in pages
+RECIPE = Recipe.load("auto").model_copy(
+    update={"weights": WeightsRecipe(method="none"), "auto": AutoSearch(context=CONTEXT, tokens=CONTEXT, repairs=2)}
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("auto")
+
+
+@pytest.fixture(scope="module")
+def model(place):
+    return str(save_checkpoint(place / "model", max_position_embeddings=512))
+
+
+@pytest.fixture(scope="module")
+def text(place):
+    return save_text(place)
+
+
+def run(model, work, text, **options):
+    settings = {"recipe": RECIPE, "samples": 2, "seq_len": 140, "progress": False, "kv_bits": BITS} | options
+    return calibrate(model, work, data=text, **settings)
+
+
+def contents(work):
+    return {str(f.relative_to(work)): f.read_bytes() for f in sorted(work.rglob("*")) if f.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(place, model, text):
+    return run(model, place / "work", text)
+
+
+def test_the_bundle_takes_what_was_allowed_and_says_what_was_measured(place, finished):
+    bundle = export(finished.path, place / "bundle", progress=False)
+    manifest = open_bundle(bundle, verify="full").manifest
+    found = manifest.allocation
+    assert found.bits_per_value <= BITS < found.bits_per_value + 2
+    assert (found.context, found.data.samples, found.data.length) == (CONTEXT, 1, CONTEXT)
+    for own, scheme in zip(found.layers, manifest.schemes(), strict=True):
+        stated = found.candidates[own.keys] | found.candidates[own.values]
+        assert {field: getattr(scheme, field) for field in stated} == stated
+        assert scheme.sink_tokens == 4
+        assert own.kl["K16"] == own.kl["V16"] == 0 < own.kl["K4g128"] < own.kl["K1g128"]
+    parts = sum(own.kl[own.keys] + own.kl[own.values] for own in found.layers)
+    assert found.predicted_kl == pytest.approx(parts, rel=1e-4)
+    assert found.measured_kl == pytest.approx(parts, rel=1)
+    loaded, _ = load(bundle, dtype=torch.bfloat16)
+    ids = torch.randint(1, 4096, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
+    out = loaded.generate(ids, max_new_tokens=1, do_sample=False, eos_token_id=None, return_dict_in_generate=True)
+    assert isinstance(out.past_key_values, KVCache)
+    assert out.past_key_values.stats().bits_per_value == pytest.approx(found.bits_per_value)
+    shown = manifest_text(manifest)
+    assert f"{found.bits_per_value:.3f} bits per value at {CONTEXT} tokens" in shown
+    row = next(line.split() for line in shown.splitlines() if line.startswith("1  ") and "*" in line)
+    header = next(line.split() for line in shown.splitlines() if line.startswith("layer  K1g128"))
+    starred = [name for name, cell in zip(header, row, strict=True) if cell.endswith("*")]
+    assert starred == [found.layers[1].keys, found.layers[1].values]
+
+
+def test_an_interrupted_search_goes_on_and_measures_nothing_twice(tmp_path, model, text, finished, monkeypatch):
+    work, commit = tmp_path / "work", WorkDir.commit_measurement
+    measured = []
+    divergence = SimulatedModel.divergence
+
+    def count(self, text, caches):
+        measured.append(tuple(caches))
+        return divergence(self, text, caches)
+
+    def killed(self, name, values):
+        if name == "layer-00001":
+            raise KeyboardInterrupt
+        commit(self, name, values)
+
+    monkeypatch.setattr(SimulatedModel, "divergence", count)
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkDir, "commit_measurement", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, work, text)
+    first, candidates = len(measured), len(finished_layer(finished)["kl"])
+    assert measured[2:].count((0,)) == candidates - 2  # two runs are timed; 16 bits need none
+    run(model, work, text)
+    assert measured[first + 2 :].count((0,)) == 0
+    assert contents(work) == contents(finished.path)
+    before = len(measured)
+    run(model, work, text)
+    assert len(measured) == before
+
+
+def finished_layer(work):
+    return work.measurement("layer-00000")
+
+
+def test_candidates_are_measured_on_text_that_calibration_does_not_use(finished, model, text, monkeypatch):
+    read = []
+
+    def stop(self, ids, first):
+        read.append(ids)
+        if len(read) == 2:
+            raise KeyboardInterrupt
+        return None
+
+    monkeypatch.setattr(SimulatedModel, "read", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, finished.path.parent / "other", text)
+    samples, held_out = (ids.tolist() for ids in read)
+    assert len(held_out[0]) == CONTEXT
+    starts = [held_out[0][i : i + 140] for i in range(CONTEXT - 139)]
+    assert not any(sample in starts for sample in samples)
+
+
+def test_a_budget_may_be_given_in_bytes(model):
+    """2 layers of 2 heads of 16 channels: 128 numbers."""
+    runner = LayerRunner(open_source(model), None, torch.device("cpu"))
+    tasks = [
+        search.search_task(runner, RECIPE.with_search(**budget), torch.device("cpu"))
+        for budget in ({"kv_bits": BITS}, {"kv_bytes_per_token": BITS * 128 / 8})
+    ]
+    assert tasks[0].budget == tasks[1].budget == BITS * 128 / 8 * CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_bits": 1.0}, r"`kv_bits` is 1, and at 400 tokens this model's cache can be allocated from \d"),
+        ({"kv_bits": 16.0}, "to below 16 bits per value"),
+        ({"kv_bits": None, "kv_bytes_per_token": 3.0}, "`kv_bytes_per_token` is 3, .* to below 256 bytes per token"),
+        ({"kv_bits": None}, "give `kv_bits`"),
+        ({"kv_bits": 9.0, "kv_bytes_per_token": 3.0}, "two ways to say one budget"),
+        ({"kv_bits": -1.0}, "`kv_bits` is not possible"),
+        ({"context": 513}, "`context` is 513, more than the 512 positions"),
+        ({"context": 200}, "`context` leaves sequences of 200 tokens .* 260 are needed"),
+        ({"auto_tokens": 10}, "`auto_tokens` is not possible"),
+        ({"recipe": "kv-only"}, "`kv_bits` belongs to recipes that search"),
+        ({"recipe": "kivi", "kv_bits": None, "context": 400}, "`context` belongs to recipes that search"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_before_any_work(tmp_path, model, text, options, message):
+    with pytest.raises(UsageError, match=message):
+        run(model, tmp_path / "work", text, **options)
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ('[kv]\npreset = "calibquant-1bit"\n[auto]\n', "chooses among page schemes"),
+        ('[kv]\npreset = "minikv"\n[auto]\n', "chooses among page schemes"),
+        ('[kv]\npreset = "none"\n[auto]\n', "chooses among page schemes"),
+        ('[kv]\npreset = "oscar"\n[[kv.layers]]\nindex = [0]\nkey_bits = 4\n[auto]\n', "beside .auto."),
+        ('[kv]\npreset = "oscar"\n[auto]\nkv_bit = 3\n', "unknown key kv_bit"),
+        ('[kv]\npreset = "oscar"\n[auto]\nkv_bits = 3\nkv_bytes_per_token = 3\n', "two ways"),
+    ],
+)
+def test_recipes_that_mean_nothing_are_refused(tmp_path, tables, message):
+    file = tmp_path / "mine.toml"
+    file.write_text(tables)
+    with pytest.raises(RecipeError, match=message):
+        Recipe.load(str(file))
+
+
+def test_the_recipe_file_states_a_budget_and_the_option_replaces_it(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('[kv]\npreset = "oscar"\n[auto]\nkv_bits = 3\ncontext = 2048\n')
+    recipe = Recipe.load(str(file))
+    assert (recipe.auto.kv_bits, recipe.auto.context) == (3, 2048)
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    changed = recipe.with_search(kv_bytes_per_token=900, auto_tokens=512).auto
+    assert (changed.kv_bits, changed.kv_bytes_per_token, changed.context, changed.tokens) == (None, 900, 2048, 512)
+
+
+def test_the_command_names_its_options(tmp_path, model):
+    result = CliRunner().invoke(cli, ["calibrate", model, "-o", str(tmp_path / "w"), "--kv-bits", "3"])
+    assert result.exit_code == 2
+    assert "--kv-bits belongs to recipes that search" in result.output
+    result = CliRunner().invoke(cli, ["calibrate", model, "-o", str(tmp_path / "w"), "--recipe", "auto"])
+    assert result.exit_code == 2
+    assert "give --kv-bits" in result.output
+
+
+def test_the_chosen_layers_become_the_recipe(model, text, finished):
+    """What is exported has the clip ratios that calibration found for the finished weights, on its own grid."""
+    schemes = [KVScheme.from_dict(finished.layer_record(i).scheme) for i in range(2)]
+    found = search.read_allocation(finished)
+    for own, scheme in zip(found.layers, schemes, strict=True):
+        fields = found.candidates[own.keys] | found.candidates[own.values]
+        clip = {"key_clip_ratio": scheme.key_clip_ratio, "value_clip_ratio": scheme.value_clip_ratio}
+        assert scheme == replace(RECIPE.kv, **fields, **clip)
