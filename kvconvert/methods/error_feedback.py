@@ -94,6 +94,9 @@ class ErrorFeedback(Part):
 class KeyRoundingSearch:
     """What calibration chooses of it."""
 
+    # No paper has it.
+    paper = {"calibrate_key_rounding": False}
+
     calibrate_key_rounding: bool = option(
         True, "true or false", "round keys of 1 to 3 bits with error feedback, unless key_rounding is given"
     )
