@@ -10,6 +10,7 @@ from tiny.checkpoints import save_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvconvert.bundle.reader import open_bundle
+from kvconvert.bundle.summary import estimate_kv, manifest_text
 from kvconvert.calibration.calibquant import choose_taus
 from kvconvert.calibration.minikv import allocate
 from kvconvert.convert import workdir
@@ -153,14 +154,14 @@ def test_layers_may_have_schemes_of_their_own(tmp_path, model, text):
     file = tmp_path / "mixed.toml"
     file.write_text(
         '[weights]\nmethod = "none"\n[kv]\npreset = "kitty"\nboost_select = "calibrated"\n'
-        "[[kv.layers]]\nindex = [0]\nkey_bits = 4\nkey_clip_ratio = 0.9\n"
+        "[[kv.layers]]\nindex = [0]\nkey_bits = 4\nvalue_bits = 3\nkey_clip_ratio = 0.9\n"
         '[[kv.layers]]\nindex = [2]\npreset = "calibquant-2bit"\n'
     )
     recipe = Recipe.load(str(file))
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
     work = calibrate(str(model), tmp_path / "work", recipe=recipe, data=text, samples=2, seq_len=LENGTH, progress=False)
     first, second, third = schemes(work)
-    assert (first.key_bits, first.key_clip_ratio, first.boost_fraction) == (4, 0.9, 0.125)
+    assert (first.key_bits, first.value_bits, first.key_clip_ratio, first.boost_fraction) == (4, 3, 0.9, 0.125)
     assert (second.key_bits, second.is_span, third.is_span) == (2, False, True)
     bundle = export(tmp_path / "work", tmp_path / "bundle", progress=False)
     loaded, _ = load(bundle)
@@ -168,6 +169,30 @@ def test_layers_may_have_schemes_of_their_own(tmp_path, model, text):
     assert loaded.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None).shape == (2, LENGTH + 3)
     channels = open_bundle(bundle).plan["layers.1.boosted_channels"]
     assert (channels.dtype, channels.shape) == (torch.int32, (2, 2))
+
+
+@pytest.mark.full
+def test_three_bits_calibrate_export_verify_and_generate(tmp_path, model, text):
+    scheme = KVScheme(**KVScheme.preset("oscar").to_dict() | {"key_bits": 3, "value_bits": 3})
+    run(model, tmp_path / "work", text, scheme)
+    opened = open_bundle(export(tmp_path / "work", tmp_path / "bundle", progress=False), verify="full")
+    assert "codes of 3 bits" in opened.manifest.conventions["kv"]["fields"]
+    assert "keys 3 bit in groups of 32 tokens" in manifest_text(opened.manifest)
+    loaded, _ = load(tmp_path / "bundle", dtype=torch.float32)
+    ids = torch.randint(1, 4096, (1, 260), generator=torch.Generator().manual_seed(0))
+    coarser = [replace(planned, key_bits=2, value_bits=2) for planned in opened.manifest.schemes()]
+    caches = loaded.new_kv_cache(), KVCache(loaded.config, coarser)
+    errors = []
+    with torch.no_grad():
+        exact = loaded(ids, use_cache=False).logits[:, 256:]
+        for cache in caches:
+            loaded(ids[:, :256], past_key_values=cache)
+            errors.append(float((loaded(ids[:, 256:], past_key_values=cache).logits - exact).norm()))
+    assert errors[0] < 0.8 * errors[1]
+    cache = loaded.new_kv_cache()
+    loaded(ids[:, :256], past_key_values=cache)
+    assert cache.stats().bits_per_value == pytest.approx(estimate_kv(opened.manifest.layers).bits_per_value)
+    assert loaded.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None).shape == (1, 263)
 
 
 @pytest.mark.parametrize("damage", ["missing", "shape", "order", "bounds"])

@@ -43,6 +43,14 @@ def test_2048_tokens_without_residual_shrink_as_promised(preset, smaller):
     assert stats.values * 2 / stats.bytes_used >= smaller
 
 
+@pytest.mark.parametrize(("key_bits", "value_bits"), [(3, 2), (2, 3), (3, 3), (4, 3)])
+def test_complete_pages_of_three_bits_take_what_the_scheme_says(key_bits, value_bits):
+    scheme = KVScheme(key_bits=key_bits, value_bits=value_bits, key_group_size=128, value_group_size=64)
+    cache = KVCache(REFERENCE_SHAPE, scheme)
+    feed(cache, 256)
+    assert cache.stats().bits_per_value == (key_bits + value_bits) / 2 + (32 / 128 + 32 / 64) / 2
+
+
 @pytest.mark.parametrize("preset", ["oscar-paper", "oscar-g128-paper"])
 @pytest.mark.parametrize("tokens", [4097, 4223, 4224, 5000, 12_345])
 def test_beyond_4096_tokens_little_is_allocated_and_not_used(preset, tokens):
@@ -127,10 +135,12 @@ def test_a_sliding_layer_drops_pages_that_no_query_can_see(chunk):
     assert cache.stats().tokens <= 150 + 128 + 16
 
 
-def test_crop_takes_back_recorded_tokens_exactly():
+@pytest.mark.parametrize("bits", [2, 3])
+def test_crop_takes_back_recorded_tokens_exactly(bits):
     model = tiny_model("llama", "kvconvert", num_hidden_layers=2)
     ids = random_ids(1, 200)
-    plain, cropped = KVCache(model.config, OSCAR), KVCache(model.config, OSCAR)
+    scheme = KVScheme(**OSCAR.to_dict() | {"key_bits": bits, "value_bits": bits})
+    plain, cropped = KVCache(model.config, scheme), KVCache(model.config, scheme)
     model(ids, past_key_values=plain)
     model(ids, past_key_values=cropped)
     cropped.activate_past_recording()

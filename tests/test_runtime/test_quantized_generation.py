@@ -36,7 +36,8 @@ def test_generation_is_right_across_page_boundaries(llama, length):
 
 
 @pytest.mark.parametrize(
-    ("bits", "oscar", "group"), [(1, True, 128), (2, False, 16), (3, True, 32), (4, True, 32), (8, False, 64)]
+    ("bits", "oscar", "group"),
+    [(1, True, 128), (2, False, 16), (3, True, 32), (8, False, 64), pytest.param(4, True, 32, marks=pytest.mark.full)],
 )
 def test_every_width_and_group_matches(llama, bits, oscar, group):
     ids = random_ids(1, 300)
@@ -53,11 +54,12 @@ def test_other_architectures_match(model_type):
     compare(model, lambda c: model.generate(ids, max_new_tokens=6, past_key_values=c, **GREEDY), bits=2, oscar=True)
 
 
-def test_beams_equal_beams_of_the_oracle(llama):
+@pytest.mark.parametrize("bits", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_beams_equal_beams_of_the_oracle(llama, bits):
     ids = random_ids(1, 250)
     run = lambda c: llama.generate(ids, max_new_tokens=12, num_beams=3, past_key_values=c, **GREEDY)  # noqa: E731
     # generate() repeats the prompt for each beam before the first forward pass
-    compare(llama, run, bits=2, oscar=True, batch=3)
+    compare(llama, run, bits=bits, oscar=True, batch=3)
 
 
 def test_a_left_padded_batch_equals_each_sequence_alone(llama):
