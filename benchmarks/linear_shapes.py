@@ -3,7 +3,7 @@
     python benchmarks/linear_shapes.py --json shapes.json
 
 Takes about a minute on one GPU with 16 cores beside it, compilation included. Every figure is of a product that was
-first compared with float64. What it prints is what `prompt_shape` and the thresholds in kvconvert.kernels.linear are
+first compared with float64. What it prints is what `split_shape` and the thresholds in kvconvert.kernels.linear are
 chosen from. Humming is measured if `humming-kernels` is installed and finds a CUDA toolkit.
 """
 
@@ -30,7 +30,8 @@ from kvconvert.kernels.device import multiprocessors
 from kvconvert.kernels.linear.awq_format import dequantize_weight
 from kvconvert.kernels.linear.packed_layout import PackedWeight, pack_weight
 from kvconvert.kernels.linear.triton.few_rows import few_rows
-from kvconvert.kernels.linear.triton.many_rows import PromptShape, dequantize, prompt, unpacked
+from kvconvert.kernels.linear.triton.many_rows import dequantize, prompt, unpacked
+from kvconvert.kernels.linear.triton.prompt_shapes import PromptShape
 
 SHAPES = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]
 ROWS = [16, 32, 64, 128, 192, 256, 512]
@@ -157,6 +158,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
+    parser.add_argument(
+        "--weights", nargs="*", help="inputs and outputs, such as 4096x1024; of Llama's 8B if not given"
+    )
     parser.add_argument("--jobs", type=int, default=len(CANDIDATES), help="processes that compile")
     parser.add_argument("--without-humming", action="store_true")
     arguments = parser.parse_args()
@@ -170,7 +174,8 @@ def main() -> int:
     compiled(arguments.jobs)
     print(f"candidates compiled, {time.perf_counter() - begin:.0f} s", flush=True)
     results = {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__, "humming": reason, "rows": []}
-    cases = [Case(*shape, device) for shape in SHAPES]
+    weights = [tuple(map(int, name.split("x"))) for name in arguments.weights or []]
+    cases = [Case(*weight, device) for weight in weights or SHAPES]
     if not reason:
         try:
             count = add_humming(cases, arguments.rows)

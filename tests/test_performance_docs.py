@@ -1,5 +1,6 @@
 """docs/performance.md shows what benchmarks/results/gpu.json holds, and every bar of the kernels."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -102,3 +103,24 @@ def test_the_table_of_whole_models_is_that_of_the_results():
     rows = before.split(engine_docs.BEGIN)[1].split(engine_docs.END)[0]
     # every bar that was asked for has its row
     assert rows.count("| met |") + rows.count("**missed**") == 3 + 3 + 3 + 3 + 2 + 1
+
+
+@pytest.fixture
+def linear_docs(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("linear_docs")
+
+
+def test_the_table_of_linears_with_many_rows_is_that_of_the_results(linear_docs):
+    before = DOCS.read_text(encoding="utf8")
+    results = json.loads((ROOT / "benchmarks" / "results" / "linear_shapes.json").read_text(encoding="utf8"))
+    message = "run `python benchmarks/linear_docs.py` and read whether the text still fits"
+    assert linear_docs.with_table(before, results) == before, message
+
+
+def test_linears_take_what_measured_best_or_nearly_so(linear_docs):
+    results = json.loads((ROOT / "benchmarks" / "results" / "linear_shapes.json").read_text(encoding="utf8"))
+    assert len(results["rows"]) == 4 * 7
+    for row in results["rows"]:
+        others = [time for path, time in row["times"].items() if path not in ("bf16", "dispatch", "humming")]
+        assert linear_docs.ours(row)[1] <= 1.05 * min(*others, *row["fused"].values()), (row["case"], row["rows"])

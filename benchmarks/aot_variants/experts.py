@@ -14,7 +14,7 @@ from kvconvert.kernels.experts.triton.kernels import (
 from kvconvert.kernels.experts.triton.launch import COMBINE_COLUMNS, SORT_CHUNK
 from kvconvert.kernels.linear.packed_layout import TILE
 from kvconvert.kernels.linear.triton.few_rows import FEW_ROWS_SHAPES
-from kvconvert.kernels.linear.triton.many_rows import prompt_shape
+from kvconvert.kernels.linear.triton.prompt_shapes import prompt_shape
 
 
 def variants(device_capability: int) -> Iterator[Variant]:

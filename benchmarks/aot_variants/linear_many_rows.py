@@ -1,18 +1,21 @@
-"""Specialisations of the 4-bit Linear's kernels for many rows: the fused product, and dequantization."""
+"""Specialisations of the 4-bit Linear's kernels for many rows: the fused product, sums of splits, dequantization."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from aot_variants.linear_few_rows import signature
 from aot_variants.variant import Variant
 from kvconvert.kernels.linear.packed_layout import TILE
 from kvconvert.kernels.linear.triton.many_rows import (
+    SUM_BLOCK,
     dequantize_kernel,
     k_blocks_per_program,
     prompt_kernel,
-    prompt_shape,
+    split_sum_kernel,
 )
+from kvconvert.kernels.linear.triton.prompt_shapes import prompt_shapes
 
 
 def variants(device_capability: int) -> Iterator[Variant]:
@@ -22,16 +25,16 @@ def variants(device_capability: int) -> Iterator[Variant]:
         for k_block, group_k_blocks in ((32, 1), (64, 1), (128, 1), (128, 2)):
             axes = {"dtype": dtype, "k_block": k_block, "group_k_blocks": group_k_blocks}
             sizes = {"K_BLOCK": k_block, "GROUP_K_BLOCKS": group_k_blocks}
-            for shape in dict.fromkeys(prompt_shape(rows, major_minor) for rows in (128, 256)):
+            for shape, split in product(prompt_shapes(major_minor), (False, True)):
                 yield Variant(
-                    name=f"prompt-{dtype}-{k_block}x{group_k_blocks}-{shape.rows}",
+                    name=f"prompt-{dtype}-{k_block}x{group_k_blocks}-{shape.rows}" + "-split" * split,
                     function=prompt_kernel,
-                    signature=signature(dtype) | {"split_k_blocks": "i32"},
+                    signature=signature(dtype) | {"split_k_blocks": "i32"} | ({"y": "*fp32"} if split else {}),
                     constants=sizes
                     | {"ROWS": shape.rows, "TILES": shape.tiles, "STAGES": shape.stages, "INLINE_ASM": True},
                     num_warps=shape.warps,
                     num_stages=shape.stages,
-                    axes=axes | {"rows": shape.rows},
+                    axes=axes | {"rows": shape.rows, "split": split},
                     codes=TILE * shape.tiles * k_block,
                     tensor_cores=True,
                     wide_loads=True,
@@ -54,5 +57,23 @@ def variants(device_capability: int) -> Iterator[Variant]:
                 num_warps=4,
                 num_stages=3,
                 axes=axes,
+                wide_loads=True,
+            )
+        for biased in (False, True):
+            yield Variant(
+                name=f"split_sum-{dtype}" + "-bias" * biased,
+                function=split_sum_kernel,
+                signature={
+                    "partial": "*fp32",
+                    "bias": f"*{dtype}",
+                    "y": f"*{dtype}",
+                    "count": "i32",
+                    "octets": "i32",
+                    "splits": "i32",
+                },
+                constants={"HAS_BIAS": biased, "BLOCK": SUM_BLOCK},
+                num_warps=4,
+                num_stages=3,
+                axes={"dtype": dtype, "bias": biased},
                 wide_loads=True,
             )

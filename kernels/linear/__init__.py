@@ -7,8 +7,9 @@ copies, casts and moves.
 - On a CPU, `int4pack` and `tiled` (kernels/linear/cpu.py).
 - On NVIDIA GPUs from Ampere on, Triton kernels for fp16 and bfloat16 activations and groups of 32, 64 or a multiple of
   128 inputs; 4 bits only, as all here: `few rows`, the inputs split among the warps of a program, codes and activations
-  multiplied exactly; `fused`, weights dequantized between memory and tensor cores; `unpacked`, weights dequantized to
-  memory, at most 2^26 at a time, and multiplied by torch's matrix product.
+  multiplied exactly; `fused`, weights dequantized between memory and tensor cores, their inputs split among programs
+  where there are few outputs; `unpacked`, weights dequantized to memory, at most 2^26 at a time, and multiplied by
+  torch's matrix product.
 
 Everything else runs the reference, which dequantizes the whole weight for each call: right, but slower than an
 unquantized model. The first such call logs a warning, and `QuantizedLinear.path` tells which path a call takes.
@@ -55,11 +56,10 @@ __all__ = [
 Path = Literal["int4pack", "tiled", "few rows", "fused", "unpacked", "reference"]
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
-# Most rows of the paths `few rows` and `fused`, measured on an H200 by benchmarks/gpu_linear.py; with fewer outputs
-# than this, too few programs of the second would run at a time.
-GPU_WIDE_OUTPUTS = 8192
-GPU_FEW_ROWS = {"wide": 32, "narrow": 64}
-GPU_FUSED_ROWS = {"wide": 384, "narrow": 0}
+# Most rows of the paths `few rows` and `fused` by the least number of weights: from 4096 x 4096 on as measured on an
+# H100 by benchmarks/linear_shapes.py, below on an H200 by benchmarks/gpu_linear.py, before inputs were split.
+GPU_FEW_ROWS = {4096 * 6144: 16, 4096 * 4096: 16, 0: 64}
+GPU_FUSED_ROWS = {4096 * 6144: 512, 4096 * 4096: 256, 0: 0}
 
 
 def unsupported(device: torch.device, dtype: torch.dtype, group_size: int) -> str | None:
@@ -89,12 +89,12 @@ def share_input(linears: Sequence[QuantizedLinear]) -> str | None:
     return reason
 
 
-def gpu_path(rows: int, outputs: int) -> Path:
-    """Which of the Triton kernels a product of so many rows and outputs takes."""
-    width = "wide" if outputs >= GPU_WIDE_OUTPUTS else "narrow"
-    if rows <= GPU_FEW_ROWS[width]:
+def gpu_path(rows: int, inputs: int, outputs: int) -> Path:
+    """Which of the Triton kernels a product of so many rows and a weight of this size takes."""
+    size = next(least for least in GPU_FEW_ROWS if inputs * outputs >= least)
+    if rows <= GPU_FEW_ROWS[size]:
         return "few rows"
-    return "fused" if rows <= GPU_FUSED_ROWS[width] else "unpacked"
+    return "fused" if rows <= GPU_FUSED_ROWS[size] else "unpacked"
 
 
 def packed_product(rows: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -104,7 +104,7 @@ def packed_product(rows: Tensor, weight: PackedWeight, bias: Tensor | None = Non
 
     if not rows.shape[0]:
         return rows.new_empty(0, weight.outputs)
-    path = gpu_path(rows.shape[0], weight.outputs)
+    path = gpu_path(rows.shape[0], weight.inputs, weight.outputs)
     if path == "few rows":
         return few_rows(rows, weight, bias=bias)
     if path == "fused":
@@ -193,7 +193,7 @@ class QuantizedLinear(nn.Module):
         if device.type == "cuda" and not torch.cuda.is_available():
             return "reference"
         if unsupported(device, dtype, self.group_size) is None:
-            return gpu_path(rows, self.out_features)
+            return gpu_path(rows, self.in_features, self.out_features)
         if device.type != "cpu" or devices.runs_triton(device):
             return "reference"
         return "int4pack" if takes_int4pack(rows, dtype, self.out_features, self.group_size) else "tiled"

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels import linear as dispatch
-from kvconvert.kernels.device import fallbacks
+from kvconvert.kernels.device import capability, fallbacks, multiprocessors
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
 from kvconvert.kernels.linear.packed_layout import PackedWeight, pack_weight, unpack_codes
 from kvconvert.kernels.linear.triton.few_rows import few_rows
-from kvconvert.kernels.linear.triton.many_rows import PromptShape, dequantize, prompt, unpacked
+from kvconvert.kernels.linear.triton.many_rows import dequantize, prompt, unpacked
+from kvconvert.kernels.linear.triton.prompt_shapes import PromptShape, split_shape
 
 # Relative error of a whole output: the result's rounding, which the interpreter does by truncation for bfloat16, and
 # for prompts the weights' as well.
@@ -138,6 +139,21 @@ def test_inputs_may_be_split_between_programs(
     assert ((prompt(x, packed, shape, bias) - (y + bias)).abs() <= 2**-10 * (y.abs() + bias.abs())).all()
 
 
+@pytest.mark.parametrize(
+    ("inputs", "group_size", "rows", "splits"),
+    [(1088, 64, 3, 2), (1536, 256, 33, 3), (1152, 128, 65, 2)],
+    ids=["a short last split", "groups of two k blocks", "more rows than a program has"],
+)
+def test_the_chosen_splits_equal_dequantize_then_multiply(
+    device: torch.device, inputs: int, group_size: int, rows: int, splits: int
+) -> None:
+    weight, x = random_weight(inputs, 8, group_size, device), random_rows(rows, inputs, torch.bfloat16, device)
+    packed, groups = pack_weight(weight), inputs // group_size
+    assert split_shape(rows, 1, groups, group_size, multiprocessors(device), capability(device)).splits == splits
+    bias = torch.arange(8.0).to(device, torch.bfloat16)
+    assert relative_error(prompt(x, packed, bias=bias) - bias, x, weight) < 2 * PROMPT_TOLERANCE[torch.bfloat16]
+
+
 def test_small_activations_and_scales_lose_nothing_in_fp16(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
     weight = quantize_weight(torch.randn(32, 128, generator=generator) * 2e-4, 4, 128)
@@ -182,9 +198,10 @@ def test_the_linear_takes_the_kernels_and_keeps_its_promises(device: torch.devic
     module = QuantizedLinear.from_weight(weight, torch.randn(72).to(device, dtype))
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     assert [module.path(rows, dtype, device) for rows in (1, 64, 65)] == ["few rows", "few rows", "unpacked"]
-    wide = QuantizedLinear(64, dispatch.GPU_WIDE_OUTPUTS, 64, device="meta")
-    paths = ["few rows", "few rows", "fused", "fused", "unpacked"]
-    assert [wide.path(rows, dtype, device) for rows in (1, 32, 33, 384, 385)] == paths
+    for outputs, most in ((4096, 256), (6144, 512)):
+        large = QuantizedLinear(4096, outputs, 128, device="meta")
+        paths = ["few rows", "few rows", "fused", "fused", "unpacked"]
+        assert [large.path(rows, dtype, device) for rows in (1, 16, 17, most, most + 1)] == paths
     fallbacks.clear()
     for rows in (3, 65):
         x = random_rows(rows, 256, dtype, device)

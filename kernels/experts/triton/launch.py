@@ -19,7 +19,7 @@ from kvconvert.kernels.experts.triton.kernels import (
 )
 from kvconvert.kernels.linear.packed_layout import TILE, PackedWeight
 from kvconvert.kernels.linear.triton.few_rows import checked, few_rows_shape
-from kvconvert.kernels.linear.triton.many_rows import prompt_shape
+from kvconvert.kernels.linear.triton.prompt_shapes import prompt_shape
 
 SORT_CHUNK = 1024
 COMBINE_COLUMNS = 1024

@@ -6,16 +6,15 @@ of them is dequantized by one thread of a program, in registers, for all of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvconvert.kernels.device import capability
+from kvconvert.kernels.device import capability, multiprocessors
 from kvconvert.kernels.linear.packed_layout import TILE, PackedWeight
 from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, checked, code_operand, multiply, scale_of
+from kvconvert.kernels.linear.triton.prompt_shapes import PromptShape, split_shape
 
 
 @triton.jit
@@ -212,17 +211,6 @@ def dequantize_kernel(
         tl.store(pointers, values.to(weights.dtype.element_ty), mask=mask)
 
 
-@dataclass(frozen=True)
-class PromptShape:
-    """How `prompt` runs: rows and tiles per program, warps, loads in flight (pipeline stages), splits of the inputs."""
-
-    rows: int
-    tiles: int
-    warps: int
-    stages: int
-    splits: int = 1
-
-
 SUM_BLOCK = 1024
 
 
@@ -230,11 +218,14 @@ def prompt(x: Tensor, weight: PackedWeight, shape: PromptShape | None = None, bi
     """x W^T + bias for x [rows, in] of fp16 or bf16: [rows, out], weights dequantized on the way to the tensor cores.
 
     Where the shape splits the inputs, partial sums [splits, rows, out] in float32 are added by a second launch, always
-    in the same order.
+    in the same order. Without a shape, `split_shape` chooses it.
     """
-    rows, shape = checked(x, weight), shape or prompt_shape(len(x), capability(x.device))
+    rows = checked(x, weight)
     tiles, k_blocks = weight.lanes.shape[:2]
     group_k_blocks = weight.group_size // weight.k_block
+    if shape is None:
+        gpu = multiprocessors(x.device), capability(x.device)
+        shape = split_shape(len(x), tiles, weight.grid.shape[1], weight.group_size, *gpu)
     split_k_blocks = triton.cdiv(k_blocks // group_k_blocks, shape.splits) * group_k_blocks
     splits = triton.cdiv(k_blocks, split_k_blocks)
     y = rows.new_empty(rows.shape[0], weight.outputs)
@@ -279,16 +270,6 @@ def unpacked(x: Tensor, weight: PackedWeight, chunk: int = 1 << 26) -> Tensor:
         values = dequantize(weight, x.dtype, start, min(start + step, tiles))
         torch.mm(rows, values.T, out=y[:, start * TILE : start * TILE + values.shape[0]])
     return y
-
-
-def prompt_shape(rows: int, device_capability: tuple[int, int]) -> PromptShape:
-    """What measured best on an H200 for so many rows; benchmarks/gpu_linear.py.
-
-    Elsewhere than on data-center GPUs since Hopper, the larger shape lacks registers or shared memory.
-    """
-    if rows > 128 and (9, 0) <= device_capability < (12, 0):
-        return PromptShape(128, 8, 8, 3)
-    return PromptShape(64, 4, 4, 3)
 
 
 def k_blocks_per_program(k_block: int) -> int:
