@@ -171,7 +171,7 @@ def test_the_bundle_carries_the_processors_files(folder):
 def test_what_is_said_about_images_is_measured_through_what_the_cache_made_of_them(folder, name):
     model, processor = load(folder / name / "bundle", dtype=torch.float32, verify="headers")
     source = Decoder.plain(ARCHITECTURES[name].build())
-    schemes = {bits: KVScheme.preset(f"calibquant-{bits}bit") for bits in (1, 2)}
+    schemes = {bits: KVScheme.preset(f"calibquant-{bits}bit-paper") for bits in (1, 2)}
     found = {
         bits: image_figures(source, Decoder(model, lambda s=scheme: KVCache(model.config, s)), processor, 0)
         for bits, scheme in schemes.items()
