@@ -67,7 +67,7 @@ def kitty_cases() -> Cases:
 def tau_cases() -> Cases:
     cases: Cases = {}
     for bits in (1, 2):
-        plain = full_range(PRESETS[f"calibquant-{bits}bit"])
+        plain = full_range(PRESETS[f"calibquant-{bits}bit-paper"])
         cases |= {
             f"{bits} bit, r = 1, no tau": (plain, NONE),
             f"{bits} bit, r = 1, tau2 = 3": (replace(plain, tau2=3.0), NONE),
@@ -79,8 +79,9 @@ def tau_cases() -> Cases:
             f"{bits} bit, ranges searched, no tau": (plain, RANGES),
             f"{bits} bit, ranges and tau searched": (plain, BOTH),
         }
-    cases["1 bit, released factors and tau"] = (PRESETS["calibquant-1bit"], NONE)
-    cases["1 bit, released factors, no tau"] = (replace(PRESETS["calibquant-1bit"], tau2=0.0), NONE)
+    released = replace(PRESETS["calibquant-1bit-paper"], key_clip_ratio=0.5, value_clip_ratio=0.3)
+    cases["1 bit, released factors and tau"] = (released, NONE)
+    cases["1 bit, released factors, no tau"] = (replace(released, tau2=0.0), NONE)
     return cases
 
 

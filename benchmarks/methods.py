@@ -37,7 +37,7 @@ FIXED = "calibrate_clip_ratios = false\ncalibrate_key_rounding = false\n"
 ONE_BIT = "key_bits = 1\nvalue_bits = 1\nkey_group_size = 128\nvalue_group_size = 128\n"
 # The constants of CalibQuant's released code at 1 bit, which multiplies min and max by them; ours shrinks about the
 # midpoint.
-RELEASED = 'preset = "calibquant-1bit"\nkey_clip_ratio = 0.5\nvalue_clip_ratio = 0.3\n'
+RELEASED = 'preset = "calibquant-1bit-paper"\nkey_clip_ratio = 0.5\nvalue_clip_ratio = 0.3\n'
 # Name to the [kv] table of its recipe.
 METHODS = {
     "kivi": 'preset = "kivi"\n' + FIXED,

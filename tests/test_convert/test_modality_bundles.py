@@ -17,7 +17,7 @@ from kvconvert.errors import CacheError
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache, load, watch_inputs
 
-VISUAL = KVScheme.preset("calibquant-2bit-visual")
+VISUAL = KVScheme.preset("calibquant-2bit-visual-paper")
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen2_audio"])

@@ -51,7 +51,7 @@ def test_what_a_recipe_states_itself_is_not_searched(tmp_path):
         True,
     )
     assert (own.searches_clip_ratio("key"), own.searches_clip_ratio("value")) == (True, False)
-    assert recipe.kv.key_clip_ratio == 0.5  # the preset's, replaced by what calibration finds
+    assert recipe.kv.key_clip_ratio == 0.3  # the preset's, replaced by what calibration finds
     override = recipe.calibration_of(3)
     assert (override.given, override.searches_tau, recipe.scheme(3).tau2) == (["tau2", "value_clip_ratio"], False, 1.0)
     assert recipe.scheme(3).value_clip_ratio == 0.4

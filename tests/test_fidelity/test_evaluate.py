@@ -30,7 +30,7 @@ def make_bundle(source, folder, method: str, kv: str, more: str = ""):
 
 @pytest.fixture(scope="module")
 def report(source, tmp_path_factory):
-    bundle = make_bundle(source, tmp_path_factory.mktemp("rtn"), "rtn", "oscar")
+    bundle = make_bundle(source, tmp_path_factory.mktemp("rtn"), "rtn", "oscar-paper")
     return bundle, evaluate(bundle, against=str(source), tokens=300, progress=False)
 
 

@@ -90,10 +90,12 @@ class ReferenceLayer(DynamicLayer):
                     x[span] = image(channels, 2**bits - 1, channels.shape[2], share).transpose(1, 2)
             elif scheme.evicts:
                 heavy, recent = round(scheme.heavy_ratio * n), round(scheme.recent_ratio * n)
-                middle = self.attention_mass[row, :, padding : padding + n - recent]
+                sinks = scheme.sink_tokens
+                middle = self.attention_mass[row, :, padding + sinks : padding + n - recent]
                 best = middle.argsort(dim=-1, descending=True, stable=True)[:, :heavy].sort(-1).values
-                newest = torch.arange(n - recent, n).expand(best.shape[0], -1)
-                self.kept[row] = padding + torch.cat([best, newest], 1)
+                first, newest = torch.arange(sinks), torch.arange(n - recent, n)
+                first, newest = (part.expand(best.shape[0], -1) for part in (first, newest))
+                self.kept[row] = padding + torch.cat([first, best + sinks, newest], 1)
 
     def _flush(self) -> None:
         scheme = self.scheme
