@@ -75,7 +75,7 @@ def _convert(file: Path, directory: Path) -> None:
 
     weights = {}
     for tensor in GGUFReader(file).tensors:
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)).float()
+        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).float()
         stem = tensor.name.removesuffix(".weight")
         if stem in OTHER_TENSORS:
             name = OTHER_TENSORS[stem]
