@@ -4,6 +4,7 @@
 # make baselines    measure the figures of the slow tests anew and write tests/baselines (a quarter of an hour)
 # make readme       run the quickstart and write its output into README.md
 # make docs         write the tables that are made from the code into docs
+# make real-model   measure every cache preset on SmolLM2-135M-Instruct (minutes on a GPU; TEXT=directory of the texts)
 # make lint         ruff
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 # Two processes of one thread each make better use of two cores than the reverse, and none of them spins while it waits.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test test-full baselines readme docs lint clean
+.PHONY: quickstart test test-full baselines readme docs real-model lint clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python examples/quickstart.py
@@ -36,6 +37,15 @@ baselines: $(VENV)/ready
 
 docs: $(VENV)/ready
 	$(BIN)/python -m kvconvert.methods.tables
+
+REAL_MODEL ?= build/smollm2
+TEXT ?= texts
+
+$(REAL_MODEL)/config.json: $(VENV)/ready
+	$(BIN)/python examples/fetch_smollm2.py $(REAL_MODEL)
+
+real-model: $(REAL_MODEL)/config.json
+	$(BIN)/python benchmarks/real_model.py $(REAL_MODEL) --text $(TEXT) $(REAL_MODEL_OPTIONS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

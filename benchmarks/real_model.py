@@ -15,9 +15,13 @@ rest, and the baseline beside them. Rows that the output holds already, measured
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +41,6 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "real_model.json"
 PAGE = ROOT / "docs" / "real-model.md"
 BASELINE = "oscar-g128"
-BESIDE = f"{BASELINE}, sealed prompt"
 
 
 def arguments() -> argparse.Namespace:
@@ -63,6 +66,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "real-model", help="of calibrations")
+    parser.add_argument("--jobs", type=int, help="calibrations at a time (default: 4 on a GPU, 1 on a CPU)")
     parser.add_argument("--again", action="store_true", help="calibrate and measure anew what is there already")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument(
@@ -82,6 +86,7 @@ class Bench:
         self.shop = Workshop(
             args.model, args.calibration, args.work, torch.device(args.device), getattr(torch, dtype), args.again
         )
+        self.jobs = args.jobs or (4 if on_gpu else 1)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         self.config = AutoConfig.from_pretrained(args.model)
         names = args.texts.split(",")
@@ -128,11 +133,26 @@ class Bench:
             self.report["source"] = {"found": self.recall.of(self.source, "source", self.batch)}
             self.save()
 
-    def measure(self, name: str, table: str) -> None:
-        """One row of a table, unless it is there; a case that cannot be measured gets the reason."""
+    def missing(self, names: Sequence[str], table: str) -> list[str]:
+        """Those that have no row yet."""
         rows = self.report[table]
-        if name in rows and "failure" not in rows[name] and not self.args.again:
+        return [n for n in dict.fromkeys(names) if self.args.again or n not in rows or "failure" in rows[n]]
+
+    def calibrate(self, names: Sequence[str]) -> None:
+        """Calibrate the caches of several cases at a time, in processes of their own: most of it is launching."""
+        if self.jobs < 2 or len(names) < 2:
             return
+        begun = time.monotonic()
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(self.jobs, len(names)), mp_context=context) as pool:
+            # What fails says so when its row is measured.
+            list(pool.map(_calibrate, [(self.shop, name) for name in names]))
+        self.shop.restart = False
+        print(f"{len(names)} calibrations: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+
+    def measure(self, name: str, table: str) -> None:
+        """One row of a table; a case that cannot be measured gets the reason."""
+        rows = self.report[table]
         begun = time.monotonic()
         try:
             case = Case.parse(name)
@@ -181,16 +201,25 @@ def main() -> None:
             wanted = _joined(wanted) + list(args.cases)
         bench = Bench(args)
         bench.measure_source()
-        for name in dict.fromkeys([args.baseline, *wanted]):
+        missing = bench.missing([args.baseline, *wanted], "caches")
+        bench.calibrate(missing)
+        for name in missing:
             bench.measure(name, "caches")
         bench.measure_baseline_sealed()
-        for name in _joined(bundles):
+        for name in bench.missing(_joined(bundles), "bundles"):
             bench.measure(name, "bundles")
     except UsageError as error:
         sys.exit(f"Error: {error}")
     page = args.page or (PAGE if args.output == RESULTS else None)
     text = write_page(bench.report, page)
     print(text)
+
+
+def _calibrate(task: tuple[Workshop, str]) -> None:
+    shop, name = task
+    torch.set_num_threads(2)
+    with contextlib.suppress(KvconvertError):
+        shop.calibrate(Case.parse(name), keep_weights=True)
 
 
 def _joined(parts: list[str]) -> list[str]:

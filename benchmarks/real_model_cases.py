@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.recipe import Recipe
+from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import UsageError
 from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder
@@ -116,7 +117,7 @@ class Workshop:
 
     def cache_of(self, case: Case) -> Calibrated:
         """The source model, its weights as they are, with the case's cache; rotations of values are made online."""
-        store = self._calibrate(case, keep_weights=True)
+        store = self.calibrate(case, keep_weights=True)
         layers = range(store.state.num_layers)
         plan = {name: tensor for layer in layers for name, tensor in store.layer_plan(layer).items()}
         found = [store.layer_record(layer).scheme for layer in layers]
@@ -128,14 +129,15 @@ class Workshop:
 
     def bundle_of(self, case: Case) -> Calibrated:
         """The exported bundle of a case, with its weights."""
-        store = self._calibrate(case, keep_weights=False)
+        store = self.calibrate(case, keep_weights=False)
         bundle = store.path.parent / "bundle"
         export(store.path, bundle, force=True, progress=False)
         model, _ = load(bundle, dtype=self.dtype, verify="headers")
         decoder = decoder_of(model.to(self.device).eval())
         return Calibrated(decoder, tuple(getattr(model, "kv_schemes", ())), getattr(model, "kv_plan", {}))
 
-    def _calibrate(self, case: Case, keep_weights: bool):
+    def calibrate(self, case: Case, keep_weights: bool) -> WorkDir:
+        """The finished working directory of a case; one that is there already is taken."""
         kind = "cache" if keep_weights else "bundle"
         directory = self.work / f"{kind}-{_UNSAFE.sub('_', case.name)}"
         directory.mkdir(parents=True, exist_ok=True)

@@ -156,9 +156,37 @@ def export(work: Path, bundle: Path, force: bool, device: str | None) -> None:
 )
 @click.option("--device", metavar="D", help="cpu or cuda; a GPU by default if there is one.")
 @click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default the model's, on a CPU float32.")
+@click.option(
+    "--harness", "tasks", metavar="TASK,...", help="Measure tasks of lm-evaluation-harness, or .yaml files, instead."
+)
+@click.option("--limit", metavar="N", type=click.IntRange(min=1), help="Examples of each task of --harness.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with every figure.")
-def evaluate(bundle: Path, only: str | None, tokens: int | None, as_json: bool, **options: Any) -> None:
-    """Measure how far BUNDLE departs from its source, decoding with the low-bit cache."""
+def evaluate(
+    bundle: Path,
+    only: str | None,
+    tokens: int | None,
+    tasks: str | None,
+    limit: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Measure how far BUNDLE departs from its source, decoding with the low-bit cache.
+
+    With --harness, tasks of lm-evaluation-harness are measured instead, and with --against those of that model, too.
+    """
+    if tasks is not None:
+        others = {"only": only, "tokens": tokens, "data": options.pop("data"), "context": options.pop("context")}
+        given = [f"--{name}" for name, value in others.items() if value is not None]
+        if given:
+            raise UsageError(f"{given[0]} says nothing to tasks of --harness; leave one of them out.")
+        _quiet()
+        from kvconvert.fidelity.harness import harness
+
+        found = harness(bundle, [name.strip() for name in tasks.split(",") if name.strip()], limit=limit, **options)
+        click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found.table())
+        return
+    if limit is not None:
+        raise UsageError("--limit is of the tasks of --harness; name some, or leave it out.")
     from kvconvert.fidelity import evaluate as run
 
     parts = None if only is None else [name.strip() for name in only.split(",") if name.strip()]

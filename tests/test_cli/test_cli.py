@@ -167,6 +167,27 @@ def test_eval_prints_one_json_object_with_the_figures_of_the_contract(folder):
             value = value[part]
 
 
+def test_eval_measures_the_parts_that_are_chosen_and_refuses_others(folder):
+    options = ["--against", folder / "model", "--only", "weights, cache", "--device", "cpu"]
+    result = kvconvert("eval", folder / "bundle", *options)
+    assert result.exit_code == 0, result.output
+    rows = result.stdout.splitlines()
+    assert [row.partition("  ")[0] for row in rows[1:4]] == [
+        "KV cache, bytes per token",
+        "KV cache, bits per value",
+        "weights, bytes",
+    ]
+    assert "Measuring cache, weights: about" in result.stderr
+    for options, said in (
+        (["--only", "speed"], "'speed' is not a part"),
+        (["--context", "100000"], "more than the"),
+        (["--device", "abacus"], "--device may be cpu or cuda"),
+        (["--dtype", "int8"], "--dtype is int8"),
+        (["--limit", "3"], "--limit is of the tasks"),
+    ):
+        assert said in refusal(2, "eval", folder / "bundle", "--against", folder / "model", *options)
+
+
 def test_bench_prints_a_table_and_writes_json(folder, tmp_path):
     file = tmp_path / "speed.json"
     options = ["--context", "16", "--context", "200", "--new-tokens", "3", "--device", "cpu", "--json", file]

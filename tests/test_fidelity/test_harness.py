@@ -1,0 +1,102 @@
+"""Tasks of lm-evaluation-harness are answered through the low-bit cache, offline with a task file of our own."""
+
+import json
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny.checkpoints import REFERENCE, tiny_model
+from transformers import AutoTokenizer
+
+from kvconvert.cli import cli
+from kvconvert.fidelity.scoring import Decoder, feed
+from kvconvert.methods import KVScheme
+from kvconvert.runtime import KVCache
+
+TASK = """
+task: ours
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{text}}}}"
+"""
+GENERATION = (
+    TASK
+    + 'doc_to_target: "{{{{answer}}}}"\ngeneration_kwargs: {options}\n'
+    + ("metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]\n")
+)
+
+
+def test_without_lm_eval_one_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "kvconvert.fidelity.harness", raising=False)
+    result = CliRunner().invoke(cli, ["eval", "bundle", "--harness", "ours.yaml"])
+    assert result.exit_code == 2
+    assert "install kvconvert[harness]" in result.stderr
+    result = CliRunner().invoke(cli, ["eval", "bundle", "--harness", "ours.yaml", "--tokens", "5"])
+    assert "--tokens says nothing to tasks" in result.stderr
+
+
+@pytest.fixture
+def lm():
+    """Makes the harness's view of a tiny model, with a cache of a scheme."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvconvert[harness]")
+    from kvconvert.fidelity.harness import CachedLM
+
+    model = tiny_model("llama", 0, max_position_embeddings=512)
+    model.set_attn_implementation("kvconvert")
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
+    return lambda scheme: CachedLM(Decoder(model, lambda: KVCache(model.config, scheme)), tokenizer, 2, False)
+
+
+def test_likelihoods_are_those_of_tokens_read_one_by_one_through_the_cache(lm):
+    low = lm(KVScheme(key_bits=1, value_bits=1))
+    ids = torch.randint(4096, (2, 270), generator=torch.Generator().manual_seed(0)).tolist()
+    requests = [(None, row[:262], row[262:]) for row in ids]
+    found = low._loglikelihood_tokens(requests)
+    with torch.no_grad():
+        for (score, greedy), row in zip(found, ids, strict=True):
+            cache = low.decoder.new_cache()
+            parts = [row[:128], row[128:256], *([token] for token in row[256:])]
+            logits = [feed(low.decoder, cache, torch.tensor([part])).logits[0, -1] for part in parts]
+            scores = torch.stack(logits[-9:-1]).log_softmax(-1)
+            # Chunks sum in another order, which can move a code to its neighbour.
+            assert score == pytest.approx(float(scores[range(8), row[262:]].sum()), abs=0.02)
+            assert not greedy
+    exact = lm(KVScheme(key_bits=16, value_bits=16))._loglikelihood_tokens(requests)
+    assert all(abs(one[0] - two[0]) > 0.1 for one, two in zip(found, exact, strict=True))
+
+
+def run(lm, tmp_path, task: str, **values):
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": text, "answer": values["answer"]}) + "\n" for text in values["texts"]))
+    file = tmp_path / "ours.yaml"
+    file.write_text(task.format(rows=rows, kind=values["kind"], options=values.get("options")))
+    manager = TaskManager(include_defaults=False)
+    found = simple_evaluate(lm, tasks=[str(file)], task_manager=manager, log_samples=True, bootstrap_iters=0)
+    return found["samples"]["ours"]
+
+
+def test_a_task_file_is_generated_and_cut_at_its_stop_strings(lm, tmp_path):
+    model = lm(KVScheme())
+    task = {"kind": "generate_until", "texts": ["It was a dark night"], "answer": "x"}
+    (whole,) = run(model, tmp_path, GENERATION, options="{until: [], max_gen_toks: 6}", **task)
+    text = whole["resps"][0][0]
+    assert len(model.tok_encode(text, add_special_tokens=False)) >= 4
+    (cut,) = run(model, tmp_path, GENERATION, options=f"{{until: [{json.dumps(text[5])}], max_gen_toks: 6}}", **task)
+    assert cut["resps"][0][0] == text[: text.index(text[5])]
+
+
+def test_sampling_is_refused_by_name(lm, tmp_path):
+    from kvconvert.errors import UsageError
+
+    task = {"kind": "generate_until", "texts": ["It was"], "answer": "x"}
+    with pytest.raises(UsageError, match="do_sample = True"):
+        run(lm(KVScheme()), tmp_path, GENERATION, options="{until: [], do_sample: true, temperature: 0.7}", **task)
+    with pytest.raises(UsageError, match="repetition_penalty"):
+        run(lm(KVScheme()), tmp_path, GENERATION, options="{until: [], repetition_penalty: 2.0}", **task)
