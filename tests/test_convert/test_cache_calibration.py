@@ -18,7 +18,7 @@ from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.recipe import KVCalibration, LayerOverride, Recipe, WeightsRecipe, preset_names
 from kvconvert.errors import BundleError, RecipeError, UnsupportedModelError
-from kvconvert.methods import PRESETS, KVScheme
+from kvconvert.methods import PRESETS, SEARCHED_FIELDS, KVScheme
 from kvconvert.runtime import KVCache, load
 
 NO_WEIGHTS = WeightsRecipe(method="none")
@@ -66,7 +66,7 @@ def test_every_preset_calibrates_exports_loads_and_generates(tmp_path, model, te
     work = calibrate(str(model), tmp_path / "work", recipe=recipe, data=text, samples=2, seq_len=LENGTH, progress=False)
     for scheme, given in zip(schemes(work), [recipe.kv] * 3, strict=True):
         changed = {f for f, v in scheme.to_dict().items() if v != getattr(given, f)}
-        assert changed <= {"key_clip_ratio", "value_clip_ratio", "tau1", "tau2", "heavy_ratio", "allocation"}
+        assert changed <= {*SEARCHED_FIELDS, "heavy_ratio", "allocation"}
     bundle = export(tmp_path / "work", tmp_path / "bundle", progress=False)
     opened = open_bundle(bundle)
     assert opened.manifest.schemes() == schemes(work)
@@ -98,7 +98,8 @@ def test_ranges_are_chosen_layer_by_layer_and_a_given_one_stays(tmp_path, model,
     given = run(model, tmp_path / "one", text, fixed, calibration=KVCalibration(given=["key_clip_ratio"]))
     assert {s.key_clip_ratio for s in schemes(given)} == {0.5}
     assert [s.value_clip_ratio for s in schemes(given)] == [s.value_clip_ratio for s in schemes(searched)]
-    off = run(model, tmp_path / "off", text, fixed, calibration=KVCalibration(calibrate_clip_ratios=False))
+    neither = KVCalibration(calibrate_clip_ratios=False, calibrate_key_rounding=False)
+    off = run(model, tmp_path / "off", text, fixed, calibration=neither)
     assert schemes(off) == [fixed] * 3
     assert "clip_ratios" not in off.layer_record(0).statistics
 

@@ -70,7 +70,7 @@ FORMATS = {
     "boosted": key_format(dim=48, boosted=5),
     "1 bit, boosted": key_format(1, dim=40, page=128, group=128, boosted=7),
     "4 bits, boosted": key_format(4, dim=16, boosted=2),
-    "static": key_format(4, dim=24, group=32, static=True),
+    "static": key_format(4, dim=24, page=128, group=128, static=True),
     "small pages": key_format(dim=16, page=16),
     "128 channels": key_format(dim=128, group=32),
     "256 channels": key_format(dim=256, group=32),
@@ -123,12 +123,14 @@ def test_pages_of_several_layers_have_matrices_of_their_own(device):
 @pytest.mark.full
 def test_keys_that_are_rotated_on_the_way(device):
     f = key_format()
-    keys, pages, flag = random_keys(1, f, device), noise(1, f, device), new_flag(device)
+    keys, pages, flag = random_keys(1, f, device, torch.float32), noise(1, f, device), new_flag(device)
     table = launch.page_table(list(keys), keys, [pages.buffer], pages.buffer, f.page_size)
     matrices = launch.one_feedback(feedback(16, device), 1)
     launch.quantize_key_pages(keys, keys.stride(2), table, f, pages.buffer, flag, rotate=True, feedback=matrices)
-    rotated = (keys.float() @ hadamard_matrix(16).float().to(device)).bfloat16()
-    assert_same(pages, quantize_keys(rotated.cpu(), f, feedback=feedback(16, "cpu")), f)
+    rotated = keys.cpu() @ hadamard_matrix(16).float()
+    expected = quantize_keys(rotated, f, feedback=feedback(16, "cpu"))
+    torch.testing.assert_close(pages.scale.cpu(), expected.scale, rtol=2e-3, atol=1e-4)
+    assert (key_codes(on_cpu(pages), f) != key_codes(expected, f)).any(2).float().mean() <= 0.05
 
 
 @pytest.mark.full

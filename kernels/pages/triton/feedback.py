@@ -172,6 +172,7 @@ def key_feedback_kernel(
         tl.store(exchange, _picked(tl.reshape(w, [BLOCKS, BLOCK, TOKENS]), number == block))
         tl.debug_barrier()
         current = tl.load(exchange)
+        tl.debug_barrier()
         codes = tl.zeros([BLOCK, TOKENS], tl.float32)
         for i in tl.static_range(BLOCK):
             # Beyond the last channel another one stands in, whose error is not passed on.
