@@ -28,10 +28,10 @@ from kvconvert.runtime import KVCache
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples" / "reference-lm"
-NONE = KVCalibration(calibrate_clip_ratios=False, given=["tau1", "tau2"])
-RANGES = KVCalibration(given=["tau1", "tau2"])
-TAU = KVCalibration(calibrate_clip_ratios=False)
-BOTH = KVCalibration()
+NONE = KVCalibration(calibrate_clip_ratios=False, given=["key_rounding", "tau1", "tau2"])
+RANGES = KVCalibration(given=["key_rounding", "tau1", "tau2"])
+TAU = KVCalibration(calibrate_clip_ratios=False, given=["key_rounding"])
+BOTH = KVCalibration(given=["key_rounding"])
 
 OSCAR_128 = PRESETS["oscar-g128"]
 KITTY, KITTY_PRO = PRESETS["kitty"], PRESETS["kitty-pro"]
@@ -74,7 +74,7 @@ def tau_cases() -> Cases:
             f"{bits} bit, r = 1, tau searched": (plain, TAU),
             f"{bits} bit, r = 1, tau per layer": (
                 plain,
-                KVCalibration(calibrate_clip_ratios=False, tau_per_layer=True),
+                KVCalibration(calibrate_clip_ratios=False, tau_per_layer=True, given=["key_rounding"]),
             ),
             f"{bits} bit, ranges searched, no tau": (plain, RANGES),
             f"{bits} bit, ranges and tau searched": (plain, BOTH),

@@ -33,7 +33,7 @@ MODEL = ROOT / "examples" / "reference-lm"
 RESULTS = ROOT / "benchmarks" / "results" / "methods.json"
 SAMPLES, LENGTH = 32, 512  # of the calibration text
 MEASURED_TOKENS = 2048
-FIXED = "calibrate_clip_ratios = false\n"
+FIXED = "calibrate_clip_ratios = false\ncalibrate_key_rounding = false\n"
 ONE_BIT = "key_bits = 1\nvalue_bits = 1\nkey_group_size = 128\nvalue_group_size = 128\n"
 # What CalibQuant's released code hard-codes at 1 bit.
 RELEASED = 'preset = "calibquant-1bit"\nkey_clip_ratio = 0.5\nvalue_clip_ratio = 0.3\n'

@@ -97,9 +97,9 @@ class _Decoding:
         scores = sample.scores(queries, keys).masked_fill(~sample.visible_in(sequence)[rows], float("-inf"))
         return cls(sample, span, queries, keys, sample.values[sequence], scores, sample.weights(scores))
 
-    def read_back(self, f: SpanFormat) -> tuple[Tensor, Tensor]:
+    def read_back(self, f: SpanFormat, feedback: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values of the span's tokens as the runtime reads them, [H, n, channels]."""
-        quantized = quantize_span(self.keys[:, self.span], self.values[:, self.span], f)
+        quantized = quantize_span(self.keys[:, self.span], self.values[:, self.span], f, feedback)
         return span_keys(quantized, f), span_values(quantized, f)
 
     def weights_with(self, span_scores: Tensor, tau1: float, tau2: float) -> Tensor:
@@ -140,6 +140,7 @@ def search_taus(
     key_clip_ratios: Sequence[float],
     value_clip_ratios: Sequence[float],
     sink_tokens: int = 0,
+    feedback: Tensor | None = None,
 ) -> TauTables:
     """Measure every pair (tau1, tau2) with every clip ratio; see the module's docstring.
 
@@ -151,6 +152,7 @@ def search_taus(
         key_clip_ratios, value_clip_ratios: values to try, descending; ties go to the larger one. A single value
             means no search.
         sink_tokens: first tokens of a sequence that stay in full precision.
+        feedback: with which keys are rounded, see `quantize_span`.
     """
     pairs = [(i, j) for i in range(len(tau1s)) for j in range(len(tau2s))]
     value_clip_ratio = _best_value_clip_ratio(sample, span, value_clip_ratios, sink_tokens)
@@ -160,7 +162,7 @@ def search_taus(
     for case in _cases(sample, sink_tokens):
         visible += float((case.scores > float("-inf")).sum())
         for r, key_clip_ratio in enumerate(key_clip_ratios):
-            keys, _ = case.read_back(replace(span, key_clip_ratio=key_clip_ratio))
+            keys, _ = case.read_back(replace(span, key_clip_ratio=key_clip_ratio), feedback)
             scores = sample.scores(case.queries, keys)
             for i, j in pairs:
                 weights = case.weights_with(scores, tau1s[i], tau2s[j])
@@ -172,7 +174,7 @@ def search_taus(
         exact = case.weights @ case.values.unsqueeze(1)
         size += float(exact.square().sum(dtype=torch.float64))
         for i, j in pairs:
-            keys, values = case.read_back(replace(span, key_clip_ratio=key_clip_ratios[int(best[i, j])]))
+            keys, values = case.read_back(replace(span, key_clip_ratio=key_clip_ratios[int(best[i, j])]), feedback)
             scores = sample.scores(case.queries, keys)
             weights = case.weights_with(scores, tau1s[i], tau2s[j])
             difference = weights @ case.values.unsqueeze(1) - exact
@@ -299,6 +301,7 @@ class CalibQuantPass(CalibrationPass):
             SPAN_CLIP_RATIO_GRID if self.search_keys else (f.key_clip_ratio,),
             SPAN_CLIP_RATIO_GRID if self.search_values else (f.value_clip_ratio,),
             cache.sink_tokens,
+            cache.pages.key_feedback,
         )
         errors = {"tau_error": self._tables.clip_ratio_error, "tau_output_error": self._tables.output_error}
         require_finite(errors, "attention weights", work)

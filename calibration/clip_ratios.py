@@ -68,7 +68,7 @@ def stored_keys(keys: Tensor, cache: CacheFormat, clip_ratio: float) -> Tensor:
         return keys
     pages = keys[:, part].unflatten(1, (count, f.page_size)).transpose(0, 1)
     fixed = cache.pages.boosted, cache.static_keys(clip_ratio)
-    read = dequantize_keys(quantize_keys(pages, f, *fixed), f, *fixed)
+    read = dequantize_keys(quantize_keys(pages, f, *fixed, cache.pages.key_feedback), f, *fixed)
     result = keys.clone()
     result[:, part] = read.permute(1, 0, 3, 2).flatten(1, 2)
     return result

@@ -9,6 +9,7 @@ from typing import Any
 
 from aot_variants.variant import Variant
 from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, ValueFormat
+from kvconvert.kernels.pages.triton.feedback import feedback_constants, feedback_warps, key_feedback_kernel
 from kvconvert.kernels.pages.triton.keys import joint_norm_kernel, key_page_kernel
 from kvconvert.kernels.pages.triton.launch import (
     NORM_TOKENS,
@@ -40,6 +41,7 @@ def variants(capability: int) -> Iterator[Variant]:
         for bits, partial in product((1, 2, 4, 8), (False, True)):
             yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, static=True), partial)
             yield _value_variant(dtype, ValueFormat(8, dim, PAGE_SIZE, bits, dim, static=True), partial)
+        yield from _feedback_variants(dtype, dim)
         tile, name = tile_of(dim, 2), f"{dtype}-{dim}"
         shape = {"HEADS": 8, "HEAD_SIZE": dim, "TILE": tile}
         page = {"PAGE": PAGE_SIZE, "ROTATE": False}
@@ -66,6 +68,26 @@ def _key_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Variant:
     return variant
 
 
+def _feedback_variants(dtype: str, dim: int) -> Iterator[Variant]:
+    for bits, norm in product((1, 2, 4, 8), ("none", "joint", "per_head")):
+        yield _feedback_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 32 if norm == "none" else 128, norm))
+    for bits, select in product((1, 2), ("dynamic", "calibrated")):
+        fixed = select == "calibrated"
+        yield _feedback_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, boosted=dim // 8, fixed_channels=fixed))
+    for bits in (1, 2, 4, 8):
+        yield _feedback_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, static=True), partial=True)
+
+
+def _feedback_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Variant:
+    constants = feedback_constants(key_constants(f, tile_of(f.head_dim, f.bits), False, partial))
+    select = f"{'calibrated' if f.fixed_channels else 'dynamic'}{f.boosted}" if f.boosted else ""
+    name = f"feedback-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{'-static' * f.static}"
+    variant = _variant(name + "-partial" * partial, key_feedback_kernel, dtype, constants, feedback_warps(constants))
+    # A thread holds all channels of a token, of which 256 are more than it has registers.
+    many = f.head_dim > 128
+    return replace(variant, spills="a token's channels fill the registers", most_local=0.5 if many else 0.05)
+
+
 def _value_variant(dtype: str, f: ValueFormat, partial: bool = False) -> Variant:
     constants = value_constants(f, partial)
     name = f"values-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}{'-static' * f.static}{'-partial' * partial}"
@@ -77,6 +99,9 @@ _TYPES = {
     "records": "*i16",
     "record_bytes": "*u8",
     "table": "*i64",
+    "feedback_table": "*i64",
+    "feedback": "*fp16",
+    "scratch": "*fp32",
     "boosted": "*i64",
     "flag": "*i32",
     "extremes": "*fp32",

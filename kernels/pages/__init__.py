@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvconvert.kernels import device
+from kvconvert.kernels.pages.feedback import round_with_feedback, round_with_feedback_reference
 from kvconvert.kernels.pages.flag import new_flag, raise_if_flagged
 from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales, KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.pages.layout import ALIGNMENT
@@ -70,6 +71,8 @@ __all__ = [
     "quantize_values",
     "raise_if_flagged",
     "rank_channels",
+    "round_with_feedback",
+    "round_with_feedback_reference",
     "token_norms",
     "unsupported",
     "unsupported_dequantization",
@@ -129,6 +132,7 @@ def quantize_in_place(
     channels: torch.Tensor | None = None,
     static: ChannelScales | None = None,
     fall_back: Callable[[str, str], None] = device.fall_back,
+    feedback: torch.Tensor | None = None,
 ) -> None:
     """Quantize complete pages of many sequences and write them where they are to be stored, in one launch on a GPU.
 
@@ -139,6 +143,7 @@ def quantize_in_place(
         channels, static: as for `quantize_keys` and `quantize_values`.
         fall_back: called with operation and reason where kernels run on the device but do not serve these tokens. Of
             a device without kernels, attention tells.
+        feedback: as for `quantize_keys`.
 
     Raises:
         NumericError: what cannot be quantized, where no kernel found it; `index` is (page, head, ...) then.
@@ -148,7 +153,7 @@ def quantize_in_place(
     if reason is None:
         from kvconvert.kernels.pages.triton.launch import quantize_page_records
 
-        quantize_page_records(tokens, pages, flag, channels, static)
+        quantize_page_records(tokens, pages, flag, channels, static, feedback)
         return
     if device.runs_triton(tokens[0].device):
         fall_back("page quantization", reason)
@@ -157,7 +162,7 @@ def quantize_in_place(
         every = part.unflatten(1, (-1, size)).transpose(0, 1)
         for some in every.split(REFERENCE_PAGES):
             if isinstance(pages[0], KeyPages):
-                quantized = quantize_keys(some, pages[0].format, channels, static)
+                quantized = quantize_keys(some, pages[0].format, channels, static, feedback)
             else:
                 quantized = quantize_values(some, pages[0].format, static)
             for record in quantized.buffer:

@@ -77,6 +77,8 @@ class LayerFormat:
         keys, values: their formats.
         boosted: int64 [H, boosted], the key channels with more bits where these are fixed for the layer.
         static_keys, static_values: the scales of all pages, where the formats say that these are static.
+        key_feedback: float16 [H, D, D], with which keys are rounded (`pages/feedback.py`); None rounds to nearest. It
+            says how codes came about, not what they mean.
     """
 
     keys: KeyFormat
@@ -84,3 +86,4 @@ class LayerFormat:
     boosted: torch.Tensor | None = None
     static_keys: ChannelScales | None = None
     static_values: ChannelScales | None = None
+    key_feedback: torch.Tensor | None = None

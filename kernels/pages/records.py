@@ -57,11 +57,14 @@ class PageWrites(NamedTuple):
         tokens: byte addresses of each page's first token, at multiples of 16; tokens of a head lie side by side.
         head_strides: elements from head to head.
         records: byte addresses of the records.
+        feedback: byte addresses of float16 [H, D, D] for the error feedback of each page's layer, at multiples of 16;
+            None rounds to nearest.
     """
 
     tokens: np.ndarray
     head_strides: np.ndarray
     records: np.ndarray
+    feedback: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

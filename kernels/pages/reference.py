@@ -8,6 +8,7 @@ import torch
 
 from kvconvert.errors import NumericError
 from kvconvert.kernels.packing import pack_codes, unpack_codes
+from kvconvert.kernels.pages.feedback import round_with_feedback
 from kvconvert.kernels.pages.formats import ChannelScales, KeyFormat, ValueFormat
 from kvconvert.kernels.pages.records import KeyPages, ValuePages, record_of
 from kvconvert.kernels.quantizer import dequantize, quantize, quantize_static
@@ -57,7 +58,11 @@ def rank_channels(keys: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def quantize_keys(
-    keys: torch.Tensor, f: KeyFormat, channels: torch.Tensor | None = None, static: ChannelScales | None = None
+    keys: torch.Tensor,
+    f: KeyFormat,
+    channels: torch.Tensor | None = None,
+    static: ChannelScales | None = None,
+    feedback: torch.Tensor | None = None,
 ) -> KeyPages:
     """Quantize whole pages of keys [N, H, P, D], any float dtype, after RoPE and the scheme's rotation.
 
@@ -66,6 +71,8 @@ def quantize_keys(
         f: how.
         channels: int64 [H, boosted], the channels to boost where the format fixes them.
         static: of the layer, where `f.static`.
+        feedback: float16 [H, D, D], with which channels are rounded one after another (`pages/feedback.py`); None
+            rounds each number to its nearest code.
 
     Returns:
         N pages. Codes are computed from the stored norm, scale and zero point. A boosted channel's scale and zero point
@@ -78,6 +85,9 @@ def quantize_keys(
         return KeyPages(keys.contiguous(), f)
     if f.static:
         codes = quantize_static(keys, f.bits, static.scale.unsqueeze(1), static.zero_point.unsqueeze(1))
+        if feedback is not None:
+            grid = (part.expand(len(keys), -1, -1).unsqueeze(3) for part in static)
+            codes = round_with_feedback(keys.transpose(2, 3), *grid, 2**f.bits - 1, feedback).transpose(2, 3)
         return record_of(f, codes=pack_codes(codes, f.bits, dim=2, across=3))
     norm = None
     if f.token_norm != "none":
@@ -87,7 +97,10 @@ def quantize_keys(
     transposed = keys.transpose(2, 3)
     plain = quantize(transposed, f.bits, f.group_size, dim=3, clip_ratio=f.clip_ratio)
     if not f.boosted:
-        codes = pack_codes(plain.codes.transpose(2, 3), f.bits, dim=2, across=3)
+        codes = plain.codes
+        if feedback is not None:
+            codes = round_with_feedback(transposed, plain.scale, plain.zero_point, 2**f.bits - 1, feedback)
+        codes = pack_codes(codes.transpose(2, 3), f.bits, dim=2, across=3)
         return record_of(f, codes=codes, scale=plain.scale, zero_point=plain.zero_point, norm=norm)
     chosen = channels.expand(len(keys), -1, -1) if f.fixed_channels else rank_channels(keys, f.boosted)
 
@@ -96,14 +109,20 @@ def quantize_keys(
 
     fine = quantize(transposed.gather(2, rows_of(transposed)), 2 * f.bits, f.group_size, dim=3, clip_ratio=f.clip_ratio)
     low_mask = 2**f.bits - 1
-    codes = plain.codes.scatter(2, rows_of(plain.codes), fine.codes & low_mask)
+    scale = plain.scale.scatter(2, rows_of(plain.scale), fine.scale)
+    zero_point = plain.zero_point.scatter(2, rows_of(plain.zero_point), fine.zero_point)
+    codes = plain.codes.scatter(2, rows_of(plain.codes), fine.codes)
+    if feedback is not None:
+        largest = torch.full(codes.shape[:3], low_mask, device=codes.device).scatter_(2, chosen, 4**f.bits - 1)
+        codes = round_with_feedback(transposed, scale, zero_point, largest, feedback)
+    high = codes.gather(2, rows_of(codes)) >> f.bits
     return record_of(
         f,
-        codes=pack_codes(codes.transpose(2, 3), f.bits, dim=2, across=3),
-        scale=plain.scale.scatter(2, rows_of(plain.scale), fine.scale),
-        zero_point=plain.zero_point.scatter(2, rows_of(plain.zero_point), fine.zero_point),
+        codes=pack_codes((codes & low_mask).transpose(2, 3), f.bits, dim=2, across=3),
+        scale=scale,
+        zero_point=zero_point,
         norm=norm,
-        high=pack_codes((fine.codes >> f.bits).transpose(2, 3), f.bits, dim=2, across=3),
+        high=pack_codes(high.transpose(2, 3), f.bits, dim=2, across=3),
         channels=chosen,
     )
 

@@ -48,8 +48,12 @@ def unsupported(keys: torch.Tensor, values: torch.Tensor) -> str | None:
     return pages.unsupported(keys) or pages.unsupported(values)
 
 
-def quantize_span(keys: torch.Tensor, values: torch.Tensor, f: SpanFormat) -> Span:
+def quantize_span(
+    keys: torch.Tensor, values: torch.Tensor, f: SpanFormat, feedback: torch.Tensor | None = None
+) -> Span:
     """Quantize all tokens of a span: keys [H, n, D], values [H, n, E], n at least 1.
+
+    `feedback` float16 [H, D, D] rounds keys as `pages/feedback.py` does; None rounds to nearest.
 
     Raises:
         NumericError: NaN, infinity, or a scale or zero point beyond float16.
@@ -58,7 +62,7 @@ def quantize_span(keys: torch.Tensor, values: torch.Tensor, f: SpanFormat) -> Sp
     if reason is None:
         from kvconvert.kernels.spans.triton.launch import quantize_span as quantize_by_kernels
 
-        return quantize_by_kernels(keys, values, f)
+        return quantize_by_kernels(keys, values, f, feedback)
     if device.runs_triton(keys.device):
         device.fall_back("Quantization of a span", reason)
-    return quantize_span_reference(keys, values, f)
+    return quantize_span_reference(keys, values, f, feedback)

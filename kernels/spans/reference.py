@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvconvert.kernels.packing import pack_codes, unpack_codes
+from kvconvert.kernels.pages.feedback import round_with_feedback
 from kvconvert.kernels.pages.formats import PAGE_SIZE
 from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.spans.formats import Span, SpanFormat
@@ -13,10 +14,17 @@ from kvconvert.kernels.spans.formats import Span, SpanFormat
 TILE_BLOCKS = 64
 
 
-def quantize_span_reference(keys: torch.Tensor, values: torch.Tensor, f: SpanFormat) -> Span:
+def quantize_span_reference(
+    keys: torch.Tensor, values: torch.Tensor, f: SpanFormat, feedback: torch.Tensor | None = None
+) -> Span:
     """`quantize_span` in plain PyTorch, on every device."""
     n = keys.shape[1]
     key = quantize(keys, f.key_bits, n, dim=1, clip_ratio=f.key_clip_ratio)
+    if feedback is not None:
+        grid = [part.transpose(1, 2).unsqueeze(0) for part in (key.scale, key.zero_point)]
+        parts = keys.transpose(1, 2).unsqueeze(0).split(TILE_BLOCKS * PAGE_SIZE, dim=3)
+        codes = [round_with_feedback(part, *grid, 2**f.key_bits - 1, feedback) for part in parts]
+        key = key._replace(codes=torch.cat(codes, 3)[0].transpose(1, 2))
     value = quantize(values, f.value_bits, n, dim=1, clip_ratio=f.value_clip_ratio)
     # The last block is filled up with code 0; whoever unpacks it cuts the padding off.
     key_codes, value_codes = (

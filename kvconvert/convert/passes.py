@@ -10,6 +10,7 @@ from kvconvert.calibration.attention_sample import AttentionSampler
 from kvconvert.calibration.awq import AwqPass
 from kvconvert.calibration.calibquant import CalibQuantPass
 from kvconvert.calibration.clip_ratios import ClipRatioPass
+from kvconvert.calibration.error_feedback import ErrorFeedbackPass
 from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
@@ -27,6 +28,7 @@ PASSES: tuple[type[CalibrationPass], ...] = (
     KittyPass,
     AwqPass,
     StaticScalesPass,
+    ErrorFeedbackPass,
     ClipRatioPass,
     CalibQuantPass,
     MiniKVPass,

@@ -12,6 +12,7 @@ files in `kvconvert/convert/presets`; dropping one in extends the command line. 
     preset = "oscar"      # a preset of kvconvert.methods, or "none" for a cache left alone
     key_group_size = 128  # any field of KVScheme replaces the preset's; without a preset, plain groups
     calibrate_clip_ratios = true  # choose both clip ratios of each layer, but for the one that is given here
+    calibrate_key_rounding = true # error feedback for keys of 1 to 3 bits, unless key_rounding is given here
     tau_grid = [0, 1, 2, 3]       # values tried for both shifts of spans, unless one is given here
     tau_per_layer = false         # one pair for all layers
 
@@ -374,9 +375,7 @@ def _kv(
     """A scheme and what is calibrated, from one table over what holds without it."""
     fields = dict(values)
     preset = fields.pop("preset", None)
-    options = {
-        name: fields.pop(name) for name in ("calibrate_clip_ratios", "tau_grid", "tau_per_layer") if name in fields
-    }
+    options = {name: fields.pop(name) for name in OPTIONS if name in fields}
     if preset == "none":
         if fields or options:
             raise RecipeError(

@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 from kvconvert.errors import RecipeError
 from kvconvert.methods.calibquant import CalibQuant, TauSearch
 from kvconvert.methods.clip_ratio import ClipRatio, ClipRatioSearch
+from kvconvert.methods.error_feedback import ErrorFeedback, KeyRoundingSearch
 from kvconvert.methods.kitty import Kitty
 from kvconvert.methods.kivi import Kivi
 from kvconvert.methods.minikv import MiniKV
@@ -19,13 +20,22 @@ from kvconvert.methods.oscar import Oscar
 from kvconvert.methods.part import STRICT, LayerShape, Part, PlanTensor
 from kvconvert.methods.static_scales import StaticScales
 
-PARTS: tuple[type[Part], ...] = (Kivi, Oscar, Kitty, CalibQuant, MiniKV, StaticScales, ClipRatio)
-SEARCHES = (ClipRatioSearch, TauSearch)
+PARTS: tuple[type[Part], ...] = (
+    Kivi,
+    Oscar,
+    Kitty,
+    CalibQuant,
+    MiniKV,
+    StaticScales,
+    ClipRatio,
+    ErrorFeedback,
+)
+SEARCHES = (ClipRatioSearch, KeyRoundingSearch, TauSearch)
 
 
 # Python collects a dataclass's fields from its last base to its first.
 @dataclass(frozen=True, config=STRICT)
-class _Fields(ClipRatio, StaticScales, MiniKV, CalibQuant, Kitty, Oscar, Kivi):
+class _Fields(ErrorFeedback, ClipRatio, StaticScales, MiniKV, CalibQuant, Kitty, Oscar, Kivi):
     """The fields of all parts."""
 
     def __post_init__(self) -> None:
@@ -169,7 +179,7 @@ SEARCHED_FIELDS: tuple[str, ...] = tuple(field for part in PARTS for field in pa
 
 
 @dataclass(frozen=True, config=STRICT)
-class KVCalibration(TauSearch, ClipRatioSearch):
+class KVCalibration(TauSearch, KeyRoundingSearch, ClipRatioSearch):
     """What calibration chooses for the cache; it is no part of a `KVScheme`, which describes the outcome alone.
 
     Attributes:

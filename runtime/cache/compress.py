@@ -131,7 +131,7 @@ def _seal_span(store: LayerStore, work: SealSpan) -> None:
     row, parts = store.rows[work.row], list(work.parts)
     with _NamedErrors([store], 0):
         keys, values = (_joined([side.tokens(*part) for part in parts]) for side in (row.keys, row.values))
-        row.spans.append(quantize_span(keys, values, store.span_format))
+        row.spans.append(quantize_span(keys, values, store.span_format, store.format.key_feedback))
     for side in (row.keys, row.values):
         side.remove(parts, work.used)
 
@@ -194,9 +194,11 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
     storages = [store.key_pages if is_key else store.value_pages for store in stores]
     sample = _tokens(_buffer(first, pending[0], is_key), pending[0], size)
     if unsupported(sample, size) is not None:
-        tokens = [_tokens(_buffer(store, part, is_key), part, size) for store in stores for part in pending]
-        pages = [view for storage in storages for part in pending for view in storage.views(part.numbers)]
-        quantize_in_place(tokens, pages, first.flag, channels, static, first.fall_back)
+        for store, storage in zip(stores, storages, strict=True):
+            tokens = [_tokens(_buffer(store, part, is_key), part, size) for part in pending]
+            pages = [view for part in pending for view in storage.views(part.numbers)]
+            feedback = store.format.key_feedback if is_key else None
+            quantize_in_place(tokens, pages, first.flag, channels, static, store.fall_back, feedback)
         return
     numbers = np.array([number for part in pending for number in part.numbers], dtype=np.int64)
     records = [storage.offsets(numbers, first.origin) * UNIT + first.origin.data_ptr() for storage in storages]
@@ -207,7 +209,10 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
     buffers = [[_buffer(store, part, is_key) for part in pending] for store in stores]
     starts = np.array([[buffer.address for buffer in line] for line in buffers])[:, place] + distance
     strides = np.array([[buffer.head_stride for buffer in line] for line in buffers])[:, place]
-    writes = PageWrites(starts.flatten(), strides.flatten(), np.concatenate(records))
+    feedback = None
+    if is_key and f.key_feedback is not None:
+        feedback = np.repeat([store.format.key_feedback.data_ptr() for store in stores], len(numbers))
+    writes = PageWrites(starts.flatten(), strides.flatten(), np.concatenate(records), feedback)
     quantize_at(writes, sample, storages[0].views(pending[0].numbers)[0], first.flag, channels, static)
 
 
@@ -220,13 +225,16 @@ def _tokens(buffer: TokenBuffer, part: PendingPages, size: int) -> torch.Tensor:
 
 
 def _launched_together(stores: list[LayerStore]) -> list[list[LayerStore]]:
-    """Layers whose pages one launch of the kernels can write: of one format, without tensors of their own."""
+    """Layers whose pages one launch of the kernels can write: of one format, without tensors of their own.
+
+    Matrices of error feedback are found by their addresses, and so may be each layer's own.
+    """
     groups: dict[Hashable, list[LayerStore]] = {}
     for store in stores:
         f = store.format
         own = f.boosted is not None or f.static_keys is not None or f.static_values is not None
         alone = own or not runs_triton(store.device)
-        key = store.index if alone else (f.keys, f.values, store.dtype, store.device)
+        key = store.index if alone else (f.keys, f.values, f.key_feedback is None, store.dtype, store.device)
         groups.setdefault(key, []).append(store)
     return list(groups.values())
 

@@ -52,8 +52,11 @@ def layer_format(scheme: KVScheme, heads: int, key_dim: int, value_dim: int) -> 
     return LayerFormat(keys, values)
 
 
-def with_plan(format: LayerFormat, plan: Mapping[str, torch.Tensor], device: torch.device) -> LayerFormat:
-    """A layer's formats with what they need of its part of the KV plan: fixed boosted channels, static scales.
+def with_plan(
+    format: LayerFormat, scheme: KVScheme, plan: Mapping[str, torch.Tensor], device: torch.device
+) -> LayerFormat:
+    """A layer's formats with what its scheme needs of its part of the KV plan: fixed boosted channels, static scales,
+    error feedback.
 
     Raises:
         RecipeError: a tensor is missing or does not fit the layer's shape.
@@ -63,7 +66,20 @@ def with_plan(format: LayerFormat, plan: Mapping[str, torch.Tensor], device: tor
         boosted=_fixed_channels(format.keys, plan, device),
         static_keys=_static_scales("key", format.keys, plan, device),
         static_values=_static_scales("value", format.values, plan, device),
+        key_feedback=_key_feedback(format.keys, plan, device) if scheme.feeds_errors_back else None,
     )
+
+
+def _key_feedback(f: KeyFormat, plan: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The matrices float16 [H, D, D] of a layer that rounds its keys with error feedback."""
+    feedback, expected = plan.get("key_feedback"), (f.heads, f.head_dim, f.head_dim)
+    shape = None if feedback is None else tuple(feedback.shape)
+    if shape != expected:
+        raise RecipeError(
+            f"[kv] key_rounding = 'error_feedback' needs key_feedback of shape {expected} from a KV plan, and found "
+            f'{"none" if shape is None else shape}; use a bundle calibrated so, or key_rounding = "nearest".'
+        )
+    return feedback.to(device, torch.float16).contiguous()
 
 
 def _fixed_channels(f: KeyFormat, plan: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor | None:

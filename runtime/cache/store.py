@@ -141,7 +141,9 @@ class LayerStore:
         batch, heads, _, key_dim = keys.shape
         value_dim = values.shape[-1]
         self.dtype, self.device = keys.dtype, keys.device
-        self.format = with_plan(layer_format(self.scheme, heads, key_dim, value_dim), self.plan, self.device)
+        self.format = with_plan(
+            layer_format(self.scheme, heads, key_dim, value_dim), self.scheme, self.plan, self.device
+        )
         self.span_format = span_format(self.scheme)
         group = self.group
         if self.pages is not None and self.pages.is_allocated_storage:

@@ -9,6 +9,7 @@ from kvconvert.calibration.attention_sample import AttentionSampler
 from kvconvert.calibration.awq import AwqPass
 from kvconvert.calibration.calibquant import CalibQuantPass
 from kvconvert.calibration.clip_ratios import ClipRatioPass
+from kvconvert.calibration.error_feedback import ErrorFeedbackPass
 from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
@@ -18,6 +19,7 @@ from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods.calibquant import CalibQuant
 from kvconvert.methods.clip_ratio import ClipRatio
+from kvconvert.methods.error_feedback import ErrorFeedback
 from kvconvert.methods.kitty import Kitty
 from kvconvert.methods.minikv import MiniKV
 from kvconvert.methods.oscar import Oscar
@@ -38,6 +40,7 @@ CASES = {
     AwqPass: (None, lambda: [AwqPass(4, 32)], {}),
     CalibQuantPass: (CalibQuant, lambda: sampled(lambda s: CalibQuantPass(s, (0.0, 1.0))), {"span": SpanFormat(2, 2)}),
     ClipRatioPass: (ClipRatio, lambda: sampled(ClipRatioPass), {}),
+    ErrorFeedbackPass: (ErrorFeedback, lambda: [ErrorFeedbackPass()], {}),
     KittyPass: (Kitty, lambda: [KittyPass("calibrated")], {"pages": BOOSTED}),
     MiniKVPass: (MiniKV, lambda: sampled(lambda s: MiniKVPass(s, 0.25)), {}),
     OscarPass: (Oscar, lambda: [OscarPass(True, 32)], {}),

@@ -175,6 +175,8 @@ def test_layers_that_share_a_budget_have_one():
 
 def test_what_is_searched_is_what_nobody_states():
     span = KVScheme.preset("calibquant-1bit")
-    assert KVCalibration().searched(span) == ["key_clip_ratio", "value_clip_ratio", "tau1 and tau2"]
-    assert KVCalibration(given=["tau2", "key_clip_ratio"]).searched(span) == ["value_clip_ratio"]
-    assert KVCalibration(calibrate_clip_ratios=False).searched(KVScheme.preset("kivi")) == []
+    assert KVCalibration().searched(span) == ["key_clip_ratio", "value_clip_ratio", "key_rounding", "tau1 and tau2"]
+    assert KVCalibration(given=["tau2", "key_clip_ratio", "key_rounding"]).searched(span) == ["value_clip_ratio"]
+    neither = KVCalibration(calibrate_clip_ratios=False, calibrate_key_rounding=False)
+    assert neither.searched(KVScheme.preset("kivi")) == []
+    assert KVCalibration(calibrate_clip_ratios=False).searched(KVScheme(key_bits=4)) == []

@@ -23,6 +23,7 @@ from kvconvert.kernels.packing import field_bits
 from kvconvert.kernels.pages.formats import ChannelScales, KeyFormat, ValueFormat
 from kvconvert.kernels.pages.layout import ALIGNMENT, KeyLayout, ValueLayout
 from kvconvert.kernels.pages.records import KeyPages, PageWrites, ValuePages
+from kvconvert.kernels.pages.triton.feedback import PageFeedback, launch_feedback
 from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM, PER_HEAD, joint_norm_kernel, key_page_kernel
 from kvconvert.kernels.pages.triton.values import copy_page_kernel, value_page_kernel
 from kvconvert.kernels.rotate.matrices import hadamard_signs
@@ -47,12 +48,14 @@ def quantize_page_records(
     flag: torch.Tensor,
     channels: torch.Tensor | None,
     static: ChannelScales | None,
+    feedback: torch.Tensor | None,
 ) -> None:
     """`quantize_in_place` of kernels/pages/__init__.py, of tokens that `unsupported` accepts."""
     f, base, records = pages[0].format, tokens[0], pages[0].buffer
     table = page_table(tokens, base, [view.buffer for view in pages], records, f.page_size)
     if isinstance(f, KeyFormat):
-        quantize_key_pages(base, base.stride(1), table, f, records, flag, channels, static)
+        matrices = None if feedback is None else one_feedback(feedback, len(table))
+        quantize_key_pages(base, base.stride(1), table, f, records, flag, channels, static, feedback=matrices)
     else:
         quantize_value_pages(base, base.stride(1), table, f, records, flag, static)
 
@@ -72,14 +75,28 @@ def quantize_addressed(
     table[:, 1] = writes.head_strides
     table[:, 2] = (writes.records - records.data_ptr()) // records.element_size()
     table[:, 3] = f.page_size
-    on_host = torch.from_numpy(table)
-    # From pageable memory the copy would wait for what the device is doing.
-    on_host = on_host.pin_memory() if like.is_cuda else on_host
-    on_device = on_host.to(like.device, non_blocking=True)
+    on_device = _uploaded(table, like.device)
     if isinstance(f, KeyFormat):
-        quantize_key_pages(like, like.stride(1), on_device, f, records, flag, channels, static)
+        feedback = None
+        if writes.feedback is not None:
+            # Addresses of float16 numbers, counted from the records', which are of 16 bits too.
+            base = records.view(torch.float16)
+            feedback = PageFeedback(base, _uploaded((writes.feedback - base.data_ptr()) // 2, like.device))
+        quantize_key_pages(like, like.stride(1), on_device, f, records, flag, channels, static, feedback=feedback)
     else:
         quantize_value_pages(like, like.stride(1), on_device, f, records, flag, static)
+
+
+def _uploaded(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    on_host = torch.from_numpy(numbers)
+    # From pageable memory the copy would wait for what the device is doing.
+    on_host = on_host.pin_memory() if device.type == "cuda" else on_host
+    return on_host.to(device, non_blocking=True)
+
+
+def one_feedback(feedback: torch.Tensor, pages: int) -> PageFeedback:
+    """One layer's matrices float16 [H, D, D], contiguous, for all pages."""
+    return PageFeedback(feedback, torch.zeros(pages, dtype=torch.int64, device=feedback.device))
 
 
 def page_table(
@@ -128,6 +145,7 @@ def quantize_key_pages(
     channels: torch.Tensor | None = None,
     static: ChannelScales | None = None,
     rotate: bool = False,
+    feedback: PageFeedback | None = None,
 ) -> None:
     """Write key pages into their records; `quantize_keys` in kernels/pages/reference.py says what.
 
@@ -141,6 +159,7 @@ def quantize_key_pages(
         channels: int64 [H, boosted], where the format fixes them.
         static: of the layer, where `f.static`.
         rotate: keys are not rotated yet; a Hadamard rotation, rounded to their dtype as a stored key is, goes first.
+        feedback: the pages' matrices where keys are rounded with error feedback; 16-bit keys are not rounded.
     """
     pages, tile = table.shape[0], tile_of(f.head_dim, f.bits)
     matrix, normaliser = hadamard_signs(f.head_dim, base.dtype, base.device) if rotate else (base, 1.0)
@@ -158,7 +177,7 @@ def quantize_key_pages(
             base, records, table, matrix, flag, token_stride, normaliser, f.heads, f.head_dim, tile, f.page_size,
             tokens, layout.joint_norm, mean_abs, rotate, num_warps=warps_for(tokens * tile), **UNFUSED,
         )  # fmt: skip
-    launch_keys(base, token_stride, table, f, records, flag, channels, static, rotate, partial=False)
+    launch_keys(base, token_stride, table, f, records, flag, channels, static, rotate, False, feedback)
 
 
 def launch_keys(
@@ -172,6 +191,7 @@ def launch_keys(
     static: ChannelScales | None,
     rotate: bool,
     partial: bool,
+    feedback: PageFeedback | None = None,
 ) -> None:
     """Write key pages of 8 bits or fewer, whose joint norms are there; `partial` pages may have fewer tokens."""
     tile = tile_of(f.head_dim, f.bits)
@@ -179,23 +199,24 @@ def launch_keys(
     dynamic = f.boosted > 0 and not f.fixed_channels
     constants, layout = key_constants(f, tile, rotate, partial), KeyLayout.of(f)
     blocks = triton.cdiv(layout.rows, constants["ROW_TILE"])
+    shared = {
+        "keys": base,
+        "records": records,
+        "record_bytes": records.view(torch.uint8) if dynamic else records,
+        "table": table,
+        "static_scales": static.scale if f.static else records,
+        "static_zero_points": static.zero_point if f.static else records,
+        "boosted": channels if f.boosted and not dynamic else table,
+        "matrix": matrix,
+        "token_stride": token_stride,
+        "normaliser": normaliser,
+    }
+    factor, shrink = shrinkage(f.clip_ratio)
     key_page_kernel[(table.shape[0] * f.heads * blocks,)](
-        base,
-        records,
-        records.view(torch.uint8) if dynamic else records,
-        table,
-        static.scale if f.static else records,
-        static.zero_point if f.static else records,
-        channels if f.boosted and not dynamic else table,
-        matrix,
-        flag,
-        token_stride,
-        normaliser,
-        *shrinkage(f.clip_ratio),
-        **constants,
-        num_warps=key_warps(constants),
-        **UNFUSED,
+        **shared, flag=flag, factor=factor, shrink=shrink, **constants, num_warps=key_warps(constants), **UNFUSED
     )
+    if feedback is not None:
+        launch_feedback(feedback, table.shape[0], shared, constants)
 
 
 def key_constants(f: KeyFormat, tile: int, rotate: bool, partial: bool) -> dict[str, Any]:

@@ -7,7 +7,15 @@ import torch
 from kvconvert.kernels.pages.flag import new_flag, raise_if_flagged
 from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales, KeyFormat, ValueFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
-from kvconvert.kernels.pages.triton.launch import UNFUSED, launch_keys, launch_values, shrinkage, tile_of, warps_for
+from kvconvert.kernels.pages.triton.launch import (
+    UNFUSED,
+    launch_keys,
+    launch_values,
+    one_feedback,
+    shrinkage,
+    tile_of,
+    warps_for,
+)
 from kvconvert.kernels.spans.formats import Span, SpanFormat
 from kvconvert.kernels.spans.triton.kernels import channel_range_kernel, channel_scale_kernel
 
@@ -16,7 +24,9 @@ SPAN_PARTS = 64
 RANGE_TOKENS = 32
 
 
-def quantize_span(keys: torch.Tensor, values: torch.Tensor, f: SpanFormat) -> Span:
+def quantize_span(
+    keys: torch.Tensor, values: torch.Tensor, f: SpanFormat, feedback: torch.Tensor | None = None
+) -> Span:
     """`quantize_span` of kernels/spans/__init__.py: keys [H, n, D], values [H, n, E] of any strides that
     `unsupported` accepts.
 
@@ -29,7 +39,7 @@ def quantize_span(keys: torch.Tensor, values: torch.Tensor, f: SpanFormat) -> Sp
     parts = []
     for x, bits, factor in ((keys, f.key_bits, f.key_clip_ratio), (values, f.value_bits, f.value_clip_ratio)):
         scales = _channel_scales(x, bits, factor, flag)
-        codes = _span_codes(x, bits, blocks, scales, flag, x is keys)
+        codes = _span_codes(x, bits, blocks, scales, flag, x is keys, feedback)
         parts += [codes, *scales]
     raise_if_flagged(flag, heads, of_span=True)
     return Span(tokens, *parts)
@@ -53,7 +63,13 @@ def _channel_scales(x: torch.Tensor, bits: int, factor: float, flag: torch.Tenso
 
 
 def _span_codes(
-    x: torch.Tensor, bits: int, blocks: int, scales: ChannelScales, flag: torch.Tensor, is_key: bool
+    x: torch.Tensor,
+    bits: int,
+    blocks: int,
+    scales: ChannelScales,
+    flag: torch.Tensor,
+    is_key: bool,
+    feedback: torch.Tensor | None,
 ) -> torch.Tensor:
     """Codes of a span in blocks, which are static pages of their own scales; the last may be partly filled."""
     heads, tokens, dim = x.shape
@@ -67,7 +83,8 @@ def _span_codes(
     table = table.to(x.device, non_blocking=True)
     codes = torch.empty(blocks, heads, layout.lanes, layout.rows, dtype=torch.int16, device=x.device)
     if is_key:
-        launch_keys(x, x.stride(1), table, f, codes, flag, None, scales, rotate=False, partial=True)
+        matrices = None if feedback is None else one_feedback(feedback, blocks)
+        launch_keys(x, x.stride(1), table, f, codes, flag, None, scales, False, True, matrices)
     else:
         launch_values(x, x.stride(1), table, g, codes, flag, scales, partial=True)
     return codes

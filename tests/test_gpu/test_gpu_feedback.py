@@ -1,0 +1,144 @@
+"""The kernel that rounds keys with error feedback stores the codes of the reference, and touches nothing else.
+
+A sum of another order may decide between two codes, and then later ones of that token differ: of one token in fifty.
+Records hold noise beforehand.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from kvconvert.calibration.error_feedback import feedback_matrices
+from kvconvert.kernels.pages import (
+    ChannelScales,
+    KeyFormat,
+    KeyPages,
+    PageWrites,
+    empty_keys,
+    key_codes,
+    new_flag,
+    quantize_at,
+    quantize_in_place,
+    quantize_keys,
+    raise_if_flagged,
+)
+from kvconvert.kernels.pages.triton import launch
+from kvconvert.kernels.rotate import hadamard_matrix
+from kvconvert.kernels.spans import SpanFormat, quantize_span, quantize_span_reference, span_keys
+
+
+def key_format(bits=2, dim=16, page=32, group=16, **more) -> KeyFormat:
+    return KeyFormat(2, dim, page, bits, group, **more)
+
+
+def feedback(dim: int, device, seed: int = 0) -> torch.Tensor:
+    few = torch.randn(2, dim, max(1, dim // 4), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return feedback_matrices(few @ few.transpose(1, 2))[0].half().to(device)
+
+
+def random_keys(pages: int, f: KeyFormat, device, dtype=torch.bfloat16) -> torch.Tensor:
+    torch.manual_seed(f.head_dim)
+    x = torch.randn(pages, f.heads, f.page_size, f.head_dim) * (1 + torch.rand(f.head_dim))
+    return x.to(device, dtype)
+
+
+def noise(count: int, f: KeyFormat, device) -> KeyPages:
+    pages = empty_keys(count, f, torch.bfloat16, device)
+    pages.buffer.random_(-(2**15), 2**15 - 1)
+    return pages
+
+
+def on_cpu(pages: KeyPages) -> KeyPages:
+    return KeyPages(format=pages.format, **{name: tensor.cpu() for name, tensor in pages.tensors()})
+
+
+def assert_same(found: KeyPages, expected: KeyPages, f: KeyFormat, fixed=None) -> None:
+    found = on_cpu(found)
+    for name, tensor in expected.tensors():
+        if name not in ("codes", "high") and f.token_norm == "none":
+            assert torch.equal(getattr(found, name), tensor), name
+    different = (key_codes(found, f, fixed) != key_codes(expected, f, fixed)).any(2)
+    assert different.float().mean() <= 0.02
+
+
+FORMATS = {
+    "joint norm": key_format(token_norm="joint", clip_ratio=0.85),
+    "1 bit, fixed channels": key_format(1, dim=16, boosted=3, fixed_channels=True),
+    "two programs of a page": key_format(dim=16, page=64, group=64),
+    "norms of heads": key_format(4, dim=40, token_norm="per_head"),
+    "8 bits": key_format(8, dim=16),
+    "boosted": key_format(dim=48, boosted=5),
+    "1 bit, boosted": key_format(1, dim=40, page=128, group=128, boosted=7),
+    "4 bits, boosted": key_format(4, dim=16, boosted=2),
+    "static": key_format(4, dim=24, group=32, static=True),
+    "small pages": key_format(dim=16, page=16),
+    "128 channels": key_format(dim=128, group=32),
+    "256 channels": key_format(dim=256, group=32),
+}
+FULL = list(FORMATS)[2:]
+
+
+@pytest.mark.parametrize("name", [*list(FORMATS)[:2], *(pytest.param(n, marks=pytest.mark.full) for n in FULL)])
+def test_pages_hold_the_codes_of_the_reference(device, name):
+    f = FORMATS[name]
+    keys, matrices = random_keys(1, f, device), feedback(f.head_dim, device)
+    fixed = torch.tensor([[0, 3, 11], [2, 5, 15]]) if f.fixed_channels else None
+    static = None
+    if f.static:
+        static = ChannelScales(*(torch.full((2, f.head_dim), v, device=device).half() for v in (0.4, -3.0)))
+    pages, flag = noise(1, f, device), new_flag(device)
+    quantize_in_place(
+        list(keys), [pages], flag, None if fixed is None else fixed.to(device), static, pytest.fail, matrices
+    )
+    raise_if_flagged(flag, f.heads)
+    on_host = None if static is None else ChannelScales(*(part.cpu() for part in static))
+    assert_same(pages, quantize_keys(keys.cpu(), f, fixed, on_host, matrices.cpu()), f, fixed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_every_dtype_of_keys(device, dtype):
+    f = key_format()
+    keys, pages = random_keys(2, f, device, dtype), noise(2, f, device)
+    quantize_in_place(list(keys), [pages], new_flag(device), fall_back=pytest.fail, feedback=feedback(16, device))
+    assert_same(pages, quantize_keys(keys.cpu(), f, feedback=feedback(16, "cpu")), f)
+
+
+def test_pages_of_several_layers_have_matrices_of_their_own(device):
+    f = key_format()
+    keys, pages = random_keys(2, f, device), noise(2, f, device)
+    matrices = [feedback(16, device, seed) for seed in (1, 2)]
+    records = pages.buffer
+    writes = PageWrites(
+        np.array([page.data_ptr() for page in keys]),
+        np.array([page.stride(0) for page in keys]),
+        np.array([record.data_ptr() for record in records]),
+        np.array([matrix.data_ptr() for matrix in matrices]),
+    )
+    quantize_at(writes, keys[0], pages, new_flag(device))
+    for i, matrix in enumerate(matrices):
+        assert_same(pages.select(slice(i, i + 1)), quantize_keys(keys[i : i + 1].cpu(), f, feedback=matrix.cpu()), f)
+
+
+@pytest.mark.full
+def test_keys_that_are_rotated_on_the_way(device):
+    f = key_format()
+    keys, pages, flag = random_keys(1, f, device), noise(1, f, device), new_flag(device)
+    table = launch.page_table(list(keys), keys, [pages.buffer], pages.buffer, f.page_size)
+    matrices = launch.one_feedback(feedback(16, device), 1)
+    launch.quantize_key_pages(keys, keys.stride(2), table, f, pages.buffer, flag, rotate=True, feedback=matrices)
+    rotated = (keys.float() @ hadamard_matrix(16).float().to(device)).bfloat16()
+    assert_same(pages, quantize_keys(rotated.cpu(), f, feedback=feedback(16, "cpu")), f)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bits", [1, 2])
+def test_spans_hold_the_codes_of_the_reference(device, bits):
+    f = SpanFormat(bits, bits)
+    keys, values = (torch.randn(2, 131, 16).bfloat16().to(device) for _ in range(2))
+    found = quantize_span(keys, values, f, feedback(16, device))
+    expected = quantize_span_reference(keys.cpu(), values.cpu(), f, feedback(16, "cpu"))
+    assert torch.equal(found.value_codes.cpu(), expected.value_codes)
+    apart = (found.key_codes.cpu() != expected.key_codes).float().mean()
+    assert apart <= 0.02  # padding beyond the last token included
+    assert span_keys(expected, f).shape == (2, 131, 16)

@@ -1,0 +1,154 @@
+"""Keys rounded with error feedback: what the formula promises, and every path against the sequential reference."""
+
+import pytest
+import torch
+
+from kvconvert.calibration.error_feedback import feedback_matrices
+from kvconvert.kernels.pages import (
+    ChannelScales,
+    KeyFormat,
+    dequantize_keys,
+    key_codes,
+    normalised_keys,
+    quantize_keys,
+    round_with_feedback,
+    round_with_feedback_reference,
+)
+from kvconvert.kernels.quantizer import quantize
+from kvconvert.kernels.spans import SpanFormat, quantize_span_reference, span_keys
+
+
+def moments(heads: int, dim: int, seed: int = 0) -> torch.Tensor:
+    """E[q^T q] float64 [heads, dim, dim] of queries that lie mostly in a quarter of the directions."""
+    generator = torch.Generator().manual_seed(seed)
+    few = torch.randn(heads, dim, max(1, dim // 4), generator=generator, dtype=torch.float64)
+    return few @ few.transpose(1, 2) + 0.2 * torch.eye(dim, dtype=torch.float64)
+
+
+def feedback(heads: int, dim: int) -> torch.Tensor:
+    return feedback_matrices(moments(heads, dim))[0].half()
+
+
+def random_keys(pages: int, heads: int, tokens: int, dim: int) -> torch.Tensor:
+    torch.manual_seed(dim)
+    x = torch.randn(pages, heads, tokens, dim) * (0.5 + torch.rand(dim))
+    x[-1, -1, 3] = 0
+    return x
+
+
+def damped(moments: torch.Tensor) -> torch.Tensor:
+    mean = moments.diagonal(dim1=1, dim2=2).mean(1)
+    return moments + 0.1 * mean[:, None, None] * torch.eye(moments.shape[1], dtype=torch.float64)
+
+
+def test_each_channel_is_rounded_to_what_is_best_after_the_errors_before_it():
+    """By the definition, without a factorisation: later channels, were they free, would be set to a minimum of
+    d H d^T given the differences d so far; a channel is rounded from there.
+    """
+    heads, dim, tokens = 2, 7, 128
+    h, x = damped(moments(heads, dim)), random_keys(1, heads, tokens, dim)
+    grid = quantize(x.transpose(2, 3), 2, 32, dim=3)
+    found = round_with_feedback_reference(
+        x.transpose(2, 3), grid.scale, grid.zero_point, 3, feedback_matrices(moments(heads, dim))[0]
+    )
+    scale, zero_point = (part[0].double().repeat_interleave(32, 2).transpose(1, 2) for part in grid[1:])
+    exact, differences = x[0].double(), torch.zeros(heads, tokens, dim, dtype=torch.float64)
+    for i in range(dim):
+        best = -torch.linalg.solve(h[:, i:, i:], h[:, i:, :i] @ differences[:, :, :i].transpose(1, 2))
+        target = exact[:, :, i] + best[:, 0]
+        code = ((target - zero_point[:, :, i]) / scale[:, :, i]).round().clamp(0, 3)
+        assert torch.equal(found[0, :, i].double(), code)
+        differences[:, :, i] = code * scale[:, :, i] + zero_point[:, :, i] - exact[:, :, i]
+
+
+@pytest.mark.parametrize(("dim", "group", "bits"), [(8, 32, 2), (40, 128, 1), (80, 16, 4)], ids=str)
+def test_blocks_of_channels_give_the_codes_of_one_channel_after_another(dim, group, bits):
+    """But where the order of sums decides between two codes, which then lets later ones of that token differ."""
+    x = random_keys(3, 2, 128, dim).transpose(2, 3)
+    grid = quantize(x, bits, group, dim=3)[1:]
+    largest = torch.full((3, 2, dim), 2**bits - 1).index_fill(2, torch.tensor([1, dim - 1]), 4**bits - 1)
+    for limit in (2**bits - 1, largest):
+        found, expected = (
+            function(x, *grid, limit, feedback(2, dim))
+            for function in (round_with_feedback, round_with_feedback_reference)
+        )
+        assert found.dtype == torch.uint8
+        assert (found != expected).any(2).float().mean() < 0.01
+
+
+def test_the_error_that_queries_see_falls_and_the_plain_error_rises():
+    h, x = moments(2, 64), random_keys(4, 2, 128, 64)
+    f, seen, plain = KeyFormat(2, 64, 128, 2, 128), [], []
+    for matrices in (None, feedback(2, 64)):
+        d = dequantize_keys(quantize_keys(x, f, feedback=matrices), f).transpose(2, 3).double() - x
+        seen.append(float(torch.einsum("nhpd,hde,nhpe->", d, h, d)))
+        plain.append(float(d.square().sum()))
+    assert seen[1] < 0.6 * seen[0]
+    assert plain[1] > plain[0]
+
+
+FORMATS = {
+    "joint": KeyFormat(2, 24, 128, 2, 32, token_norm="joint", clip_ratio=0.85),
+    "per head, 1 bit": KeyFormat(2, 24, 128, 1, 128, token_norm="per_head"),
+    "boosted": KeyFormat(2, 24, 128, 2, 128, boosted=5),
+    "boosted, 1 bit, fixed": KeyFormat(2, 24, 128, 1, 128, boosted=5, fixed_channels=True),
+    "static": KeyFormat(2, 24, 128, 4, 128, static=True),
+}
+
+
+@pytest.mark.parametrize("f", FORMATS.values(), ids=FORMATS)
+def test_only_the_codes_of_a_page_change(f):
+    """Norms, scales, zero points and boosted channels are those of the unmodified page; codes are the reference's."""
+    x = random_keys(2, 2, 128, 24)
+    fixed = torch.tensor([[0, 3, 4, 11, 23], [1, 2, 7, 8, 22]]) if f.fixed_channels else None
+    static = ChannelScales(torch.full((2, 24), 0.4).half(), torch.full((2, 24), -3.0).half()) if f.static else None
+    near, fed = (quantize_keys(x, f, fixed, static, matrices) for matrices in (None, feedback(2, 24)))
+    for name, tensor in near.tensors():
+        assert torch.equal(tensor, getattr(fed, name)) == (name not in ("codes", "high")), name
+    keys = normalised_keys(x, f)
+    if f.token_norm != "none":
+        keys = x * torch.where(near.norm > 0, near.norm.float().reciprocal(), 0.0).unsqueeze(3)
+    chosen = near.channels.long() if near.channels is not None else fixed.expand(2, -1, -1) if f.boosted else None
+    largest = torch.full((2, 2, 24), 2**f.bits - 1)
+    if chosen is not None:
+        largest.scatter_(2, chosen, 4**f.bits - 1)
+    grid = (near.scale, near.zero_point) if static is None else [p.expand(2, -1, -1).unsqueeze(3) for p in static]
+    expected = round_with_feedback_reference(keys.transpose(2, 3), *grid, largest, feedback(2, 24))
+    assert (key_codes(fed, f, fixed) != expected).any(2).float().mean() < 0.01
+    if f.token_norm == "per_head":
+        assert not dequantize_keys(fed, f)[-1, -1, :, 3].any()  # a token of zeros stays one
+
+
+def test_uncorrelated_queries_leave_rounding_as_it_is():
+    x, f = random_keys(2, 2, 128, 24), KeyFormat(2, 24, 128, 2, 32)
+    identity = feedback_matrices(torch.diag_embed(torch.rand(2, 24)))[0].half()
+    assert torch.equal(quantize_keys(x, f, feedback=identity).codes, quantize_keys(x, f).codes)
+
+
+def test_a_token_of_a_span_is_rounded_by_itself():
+    f, x = SpanFormat(2, 2), random_keys(1, 2, 131, 24)[0]
+    span = quantize_span_reference(x, x, f, feedback(2, 24))
+    grid = [part[None, :, :, None] for part in (span.key_scale, span.key_zero_point)]
+    codes = round_with_feedback_reference(x.transpose(1, 2)[None], *grid, 3, feedback(2, 24))[0].transpose(1, 2)
+    expected = codes * span.key_scale.float().unsqueeze(1) + span.key_zero_point.float().unsqueeze(1)
+    assert (span_keys(span, f) != expected).any(2).float().mean() < 0.01
+    assert (span_keys(quantize_span_reference(x, x, f), f) != expected).any(2).float().mean() > 0.5
+
+
+def test_matrices_are_those_of_the_inverse_moments():
+    h = moments(2, 24)
+    matrices, left = feedback_matrices(h)
+    assert torch.equal(matrices, matrices.triu())
+    assert torch.equal(matrices.diagonal(dim1=1, dim2=2), torch.ones(2, 24, dtype=torch.float64))
+    # F^T diag(U_ii^2) F is the inverse of the damped moments
+    inverse = torch.linalg.inv(damped(h))
+    conditional = torch.linalg.inv(torch.linalg.cholesky(inverse, upper=True)).diagonal(dim1=1, dim2=2)
+    found = matrices.transpose(1, 2) @ torch.diag_embed(conditional.pow(-2)) @ matrices
+    torch.testing.assert_close(found, inverse)
+    assert ((left > 0) & (left < 1)).all()
+
+
+def test_without_queries_nothing_is_fed_back():
+    matrices, left = feedback_matrices(torch.zeros(1, 5, 5))
+    assert torch.equal(matrices[0], torch.eye(5, dtype=torch.float64))
+    assert float(left) == pytest.approx(1)
