@@ -11,12 +11,12 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from tqdm import tqdm
 
-from kvconvert.auto.clip_ratios import candidate_clip_ratios
+from kvconvert.auto.clip_ratios import candidate_clip_ratios, candidate_feedback
 from kvconvert.auto.layers import SearchedLayer, searched_layers
 from kvconvert.auto.model import ExactText, SimulatedModel
 from kvconvert.auto.plans import MeasuredPlan, Plan, PlanSearch
@@ -187,15 +187,17 @@ class _Measuring:
     model: SimulatedModel
     say: Callable[[str], None]
     text: ExactText | None = None
+    clip_text: ExactText | None = None
+    feedback: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
     def table(self, tokens: TokenData, ids: torch.Tensor, progress: bool) -> list[LayerAllocation]:
         """Divergence and clip ratio of every candidate, layer by layer; `keys` and `values` are still empty."""
         layers = self.task.layers
         sides = dict(zip(("key", "value"), searched_sides(self.recipe.kv, self.recipe.calibration), strict=True))
         rows = tokens.ids[:CLIP_ROWS]
-        clip_text = self.model.read(rows, rows.shape[1])
+        self.clip_text = self.model.read(rows, rows.shape[1])
         self.text = self.model.read(ids, PAGE_SIZE)
-        self._announce(clip_text, sides)
+        self._announce(sides)
         done = []
         total = sum(len(layer.candidates) for layer in layers)
         with tqdm(total=total, desc="candidates", unit="", disable=not progress) as bar:
@@ -203,7 +205,7 @@ class _Measuring:
                 name = f"layer-{layer.index:05d}"
                 committed = self.directory.measurement(name)
                 if committed is None:
-                    ratios = self._clip_ratios(layer, clip_text, sides)
+                    ratios = self._clip_ratios(layer, sides)
                     kl = {}
                     for candidate in layer.candidates:
                         kl[candidate.name] = self._divergence({layer: (candidate,)}, {layer.index: ratios})
@@ -237,21 +239,27 @@ class _Measuring:
         self, chosen: dict[SearchedLayer, tuple[Candidate, ...]], ratios: dict[int, dict[str, float]]
     ) -> float:
         caches = {
-            layer.index: layer.cache(*candidates, clip_ratios=ratios[layer.index])
+            layer.index: layer.cache(*candidates, clip_ratios=ratios[layer.index], key_feedback=self._feedback(layer))
             for layer, candidates in chosen.items()
             if not all(candidate.exact for candidate in candidates)
         }
         return _rounded(self.model.divergence(self.text, caches)) if caches else 0.0
 
-    def _clip_ratios(self, layer: SearchedLayer, text: ExactText, sides: dict[str, bool]) -> dict[str, float]:
-        call = self.model.attention_call(text, layer.index)
+    def _feedback(self, layer: SearchedLayer) -> torch.Tensor | None:
+        if layer.index not in self.feedback:
+            call = self.model.attention_call(self.clip_text, layer.index)
+            self.feedback[layer.index] = candidate_feedback(layer, call)
+        return self.feedback[layer.index]
+
+    def _clip_ratios(self, layer: SearchedLayer, sides: dict[str, bool]) -> dict[str, float]:
+        call = self.model.attention_call(self.clip_text, layer.index)
         structure = self.runner.structure(layer.index)
         weight = None
         if structure is not None:
             weight = self.model.layers[layer.index].get_submodule(structure.output).weight
-        return candidate_clip_ratios(layer, call, weight, sides)
+        return candidate_clip_ratios(layer, call, weight, sides, self._feedback(layer))
 
-    def _announce(self, clip_text: ExactText, sides: dict[str, bool]) -> None:
+    def _announce(self, sides: dict[str, bool]) -> None:
         """Time one candidate and say how long all will take."""
         layers = self.task.layers
         left = [layer for layer in layers if self.directory.measurement(f"layer-{layer.index:05d}") is None]
@@ -259,7 +267,7 @@ class _Measuring:
         seconds = []
         for _ in range(2):  # the first run is slower than all others
             start = time.perf_counter()
-            ratios = self._clip_ratios(first, clip_text, sides)
+            ratios = self._clip_ratios(first, sides)
             middle = time.perf_counter()
             self._divergence({first: (first.keys[0],)}, {first.index: ratios})
             seconds = [middle - start, time.perf_counter() - middle]

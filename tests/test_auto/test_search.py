@@ -213,4 +213,5 @@ def test_the_chosen_layers_become_the_recipe(model, text, finished):
     for own, scheme in zip(found.layers, schemes, strict=True):
         fields = found.candidates[own.keys] | found.candidates[own.values]
         clip = {"key_clip_ratio": scheme.key_clip_ratio, "value_clip_ratio": scheme.value_clip_ratio}
-        assert scheme == replace(RECIPE.kv, **fields, **clip)
+        rounding = "error_feedback" if scheme.key_bits < 4 else "nearest"
+        assert scheme == replace(RECIPE.kv, **fields | {"key_rounding": rounding}, **clip)
