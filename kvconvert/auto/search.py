@@ -36,7 +36,7 @@ from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import float_dtype
 
 TEXT_LENGTH = 4096  # tokens of a sequence at most
-DEFAULT_TOKENS = {"cpu": 1024, "cuda": 16384}
+DEFAULT_TOKENS, GPU_DEFAULT_TOKENS = 1024, 16384
 CLIP_ROWS = 4  # calibration sequences on which clip ratios are chosen
 FLOAT32_SHARE = 0.4  # of a GPU's memory that float32 weights may take; else the source's dtype
 _DIGITS = 6
@@ -89,7 +89,8 @@ def search_task(runner: LayerRunner, recipe: Recipe, device: torch.device) -> Se
     context = min(DEFAULT_CONTEXT, positions) if auto.context is None else auto.context
     if context > positions:
         raise UsageError(f"`context` is {context}, more than the {positions} positions this model has.")
-    tokens = DEFAULT_TOKENS[device.type] if auto.tokens is None else auto.tokens
+    default = GPU_DEFAULT_TOKENS if device.type == "cuda" else DEFAULT_TOKENS
+    tokens = default if auto.tokens is None else auto.tokens
     length = min(context, TEXT_LENGTH, tokens)
     least = recipe.kv.sink_tokens + 2 * PAGE_SIZE
     if length < least:
@@ -315,7 +316,7 @@ def _record(
 
 def _dtype(runner: LayerRunner) -> torch.dtype:
     """float32, for the divergences of single layers are small; the source's dtype where that does not fit a GPU."""
-    if runner.device.type == "cpu":
+    if runner.device.type != "cuda":
         return torch.float32
     parameters = sum(parameter.numel() for parameter in runner.model.parameters())
     memory = torch.cuda.get_device_properties(runner.device).total_memory
