@@ -278,14 +278,11 @@ class _Measuring:
         count = self.runner.num_layers
         begins = [(1 - 0.8 * layer.index / count) if self.model.starts_late else 1 for layer in left]
         candidates = sum(len(layer.candidates) * share for layer, share in zip(left, begins, strict=True))
-        plans = (self.task.repairs + 1) * 2
-        total = len(left) * seconds[0] + (candidates + plans) * seconds[1]
+        total = len(left) * seconds[0] + (candidates + (self.task.repairs + 1) * 2) * seconds[1]
         rows, length = self.text.ids.shape
-        self.say(
-            f"Measuring {sum(len(layer.candidates) for layer in left)} candidates in {len(left)} layers on "
-            f"{rows} x {length} tokens, and up to {self.task.repairs + 1} plans of the whole model: about "
-            f"{_duration(total)}."
-        )
+        plans = f"up to {self.task.repairs + 1} plans of the whole model"
+        what = f"{sum(len(layer.candidates) for layer in left)} candidates in {len(left)} layers, then {plans}"
+        self.say(f"Measuring {what if left else plans} on {rows} x {length} tokens: about {_duration(total)}.")
 
 
 def _record(
