@@ -1,4 +1,4 @@
-"""Clip ratios of a layer's candidates, chosen as calibration chooses them, on a coarse grid."""
+"""What a layer's candidates are measured with, chosen as calibration chooses it: clip ratios and error feedback."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from kvconvert.auto.layers import SearchedLayer
 from kvconvert.calibration.attention_sample import AttentionSample, as_cached, causal
 from kvconvert.calibration.clip_ratios import key_clip_ratio_errors, pages_read, value_clip_ratio_errors
+from kvconvert.calibration.error_feedback import QueryMoments, feedback_matrices
 from kvconvert.calibration.simulated_attention import AttentionCall
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods.auto import Candidate
@@ -19,7 +20,11 @@ GRID = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 
 
 def candidate_clip_ratios(
-    layer: SearchedLayer, call: AttentionCall, output_weight: Tensor | None, sides: Mapping[str, bool]
+    layer: SearchedLayer,
+    call: AttentionCall,
+    output_weight: Tensor | None,
+    sides: Mapping[str, bool],
+    key_feedback: Tensor | None,
 ) -> dict[str, float]:
     """The best clip ratio of every candidate that quantizes, by name; empty where the sequences fill no page.
 
@@ -28,6 +33,7 @@ def candidate_clip_ratios(
         call: the layer's attention on calibration sequences.
         output_weight: [hidden, Hq * E], see `AttentionSample`, or None.
         sides: whether the ratio of "key" and of "value" is to be chosen; the other one stays the recipe's.
+        key_feedback: of `candidate_feedback`.
     """
     cache = layer.cache(layer.keys[0], layer.values[0])
     if not pages_read(call.keys.shape[2], cache.sink_tokens, 0, cache.pages.keys.page_size):
@@ -42,9 +48,19 @@ def candidate_clip_ratios(
         key = (candidate.side, tuple(alone.fields.items()))
         if key not in known:
             errors = key_clip_ratio_errors if candidate.side == "key" else value_clip_ratio_errors
-            known[key] = GRID[int(errors(sample, layer.cache(alone), GRID).argmin())]
+            known[key] = GRID[int(errors(sample, layer.cache(alone, key_feedback=key_feedback), GRID).argmin())]
         found[candidate.name] = known[key]
     return found
+
+
+def candidate_feedback(layer: SearchedLayer, call: AttentionCall) -> Tensor | None:
+    """The matrices with which the layer's narrow keys are rounded, float16 [H, D, D]; None where all go to nearest."""
+    if not any(layer.feeds_errors_back(candidate) for candidate in layer.keys):
+        return None
+    cache = layer.cache(layer.keys[0], layer.values[0])
+    moments = QueryMoments()
+    moments.update(as_cached(call.queries, call.keys, call.values, cache)[0], layer.heads)
+    return feedback_matrices(moments.result())[0].half()
 
 
 def _sample(call: AttentionCall, output_weight: Tensor | None, layer: SearchedLayer) -> AttentionSample:

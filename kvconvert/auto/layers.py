@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from kvconvert.auto.allocation import Option
 from kvconvert.auto.sizes import stored_bytes
 from kvconvert.calibration.protocol import CacheFormat
@@ -12,7 +14,7 @@ from kvconvert.convert.layer_records import layer_scheme
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import RecipeError
-from kvconvert.methods import KVScheme
+from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES, Candidate
 from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
 from kvconvert.models.layer_types import layer_types_of
@@ -29,6 +31,7 @@ class SearchedLayer:
     Attributes:
         index: of the layer.
         scheme: the recipe's, resolved for the layer.
+        search: what calibration chooses for every candidate.
         heads, head_dim: KV heads and channels.
         keys, values: candidates, those without any quantization last.
         costs: bytes of each candidate with `context` tokens read, by name.
@@ -36,6 +39,7 @@ class SearchedLayer:
 
     index: int
     scheme: KVScheme
+    search: KVCalibration
     heads: int
     head_dim: int
     keys: tuple[Candidate, ...]
@@ -52,8 +56,24 @@ class SearchedLayer:
         chosen = {candidate.side: candidate for candidate in (self.keys[-1], self.values[-1], *candidates)}
         return replace(self.scheme, **chosen["key"].fields, **chosen["value"].fields)
 
-    def cache(self, *candidates: Candidate, clip_ratios: Mapping[str, float] | None = None) -> CacheFormat:
-        """The same in the terms of kernels, values being rotated at run time, with clip ratios by candidate's name."""
+    def feeds_errors_back(self, *candidates: Candidate) -> bool:
+        """Whether keys are rounded with error feedback, stated or chosen by calibration."""
+        scheme = self.scheme_of(*candidates)
+        return scheme.feeds_errors_back or self.search.chooses_error_feedback(scheme)
+
+    def cache(
+        self,
+        *candidates: Candidate,
+        clip_ratios: Mapping[str, float] | None = None,
+        key_feedback: Tensor | None = None,
+    ) -> CacheFormat:
+        """The same in the terms of kernels, values being rotated at run time.
+
+        Args:
+            candidates: of one side or both.
+            clip_ratios: by candidate's name; the scheme's own without one.
+            key_feedback: float16 [heads, head_dim, head_dim], taken where `feeds_errors_back`.
+        """
         found = {
             f"{candidate.side}_clip_ratio": ratio
             for candidate in candidates
@@ -61,6 +81,8 @@ class SearchedLayer:
         }
         scheme = replace(self.scheme_of(*candidates), **found).with_online_rotation()
         pages = layer_format(scheme, self.heads, self.head_dim, self.head_dim)
+        if self.feeds_errors_back(*candidates):
+            pages = replace(pages, key_feedback=key_feedback)
         return CacheFormat.of(scheme, pages, None, rotations(scheme))
 
     def pairs(self) -> list[tuple[Candidate, Candidate]]:
@@ -96,7 +118,7 @@ def searched_layers(runner: LayerRunner, recipe: Recipe, context: int, text_leng
             continue
         config = layer_config(runner.config, index)
         heads, channels = key_value_heads(config), head_dim(config)
-        plain = SearchedLayer(index, scheme, heads, channels, KEY_CANDIDATES, VALUE_CANDIDATES, {})
+        plain = SearchedLayer(index, scheme, recipe.calibration, heads, channels, KEY_CANDIDATES, VALUE_CANDIDATES, {})
         sides: dict[str, dict[object, Candidate]] = {"key": {}, "value": {}}
         costs: dict[str, int] = {}
         for candidate in plain.candidates:
@@ -114,5 +136,5 @@ def searched_layers(runner: LayerRunner, recipe: Recipe, context: int, text_leng
                 sizes = stored_bytes(own, pages, context, windows[index])
                 costs[candidate.name] = sizes[0 if candidate.side == "key" else 1]
         keys, values = (tuple(found.values()) for found in sides.values())
-        layers.append(SearchedLayer(index, scheme, heads, channels, keys, values, costs))
+        layers.append(replace(plain, keys=keys, values=values, costs=costs))
     return layers

@@ -16,8 +16,9 @@ from kvconvert.calibration.protocol import CacheFormat
 from kvconvert.calibration.simulated_attention import AttentionCall, attention_calls, simulated_caches
 from kvconvert.errors import NumericError
 
-BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}  # that run through the model at once
-REFERENCE_BYTES = {"cpu": 2**30, "cuda": 4 * 2**30}  # for the exact model's log-probabilities
+# Tokens that run through the model at once, and bytes for the exact model's log-probabilities.
+BATCH_TOKENS, GPU_BATCH_TOKENS = 2048, 16384
+REFERENCE_BYTES, GPU_REFERENCE_BYTES = 2**30, 4 * 2**30
 SCORED_AT_ONCE = 1024  # tokens whose distributions are compared at once: bounds the temporaries
 SAME_MODEL = 1e-6  # divergence of a run that starts at a later layer, beyond rounding
 
@@ -68,7 +69,7 @@ class SimulatedModel:
         rows, length = ids.shape
         vocabulary = self.model.config.get_text_config().vocab_size
         wanted = rows * (length - first) * vocabulary * 4
-        stride = max(1, -(-wanted // REFERENCE_BYTES[self.device.type]))
+        stride = max(1, -(-wanted // (GPU_REFERENCE_BYTES if self.device.type == "cuda" else REFERENCE_BYTES)))
         positions = torch.arange(first, length, stride, device=self.device)
         inputs: list[list[Tensor]] = [[] for _ in self.layers]
         log_probs = []
@@ -131,7 +132,7 @@ class SimulatedModel:
         self.starts_late = self._divergence(text, {}, len(self.layers) - 1) < SAME_MODEL
 
     def _batches(self, rows: int, length: int) -> list[slice]:
-        size = max(1, BATCH_TOKENS[self.device.type] // length)
+        size = max(1, (GPU_BATCH_TOKENS if self.device.type == "cuda" else BATCH_TOKENS) // length)
         return [slice(start, start + size) for start in range(0, rows, size)]
 
     def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:

@@ -11,12 +11,12 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from tqdm import tqdm
 
-from kvconvert.auto.clip_ratios import candidate_clip_ratios
+from kvconvert.auto.clip_ratios import candidate_clip_ratios, candidate_feedback
 from kvconvert.auto.layers import SearchedLayer, searched_layers
 from kvconvert.auto.model import ExactText, SimulatedModel
 from kvconvert.auto.plans import MeasuredPlan, Plan, PlanSearch
@@ -36,7 +36,7 @@ from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import float_dtype
 
 TEXT_LENGTH = 4096  # tokens of a sequence at most
-DEFAULT_TOKENS = {"cpu": 1024, "cuda": 16384}
+DEFAULT_TOKENS, GPU_DEFAULT_TOKENS = 1024, 16384
 CLIP_ROWS = 4  # calibration sequences on which clip ratios are chosen
 FLOAT32_SHARE = 0.4  # of a GPU's memory that float32 weights may take; else the source's dtype
 _DIGITS = 6
@@ -89,7 +89,8 @@ def search_task(runner: LayerRunner, recipe: Recipe, device: torch.device) -> Se
     context = min(DEFAULT_CONTEXT, positions) if auto.context is None else auto.context
     if context > positions:
         raise UsageError(f"`context` is {context}, more than the {positions} positions this model has.")
-    tokens = DEFAULT_TOKENS[device.type] if auto.tokens is None else auto.tokens
+    default = GPU_DEFAULT_TOKENS if device.type == "cuda" else DEFAULT_TOKENS
+    tokens = default if auto.tokens is None else auto.tokens
     length = min(context, TEXT_LENGTH, tokens)
     least = recipe.kv.sink_tokens + 2 * PAGE_SIZE
     if length < least:
@@ -187,15 +188,17 @@ class _Measuring:
     model: SimulatedModel
     say: Callable[[str], None]
     text: ExactText | None = None
+    clip_text: ExactText | None = None
+    feedback: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
     def table(self, tokens: TokenData, ids: torch.Tensor, progress: bool) -> list[LayerAllocation]:
         """Divergence and clip ratio of every candidate, layer by layer; `keys` and `values` are still empty."""
         layers = self.task.layers
         sides = dict(zip(("key", "value"), searched_sides(self.recipe.kv, self.recipe.calibration), strict=True))
         rows = tokens.ids[:CLIP_ROWS]
-        clip_text = self.model.read(rows, rows.shape[1])
+        self.clip_text = self.model.read(rows, rows.shape[1])
         self.text = self.model.read(ids, PAGE_SIZE)
-        self._announce(clip_text, sides)
+        self._announce(sides)
         done = []
         total = sum(len(layer.candidates) for layer in layers)
         with tqdm(total=total, desc="candidates", unit="", disable=not progress) as bar:
@@ -203,7 +206,7 @@ class _Measuring:
                 name = f"layer-{layer.index:05d}"
                 committed = self.directory.measurement(name)
                 if committed is None:
-                    ratios = self._clip_ratios(layer, clip_text, sides)
+                    ratios = self._clip_ratios(layer, sides)
                     kl = {}
                     for candidate in layer.candidates:
                         kl[candidate.name] = self._divergence({layer: (candidate,)}, {layer.index: ratios})
@@ -237,21 +240,27 @@ class _Measuring:
         self, chosen: dict[SearchedLayer, tuple[Candidate, ...]], ratios: dict[int, dict[str, float]]
     ) -> float:
         caches = {
-            layer.index: layer.cache(*candidates, clip_ratios=ratios[layer.index])
+            layer.index: layer.cache(*candidates, clip_ratios=ratios[layer.index], key_feedback=self._feedback(layer))
             for layer, candidates in chosen.items()
             if not all(candidate.exact for candidate in candidates)
         }
         return _rounded(self.model.divergence(self.text, caches)) if caches else 0.0
 
-    def _clip_ratios(self, layer: SearchedLayer, text: ExactText, sides: dict[str, bool]) -> dict[str, float]:
-        call = self.model.attention_call(text, layer.index)
+    def _feedback(self, layer: SearchedLayer) -> torch.Tensor | None:
+        if layer.index not in self.feedback:
+            call = self.model.attention_call(self.clip_text, layer.index)
+            self.feedback[layer.index] = candidate_feedback(layer, call)
+        return self.feedback[layer.index]
+
+    def _clip_ratios(self, layer: SearchedLayer, sides: dict[str, bool]) -> dict[str, float]:
+        call = self.model.attention_call(self.clip_text, layer.index)
         structure = self.runner.structure(layer.index)
         weight = None
         if structure is not None:
             weight = self.model.layers[layer.index].get_submodule(structure.output).weight
-        return candidate_clip_ratios(layer, call, weight, sides)
+        return candidate_clip_ratios(layer, call, weight, sides, self._feedback(layer))
 
-    def _announce(self, clip_text: ExactText, sides: dict[str, bool]) -> None:
+    def _announce(self, sides: dict[str, bool]) -> None:
         """Time one candidate and say how long all will take."""
         layers = self.task.layers
         left = [layer for layer in layers if self.directory.measurement(f"layer-{layer.index:05d}") is None]
@@ -259,7 +268,7 @@ class _Measuring:
         seconds = []
         for _ in range(2):  # the first run is slower than all others
             start = time.perf_counter()
-            ratios = self._clip_ratios(first, clip_text, sides)
+            ratios = self._clip_ratios(first, sides)
             middle = time.perf_counter()
             self._divergence({first: (first.keys[0],)}, {first.index: ratios})
             seconds = [middle - start, time.perf_counter() - middle]
@@ -269,14 +278,11 @@ class _Measuring:
         count = self.runner.num_layers
         begins = [(1 - 0.8 * layer.index / count) if self.model.starts_late else 1 for layer in left]
         candidates = sum(len(layer.candidates) * share for layer, share in zip(left, begins, strict=True))
-        plans = (self.task.repairs + 1) * 2
-        total = len(left) * seconds[0] + (candidates + plans) * seconds[1]
+        total = len(left) * seconds[0] + (candidates + (self.task.repairs + 1) * 2) * seconds[1]
         rows, length = self.text.ids.shape
-        self.say(
-            f"Measuring {sum(len(layer.candidates) for layer in left)} candidates in {len(left)} layers on "
-            f"{rows} x {length} tokens, and up to {self.task.repairs + 1} plans of the whole model: about "
-            f"{_duration(total)}."
-        )
+        plans = f"up to {self.task.repairs + 1} plans of the whole model"
+        what = f"{sum(len(layer.candidates) for layer in left)} candidates in {len(left)} layers, then {plans}"
+        self.say(f"Measuring {what if left else plans} on {rows} x {length} tokens: about {_duration(total)}.")
 
 
 def _record(
@@ -307,7 +313,7 @@ def _record(
 
 def _dtype(runner: LayerRunner) -> torch.dtype:
     """float32, for the divergences of single layers are small; the source's dtype where that does not fit a GPU."""
-    if runner.device.type == "cpu":
+    if runner.device.type != "cuda":
         return torch.float32
     parameters = sum(parameter.numel() for parameter in runner.model.parameters())
     memory = torch.cuda.get_device_properties(runner.device).total_memory

@@ -63,7 +63,7 @@ KEY_CANDIDATES: tuple[Candidate, ...] = (
     _keys("K2w512", 2, key_recent_tokens=512),
     _keys("K4g128", 4),
     _keys("K8g128", 8),
-    _keys("K16", 16, token_norm="none", rotate_keys="none"),
+    _keys("K16", 16, token_norm="none", rotate_keys="none", key_rounding="nearest"),
 )
 VALUE_CANDIDATES: tuple[Candidate, ...] = (
     _values("V1g128", 1),

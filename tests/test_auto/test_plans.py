@@ -4,13 +4,13 @@ import pytest
 
 from kvconvert.auto.layers import SearchedLayer
 from kvconvert.auto.plans import PlanSearch
-from kvconvert.methods import KVScheme
+from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.auto import Candidate
 
 KEYS = tuple(Candidate(f"K{b}", "key", {"key_bits": b}) for b in (2, 4, 16))
 VALUES = tuple(Candidate(f"V{b}", "value", {"value_bits": b}) for b in (2, 4, 16))
 COSTS = {c.name: c.fields[f"{c.side}_bits"] for c in KEYS + VALUES}
-LAYERS = [SearchedLayer(i, KVScheme(), 1, 64, KEYS, VALUES, COSTS) for i in range(3)]
+LAYERS = [SearchedLayer(i, KVScheme(), KVCalibration(), 1, 64, KEYS, VALUES, COSTS) for i in range(3)]
 # By the sum of the parts, layer 0 needs the bits most.
 LOSSES = [{"K2": 1.0 / (i + 1), "K4": 0.1, "K16": 0.0, "V2": 0.2, "V4": 0.1, "V16": 0.0} for i in range(3)]
 BUDGET = 3 * 4 + 2

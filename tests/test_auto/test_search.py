@@ -7,6 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from tiny.checkpoints import save_checkpoint, save_text
+from tiny.models import ARCHITECTURES
 
 from kvconvert import Recipe, calibrate, export, load
 from kvconvert.auto import search
@@ -16,7 +17,7 @@ from kvconvert.bundle.summary import manifest_text
 from kvconvert.cli import cli
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import WorkDir
-from kvconvert.errors import RecipeError, UsageError
+from kvconvert.errors import RecipeError, UnsupportedModelError, UsageError
 from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
@@ -137,6 +138,19 @@ def test_candidates_are_measured_on_text_that_calibration_does_not_use(finished,
     assert not any(sample in starts for sample in samples)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe", "gpt_oss", "olmo2", "cohere", "llava", "gpt2"])
+def test_other_architectures_are_searched_too(tmp_path, text, name):
+    model = ARCHITECTURES[name].write(tmp_path / "model")
+    work = run(str(model), tmp_path / "work", text)
+    found = search.read_allocation(work)
+    assert found.bits_per_value <= BITS
+    assert all(layer.kl[layer.keys] + layer.kl[layer.values] >= 0 for layer in found.layers)
+    assert max(layer.kl["K1g128"] for layer in found.layers) > 0
+    bundle = export(work.path, tmp_path / "bundle", progress=False)
+    assert open_bundle(bundle).manifest.allocation == found
+
+
 def test_a_budget_may_be_given_in_bytes(model):
     """2 layers of 2 heads of 16 channels: 128 numbers."""
     runner = LayerRunner(open_source(model), None, torch.device("cpu"))
@@ -167,6 +181,12 @@ def test_what_cannot_be_searched_is_refused_before_any_work(tmp_path, model, tex
     with pytest.raises(UsageError, match=message):
         run(model, tmp_path / "work", text, **options)
     assert not (tmp_path / "work").exists()
+
+
+def test_layers_that_read_earlier_layers_keys_are_refused(tmp_path, text):
+    model = ARCHITECTURES["gemma3n_text"].write(tmp_path / "model")
+    with pytest.raises(UnsupportedModelError, match="layers read earlier layers' keys and values; choose a preset"):
+        run(str(model), tmp_path / "work", text)
 
 
 @pytest.mark.parametrize(
@@ -213,4 +233,5 @@ def test_the_chosen_layers_become_the_recipe(model, text, finished):
     for own, scheme in zip(found.layers, schemes, strict=True):
         fields = found.candidates[own.keys] | found.candidates[own.values]
         clip = {"key_clip_ratio": scheme.key_clip_ratio, "value_clip_ratio": scheme.value_clip_ratio}
-        assert scheme == replace(RECIPE.kv, **fields, **clip)
+        rounding = "error_feedback" if scheme.key_bits < 4 else "nearest"
+        assert scheme == replace(RECIPE.kv, **fields | {"key_rounding": rounding}, **clip)
