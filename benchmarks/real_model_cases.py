@@ -109,6 +109,7 @@ class Workshop:
         self.directory, self.data, self.work, self.restart = model, data, work, restart
         self.device, self.dtype = device, dtype
         self._shared: PreTrainedModel | None = None
+        self._searched: dict[tuple[str, str, str], Path] = {}
 
     def source(self, attention: str | None = None) -> PreTrainedModel:
         """The source model."""
@@ -142,7 +143,11 @@ class Workshop:
         directory = self.work / f"{kind}-{_UNSAFE.sub('_', case.name)}"
         directory.mkdir(parents=True, exist_ok=True)
         arguments = {"samples": SAMPLES, "seq_len": LENGTH, "data": self.data} | dict(case.arguments)
-        return calibrate(
+        search = (case.preset, str(case.fields), kind)
+        if "auto_from" not in arguments and search in self._searched:
+            # Budgets of one search share what was measured of single layers.
+            arguments["auto_from"] = self._searched[search]
+        found = calibrate(
             self.directory,
             directory / "work",
             recipe=case.recipe(keep_weights, directory),
@@ -151,6 +156,9 @@ class Workshop:
             progress=False,
             **arguments,
         )
+        if case.preset == "auto":
+            self._searched.setdefault(search, found.path)
+        return found
 
 
 def _value(text: str) -> Any:

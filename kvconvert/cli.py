@@ -71,6 +71,9 @@ def cli() -> None:
 @click.option("--kv-bytes-per-token", metavar="N", type=float, help="Recipe auto: the same as bytes per token.")
 @click.option("--context", metavar="N", type=click.IntRange(min=1), help="Recipe auto: tokens for which that holds.")
 @click.option("--auto-tokens", metavar="N", type=int, help="Recipe auto: held-out tokens to measure candidates on.")
+@click.option(
+    "--auto-from", metavar="WORK", type=click.Path(path_type=Path), help="Recipe auto: take measurements from there."
+)
 def calibrate(
     model: str,
     work: Path,
@@ -85,6 +88,7 @@ def calibrate(
     kv_bytes_per_token: float | None,
     context: int | None,
     auto_tokens: int | None,
+    auto_from: Path | None,
 ) -> None:
     """Calibrate MODEL, a directory or Hub id, layer by layer into WORK; run again to resume.
 
@@ -115,6 +119,7 @@ def calibrate(
         seed=seed,
         device=device,
         restart=restart,
+        auto_from=auto_from,
     )
     click.echo(f"Calibrated {model} in {work}; next: kvconvert export {work} -o BUNDLE")
 

@@ -67,6 +67,7 @@ def calibrate(
     kv_bytes_per_token: float | None = None,
     context: int | None = None,
     auto_tokens: int | None = None,
+    auto_from: Path | str | None = None,
 ) -> WorkDir:
     """Convert every decoder layer of a model into a working directory, or go on where an earlier run stopped.
 
@@ -85,6 +86,8 @@ def calibrate(
         kv_bits, kv_bytes_per_token, context, auto_tokens: budget of a recipe that searches (`auto`), the context that
             it is for, and the tokens on which it measures; they replace what its [auto] table says, see `AutoSearch`.
 
+        auto_from: finished working directory of the same search with another budget, whose measurements are taken.
+
     Returns:
         the finished working directory.
 
@@ -96,6 +99,10 @@ def calibrate(
     recipe = recipe.with_search(
         kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, context=context, auto_tokens=auto_tokens
     )
+    if auto_from is not None and recipe.auto is None:
+        raise UsageError(
+            f"`auto_from` means nothing for the recipe {recipe.name}, which searches nothing; leave it out."
+        )
     target = _device(device)
     model, data = str(model), None if data is None else str(data)
     source = open_source(model)
@@ -109,7 +116,11 @@ def calibrate(
     tokens = load_samples(source, data, samples, seq_len, seed)
     if supports_images(source.config) and not tokens.info.images:
         _say(f"Calibrating with text alone: {tokens.info.source} holds no images.", progress)
-    directory = WorkDir.create(work, _initial_state(model, runner, recipe, tokens, seed, target, progress), restart)
+    state = _initial_state(model, runner, recipe, tokens, seed, target, progress)
+    measured = None if auto_from is None else WorkDir.open(auto_from)
+    if measured is not None:
+        measured.searched_for(state)
+    directory = WorkDir.create(work, state, restart)
     first = directory.first_uncommitted()
     if directory.state.complete:
         _say(f"{directory.path} is already complete ({directory.state.num_layers} layers); nothing to do.", progress)
@@ -117,6 +128,8 @@ def calibrate(
     if first:
         _say(f"Going on at layer {first} of {directory.state.num_layers} in {directory.path}.", progress)
     source.check_finite(directory.state.kept_tensors)
+    if measured is not None:
+        directory.adopt_measurements(measured)
     if task is not None:
 
         def say(message: str) -> None:

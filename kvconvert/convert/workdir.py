@@ -247,6 +247,31 @@ class WorkDir:
                 f"{file} cannot be read ({_first_line(error)}); calibrate again with `restart=True`."
             ) from error
 
+    def searched_for(self, state: WorkState) -> None:
+        """Check that this directory's search measured what a calibration of `state` would measure.
+
+        Raises:
+            UsageError: it was begun from other inputs, but for the budget, or nothing was searched there.
+        """
+        here, there = self.state.inputs(), state.sealed().inputs()
+        budget = {f"the recipe's auto.{name}" for name in ("kv_bits", "kv_bytes_per_token", "repairs")}
+        changed = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+        changed = [key for key in changed if key not in budget]
+        searched = (self.path / "auto").is_dir()
+        if changed or not searched:
+            why = f"{changed[0]} differs" if changed else "nothing was searched there"
+            raise UsageError(
+                f"Measurements of {self.path} cannot be used: {why}; leave `auto_from` out, or name a directory of the "
+                "same search with another budget."
+            )
+
+    def adopt_measurements(self, other: WorkDir) -> None:
+        """Take the measurements of single layers from another search."""
+        for name in (f"layer-{index:05d}" for index in range(self.state.num_layers)):
+            found = other.measurement(name)
+            if found is not None and self.measurement(name) is None:
+                self.commit_measurement(name, found)
+
     def measurement(self, name: str) -> dict[str, Any] | None:
         """A measurement of the search that an earlier run committed, or None."""
         file = self.path / "auto" / f"{name}.json"

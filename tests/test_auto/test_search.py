@@ -116,6 +116,25 @@ def test_an_interrupted_search_goes_on_and_measures_nothing_twice(tmp_path, mode
     assert len(measured) == before
 
 
+def test_another_budget_takes_the_measurements_of_single_layers(tmp_path, model, text, finished, monkeypatch):
+    measured, divergence = [], SimulatedModel.divergence
+
+    def count(self, text, caches):
+        measured.append(tuple(caches))
+        return divergence(self, text, caches)
+
+    monkeypatch.setattr(SimulatedModel, "divergence", count)
+    cheap = run(model, tmp_path / "cheap", text, kv_bits=BITS - 2, auto_from=finished.path)
+    assert cheap.measurement("layer-00001") == finished.measurement("layer-00001")
+    assert all(len(layers) == 2 for layers in measured[2:])  # whole plans alone
+    assert search.read_allocation(cheap).bits_per_value <= BITS - 2
+    with pytest.raises(UsageError, match=r"cannot be used: the recipe's auto.context differs"):
+        run(model, tmp_path / "other", text, context=500, auto_from=finished.path)
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(UsageError, match="`auto_from` means nothing for the recipe kivi"):
+        run(model, tmp_path / "other", text, recipe="kivi", kv_bits=None, auto_from=finished.path)
+
+
 def finished_layer(work):
     return work.measurement("layer-00000")
 
