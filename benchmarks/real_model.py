@@ -8,7 +8,7 @@ never on what is reported on. A CASE is a preset with changes: `oscar-g128:key_b
 passes arguments of `calibrate`. Without --only, all presets are measured and the cases added.
 
 Tables of caches have weights in full precision. Segments are evenly spaced over each text and read page by page from
-token 128 on; caches that compress whole prompts read half of each segment as a sealed prompt and are scored on the
+token 160 on; caches that compress whole prompts read half of each segment as a sealed prompt and are scored on the
 rest, and the baseline beside them. Rows that the output holds already, measured in the same way, are kept.
 """
 

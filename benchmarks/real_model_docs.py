@@ -62,11 +62,12 @@ def _introduction(report: dict[str, Any]) -> str:
         + f" ({s['prompts']} prompts each; all prose is read page by page through the cache first)."
     )
     where = s.get("device", "a CPU")
+    calibrated = s["calibrated_on"]
     return (
         f"{s['model']} in {s['dtype']} on {where}; {s['segments']} segments of {s['length']:,} tokens of each text, "
-        f"read page by page from token 128 on; calibrated on {s['calibrated_on']['samples']} x "
-        f"{s['calibrated_on']['length']} tokens of {s['calibrated_on']['text']}. KL is to the source in nats per "
-        f"token{perplexities}.{recalled} Bits per stored value and the share of tokens in full precision are "
+        "read page by page, pages beginning after the sink tokens, and scored from token 160 on; calibrated on "
+        f"{calibrated['samples']} x {calibrated['length']} tokens of {calibrated['text']}. KL is to the source in nats "
+        f"per token{perplexities}.{recalled} Bits per stored value and the share of tokens in full precision are "
         f"measured at {s['length']:,} tokens: all that the cache holds in bf16, over all keys and values of the "
         "sequence, and as a mean over the last 128 lengths, for how full the last page is differs."
     )

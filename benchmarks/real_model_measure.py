@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedToken
 
 from kvconvert.fidelity.numbers import NumberBook, has_plain_template
 from kvconvert.fidelity.recall import PASSKEY_ANSWER_TOKENS, Drill, DrillBook, answer_with, passkey_right
-from kvconvert.fidelity.scoring import Decoder, compare, feed, read_prompt, treats_whole_prompts
+from kvconvert.fidelity.scoring import Decoder, before_chunks, compare, feed, read_prompt, treats_whole_prompts
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import SEARCHED_FIELDS, KVScheme
 from kvconvert.runtime import KVCache
 
 MEASURED_CHUNK = 1024  # tokens per pass while the size of a cache is measured
+FIRST_SCORED = PAGE_SIZE + 32  # token of a segment from which on all are scored, beyond every preset's sink tokens
 STEP = 16  # tokens between measurements over the last page of lengths
 
 
@@ -26,19 +27,21 @@ def text_figures(
 ) -> dict[str, Any]:
     """KL and likelihood of each text [segments, length], per segment.
 
-    Page by page from token 128 on, or, `sealed`, after the first half of each segment as a whole prompt.
+    Page by page, or, `sealed`, after the first half of each segment as a whole prompt. Pages begin after the sink
+    tokens, and so do chunks; tokens are scored from the same one on whatever their number is.
     """
     names, rows = list(texts), torch.cat(list(texts.values()))
-    prefill = rows.shape[1] // 2 if sealed else PAGE_SIZE
+    first = before_chunks(decoder.new_cache())
+    prefill = rows.shape[1] // 2 if sealed else first
     found = compare(source, {"case": decoder}, rows, prefill, batch=batch, progress=True)["case"]
-    counts = [len(texts[name]) for name in names]
+    counts, skipped = [len(texts[name]) for name in names], 0 if sealed else max(0, FIRST_SCORED - prefill)
     parts = {
-        field: dict(zip(names, getattr(found, field).split(counts), strict=True))
+        field: dict(zip(names, getattr(found, field)[:, skipped:].split(counts), strict=True))
         for field in ("kl", "source_nll", "other_nll", "agrees")
     }
     return {
         "protocol": "sealed prompt" if sealed else "pages",
-        "scored_per_segment": found.kl.shape[1],
+        "scored_per_segment": found.kl.shape[1] - skipped,
         "full_precision_share": found.residual_share,
         "texts": {name: _text_row({field: parts[field][name] for field in parts}) for name in names},
         "clamped_rows": found.clamped_rows,

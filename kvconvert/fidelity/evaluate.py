@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.bundle.reader import open_bundle
@@ -46,7 +46,7 @@ from kvconvert.fidelity.report import (
     NoiseFloor,
     text_figures,
 )
-from kvconvert.fidelity.scoring import Decoder, Reader, Scores, compare, treats_whole_prompts
+from kvconvert.fidelity.scoring import Decoder, Reader, Scores, before_chunks, compare, treats_whole_prompts
 from kvconvert.fidelity.sizes import measure_cache, weight_size
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.auto_class import model_class, supports_images
@@ -123,7 +123,7 @@ def evaluate(
     model = model.to(place).eval()
     tokenizer = tokenizer_of(processor)
     decoder = decoder_of(model)
-    shape = _segment_shape(checkpoint, context, treats_whole_prompts(decoder.new_cache()))
+    shape = _segment_shape(checkpoint, context, decoder.new_cache())
     samples = load_token_samples(data, tokenizer, -(-tokens // shape.scored), shape.length, seed, default="evaluation")
     ids = samples.ids[:, : shape.prefill + min(tokens, shape.scored) + 1]
     noise = None
@@ -314,11 +314,11 @@ def _check_context(checkpoint: SourceModel, context: int | None) -> None:
         )
 
 
-def _segment_shape(checkpoint: SourceModel, context: int | None, whole_prompts: bool) -> _Shape:
+def _segment_shape(checkpoint: SourceModel, context: int | None, cache: Cache) -> _Shape:
     """A cache that compresses whole prompts reads half the segment first, at least four pages where there is room."""
-    wanted = context or CONTEXT
+    wanted, whole_prompts = context or CONTEXT, treats_whole_prompts(cache)
     length = min(wanted + 1 if whole_prompts else wanted, _positions(checkpoint) or wanted)
-    prefill = min(wanted // 2 if whole_prompts else PAGE_SIZE, length // 2)
+    prefill = min(wanted // 2 if whole_prompts else before_chunks(cache), length // 2)
     return _Shape(length, prefill, length - prefill - 1)
 
 

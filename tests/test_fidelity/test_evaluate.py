@@ -76,7 +76,7 @@ def test_a_bundle_that_changes_nothing_loses_nothing(source, tmp_path):
     bundle = make_bundle(source, tmp_path, "none", "kivi", "key_bits = 16\nvalue_bits = 16\n")
     figures = evaluate(bundle, against=str(source), tokens=300, progress=False)
     # The same float32 weights; attention over pages sums in another order.
-    assert abs(figures.kl.mean) < 1e-8
+    assert abs(figures.kl.mean) < 2e-8
     assert figures.top1_agreement > 0.99
     assert figures.perplexity.increase == pytest.approx(0, abs=1e-6)
     assert (figures.kv.bits_per_value, figures.kv.residual_share) == (16, 1)
