@@ -143,12 +143,23 @@ class Bench:
         if self.jobs < 2 or len(names) < 2:
             return
         begun = time.monotonic()
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(self.jobs, len(names)), mp_context=context) as pool:
-            # What fails says so when its row is measured.
-            list(pool.map(_calibrate, [(self.shop, name) for name in names]))
+        cases = [Case.parse(name) for name in names]
+        first = self.shop.first_of_searches(cases)
+        self._calibrate_together(first)
         self.shop.restart = False
+        for case in first:
+            if case.preset == "auto":
+                with contextlib.suppress(KvconvertError):
+                    self.shop.calibrate(case, keep_weights=True)
+        self._calibrate_together([case for case in cases if case not in first])
         print(f"{len(names)} calibrations: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+
+    def _calibrate_together(self, cases: Sequence[Case]) -> None:
+        if cases:
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(min(self.jobs, len(cases)), mp_context=context) as pool:
+                # What fails says so when its row is measured.
+                list(pool.map(_calibrate, [(self.shop, case) for case in cases]))
 
     def measure(self, name: str, table: str) -> None:
         """One row of a table; a case that cannot be measured gets the reason."""
@@ -215,11 +226,11 @@ def main() -> None:
     print(text)
 
 
-def _calibrate(task: tuple[Workshop, str]) -> None:
-    shop, name = task
+def _calibrate(task: tuple[Workshop, Case]) -> None:
+    shop, case = task
     torch.set_num_threads(2)
     with contextlib.suppress(KvconvertError):
-        shop.calibrate(Case.parse(name), keep_weights=True)
+        shop.calibrate(case, keep_weights=True)
 
 
 def _joined(parts: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ class Workshop:
         self.directory, self.data, self.work, self.restart = model, data, work, restart
         self.device, self.dtype = device, dtype
         self._shared: PreTrainedModel | None = None
-        self._searched: dict[tuple[str, str, str], Path] = {}
+        self._searched: dict[str, Path] = {}
 
     def source(self, attention: str | None = None) -> PreTrainedModel:
         """The source model."""
@@ -143,7 +143,7 @@ class Workshop:
         directory = self.work / f"{kind}-{_UNSAFE.sub('_', case.name)}"
         directory.mkdir(parents=True, exist_ok=True)
         arguments = {"samples": SAMPLES, "seq_len": LENGTH, "data": self.data} | dict(case.arguments)
-        search = (case.preset, str(case.fields), kind)
+        search = self._search(case, keep_weights)
         if "auto_from" not in arguments and search in self._searched:
             # Budgets of one search share what was measured of single layers.
             arguments["auto_from"] = self._searched[search]
@@ -159,6 +159,22 @@ class Workshop:
         if case.preset == "auto":
             self._searched.setdefault(search, found.path)
         return found
+
+    def first_of_searches(self, cases: Sequence[Case]) -> list[Case]:
+        """Cases without those that will take the measurements of one before them."""
+        chosen, seen = [], set(self._searched)
+        for case in cases:
+            search = self._search(case, True)
+            if case.preset != "auto" or search not in seen:
+                chosen.append(case)
+            seen.add(search)
+        return chosen
+
+    @staticmethod
+    def _search(case: Case, keep_weights: bool) -> str:
+        """What searches have in common that differ in the budget alone."""
+        others = {k: v for k, v in case.arguments.items() if k not in ("kv_bits", "kv_bytes_per_token")}
+        return f"{case.preset} {case.fields} {case.weights} {others} {keep_weights}"
 
 
 def _value(text: str) -> Any:
