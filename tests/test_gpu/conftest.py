@@ -28,7 +28,7 @@ def launches_know_their_arguments() -> Iterator[None]:
     def checked(self: GridExecutor, *args: object, **named: object) -> None:
         unknown = [name for name in named if name not in self.arg_names and name not in options]
         if unknown:
-            raise TypeError(f"{self.fn.__name__} has no argument {', '.join(unknown)}")
+            raise KeyError(f"{self.fn.__name__} has no argument {', '.join(unknown)}")
         call(self, *args, **named)
 
     GridExecutor.__call__ = checked

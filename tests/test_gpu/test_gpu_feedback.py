@@ -142,7 +142,7 @@ def test_keys_that_are_rotated_on_the_way(device):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("bits", [1, 2, 3])
 def test_spans_hold_the_codes_of_the_reference(device, bits):
     f = SpanFormat(bits, bits)
     keys, values = (torch.randn(2, 131, 16).bfloat16().to(device) for _ in range(2))
