@@ -69,12 +69,12 @@ def _key_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Variant:
 
 
 def _feedback_variants(dtype: str, dim: int) -> Iterator[Variant]:
-    for bits, norm in product((1, 2, 4, 8), ("none", "joint", "per_head")):
+    for bits, norm in product((1, 2, 3, 4, 8), ("none", "joint", "per_head")):
         yield _feedback_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 32 if norm == "none" else 128, norm))
     for bits, select in product((1, 2), ("dynamic", "calibrated")):
         fixed = select == "calibrated"
         yield _feedback_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, boosted=dim // 8, fixed_channels=fixed))
-    for bits in (1, 2, 4, 8):
+    for bits in (1, 2, 3, 4, 8):
         yield _feedback_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, static=True), partial=True)
 
 

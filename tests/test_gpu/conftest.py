@@ -15,6 +15,27 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def launches_know_their_arguments() -> Iterator[None]:
+    """Let the interpreter refuse an argument that a kernel does not have, as a launch on a GPU does; by itself it
+    leaves such arguments out.
+    """
+    from triton.backends.nvidia.compiler import CUDAOptions
+    from triton.runtime.interpreter import GridExecutor
+
+    call, options = GridExecutor.__call__, CUDAOptions.__dataclass_fields__
+
+    def checked(self: GridExecutor, *args: object, **named: object) -> None:
+        unknown = [name for name in named if name not in self.arg_names and name not in options]
+        if unknown:
+            raise KeyError(f"{self.fn.__name__} has no argument {', '.join(unknown)}")
+        call(self, *args, **named)
+
+    GridExecutor.__call__ = checked
+    yield
+    GridExecutor.__call__ = call
+
+
 @pytest.fixture
 def device() -> Iterator[torch.device]:
     """The device whose tensors the dispatch gives to the kernels during a test."""

@@ -10,8 +10,11 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
+from aot_compile import modules
 from aot_cover import covering
 from aot_sass import find_loops, main_loop, parse
+from compiled_toys import spilling_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "benchmarks" / "results" / "aot.json"
@@ -50,6 +53,21 @@ def check(done: subprocess.CompletedProcess, fresh: dict) -> None:
     assert done.returncode == 0, done.stdout
     changed = differences(fresh, json.loads(TABLE.read_text(encoding="utf8")))
     assert not changed, "\n".join([*changed, f"If that is as it should be: {REGENERATE}"])
+
+
+@pytest.mark.parametrize("module", list(modules([])), ids=lambda module: module.__name__.rpartition(".")[2])
+def test_constants_of_a_launch_are_those_of_its_kernel(module):
+    for variant in module.variants(90):
+        types = variant.function.fn.__annotations__
+        constants = {name for name in variant.function.arg_names if "constexpr" in types.get(name, "")}
+        assert constants == variant.constants.keys(), variant.name
+
+
+def test_an_argument_that_a_kernel_does_not_have_is_refused(device):
+    x = torch.zeros(16, device=device)
+    with pytest.raises(KeyError, match="STORED_ROWS"):
+        spilling_kernel[(1,)](x, x, SIZE=16, STORED_ROWS=16)
+    spilling_kernel[(1,)](x, x, SIZE=16, num_warps=1, enable_fp_fusion=False)
 
 
 def test_the_usual_variants_of_decoding_compile_as_the_table_says(tmp_path):

@@ -64,6 +64,7 @@ def assert_same(found: KeyPages, expected: KeyPages, f: KeyFormat, fixed=None) -
 FORMATS = {
     "joint norm": key_format(token_norm="joint", clip_ratio=0.85),
     "1 bit, fixed channels": key_format(1, dim=16, boosted=3, fixed_channels=True),
+    "3 bits": key_format(3, dim=48),
     "two programs of a page": key_format(dim=16, page=64, group=64),
     "norms of heads": key_format(4, dim=40, token_norm="per_head"),
     "8 bits": key_format(8, dim=16),
@@ -71,14 +72,21 @@ FORMATS = {
     "1 bit, boosted": key_format(1, dim=40, page=128, group=128, boosted=7),
     "4 bits, boosted": key_format(4, dim=16, boosted=2),
     "static": key_format(4, dim=24, page=128, group=128, static=True),
+    "3 bits, joint norm": key_format(3, dim=24, token_norm="joint"),
+    "3 bits, norms of heads": key_format(3, dim=40, page=128, group=128, token_norm="per_head"),
+    "3 bits, static": key_format(3, dim=16, page=128, group=128, static=True),
+    "3 bits, 64 channels": key_format(3, dim=64),
+    "3 bits, 96 channels": key_format(3, dim=96),
+    "3 bits, 128 channels": key_format(3, dim=128, page=16),
     "small pages": key_format(dim=16, page=16),
     "128 channels": key_format(dim=128, group=32),
     "256 channels": key_format(dim=256, group=32),
 }
-FULL = list(FORMATS)[2:]
+DEFAULT = 3
+FULL = list(FORMATS)[DEFAULT:]
 
 
-@pytest.mark.parametrize("name", [*list(FORMATS)[:2], *(pytest.param(n, marks=pytest.mark.full) for n in FULL)])
+@pytest.mark.parametrize("name", [*list(FORMATS)[:DEFAULT], *(pytest.param(n, marks=pytest.mark.full) for n in FULL)])
 def test_pages_hold_the_codes_of_the_reference(device, name):
     f = FORMATS[name]
     keys, matrices = random_keys(1, f, device), feedback(f.head_dim, device)
@@ -134,7 +142,7 @@ def test_keys_that_are_rotated_on_the_way(device):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("bits", [1, 2, 3])
 def test_spans_hold_the_codes_of_the_reference(device, bits):
     f = SpanFormat(bits, bits)
     keys, values = (torch.randn(2, 131, 16).bfloat16().to(device) for _ in range(2))

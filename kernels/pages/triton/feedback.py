@@ -22,6 +22,7 @@ from kvconvert.kernels.pages.triton.affine import (
     reciprocal,
 )
 from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM
+from kvconvert.kernels.pages.triton.packing import field_width, fields_of, halves_of, store_words
 
 # Tokens of one program: those of one warp.
 FEEDBACK_TOKENS = 32
@@ -71,10 +72,17 @@ def _picked(x, where):
 
 
 @triton.jit
-def _lanes(fields, WIDTH: tl.constexpr, PLANES: tl.constexpr, LANE_TILE: tl.constexpr):
-    """Bit-fields [rows, PLANES * LANE_TILE] in lanes int16 [rows, LANE_TILE]."""
+def _words(fields, BITS: tl.constexpr, PLANES: tl.constexpr, LANE_TILE: tl.constexpr):
+    """What `fields_of` gives of [rows, PLANES * LANE_TILE] codes in words int32 [rows, LANE_TILE]."""
     planes = tl.reshape(fields, [fields.shape[0], PLANES, LANE_TILE])
-    return tl.sum(planes << (tl.arange(0, PLANES) * WIDTH)[None, :, None], 1).to(tl.int16)
+    return tl.sum(planes << (tl.arange(0, PLANES) * field_width(BITS))[None, :, None], 1)
+
+
+@triton.jit
+def _half(codes, HALF: tl.constexpr, SPAN: tl.constexpr):
+    """Rows HALF * SPAN to (HALF + 1) * SPAN of int32 codes [2 * SPAN, tokens]."""
+    halves = tl.reshape(codes, [2, SPAN, codes.shape[1]])
+    return tl.sum(tl.where(tl.arange(0, 2)[:, None, None] == HALF, halves, 0), 0)
 
 
 @triton.jit
@@ -109,6 +117,7 @@ def key_feedback_kernel(
     PARTIAL: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     LANES: tl.constexpr,
+    STORED_ROWS: tl.constexpr,
     HIGH: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO_POINT: tl.constexpr,
@@ -117,13 +126,12 @@ def key_feedback_kernel(
     JOINT_NORM: tl.constexpr,
 ):
     """Codes of the tokens that share LANE_TILE lanes, of one head of a key page; constants as for `key_page_kernel`."""
-    HALVES: tl.constexpr = 2 if BITS == 1 else 1
+    HALVES: tl.constexpr = halves_of(BITS)
     ROWS: tl.constexpr = HEAD_SIZE // HALVES
     SPAN: tl.constexpr = TILE // HALVES
     BLOCKS: tl.constexpr = TILE // BLOCK
     BLOCKS_OF_HALF: tl.constexpr = (ROWS + BLOCK - 1) // BLOCK
     EVEN: tl.constexpr = ROWS % BLOCK == 0
-    WIDTH: tl.constexpr = HALVES * BITS
     PLANES: tl.constexpr = PAGE // LANES
     TOKENS: tl.constexpr = PLANES * LANE_TILE
     DIVISIONS: tl.constexpr = LANES // LANE_TILE
@@ -138,7 +146,7 @@ def key_feedback_kernel(
 
     which = tl.arange(0, TOKENS)
     token = which // LANE_TILE * LANES + division * LANE_TILE + which % LANE_TILE
-    # At 1 bit the second half of the channels begins in the middle of the tile.
+    # At 1 and 3 bits the second half of the channels begins in the middle of the tile.
     position = tl.arange(0, TILE)
     channel = tl.where(position % SPAN < ROWS, position % SPAN + position // SPAN * ROWS, HEAD_SIZE)
     present = (channel < HEAD_SIZE)[None, :]
@@ -226,15 +234,22 @@ def key_feedback_kernel(
             sought = tl.where(slot < HIGH_ROWS, slot + half * HIGH_ROWS, BOOSTED)
             picked = _boosted(record_bytes, boosted, part, head, sought, BOOSTED, DYNAMIC, CHANNELS)
             selection = (picked[:, None] == channel[None, :]).to(tl.float16)
-            fields += tl.dot(selection, high).to(tl.int32) << half
+            fields += fields_of(tl.dot(selection, high).to(tl.int32), half, BITS)
         target = records + part + HIGH + lane * HIGH_ROWS + slot[:, None]
-        tl.store(target, _lanes(fields, WIDTH, PLANES, LANE_TILE), mask=(slot < HIGH_ROWS)[:, None])
+        words = _words(fields, BITS, PLANES, LANE_TILE)
+        tl.store(target, words.to(tl.int16), mask=(slot < HIGH_ROWS)[:, None])
         codes &= 2**BITS - 1
-    if HALVES == 2:
-        halves = tl.reshape(codes, [2, SPAN, TOKENS])
-        codes = tl.sum(halves << tl.arange(0, 2)[:, None, None], 0)
     line = tl.arange(0, SPAN)[:, None]
-    tl.store(records + part + lane * ROWS + line, _lanes(codes, WIDTH, PLANES, LANE_TILE), mask=line < ROWS)
+    if BITS == 3:
+        words = _words(fields_of(_half(codes, 0, SPAN), 0, BITS), BITS, PLANES, LANE_TILE)
+        second = _words(fields_of(_half(codes, 1, SPAN), 1, BITS), BITS, PLANES, LANE_TILE)
+    else:
+        fields = codes
+        if HALVES == 2:
+            fields = fields_of(_half(codes, 0, SPAN), 0, BITS) | fields_of(_half(codes, 1, SPAN), 1, BITS)
+        words = _words(fields, BITS, PLANES, LANE_TILE)
+        second = words
+    store_words(records + part + lane * STORED_ROWS + line, words, second, line < ROWS, ROWS, BITS)
 
 
 def feedback_constants(constants: dict[str, Any]) -> dict[str, Any]:
