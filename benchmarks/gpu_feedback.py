@@ -1,6 +1,7 @@
 """What error feedback costs when key pages are written, on a GPU: checked against the reference, then timed.
 
-Run: python benchmarks/gpu_feedback.py     under 40 seconds on one GPU
+Run: python benchmarks/gpu_feedback.py     under a minute on one GPU
+     add --check to compare codes with the reference's and stop; with TRITON_INTERPRET=1 it needs no GPU
 
 A layer of 8 KV heads of 128 channels in bfloat16. Flush: one page of each of 32 layers in one launch, as a sequence's
 step does that completes a page; its time for one layer, shared by the 128 steps of a page, against a layer's decode
@@ -9,6 +10,7 @@ step. Prompt: 256 pages of one layer, against the fastest attention of torch for
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -19,7 +21,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_timing import buffers_beyond_cache, graph_time
 
-from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, empty_keys, key_codes, new_flag, quantize_keys
+from kvconvert.kernels.pages import (
+    PAGE_SIZE,
+    KeyFormat,
+    empty_keys,
+    key_codes,
+    new_flag,
+    quantize_keys,
+    raise_if_flagged,
+)
 from kvconvert.kernels.pages.triton import feedback as kernel
 from kvconvert.kernels.pages.triton import launch
 
@@ -27,22 +37,24 @@ HEADS, QUERY_HEADS, DIM, LAYERS, PROMPT = 8, 32, 128, 32, 32768
 # A layer's decode step of such a model with 4-bit weights, one sequence.
 LAYER_STEP_US, FLUSH_STEPS = 85.0, 128
 FLUSH_BAR, PROMPT_BAR = 0.01, 0.03
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = {
     "oscar-g128": KeyFormat(HEADS, DIM, PAGE_SIZE, 2, 128, "joint"),
     "kivi": KeyFormat(HEADS, DIM, PAGE_SIZE, 2, 32),
     "kitty": KeyFormat(HEADS, DIM, PAGE_SIZE, 2, 128, boosted=DIM // 8),
     "1 bit": KeyFormat(HEADS, DIM, PAGE_SIZE, 1, 128, "joint"),
+    "3 bits": KeyFormat(HEADS, DIM, PAGE_SIZE, 3, 128, "joint"),
 }
 
 
 def _keys(pages: int) -> torch.Tensor:
     """[H, pages P, D]."""
-    x = torch.randn(HEADS, pages * PAGE_SIZE, DIM, device="cuda") * (1 + torch.rand(DIM, device="cuda"))
+    x = torch.randn(HEADS, pages * PAGE_SIZE, DIM, device=DEVICE) * (1 + torch.rand(DIM, device=DEVICE))
     return x.bfloat16()
 
 
 def _matrices() -> torch.Tensor:
-    upper = torch.randn(HEADS, DIM, DIM, device="cuda").mul_(0.05).triu_(1) + torch.eye(DIM, device="cuda")
+    upper = torch.randn(HEADS, DIM, DIM, device=DEVICE).mul_(0.05).triu_(1) + torch.eye(DIM, device=DEVICE)
     return upper.half()
 
 
@@ -55,7 +67,7 @@ class Pages:
         self.matrices = torch.stack([_matrices() for _ in range(matrices)])
         self.table = launch.page_table([self.keys], self.keys, [self.pages.buffer], self.pages.buffer, PAGE_SIZE)
         offsets = np.arange(pages) % matrices * HEADS * DIM * DIM
-        self.feedback = kernel.PageFeedback(self.matrices, torch.from_numpy(offsets).cuda())
+        self.feedback = kernel.PageFeedback(self.matrices, torch.from_numpy(offsets).to(DEVICE))
 
     def write(self, feedback: bool) -> None:
         launch.quantize_key_pages(
@@ -75,8 +87,8 @@ def _seconds(f: KeyFormat, pages: int, matrices: int, feedback: bool) -> float:
 
 
 def _attention_seconds() -> float:
-    q = torch.randn(1, QUERY_HEADS, PROMPT, DIM, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(1, QUERY_HEADS, PROMPT, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(1, QUERY_HEADS, PROMPT, DIM, device=DEVICE, dtype=torch.bfloat16)
+    k, v = (torch.randn(1, QUERY_HEADS, PROMPT, DIM, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     times, attend = {}, torch.nn.functional.scaled_dot_product_attention
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         try:
@@ -92,6 +104,7 @@ def check() -> None:
     for name, f in FORMATS.items():
         case = Pages(f, 2, 1)
         case.write(True)
+        raise_if_flagged(case.flag, HEADS)
         keys = case.keys.unflatten(1, (2, PAGE_SIZE)).transpose(0, 1)
         found = key_codes(case.pages, f).cpu()
         fed, near = (key_codes(quantize_keys(keys.cpu(), f, feedback=m), f) for m in (case.matrices[0].cpu(), None))
@@ -104,8 +117,15 @@ def check() -> None:
 
 def main() -> None:
     """Check, time, and print the shares."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare codes, and time nothing")
     torch.manual_seed(0)
+    only_check = parser.parse_args().check
+    if DEVICE == "cpu" and not only_check:
+        parser.error("there is no GPU to time; --check compares codes under TRITON_INTERPRET=1")
     check()
+    if only_check:
+        return
     attention = _attention_seconds()
     print(f"attention of a prompt of {PROMPT} tokens: {attention * 1e3:.2f} ms")
     for name, f in FORMATS.items():

@@ -83,9 +83,10 @@ def _feedback_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Varian
     select = f"{'calibrated' if f.fixed_channels else 'dynamic'}{f.boosted}" if f.boosted else ""
     name = f"feedback-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{'-static' * f.static}"
     variant = _variant(name + "-partial" * partial, key_feedback_kernel, dtype, constants, feedback_warps(constants))
-    # A thread holds all channels of a token, of which 256 are more than it has registers.
-    many = f.head_dim > 128
-    return replace(variant, spills="a token's channels fill the registers", most_local=0.5 if many else 0.05)
+    # A thread holds all channels of a token, of which 256 are more than it has registers. Of 80, padded to 128, it has
+    # to keep the borders, too.
+    most_local = 0.5 if f.head_dim > 128 else 0.1 if constants["TILE"] > f.head_dim else 0.05
+    return replace(variant, spills="a token's channels fill the registers", most_local=most_local)
 
 
 def _value_variant(dtype: str, f: ValueFormat, partial: bool = False) -> Variant:
