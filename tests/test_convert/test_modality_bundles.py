@@ -40,7 +40,7 @@ def test_a_loaded_bundle_compresses_its_modality_by_itself(tmp_path, name):
     assert [sum(span.tokens for span in s.spans) for s in cache.layers[0].store.sequences] == [tiny.media.count] * 2
     source_model = tiny.build("kvconvert")
     watch_inputs(source_model)
-    own = KVCache(source_model.config, loaded.kv_schemes)
+    own = KVCache(source_model.config, loaded.kv_schemes, plan=loaded.kv_plan)
     expected = source_model.generate(**inputs, past_key_values=own, max_new_tokens=6, **GREEDY)
     assert torch.equal(out.sequences, expected)
     # A forward pass without a cache gets one, and its modality mask as well.
@@ -62,5 +62,5 @@ def test_tau_and_ranges_are_searched_where_the_data_has_images_and_the_record_sa
         assert scheme.modality == "visual"
         assert ("calibquant" in record.statistics) == images
         if not images:
-            assert scheme == VISUAL
+            assert replace(scheme, key_rounding="nearest") == VISUAL
             assert "no visual tokens" in record.reason

@@ -48,6 +48,9 @@ class FakeCache:
         sequence += tokens
         self.pool.take(pages_of(sequence) - before)
 
+    def begin_prompt(self):
+        self.sealed = False
+
     def seal(self):
         assert not self.sealed
         self.sealed = True

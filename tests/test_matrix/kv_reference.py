@@ -8,7 +8,7 @@ eager attention reads them; with either, `attend` below does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,23 +38,44 @@ def hadamard(size: int) -> Tensor:
     return matrix / size**0.5
 
 
-def image(x: Tensor, levels: Tensor | int, group: int, share: float = 1.0) -> Tensor:
-    """Groups along the last dimension on a uniform grid; `levels` codes above zero, broadcast against the groups."""
-    groups = x.unflatten(-1, (-1, group))
+def grid(groups: Tensor, levels: Tensor | int, share: float) -> tuple[Tensor, Tensor]:
+    """Scale and lowest number of each group along the last dimension."""
     low, extent = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)
     low, extent = low + extent * (1 - share) / 2, extent * share
-    levels = torch.as_tensor(levels, dtype=x.dtype)
-    scale, low = (extent / levels).half().float(), low.half().float()
-    codes = torch.where(scale > 0, (groups - low) / scale, torch.zeros_like(groups)).round()
-    return (torch.minimum(codes.clamp(min=0), levels) * scale + low).flatten(-2)
+    return (extent / levels).half().float(), low.half().float()
+
+
+def on_grid(x: Tensor, scale: Tensor, low: Tensor, levels: Tensor) -> Tensor:
+    """The nearest numbers of grids."""
+    codes = torch.where(scale > 0, (x - low) / scale, torch.zeros_like(x)).round()
+    return torch.minimum(codes.clamp(min=0), levels) * scale + low
+
+
+def image(x: Tensor, levels: Tensor | int, group: int, share: float = 1.0) -> Tensor:
+    """Groups along the last dimension on a uniform grid; `levels` codes above zero, broadcast against the groups."""
+    groups, levels = x.unflatten(-1, (-1, group)), torch.as_tensor(levels, dtype=x.dtype)
+    return on_grid(groups, *grid(groups, levels, share), levels).flatten(-2)
+
+
+def fed_back(x: Tensor, levels: Tensor | int, group: int, share: float, matrix: Tensor) -> Tensor:
+    """The same of channels [H, D, n], one after another: what a channel errs by is taken from those after it."""
+    groups = x.unflatten(-1, (-1, group))
+    levels = torch.as_tensor(levels, dtype=x.dtype).expand(*groups.shape[:3], 1)
+    scale, low = grid(groups, levels, share)
+    left, found = groups.clone(), torch.empty_like(groups)
+    for channel in range(x.shape[1]):
+        found[:, channel] = on_grid(left[:, channel], scale[:, channel], low[:, channel], levels[:, channel])
+        error = left[:, channel] - found[:, channel]
+        left -= error[:, None] * matrix[:, channel].float()[:, :, None, None]
+    return found.flatten(-2)
 
 
 class ReferenceLayer(DynamicLayer):
     """One layer's keys [B, H, n, D] and values [B, H, n, E], with `padding[row]` positions before each sequence."""
 
-    def __init__(self, scheme: KVScheme, padding: list[int]):
+    def __init__(self, scheme: KVScheme, padding: list[int], feedback: Tensor | None = None):
         super().__init__()
-        self.scheme, self.padding = scheme, padding
+        self.scheme, self.padding, self.feedback = scheme, padding, feedback
         self.kept: list[Tensor | None] = [None] * len(padding)  # [H, tokens]: positions that a row holds, in order
         self.done = [[0, 0] for _ in padding]  # pages of keys and of values that are images already
         self.span = [0] * len(padding)  # positions before this one are a span
@@ -86,8 +107,13 @@ class ReferenceLayer(DynamicLayer):
                     (self.keys, scheme.key_bits, scheme.key_clip_ratio),
                     (self.values, scheme.value_bits, scheme.value_clip_ratio),
                 ):
-                    channels = x[span].transpose(1, 2)
-                    x[span] = image(channels, 2**bits - 1, channels.shape[2], share).transpose(1, 2)
+                    length = scheme.span_tokens or self.keys.shape[2]
+                    parts = x[span].transpose(1, 2).split(length, 2)
+                    if x is self.keys and self.feedback is not None:
+                        stored = [fed_back(part, 2**bits - 1, part.shape[2], share, self.feedback) for part in parts]
+                    else:
+                        stored = [image(part, 2**bits - 1, part.shape[2], share) for part in parts]
+                    x[span] = torch.cat(stored, 2).transpose(1, 2)
             elif scheme.evicts:
                 heavy, recent = round(scheme.heavy_ratio * n), round(scheme.recent_ratio * n)
                 sinks = scheme.sink_tokens
@@ -123,9 +149,11 @@ class ReferenceLayer(DynamicLayer):
         boosted = round(scheme.boost_fraction * page.shape[-1])
         strongest = page.abs().mean(1).argsort(dim=-1, descending=True, stable=True)[:, :boosted]
         levels.scatter_(1, strongest, 4**scheme.key_bits - 1)
-        stored = image(
-            (page / norm).transpose(1, 2), levels[:, :, None, None], scheme.key_group_size, scheme.key_clip_ratio
-        )
+        channels, group = (page / norm).transpose(1, 2), scheme.key_group_size
+        if self.feedback is not None:
+            stored = fed_back(channels, levels[:, :, None, None], group, scheme.key_clip_ratio, self.feedback)
+        else:
+            stored = image(channels, levels[:, :, None, None], group, scheme.key_clip_ratio)
         return stored.transpose(1, 2) * norm @ rotation.T
 
     def _value_image(self, page: Tensor) -> Tensor:
@@ -194,18 +222,22 @@ def attend(
 
 
 def reference_cache(
-    model: PreTrainedModel, scheme: KVScheme | Sequence[KVScheme | None], padding: list[int]
+    model: PreTrainedModel,
+    scheme: KVScheme | Sequence[KVScheme | None],
+    padding: list[int],
+    plan: Mapping[str, Tensor] | None = None,
 ) -> DynamicCache:
     """A cache of reference layers; layers without keys and values, or without a scheme, keep full precision."""
+    plan = plan or {}
     cache = DynamicCache()
     cache.layer_class_to_replicate = None
     layer_types, arguments = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
     schemes = [scheme] * len(layer_types) if isinstance(scheme, KVScheme) else scheme
     cache.layers = [
-        REFERENCE_LAYERS[layer_type](own or UNQUANTIZED, padding)
+        REFERENCE_LAYERS[layer_type](own or UNQUANTIZED, padding, plan.get(f"layers.{index}.key_feedback"))
         if layer_type in REFERENCE_LAYERS
         else DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**settings)
-        for layer_type, settings, own in zip(layer_types, arguments, schemes, strict=True)
+        for index, (layer_type, settings, own) in enumerate(zip(layer_types, arguments, schemes, strict=True))
     ]
     return cache
 

@@ -47,7 +47,9 @@ def test_a_bundle_generates_as_the_reference_does_with_what_was_calibrated(name,
     full = generate(model, inputs, DynamicCache(config=model.config), None)
     tokens = full.argmax(-1)
     with_attention(model, entry, NAME if any(map(needs_own_attention, chosen)) else "eager")
-    expected = generate(model, inputs, reference_cache(model, schemes, [recipe.padding, 0]), tokens)
-    found = generate(load(bundle)[0], inputs, None, tokens)
+    loaded = load(bundle)[0]
+    cache = reference_cache(model, schemes, [recipe.padding, 0], loaded.kv_plan)
+    expected = generate(model, inputs, cache, tokens)
+    found = generate(loaded, inputs, None, tokens)
     # As for caches without calibration (test_kv.py).
     assert (found - expected).abs().mean() < 0.02 * (expected - full).abs().mean()

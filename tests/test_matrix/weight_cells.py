@@ -186,7 +186,7 @@ def _generated(
     ]
     full = generate(reference, inputs, DynamicCache(config=reference.config), None)
     tokens = full.argmax(-1)
-    expected = generate(reference, inputs, reference_cache(reference, schemes, [PADDING, 0]), tokens)
+    expected = generate(reference, inputs, reference_cache(reference, schemes, [PADDING, 0], loaded.kv_plan), tokens)
     found = generate(loaded, inputs, None, tokens)
     return float((found - expected).abs().mean() / (expected - full).abs().mean())
 

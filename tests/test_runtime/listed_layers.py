@@ -76,7 +76,10 @@ class Layer:
             for start, stop in reversed(seal.parts):
                 del buffer[start:stop]
         assert moved[0] == moved[1]
-        self.spans[seal.row].append(moved[0])
+        for length in seal.lengths:
+            self.spans[seal.row].append(moved[0][:length])
+            del moved[0][:length]
+        assert not moved[0]
 
     def _evict(self, seal):
         if seal.keeps_all:
