@@ -215,6 +215,7 @@ def test_layers_that_read_earlier_layers_keys_are_refused(tmp_path, text):
         ('[kv]\npreset = "minikv"\n[auto]\n', "chooses among page schemes"),
         ('[kv]\npreset = "none"\n[auto]\n', "chooses among page schemes"),
         ('[kv]\npreset = "oscar"\n[[kv.layers]]\nindex = [0]\nkey_bits = 4\n[auto]\n', "beside .auto."),
+        ('[kv]\npreset = "oscar"\nkey_bits = 4\n[auto]\n', ".kv. key_bits beside .auto."),
         ('[kv]\npreset = "oscar"\n[auto]\nkv_bit = 3\n', "unknown key kv_bit"),
         ('[kv]\npreset = "oscar"\n[auto]\nkv_bits = 3\nkv_bytes_per_token = 3\n', "two ways"),
     ],
