@@ -220,7 +220,8 @@ def test_an_architecture_without_calibration_is_measured_as_it_will_round(tmp_pa
     model = ARCHITECTURES["falcon_h1"].write(tmp_path / "model")
     auto = AutoSearch(context=264, tokens=264, repairs=0)
     work = run(str(model), tmp_path / "work", text, recipe=RECIPE.model_copy(update={"auto": auto}), kv_bits=12.0)
-    assert feedbacks and all(feedback is None for feedback in feedbacks)
+    assert feedbacks
+    assert all(feedback is None for feedback in feedbacks)
     assert work.layer_record(0).scheme["key_rounding"] == "nearest"
 
 
