@@ -63,12 +63,12 @@ def test_what_a_recipe_states_itself_is_not_searched(tmp_path):
 def test_a_paper_preset_is_the_paper_and_calibration_chooses_what_the_paper_does(tmp_path):
     oscar, paper = Recipe.load("oscar"), Recipe.load("oscar-paper")
     assert (oscar.kv.sink_tokens, paper.kv) == (4, replace(oscar.kv, sink_tokens=0))
-    assert oscar.calibration.searched(oscar.kv) == ["key_clip_ratio", "value_clip_ratio"]
+    assert oscar.calibration.searched(oscar.kv) == ["key_clip_ratio", "value_clip_ratio", "key_rounding"]
     assert paper.calibration.searched(paper.kv) == []
     spans = Recipe.load("calibquant-1bit-paper")
     assert spans.calibration.searched(spans.kv) == ["tau1 and tau2"]
     asked = load(tmp_path, '[kv]\npreset = "oscar-paper"\ncalibrate_clip_ratios = true\n')
-    assert (asked.kv, asked.calibration) == (paper.kv, oscar.calibration)
+    assert (asked.kv, asked.calibration) == (paper.kv, replace(oscar.calibration, calibrate_key_rounding=False))
 
 
 def test_a_layers_preset_brings_what_calibration_chooses_unless_kv_states_it(tmp_path):
@@ -107,7 +107,7 @@ def test_limits_accept_whole_numbers(tmp_path):
         ('[weights]\ngroup_size = "128"\n', ["mine.toml", "[weights] group_size = '128'", '"auto"']),
         ('[kv]\npreset = "oskar"\n', ["mine.toml", "'oskar'", "oscar"]),
         ("[kv]\nkey_bit = 2\n", ["mine.toml", "[kv] key_bit", "key_bits"]),
-        ("[kv]\nkey_bits = 3\n", ["mine.toml", "[kv] key_bits = 3"]),
+        ("[kv]\nkey_bits = 5\n", ["mine.toml", "[kv] key_bits = 5"]),
         ("[kv]\nmodality = 'visual'\n", ["mine.toml", "modality = 'visual'", "only spans"]),
         ('[kv]\npreset = "calibquant-1bit"\nmodality = "images"\n', ["mine.toml", "modality", "visual or audio"]),
         ('[kv]\npreset = "none"\nkey_bits = 2\n', ["mine.toml", "[kv] key_bits", "none"]),
