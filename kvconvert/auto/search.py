@@ -76,7 +76,7 @@ def search_task(runner: LayerRunner, recipe: Recipe, device: torch.device) -> Se
 
     Raises:
         UsageError: the model has too few positions, or the budget cannot be met.
-        UnsupportedModelError: layers read earlier layers' keys and values.
+        UnsupportedModelError: layers read earlier layers' keys and values, or none can have a cache of ours.
     """
     auto: AutoSearch = recipe.auto
     config = runner.config
@@ -99,6 +99,11 @@ def search_task(runner: LayerRunner, recipe: Recipe, device: torch.device) -> Se
             "page; give a longer one, or choose a preset."
         )
     layers = searched_layers(runner, recipe, context, length)
+    if not layers:
+        raise UnsupportedModelError(
+            f"The recipe {recipe.name} has nothing to search for: no layer of this {config.model_type} model can keep "
+            "its keys and values in a kvconvert cache; choose the recipe weights-only."
+        )
     task = SearchTask(context, length, tokens // length, layers, 0, auto.repairs)
     per_token = auto.kv_bytes_per_token if auto.kv_bits is None else auto.kv_bits * task.numbers / 8
     task = SearchTask(context, length, tokens // length, layers, int(per_token * context), auto.repairs)
@@ -247,6 +252,8 @@ class _Measuring:
         return _rounded(self.model.divergence(self.text, caches)) if caches else 0.0
 
     def _feedback(self, layer: SearchedLayer) -> torch.Tensor | None:
+        if self.runner.adapter is None:  # calibration will not make the matrices either
+            return None
         if layer.index not in self.feedback:
             call = self.model.attention_call(self.clip_text, layer.index)
             self.feedback[layer.index] = candidate_feedback(layer, call)

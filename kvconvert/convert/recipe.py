@@ -53,7 +53,7 @@ from kvconvert.methods import (
     check_layers,
     preset_calibration,
 )
-from kvconvert.methods.auto import AutoSearch
+from kvconvert.methods.auto import CHOSEN_FIELDS, AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
 
 
@@ -229,6 +229,11 @@ class Recipe(_Table):
         kv, calibration, layers = _kv_table(tables.get("kv", {"preset": "oscar"}), where)
         limits = _table(Limits, tables.get("limits", {}), "limits", where)
         auto = _table(AutoSearch, tables["auto"], "auto", where) if "auto" in tables else None
+        chosen = sorted(CHOSEN_FIELDS & {*tables.get("kv", {})})
+        if auto is not None and chosen:
+            raise RecipeError(
+                f"The recipe {where} has [kv] {chosen[0]} beside [auto], which chooses it for every layer; remove one."
+            )
         recipe = cls(
             name=name, weights=weights, kv=kv, calibration=calibration, layers=layers, limits=limits, auto=auto
         )

@@ -138,7 +138,9 @@ def evaluate(
         )
     source = Decoder.plain(source_model)
     drills = drills or DrillCounts.for_tokens(tokens)
-    plan = _Drills.plan(parts, checkpoint, tokenizer, samples.ids, shape.length, drills, seed)
+    empty = decoder.new_cache()
+    sinks = 0 if treats_whole_prompts(empty) else before_chunks(empty) - PAGE_SIZE
+    plan = _Drills.plan(parts, checkpoint, tokenizer, samples.ids, shape.length, drills, seed, sinks)
     has_processor = processor is not tokenizer and "images" in parts
     if progress:
         work = [*plan.work, *([Work(*ids.shape, batch=ROWS[place.type])] if {*SCORED} & parts else [])]
@@ -157,10 +159,10 @@ def evaluate(
     ]
     plain_answers = [answer_with(d, tokenizer, progress, n) for d, n in ((source, "source"), (decoder, "bundle"))]
     found = passkey(*answers, plan.numbers) if "recall" in parts else None
-    recited = recitation(*plain_answers, plan.book, plan.reach, drills) if "recitation" in parts else None
+    recited = recitation(*plain_answers, plan.book, plan.reach, drills, sinks) if "recitation" in parts else None
     continued = None
     if "free-running" in parts:
-        continued = free_running(source, decoder, samples.ids, plan.reach, drills, progress)
+        continued = free_running(source, decoder, samples.ids, plan.reach, drills, progress, sinks)
     # Last: some models keep the positions that their latest image left behind.
     images = image_figures(source, decoder, processor, seed, drawings, progress) if has_processor else None
     del source_model, source, answers, plain_answers
@@ -271,6 +273,7 @@ class _Drills:
         context: int,
         counts: DrillCounts,
         seed: int,
+        sink_tokens: int,
     ) -> _Drills:
         prose, positions = ids.flatten().tolist(), _positions(checkpoint) or CONTEXT
         reach = min(positions, CONTEXT)
@@ -278,10 +281,11 @@ class _Drills:
         numbers: Sequence[Drill] = ()
         if "recall" in parts and templated:
             book = NumberBook(tokenizer, prose, seed)
-            hidden = min(context, positions - book.room)
+            hidden = _whole_pages(min(context, positions - book.room), sink_tokens)
             numbers = book.drills(hidden, counts.numbers) if book.fits(hidden) else ()
         elif "recall" in parts:
-            numbers = passkey_drills(DrillBook(tokenizer, prose, seed), max(reach, context), counts.passkey_trials)
+            plain = DrillBook(tokenizer, prose, seed)
+            numbers = passkey_drills(plain, max(reach, context), counts.passkey_trials, sink_tokens)
         work = [Work(1, len(drill.context), PASSKEY_ANSWER_TOKENS, 1) for drill in numbers]
         if "recitation" in parts and reach > TABLE_CONTEXT:
             work.append(Work(counts.tables, TABLE_CONTEXT, 160, BATCH))
@@ -320,6 +324,12 @@ def _segment_shape(checkpoint: SourceModel, context: int | None, cache: Cache) -
     length = min(wanted + 1 if whole_prompts else wanted, _positions(checkpoint) or wanted)
     prefill = min(wanted // 2 if whole_prompts else before_chunks(cache), length // 2)
     return _Shape(length, prefill, length - prefill - 1)
+
+
+def _whole_pages(tokens: int, sink_tokens: int) -> int:
+    """As many tokens as end with a page, where there is room for one."""
+    pages = (tokens - sink_tokens) // PAGE_SIZE
+    return sink_tokens + pages * PAGE_SIZE if pages > 0 else tokens
 
 
 def _source_model(checkpoint: SourceModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

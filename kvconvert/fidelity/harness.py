@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.summary import text_table
@@ -121,8 +121,8 @@ def harness(
     place = choose_device(device)
     opened = open_bundle(Path(bundle))
     checkpoint = None if against is None else open_source(str(against))
-    config_dtype = getattr(torch, json.loads((opened.directory / "config.json").read_text()).get("dtype") or "float32")
-    computed_in = compute_dtype(dtype, place, config_dtype)
+    # Older models' config.json says torch_dtype, which transformers reads as dtype.
+    computed_in = compute_dtype(dtype, place, AutoConfig.from_pretrained(opened.directory).dtype)
     model, processor = load(Path(bundle), dtype=computed_in, verify="headers")
     tokenizer = tokenizer_of(processor)
 

@@ -1,7 +1,8 @@
 """Recall: does a model still find, in its quantized past, what it found at full precision?
 
 Perplexity alone hides damage to lookups that generation shows. Three drills, all greedy, with the question or cue read
-after the context, so that everything looked up is in quantized pages (contexts are whole pages long):
+after the context, so that everything looked up is in quantized pages (contexts are whole pages long, after as many
+tokens as the cache keeps as sinks):
 
 - passkey: prose with two people's five-digit codes stated once; one is asked for. Exact match of the five digits.
 - recitation: tables of key-value pairs, each said again in another order; the last one is left for the model to say
@@ -231,10 +232,11 @@ def answer_with(
     return answer
 
 
-def passkey_drills(book: DrillBook, max_length: int, trials: int) -> list[Drill]:
-    """Passkeys over all depths and the context lengths that fit `max_length` tokens."""
+def passkey_drills(book: DrillBook, max_length: int, trials: int, sink_tokens: int = 0) -> list[Drill]:
+    """Passkeys over all depths and the lengths that fit `max_length` tokens: whole pages after `sink_tokens`."""
     room = PASSKEY_ANSWER_TOKENS + len(book.encode("\nQuestion: what is the secret code of Zachary?\nAnswer:")) + 4
-    lengths = [n for n in PASSKEY_CONTEXTS if n + room <= max_length and n <= len(book.prose)]
+    wanted = (sink_tokens + pages for pages in PASSKEY_CONTEXTS)
+    lengths = [n for n in wanted if n + room <= max_length and n <= len(book.prose)]
     return [book.passkey(n, depth) for n in lengths for depth in PASSKEY_DEPTHS for _ in range(trials)]
 
 
@@ -265,14 +267,20 @@ def passkey(source: Answer, bundle: Answer, drills: Sequence[Drill]) -> PasskeyR
 
 
 def recitation(
-    source: Answer, bundle: Answer, book: DrillBook, max_length: int, counts: DrillCounts = DEFAULT_COUNTS
+    source: Answer,
+    bundle: Answer,
+    book: DrillBook,
+    max_length: int,
+    counts: DrillCounts = DEFAULT_COUNTS,
+    sink_tokens: int = 0,
 ) -> RecitationResult:
     """Let source and bundle recite the same tables."""
-    drills = [book.table(TABLE_CONTEXT, TABLE_ROWS) for _ in range(counts.tables)]
+    context = TABLE_CONTEXT + sink_tokens
+    drills = [book.table(context, TABLE_ROWS) for _ in range(counts.tables)]
     longest = max(len(book.encode("".join(f"{k} = {v}; " for k, v in drill.expected.items()))) for drill in drills)
     new_tokens = longest + 8
-    if TABLE_CONTEXT + new_tokens + 1 > max_length:
-        return RecitationResult(None, None, None, None, 0, TABLE_CONTEXT)
+    if context + new_tokens + 1 > max_length:
+        return RecitationResult(None, None, None, None, 0, context)
     totals = []
     for answer in (source, bundle):
         scored = [_recited(drill, text) for drill, text in zip(drills, answer(drills, new_tokens), strict=True)]
@@ -282,7 +290,7 @@ def recitation(
         *(exact / pairs for exact, _ in totals),
         *(exact / keys if keys else None for exact, keys in totals),
         pairs=pairs,
-        context=TABLE_CONTEXT,
+        context=context,
     )
 
 
@@ -293,13 +301,14 @@ def free_running(
     max_length: int,
     counts: DrillCounts = DEFAULT_COUNTS,
     progress: bool = False,
+    sink_tokens: int = 0,
 ) -> FreeRunningResult:
     """Let source and bundle continue the beginnings of the segments `ids` [segments, length]."""
-    tokens = counts.free_tokens
-    if max_length < FREE_CONTEXT + 1 + tokens or ids.shape[1] <= FREE_CONTEXT:
-        return FreeRunningResult(None, None, None, 0, FREE_CONTEXT, 0)
+    tokens, length = counts.free_tokens, FREE_CONTEXT + sink_tokens
+    if max_length < length + 1 + tokens or ids.shape[1] <= length:
+        return FreeRunningResult(None, None, None, 0, length, 0)
     ids = ids[: counts.free_prompts]
-    context, cue = ids[:, :FREE_CONTEXT], ids[:, FREE_CONTEXT : FREE_CONTEXT + 1]
+    context, cue = ids[:, :length], ids[:, length : length + 1]
     texts = [
         generate_greedily(decoder, context, cue, tokens)
         for decoder in tqdm((source, bundle), desc="free running", unit="model", disable=not progress)
@@ -310,7 +319,7 @@ def free_running(
         float(until.double().quantile(0.5)),
         float((until == tokens).double().mean()),
         len(ids),
-        FREE_CONTEXT,
+        length,
         tokens,
     )
 

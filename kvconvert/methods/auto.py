@@ -41,7 +41,8 @@ class Candidate:
 
 
 def _keys(name: str, bits: int, group_size: int = 128, **fields: Any) -> Candidate:
-    return Candidate(name, "key", {"key_bits": bits, "key_group_size": group_size, "key_recent_tokens": 0} | fields)
+    own = {"key_bits": bits, "key_group_size": group_size, "key_recent_tokens": 0, "boost_fraction": 0.0}
+    return Candidate(name, "key", own | fields)
 
 
 def _values(name: str, bits: int, group_size: int = 128, **fields: Any) -> Candidate:
@@ -79,6 +80,9 @@ VALUE_CANDIDATES: tuple[Candidate, ...] = (
     _values("V8g128", 8),
     _values("V16", 16),
 )
+
+# Fields that every candidate has: what a recipe says of them would be replaced.
+CHOSEN_FIELDS = frozenset(KEY_CANDIDATES[0].fields) | frozenset(VALUE_CANDIDATES[0].fields)
 
 
 class AutoSearch(BaseModel):

@@ -208,6 +208,30 @@ def test_layers_that_read_earlier_layers_keys_are_refused(tmp_path, text):
         run(str(model), tmp_path / "work", text)
 
 
+@pytest.mark.full
+def test_an_architecture_without_calibration_is_measured_as_it_will_round(tmp_path, text, monkeypatch):
+    feedbacks, divergence = [], SimulatedModel.divergence
+
+    def seen(self, text, caches):
+        feedbacks.extend(cache.pages.key_feedback for cache in caches.values())
+        return divergence(self, text, caches)
+
+    monkeypatch.setattr(SimulatedModel, "divergence", seen)
+    model = ARCHITECTURES["falcon_h1"].write(tmp_path / "model")
+    auto = AutoSearch(context=264, tokens=264, repairs=0)
+    work = run(str(model), tmp_path / "work", text, recipe=RECIPE.model_copy(update={"auto": auto}), kv_bits=12.0)
+    assert feedbacks
+    assert all(feedback is None for feedback in feedbacks)
+    assert work.layer_record(0).scheme["key_rounding"] == "nearest"
+
+
+def test_a_model_without_a_layer_to_search_is_refused(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(search, "searched_layers", lambda *_: [])
+    model = ARCHITECTURES["llama"].write(tmp_path / "model")
+    with pytest.raises(UnsupportedModelError, match="nothing to search for"):
+        run(str(model), tmp_path / "work", text)
+
+
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
@@ -215,6 +239,7 @@ def test_layers_that_read_earlier_layers_keys_are_refused(tmp_path, text):
         ('[kv]\npreset = "minikv"\n[auto]\n', "chooses among page schemes"),
         ('[kv]\npreset = "none"\n[auto]\n', "chooses among page schemes"),
         ('[kv]\npreset = "oscar"\n[[kv.layers]]\nindex = [0]\nkey_bits = 4\n[auto]\n', "beside .auto."),
+        ('[kv]\npreset = "oscar"\nkey_bits = 4\n[auto]\n', ".kv. key_bits beside .auto."),
         ('[kv]\npreset = "oscar"\n[auto]\nkv_bit = 3\n', "unknown key kv_bit"),
         ('[kv]\npreset = "oscar"\n[auto]\nkv_bits = 3\nkv_bytes_per_token = 3\n', "two ways"),
     ],

@@ -68,7 +68,7 @@ def test_a_paper_preset_is_the_paper_and_calibration_chooses_what_the_paper_does
     spans = Recipe.load("calibquant-1bit-paper")
     assert spans.calibration.searched(spans.kv) == ["tau1 and tau2"]
     asked = load(tmp_path, '[kv]\npreset = "oscar-paper"\ncalibrate_clip_ratios = true\n')
-    assert (asked.kv, asked.calibration) == (paper.kv, oscar.calibration)
+    assert (asked.kv, asked.calibration) == (paper.kv, replace(oscar.calibration, calibrate_key_rounding=False))
 
 
 def test_a_layers_preset_brings_what_calibration_chooses_unless_kv_states_it(tmp_path):
