@@ -167,8 +167,7 @@ def _flush(group: Group, stores: list[LayerStore], plan: Compression) -> None:
         for pending, is_key in ((plan.keys, True), (plan.values, False)):
             if not pending:
                 continue
-            with _NamedErrors(some, 1, sum(len(part.numbers) for part in pending)):
-                _quantize(some, pending, is_key)
+            _quantize(some, pending, is_key)
         if runs_triton(first.device):
             launches.append((some, sum(len(part.numbers) for part in plan.keys or plan.values)))
     for device in {some[0].device for some, _ in launches}:
@@ -199,7 +198,8 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
             tokens = [_tokens(_buffer(store, part, is_key), part, size) for part in pending]
             pages = [view for part in pending for view in storage.views(part.numbers)]
             feedback = store.format.key_feedback if is_key else None
-            quantize_in_place(tokens, pages, first.flag, channels, static, store.fall_back, feedback)
+            with _NamedErrors([store], 1):
+                quantize_in_place(tokens, pages, first.flag, channels, static, store.fall_back, feedback)
         return
     numbers = np.array([number for part in pending for number in part.numbers], dtype=np.int64)
     records = [storage.offsets(numbers, first.origin) * UNIT + first.origin.data_ptr() for storage in storages]

@@ -141,9 +141,13 @@ class LayerStore:
         batch, heads, _, key_dim = keys.shape
         value_dim = values.shape[-1]
         self.dtype, self.device = keys.dtype, keys.device
-        self.format = with_plan(
-            layer_format(self.scheme, heads, key_dim, value_dim), self.scheme, self.plan, self.device
-        )
+        twin = self.pages
+        if twin is not None and twin.is_allocated and twin.device == self.device:
+            # What it needs of the plan is on the device already.
+            self.format = twin.format
+        else:
+            formats = layer_format(self.scheme, heads, key_dim, value_dim)
+            self.format = with_plan(formats, self.scheme, self.plan, self.device)
         self.span_format = span_format(self.scheme)
         group = self.group
         if self.pages is not None and self.pages.is_allocated_storage:

@@ -102,6 +102,8 @@ class BundleModel:
         positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
         if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or not positions.shape[1]:
             return
+        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
+            return
         rows, prompt = positions.shape
         longest = min(longest, prompt + PREPARED_TOKENS)
         key = (rows, *((n // PAGE_SIZE).bit_length() for n in (prompt, longest)))
@@ -120,11 +122,11 @@ class BundleModel:
     ) -> Any:
         """The prompt's forward passes; where it is read in chunks, only here is it known which is the last."""
         cache = model_kwargs.get("past_key_values")
-        chunked = isinstance(cache, KVCache) and generation_config.prefill_chunk_size is not None
-        if chunked:
+        if isinstance(cache, KVCache) and generation_config.prefill_chunk_size is not None:
             cache.begin_prompt()
         output = super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
-        if chunked:
+        # The caller may have read the first parts, too.
+        if isinstance(cache, KVCache) and any(group.reading_prompt for group in cache.groups):
             cache.seal()
         return output
 

@@ -39,6 +39,8 @@ def prepare_steps(model: Any, tokens: Sequence_[int], longest: int) -> int:
         how many graphs were recorded.
     """
     captured, begin = model.captured, max(tokens)
+    # Recordings hold at every position, and a learned embedding of positions has none beyond its last.
+    last = (getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or longest + 1) - 1
     before = captured.recorded
     lengths = [begin]
     while lengths[-1] < longest:
@@ -53,7 +55,7 @@ def prepare_steps(model: Any, tokens: Sequence_[int], longest: int) -> int:
                 _pretend(group, sequences, logical, [n + length - begin for n in tokens], length)
             if not captured.serves({"past_key_values": cache, "input_ids": one}):
                 break
-            model(input_ids=one, position_ids=one + length, past_key_values=cache)
+            model(input_ids=one, position_ids=one + min(length, last), past_key_values=cache)
             bar.update()
     return captured.recorded - before
 

@@ -87,6 +87,23 @@ def test_what_cannot_be_stored_is_named_and_the_cache_refuses_to_go_on(device):
     layer.update(keys.bfloat16(), keys.bfloat16())
 
 
+def test_a_fallback_names_the_layer_whose_numbers_cannot_be_stored(device):
+    # Heads of 12 channels, which the kernels do not serve; a single token completes the pages of both layers.
+    shape = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 12}
+    cache = KVCache(LlamaConfig(**shape), KVScheme(key_bits=8, value_bits=8, rotate_keys="none", rotate_values="none"))
+    for start, n in ((0, 127), (127, 1)):
+        for index, layer in enumerate(cache.layers):
+            keys = torch.randn(1, 2, n, 12, device=device)
+            keys[0, 1, -1, 3] = float("inf") if index and n == 1 else 1.0
+            layer.update(keys, torch.randn(1, 2, n, 12, device=device))
+            commit(layer.store, Chunk(torch.arange(start, start + n, device=device)))
+            if index and n == 1:
+                with pytest.raises(NumericError, match=r"^Layer 1, KV head 1: the cache cannot store"):
+                    end_forward(layer.store)
+            else:
+                end_forward(layer.store)
+
+
 def test_flags_are_read_by_the_pass_after_a_flush(device, monkeypatch):
     reads = []
     read = compress.raise_if_flagged

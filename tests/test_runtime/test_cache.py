@@ -241,6 +241,20 @@ def test_schemes_that_do_not_fit_the_model_are_refused():
         KVCache(DeepseekV3Config(), "kivi")
 
 
+def test_a_cache_beside_another_takes_what_that_one_has_of_the_plan_on_the_device():
+    feedback = torch.eye(64).repeat(2, 1, 1)
+    plan = {f"layers.{index}.key_feedback": feedback for index in range(REFERENCE_SHAPE.num_hidden_layers)}
+    cache = KVCache(REFERENCE_SHAPE, KVScheme(key_rounding="error_feedback", rotate_values="online"), plan=plan)
+    cache.open_rows(2)
+    first = cache.beside()
+    feed(first, 5)
+    cache.join(1, first)
+    second = cache.beside()
+    feed(second, 5)
+    for mine, theirs in zip(second.stores(), cache.stores(), strict=True):
+        assert mine.format.key_feedback is theirs.format.key_feedback is not None
+
+
 def test_one_layer_may_stay_unquantized_beside_others():
     model = tiny_model("llama", "kvconvert", num_hidden_layers=2)
     cache = KVCache(model.config, [None, KVScheme()])

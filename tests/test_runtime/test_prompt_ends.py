@@ -94,3 +94,16 @@ def test_a_loop_that_says_where_a_prompt_begins_and_ends(scheme):
     assert stored(caches[2]) != stored(caches[0])
     # Sealed, a cache takes single tokens for decoding again.
     assert all(len(group.sequences[0].spans) < 2 for group in caches[1].groups)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_generate_ends_a_prompt_whose_first_part_was_read_before(scheme):
+    model, ids, options = bundle_model(scheme), random_ids(1, 2 * CHUNK), {"max_new_tokens": 4} | GREEDY
+    caches = [model.new_kv_cache() for _ in range(2)]
+    expected = model.generate(ids, past_key_values=caches[0], **options)
+    with torch.no_grad():
+        caches[1].begin_prompt()
+        model(ids[:, :CHUNK], past_key_values=caches[1])
+    got = model.generate(ids, past_key_values=caches[1], **options)
+    assert got.tolist() == expected.tolist()
+    assert stored(caches[1]) == stored(caches[0])
