@@ -104,7 +104,9 @@ def test_whole_prompts_of_every_length_and_the_tokens_after_them(name, chunk):
             n, sequence = length - padding, cache.group.sequences[row]
             sinks = min(n, scheme.sink_tokens)
             if scheme.is_span:
-                assert [span.tokens for span in sequence.spans] == ([n - sinks] if n > sinks else [])
+                starts = range(0, n - sinks, scheme.span_tokens or length)
+                spans = [min(scheme.span_tokens or length, n - sinks - start) for start in starts]
+                assert [span.tokens for span in sequence.spans] == spans
                 assert sequence.keys.buffered == sinks
             else:
                 assert len(sequence) == min(n, sinks + round(scheme.heavy_ratio * n) + round(scheme.recent_ratio * n))
