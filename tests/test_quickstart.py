@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from kvconvert import calibrate, export, load
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.summary import estimate_kv
 from kvconvert.bundle.tensorfile import nbytes, read_header
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.evaluate import decoder_of
-from kvconvert.fidelity.scoring import Decoder, compare
+from kvconvert.fidelity.scoring import Decoder, before_chunks, compare
+from kvconvert.fidelity.sizes import measure_cache
+from kvconvert.kernels.pages import PAGE_SIZE
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -29,12 +30,14 @@ def test_a_small_conversion_of_the_reference_model_has_the_readmes_sizes_and_div
     model, tokenizer = load(tmp_path / "bundle", dtype=torch.float32)
     source = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     ids = load_token_samples(None, tokenizer, 1, 1024, 0, "evaluation").ids
-    scored = compare(Decoder.plain(source), {"bundle": decoder_of(model)}, ids)["bundle"]
-    cache = estimate_kv(manifest.layers)
+    decoder = decoder_of(model)
+    first = before_chunks(decoder.new_cache())
+    scored = compare(Decoder.plain(source), {"bundle": decoder}, ids, first)["bundle"]
+    cache = measure_cache(decoder, ids, first + 6 * PAGE_SIZE, torch.bfloat16, None)
     source_bytes = sum(nbytes(info) for info in read_header(MODEL / "model.safetensors").values())
     rows = [
         ("KL", "KL divergence from the source, mean", "0", f"{float(scored.kl.mean()):.4f}"),
-        ("bytes", "KV cache, bytes per token", f"{cache.plain_bytes_per_token}", f"{cache.bytes_per_token}"),
+        ("bytes", "KV cache, bytes per token", f"{cache.source_bytes_per_token:.0f}", f"{cache.bytes_per_token:.0f}"),
         ("bytes", "weights, bytes", f"{source_bytes}", f"{manifest.weights.bytes}"),
     ]
     assert quickstart.compare(README, rows) == []

@@ -170,7 +170,8 @@ def evaluate(
     if "cache" in parts:
         least, most = CACHE_TOKENS
         size = min(max(least, tokens), most, _positions(checkpoint) or most)
-        size = max(1, size // PAGE_SIZE * PAGE_SIZE)
+        # Complete pages after the sink tokens.
+        size = max(1, (size - sinks) // PAGE_SIZE * PAGE_SIZE + sinks)
         served = checkpoint.config.dtype or torch.float32
         cache = measure_cache(decoder, samples.ids, size, served, comparison)
 
