@@ -59,8 +59,8 @@ def steps_of(model, plan: bool):
 @pytest.mark.parametrize(
     ("name", "window"),
     [
-        ("values stay longer", 90),
         *(pytest.param(name, None, marks=pytest.mark.full) for name in SCHEMES),
+        pytest.param("values stay longer", 90, marks=pytest.mark.full),
     ],
 )
 def test_planned_steps_give_the_same_tokens_and_store_the_same(device, name, window):
