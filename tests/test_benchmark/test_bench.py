@@ -257,6 +257,7 @@ def test_the_table_shows_every_figure_and_says_what_is_missing():
     assert "x" not in table(report_of(measured, against=None)).splitlines()[1]
 
 
+@pytest.mark.full
 def test_the_worker_keeps_what_else_is_printed_off_its_answers():
     code = (
         "import os; from kvconvert.benchmark import worker\n"

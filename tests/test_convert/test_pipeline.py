@@ -333,6 +333,7 @@ print(few, peak(sys.argv[4], sys.argv[5]))
 """
 
 
+@pytest.mark.full
 def test_peak_memory_does_not_grow_with_the_number_of_layers(tmp_path, text):
     """A layer here is 1.6 million weights, 6.3 MB in float32: keeping the six added ones would show as 38 MB."""
     shape = {"hidden_size": 384, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 4}
