@@ -9,8 +9,8 @@ from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, unsu
 from kvconvert.runtime.cache.compress import seal
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.groups import ForwardPass
+from kvconvert.runtime.cache.pass_tables import step_tables
 from kvconvert.runtime.cache.store import LayerStore
-from kvconvert.runtime.cache.tables import step_tables
 
 
 def commit(store: LayerStore, chunk: Chunk, queries: torch.Tensor | None = None) -> torch.Tensor | None:

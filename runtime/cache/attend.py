@@ -23,9 +23,10 @@ from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.select import column_sums, selective_attention
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.history import attend_to_history, is_served
+from kvconvert.runtime.cache.pass_tables import can_mask_on_device, chunk_tables, step_tables
 from kvconvert.runtime.cache.pool import PageStorage
 from kvconvert.runtime.cache.store import LayerStore
-from kvconvert.runtime.cache.tables import GroupTables, can_mask_on_device, chunk_tables, step_tables
+from kvconvert.runtime.cache.tables import GroupTables
 
 EVERY = slice(None)
 

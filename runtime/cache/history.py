@@ -8,9 +8,9 @@ from kvconvert.kernels import device
 from kvconvert.kernels.history import FEWEST_QUERIES, HistoryPart, PageReader, history_attention, unsupported
 from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, PageAddresses, ValueFormat
 from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.pass_tables import chunk_tables
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import LayerStore
-from kvconvert.runtime.cache.tables import chunk_tables
 
 
 def is_served(

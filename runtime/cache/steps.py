@@ -10,8 +10,9 @@ import torch
 from kvconvert.runtime.cache.compress import Group, compress, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.groups import ForwardPass
+from kvconvert.runtime.cache.pass_tables import prepare_step, runs_steps
 from kvconvert.runtime.cache.sequence import Sequence
-from kvconvert.runtime.cache.tables import GroupTables, prepare_step, runs_steps
+from kvconvert.runtime.cache.tables import GroupTables
 
 # All new tokens are real, and layers bring their own mask functions.
 _STEP = Chunk(torch.zeros(1, dtype=torch.int64))

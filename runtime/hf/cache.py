@@ -18,9 +18,10 @@ from kvconvert.models.modality import Modality, placeholder_ids
 from kvconvert.runtime.cache.compress import Group, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry
+from kvconvert.runtime.cache.pass_tables import clamped_rows
 from kvconvert.runtime.cache.rows import join, leave, open_rows
 from kvconvert.runtime.cache.store import LayerStore
-from kvconvert.runtime.cache.tables import TableRegistry, clamped_rows
+from kvconvert.runtime.cache.tables import TableRegistry
 from kvconvert.runtime.hf.hybrid_layer import HybridLayer
 from kvconvert.runtime.hf.layer import PagedLayer
 

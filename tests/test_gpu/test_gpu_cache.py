@@ -15,7 +15,7 @@ from kvconvert.runtime.cache.append import commit
 from kvconvert.runtime.cache.attend import attend
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk, ModalityMask
-from kvconvert.runtime.cache.tables import clamped_rows
+from kvconvert.runtime.cache.pass_tables import clamped_rows
 
 CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 CONFIG.image_token_id = 1

@@ -11,8 +11,8 @@ from kvconvert.kernels import device as dispatch
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import compress
+from kvconvert.runtime.cache.pass_tables import clamped_rows
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
-from kvconvert.runtime.cache.tables import clamped_rows
 from kvconvert.runtime.hf.prepare import _pretend, _read_short_prompt
 
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}

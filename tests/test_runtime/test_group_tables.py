@@ -20,8 +20,9 @@ from kvconvert.runtime.cache.attend import attend, stored_mask
 from kvconvert.runtime.cache.buffer import GPU_GROWTH
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk, ModalityMask
+from kvconvert.runtime.cache.pass_tables import entries_needed
 from kvconvert.runtime.cache.store import LayerStore
-from kvconvert.runtime.cache.tables import GroupTables, entries_needed
+from kvconvert.runtime.cache.tables import GroupTables
 
 CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 CONFIG.image_token_id = 1
