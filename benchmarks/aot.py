@@ -1,6 +1,6 @@
 """Every Triton kernel compiled ahead of time for sm_80, sm_89, sm_90 and sm_100, without a GPU, and what came of it.
 
-Run: python benchmarks/aot.py            the subset that `make test` checks, in half a minute
+Run: python benchmarks/aot.py            a covering subset, in a minute or two
      python benchmarks/aot.py --full     what `make test-full` checks, in about a quarter of an hour
      add --json benchmarks/results/aot.json --docs docs/kernels.md to keep the figures after a kernel has changed
 
@@ -25,7 +25,7 @@ from typing import Any
 from aot_cover import covering
 from aot_docs import write_tables
 
-# Values that are left to the full run, where pairs of all values would take `make test` too long.
+# Values that are left to the full run, where pairs of all values would take the subset too long.
 FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
     "decode": {
         "head_size": (48, 64, 80, 96, 192, 256),

@@ -70,6 +70,7 @@ def test_an_argument_that_a_kernel_does_not_have_is_refused(device):
     spilling_kernel[(1,)](x, x, SIZE=16, num_warps=1, enable_fp_fusion=False)
 
 
+@pytest.mark.full
 def test_the_usual_variants_of_decoding_compile_as_the_table_says(tmp_path):
     done, fresh = compiled(tmp_path / "aot.json", "--module", "decode")
     assert 5 < len(fresh["rows"]) < 30
