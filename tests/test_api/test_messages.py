@@ -81,7 +81,7 @@ def test_no_message_of_the_library_names_an_option(room):
     options = {name for command in cli.commands.values() for parameter in command.params for name in parameter.opts}
     options = {name for name in options if name.startswith("-")}
     for path in (ROOT / room).rglob("*.py"):
-        if path.name == "cli.py":
+        if path.name == "cli.py" or path.parent.name == "commands":
             continue
         raised = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))) if isinstance(node, ast.Raise))
         for node in raised:

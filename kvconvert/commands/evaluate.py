@@ -1,0 +1,74 @@
+"""kvconvert eval BUNDLE."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvconvert.commands.quiet import quiet
+from kvconvert.errors import UsageError
+
+
+@click.command("eval")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--against", metavar="MODEL", help="Model to compare with; the bundle's source by default.")
+@click.option("--data", metavar="SOURCE", help="Held-out text; the text that ships with kvconvert by default.")
+@click.option("--tokens", metavar="N", type=click.IntRange(min=1), help="Tokens to score, 8192 by default.")
+@click.option(
+    "--context",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Tokens of a segment, and of the prose that hides a number; 1024 by default.",
+)
+@click.option(
+    "--only",
+    metavar="PART,...",
+    help="Measure these: perplexity, kl, top1, recall, recitation, free-running, images, cache, weights.",
+)
+@click.option("--device", metavar="D", help="cpu or cuda; a GPU by default if there is one.")
+@click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default the model's, on a CPU float32.")
+@click.option(
+    "--harness", "tasks", metavar="TASK,...", help="Measure tasks of lm-evaluation-harness, or .yaml files, instead."
+)
+@click.option("--limit", metavar="N", type=click.IntRange(min=1), help="Examples of each task of --harness.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with every figure.")
+def evaluate(
+    bundle: Path,
+    only: str | None,
+    tokens: int | None,
+    tasks: str | None,
+    limit: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Measure how far BUNDLE departs from its source, decoding with the low-bit cache.
+
+    With --harness, tasks of lm-evaluation-harness are measured instead, and with --against those of that model, too.
+    """
+    if tasks is not None:
+        others = {"only": only, "tokens": tokens, "data": options.pop("data"), "context": options.pop("context")}
+        given = [f"--{name}" for name, value in others.items() if value is not None]
+        if given:
+            raise UsageError(f"{given[0]} says nothing to tasks of --harness; leave one of them out.")
+        quiet()
+        from kvconvert.fidelity.harness import harness
+
+        found = harness(bundle, [name.strip() for name in tasks.split(",") if name.strip()], limit=limit, **options)
+        click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found.table())
+        return
+    if limit is not None:
+        raise UsageError("--limit is of the tasks of --harness; name some, or leave it out.")
+    from kvconvert.fidelity import evaluate as run
+
+    parts = None if only is None else [name.strip() for name in only.split(",") if name.strip()]
+    quiet()
+    report = run(bundle, only=parts, **options, **({} if tokens is None else {"tokens": tokens}))
+    if as_json:
+        click.echo(json.dumps(report.to_dict(), indent=2))
+        return
+    from kvconvert.fidelity.table import table
+
+    click.echo(table(report))
