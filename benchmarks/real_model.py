@@ -21,7 +21,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "real_model.json"
 PAGE = ROOT / "docs" / "real-model.md"
 BASELINE = "oscar-g128"
+
+_bench: Bench | None = None  # of a process that measures some of the cases
 
 
 def arguments() -> argparse.Namespace:
@@ -66,7 +68,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "real-model", help="of calibrations")
-    parser.add_argument("--jobs", type=int, help="calibrations at a time (default: 4 on a GPU, 1 on a CPU)")
+    parser.add_argument("--jobs", type=int, help="cases at a time (default: 4 on a GPU, 1 on a CPU)")
     parser.add_argument("--again", action="store_true", help="calibrate and measure anew what is there already")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument(
@@ -163,18 +165,36 @@ class Bench:
 
     def measure(self, name: str, table: str) -> None:
         """One row of a table; a case that cannot be measured gets the reason."""
-        rows = self.report[table]
+        self.report[table][name] = self.row(name, table)
+        self.save()
+
+    def row(self, name: str, table: str) -> dict[str, Any]:
+        """The same, not yet in the report."""
         begun = time.monotonic()
         try:
             case = Case.parse(name)
             calibrated = self.shop.cache_of(case) if table == "caches" else self.shop.bundle_of(case)
             seconds = {"calibration": time.monotonic() - begun}
-            rows[name] = self._row(calibrated, name, seconds)
+            row = self._row(calibrated, name, seconds)
         except KvconvertError as error:
-            rows[name] = {"failure": str(error)}
+            row = {"failure": str(error)}
             print(f"{name}: {error}", file=sys.stderr)
-        self.save()
         print(f"{name}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+        return row
+
+    def measure_caches(self, names: Sequence[str]) -> None:
+        """Rows of several calibrated caches, at a time in processes of their own: most of it is compilation."""
+        if self.jobs < 2 or len(names) < 2:
+            for name in names:
+                self.measure(name, "caches")
+            return
+        context = multiprocessing.get_context("spawn")
+        count = min(self.jobs, len(names))
+        with ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(self.args,)) as pool:
+            rows = {pool.submit(_row_of_cache, name): name for name in names}
+            for done in as_completed(rows):
+                self.report["caches"][rows[done]] = done.result()
+                self.save()
 
     def _row(self, made: Calibrated, name: str, seconds: dict[str, float]) -> dict[str, Any]:
         begun = time.monotonic()
@@ -214,8 +234,7 @@ def main() -> None:
         bench.measure_source()
         missing = bench.missing([args.baseline, *wanted], "caches")
         bench.calibrate(missing)
-        for name in missing:
-            bench.measure(name, "caches")
+        bench.measure_caches(missing)
         bench.measure_baseline_sealed()
         bench.shop.restart = args.again  # caches are calibrated by now, bundles are not
         for name in bench.missing(_joined(bundles), "bundles"):
@@ -232,6 +251,18 @@ def _calibrate(task: tuple[Workshop, Case]) -> None:
     torch.set_num_threads(2)
     with contextlib.suppress(KvconvertError):
         shop.calibrate(case, keep_weights=True)
+
+
+def _begin(args: argparse.Namespace) -> None:
+    global _bench
+    torch.set_num_threads(2)
+    args.again = False  # it was calibrated anew a moment ago
+    _bench = Bench(args)
+
+
+def _row_of_cache(name: str) -> dict[str, Any]:
+    assert _bench is not None
+    return _bench.row(name, "caches")
 
 
 def _joined(parts: list[str]) -> list[str]:
