@@ -143,7 +143,8 @@ def load_held_out_samples(
 
     Args:
         source, tokenizer, seed: as of those samples; without a source, the calibration text that ships with kvconvert.
-        samples: how many; fewer where the rest of the text has no more that are evenly spread.
+        samples: how many; fewer where the rest of the text has no more that are evenly spread. Consecutive text, or,
+            where calibration left none that is long enough, what lies between its samples, joined.
         length: tokens per sample.
         apart_from: number and length of the samples that are left out.
 
@@ -155,15 +156,18 @@ def load_held_out_samples(
     name = source_name(source, EMBEDDED["calibration"])
     used = apart_from[0] * taken
     ids, whole = _token_ids(source, tokenizer, seed, "calibration", used + samples * window)
-    starts, at = [], 0
+    starts, rest, at = [], [], 0
     for index in [*_windows(len(ids) // taken, apart_from[0], seed, whole), None]:
         gap = len(ids) if index is None else index * taken
         starts += range(at, gap - window + 1, window)
+        rest += ids[at:gap]
         at = gap + taken
+    if not starts:  # nowhere so many in a row: what lies between the samples, joined
+        ids, starts = rest, list(range(0, len(rest) - window + 1, window))
     if not starts:
         raise DataError(
-            f"Data source {name} holds {len(ids)} tokens and leaves no {window} consecutive ones outside of the "
-            f"{apart_from[0]} calibration samples; give more text, or calibrate on fewer samples."
+            f"Data source {name} leaves {len(rest)} tokens outside of the {apart_from[0]} calibration samples, and "
+            f"{window} are needed; give more text, or calibrate on fewer samples."
         )
     count = min(samples, len(starts))
     rows = [prefix + ids[at : at + window] for at in (starts[i * len(starts) // count] for i in range(count))]

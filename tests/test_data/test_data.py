@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvconvert.data.text import HubSource, load_token_samples
+from kvconvert.data.text import HubSource, load_held_out_samples, load_token_samples
 from kvconvert.errors import DataError, UsageError
 
 CHAT = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {{ m.name if m.name is defined }} {% endfor %}"
@@ -192,3 +192,18 @@ def test_hub_rows_are_read_through_datasets_with_the_named_column(monkeypatch):
     assert data.info.source == "owner/name:part:test:story"
     with pytest.raises(DataError, match="no column 'plot'; its columns are text and story"):
         load_token_samples("owner/name:part:test:plot", tokenizer, 2, 12, seed=0)
+
+
+def test_held_out_text_is_what_calibration_leaves_over(tmp_path):
+    tokenizer = word_tokenizer()
+    words = [tokenizer.convert_ids_to_tokens(3 + i % 4) for i in range(120)]
+    (tmp_path / "book.txt").write_text(" ".join(words))
+    source = str(tmp_path / "book.txt")
+    apart = (10, 10)
+    consecutive = load_held_out_samples(source, tokenizer, 1, 10, 0, apart)
+    assert consecutive.ids.shape == (1, 10)
+    # 20 tokens are left, and wherever the samples lie, no 19 of them need be in a row.
+    joined = load_held_out_samples(source, tokenizer, 3, 19, 0, apart)
+    assert joined.ids.shape == (1, 19)
+    with pytest.raises(DataError, match=r"leaves 20 tokens .* and 21 are needed"):
+        load_held_out_samples(source, tokenizer, 1, 21, 0, apart)
