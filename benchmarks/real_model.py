@@ -108,7 +108,11 @@ class Bench:
             "prompts": args.prompts,
             "seed": args.seed,
             "dtype": dtype,
-            "calibrated_on": {"text": args.calibration or "books-calib", "samples": SAMPLES, "length": LENGTH},
+            "calibrated_on": {
+                "text": Path(args.calibration or "books-calib").name,
+                "samples": SAMPLES,
+                "length": LENGTH,
+            },
         }
         if on_gpu:
             self.settings["device"] = torch.cuda.get_device_name(self.shop.device)

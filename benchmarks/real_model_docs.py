@@ -9,6 +9,7 @@ import torch
 
 from kvconvert.fidelity.bootstrap import Interval, bootstrap_mean
 
+SAME_SIZE = 0.005  # bits per value
 BEGIN, END = "<!-- written by benchmarks/real_model.py -->", "<!-- end -->"
 
 
@@ -98,18 +99,14 @@ def _table(report: dict[str, Any], table: str, protocol: str | None) -> str:
 
 
 def _differences(report: dict[str, Any]) -> str:
-    """Paired differences in KL from the baseline, and from every `auto`."""
+    """Paired differences in KL from the baseline, and of `auto` from each preset that takes at least its bytes."""
     caches = {name: row for name, row in report["caches"].items() if "texts" in row}
     lines = []
-    for reference in [report["baseline"], *(name for name in caches if name.partition(":")[0] == "auto")]:
-        for name, row in caches.items():
-            beside = f"{reference}, sealed prompt" if row["protocol"] == "sealed prompt" else reference
-            if name in (reference, beside) or beside not in caches or caches[beside]["protocol"] != row["protocol"]:
-                continue
-            cells = [name, beside]
-            for text in report["settings"]["texts"]:
-                cells.append(_interval(difference(row["texts"][text], caches[beside]["texts"][text])))
-            lines.append("| " + " | ".join(cells) + " |")
+    for name, beside in _pairs(caches, report["baseline"]):
+        cells = [name, beside]
+        for text in report["settings"]["texts"]:
+            cells.append(_interval(difference(caches[name]["texts"][text], caches[beside]["texts"][text])))
+        lines.append("| " + " | ".join(cells) + " |")
     if not lines:
         return ""
     heads = ["cache", "less", *(f"{text} KL" for text in report["settings"]["texts"])]
@@ -122,6 +119,19 @@ def _differences(report: dict[str, Any]) -> str:
             *lines,
         ]
     )
+
+
+def _pairs(caches: dict[str, Any], baseline: str) -> list[tuple[str, str]]:
+    sealed = f"{baseline}, sealed prompt"
+    beside = {name: sealed if row["protocol"] == "sealed prompt" else baseline for name, row in caches.items()}
+    pairs = [(n, other) for n, other in beside.items() if other in caches and n not in (baseline, sealed)]
+    bits = {name: row["size"]["bits_per_value"] for name, row in caches.items() if row["protocol"] == "pages"}
+    found = [name for name in bits if name.startswith("auto:")]
+    for preset in sorted(bits.keys() - set(found), key=bits.__getitem__):
+        fitting = [name for name in found if bits[name] < bits[preset] + SAME_SIZE]
+        if fitting and (pair := (max(fitting, key=bits.__getitem__), preset)) not in pairs:
+            pairs.append(pair)
+    return pairs
 
 
 def difference(row: dict[str, Any], other: dict[str, Any], seed: int = 0) -> Interval:
