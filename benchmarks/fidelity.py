@@ -4,7 +4,7 @@
 
 Parameters are chosen on one text (books-calib), figures reported on another (books-val): KL to the full-precision model
 in nats, over continuation tokens scored through the cache. Methods see the same segments; an interval is the 95 %
-bootstrap over segments of the paired difference. Writes JSON and prints the tables of the README.
+bootstrap over segments of the paired difference. Writes JSON and prints tables.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def differences(comparisons: dict[str, Comparison], pairs: list[tuple[str, str, 
 
 
 def markdown(report: dict) -> str:
-    """The README's tables."""
+    """The tables that are printed."""
     lines = []
     for part, title in (("weights", "weights"), ("cache", "KV cache, 2 bits")):
         lines += [f"| {title} | KL | 99 % | perplexity | same first token |", "|---|---|---|---|---|"]

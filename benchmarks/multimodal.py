@@ -1,12 +1,12 @@
 """Low-bit keys and values of images on the reference vision-language model: CalibQuant and its ablations.
 
-    python benchmarks/multimodal.py [--pairs N] [--seed S] [--only ROW ...] [--write README.md]
+    python benchmarks/multimodal.py [--pairs N] [--seed S] [--only ROW ...] [--write docs/images.md]
 
 Prompts show two drawings that neither training nor calibration saw; see benchmarks/multimodal_measure.py for how they
 are read. Spans go through the runtime's own cache; formats that it does not have (values per token or with one range
 for all) are quantized and dequantized in place in transformers' cache and called "simulated". tau and ranges are
 calibrated with calibration/calibquant.py on drawings of another seed, one pair of taus for all layers, and ranges of
-simulated values by the same rule. Writes JSON; `--write` puts its table into the README and measures nothing.
+simulated values by the same rule. Writes JSON; `--write` puts its table into that page and measures nothing.
 """
 
 from __future__ import annotations
@@ -382,7 +382,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--only", nargs="+", metavar="ROW", help="measure rows that begin so, and keep the others")
-    parser.add_argument("--write", type=Path, metavar="README", help="only put the table of OUTPUT into this file")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="only put the table of OUTPUT into this file")
     args = parser.parse_args()
     if args.write:
         write(json.loads(args.output.read_text(encoding="utf-8")), args.write)

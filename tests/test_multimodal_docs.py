@@ -1,4 +1,4 @@
-"""README's multimodal table shows what benchmarks/results/multimodal.json holds, and every ablation."""
+"""The multimodal table of docs/images.md shows what benchmarks/results/multimodal.json holds, and every ablation."""
 
 import json
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 import multimodal
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "images.md"
 RESULTS = ROOT / "benchmarks" / "results" / "multimodal.json"
 
 
 def test_the_table_is_that_of_the_recorded_run(tmp_path):
-    copy = tmp_path / README.name
-    copy.write_bytes(README.read_bytes())
+    copy = tmp_path / PAGE.name
+    copy.write_bytes(PAGE.read_bytes())
     multimodal.write(json.loads(RESULTS.read_text(encoding="utf8")), copy)
-    message = "run `python benchmarks/multimodal.py --write README.md` and read whether the text still fits"
-    assert copy.read_text(encoding="utf8") == README.read_text(encoding="utf8"), message
+    message = "run `python benchmarks/multimodal.py --write docs/images.md` and read whether the text still fits"
+    assert copy.read_text(encoding="utf8") == PAGE.read_text(encoding="utf8"), message
 
 
 def test_every_width_is_recorded_with_and_without_tau_and_range():
@@ -26,8 +26,7 @@ def test_every_width_is_recorded_with_and_without_tau_and_range():
 
 
 def test_the_shares_that_the_text_names_are_the_recorded_ones():
-    text = README.read_text(encoding="utf8").split("### Images")[1].split("## The command line")[0]
-    text = text.split(multimodal.END)[1]
+    text = PAGE.read_text(encoding="utf8").split(multimodal.END)[1]
     result = json.loads(RESULTS.read_text(encoding="utf8"))
     rows = result["rows"]
     exact = [
