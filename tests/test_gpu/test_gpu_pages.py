@@ -279,7 +279,9 @@ def test_pages_of_sequences_with_their_own_buffers(device):
     ("poisoned", "norm"),
     [
         *((torch.nan, "none"), (3e38, "per_head")),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in ((torch.inf, "none"), (3e38, "none"), (torch.nan, "joint"))),
+        pytest.param(torch.inf, "none", marks=pytest.mark.full),
+        pytest.param(3e38, "none", marks=pytest.mark.full),
+        pytest.param(torch.nan, "joint", marks=pytest.mark.full),
     ],
 )
 def test_bad_keys_are_named(device, poisoned, norm):
