@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `each_value`, leave all to the full suite but as few cells as have every value of each parameter:
+    """Of a test marked `each_value`, keep as few cells as have every value of each parameter, and mark the others full:
     the i-th cell has the i-th value of each, counted around.
     """
     grids: dict[str, list[tuple[pytest.Item, dict[str, int]]]] = {}
