@@ -24,6 +24,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-baselines", action="store_true", help="write measured figures to tests/baselines")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `each_value`, keep as few cells as have every value of each parameter, and mark the others full:
+    the i-th cell has the i-th value of each, counted around.
+    """
+    grids: dict[str, list[tuple[pytest.Item, dict[str, int]]]] = {}
+    for item in items:
+        if item.get_closest_marker("each_value"):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append((item, item.callspec.indices))
+    for cells in grids.values():
+        counts = {name: 1 + max(indices[name] for _, indices in cells) for name in cells[0][1]}
+        kept = [{name: i % count for name, count in counts.items()} for i in range(max(counts.values()))]
+        for item, indices in cells:
+            if indices not in kept:
+                item.add_marker(pytest.mark.full)
+
+
 @dataclass(frozen=True)
 class Baseline:
     """Stored figures of one test file: by case, then by name.

@@ -13,7 +13,9 @@ PAGE = (Path(kvconvert.__file__).resolve().parent.parent / "docs" / "api.md").re
 SECTIONS = dict(re.findall(r"^## (.+?)$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 
 
-def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys, every):
+    """`make test` leaves out those that measure, which take longest and give nothing to the others."""
     save_checkpoint(
         tmp_path / "model", hidden_size=128, intermediate_size=256, head_dim=32, max_position_embeddings=256
     )
@@ -22,6 +24,8 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys):
     examples = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert len(examples) > len(SECTIONS)
     for example in examples:
+        if not every and re.search(r"= (evaluate|bench)\(", example):
+            continue
         exec(compile(example, "docs/api.md", "exec"), namespace)
     assert "`device` may be cpu or cuda" in capsys.readouterr().out
 

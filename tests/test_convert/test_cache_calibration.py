@@ -47,14 +47,14 @@ def kv(name):
     return Recipe.load(name).kv
 
 
-# Presets that differ from one of the others in numbers alone: the full suite has them.
-ALIKE = ("oscar", "oscar-g128", "kitty-pro", "calibquant-2bit", "minikv", "rtn")
+# One preset of each method, and the default; the others differ from one of these in numbers alone.
+FEW = ("default", "kitty", "kivi", "calibquant-1bit", "minikv-pyramid")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.full if name in ALIKE else ())
+        pytest.param(name, marks=() if name in FEW else pytest.mark.full)
         for name in preset_names()
         if kv(name) is not None and kv(name).modality == "all" and Recipe.load(name).auto is None
     ],

@@ -72,7 +72,7 @@ def test_a_soak_leaks_nothing_starves_none_and_changes_no_tokens(pages, lag):
     model = FakeModel()
     engine = Engine(model, kv_memory=pages, max_batch=5, prompt_chunk=200)
     engine._steps.lag = lag
-    todo = 500  # in each of four settings
+    count = todo = 500 if pages is None or not lag else 150
     admitted, requests, cancelled = [], [], set()
 
     def states():
@@ -111,8 +111,8 @@ def test_a_soak_leaks_nothing_starves_none_and_changes_no_tokens(pages, lag):
     stats = engine.stats()
     assert (stats.waiting, stats.running, stats.pages_reserved, model.pool.used) == (0, 0, 0, 0)
     assert engine._scheduler.free_rows == 5
-    assert (stats.finished, stats.cancelled, stats.failed) == (500 - len(cancelled), len(cancelled), 0)
-    assert len(cancelled) > 20
+    assert (stats.finished, stats.cancelled, stats.failed) == (count - len(cancelled), len(cancelled), 0)
+    assert len(cancelled) > count // 25
     assert stats.generated_tokens == sum(len(request.tokens) for request in requests)
 
 

@@ -228,6 +228,7 @@ def test_a_failed_step_ends_its_requests_and_the_server_goes_on():
         assert answer(port, prompt="hello", max_tokens=3, seed=1)[1]["finish_reason"] in ("length", "stop")
 
 
+@pytest.mark.full
 def test_the_script_serves_a_bundle(bundle):
     script = Path(serve.__file__)
     command = [sys.executable, str(script), str(bundle), "--port", "0", "--max-batch", "2"]

@@ -96,6 +96,7 @@ def toys(tmp_path_factory) -> dict[tuple[str, int], dict]:
     return {(row["name"], row["capability"]): row for row in table["rows"]}
 
 
+@pytest.mark.full
 def test_a_kernel_that_spills_is_reported_unless_it_says_why(toys):
     row = toys["spilling", 90]
     assert row["stack"] > 0
@@ -105,22 +106,26 @@ def test_a_kernel_that_spills_is_reported_unless_it_says_why(toys):
     assert any("main loop access local memory" in problem for problem in toys["too-much", 90]["problems"])
 
 
+@pytest.mark.full
 def test_narrow_loads_and_too_few_wide_ones_are_reported(toys):
     assert any("wide loads" in problem for problem in toys["narrow", 80]["problems"])
     assert toys["wide", 80]["problems"] == []
     assert any("1024 bytes" in problem and "2048" in problem for problem in toys["wide-few", 80]["problems"])
 
 
+@pytest.mark.full
 def test_a_missing_matrix_product_is_reported(toys):
     assert any("matrix" in problem for problem in toys["no-tensor-cores", 90]["problems"])
 
 
+@pytest.mark.full
 def test_shared_memory_is_held_against_the_architecture(toys):
     assert toys["roomy", 89]["shared"] > 99 << 10
     assert any("shared memory" in problem for problem in toys["roomy", 89]["problems"])
     assert toys["roomy", 90]["problems"] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_instructions_per_code_are_those_of_the_loop(toys, capability):
     row = toys["counted", capability]

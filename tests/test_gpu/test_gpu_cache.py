@@ -42,7 +42,7 @@ def window(batch, head, query, key):
 # A prompt, a single token, a few behind a sliding window; and a few at once, over which the mask is causal.
 LONG = ((330, None), (1, None), (3, None), (2, window))
 # The shortest prompts of which every kind of token is stored.
-PROMPTS = {"norms and sink tokens": 290, "values stay longer": 330, "visual spans with tau": 180}
+PROMPTS = {"norms and sink tokens": 290, "visual spans with tau": 180}
 CASES = [pytest.param(name, ((prompt, None), *LONG[1::2]), id=name) for name, prompt in PROMPTS.items()]
 CASES += [pytest.param(name, LONG, id=f"{name}, longer", marks=pytest.mark.full) for name in SCHEMES]
 

@@ -65,6 +65,7 @@ def assert_rounded_alike(y: Tensor, expected: Tensor, same: bool = True, least: 
         assert float((y != expected).float().mean()) < 0.03
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 8), (5, 1100)])
@@ -87,6 +88,7 @@ def test_gates_stay_finite_and_let_nan_through(device):
         torch.testing.assert_close(found, expected, equal_nan=True, rtol=2e-3, atol=1e-3)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [Norm(1e-6), Norm(1e-5, 0.0, False), Norm(1e-6, 1.0, False)])
 @pytest.mark.parametrize("shape", [(1, 1, 64), (3, 5, 1100), (2, 3, 4, 24), (7, 128)])
@@ -118,6 +120,7 @@ def test_eps_counts_and_rows_of_zeros_stay_zero(device):
     assert not rms_norm(x, None, Norm(1e-2))[1].any()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("batch", "heads", "keys", "tokens", "size", "rotated"),

@@ -68,6 +68,7 @@ def test_the_layout_is_made_in_pieces_without_a_seam() -> None:
     assert torch.equal(unpack_codes(pieces.lanes, 200, chunk_codes=64 * 64), weight.qweight)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs", "group_size"), SHAPES)
 def test_dequantized_weights_are_rounded_once(
@@ -82,6 +83,7 @@ def test_dequantized_weights_are_rounded_once(
     assert ((values - expected).abs() <= 2**-7 * expected.abs()).all()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs", "group_size"), SHAPES)
 @pytest.mark.parametrize("rows", [1, 17])

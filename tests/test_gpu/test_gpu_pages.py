@@ -176,7 +176,7 @@ def test_ties_boost_the_lower_channel(device):
     assert quantized(keys, f).channels.flatten().tolist() == [0, 1, 2, 9]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.float16])
 def test_tokens_are_rotated_on_the_way(device, dtype):
     """As if rotated and rounded before: the same but for the last place of what is rounded."""
     from kvconvert.kernels.rotate.triton.launch import rotate
@@ -195,15 +195,15 @@ def test_tokens_are_rotated_on_the_way(device, dtype):
 
 VALUE_FORMATS = [
     value_format(2),
-    value_format(2, dim=128, group=128, clip_ratio=0.7),
-    value_format(2, dim=80, group=16),
-    value_format(1, dim=96, group=48),
+    value_format(2, dim=128, group=128, clip_ratio=0.7, page=32),
+    value_format(2, dim=80, group=16, page=32),
+    value_format(1, dim=96, group=48, page=32),
     pytest.param(value_format(1, group=64, clip_ratio=0.5), marks=pytest.mark.full),
     pytest.param(value_format(4, group=16), marks=pytest.mark.full),
-    value_format(8, dim=48, heads=3, group=16),
+    value_format(8, dim=48, heads=3, group=16, page=32),
     pytest.param(value_format(8, group=16, page=32), marks=pytest.mark.full),
-    value_format(3, group=64, clip_ratio=0.7),
-    value_format(3, dim=48, heads=1, group=24),
+    value_format(3, group=64, clip_ratio=0.7, page=32),
+    value_format(3, dim=48, heads=1, group=24, page=32),
     pytest.param(value_format(3, dim=80, group=16, page=32), marks=pytest.mark.full),
     value_format(16, dim=80),
 ]
@@ -242,7 +242,7 @@ def test_every_value_format(device, dim, bits, dtype):
         assert_same_values(quantized(values, f), values, f)
 
 
-@pytest.mark.parametrize("bits", [1, *(pytest.param(bits, marks=pytest.mark.full) for bits in (2, 3)), 8])
+@pytest.mark.parametrize("bits", [1, *(pytest.param(bits, marks=pytest.mark.full) for bits in (2, 3, 8))])
 def test_static_pages(device, bits):
     f, g = key_format(bits, group=128, static=True), value_format(bits, group=64, static=True)
     scale, zero_point = (
@@ -277,7 +277,12 @@ def test_pages_of_sequences_with_their_own_buffers(device):
 
 @pytest.mark.parametrize(
     ("poisoned", "norm"),
-    [(torch.nan, "none"), (torch.inf, "none"), (3e38, "none"), (torch.nan, "joint"), (3e38, "per_head")],
+    [
+        *((torch.nan, "none"), (3e38, "per_head")),
+        pytest.param(torch.inf, "none", marks=pytest.mark.full),
+        pytest.param(3e38, "none", marks=pytest.mark.full),
+        pytest.param(torch.nan, "joint", marks=pytest.mark.full),
+    ],
 )
 def test_bad_keys_are_named(device, poisoned, norm):
     f = key_format(2, dim=16, token_norm=norm)

@@ -19,6 +19,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("dim", [8, 20, 48, 64, 72, 80, 96, 128, 256])
 def test_rotation_is_the_product_with_the_matrix(device, dim, inverse):
@@ -27,6 +28,7 @@ def test_rotation_is_the_product_with_the_matrix(device, dim, inverse):
     assert error(gpu.rotate(x, inverse), rotated(x, inverse)) < TOLERANCES[x.dtype]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", [(64,), (63, 64), (1, 2, 129, 64), (2, 1, 2, 3, 64), (0, 64)])
 def test_rotation_keeps_shape_and_dtype(device, dtype, shape):
@@ -58,6 +60,7 @@ def test_dispatch_takes_the_kernel_where_it_can(device, monkeypatch):
     assert calls == [False]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rotate_values", [False, True])
 @pytest.mark.parametrize("rotate_keys", [False, True])
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("count", [1, 5, 70])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])

@@ -40,6 +40,7 @@ def by_hand(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     return out.view(x.shape)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dim", [48, 64, 80, 96, 128])
 @pytest.mark.parametrize("bits", [(1, 4), (2, 2), (3, 3), (4, 8), (8, 1)])
 def test_pages_come_back_as_the_formula_says(dim, bits):
@@ -256,6 +257,7 @@ def test_channels_are_ranked_by_mean_magnitude_with_ties_to_the_lower_index():
     assert rank_channels(equal, 21).tolist() == [[[*range(21)]]] * 8
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("boosted", [1, 8, 15, 64])
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_boosted_channels_come_back_at_twice_the_bits(bits, boosted):

@@ -7,7 +7,7 @@ import torch
 from facts import LIMITS, weight_facts
 from kv_cells import generate
 from models_page import RESULTS
-from tiny.models import ARCHITECTURES
+from tiny.models import ARCHITECTURES, architectures
 from weight_cells import CACHE_ONLY, convert, weight_cell
 
 from kvconvert.errors import UnsupportedModelError
@@ -16,25 +16,6 @@ from kvconvert.models.adapters import ADAPTERS, find_adapter, require_adapter
 from kvconvert.runtime import KVCache, load
 
 CONVERTED = [name for name, entry in ARCHITECTURES.items() if find_adapter(entry.config())]
-
-
-def _alike() -> set[str]:
-    """Text models to whose layers the adapter gives the same names and permissions as to another's: the full suite
-    has them.
-    """
-    seen: list[tuple[str, list[object]]] = []
-    found = set()
-    for name in CONVERTED:
-        config = ARCHITECTURES[name].config()
-        text, adapter = config.get_text_config(decoder=True), find_adapter(config)
-        structures = [adapter.structure(config, index) for index in range(text.num_hidden_layers)]
-        if text is config and seen.count((adapter.layers, structures)) > 0:
-            found.add(name)
-        seen.append((adapter.layers, structures))
-    return found
-
-
-ALIKE = _alike()
 # Why the others are refused, in a few words.
 REFUSED = {
     "gemma3n_text": "some of its layers have no keys and values of their own",
@@ -46,9 +27,7 @@ REFUSED = {
 UNCACHED = ("bloom", "mpt", "falcon", "falcon_alibi")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full) if name in ALIKE else name for name in CONVERTED]
-)
+@pytest.mark.parametrize("name", architectures(CONVERTED))
 def test_a_converted_model_is_its_source_but_for_rounding_at_every_stage(name, tmp_path):
     cell = weight_cell(ARCHITECTURES[name], tmp_path)
     # Folding and scaling: what the project promises; float32 rounding gives 1e-6 to 1e-5.

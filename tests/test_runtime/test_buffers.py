@@ -65,7 +65,7 @@ def like_on_a_gpu(cache: KVCache) -> KVCache:
 
 
 def test_on_a_gpu_addresses_outlast_flushes():
-    model = tiny_model("llama", "kvconvert")
+    model = tiny_model("llama", "kvconvert", num_hidden_layers=1)
     cache = like_on_a_gpu(KVCache(model.config, SCHEME))
     model(random_ids(2, 200), past_key_values=cache)
     addresses = set()

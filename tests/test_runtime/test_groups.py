@@ -85,6 +85,7 @@ def test_rows_with_padding_are_planned_as_if_each_were_alone(name):
         cache.check(expectation(scheme, window))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("chunk", [None, 1, 100])
 def test_whole_prompts_of_every_length_and_the_tokens_after_them(name, chunk):

@@ -114,6 +114,7 @@ def positions(cache: KVCache, row: int = 0, layer: int = 0) -> tuple[list[list[i
 # --- exactly these tokens
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("starts", [[0], [2, 6, 20], [26], []])
 def test_image_tokens_alone_are_quantized_wherever_they_stand(llava, bits, starts):

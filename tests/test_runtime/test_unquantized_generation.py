@@ -67,6 +67,7 @@ def generate(model, way: str, make_cache):
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_generating_equals_eager_attention(model, way):
     model.set_attn_implementation("eager")

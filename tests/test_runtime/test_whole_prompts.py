@@ -72,6 +72,7 @@ def with_eager(model, run, cache):
 # --- spans
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("length", [1, 2, 150])
 def test_spans_are_the_prompt_quantized_per_channel(llama, bits, length):

@@ -9,11 +9,12 @@ trivial, and what comes early in a prompt changes what is generated; equal calls
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -256,3 +257,18 @@ def _multimodal(name: str) -> TinyModel:
 ARCHITECTURES: dict[str, TinyModel] = {name: _text(name) for name in TEXTS} | {
     name: _multimodal(name) for name in MODALITIES
 }
+
+
+def representatives(names: Sequence[str]) -> list[str]:
+    """The first architecture, and few others that together have every feature of all those named."""
+    missing = frozenset().union(*(ARCHITECTURES[name].features for name in names))
+    chosen = [names[0]]
+    while missing := missing - ARCHITECTURES[chosen[-1]].features:
+        chosen.append(max(names, key=lambda name: len(ARCHITECTURES[name].features & missing)))
+    return chosen
+
+
+def architectures(names: Sequence[str] = tuple(ARCHITECTURES)) -> list[Any]:
+    """Architectures as parameters of a test, of which all but the representatives are left to the full suite."""
+    few = representatives(names)
+    return [name if name in few else pytest.param(name, marks=pytest.mark.full) for name in names]
