@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvconvert.bundle.manifest import (
     FORMAT_VERSION,
+    FORMER_PLAN_NAME,
     MANIFEST_NAME,
     PLAN_NAME,
     FileInfo,
@@ -63,7 +64,7 @@ class Bundle:
         directory: where it lies.
         manifest: what it says about itself.
         config: contents of config.json.
-        plan: tensors of `kv_plan.safetensors`, named `layers.{i}.{what}`.
+        plan: tensors of `kvconvert/plan.safetensors`, named `layers.{i}.{what}`.
         weight_files: the file of each weight tensor.
         checks: one line per kind of check that was made, with counts.
     """
@@ -160,6 +161,11 @@ def _check_files(directory: Path, manifest: Manifest, full: bool) -> None:
                 f"{MANIFEST_NAME} lists {name}: expected safetensors, JSON and text only, found a file that loading "
                 "could execute; do not use this bundle."
             )
+    if FORMER_PLAN_NAME in manifest.files:
+        raise BundleError(
+            f"The bundle {directory} has its KV plan in {FORMER_PLAN_NAME}, where an earlier kvconvert wrote it and "
+            "other engines take it for weights; export the bundle again."
+        )
     for required in ("config.json", PLAN_NAME):
         if required not in manifest.files:
             raise mismatch(MANIFEST_NAME, "files", f"an entry for {required}", "none")
@@ -171,7 +177,7 @@ def _check_files(directory: Path, manifest: Manifest, full: bool) -> None:
         _check_regular(path, name)
         _check_content(path, name, info, full)
     known = {*manifest.files, *manifest.informative, MANIFEST_NAME}
-    for path in sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")]):
+    for path in sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*"), *directory.glob("kvconvert/*")]):
         name = path.relative_to(directory).as_posix()
         if name not in known and (path.suffix in _LOADED_SUFFIXES or name in _LOADED_NAMES):
             raise BundleError(
@@ -234,8 +240,14 @@ def _json(file: str, content: bytes) -> dict[str, Any]:
 
 
 def _check_tensors(directory: Path, manifest: Manifest) -> dict[str, Path]:
-    _compare(PLAN_NAME, manifest.plan, read_header(directory / PLAN_NAME))
-    files = [name for name in manifest.files if name.endswith(".safetensors") and name != PLAN_NAME]
+    def refuse(_: str, field: str, expected: object, found: object) -> BundleError:
+        return mismatch(PLAN_NAME, field, expected, found)
+
+    _compare(PLAN_NAME, manifest.plan, read_header(directory / PLAN_NAME, refuse))
+    files = manifest.weight_files()
+    for name in files:
+        if "/" in name:
+            raise mismatch(MANIFEST_NAME, f"files: {name}", "weights beside config.json", "a file in a folder")
     if INDEX_NAME not in manifest.files and files != ["model.safetensors"]:
         raise mismatch(
             MANIFEST_NAME, "files", f"model.safetensors alone, or shards with {INDEX_NAME}", ", ".join(files)
