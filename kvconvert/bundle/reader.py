@@ -177,7 +177,9 @@ def _check_files(directory: Path, manifest: Manifest, full: bool) -> None:
         _check_regular(path, name)
         _check_content(path, name, info, full)
     known = {*manifest.files, *manifest.informative, MANIFEST_NAME}
-    for path in sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*"), *directory.glob("kvconvert/*")]):
+    for path in sorted(
+        [*directory.iterdir(), *directory.glob("additional_chat_templates/*"), *directory.glob("kvconvert/*")]
+    ):
         name = path.relative_to(directory).as_posix()
         if name not in known and (path.suffix in _LOADED_SUFFIXES or name in _LOADED_NAMES):
             raise BundleError(
