@@ -20,6 +20,7 @@ from torch import Tensor
 from kvconvert.bundle.json_files import MAX_JSON, parse_object, read_object, read_settings
 from kvconvert.bundle.manifest import (
     FORMAT_VERSION,
+    FORMER_PLAN_NAME,
     MANIFEST_NAME,
     PLAN_NAME,
     FileInfo,
@@ -71,7 +72,7 @@ class Bundle:
         directory: where it lies.
         manifest: what it says about itself.
         config: contents of config.json.
-        plan: tensors of `kv_plan.safetensors`, named `layers.{i}.{what}`.
+        plan: tensors of `kvconvert/plan.safetensors`, named `layers.{i}.{what}`.
         weight_files: the file of each weight tensor.
         checks: one line per kind of check that was made, with counts.
     """
@@ -186,6 +187,11 @@ def _check_files(directory: Path, manifest: Manifest, full: bool) -> None:
                 f"{MANIFEST_NAME} lists {name}: expected a bundle's own files, found one that names a model elsewhere; "
                 "do not use this bundle."
             )
+    if FORMER_PLAN_NAME in manifest.files:
+        raise BundleError(
+            f"The bundle {directory} has its KV plan in {FORMER_PLAN_NAME}, where an earlier kvconvert wrote it and "
+            "other engines take it for weights; export the bundle again."
+        )
     for required in ("config.json", PLAN_NAME):
         if required not in manifest.files:
             raise mismatch(MANIFEST_NAME, "files", f"an entry for {required}", "none")
@@ -206,7 +212,9 @@ def _check_files(directory: Path, manifest: Manifest, full: bool) -> None:
                     "execute it; remove it."
                 )
     known = {*manifest.files, *manifest.informative, MANIFEST_NAME}
-    for path in sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")]):
+    for path in sorted(
+        [*directory.iterdir(), *directory.glob("additional_chat_templates/*"), *directory.glob("kvconvert/*")]
+    ):
         name = path.relative_to(directory).as_posix()
         if name not in known and (path.suffix in _LOADED_SUFFIXES or name in _LOADED_NAMES):
             raise BundleError(
@@ -261,17 +269,20 @@ def _check_content(path: Path, name: str, info: FileInfo, full: bool) -> None:
 
 
 def _check_tensors(directory: Path, manifest: Manifest) -> dict[str, Path]:
-    _compare(PLAN_NAME, manifest.plan, read_header(directory / PLAN_NAME))
-    files = [name for name in manifest.files if name.endswith(".safetensors") and name != PLAN_NAME]
+    def refuse(_: str, field: str, expected: object, found: object) -> BundleError:
+        return mismatch(PLAN_NAME, field, expected, found)
+
+    _compare(PLAN_NAME, manifest.plan, read_header(directory / PLAN_NAME, refuse))
+    files = manifest.weight_files()
+    for name in files:
+        if "/" in name:
+            raise mismatch(MANIFEST_NAME, f"files: {name}", "weights beside config.json", "a file in a folder")
+        if not _WEIGHT_FILE.fullmatch(name):
+            raise mismatch(MANIFEST_NAME, f"files: {name}", "model.safetensors, or shards", name)
     if INDEX_NAME not in manifest.files and files != ["model.safetensors"]:
         raise mismatch(
             MANIFEST_NAME, "files", f"model.safetensors alone, or shards with {INDEX_NAME}", ", ".join(files)
         )
-    for file in files:
-        if not _WEIGHT_FILE.fullmatch(file):
-            raise mismatch(
-                MANIFEST_NAME, f"files: {file}", "model.safetensors or model-00001-of-00002.safetensors", file
-            )
     found: dict[str, TensorInfo] = {}
     where: dict[str, Path] = {}
     for file in files:

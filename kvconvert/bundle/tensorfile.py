@@ -22,6 +22,7 @@ from kvconvert.errors import BundleError, KvconvertError
 
 # A header larger than this is refused before it is read: the limit that the format's own reader has.
 MAX_HEADER = 100_000_000
+MAX_DIMENSIONS = 16
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -133,6 +134,9 @@ def _entry(file: str, name: str, entry: Any, refuse: Refusal, any_dtype: bool) -
         raise refuse(file, f"the shape of tensor {name}", "a list of sizes", repr(shape)[:80])
     if not _is_counts(offsets) or len(offsets) != 2:
         raise refuse(file, f"the data_offsets of tensor {name}", "begin and end", repr(offsets)[:80])
+    # A size of 0 hides the others from the comparison with the bytes, and torch takes no more than 63 bits of them.
+    if len(shape) > MAX_DIMENSIONS or math.prod(size or 1 for size in shape) >= 2**56:
+        raise refuse(file, f"the shape of tensor {name}", "sizes that a tensor can have", repr(shape)[:80])
     info = TensorInfo(dtype=dtype, shape=shape)
     begin, end = offsets
     if end < begin or (dtype in DTYPES and end - begin != nbytes(info)):

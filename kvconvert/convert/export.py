@@ -237,6 +237,7 @@ def _write_files(
             return loaded[1][name]
 
         files = write_weights(directory, contents.infos, read, max_shard_bytes)
+    (directory / PLAN_NAME).parent.mkdir()
     write_tensors(
         directory / PLAN_NAME, contents.plan, lambda name: store.layer_plan(contents.plan_layer_of[name])[name]
     )
