@@ -21,7 +21,6 @@ from kvconvert.commands.verify import verify
 from kvconvert.errors import KvconvertError
 from kvconvert.version import __version__
 
-
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EBADF)
 
 
@@ -35,7 +34,7 @@ def _drop_output() -> None:
 
 def _unwritable(error: UnicodeEncodeError) -> str:
     return (
-        f"The output has a character that {error.encoding} cannot write; set PYTHONIOENCODING=utf-8, or send the output "
+        f"The output has a character that {error.encoding} cannot write; set PYTHONIOENCODING=utf-8, or send it "
         "to a file."
     )
 
