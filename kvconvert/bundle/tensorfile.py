@@ -23,6 +23,8 @@ from kvconvert.errors import BundleError, KvconvertError
 # A header larger than this is refused before it is read: the limit that the format's own reader has.
 MAX_HEADER = 100_000_000
 MAX_DIMENSIONS = 16
+# Characters of a bundle's own text in a message.
+MAX_QUOTED = 400
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -46,10 +48,16 @@ Refusal = Callable[[str, str, object, object], KvconvertError]
 
 def mismatch(file: str, field: str, expected: object, found: object) -> BundleError:
     """The error for a file that is not what it has to be, in one sentence."""
+    file, field, expected, found = (printable(str(part))[:MAX_QUOTED] for part in (file, field, expected, found))
     return BundleError(
         f"{file} does not fit the bundle: {field} should be {expected}, found {found}; the file is damaged or was "
         "changed, so fetch or export the bundle again."
     )
+
+
+def printable(text: str) -> str:
+    """Text of a bundle for a terminal: line breaks, escape sequences and what else is not printed as Python's escapes."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def tensor_info(tensor: Tensor) -> TensorInfo:
