@@ -54,7 +54,7 @@ def fuzzer(bundle):
 
 def test_a_thousand_hostile_bundles(fuzzer):
     accepted = read_cases(fuzzer, range(1000))
-    assert 0 < accepted < 300  # some changes are harmless, and most are not
+    assert 0 < accepted < 400  # some changes are harmless, and most are not
 
 
 @pytest.mark.full
