@@ -57,7 +57,7 @@ def _supports_images(manifest: Manifest) -> bool:
 
 
 def model_card(manifest: Manifest) -> str:
-    """README.md with the Hub's YAML header; depends on the manifest alone, whose texts are shown and never interpreted."""
+    """README.md with the Hub's YAML header; depends on the manifest alone, whose texts are shown, never interpreted."""
     manifest = printable_manifest(manifest)
     parts = (_header, _introduction, _warning, _usage, _coverage, _kv_plan, _fidelity, _provenance)
     return "\n".join(line for part in parts for line in part(manifest))
@@ -180,12 +180,12 @@ def _fidelity(manifest: Manifest) -> list[str]:
 def _provenance(manifest: Manifest) -> list[str]:
     source, data = manifest.source, manifest.data
     revision = f" at revision {_plain(source.revision)}" if source.revision else ""
+    changes = _plain(", ".join(manifest.transforms)) or "nothing"
     lines = [
         "## Where it comes from",
         "",
         f"- Source: {_plain(source.id)}{revision}, config sha256 {_code(source.config_sha256)}",
-        f"- Recipe: {_plain(str(manifest.recipe.get('name')))}; weights changed by: "
-        f"{_plain(', '.join(manifest.transforms)) or 'nothing'}",
+        f"- Recipe: {_plain(str(manifest.recipe.get('name')))}; weights changed by: {changes}",
     ]
     if data is not None:
         pictures = f" with {data.images} images" if data.images else ""
@@ -194,6 +194,7 @@ def _provenance(manifest: Manifest) -> list[str]:
             f"(seed {data.seed}, sha256 of the {'inputs' if data.images else 'token ids'} {_code(data.sha256)})"
         )
     lines.append(
-        f"- kvconvert {_plain(manifest.kvconvert_version)}, bundle format {manifest.format_version}; see `kvconvert.json`"
+        f"- kvconvert {_plain(manifest.kvconvert_version)}, bundle format {manifest.format_version}; see "
+        "`kvconvert.json`"
     )
     return [*lines, ""]

@@ -56,7 +56,7 @@ def mismatch(file: str, field: str, expected: object, found: object) -> BundleEr
 
 
 def printable(text: str) -> str:
-    """Text of a bundle for a terminal: line breaks, escape sequences and what else is not printed as Python's escapes."""
+    """A bundle's text for a terminal: line breaks, control characters and the like as Python's escapes."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

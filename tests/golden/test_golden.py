@@ -13,6 +13,7 @@ import torch
 
 from kvconvert.bundle.manifest import FORMAT_VERSION
 from kvconvert.bundle.reader import open_bundle
+from kvconvert.bundle.schema import SCHEMA_NAME, schema_text
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
 from kvconvert.kernels.pages import KeyFormat, ValueFormat
 from kvconvert.kernels.pages.reference import dequantize_keys, dequantize_values, quantize_keys, quantize_values
@@ -53,6 +54,18 @@ def test_it_is_intact_and_has_every_kind_of_plan(golden):
     assert schemes[3].key_rounding == "error_feedback"
 
 
+def test_the_schema_in_docs_is_the_code_s(golden):
+    text = (HERE.parents[1] / "docs" / SCHEMA_NAME).read_text()
+    assert text == schema_text(), "write it anew with `make docs`"
+    schema, fields = json.loads(text), json.loads((golden / "kvconvert.json").read_text())
+    assert fields.keys() == schema["properties"].keys()
+    for name in schema["required"]:
+        assert name in fields
+    module = schema["$defs"]["ModuleCoverage"]
+    assert module["additionalProperties"] is False
+    assert all(entry.keys() <= module["properties"].keys() for entry in fields["modules"])
+
+
 def test_it_computes_what_it_did(golden):
     expected, found = json.loads((HERE / f"{golden.name}.json").read_text()), make_golden.compute(golden)
     # Other processors add in another order; a token differs only where two logits are that close.
@@ -61,7 +74,9 @@ def test_it_computes_what_it_did(golden):
 
 
 def test_the_example_uses_nothing_but_numpy_and_python(golden, monkeypatch, capsys):
-    imported = {line.split()[1].split(".")[0] for line in EXAMPLE.read_text().splitlines() if line.startswith("import ")}
+    imported = {
+        line.split()[1].split(".")[0] for line in EXAMPLE.read_text().splitlines() if line.startswith("import ")
+    }
     imported |= {line.split()[1] for line in EXAMPLE.read_text().splitlines() if line.startswith("from ")}
     assert imported - sys.stdlib_module_names == {"numpy"}
     monkeypatch.setattr(sys, "argv", ["read_bundle.py", str(golden)])

@@ -8,7 +8,10 @@ from kvconvert.bundle.manifest import Fidelity
 from kvconvert.bundle.summary import manifest_text
 from kvconvert.bundle.tensorfile import mismatch
 
-HOSTILE = 'a/b\n---\n# x\r| y | `z` <script>alert(1)</script> [t](javascript:1) ![i](http://x) **b** \x1b[2J\u2028"q": &lt; ~~s~~'
+HOSTILE = (
+    "a/b\n---\n# x\r| y | `z` <script>alert(1)</script> [t](javascript:1) ![i](http://x) **b** \x1b[2J\u2028"
+    '"q": &lt; ~~s~~'
+)
 
 
 def hostile_manifest():

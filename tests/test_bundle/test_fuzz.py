@@ -28,6 +28,7 @@ def read_cases(fuzzer, numbers):
     before = peak_bytes()
     for number in numbers:
         done = fuzzer.case(number)
+        message = ""
         with fuzzing.opened_files() as opened:
             try:
                 with fuzzing.time_limit():
@@ -36,9 +37,10 @@ def read_cases(fuzzer, numbers):
                     model_card(manifest).encode()
                 accepted += 1
             except KvconvertError as error:
-                assert "\n" not in str(error), (number, done, error)
+                message = str(error)
             except BaseException as error:
                 raise AssertionError(f"case {number} ({done}): {type(error).__name__}: {error}") from error
+        assert "\n" not in message, (number, done, message)
         assert all(path.startswith(here + os.sep) and not wrote for path, wrote in opened), (number, done, opened)
     assert sorted(os.listdir(here)) == fuzzer.listing, "the directory is as it was"
     assert peak_bytes() - before < MOST_MEMORY
