@@ -19,7 +19,7 @@ def verify(bundle: Path) -> None:
     opened = open_bundle(bundle, verify="full")
     for line in opened.checks:
         click.echo(f"ok  {line}")
-    from kvconvert.runtime.hf.fit import check_fits
+    from kvconvert.runtime.hf.model_check import check_fits
 
     click.echo(f"ok  config.json: {check_fits(opened)} tensors fit the model that it describes")
     click.echo(f"{bundle} is intact.")

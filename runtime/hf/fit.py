@@ -5,7 +5,6 @@ The model has no weights yet (meta device), so this takes no memory of the model
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
@@ -13,7 +12,6 @@ from kvconvert.bundle.manifest import MANIFEST_NAME, LayerPlan
 from kvconvert.bundle.reader import Bundle
 from kvconvert.bundle.tensorfile import mismatch
 from kvconvert.errors import BundleError
-from kvconvert.models.auto_class import model_class
 
 # Every layer has a tensor, so a config with more layers than the bundle has tensors is wrong. Small models leave out
 # towers that their config describes.
@@ -28,26 +26,7 @@ def read_config(bundle: Bundle) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(bundle.directory, trust_remote_code=False)
     except Exception as error:  # classes of configs validate with exceptions of many kinds
-        raise _no_model(error) from error
-
-
-def check_fits(bundle: Bundle) -> int:
-    """Build the bundle's model without weights and compare every module with its tensors.
-
-    Returns:
-        how many tensors were compared.
-
-    Raises:
-        BundleError: config.json makes no model, or one that other tensors belong to.
-    """
-    config = read_config(bundle)
-    config.quantization_config = None
-    try:
-        with torch.device("meta"):
-            model = model_class(config).from_config(config)
-    except Exception as error:  # models are built by code of many authors
-        raise _no_model(error) from error
-    return compare_shapes(bundle, model)
+        raise no_model(error) from error
 
 
 def compare_shapes(bundle: Bundle, model: nn.Module) -> int:
@@ -124,7 +103,8 @@ def _misfit(tensor: str, expected: list[int], found: object) -> BundleError:
     )
 
 
-def _no_model(error: Exception) -> BundleError:
+def no_model(error: Exception) -> BundleError:
+    """The error for a config.json from which transformers builds nothing."""
     reason = " ".join(str(error).split()).rstrip(".")[:300] or type(error).__name__
     return BundleError(
         f"config.json describes no model that this version of transformers builds without other code ({reason}); "

@@ -18,6 +18,7 @@ from kvconvert.errors import BundleError
 from kvconvert.models.auto_class import model_class, supports_images
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer
 from kvconvert.runtime.hf.fit import read_config
+from kvconvert.runtime.hf.model_check import check_fits
 from kvconvert.runtime.hf.quantizer import BundleConfig, Verify
 
 
@@ -58,7 +59,9 @@ def load(
         raise BundleError(
             f"{bundle} is not a kvconvert bundle: it has no {MANIFEST_NAME}; kvconvert export writes one."
         )
+    # All of it is verified before transformers reads any of it, and the model built without weights before weights are.
     verified = open_bundle(directory, verify=verify)
+    check_fits(verified)
     config = read_config(verified)
     config.quantization_config = BundleConfig(verified.config["quantization_config"], verify, verified)
     model, found = model_class(config).from_pretrained(
