@@ -37,6 +37,7 @@ baselines: $(VENV)/ready
 
 docs: $(VENV)/ready
 	$(BIN)/python -m kvconvert.methods.tables
+	$(BIN)/python -m kvconvert.bundle.schema
 
 REAL_MODEL ?= build/smollm2
 TEXT ?= texts

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
+import sys
 from typing import Any
 
 import click
@@ -18,6 +21,23 @@ from kvconvert.commands.verify import verify
 from kvconvert.errors import KvconvertError
 from kvconvert.version import __version__
 
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EBADF)
+
+
+def _drop_output() -> None:
+    """Leave nothing for the interpreter to write when it ends: it would fail again, with a traceback."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _unwritable(error: UnicodeEncodeError) -> str:
+    return (
+        f"The output has a character that {error.encoding} cannot write; set PYTHONIOENCODING=utf-8, or send it "
+        "to a file."
+    )
+
 
 class _Commands(click.Group):
     """Commands in the order of their use; kvconvert's own errors become one sentence and their exit code."""
@@ -27,11 +47,26 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            # Output that waits in a buffer is part of the command, and so is its failure.
+            sys.stdout.flush()
+            return result
         except KvconvertError as error:
             message = self._with_options(" ".join(str(error).splitlines()), ctx.invoked_subcommand)
             click.echo(f"Error: {message}", err=True)
             ctx.exit(error.exit_code)
+        except UnicodeEncodeError as error:
+            click.echo(f"Error: {_unwritable(error)}", err=True)
+            ctx.exit(1)
+        except OSError as error:
+            # What commands read and write has errors of its own; here is what they print.
+            if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+                raise
+            _drop_output()
+            click.echo(
+                f"Error: The output could not be written ({error.strerror}); make room, or send it elsewhere.", err=True
+            )
+            ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("Error: Interrupted; nothing half written was left behind.", err=True)
             ctx.exit(1)

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 
 from kvconvert.bundle.manifest import Manifest
-from kvconvert.bundle.summary import coverage_rows, describe_scheme, figure, kv_line, layer_ranges, weights_line
+from kvconvert.bundle.summary import (
+    coverage_rows,
+    describe_scheme,
+    figure,
+    kv_line,
+    layer_ranges,
+    printable_manifest,
+    weights_line,
+)
 from kvconvert.methods import awq
 
 CARD_NAME = "README.md"
@@ -48,9 +57,21 @@ def _supports_images(manifest: Manifest) -> bool:
 
 
 def model_card(manifest: Manifest) -> str:
-    """README.md with the Hub's YAML header; depends on the manifest alone."""
+    """README.md with the Hub's YAML header; depends on the manifest alone, whose texts are shown, never interpreted."""
+    manifest = printable_manifest(manifest)
     parts = (_header, _introduction, _warning, _usage, _coverage, _kv_plan, _fidelity, _provenance)
     return "\n".join(line for part in parts for line in part(manifest))
+
+
+def _plain(text: str) -> str:
+    """Text of the manifest as Markdown that shows it: no emphasis, link, HTML, cell or heading begins in it."""
+    escaped = re.sub(r"([\\`*\[\]<>|&~])", r"\\\1", text)
+    return re.sub(r"^([#+=-]|\d+[.)])", r"\\\1", escaped)
+
+
+def _code(text: str) -> str:
+    """The same as a code span in a table."""
+    return f"`{text.replace('`', chr(39)).replace('|', chr(92) + '|')}`"
 
 
 def _header(manifest: Manifest) -> list[str]:
@@ -62,9 +83,9 @@ def _header(manifest: Manifest) -> list[str]:
     task = "image-text-to-text" if _supports_images(manifest) else "text-generation"
     lines = ["---", "library_name: kvconvert", f"pipeline_tag: {task}"]
     if source.licence:
-        lines.append(f"license: {json.dumps(source.licence)}")
+        lines.append(f"license: {json.dumps(source.licence, ensure_ascii=False)}")
     if "/" in source.id:  # a local directory's name would not be a link
-        lines += [f"base_model: {json.dumps(source.id)}", "base_model_relation: quantized"]
+        lines += [f"base_model: {json.dumps(source.id, ensure_ascii=False)}", "base_model_relation: quantized"]
     return [*lines, "tags:", *(f"- {tag}" for tag in tags), "---", ""]
 
 
@@ -75,9 +96,9 @@ def _introduction(manifest: Manifest) -> list[str]:
         else "the model's own cache"
     )
     return [
-        f"# {manifest.source.id.rsplit('/', 1)[-1]}, converted by kvconvert",
+        f"# {_plain(manifest.source.id.rsplit('/', 1)[-1])}, converted by kvconvert",
         "",
-        f"{manifest.source.id} with {awq.describe(manifest.weights.method)} and {cache}.",
+        f"{_plain(manifest.source.id)} with {awq.describe(manifest.weights.method)} and {cache}.",
         "",
     ]
 
@@ -87,7 +108,7 @@ def _warning(manifest: Manifest) -> list[str]:
         return []
     return [
         "> **This bundle misses the fidelity limits of its own recipe; it was exported by force.**",
-        *(f"> - {sentence}" for sentence in manifest.fidelity.missed),
+        *(f"> - {_plain(sentence)}" for sentence in manifest.fidelity.missed),
         "",
     ]
 
@@ -112,7 +133,10 @@ def _usage(manifest: Manifest) -> list[str]:
 
 
 def _coverage(manifest: Manifest) -> list[str]:
-    rows = [f"| `{name}` | {count} | {how} | {why} |" for name, count, how, why in coverage_rows(manifest)]
+    rows = [
+        f"| {_code(name)} | {count} | {_plain(how)} | {_plain(why)} |"
+        for name, count, how, why in coverage_rows(manifest)
+    ]
     return [
         "## Coverage",
         "",
@@ -126,7 +150,7 @@ def _coverage(manifest: Manifest) -> list[str]:
 
 
 def _kv_plan(manifest: Manifest) -> list[str]:
-    rows = [f"| {layers} | {describe_scheme(plan)} |" for layers, plan in layer_ranges(manifest.layers)]
+    rows = [f"| {layers} | {_plain(describe_scheme(plan))} |" for layers, plan in layer_ranges(manifest.layers)]
     return ["## Key-value cache", "", f"Size: {kv_line(manifest)}.", "", "| layers | plan |", "|---|---|", *rows, ""]
 
 
@@ -139,7 +163,7 @@ def _fidelity(manifest: Manifest) -> list[str]:
         for name, words in _FIGURES.items()
         if isinstance(value := figure(report, name), int | float)
     ]
-    bounds = ", ".join(f"{name} = {value:g}" for name, value in limits.items())
+    bounds = ", ".join(f"{_plain(name)} = {value:g}" for name, value in limits.items())
     verdict = "missed" if manifest.fidelity.missed else "met"
     return [
         "## Fidelity",
@@ -155,20 +179,22 @@ def _fidelity(manifest: Manifest) -> list[str]:
 
 def _provenance(manifest: Manifest) -> list[str]:
     source, data = manifest.source, manifest.data
-    revision = f" at revision {source.revision}" if source.revision else ""
+    revision = f" at revision {_plain(source.revision)}" if source.revision else ""
+    changes = _plain(", ".join(manifest.transforms)) or "nothing"
     lines = [
         "## Where it comes from",
         "",
-        f"- Source: {source.id}{revision}, config sha256 `{source.config_sha256}`",
-        f"- Recipe: {manifest.recipe['name']}; weights changed by: {', '.join(manifest.transforms) or 'nothing'}",
+        f"- Source: {_plain(source.id)}{revision}, config sha256 {_code(source.config_sha256)}",
+        f"- Recipe: {_plain(str(manifest.recipe.get('name')))}; weights changed by: {changes}",
     ]
     if data is not None:
         pictures = f" with {data.images} images" if data.images else ""
         lines.append(
-            f"- Calibration: {data.samples} samples of {data.length} tokens{pictures} from {data.source} (seed "
-            f"{data.seed}, sha256 of the {'inputs' if data.images else 'token ids'} `{data.sha256}`)"
+            f"- Calibration: {data.samples} samples of {data.length} tokens{pictures} from {_plain(data.source)} "
+            f"(seed {data.seed}, sha256 of the {'inputs' if data.images else 'token ids'} {_code(data.sha256)})"
         )
     lines.append(
-        f"- kvconvert {manifest.kvconvert_version}, bundle format {manifest.format_version}; see `kvconvert.json`"
+        f"- kvconvert {_plain(manifest.kvconvert_version)}, bundle format {manifest.format_version}; see "
+        "`kvconvert.json`"
     )
     return [*lines, ""]

@@ -16,7 +16,9 @@ from kvconvert.methods import KVScheme, LayerShape
 
 FORMAT_VERSION = 0
 MANIFEST_NAME = "kvconvert.json"
-PLAN_NAME = "kv_plan.safetensors"
+# In a folder, for engines read every *.safetensors file that lies beside config.json as weights.
+PLAN_NAME = "kvconvert/plan.safetensors"
+FORMER_PLAN_NAME = "kv_plan.safetensors"
 _UNSEALED = "0" * 64
 
 Sha256 = str
@@ -241,7 +243,7 @@ class Manifest(_Record):
         modules: coverage, one entry per Linear and per other tensor-owning module that was kept.
         weights: how large.
         tensors: every tensor of the weight files, by name.
-        plan: every tensor of `kv_plan.safetensors`, by name.
+        plan: every tensor of `kvconvert/plan.safetensors`, by name.
         allocation: what a search over the layers' schemes measured and chose; None without one.
         fidelity: measured on this bundle, or None.
         files: every load-critical file besides the manifest.
@@ -271,6 +273,10 @@ class Manifest(_Record):
     def schemes(self) -> list[KVScheme | None]:
         """The KV scheme of each decoder layer; None where the cache is left to the model's own class."""
         return [layer.scheme() for layer in self.layers]
+
+    def weight_files(self) -> list[str]:
+        """Names of the files that hold the model's weights."""
+        return [name for name in self.files if name.endswith(".safetensors") and name != PLAN_NAME]
 
     def files_digest(self) -> str:
         """One SHA-256 over names, sizes and hashes of all load-critical files: the identity of the contents."""

@@ -17,8 +17,10 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kvconvert.bundle.json_files import MAX_JSON, parse_object, read_object, read_settings
 from kvconvert.bundle.manifest import (
     FORMAT_VERSION,
+    FORMER_PLAN_NAME,
     MANIFEST_NAME,
     PLAN_NAME,
     FileInfo,
@@ -28,12 +30,12 @@ from kvconvert.bundle.manifest import (
     quantization_config,
     unseal,
 )
-from kvconvert.bundle.tensorfile import mismatch, nbytes, read_header, tensor_info
+from kvconvert.bundle.settings import is_settings, unsafe_settings
+from kvconvert.bundle.tensorfile import DTYPES, mismatch, nbytes, read_header, tensor_info
 from kvconvert.errors import BundleError, RecipeError
 from kvconvert.methods import PLAN_TENSORS
 
 INDEX_NAME = "model.safetensors.index.json"
-MAX_JSON = 256_000_000
 
 # Files of these kinds are read by model and tokenizer loaders when they merely lie in the directory, so an unlisted one
 # could replace what was verified.
@@ -49,10 +51,17 @@ _LOADED_SUFFIXES = {
     ".py",
     ".jinja",
     ".model",
+    ".tiktoken",
+    ".gguf",
+    ".h5",
+    ".msgpack",
 }
 # Of these, the ones that run code when they are loaded; a bundle holds none, listed or not.
 _CODE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".py"}
 _LOADED_NAMES = {"vocab.txt", "merges.txt"}
+# Files that make loaders take weights, or a whole model, from elsewhere.
+_REDIRECTIONS = {"adapter_config.json", "audio_tokenizer_config.json"}
+_WEIGHT_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ class Bundle:
         directory: where it lies.
         manifest: what it says about itself.
         config: contents of config.json.
-        plan: tensors of `kv_plan.safetensors`, named `layers.{i}.{what}`.
+        plan: tensors of `kvconvert/plan.safetensors`, named `layers.{i}.{what}`.
         weight_files: the file of each weight tensor.
         checks: one line per kind of check that was made, with counts.
     """
@@ -75,6 +84,9 @@ class Bundle:
     weight_files: dict[str, Path]
     checks: tuple[str, ...]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bundle:
+        return self  # nothing in it is ever changed, and configurations that refer to it are copied
+
 
 def open_bundle(path: str | Path, verify: Literal["full", "headers"] = "full") -> Bundle:
     """Open a bundle after validating it.
@@ -82,11 +94,13 @@ def open_bundle(path: str | Path, verify: Literal["full", "headers"] = "full") -
     Checked: the manifest's version, schema and seal; names, kinds, sizes and, with "full", SHA-256 of every
     load-critical file; no loadable file beside them; safetensors headers; the index; every tensor's presence, type and
     shape against the manifest; coverage and packing of quantized modules; scales and KV-plan tensors finite, scales
-    positive; agreement of config.json.
+    positive, and, with "full", all other floating-point tensors finite; agreement of config.json; settings that would
+    run code or fetch something absent. Whether the model that transformers builds fits the tensors is checked where one
+    is built (`runtime/hf/model_check.py`).
 
     Args:
         path: the bundle's directory.
-        verify: "full" hashes every load-critical file; "headers" skips only that.
+        verify: "full" hashes every load-critical file and reads every tensor; "headers" skips only that.
 
     Raises:
         BundleError: naming file, field, what was expected and what was found.
@@ -113,6 +127,12 @@ def open_bundle(path: str | Path, verify: Literal["full", "headers"] = "full") -
         for name, scales in _tensors(weight_files, [f"{module.prefix}.scales" for module in quantized]):
             _check_scales(weight_files[name].name, name, scales)
         checks.append(f"scales: {len(quantized)} tensors, finite and above zero")
+        if verify == "full":
+            kept = [name for name, info in manifest.tensors.items() if DTYPES[info.dtype].is_floating_point]
+            for name, tensor in _tensors(weight_files, kept):
+                if not _is_finite(tensor):
+                    raise mismatch(weight_files[name].name, f"tensor {name}", "finite values", "NaN or infinity")
+            checks.append(f"numbers: {len(kept)} floating-point tensors, all finite")
         plan = _read_plan(directory, manifest)
     except (OSError, SafetensorError) as error:
         raise BundleError(
@@ -128,8 +148,10 @@ def _read_manifest(directory: Path) -> Manifest:
     if not os.path.lexists(path):
         raise BundleError(f"{directory} is not a bundle: it has no {MANIFEST_NAME}; make one with `kvconvert export`.")
     _check_regular(path, MANIFEST_NAME)
+    if path.stat().st_size > MAX_JSON:
+        raise mismatch(MANIFEST_NAME, "its length", f"at most {MAX_JSON} bytes", f"{path.stat().st_size} bytes")
     content = path.read_bytes()
-    fields = _json(MANIFEST_NAME, content)
+    fields = parse_object(MANIFEST_NAME, content, finite=True)
     version = fields.get("format_version")
     if type(version) is not int or version < 0:
         raise mismatch(MANIFEST_NAME, "format_version", FORMAT_VERSION, repr(version))
@@ -160,6 +182,16 @@ def _check_files(directory: Path, manifest: Manifest, full: bool) -> None:
                 f"{MANIFEST_NAME} lists {name}: expected safetensors, JSON and text only, found a file that loading "
                 "could execute; do not use this bundle."
             )
+        if Path(name).name in _REDIRECTIONS:
+            raise BundleError(
+                f"{MANIFEST_NAME} lists {name}: expected a bundle's own files, found one that names a model elsewhere; "
+                "do not use this bundle."
+            )
+    if FORMER_PLAN_NAME in manifest.files:
+        raise BundleError(
+            f"The bundle {directory} has its KV plan in {FORMER_PLAN_NAME}, where an earlier kvconvert wrote it and "
+            "other engines take it for weights; export the bundle again."
+        )
     for required in ("config.json", PLAN_NAME):
         if required not in manifest.files:
             raise mismatch(MANIFEST_NAME, "files", f"an entry for {required}", "none")
@@ -170,8 +202,19 @@ def _check_files(directory: Path, manifest: Manifest, full: bool) -> None:
                 raise mismatch(name, "its directory", "a directory", "a symbolic link")
         _check_regular(path, name)
         _check_content(path, name, info, full)
+    for folder, folders, names in os.walk(directory):
+        # Programs' own folders (.git, .cache) are no part of the bundle; links to folders are not followed.
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if Path(folder) != directory and Path(name).suffix in _CODE_SUFFIXES:
+                raise BundleError(
+                    f"{Path(folder, name).relative_to(directory)} lies in the bundle {directory}, and loading could "
+                    "execute it; remove it."
+                )
     known = {*manifest.files, *manifest.informative, MANIFEST_NAME}
-    for path in sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")]):
+    for path in sorted(
+        [*directory.iterdir(), *directory.glob("additional_chat_templates/*"), *directory.glob("kvconvert/*")]
+    ):
         name = path.relative_to(directory).as_posix()
         if name not in known and (path.suffix in _LOADED_SUFFIXES or name in _LOADED_NAMES):
             raise BundleError(
@@ -207,9 +250,11 @@ def _is_hub_blob(path: Path) -> bool:
     """Whether a link is one of the Hub's cache: from snapshots/{commit} to blobs of the same repository."""
     if not path.is_symlink():
         return False
-    target = path.resolve()
-    snapshots = next((parent for parent in path.parent.resolve().parents if parent.name == "snapshots"), None)
-    return snapshots is not None and target.parent == snapshots.parent / "blobs"
+    # Unlike Path.resolve, realpath gives an answer for links that lead in a circle: a path that is still a link.
+    target = Path(os.path.realpath(path))
+    parents = Path(os.path.realpath(path.parent)).parents
+    snapshots = next((parent for parent in parents if parent.name == "snapshots"), None)
+    return snapshots is not None and target.parent == snapshots.parent / "blobs" and not target.is_symlink()
 
 
 def _check_content(path: Path, name: str, info: FileInfo, full: bool) -> None:
@@ -223,19 +268,17 @@ def _check_content(path: Path, name: str, info: FileInfo, full: bool) -> None:
             raise mismatch(name, "sha256", info.sha256, digest)
 
 
-def _json(file: str, content: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(content) if len(content) <= MAX_JSON else None
-    except (ValueError, RecursionError) as error:
-        raise mismatch(file, "its content", "valid JSON", error) from error
-    if not isinstance(value, dict):
-        raise mismatch(file, "its content", "a JSON object", type(value).__name__)
-    return value
-
-
 def _check_tensors(directory: Path, manifest: Manifest) -> dict[str, Path]:
-    _compare(PLAN_NAME, manifest.plan, read_header(directory / PLAN_NAME))
-    files = [name for name in manifest.files if name.endswith(".safetensors") and name != PLAN_NAME]
+    def refuse(_: str, field: str, expected: object, found: object) -> BundleError:
+        return mismatch(PLAN_NAME, field, expected, found)
+
+    _compare(PLAN_NAME, manifest.plan, read_header(directory / PLAN_NAME, refuse))
+    files = manifest.weight_files()
+    for name in files:
+        if "/" in name:
+            raise mismatch(MANIFEST_NAME, f"files: {name}", "weights beside config.json", "a file in a folder")
+        if not _WEIGHT_FILE.fullmatch(name):
+            raise mismatch(MANIFEST_NAME, f"files: {name}", "model.safetensors, or shards", name)
     if INDEX_NAME not in manifest.files and files != ["model.safetensors"]:
         raise mismatch(
             MANIFEST_NAME, "files", f"model.safetensors alone, or shards with {INDEX_NAME}", ", ".join(files)
@@ -255,7 +298,7 @@ def _check_tensors(directory: Path, manifest: Manifest) -> dict[str, Path]:
 
 
 def _check_index(directory: Path, found: dict[str, TensorInfo], where: dict[str, Path]) -> None:
-    index = _json(INDEX_NAME, (directory / INDEX_NAME).read_bytes())
+    index = read_object(directory / INDEX_NAME)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
         raise mismatch(INDEX_NAME, "weight_map", "files by tensor name", repr(weight_map)[:80])
@@ -331,19 +374,26 @@ def _check_modules(manifest: Manifest) -> None:
 def _check_config(directory: Path, manifest: Manifest) -> dict[str, Any]:
     if "config.json" not in manifest.files:
         raise mismatch(MANIFEST_NAME, "files", "an entry for config.json", "none")
-    config = _json("config.json", (directory / "config.json").read_bytes())
+    config = read_object(directory / "config.json")
     expected = quantization_config(manifest.weights, manifest.modules)
     found = config.get("quantization_config")
     if not isinstance(found, dict):
         raise mismatch("config.json", "quantization_config", "an object", found)
     for key in (*expected, *found):
-        if key not in found or key not in expected or expected[key] != found[key]:
+        if key not in found or key not in expected or not _equal(expected[key], found[key]):
             raise mismatch(
                 "config.json", f"quantization_config.{key}", expected.get(key, "no such key"), found.get(key, "nothing")
             )
-    if "auto_map" in config:
-        raise mismatch("config.json", "auto_map", "absent (bundles carry no code)", config["auto_map"])
+    for name in filter(is_settings, manifest.files):
+        settings = config | {"quantization_config": None} if name == "config.json" else read_settings(directory / name)
+        for path, allowed, entry in unsafe_settings(settings):
+            raise mismatch(name, path, allowed, repr(entry)[:80])
     return config
+
+
+def _equal(expected: Any, found: Any) -> bool:
+    """Whether two JSON values are the same, where Python says that 1, 1.0 and true are."""
+    return json.dumps(expected, sort_keys=True) == json.dumps(found, sort_keys=True)
 
 
 def _check_layers(manifest: Manifest, config: dict[str, Any]) -> None:
@@ -377,6 +427,14 @@ def _tensors(files: dict[str, Path], names: list[str]) -> Iterator[tuple[str, Te
                 yield name, stream.get_tensor(name)
 
 
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether there is no NaN or infinity, with little memory beside the tensor."""
+    for part in tensor.reshape(-1).split(2**22):
+        if not bool(torch.isfinite(part if part.element_size() > 1 else part.float()).all()):
+            return False
+    return True
+
+
 def _check_scales(file: str, name: str, scales: Tensor) -> None:
     if not bool(torch.isfinite(scales).all()):
         row, column = (~torch.isfinite(scales)).nonzero()[0].tolist()
@@ -394,7 +452,7 @@ def _read_plan(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
             raise mismatch(PLAN_NAME, f"tensor {name}", f"a name layers.0 to layers.{len(manifest.layers) - 1}", name)
         if match[2] not in PLAN_TENSORS:
             raise mismatch(PLAN_NAME, f"tensor {name}", f"one of {', '.join(PLAN_TENSORS)}", match[2])
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not _is_finite(tensor):
             raise mismatch(PLAN_NAME, f"tensor {name}", "finite values", "NaN or infinity")
         plan[name] = tensor
     for layer in manifest.layers:

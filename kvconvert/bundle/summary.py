@@ -10,6 +10,7 @@ from typing import Any
 
 from kvconvert.bundle.allocation import allocation_line, sensitivity_rows
 from kvconvert.bundle.manifest import LayerPlan, Manifest, ModuleCoverage
+from kvconvert.bundle.tensorfile import printable
 
 PLAIN_BITS = 16  # a bfloat16 or float16 cache, with which sizes are compared
 
@@ -133,8 +134,22 @@ def figure(report: dict[str, Any], name: str) -> Any:
     return value
 
 
+def printable_manifest(manifest: Manifest) -> Manifest:
+    """A manifest to be shown: nothing in its texts begins a new line or speaks to the terminal."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {clean(key): clean(entry) for key, entry in value.items()}
+        if isinstance(value, list):
+            return [clean(entry) for entry in value]
+        return printable(value) if isinstance(value, str) else value
+
+    return Manifest.model_validate(clean(manifest.model_dump(mode="json")))
+
+
 def manifest_text(manifest: Manifest) -> str:
     """A manifest for people: origin, weights and their coverage, the cache's plan, fidelity."""
+    manifest = printable_manifest(manifest)
     source, data = manifest.source, manifest.data
     lines = [
         f"source    {source.id}{f' at {source.revision}' if source.revision else ''}",

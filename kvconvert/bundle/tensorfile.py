@@ -22,6 +22,9 @@ from kvconvert.errors import BundleError, KvconvertError
 
 # A header larger than this is refused before it is read: the limit that the format's own reader has.
 MAX_HEADER = 100_000_000
+MAX_DIMENSIONS = 16
+# Characters of a bundle's own text in a message.
+MAX_QUOTED = 400
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -45,10 +48,16 @@ Refusal = Callable[[str, str, object, object], KvconvertError]
 
 def mismatch(file: str, field: str, expected: object, found: object) -> BundleError:
     """The error for a file that is not what it has to be, in one sentence."""
+    file, field, expected, found = (printable(str(part))[:MAX_QUOTED] for part in (file, field, expected, found))
     return BundleError(
         f"{file} does not fit the bundle: {field} should be {expected}, found {found}; the file is damaged or was "
         "changed, so fetch or export the bundle again."
     )
+
+
+def printable(text: str) -> str:
+    """A bundle's text for a terminal: line breaks, control characters and the like as Python's escapes."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def tensor_info(tensor: Tensor) -> TensorInfo:
@@ -133,6 +142,9 @@ def _entry(file: str, name: str, entry: Any, refuse: Refusal, any_dtype: bool) -
         raise refuse(file, f"the shape of tensor {name}", "a list of sizes", repr(shape)[:80])
     if not _is_counts(offsets) or len(offsets) != 2:
         raise refuse(file, f"the data_offsets of tensor {name}", "begin and end", repr(offsets)[:80])
+    # A size of 0 hides the others from the comparison with the bytes, and torch takes no more than 63 bits of them.
+    if len(shape) > MAX_DIMENSIONS or math.prod(size or 1 for size in shape) >= 2**56:
+        raise refuse(file, f"the shape of tensor {name}", "sizes that a tensor can have", repr(shape)[:80])
     info = TensorInfo(dtype=dtype, shape=shape)
     begin, end = offsets
     if end < begin or (dtype in DTYPES and end - begin != nbytes(info)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -37,6 +38,7 @@ def generate(
     """
     if chat == (prompt is not None):
         raise UsageError("kvconvert generate needs either --prompt TEXT or --chat, and not both.")
+    _require_text(prompt or "", "--prompt")
     quiet()
     from kvconvert.console import Console
 
@@ -44,4 +46,21 @@ def generate(
     if prompt is not None:
         console.complete(prompt, images)
     else:
-        console.chat(iter(sys.stdin), images)
+        console.chat(_lines(), images)
+
+
+def _lines() -> Iterator[str]:
+    try:
+        for line in sys.stdin:
+            _require_text(line, "The standard input")
+            yield line
+    except UnicodeDecodeError as error:
+        raise UsageError(f"The standard input is not {error.encoding} text; convert it first.") from error
+
+
+def _require_text(text: str, where: str) -> None:
+    """Refuse bytes of the command line that are no text in its encoding, which Python passes on as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{where} is not UTF-8 text; convert it first.") from error

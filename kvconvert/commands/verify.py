@@ -10,9 +10,16 @@ import click
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 def verify(bundle: Path) -> None:
-    """Check every file of BUNDLE: hashes, headers, tensors, scales, and that all of it agrees."""
+    """Check every file of BUNDLE: hashes, headers, tensors, scales, and that all of it agrees.
+
+    The model is built without weights, to see that config.json fits the tensors.
+    """
     from kvconvert.bundle.reader import open_bundle
 
-    for line in open_bundle(bundle, verify="full").checks:
+    opened = open_bundle(bundle, verify="full")
+    for line in opened.checks:
         click.echo(f"ok  {line}")
+    from kvconvert.runtime.hf.model_check import check_fits
+
+    click.echo(f"ok  config.json: {check_fits(opened)} tensors fit the model that it describes")
     click.echo(f"{bundle} is intact.")

@@ -29,6 +29,7 @@ from kvconvert.bundle.manifest import (
     quantization_config,
 )
 from kvconvert.bundle.reader import open_bundle
+from kvconvert.bundle.settings import is_settings, safe_settings, unsafe_settings
 from kvconvert.bundle.tensorfile import nbytes, tensor_info, write_tensors
 from kvconvert.bundle.writer import (
     MAX_SHARD_BYTES,
@@ -108,7 +109,7 @@ def export(
         files = _write_files(directory, store, source, contents, max_shard_bytes, progress)
         manifest = _manifest(store, recipe, contents)
         config = json.loads((source.directory / "config.json").read_text(encoding="utf-8"))
-        config.pop("auto_map", None)  # it points to the source's own code, which a bundle never carries or runs
+        config = safe_settings(config)  # without those that point to code, which a bundle never carries or runs
         config["quantization_config"] = quantization_config(manifest.weights, manifest.modules)
         write_json(directory / "config.json", config)
         informative = [CARD_NAME, *_copy(source.directory, directory, LICENCE_FILES)]
@@ -236,6 +237,7 @@ def _write_files(
             return loaded[1][name]
 
         files = write_weights(directory, contents.infos, read, max_shard_bytes)
+    (directory / PLAN_NAME).parent.mkdir()
     write_tensors(
         directory / PLAN_NAME, contents.plan, lambda name: store.layer_plan(contents.plan_layer_of[name])[name]
     )
@@ -249,8 +251,19 @@ def _copy(source: Path, directory: Path, patterns: tuple[str, ...]) -> list[str]
     )
     for name in names:
         (directory / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(source / name, directory / name)
+        settings = _settings(source / name) if is_settings(name) else None
+        if any(unsafe_settings(settings)):
+            write_json(directory / name, safe_settings(settings))
+        else:
+            shutil.copyfile(source / name, directory / name)
     return names
+
+
+def _settings(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); fetch it again.") from error
 
 
 def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents) -> Manifest:

@@ -105,6 +105,7 @@ def calibrate(
         )
     target = _device(device)
     model, data = str(model), None if data is None else str(data)
+    WorkDir.check_place(work)
     source = open_source(model)
     check_purpose(source.config, recipe)
     runner = _make_runner(source, recipe.weights, target)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvconvert.bundle.manifest import PLAN_NAME, Manifest
+from kvconvert.bundle.manifest import Manifest
 from kvconvert.bundle.tensorfile import nbytes, read_header
 from kvconvert.errors import BundleError
 from kvconvert.fidelity.report import CacheSize, WeightSize
@@ -74,7 +74,7 @@ def _nbytes(layer: Any) -> int:
 
 def weight_size(directory: Path, manifest: Manifest, checkpoint: SourceModel) -> WeightSize:
     """Sizes from the headers of the files themselves."""
-    own = [name for name in manifest.files if name.endswith(".safetensors") and name != PLAN_NAME]
+    own = manifest.weight_files()
     if not own:
         raise BundleError(f"{directory} lists no weight files; export the bundle again.")
     size = sum(nbytes(info) for name in own for info in read_header(directory / name).values())

@@ -318,6 +318,13 @@ def _per_layer(
     if isinstance(scheme, str):
         preset = KVScheme.preset(scheme)
         return tuple(preset if i in folded else preset.with_online_rotation() for i in range(count))
+    if not isinstance(scheme, KVScheme) and not (
+        isinstance(scheme, Sequence_) and all(item is None or isinstance(item, KVScheme) for item in scheme)
+    ):
+        raise RecipeError(
+            f"{scheme!r:.80} is no KV scheme; give a preset's name, a KVScheme, or a list of one KVScheme or None per "
+            "layer."
+        )
     schemes = (scheme,) * count if isinstance(scheme, KVScheme) else tuple(scheme)
     if len(schemes) != count:
         raise RecipeError(

@@ -67,6 +67,7 @@ class BundleModel:
                 f"cache_implementation={implementation!r} is not possible with a bundle's low-bit cache; leave it out, "
                 'or pass "dynamic" for a full-precision cache.'
             )
+        _refuse_attentions(generation_config.output_attentions)
         if isinstance(model_kwargs.get("past_key_values"), KVCache):
             model_kwargs["past_key_values"].replays = not generation_config.disable_compile
         if generation_config.use_cache is False and _caches(self):
@@ -130,6 +131,17 @@ class BundleModel:
             cache.seal()
         return output
 
+    def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
+        """Refused for the language model, whose KV plan has an attention of its own; other parts may have theirs."""
+        given = attn_implementation if isinstance(attn_implementation, dict) else {"": attn_implementation}
+        asked = [given.get(part) for part in ("", "text_config") if given.get(part) not in (None, NAME)]
+        if asked:
+            raise UsageError(
+                f"set_attn_implementation({asked[0]!r}) is not possible with a bundle's low-bit cache, which has an "
+                'attention of its own; generate with cache_implementation="dynamic" for a full-precision cache.'
+            )
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: transformers' continuous batching brings its own full-precision paged cache."""
         raise UsageError(
@@ -168,6 +180,14 @@ def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapp
         watch_inputs(model)
 
 
+def _refuse_attentions(asked: bool | None) -> None:
+    if asked:
+        raise UsageError(
+            "output_attentions=True is not possible with a bundle, whose attention computes no matrix of weights; "
+            "leave it out, or ask the source model with attn_implementation='eager'."
+        )
+
+
 def _replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A model's forward pass, but for single tokens that a recorded step serves."""
     names = list(inspect.signature(forward).parameters)[1:]
@@ -175,6 +195,8 @@ def _replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def replaying(self: BundleModel, *args: Any, **kwargs: Any) -> Any:
         arguments = dict(zip(names, args, strict=False)) | kwargs
+        asked = arguments.get("output_attentions")
+        _refuse_attentions(getattr(self.config, "output_attentions", False) if asked is None else asked)
         if self.captured.serves(arguments):
             return self.captured.step(arguments)
         return forward(self, *args, **kwargs)

@@ -10,12 +10,15 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from kvconvert.bundle.manifest import MANIFEST_NAME
+from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError
 from kvconvert.models.auto_class import model_class, supports_images
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer
+from kvconvert.runtime.hf.fit import read_config
+from kvconvert.runtime.hf.model_check import check_fits
 from kvconvert.runtime.hf.quantizer import BundleConfig, Verify
 
 
@@ -56,10 +59,11 @@ def load(
         raise BundleError(
             f"{bundle} is not a kvconvert bundle: it has no {MANIFEST_NAME}; kvconvert export writes one."
         )
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    # Every bundle's config.json has the entry; one that was damaged is left to the verification.
-    if isinstance(values := getattr(config, "quantization_config", None), dict):
-        config.quantization_config = BundleConfig(values, verify)
+    # All of it is verified before transformers reads any of it, and the model built without weights before weights are.
+    verified = open_bundle(directory, verify=verify)
+    check_fits(verified)
+    config = read_config(verified)
+    config.quantization_config = BundleConfig(verified.config["quantization_config"], verify, verified)
     model, found = model_class(config).from_pretrained(
         directory,
         config=config,

@@ -13,17 +13,19 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AwqConfig, PreTrainedModel
+from transformers import AwqConfig, PretrainedConfig, PreTrainedModel
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import Bundle, open_bundle
-from kvconvert.errors import BundleError
+from kvconvert.errors import BundleError, UsageError
 from kvconvert.kernels.linear import DenseLinear, QuantizedLinear
 from kvconvert.methods import KVScheme
+from kvconvert.runtime.hf.attention import NAME
 from kvconvert.runtime.hf.experts import SeparateExperts, merges_experts, place_packed_experts
+from kvconvert.runtime.hf.fit import compare_shapes
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.generation import adopt
 
@@ -38,14 +40,15 @@ class BundleConfig(QuantizationConfigMixin):
     Args:
         values: exactly what config.json says; `to_dict` writes it back.
         verify: how thoroughly the bundle is verified when it is loaded, see `kvconvert.runtime.load`.
+        verified: the bundle, if that was done already.
 
     Attributes:
         kv_schemes: each layer's KV scheme, known once the manifest is read.
     """
 
-    def __init__(self, values: dict[str, Any], verify: Verify = "full"):
+    def __init__(self, values: dict[str, Any], verify: Verify = "full", verified: Bundle | None = None):
         self.quant_method = METHOD
-        self.values, self.verify = values, verify
+        self.values, self.verify, self.verified = values, verify, verified
         self.kv_schemes: tuple[KVScheme | None, ...] = ()
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -78,9 +81,20 @@ class BundleQuantizer(HfQuantizer):
 
     requires_calibration = True
 
+    def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
+        """Called before the model is built from `config`: what is known by then is verified by then."""
+        directory = Path(config._name_or_path)
+        if self.quantization_config.verified is None and (directory / MANIFEST_NAME).is_file():
+            self.quantization_config.verified = open_bundle(directory, verify=self.quantization_config.verify)
+        _check_attention(config, self.quantization_config.verified)
+        return config
+
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         directory = _directory(model, kwargs["checkpoint_files"])
-        bundle = open_bundle(directory, verify=self.quantization_config.verify)
+        bundle, self.quantization_config.verified = self.quantization_config.verified, None
+        if bundle is None or not directory.samefile(bundle.directory):
+            bundle = open_bundle(directory, verify=self.quantization_config.verify)
+        compare_shapes(bundle, model)
         self.schemes, self.plan = bundle.manifest.schemes(), bundle.plan
         self.quantization_config.kv_schemes = tuple(self.schemes)
         # The model was built from a copy of the config, made before the plan was known.
@@ -108,6 +122,18 @@ class BundleQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """Packed weights have no gradients."""
         return False
+
+
+def _check_attention(config: PretrainedConfig, bundle: Bundle | None) -> None:
+    """Refuse the argument `attn_implementation`: a bundle's KV plan is served by its own attention alone."""
+    asked = getattr(config, "_attn_implementation", None)
+    if bundle is None or asked in (None, NAME) or not any(bundle.manifest.schemes()):
+        return
+    if asked not in (bundle.config.get(key) for key in ("attn_implementation", "_attn_implementation")):
+        raise UsageError(
+            f"attn_implementation={asked!r} is not possible with a bundle's low-bit cache, which has an attention of "
+            'its own; leave it out, or generate with cache_implementation="dynamic" for a full-precision cache.'
+        )
 
 
 def place_packed_linears(model: PreTrainedModel, bundle: Bundle) -> None:

@@ -45,8 +45,8 @@ def test_what_was_written_is_read_back(pristine, verify):
 
 def test_equal_inputs_give_equal_bytes(pristine, tmp_path):
     write_tiny_bundle(tmp_path / "again")
-    for file in pristine.iterdir():
-        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+    for name in LOAD_CRITICAL:
+        assert (tmp_path / "again" / name).read_bytes() == (pristine / name).read_bytes()
 
 
 def test_a_small_model_is_one_file_without_an_index(tmp_path):
@@ -103,8 +103,13 @@ def test_the_links_of_the_hubs_own_cache_are_followed_but_only_to_its_blobs(pris
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     snapshot.mkdir(parents=True)
     shutil.copytree(pristine, blobs)
+    (blobs / PLAN_NAME).rename(blobs / "plan")
+    (blobs / "kvconvert").rmdir()
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    (snapshot / "plan").unlink()
+    (snapshot / "kvconvert").mkdir()
+    (snapshot / PLAN_NAME).symlink_to("../../../blobs/plan")
     open_bundle(snapshot)
     fields = json.loads((blobs / MANIFEST_NAME).read_text())
     nested = "additional_chat_templates/extra.jinja"
@@ -144,10 +149,36 @@ def test_a_linked_folder_inside_the_bundle_is_refused(bundle):
     assert "symbolic link" in refusal(bundle)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "adapter_config.json", "pytorch_model.bin", "modeling.py"])
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "adapter_config.json", "pytorch_model.bin", "modeling.py", "kvconvert/extra.safetensors"],
+)
 def test_an_unlisted_file_that_a_loader_would_read_is_refused(bundle, name):
     (bundle / name).write_bytes(b"")
     assert name in refusal(bundle)
+
+
+def test_nothing_but_weights_lies_as_safetensors_beside_config_json(pristine):
+    assert {path.name for path in pristine.glob("*.safetensors")} == {FIRST, SECOND}
+
+
+def test_a_bundle_with_its_plan_in_the_former_place_has_to_be_exported_again(bundle):
+    former = "kv_plan.safetensors"
+    (bundle / PLAN_NAME).rename(bundle / former)
+    files = json.loads((bundle / MANIFEST_NAME).read_text())["files"]
+    files[former] = files.pop(PLAN_NAME)
+    reseal(bundle, files=files)
+    message = refusal(bundle)
+    assert former in message
+    assert "export the bundle again" in message
+
+
+def test_weights_in_a_folder_are_refused(bundle):
+    (bundle / FIRST).rename(bundle / "kvconvert" / FIRST)
+    files = json.loads((bundle / MANIFEST_NAME).read_text())["files"]
+    files[f"kvconvert/{FIRST}"] = files.pop(FIRST)
+    reseal(bundle, files=files)
+    assert f"kvconvert/{FIRST}" in refusal(bundle)
 
 
 def test_a_listed_file_that_loading_could_execute_is_refused(bundle):

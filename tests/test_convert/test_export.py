@@ -40,7 +40,7 @@ def exported(work, tmp_path_factory):
 
 
 def snapshot(directory):
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def weights(bundle):

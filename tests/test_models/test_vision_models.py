@@ -206,7 +206,7 @@ def test_a_killed_calibration_goes_on_with_its_images_to_the_same_bytes(tmp_path
         convert(tmp_path / "killed", "qwen3_vl")
     monkeypatch.undo()
     resumed = convert(tmp_path / "killed", "qwen3_vl")
-    for name in ("model.safetensors", "kv_plan.safetensors"):
+    for name in ("model.safetensors", "kvconvert/plan.safetensors"):
         assert (resumed / name).read_bytes() == (whole / name).read_bytes()
 
 

@@ -99,6 +99,7 @@ def write_tiny_bundle(directory: Path, max_shard_bytes: int = 4000) -> Manifest:
     manifest = tiny_manifest(tensors, plan)
     infos = {name: tensor_info(tensor) for name, tensor in tensors.items()}
     files = write_weights(directory, infos, tensors.__getitem__, max_shard_bytes)
+    (directory / PLAN_NAME).parent.mkdir()
     write_tensors(directory / PLAN_NAME, manifest.plan, plan.__getitem__)
     config: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 2}
     config["quantization_config"] = quantization_config(manifest.weights, manifest.modules)

@@ -1,0 +1,251 @@
+"""Hostile bundles by the thousand: files of a small valid bundle, changed with knowledge of their structure.
+
+What a change breaks is described anew (hashes, sizes, the seal), so that it reaches the checks behind those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+import os
+import random
+import signal
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kvconvert.bundle.manifest import MANIFEST_NAME, PLAN_NAME
+
+ODD: list[Any] = [
+    *(None, True, False, -1, 0, 1, 3, 7, 2**31, 2**53 + 1, 2**63, -(2**63), 10**30, 0.5, -0.0, 1e308, 1e-320),
+    *(
+        float("nan"),
+        float("inf"),
+        "",
+        " ",
+        "x" * 3000,
+        "../x",
+        "/etc/passwd",
+        "a\nb",
+        "\0",
+        "|",
+        "---",
+        "`",
+        "é",
+        "\ud800",
+    ),
+    *("F64", "F17", "model", "kept", "awq", "layers.0.key_mean_abs", "someone/kernel", "0" * 64),
+    *([], [[]], {}, {"": {}}, [0], [-1, 2], [2**62, 2**62], [1.5], ["x"], {"auto_map": {"AutoModel": "e.M"}}),
+]
+CASE_SECONDS = 5  # of processor time
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
+    """A copy of a JSON value with one entry changed, removed, repeated, renamed or exchanged for another."""
+    value = copy.deepcopy(value)
+    places = [*_places(value)]
+    if not places:
+        return rng.choice(ODD)
+    # Shallow entries are few and matter most.
+    depth = rng.choice([place[2] for place in places])
+    container, key, _ = rng.choice([place for place in places if place[2] == depth])
+    action = rng.randrange(7)
+    if action <= 2:
+        container[key] = copy.deepcopy(rng.choice(ODD))
+    elif action == 3:
+        other, at, _ = rng.choice(places)
+        container[key] = copy.deepcopy(other[at])
+    elif action == 4:
+        del container[key]
+    elif action == 5 and type(container[key]) is int:
+        container[key] += rng.choice([-8, -1, 1, 8, 2**32])
+    elif isinstance(container, dict):
+        container[rng.choice(["x", "../x", "a\nb", *container])] = container[key]
+    else:
+        container.insert(key, copy.deepcopy(container[key]))
+    return value
+
+
+def _places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any, int]]:
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key, depth
+        yield from _places(value[key], depth + 1)
+
+
+class Fuzzer:
+    """Changes a bundle in its directory, one case after another.
+
+    Args:
+        directory: of a valid bundle, which belongs to the fuzzer.
+        seed: of all cases; case n depends on it and on n alone.
+    """
+
+    def __init__(self, directory: Path, seed: int):
+        self.directory, self.seed = directory, seed
+        names = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
+        self.pristine = {name: (directory / name).read_bytes() for name in sorted(names)}
+        self.manifest = json.loads(self.pristine[MANIFEST_NAME])
+        self.weights = [name for name in names if name.endswith(".safetensors") and name != PLAN_NAME]
+
+    def case(self, number: int) -> str:
+        """Write case `number`; returns what was done."""
+        rng = random.Random(self.seed * 1_000_003 + number)
+        files, manifest = dict(self.pristine), copy.deepcopy(self.manifest)
+        done = []
+        for _ in range(rng.choice([1, 1, 1, 2, 3])):
+            change = rng.choices(
+                [self._manifest, self._settings, self._header, self._length, self._data, self._bytes],
+                [8, 4, 5, 2, 2, 2],
+            )[0]
+            done.append(change.__name__)
+            manifest = change(files, manifest, rng)
+        if rng.random() < 0.95:
+            for name, info in manifest["files"].items() if isinstance(manifest.get("files"), dict) else ():
+                if name in files and isinstance(info, dict):
+                    info |= {"size": len(files[name]), "sha256": hashlib.sha256(files[name]).hexdigest()}
+        if MANIFEST_NAME not in done:
+            files[MANIFEST_NAME] = _sealed(manifest, rng)
+        self._write(files)
+        return " ".join(done)
+
+    def _write(self, files: dict[str, bytes]) -> None:
+        for name, content in files.items():
+            (self.directory / name).write_bytes(content)
+
+    def _manifest(self, files: dict[str, bytes], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+        # One field at a time: among all entries those of tensors and modules would be nearly all.
+        field = rng.choice([*manifest, None])
+        if field is None:
+            changed = mutated(manifest, rng)
+            return changed if isinstance(changed, dict) else manifest
+        return manifest | {field: mutated(manifest[field], rng)}
+
+    def _settings(self, files: dict[str, bytes], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+        name = rng.choice([name for name in files if name.endswith(".json") and name != MANIFEST_NAME])
+        with contextlib.suppress(ValueError):  # changed before, and no JSON now
+            files[name] = _text(mutated(json.loads(files[name]), rng), rng)
+        return manifest
+
+    def _header(self, files: dict[str, bytes], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+        """Entries of a safetensors header; in half of the cases the manifest then says the same."""
+        name = rng.choice([*self.weights, PLAN_NAME])
+        (length,) = struct.unpack("<Q", files[name][:8])
+        try:
+            header = mutated(json.loads(files[name][8 : 8 + length]), rng)
+        except ValueError:
+            return manifest
+        text = _text(header, rng)
+        files[name] = struct.pack("<Q", len(text)) + text + files[name][8 + length :]
+        if isinstance(header, dict) and rng.random() < 0.5:
+            entries = {tensor: entry for tensor, entry in header.items() if isinstance(entry, dict)}
+            entries = {tensor: {key: entry.get(key) for key in ("dtype", "shape")} for tensor, entry in entries.items()}
+            entries.pop("__metadata__", None)
+            where = "plan" if name == PLAN_NAME else "tensors"
+            if name == PLAN_NAME:
+                manifest[where] = entries
+            elif isinstance(manifest.get(where), dict):
+                manifest[where] = manifest[where] | entries
+        return manifest
+
+    def _length(self, files: dict[str, bytes], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+        """What a safetensors file says of its header's length, or where the file ends."""
+        name = rng.choice([*self.weights, PLAN_NAME])
+        claims = [0, 1, 7, 2**20, 2**31, 2**40, 2**60, 2**63, 2**64 - 1, len(files[name]), len(files[name]) - 8]
+        files[name] = rng.choice(
+            [
+                struct.pack("<Q", rng.choice(claims)) + files[name][8:],
+                files[name][: rng.randrange(len(files[name]))],
+                files[name] + bytes(rng.randrange(1, 64)),
+            ]
+        )
+        return manifest
+
+    def _data(self, files: dict[str, bytes], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+        """Numbers of the plan or the weights: infinities, NaN, zeros, large and negative ones."""
+        name = rng.choice([*self.weights, PLAN_NAME])
+        content = bytearray(files[name])
+        begin = rng.randrange(len(content) // 2, len(content) + 1)
+        size = rng.choice([2, 4, 64])
+        content[begin : begin + size] = (rng.choice([b"\0", b"\xff", b"\x7f", b"\x80", b"\x7c"]) * size)[
+            : len(content) - begin
+        ]
+        files[name] = bytes(content)
+        return manifest
+
+    def _bytes(self, files: dict[str, bytes], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+        name = rng.choice([name for name in files if name != MANIFEST_NAME])
+        content = bytearray(files[name] or b"\0")
+        for _ in range(rng.choice([1, 3, 30])):
+            content[rng.randrange(len(content))] = rng.randrange(256)
+        files[name] = bytes(content)
+        return manifest
+
+
+def _text(value: Any, rng: random.Random) -> bytes:
+    text = json.dumps(value)
+    if rng.random() < 0.1 and text.startswith("{") and len(text) > 2:
+        text = "{" + text[1:-1] + "," + text[1:]  # every name twice
+    if rng.random() < 0.02:
+        text = '{"a":' * 50_000 + text
+    return text.encode()
+
+
+def _sealed(manifest: dict[str, Any], rng: random.Random) -> bytes:
+    manifest = {name: value for name, value in manifest.items() if name != "manifest_sha256"}
+    content = _text(manifest | {"manifest_sha256": "0" * 64}, rng)
+    head, zeros, tail = content.rpartition(b"0" * 64)
+    return head + hashlib.sha256(content).hexdigest().encode() * bool(zeros) + tail
+
+
+class Hang(BaseException):
+    """A case took more than its time; no `except Exception` may take it for an error of the bundle."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float = CASE_SECONDS) -> Iterator[None]:
+    """Raise `Hang` in the block after so many seconds of processor time."""
+
+    def stop(*_: object) -> None:
+        raise Hang
+
+    previous = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, previous)
+
+
+_observers: list[Callable[[str, Any], None]] = []
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open":
+        for observer in _observers:
+            observer(arguments[0], arguments[2])
+
+
+sys.addaudithook(_audit)  # cannot be removed; does nothing without observers
+
+
+@contextlib.contextmanager
+def opened_files() -> Iterator[list[tuple[str, bool]]]:
+    """Paths of the files that Python opens in the block, and whether for writing; Python's own modules left out."""
+    found: list[tuple[str, bool]] = []
+
+    def observe(path: Any, flags: Any) -> None:
+        if isinstance(path, str | bytes | os.PathLike):
+            text = os.path.realpath(os.fsdecode(path))
+            if not text.endswith((".py", ".pyc", ".so")):
+                found.append((text, bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))))
+
+    _observers.append(observe)
+    try:
+        yield found
+    finally:
+        _observers.remove(observe)

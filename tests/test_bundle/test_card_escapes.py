@@ -1,0 +1,67 @@
+"""What a bundle says of itself is shown in its card and on the terminal, and never interpreted."""
+
+import yaml
+from tiny.bundle import tiny_manifest, tiny_tensors
+
+from kvconvert.bundle.card import model_card
+from kvconvert.bundle.manifest import Fidelity
+from kvconvert.bundle.summary import manifest_text
+from kvconvert.bundle.tensorfile import mismatch
+
+HOSTILE = (
+    "a/b\n---\n# x\r| y | `z` <script>alert(1)</script> [t](javascript:1) ![i](http://x) **b** \x1b[2J\u2028"
+    '"q": &lt; ~~s~~'
+)
+
+
+def hostile_manifest():
+    manifest = tiny_manifest(tiny_tensors(), {})
+    layer = manifest.layers[0].model_copy(update={"reason": HOSTILE})
+    return manifest.model_copy(
+        update={
+            "source": manifest.source.model_copy(update={"id": HOSTILE, "licence": HOSTILE, "revision": HOSTILE}),
+            "data": manifest.data.model_copy(update={"source": HOSTILE, "sha256": HOSTILE}),
+            "recipe": {"name": HOSTILE},
+            "transforms": [HOSTILE],
+            "kvconvert_version": HOSTILE,
+            "layers": [layer, *manifest.layers[1:]],
+            "modules": [
+                module.model_copy(update={"name": HOSTILE, "reason": HOSTILE}) if module.method == "kept" else module
+                for module in manifest.modules
+            ],
+            "fidelity": Fidelity(measured_on="0" * 64, report={}, limits={HOSTILE: 1.0}, missed=[HOSTILE]),
+        }
+    )
+
+
+def test_nothing_of_the_manifest_is_markup_in_the_card():
+    card, benign = model_card(hostile_manifest()), model_card(tiny_manifest(tiny_tensors(), {}))
+    front, body = card.split("\n---\n", 1)
+    header = yaml.safe_load(front.removeprefix("---\n"))
+    assert header["library_name"] == "kvconvert"
+    assert header["base_model"].startswith("a/b\\n---\\n# x")
+    assert header.keys() == {*yaml.safe_load(benign.split("\n---\n", 1)[0].removeprefix("---\n")), "license"}
+    for markup in ("<script", "[t](", "![i]", "**b**", "~~s~~", "\x1b", "\u2028", "&lt;"):
+        assert not [
+            at
+            for at in range(len(body))
+            if body.startswith(markup, at) and body[at - 1] != "\\" and not in_code(body, at)
+        ], markup
+    assert not any(line.strip() == "---" for line in body.splitlines())
+    cells = {line.replace("\\|", "").count("|") for line in body.splitlines() if line.startswith("| ")}
+    assert cells <= {3, 5}
+
+
+def in_code(text, at):
+    line = text[text.rfind("\n", 0, at) + 1 : at]
+    return line.replace("\\`", "").count("`") % 2 == 1
+
+
+def test_nothing_of_the_manifest_reaches_the_terminal_as_a_command_or_a_line():
+    text = manifest_text(hostile_manifest())
+    assert "\x1b" not in text
+    assert "\u2028" not in text
+    assert "---" not in text.splitlines()
+    message = str(mismatch("x\n\x1b[2J", "y\r", "z\0", "w" * 10_000))
+    assert message.isprintable()
+    assert len(message) < 2000

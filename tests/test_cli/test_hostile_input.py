@@ -1,0 +1,64 @@
+"""Paths that do not exist, text that is none, and output that goes nowhere: one sentence each, and no network."""
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from click.testing import CliRunner
+
+from kvconvert.cli import cli
+from kvconvert.commands.generate import _lines
+from kvconvert.errors import UsageError
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "format-0"
+
+
+def refusal(arguments, **options):
+    result = CliRunner().invoke(cli, arguments, **options)
+    assert isinstance(result.exception, SystemExit), result.exception
+    lines = result.stderr.strip().splitlines()
+    assert lines[-1].startswith("Error: ")
+    return lines[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *([command, place] for command in ("inspect", "verify", "bench", "eval") for place in ("/nope", "nope/dir")),
+        *(["generate", place, "--prompt", "x"] for place in ("/nope", "./nope", "nope/dir")),
+        *(["calibrate", place, "-o", "work"] for place in ("/nope", "./nope", "../nope", "nope/dir/x", "nope/")),
+    ],
+    ids=" ".join,
+)
+def test_a_path_that_does_not_exist_never_asks_the_network(arguments, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("snapshot_download", "hf_hub_download"):
+        monkeypatch.setattr(huggingface_hub, name, lambda *_, **__: pytest.fail("asked the Hub"))
+    assert "nope" in refusal(arguments)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_prompt_that_is_not_text_is_refused_before_anything_is_loaded():
+    assert "not UTF-8" in refusal(["generate", "/nope", "--prompt", b"caf\xe9".decode("utf-8", "surrogateescape")])
+
+
+def test_lines_of_a_conversation_that_are_not_text_are_refused(monkeypatch):
+    for content, errors in ((b"a\ncaf\xe9\n", "strict"), (b"a\ncaf\xe9\n", "surrogateescape")):
+        stream = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors=errors)
+        monkeypatch.setattr(sys, "stdin", stream)
+        with pytest.raises(UsageError, match="standard input is not"):
+            list(_lines())
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_output_that_cannot_be_written_is_one_sentence(monkeypatch, capsys):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as caught:
+            cli(["inspect", str(GOLDEN)])
+        monkeypatch.undo()
+    assert caught.value.code == 1
+    assert "could not be written" in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""A config.json that contradicts a bundle, and what its attention cannot give, are refused before weights are used."""
+
+import contextlib
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny.bundle import edit_json, reseal
+from transformers import AutoModelForCausalLM
+
+from kvconvert.bundle.reader import open_bundle
+from kvconvert.convert.workdir import WorkDir
+from kvconvert.errors import BundleError, RecipeError, UsageError
+from kvconvert.runtime import KVCache, load
+from kvconvert.runtime.hf.model_check import check_fits
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "format-0"
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    return Path(shutil.copytree(GOLDEN, tmp_path / "bundle"))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load(GOLDEN, dtype=torch.float32, verify="headers")[0]
+
+
+CONTRADICTIONS = [
+    {"head_dim": 8},
+    {"vocab_size": 255},
+    {"hidden_size": 64},
+    {"intermediate_size": 96},
+    {"num_key_value_heads": 2},
+    {"model_type": "gpt2"},
+    {"model_type": "no-such-model"},
+    {"model_type": None},
+    {"hidden_size": "thirty-two"},
+    {"hidden_size": -32},
+    {"hidden_act": "someone/activation"},
+    {"rope_parameters": []},
+    {"architectures": [7]},
+    {"num_labels": 10**12},
+    {"dtype": "no-such-type"},
+    {"vision_config": {"depth": 10**9}},
+]
+
+
+@pytest.mark.parametrize("change", CONTRADICTIONS, ids=str)
+def test_a_config_that_does_not_fit_is_refused_before_weights_are_used(bundle, change):
+    edit_json(bundle / "config.json", **change)
+    reseal(bundle)
+    opened = open_bundle(bundle, verify="headers")
+    harmless = {"architectures", "dtype", "vision_config", "rope_parameters"} & change.keys()
+    if harmless:  # only what the model does not read may say anything
+        with contextlib.suppress(BundleError):
+            check_fits(opened)
+        return
+    with pytest.raises(BundleError, match=r"^[^\n]*(config|kvconvert)\.json[^\n]*$"):
+        check_fits(opened)
+    with pytest.raises(BundleError):
+        load(bundle, verify="headers")
+
+
+def test_plain_from_pretrained_verifies_before_it_builds_the_model(bundle, monkeypatch):
+    edit_json(bundle / "config.json", attn_implementation="someone/kernel")
+    reseal(bundle)
+    for read in (load, AutoModelForCausalLM.from_pretrained):
+        monkeypatch.setattr(
+            "transformers.integrations.hub_kernels.load_and_register_attn_kernel",
+            lambda *_, **__: pytest.fail("asked for a kernel"),
+        )
+        with pytest.raises(BundleError, match="attn_implementation"):
+            read(bundle)
+
+
+def test_another_attention_is_refused_at_load_and_afterwards(model):
+    with pytest.raises(UsageError, match="attn_implementation='eager'"):
+        AutoModelForCausalLM.from_pretrained(GOLDEN, attn_implementation="eager")
+    with pytest.raises(UsageError, match="set_attn_implementation"):
+        model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("kvconvert")
+
+
+def test_attention_weights_are_refused(model):
+    ids = torch.tensor([[1, 2, 3]])
+    with pytest.raises(UsageError, match="output_attentions"):
+        model(ids, output_attentions=True)
+    with pytest.raises(UsageError, match="output_attentions"):
+        model.generate(ids, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True, pad_token_id=0)
+    assert model(ids, output_attentions=False).logits.shape == (1, 3, 256)
+
+
+@pytest.mark.parametrize("scheme", [None, 2, {"key_bits": 2}, ["oscar"] * 4, [2] * 4])
+def test_a_cache_of_no_scheme_is_refused(model, scheme):
+    with pytest.raises(RecipeError, match="is no KV scheme"):
+        KVCache(model.config, scheme)
+
+
+def test_a_working_directory_that_cannot_be_written_is_refused_before_a_model_is_opened(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(UsageError, match="Nothing can be written in"):
+        WorkDir.check_place(tmp_path / "new" / "work")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError, match="no directory"):
+        WorkDir.check_place(tmp_path / "file" / "work")
+
+
+@pytest.mark.full
+def test_three_hundred_mutated_configs_are_loaded_or_refused(bundle):
+    sys.path.insert(0, str(Path(__file__).parents[1] / "test_bundle"))
+    from fuzzing import mutated, time_limit
+
+    config = json.loads((bundle / "config.json").read_text())
+    for number in range(300):
+        (bundle / "config.json").write_text(json.dumps(mutated(config, random.Random(number))))
+        reseal(bundle)
+        with time_limit(20), contextlib.suppress(BundleError):
+            load(bundle, verify="headers")
