@@ -109,6 +109,7 @@ def calibrate(
     source = open_source(model)
     check_purpose(source.config, recipe)
     runner = _make_runner(source, recipe.weights, target)
+    runner.check_headers()
     adapter = runner.adapter
     check_recipe(runner, recipe)
     if adapter is not None:
@@ -170,6 +171,7 @@ def _calibrate_layers(
     records = [directory.layer_record(index) for index in range(count)]
     for record in resolve_layers(recipe, records, directory.layer_plan):
         directory.replace_record(record.index, record)
+    source.stamps.check()
     directory.finish()
 
 
