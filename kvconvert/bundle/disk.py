@@ -148,6 +148,12 @@ def copy_file(source: Path, target: Path) -> OutputFile:
     return file
 
 
+def open_lock_file(path: Path) -> int:
+    """A descriptor of an empty file to lock, which is made if it is not there."""
+    with _operation("create", path):
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+
+
 def make_directory(path: Path) -> list[Path]:
     """Make a directory, and those that it lies in; returns the ones that were not there, deepest first."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]

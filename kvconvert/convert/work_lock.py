@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvconvert.bundle import disk
 from kvconvert.errors import UsageError
 
 LOCK_NAME = "lock"
@@ -29,7 +30,7 @@ def work_lock(work: Path, shared: bool = False) -> Iterator[None]:
     """
     file = work / LOCK_NAME
     try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = disk.open_lock_file(file)
     except OSError as error:
         if not shared or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise

@@ -22,7 +22,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -171,9 +171,10 @@ class WorkDir:
         """`create`, as the only process that uses the directory until the block ends."""
         path = Path(path)
         cls.check_place(path)
-        with _disk_errors(path):
-            disk.make_directory(path)
-        with work_lock(path):
+        with ExitStack() as stack:
+            with _disk_errors(path):
+                disk.make_directory(path)
+                stack.enter_context(work_lock(path))
             yield cls.create(path, state, restart)
 
     @classmethod

@@ -33,6 +33,7 @@ def test_a_second_run_does_nothing_and_says_so(model, text, finished, capsys):
     assert again.state == finished.state
 
 
+@pytest.mark.full  # test_crashes.py tries a sample of these moments, and others
 @pytest.mark.parametrize("restarting", [False, True], ids=["fresh", "restarting"])
 def test_killed_at_any_moment_the_rerun_gives_the_same_bytes(tmp_path, model, text, finished, monkeypatch, restarting):
     """Restarting over another finished calibration, a rerun is refused for as long as that one is still in place."""
