@@ -68,7 +68,9 @@ class _Commands(click.Group):
             )
             ctx.exit(1)
         except KeyboardInterrupt:
-            click.echo("Error: Interrupted; nothing half written was left behind.", err=True)
+            going_on = "go on from the last finished layer" if ctx.invoked_subcommand == "calibrate" else "repeat it"
+            message = f"Interrupted; nothing half written was left behind: run the same command again to {going_on}."
+            click.echo(f"Error: {message}", err=True)
             ctx.exit(1)
 
     def _with_options(self, message: str, invoked: str | None) -> str:

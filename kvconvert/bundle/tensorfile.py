@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvconvert.bundle.manifest import TensorInfo
+from kvconvert.bundle.disk import OutputFile, new_file, replacement
+from kvconvert.bundle.manifest import FileInfo, TensorInfo
 from kvconvert.errors import BundleError, KvconvertError
 
 # A header larger than this is refused before it is read: the limit that the format's own reader has.
@@ -156,8 +157,8 @@ def _is_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
-def write_tensors(path: Path, infos: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> None:
-    """Write a safetensors file, holding one tensor in memory at a time.
+def write_tensors(path: Path, infos: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> FileInfo:
+    """Write a safetensors file, holding one tensor in memory at a time; gives its size and hash.
 
     Tensors are laid out by item size, then in the order of `infos`, so that each starts at a multiple of its item size.
 
@@ -166,6 +167,28 @@ def write_tensors(path: Path, infos: Mapping[str, TensorInfo], read: Callable[[s
         infos: type and shape of each tensor by name.
         read: gives a tensor by name; its type and shape have to be those of `infos`.
     """
+    header, order = _header(infos)
+    with new_file(path, len(header) + sum(map(nbytes, infos.values()))) as file:
+        _stream(file, header, order, infos, read)
+    return FileInfo(size=file.size, sha256=file.sha256())
+
+
+def replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write or replace a file of tensors in a single step, see `disk.replacement`; gives its SHA-256.
+
+    The layout does not depend on the order of `tensors`.
+    """
+    rank = {name: place for place, name in enumerate(DTYPES)}
+    infos = {name: tensor_info(tensor) for name, tensor in tensors.items()}
+    infos = {name: infos[name] for name in sorted(infos, key=lambda name: (-rank[infos[name].dtype], name))}
+    header, order = _header(infos)
+    with replacement(path, len(header) + sum(map(nbytes, infos.values()))) as file:
+        _stream(file, header, order, infos, tensors.__getitem__)
+    return file.sha256()
+
+
+def _header(infos: Mapping[str, TensorInfo]) -> tuple[bytes, list[str]]:
+    """The file's bytes before the tensors, and the order of these."""
     order = sorted(infos, key=lambda name: -DTYPES[infos[name].dtype].itemsize)  # the sort is stable
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without this mark
     position = 0
@@ -175,15 +198,19 @@ def write_tensors(path: Path, infos: Mapping[str, TensorInfo], read: Callable[[s
         position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(text)))
-        stream.write(text)
-        for name in order:
-            tensor = read(name)
-            if tensor_info(tensor) != infos[name]:
-                raise BundleError(
-                    f"Tensor {name} changed while it was being exported: expected {infos[name]}, found "
-                    f"{tensor_info(tensor)}."
-                )
-            if tensor.numel():
-                stream.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return struct.pack("<Q", len(text)) + text, order
+
+
+def _stream(
+    file: OutputFile, header: bytes, order: list[str], infos: Mapping[str, TensorInfo], read: Callable[[str], Tensor]
+) -> None:
+    file.write(header)
+    for name in order:
+        tensor = read(name)
+        if tensor_info(tensor) != infos[name]:
+            raise BundleError(
+                f"Tensor {name} changed while it was being exported: expected {infos[name]}, found "
+                f"{tensor_info(tensor)}."
+            )
+        if tensor.numel():
+            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -7,15 +7,14 @@ import glob
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from kvconvert.bundle import disk
 from kvconvert.bundle.manifest import MANIFEST_NAME, FileInfo, Manifest, TensorInfo
 from kvconvert.bundle.tensorfile import nbytes, write_tensors
 from kvconvert.errors import KvconvertError, UsageError
@@ -52,14 +51,15 @@ def replacing(output: Path, force: bool) -> Iterator[Path]:
         UsageError: see `check_output`.
         KvconvertError: the disk is full, or the place cannot be written.
     """
-    check_output(output, force)
     output = output.resolve()
-    created = [folder for folder in (output.parent, *output.parent.parents) if not folder.exists()]
+    created: list[Path] = []
     temporary: Path | None = None
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(output)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
+        if output.parent.is_dir():
+            _recover(output)
+        check_output(output, force)
+        created = disk.make_directory(output.parent)
+        temporary = disk.make_temporary_directory(f".{output.name}.partial-", output.parent)
         with _locked(temporary):
             yield temporary
             _sync(temporary)
@@ -75,11 +75,12 @@ def replacing(output: Path, force: bool) -> Iterator[Path]:
             "make room or choose another place, and export again."
         ) from error
     finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-        for folder in created:  # deepest first
-            if folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
+        with suppress(OSError):  # the first error is the one to report; the next export removes what is left
+            if temporary is not None:
+                disk.remove_tree(temporary)
+            for folder in created:  # deepest first
+                if folder.is_dir() and not any(folder.iterdir()):
+                    disk.remove_directory(folder)
 
 
 @contextmanager
@@ -97,46 +98,50 @@ def _locked(directory: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _remove_abandoned(output: Path) -> None:
-    """Remove temporary directories that killed exports to the same place left; one still at work holds its lock."""
-    for directory in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
+def _recover(output: Path) -> None:
+    """Tidy up after killed exports to the same place; one still at work holds the locks of its directories.
+
+    A bundle that was set aside for one that never came goes back to its place.
+    """
+    name = glob.escape(output.name)
+    for directory in [*output.parent.glob(f".{name}.partial-*"), *output.parent.glob(f".{name}.replaced-*")]:
         with _locked(directory) as held:
-            if held:
-                shutil.rmtree(directory, ignore_errors=True)
+            if not held:
+                continue
+            whole = directory.name.startswith(f".{output.name}.replaced-") and (directory / MANIFEST_NAME).is_file()
+            if whole and not output.exists():
+                disk.rename(directory, output)
+            else:
+                disk.remove_tree(directory)
 
 
 def _put_in_place(temporary: Path, output: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
-    temporary.chmod(0o777 & ~mask)  # mkdtemp's directories are private
-    aside: Path | None = None
-    if output.exists() and any(output.iterdir()):
-        aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.replaced-", dir=output.parent))
-        os.rename(output, aside)  # replaces the empty directory
-    try:
-        os.rename(temporary, output)
-    except BaseException:
+    disk.set_mode(temporary, 0o777 & ~mask)  # temporary directories are private
+    with ExitStack() as locks:
+        aside: Path | None = None
+        if output.exists() and any(output.iterdir()):
+            locks.enter_context(_locked(output))  # the lock stays with the directory under its other name
+            aside = disk.make_temporary_directory(f".{output.name}.replaced-", output.parent)
+            locks.enter_context(_locked(aside))
+            disk.rename(output, aside)  # replaces the empty directory
+        try:
+            disk.rename(temporary, output)
+        except BaseException:
+            if aside is not None:
+                disk.rename(aside, output)
+            raise
+        disk.sync_directory(output.parent)
         if aside is not None:
-            os.rename(aside, output)
-        raise
-    _sync_path(output.parent)
-    if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)
+            with suppress(OSError):  # the new bundle is in place; the next export removes what is left
+                disk.remove_tree(aside)
 
 
 def _sync(directory: Path) -> None:
-    for folder, _, files in os.walk(directory):
-        for file in files:
-            _sync_path(Path(folder, file))
-        _sync_path(Path(folder))
-
-
-def _sync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Wait for the names in a directory and its folders; every file was synced when it was written."""
+    for folder, _, _ in os.walk(directory):
+        disk.sync_directory(Path(folder))
 
 
 def write_weights(
@@ -144,7 +149,7 @@ def write_weights(
     infos: Mapping[str, TensorInfo],
     read: Callable[[str], Tensor],
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> list[str]:
+) -> dict[str, FileInfo]:
     """Write the weight files: `model.safetensors`, or shards and their index.
 
     Args:
@@ -154,7 +159,7 @@ def write_weights(
         max_shard_bytes: no shard's tensors take more, unless a single tensor does.
 
     Returns:
-        Names of the files written.
+        Size and hash of each file written, by name.
     """
     shards: list[dict[str, TensorInfo]] = [{}]
     filled = 0
@@ -165,29 +170,41 @@ def write_weights(
         shards[-1][name] = info
         filled += nbytes(info)
     if len(shards) == 1:
-        write_tensors(directory / "model.safetensors", shards[0], read)
-        return ["model.safetensors"]
+        return {"model.safetensors": write_tensors(directory / "model.safetensors", shards[0], read)}
     weight_map: dict[str, str] = {}
-    files = []
+    files = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_tensors(directory / file, shard, read)
+        files[file] = write_tensors(directory / file, shard, read)
         weight_map.update(dict.fromkeys(shard, file))
-        files.append(file)
     index = {
         "metadata": {"total_size": sum(map(nbytes, infos.values()))},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    write_json(directory / INDEX_NAME, index)
-    return [*files, INDEX_NAME]
+    return files | {INDEX_NAME: write_json(directory / INDEX_NAME, index)}
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> FileInfo:
     """Write JSON the way Hugging Face's own files look; equal values give equal bytes."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def describe_files(directory: Path, names: list[str]) -> dict[str, FileInfo]:
+def write_text(path: Path, text: str) -> FileInfo:
+    """Write UTF-8 text; gives the file's size and hash."""
+    return _info(disk.write_bytes(path, text.encode()))
+
+
+def copy_file(source: Path, target: Path) -> FileInfo:
+    """Copy a file into the bundle; gives its size and hash."""
+    disk.make_directory(target.parent)
+    return _info(disk.copy_file(source, target))
+
+
+def _info(file: disk.OutputFile) -> FileInfo:
+    return FileInfo(size=file.size, sha256=file.sha256())
+
+
+def describe_files(directory: Path, names: Iterable[str]) -> dict[str, FileInfo]:
     """Size and SHA-256 of each named file, in the order of their names."""
     described = {}
     for name in sorted(names):
@@ -199,4 +216,4 @@ def describe_files(directory: Path, names: list[str]) -> dict[str, FileInfo]:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write `kvconvert.json`, sealed."""
-    (directory / MANIFEST_NAME).write_bytes(manifest.to_bytes())
+    disk.write_bytes(directory / MANIFEST_NAME, manifest.to_bytes())

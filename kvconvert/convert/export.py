@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,12 @@ from tqdm import tqdm
 from kvconvert.auto.record import read_allocation
 from kvconvert.bundle.card import CARD_NAME, model_card
 from kvconvert.bundle.conventions import conventions
+from kvconvert.bundle.disk import check_writable, make_directory
 from kvconvert.bundle.manifest import (
     FORMAT_VERSION,
     PLAN_NAME,
     Fidelity,
+    FileInfo,
     LayerPlan,
     Manifest,
     ModuleCoverage,
@@ -34,10 +35,11 @@ from kvconvert.bundle.tensorfile import nbytes, tensor_info, write_tensors
 from kvconvert.bundle.writer import (
     MAX_SHARD_BYTES,
     check_output,
-    describe_files,
+    copy_file,
     replacing,
     write_json,
     write_manifest,
+    write_text,
     write_weights,
 )
 from kvconvert.convert.recipe import Limits, Recipe
@@ -98,7 +100,14 @@ def export(
     """
     output = Path(bundle)
     check_output(output, force)
-    store = WorkDir.open(work)
+    check_writable(output.parent, "bundle")
+    with WorkDir.reading(work) as store:
+        return _export(store, output, force, device, progress, max_shard_bytes)
+
+
+def _export(
+    store: WorkDir, output: Path, force: bool, device: str | None, progress: bool, max_shard_bytes: int
+) -> Path:
     # A Hub id may have moved on since; the directory that was calibrated is then still in the Hub's cache.
     location = store.state.directory if Path(store.state.directory).is_dir() else store.state.model
     source = open_source(location)
@@ -111,10 +120,10 @@ def export(
         config = json.loads((source.directory / "config.json").read_text(encoding="utf-8"))
         config = safe_settings(config)  # without those that point to code, which a bundle never carries or runs
         config["quantization_config"] = quantization_config(manifest.weights, manifest.modules)
-        write_json(directory / "config.json", config)
+        files["config.json"] = write_json(directory / "config.json", config)
         informative = [CARD_NAME, *_copy(source.directory, directory, LICENCE_FILES)]
         manifest = manifest.model_copy(
-            update={"files": describe_files(directory, [*files, "config.json"]), "informative": sorted(informative)}
+            update={"files": dict(sorted(files.items())), "informative": sorted(informative)}
         )
         write_manifest(directory, manifest)
         open_bundle(directory, verify="headers")  # a bundle that a reader would refuse is never put in place
@@ -130,7 +139,7 @@ def export(
                     "`force=True`."
                 )
             write_manifest(directory, manifest)
-        (directory / CARD_NAME).write_text(model_card(manifest), encoding="utf-8")
+        write_text(directory / CARD_NAME, model_card(manifest))
     return output
 
 
@@ -161,9 +170,9 @@ class _Contents:
         plan_layer_of: dict[str, int] = {}
         covered: list[ModuleCoverage] = []
         for layer in range(store.state.num_layers):
-            for name, tensor in store.layer_tensors(layer).items():
-                infos[name] = tensor_info(tensor)
-                layer_of[name] = layer
+            tensors = store.layer_infos(layer)
+            infos |= tensors
+            layer_of |= dict.fromkeys(tensors, layer)
             for name, tensor in store.layer_plan(layer).items():
                 plan[name] = tensor_info(tensor)
                 plan_layer_of[name] = layer
@@ -221,8 +230,8 @@ def _check_source(source: SourceModel, recorded: SourceInfo, copied: list[str]) 
 
 def _write_files(
     directory: Path, store: WorkDir, source: SourceModel, contents: _Contents, max_shard_bytes: int, progress: bool
-) -> list[str]:
-    """Weights, KV plan, and what is copied; returns the names of the load-critical files."""
+) -> dict[str, FileInfo]:
+    """Weights, KV plan, and what is copied; returns size and hash of the load-critical files."""
     loaded: tuple[int, dict[str, Tensor]] = (-1, {})
     with tqdm(total=len(contents.infos), desc="export", unit="tensor", disable=not progress) as bar:
 
@@ -237,26 +246,27 @@ def _write_files(
             return loaded[1][name]
 
         files = write_weights(directory, contents.infos, read, max_shard_bytes)
-    (directory / PLAN_NAME).parent.mkdir()
-    write_tensors(
+    make_directory((directory / PLAN_NAME).parent)
+    files[PLAN_NAME] = write_tensors(
         directory / PLAN_NAME, contents.plan, lambda name: store.layer_plan(contents.plan_layer_of[name])[name]
     )
-    return [*files, PLAN_NAME, *_copy(source.directory, directory, COPIED_FILES)]
+    return files | _copy(source.directory, directory, COPIED_FILES)
 
 
-def _copy(source: Path, directory: Path, patterns: tuple[str, ...]) -> list[str]:
-    """Copy files, following links; returns their names relative to the bundle."""
+def _copy(source: Path, directory: Path, patterns: tuple[str, ...]) -> dict[str, FileInfo]:
+    """Copy files, following links; returns size and hash by their names relative to the bundle."""
     names = sorted(
         {path.relative_to(source).as_posix() for pattern in patterns for path in source.glob(pattern) if path.is_file()}
     )
-    for name in names:
-        (directory / name).parent.mkdir(exist_ok=True)
-        settings = _settings(source / name) if is_settings(name) else None
-        if any(unsafe_settings(settings)):
-            write_json(directory / name, safe_settings(settings))
-        else:
-            shutil.copyfile(source / name, directory / name)
-    return names
+    return {name: _copied(source / name, directory / name) for name in names}
+
+
+def _copied(source: Path, target: Path) -> FileInfo:
+    """Copy a file; settings lose what points to code or to other places."""
+    settings = _settings(source) if is_settings(target.name) else None
+    if any(unsafe_settings(settings)):
+        return write_json(target, safe_settings(settings))
+    return copy_file(source, target)
 
 
 def _settings(path: Path) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -16,10 +15,11 @@ from kvconvert.calibration.attention_capture import RECORDING_ATTENTION
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill
 from kvconvert.convert.workdir import HiddenStates
-from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.errors import NumericError, UnsupportedModelError
 from kvconvert.models.adapters import Adapter
 from kvconvert.models.auto_class import model_class
-from kvconvert.models.experts import ExpertRoles, separate_experts, split_fused
+from kvconvert.models.experts import ExpertRoles, separate_experts
+from kvconvert.models.headers import check_headers, fitting, is_derived
 from kvconvert.models.source import SourceModel
 
 BATCH_TOKENS = 4096  # calibration tokens that run through a layer at once
@@ -49,6 +49,10 @@ class LayerRunner:
             if experts is not None:
                 roles = ExpertRoles(experts.gate, experts.up, experts.down)
                 separate_experts(self.model.get_submodule(self.layer_name(index)), roles)
+
+    def check_headers(self) -> None:
+        """Refuse (CheckpointError) a checkpoint whose headers do not fit the model; no weights are read."""
+        check_headers(self.source, self.model, None if self.adapter is None else self.adapter.layers)
 
     def expert_modules(self) -> tuple[str, ...]:
         """Full name prefixes of the routed experts of all layers ("model.layers.3.mlp.experts.")."""
@@ -84,23 +88,11 @@ class LayerRunner:
         """
         name = self.layer_name(index)
         layer = copy.deepcopy(self.model.get_submodule(name)).eval()
-        expected = {key: tuple(value.shape) for key, value in layer.state_dict().items()}
         stored = {key.removeprefix(f"{name}."): key for key in self.source.names(f"{name}.")}
-        stored = {key: full for key, full in stored.items() if key in expected or not self._is_derived(full)}
+        own = layer.state_dict().keys()
+        stored = {key: full for key, full in stored.items() if key in own or not is_derived(self.model, full)}
         tensors = dict(zip(stored, self.source.read_finite(stored.values()).values(), strict=True))
-        tensors = split_fused(layer, tensors, name)
-        for key in sorted({*expected, *tensors}):
-            if key not in tensors:
-                raise CheckpointError(f"The checkpoint lacks {name}.{key}; it does not fit its config.json.")
-            if key not in expected:
-                raise CheckpointError(
-                    f"The checkpoint holds {name}.{key}, which a {self.config.model_type} model does not have."
-                )
-        for key, tensor in tensors.items():
-            if tuple(tensor.shape) != expected[key]:
-                raise CheckpointError(
-                    f"{name}.{key} has shape {list(tensor.shape)} where config.json expects {list(expected[key])}."
-                )
+        tensors = fitting(layer, name, tensors, self.model)
         dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
         fill(layer, self._owner(name), tensors, self.device)
         return layer, dtypes
@@ -113,11 +105,6 @@ class LayerRunner:
             if isinstance(module, PreTrainedModel):
                 break
         return module
-
-    def _is_derived(self, name: str) -> bool:
-        """Buffers that old checkpoints store although models compute them."""
-        ignored = self.model._keys_to_ignore_on_load_unexpected or ()
-        return name.endswith(".rotary_emb.inv_freq") or any(re.search(pattern, name) for pattern in ignored)
 
     def begin(self, inputs: CalibrationInputs) -> None:
         """Set the calibration inputs; before `first_input` and `forward`."""

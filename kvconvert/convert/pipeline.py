@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvconvert.auto.search import allocated_recipe, find_allocation, search_task
+from kvconvert.auto.search import SearchTask, allocated_recipe, find_allocation, search_task
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.convert.checks import check_purpose, check_recipe, fitted_group_size
@@ -103,12 +103,14 @@ def calibrate(
         raise UsageError(
             f"`auto_from` means nothing for the recipe {recipe.name}, which searches nothing; leave it out."
         )
+    WorkDir.check_place(work)
     target = _device(device)
     model, data = str(model), None if data is None else str(data)
     WorkDir.check_place(work)
     source = open_source(model)
     check_purpose(source.config, recipe)
     runner = _make_runner(source, recipe.weights, target)
+    runner.check_headers()
     adapter = runner.adapter
     check_recipe(runner, recipe)
     if adapter is not None:
@@ -121,13 +123,33 @@ def calibrate(
     measured = None if auto_from is None else WorkDir.open(auto_from)
     if measured is not None:
         measured.searched_for(state)
-    directory = WorkDir.create(work, state, restart)
-    first = directory.first_uncommitted()
-    if directory.state.complete:
-        _say(f"{directory.path} is already complete ({directory.state.num_layers} layers); nothing to do.", progress)
-        return directory
-    if first:
-        _say(f"Going on at layer {first} of {directory.state.num_layers} in {directory.path}.", progress)
+    with WorkDir.writing(work, state, restart) as directory:
+        if directory.state.complete:
+            layers = directory.state.num_layers
+            _say(f"{directory.path} is already complete ({layers} layers); nothing to do.", progress)
+        else:
+            _calibrate_layers(runner, directory, recipe, task, measured, tokens, data, seed, progress)
+    return directory
+
+
+def _calibrate_layers(
+    runner: LayerRunner,
+    directory: WorkDir,
+    recipe: Recipe,
+    task: SearchTask | None,
+    measured: WorkDir | None,
+    tokens: TokenData,
+    data: str | None,
+    seed: int,
+    progress: bool,
+) -> None:
+    """Everything that a working directory still lacks."""
+    source, count = runner.source, directory.state.num_layers
+    for index in directory.damaged_layers():
+        _say(f"Layer {index} in {directory.path} is damaged and is computed again.", progress)
+    todo = directory.uncommitted()
+    if len(todo) < count:
+        _say(f"Going on with {len(todo)} of {count} layers in {directory.path}.", progress)
     source.check_finite(directory.state.kept_tensors)
     if measured is not None:
         directory.adopt_measurements(measured)
@@ -139,21 +161,19 @@ def calibrate(
         allocation = find_allocation(runner, recipe, task, directory, tokens, data, seed, say, progress)
         recipe = allocated_recipe(recipe, task, allocation)
     inputs = CalibrationInputs(tokens.ids, tokens.extras, tokens.visual)
-    if adapter is not None:
+    if runner.adapter is not None:
         runner.begin(inputs)
-    layers = range(first, directory.state.num_layers)
-    for index in tqdm(
-        layers, desc="layers", unit="layer", initial=first, total=directory.state.num_layers, disable=not progress
-    ):
-        if adapter is None:
+    done = count - len(todo)
+    for index in tqdm(todo, desc="layers", unit="layer", initial=done, total=count, disable=not progress):
+        if runner.adapter is None:
             directory.commit_layer(index, {}, {}, untouched_record(runner, recipe, index))
         else:
             _calibrate_layer(runner, directory, recipe, inputs, index)
-    records = [directory.layer_record(index) for index in range(directory.state.num_layers)]
+    records = [directory.layer_record(index) for index in range(count)]
     for record in resolve_layers(recipe, records, directory.layer_plan):
         directory.replace_record(record.index, record)
+    source.stamps.check()
     directory.finish()
-    return directory
 
 
 def _make_runner(source: SourceModel, weights: WeightsRecipe, device: torch.device) -> LayerRunner:

@@ -7,40 +7,43 @@
                                          once all are, it is replaced where decisions on all layers change it
     WORK/auto/NAME.json                  measurements of a search over the layers' schemes, and what it chose
     WORK/hidden/00000.f32                input of a layer, raw float32 [samples, length, hidden], while it is needed
+    WORK/lock                            empty; locked while a command uses the directory (`work_lock`)
 
 Every file is written under a temporary name, flushed to the disk and renamed, so that after a kill at any moment each
-file is either absent or complete. Equal inputs give equal bytes (on one machine with one number of threads).
+file is either absent or complete. JSON files carry their own checksums, and a layer's record those of its tensors'
+files: a layer that was damaged since is computed again, or refused by an export. Inputs of layers have none. Equal
+inputs give equal bytes (on one machine with one number of threads).
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
-import os
-import shutil
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from pydantic import BaseModel, ConfigDict
+from safetensors.torch import load_file
 from torch import Tensor
 
-from kvconvert.bundle.manifest import DataInfo, ModuleCoverage, SourceInfo
+from kvconvert.bundle import disk
+from kvconvert.bundle.manifest import DataInfo, ModuleCoverage, SourceInfo, TensorInfo
+from kvconvert.bundle.tensorfile import read_header, replace_tensors
+from kvconvert.convert.sealed_json import read_sealed, sealed_json
+from kvconvert.convert.work_lock import LOCK_NAME, check_free, work_lock
 from kvconvert.errors import KvconvertError, UsageError
 
 logger = logging.getLogger(__name__)
 
-WORK_FORMAT = 0
+WORK_FORMAT = 1
 _STATE = "state.json"
-_FOLDERS = ("layers", "hidden")
-_TEMPORARY = ".partial"
+_TENSOR_FILES = ("safetensors", "plan.safetensors")
 
 
 class _Record(BaseModel):
@@ -120,6 +123,7 @@ class LayerRecord(_Record):
         rotation: the Hadamard convention, or None without rotation.
         reason: why the scheme differs from the recipe's, or "".
         statistics: what the passes measured, by pass.
+        files: SHA-256 of the layer's files of tensors by suffix, filled in by `WorkDir.commit_layer`.
     """
 
     index: int
@@ -131,13 +135,57 @@ class LayerRecord(_Record):
     rotation: str | None = None
     reason: str = ""
     statistics: dict[str, Any] = {}
+    files: dict[str, str] = {}
 
 
 class WorkDir:
-    """A working directory; made by `create`, read by `open`."""
+    """A working directory; made by `create`, read by `open`; `writing` and `reading` also hold its lock."""
 
     def __init__(self, path: Path, state: WorkState) -> None:
         self.path, self.state = path, state
+        self._verified: set[int] = set()
+
+    @staticmethod
+    def check_place(path: Path | str) -> None:
+        """Refuse, before anything is computed, a place where `create` could not begin.
+
+        Raises:
+            UsageError: a file, a directory of something else, one that cannot be written to, or one in use.
+        """
+        path = Path(path)
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"{path} is a file; `work` has to be a directory.")
+        # A kill before the first state.json leaves nothing but its temporary file, and the lock.
+        if path.exists() and not (path / _STATE).exists():
+            names = [entry.name for entry in path.iterdir()]
+            if any(name != LOCK_NAME and not name.endswith(disk.TEMPORARY) for name in names):
+                raise UsageError(
+                    f"{path} holds files that are not kvconvert's; `work` has to be a new or empty directory."
+                )
+        disk.check_writable(path, "work")
+        check_free(path)
+
+    @classmethod
+    @contextmanager
+    def writing(cls, path: Path | str, state: WorkState, restart: bool = False) -> Iterator[WorkDir]:
+        """`create`, as the only process that uses the directory until the block ends."""
+        path = Path(path)
+        cls.check_place(path)
+        with ExitStack() as stack:
+            with _disk_errors(path):
+                disk.make_directory(path)
+                stack.enter_context(work_lock(path))
+            yield cls.create(path, state, restart)
+
+    @classmethod
+    @contextmanager
+    def reading(cls, path: Path | str) -> Iterator[WorkDir]:
+        """`open`, for a block in which no process changes the directory."""
+        path = Path(path)
+        if not (path / _STATE).is_file():
+            cls.open(path)  # says what is missing
+        with work_lock(path, shared=True):
+            yield cls.open(path)
 
     @classmethod
     def open(cls, path: Path | str) -> WorkDir:
@@ -148,7 +196,7 @@ class WorkDir:
         work = cls(path, _read_state(path))
         if not work.state.complete:
             raise UsageError(
-                f"The calibration in {path} stopped after {work.first_uncommitted()} of {work.state.num_layers} "
+                f"The calibration in {path} stopped after {work.first_missing()} of {work.state.num_layers} "
                 "layers; calibrate again with the same arguments, which goes on from there."
             )
         return work
@@ -176,12 +224,7 @@ class WorkDir:
             UsageError: the directory holds other files, or a calibration from other inputs.
         """
         path, state = Path(path), state.sealed()
-        if path.exists() and not path.is_dir():
-            raise UsageError(f"{path} is a file; `work` has to be a directory.")
         begun = (path / _STATE).exists()
-        # A kill before the first state.json leaves nothing but its temporary file.
-        if path.exists() and not begun and any(not entry.name.endswith(_TEMPORARY) for entry in path.iterdir()):
-            raise UsageError(f"{path} holds files that are not kvconvert's; `work` has to be a new or empty directory.")
         if begun and not restart:
             previous = _read_state(path)
             if previous.fingerprint != state.fingerprint:
@@ -190,72 +233,132 @@ class WorkDir:
                 )
             state = previous
         with _disk_errors(path):
-            path.mkdir(parents=True, exist_ok=True)
             if begun and restart:
                 cls._set_aside(path)
             if restart or not begun:
-                _write_text(path / _STATE, _to_json(state))
-            shutil.rmtree(path / f"layers{_TEMPORARY}", ignore_errors=True)
-            for folder in () if state.complete else ("layers", "hidden"):
-                (path / folder).mkdir(exist_ok=True)
-        return cls(path, state)
+                _write(path / _STATE, _to_json(state))
+            disk.remove_tree(path / f"layers{disk.TEMPORARY}")
+            for left in [*path.glob(f"*{disk.TEMPORARY}"), *path.glob(f"*/*{disk.TEMPORARY}")]:
+                disk.remove(left)
+            work = cls(path, state)
+            if state.complete:
+                disk.remove_tree(path / "hidden")
+                if work.uncommitted() or work.damaged_measurements():  # damaged since, and to be computed again
+                    work.state = state.model_copy(update={"complete": False})
+                    _write(path / _STATE, _to_json(work.state))
+            for folder in () if work.state.complete else ("layers", "hidden"):
+                disk.make_directory(path / folder)
+        return work
 
     @staticmethod
     def _set_aside(path: Path) -> None:
         """Undo an earlier calibration in steps, each of which leaves a consistent state."""
-        shutil.rmtree(path / "hidden", ignore_errors=True)
-        shutil.rmtree(path / "auto", ignore_errors=True)
         try:
             previous = _read_state(path)
         except UsageError:
             logger.warning("%s cannot be read; starting anew.", path / _STATE)
         else:
-            _write_text(path / _STATE, _to_json(previous.model_copy(update={"complete": False})))
-        shutil.rmtree(path / f"layers{_TEMPORARY}", ignore_errors=True)
+            _write(path / _STATE, _to_json(previous.model_copy(update={"complete": False})))
+        disk.remove_tree(path / "hidden")
+        disk.remove_tree(path / "auto")
+        disk.remove_tree(path / f"layers{disk.TEMPORARY}")
         if (path / "layers").exists():
-            os.replace(path / "layers", path / f"layers{_TEMPORARY}")
+            disk.rename(path / "layers", path / f"layers{disk.TEMPORARY}")
 
-    def is_committed(self, index: int) -> bool:
-        """Whether a layer's result is complete."""
-        return self._layer(index, "json").exists()
+    def first_missing(self) -> int:
+        """Index of the first layer without a record; the number of layers when all have one."""
+        layers = range(self.state.num_layers)
+        return next((index for index in layers if not self._layer(index, "json").exists()), len(layers))
 
-    def first_uncommitted(self) -> int:
-        """Index of the first layer to do; the number of layers when all are done."""
-        return next((i for i in range(self.state.num_layers) if not self.is_committed(i)), self.state.num_layers)
+    def damaged_layers(self) -> dict[int, str]:
+        """Layers whose record is there, but that are not what was written, with the reason; reads all their files."""
+        damaged = {}
+        for index in range(self.state.num_layers):
+            if self._layer(index, "json").exists():
+                try:
+                    self._verify(index)
+                except UsageError as error:
+                    damaged[index] = str(error)
+        return damaged
+
+    def damaged_measurements(self) -> list[Path]:
+        """Files of the search that are not what was written."""
+        damaged = []
+        for file in sorted((self.path / "auto").glob("*.json")):
+            try:
+                read_sealed(file)
+            except (OSError, ValueError):
+                damaged.append(file)
+        return damaged
+
+    def uncommitted(self) -> list[int]:
+        """Layers to do: those that are not there, or damaged."""
+        damaged = self.damaged_layers()
+        return [i for i in range(self.state.num_layers) if i in damaged or not self._layer(i, "json").exists()]
 
     def commit_layer(
         self, index: int, tensors: dict[str, Tensor], plan: dict[str, Tensor], record: LayerRecord
     ) -> None:
         """Write a layer's result; once this returns it survives a kill."""
         with _disk_errors(self.path):
-            for suffix, content in (("safetensors", tensors), ("plan.safetensors", plan)):
-                with _replacing(self._layer(index, suffix)) as partial:
-                    save_file({name: content[name].contiguous() for name in sorted(content)}, partial, {"format": "pt"})
-            _write_text(self._layer(index, "json"), _to_json(record))
+            disk.remove(self._layer(index, "json"))  # a damaged layer's: what follows is not what it describes
+            files = {
+                suffix: replace_tensors(self._layer(index, suffix), content)
+                for suffix, content in zip(_TENSOR_FILES, (tensors, plan), strict=True)
+            }
+            _write(self._layer(index, "json"), _to_json(record.model_copy(update={"files": files})))
+        self._verified.add(index)
 
     def replace_record(self, index: int, record: LayerRecord) -> None:
         """Write a committed layer's record again, if it changed."""
         if record != self.layer_record(index):
             with _disk_errors(self.path):
-                _write_text(self._layer(index, "json"), _to_json(record))
+                _write(self._layer(index, "json"), _to_json(record))
 
     def layer_tensors(self, index: int) -> dict[str, Tensor]:
-        """A committed layer's tensors by checkpoint name; the first call for a layer reads its file."""
-        return self._load(self._layer(index, "safetensors"))
+        """A committed layer's tensors by checkpoint name."""
+        self._verify(index)
+        return load_file(self._layer(index, "safetensors"))
+
+    def layer_infos(self, index: int) -> dict[str, TensorInfo]:
+        """Types and shapes of a committed layer's tensors, without reading them: their file is not verified."""
+
+        def refuse(file: str, field: str, expected: object, found: object) -> UsageError:
+            return _damaged(self._layer(index, "safetensors"), f"{field} should be {expected}, found {found}")
+
+        try:
+            return read_header(self._layer(index, "safetensors"), refuse)
+        except OSError as error:
+            raise _damaged(self._layer(index, "safetensors"), _first_line(error)) from error
 
     def layer_plan(self, index: int) -> dict[str, Tensor]:
         """A committed layer's KV-plan tensors, named layers.{index}.{what}."""
-        return self._load(self._layer(index, "plan.safetensors"))
+        self._verify(index)
+        return load_file(self._layer(index, "plan.safetensors"))
 
     def layer_record(self, index: int) -> LayerRecord:
         """A committed layer's record."""
         file = self._layer(index, "json")
         try:
-            return LayerRecord.model_validate_json(file.read_bytes())
-        except (OSError, ValidationError) as error:
-            raise UsageError(
-                f"{file} cannot be read ({_first_line(error)}); calibrate again with `restart=True`."
-            ) from error
+            return LayerRecord.model_validate(read_sealed(file))
+        except (OSError, ValueError) as error:
+            raise _damaged(file, _first_line(error)) from error
+
+    def _verify(self, index: int) -> None:
+        """Compare a layer's files with their checksums, once; UsageError where one differs."""
+        if index in self._verified:
+            return
+        record = self.layer_record(index)
+        for suffix in _TENSOR_FILES:
+            file = self._layer(index, suffix)
+            try:
+                with file.open("rb") as stream:
+                    found = hashlib.file_digest(stream, "sha256").hexdigest()
+            except OSError as error:
+                raise _damaged(file, _first_line(error)) from error
+            if found != record.files.get(suffix):
+                raise _damaged(file, "its content does not fit its checksum")
+        self._verified.add(index)
 
     def searched_for(self, state: WorkState) -> None:
         """Check that this directory's search measured what a calibration of `state` would measure.
@@ -286,24 +389,25 @@ class WorkDir:
         """A measurement of the search that an earlier run committed, or None."""
         file = self.path / "auto" / f"{name}.json"
         try:
-            return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+            return read_sealed(file) if file.exists() else None
         except (OSError, ValueError) as error:
-            raise UsageError(
-                f"{file} cannot be read ({_first_line(error)}); calibrate again with `restart=True`."
-            ) from error
+            if not self.state.complete:  # measured again
+                logger.warning("%s is damaged (%s); it is measured again.", file, _first_line(error))
+                return None
+            raise _damaged(file, _first_line(error)) from error
 
     def commit_measurement(self, name: str, values: dict[str, Any]) -> None:
         """Write a measurement of the search; once this returns it survives a kill."""
         with _disk_errors(self.path):
-            (self.path / "auto").mkdir(exist_ok=True)
-            _write_text(self.path / "auto" / f"{name}.json", json.dumps(values, indent=1) + "\n")
+            disk.make_directory(self.path / "auto")
+            _write(self.path / "auto" / f"{name}.json", sealed_json(values))
 
     def finish(self) -> None:
         """Mark the calibration complete and remove what only a resume would need."""
         self.state = self.state.model_copy(update={"complete": True})
         with _disk_errors(self.path):
-            _write_text(self.path / _STATE, _to_json(self.state))
-        shutil.rmtree(self.path / "hidden", ignore_errors=True)
+            _write(self.path / _STATE, _to_json(self.state))
+            disk.remove_tree(self.path / "hidden")
 
     def hidden(self, index: int, hidden_size: int) -> HiddenStates:
         """The input of layer `index`, which may or may not be there."""
@@ -312,14 +416,6 @@ class WorkDir:
 
     def _layer(self, index: int, suffix: str) -> Path:
         return self.path / "layers" / f"{index:05d}.{suffix}"
-
-    def _load(self, file: Path) -> dict[str, Tensor]:
-        try:
-            return load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise UsageError(
-                f"{file} cannot be read ({_first_line(error)}); calibrate again with `restart=True`."
-            ) from error
 
 
 class HiddenStates:
@@ -346,31 +442,39 @@ class HiddenStates:
     @contextmanager
     def writing(self) -> Iterator[HiddenWriter]:
         """Append sequences in order; the file appears only when `HiddenWriter.commit` is called."""
-        partial = self.path.with_name(self.path.name + _TEMPORARY)
-        with _disk_errors(self.path), partial.open("wb") as stream:
-            yield HiddenWriter(self, partial, stream)
+        writer = HiddenWriter(self.path, 4 * math.prod(self.shape))
+        try:
+            yield writer
+        finally:
+            writer.close()
 
     def remove(self) -> None:
         """Delete the file, if it is there."""
-        self.path.unlink(missing_ok=True)
+        with _disk_errors(self.path):
+            disk.remove(self.path)
 
 
 class HiddenWriter:
     """See `HiddenStates.writing`."""
 
-    def __init__(self, target: HiddenStates, partial: Path, stream: Any) -> None:
-        self._target, self._partial, self._stream = target, partial, stream
+    def __init__(self, path: Path, size: int) -> None:
+        self._path = path
+        with _disk_errors(path):
+            self._file = disk.Replacement(path, size, hashed=False)
 
     def append(self, sequences: Tensor) -> None:
         """Write float32 [n, length, hidden]."""
-        self._stream.write(sequences.detach().cpu().contiguous().numpy().astype("<f4", copy=False).data)
+        with _disk_errors(self._path):
+            self._file.write(sequences.detach().cpu().contiguous().numpy().astype("<f4", copy=False).data)
 
     def commit(self) -> None:
         """Let the file appear, complete."""
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        os.replace(self._partial, self._target.path)
-        _sync_directory(self._target.path.parent)
+        with _disk_errors(self._path):
+            self._file.commit()
+
+    def close(self) -> None:
+        """Discard what was not committed."""
+        self._file.discard()
 
 
 def _changes(previous: WorkState, state: WorkState) -> str:
@@ -388,18 +492,25 @@ def _changes(previous: WorkState, state: WorkState) -> str:
 
 
 def _read_state(path: Path) -> WorkState:
+    file = path / _STATE
     try:
-        values = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(values, dict) and values.get("format") != WORK_FORMAT:
             raise UsageError(
                 f"{path} was written by another version of kvconvert (working format {values.get('format')}, this is "
                 f"{WORK_FORMAT}); calibrate again with `restart=True`."
             )
-        return WorkState.model_validate(values)
-    except (OSError, ValueError, ValidationError) as error:
+        return WorkState.model_validate(read_sealed(file))
+    except (OSError, ValueError) as error:
         raise UsageError(
-            f"{path / _STATE} cannot be read ({_first_line(error)}); calibrate again with `restart=True`."
+            f"{file} cannot be read ({_first_line(error)}); calibrate again with `restart=True`."
         ) from error
+
+
+def _damaged(file: Path, reason: str) -> UsageError:
+    return UsageError(
+        f"{file} is damaged ({reason}); calibrate again with the same arguments, which computes this part anew."
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -407,43 +518,23 @@ def _first_line(error: Exception) -> str:
 
 
 def _to_json(record: BaseModel) -> str:
-    return json.dumps(record.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
+    return sealed_json(json.loads(json.dumps(record.model_dump(mode="json"), sort_keys=True)))
 
 
-def _write_text(file: Path, text: str) -> None:
-    with _replacing(file) as partial:
-        partial.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def _replacing(file: Path) -> Iterator[Path]:
-    """A temporary name to write to; renamed to `file` when complete and on the disk."""
-    partial = file.with_name(file.name + _TEMPORARY)
-    yield partial
-    with partial.open("rb+") as stream:
-        os.fsync(stream.fileno())
-    os.replace(partial, file)
-    _sync_directory(file.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _write(file: Path, text: str) -> None:
+    disk.replace_bytes(file, text.encode())
 
 
 @contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Turn a full disk into one sentence; safetensors reports it as an error of its own."""
+    """Turn the system's refusal to write into one sentence."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-        if not full:
+    except OSError as error:
+        if error.errno is None:
             raise
+        what = "The disk is full" if disk.is_full(error) else "Writing failed"
         raise KvconvertError(
-            f"The disk is full while writing to {path}; free some space and calibrate again with the same arguments, "
-            "which goes on from the last finished layer."
+            f"{what}: {error.filename or path} could not be written ({error.strerror}); calibrate again with the same "
+            f"arguments once that is mended, which goes on from the last finished layer."
         ) from error

@@ -25,10 +25,12 @@ class TensorNames:
     Attributes:
         stored: the checkpoint's name of each tensor, by the loaded model's name, in order of the latter.
         prefixes: the same for the modules around them, as far as they differ.
+        merged: tensors of the loaded model that loading makes from others, by merging or rearranging them.
     """
 
     stored: Mapping[str, str]
     prefixes: Mapping[str, str]
+    merged: frozenset[str] = frozenset()
 
     @classmethod
     def same(cls, names: Iterable[str]) -> TensorNames:
@@ -54,9 +56,11 @@ class TensorNames:
         converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         state, base = model.state_dict(), model.base_model_prefix
         stored: dict[str, str] = {}
+        merged: set[str] = set()
         for name in sorted(names):
             loaded, converter = rename_source_key(name, renamings, converters, base, state)
             if converter is not None:
+                merged.add(loaded)
                 plain = apply_renamings(name, renamings)
                 nested = loaded.startswith(f"{base}.") and not plain.startswith(f"{base}.")
                 loaded = f"{base}.{plain}" if nested else plain
@@ -68,7 +72,7 @@ class TensorNames:
                     "transformers; remove the wrong one."
                 )
             stored[loaded] = name
-        return cls(dict(sorted(stored.items())), _prefixes(stored))
+        return cls(dict(sorted(stored.items())), _prefixes(stored), frozenset(merged))
 
     def of_tensor(self, name: str) -> str:
         """The checkpoint's name of a tensor, or the one that a new tensor of the same module has to get."""

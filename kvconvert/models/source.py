@@ -22,6 +22,7 @@ from transformers import AutoConfig, PretrainedConfig
 from kvconvert.bundle.manifest import SourceInfo, TensorInfo
 from kvconvert.bundle.tensorfile import read_header
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.models.file_stamps import FileStamps
 from kvconvert.models.names import TensorNames
 
 SINGLE_FILE = "model.safetensors"
@@ -46,6 +47,7 @@ class SourceModel:
         tensors: type and shape of each tensor, by the checkpoint's name, in the same order.
         tensor_names: the names by which tensors are read: the checkpoint's own, or those of the model after
             `named_as`.
+        stamps: of the weight files when they were opened.
     """
 
     id: str
@@ -55,6 +57,7 @@ class SourceModel:
     weight_map: dict[str, str]
     tensors: dict[str, TensorInfo]
     tensor_names: TensorNames
+    stamps: FileStamps
 
     def named_as(self, model: nn.Module) -> SourceModel:
         """The same checkpoint, with tensors named as in the model loaded from it."""
@@ -91,6 +94,7 @@ class SourceModel:
                 raise CheckpointError(
                     f"{self.directory / file} cannot be read ({error}); fetch the file again."
                 ) from error
+        self.stamps.check(by_file)
         return {name: tensors[name] for name in wanted}
 
     def read_finite(self, names: str | Iterable[str]) -> dict[str, Tensor]:
@@ -150,6 +154,7 @@ def open_source(model: str) -> SourceModel:
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json; give the directory of a transformers model.")
     files = _weight_files(directory)
+    stamps = FileStamps(directory, files)
     headers = {file: _read_header(directory / file) for file in files}
     weight_map = _weight_map(directory, headers)
     tensors = {name: headers[file][name] for name, file in weight_map.items()}
@@ -167,7 +172,7 @@ def open_source(model: str) -> SourceModel:
                 f"{', '.join(FLOAT_DTYPES)}."
             )
     names = TensorNames.same(weight_map)
-    return SourceModel(model_id, directory, revision, config, weight_map, tensors, names)
+    return SourceModel(model_id, directory, revision, config, weight_map, tensors, names, stamps)
 
 
 def _locate(model: str) -> tuple[Path, str, str | None]:

@@ -12,6 +12,7 @@ from tiny.bundle import write_tiny_bundle
 from tiny.llama import write_recipe, write_tiny_llama
 
 from kvconvert.cli import cli
+from kvconvert.convert.sealed_json import read_sealed, sealed_json
 
 
 def kvconvert(*arguments, stdin=""):
@@ -226,9 +227,9 @@ def test_an_existing_output_is_wrong_usage(folder):
 def limited_work(folder, tmp_path):
     """The calibration with a limit that no quantized model meets."""
     work = shutil.copytree(folder / "work", tmp_path / "work")
-    state = json.loads((work / "state.json").read_text())
+    state = read_sealed(work / "state.json")
     state["recipe"]["limits"]["max_kl"] = 1e-9
-    (work / "state.json").write_text(json.dumps(state))
+    (work / "state.json").write_text(sealed_json(state))
     return work
 
 

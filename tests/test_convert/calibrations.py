@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvconvert.convert import workdir
+from kvconvert.bundle import disk
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.recipe import Recipe, WeightsRecipe
 
@@ -36,13 +36,12 @@ def killed_at_every_rename(
         The copies below `into`, in order: what a kill at that moment would have left.
     """
     copies: list[Path] = []
-    replace = workdir.os.replace
 
-    def copy_and_replace(source: Path, target: Path) -> None:
-        copies.append(shutil.copytree(work, into / f"{len(copies):02}"))
-        replace(source, target)
+    def copy(operation: str, path: Path) -> None:
+        if operation == "rename":
+            copies.append(shutil.copytree(work, into / f"{len(copies):02}"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(workdir.os, "replace", copy_and_replace)
+        patch.setattr(disk, "observe", copy)
         calibrate()
     return copies

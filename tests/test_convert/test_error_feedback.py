@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tiny.checkpoints import save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -74,15 +73,14 @@ def test_a_bundle_loads_and_writes_its_pages_with_feedback(work, place, text, mo
 
 
 def test_a_bundle_whose_matrices_are_not_triangular_is_refused(work, place, model, text):
-    file = work.path / "layers" / "00001.plan.safetensors"
-    plan = before = load_file(file)
+    tensors, record, before = work.layer_tensors(1), work.layer_record(1), work.layer_plan(1)
     plan = before | {"layers.1.key_feedback": before["layers.1.key_feedback"].transpose(1, 2).contiguous()}
     try:
-        save_file(plan, file, {"format": "pt"})
+        work.commit_layer(1, tensors, plan, record)
         with pytest.raises(BundleError, match=r"layers\.1\.key_feedback.*upper triangular"):
             export(work.path, place / "tampered", progress=False)
     finally:
-        save_file(before, file, {"format": "pt"})
+        work.commit_layer(1, tensors, before, record)
 
 
 @pytest.mark.parametrize(

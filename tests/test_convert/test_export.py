@@ -17,6 +17,7 @@ from kvconvert.bundle.writer import replacing
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.recipe import Limits, Recipe
+from kvconvert.convert.sealed_json import read_sealed, sealed_json
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import CheckpointError, FidelityError, KvconvertError, UsageError
 
@@ -247,8 +248,8 @@ def test_what_a_killed_export_left_is_removed_but_not_what_a_running_one_writes(
 
 def test_an_unfinished_calibration_is_not_exported(work, tmp_path):
     unfinished = shutil.copytree(work, tmp_path / "work")
-    state = json.loads((unfinished / "state.json").read_text()) | {"complete": False}
-    (unfinished / "state.json").write_text(json.dumps(state))
+    state = read_sealed(unfinished / "state.json") | {"complete": False}
+    (unfinished / "state.json").write_text(sealed_json(state))
     with pytest.raises(UsageError, match="calibrate"):
         export(unfinished, tmp_path / "bundle", progress=False)
     assert not (tmp_path / "bundle").exists()
@@ -273,9 +274,9 @@ def test_a_source_that_changed_since_it_was_calibrated_is_refused(source, tmp_pa
 def limited(source, work, tmp_path, monkeypatch):
     """Export with a limit on the KL divergence of 0.1, the measurement being replaced by a given figure."""
     limited = shutil.copytree(work, tmp_path / "limited")
-    state = json.loads((limited / "state.json").read_text())
+    state = read_sealed(limited / "state.json")
     state["recipe"]["limits"]["max_kl"] = 0.1
-    (limited / "state.json").write_text(json.dumps(state))
+    (limited / "state.json").write_text(sealed_json(state))
 
     def run(measured, force):
         seen = {}

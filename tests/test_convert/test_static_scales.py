@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tiny.checkpoints import save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -137,9 +136,8 @@ def test_a_bundle_with_static_scales_loads_and_generates(place, model, text, bit
 
 def test_a_bundle_that_lost_a_static_scale_is_refused(place, model, text):
     work = calibrated(model, place / "lost", text, "key_bits = 8\nvalue_bits = 8\ncalibrate_clip_ratios = false\n")
-    file = work.path / "layers" / "00001.plan.safetensors"
-    plan = load_file(file)
+    plan = work.layer_plan(1)
     del plan["layers.1.static_value_scale"]
-    save_file(plan, file, {"format": "pt"})
+    work.commit_layer(1, work.layer_tensors(1), plan, work.layer_record(1))
     with pytest.raises(BundleError, match=r"layers\.1\.static_value_scale.*missing"):
         export(work.path, place / "lost" / "bundle", progress=False)

@@ -108,8 +108,8 @@ def write_tiny_bundle(directory: Path, max_shard_bytes: int = 4000) -> Manifest:
     write_json(directory / "generation_config.json", {"eos_token_id": 0})
     (directory / "chat_template.jinja").write_text("{{ messages }}")
     (directory / "README.md").write_text("# tiny\n")
-    files += [PLAN_NAME, "config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja"]
-    manifest = manifest.model_copy(update={"files": describe_files(directory, files)})
+    names = [*files, PLAN_NAME, "config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja"]
+    manifest = manifest.model_copy(update={"files": describe_files(directory, names)})
     write_manifest(directory, manifest)
     return manifest
 

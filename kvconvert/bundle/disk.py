@@ -1,0 +1,238 @@
+"""Every change that `calibrate` and `export` make to files: created, written, synced, renamed, removed.
+
+Nothing else in kvconvert changes a working directory or a bundle. Each single operation is announced to `observe`
+before it happens, so that a test can stop a run, or fill the disk, at every one of them. Writes go to the system at
+once, not to a buffer of the process, so that what an operation wrote is what a kill after it leaves.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvconvert.errors import UsageError
+
+TEMPORARY = ".partial"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def observe(operation: str, path: Path) -> None:
+    """Called before each operation with its name and its path; tests replace it."""
+
+
+@contextmanager
+def _operation(name: str, path: Path, size: int | None = None) -> Iterator[None]:
+    """An operation whose errors name the path, and the size that the file was to have where the disk is full."""
+    try:
+        observe(name, path)
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        needed = f", {size:,} bytes are needed for this file" if size is not None and error.errno in _FULL else ""
+        raise OSError(error.errno, f"{os.strerror(error.errno)}{needed}", str(path)) from error
+
+
+def is_full(error: OSError) -> bool:
+    """Whether an error says that there is no room, on the disk or in the user's quota."""
+    return error.errno in _FULL
+
+
+class OutputFile:
+    """A new file, written from its beginning.
+
+    Args:
+        path: of the file; one that exists is overwritten.
+        size: bytes that it will have, for the message where the disk is full.
+        hashed: also compute the SHA-256 of what is written.
+    """
+
+    def __init__(self, path: Path, size: int | None = None, hashed: bool = True) -> None:
+        self.path, self.expected_size, self.size = path, size, 0
+        self._digest = hashlib.sha256() if hashed else None
+        with _operation("create", path, size):
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append all of `data`."""
+        rest = memoryview(data).cast("B")
+        if self._digest is not None:
+            self._digest.update(rest)
+        self.size += len(rest)
+        with _operation("write", self.path, self.expected_size):
+            while len(rest):  # the system takes at most 2 GiB at a time
+                rest = rest[os.write(self._descriptor, rest) :]
+
+    def sha256(self) -> str:
+        """Of everything written, hexadecimal; the file has to be a hashed one."""
+        return self._digest.hexdigest()
+
+    def sync(self) -> None:
+        """Wait until the content is on the disk."""
+        with _operation("sync", self.path, self.expected_size):
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file, which does not sync it."""
+        os.close(self._descriptor)
+
+
+@contextmanager
+def new_file(path: Path, size: int | None = None) -> Iterator[OutputFile]:
+    """A file to write, synced when the block ends."""
+    file = OutputFile(path, size)
+    try:
+        yield file
+        file.sync()
+    finally:
+        file.close()
+
+
+class Replacement(OutputFile):
+    """A file that appears as `path`, complete and synced, on `commit`; until then it has a temporary name."""
+
+    def __init__(self, path: Path, size: int | None = None, hashed: bool = True) -> None:
+        self._target, self._partial = path, path.with_name(path.name + TEMPORARY)
+        self._pending = True
+        super().__init__(self._partial, size, hashed)
+
+    def commit(self) -> None:
+        """Let the file appear; once this returns it survives a kill."""
+        self.sync()
+        rename(self._partial, self._target)
+        self._pending = False
+        sync_directory(self._target.parent)
+
+    def discard(self) -> None:
+        """Close the file, and remove what was not committed."""
+        self.close()
+        if self._pending:
+            with suppress(OSError):  # what stopped the writing is the error to report
+                remove(self._partial)
+
+
+@contextmanager
+def replacement(path: Path, size: int | None = None, hashed: bool = True) -> Iterator[Replacement]:
+    """A `Replacement` that is committed when the block ends without an exception."""
+    file = Replacement(path, size, hashed)
+    try:
+        yield file
+        file.commit()
+    finally:
+        file.discard()
+
+
+def write_bytes(path: Path, content: bytes) -> OutputFile:
+    """Write and sync a small file; gives its size and SHA-256."""
+    with new_file(path, len(content)) as file:
+        file.write(content)
+    return file
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """Write a small file, or replace one, in a single step."""
+    with replacement(path, len(content), hashed=False) as file:
+        file.write(content)
+
+
+def copy_file(source: Path, target: Path) -> OutputFile:
+    """Copy the content of a file, following links; gives its size and SHA-256."""
+    with source.open("rb") as stream, new_file(target, source.stat().st_size) as file:
+        while block := stream.read(2**22):
+            file.write(block)
+    return file
+
+
+def open_lock_file(path: Path) -> int:
+    """A descriptor of an empty file to lock, which is made if it is not there."""
+    with _operation("create", path):
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+
+
+def make_directory(path: Path) -> list[Path]:
+    """Make a directory, and those that it lies in; returns the ones that were not there, deepest first."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        with _operation("mkdir", folder):
+            folder.mkdir(exist_ok=True)
+    return missing
+
+
+def make_temporary_directory(prefix: str, parent: Path) -> Path:
+    """A new directory in `parent` that only this user can enter."""
+    with _operation("mkdir", parent / prefix):
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+
+
+def set_mode(path: Path, mode: int) -> None:
+    """Set a file's permissions."""
+    with _operation("chmod", path):
+        path.chmod(mode)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename, replacing a file or an empty directory at `new`."""
+    with _operation("rename", new):
+        os.rename(old, new)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if it is there."""
+    with _operation("remove", path):
+        path.unlink(missing_ok=True)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove an empty directory."""
+    with _operation("remove", path):
+        path.rmdir()
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory, if it is there, with everything in it; links are removed, not followed."""
+    for folder, folders, files in os.walk(path, topdown=False):
+        for name in files:
+            remove(Path(folder, name))
+        for name in folders:
+            inner = Path(folder, name)
+            (remove if inner.is_symlink() else remove_directory)(inner)
+    if path.is_dir():
+        remove_directory(path)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on the disk."""
+    with _operation("sync", path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def check_writable(path: Path, argument: str) -> None:
+    """Refuse a path below which nothing can be created; nothing is left there.
+
+    Args:
+        path: existing or not.
+        argument: name of the argument that gives it, for the message.
+
+    Raises:
+        UsageError: with the system's reason.
+    """
+    path = path.absolute()
+    existing = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        if is_full(error):  # said where it matters, with the file and its size
+            return
+        raise UsageError(
+            f"{existing} cannot be written to ({error.strerror}); choose another place as `{argument}`."
+        ) from error

@@ -1,0 +1,188 @@
+"""What a working directory that is in use, damaged, or in a bad place does to `calibrate` and `export`."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from calibrations import contents, run
+from click.testing import CliRunner
+from tiny.checkpoints import save_checkpoint
+
+from kvconvert.cli import cli
+from kvconvert.convert import pipeline
+from kvconvert.convert.export import export
+from kvconvert.convert.sealed_json import read_sealed, sealed_json
+from kvconvert.convert.workdir import WorkDir
+from kvconvert.errors import CheckpointError, UsageError
+from kvconvert.models import source as sources
+
+SHORT = {"samples": 1, "seq_len": 16}
+
+
+@pytest.fixture(scope="module")
+def model(place):
+    return save_checkpoint(place / "model", hidden_size=32, intermediate_size=32)
+
+
+@pytest.fixture(scope="module")
+def finished(place, model, text):
+    run(model, place / "finished", text, **SHORT)
+    return place / "finished"
+
+
+@pytest.fixture
+def work(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "work")
+
+
+HOLD = """
+import fcntl, sys
+lock = open(sys.argv[1])
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def used_by_another_process(work):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(work / "lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"held\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_working_directory_in_use_is_refused_until_its_process_is_gone(tmp_path, model, text, work, finished):
+    with used_by_another_process(work) as process:
+        for command in (
+            lambda: run(model, work, text, **SHORT),
+            lambda: run(model, work, text, restart=True, **SHORT),
+            lambda: export(work, tmp_path / "bundle", progress=False),
+        ):
+            with pytest.raises(UsageError, match=f"Another calibrate or export is using {work}; wait"):
+                command()
+        assert contents(work) == contents(finished)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        export(work, tmp_path / "bundle", progress=False)
+
+
+def test_an_export_in_progress_admits_other_exports_but_no_calibration(tmp_path, model, text, work):
+    with WorkDir.reading(work):
+        with pytest.raises(UsageError, match="Another calibrate or export is using"):
+            run(model, work, text, restart=True, **SHORT)
+        export(work, tmp_path / "bundle", progress=False)
+
+
+def flipped(file):
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped byte": ("00000.safetensors", flipped),
+    "flipped byte of the plan": ("00000.plan.safetensors", flipped),
+    "missing tensors": ("00001.safetensors", Path.unlink),
+    "emptied record": ("00000.json", lambda file: file.write_text("")),
+    "truncated record": ("00001.json", lambda file: file.write_text(file.read_text()[:100])),
+    "changed record": ("00001.json", lambda file: file.write_text(file.read_text().replace('"awq"', '"rtn"', 1))),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_layer_is_not_exported_and_is_computed_again_alone(
+    tmp_path, model, text, work, finished, damage, monkeypatch, capsys
+):
+    name, spoil = DAMAGES[damage]
+    file = work / "layers" / name
+    spoil(file)
+    with pytest.raises(UsageError, match=f"{file} is damaged .*; calibrate again with the same arguments"):
+        export(work, tmp_path / "bundle", progress=False)
+    assert not (tmp_path / "bundle").exists()
+    computed = []
+    commit = WorkDir.commit_layer
+
+    def count(self, index, *arguments):
+        computed.append(index)
+        commit(self, index, *arguments)
+
+    monkeypatch.setattr(WorkDir, "commit_layer", count)
+    run(model, work, text, progress=True, **SHORT)
+    said = capsys.readouterr().err
+    assert f"Layer {int(name[:5])} in {work} is damaged and is computed again" in said
+    assert "nothing to do" not in said
+    assert computed == [int(name[:5])]
+    assert contents(work) == contents(finished)
+
+
+def test_a_damaged_state_and_one_of_another_version_are_refused(tmp_path, model, text, work):
+    state = read_sealed(work / "state.json")
+    for content, said in (
+        (sealed_json(state | {"format": 999}), "written by another version of kvconvert"),
+        ((work / "state.json").read_text().replace('"seed": 0', '"seed": 1'), "does not fit its checksum"),
+    ):
+        (work / "state.json").write_text(content)
+        for command in (lambda: run(model, work, text, **SHORT), lambda: export(work, tmp_path / "b", progress=False)):
+            with pytest.raises(UsageError, match=f"{said}.*`restart=True`"):
+                command()
+
+
+def test_places_that_cannot_be_written_to_are_refused_before_the_model_is_opened(tmp_path, text, work, monkeypatch):
+    monkeypatch.setattr(pipeline, "open_source", lambda model: pytest.fail("opened"))
+    monkeypatch.setattr("kvconvert.convert.export.open_source", lambda model: pytest.fail("opened"))
+    place = Path("/proc")  # where even root can create nothing
+    with pytest.raises(UsageError, match=r"/proc cannot be written to \(.*\); choose another place as `work`"):
+        run(tmp_path / "model", place / "work", text, **SHORT)
+    with pytest.raises(UsageError, match=r"/proc cannot be written to \(.*\); choose another place as `bundle`"):
+        export(work, place / "bundle", progress=False)
+
+
+def test_a_shard_that_changes_during_the_run_stops_it_and_what_is_done_stays(
+    tmp_path, model, text, finished, monkeypatch
+):
+    moved, work = shutil.copytree(model, tmp_path / "model"), tmp_path / "work"
+    commit = WorkDir.commit_layer
+
+    def change(self, index, *arguments):
+        commit(self, index, *arguments)
+        os.utime(moved / sources.SINGLE_FILE, (1, 1))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkDir, "commit_layer", change)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors changed while it was being converted"):
+            run(moved, work, text, **SHORT)
+    assert WorkDir(work, None)._layer(0, "json").exists()
+    run(model, work, text, **SHORT)
+    # state.json names the directory of the model that the run was started with.
+    found, expected = contents(work), contents(finished)
+    assert found.pop("state.json") != expected.pop("state.json")
+    assert found == expected
+
+
+def test_an_interrupted_calibration_leaves_nothing_half_written_and_says_how_to_go_on(
+    tmp_path, model, text, finished, monkeypatch
+):
+    work = tmp_path / "work"
+
+    def interrupt(self, sequences):
+        raise KeyboardInterrupt
+
+    recipe = tmp_path / "awq.toml"
+    recipe.write_text('[weights]\nmethod = "awq"\ngroup_size = 32\n')
+    monkeypatch.setattr("kvconvert.convert.workdir.HiddenWriter.append", interrupt)
+    options = ["--recipe", recipe, "--data", text, "--samples", 1, "--seq-len", 16]
+    result = CliRunner().invoke(cli, [str(word) for word in ("calibrate", model, "-o", work, *options)])
+    assert result.exit_code == 1
+    assert result.stderr.strip().endswith("run the same command again to go on from the last finished layer.")
+    assert not list(work.rglob("*.partial"))
