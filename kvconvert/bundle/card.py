@@ -160,6 +160,7 @@ def _provenance(manifest: Manifest) -> list[str]:
         "## Where it comes from",
         "",
         f"- Source: {source.id}{revision}, config sha256 `{source.config_sha256}`",
+        *([f"- Its weights were stored as {source.stored_as}"] if source.stored_as else []),
         f"- Recipe: {manifest.recipe['name']}; weights changed by: {', '.join(manifest.transforms) or 'nothing'}",
     ]
     if data is not None:

@@ -311,7 +311,7 @@ def _initial_state(
         recipe=recipe.to_dict(),
         source=source.info(progress),
         model=model,
-        directory=str(source.directory.resolve()),
+        directory=str(source.location.resolve()),
         data=tokens.info,
         seed=seed,
         device=device.type,
