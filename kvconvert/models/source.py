@@ -38,6 +38,7 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*"]
 _PROGRESS_FROM = 256 * 2**20  # bytes
+_FINITE_AT_ONCE = 2**22  # values
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class SourceModel:
         """`read`, refusing NaN and infinity with the tensor's name (NumericError)."""
         tensors = self.read(names)
         for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not tensor.isfinite().all():
+            if tensor.is_floating_point() and not _is_finite(tensor):
                 stored = self.tensor_names.stored[name]
                 file = self.weights / min(self.files_of([stored]))
                 raise NumericError(
@@ -399,6 +400,11 @@ def _load_config(directory: Path) -> PretrainedConfig:
             f"kvconvert never does ({_first_line(error)})."
         ) from error
     return config
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all values are, looked at a part at a time: an embedding may be the largest tensor of all."""
+    return all(bool(part.isfinite().all()) for part in tensor.reshape(-1).split(_FINITE_AT_ONCE))
 
 
 def _first_line(error: Exception) -> str:

@@ -144,7 +144,8 @@ def open_gguf(file: Path) -> GgufFile:
             values = {name: gguf.dequantize(stored[name].data, stored[name].tensor_type) for name in wanted}
         except (NotImplementedError, ValueError) as error:
             raise CheckpointError(f"{path} holds weights that cannot be read ({_first_line(error)}).") from error
-        return {name: torch.from_numpy(np.array(value, dtype=np.float32)) for name, value in values.items()}
+        # What needs no dequantizing is a read-only view of the file.
+        return {name: torch.from_numpy(np.require(value, np.float32, "CW")) for name, value in values.items()}
 
     kinds = sorted({tensor.tensor_type.name for tensor in stored.values()})
     stored_as = f"GGUF ({', '.join(kinds)})"
