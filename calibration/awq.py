@@ -307,9 +307,17 @@ def _search_pair(
 
 
 def _linear_loss(linear: nn.Module, tokens: Tensor, bits: int, group_size: int) -> Callable[[Tensor], float]:
+    """Mean squared error of a Linear's output, ||X D^T||^2 / (tokens * out) for the weights' error D of a scale.
+
+    With fewer inputs than tokens it is tr(D G D^T) with G = X^T X, which is less work for each scale.
+    """
+    gram = tokens.T @ tokens if tokens.shape[1] < tokens.shape[0] else None
+
     def loss(scale: Tensor) -> float:
         delta = fake_quantize_weight(linear.weight * scale, bits, group_size).div_(scale).sub_(linear.weight)
-        return float((tokens @ delta.T).square_().mean(dtype=torch.float64))
+        if gram is None:
+            return float((tokens @ delta.T).square_().mean(dtype=torch.float64))
+        return float((delta @ gram).mul_(delta).sum(dtype=torch.float64)) / (tokens.shape[0] * delta.shape[0])
 
     return loss
 

@@ -136,7 +136,7 @@ class OscarPass(CalibrationPass):
         token_norm: Literal["joint", "per_head"] = "joint",
         measure: Literal["l2", "mean_abs"] = "l2",
     ) -> None:
-        self.modifies_before_observing = fold_values
+        self.fold_values = fold_values
         self._statistics = KeyStatistics(group_size, token_norm, measure)
         self._tensors: dict[str, Tensor] = {}
 
@@ -151,7 +151,7 @@ class OscarPass(CalibrationPass):
 
     def prepare(self, work: LayerWork) -> None:
         """Fold the value rotation."""
-        if self.modifies_before_observing:
+        if self.fold_values:
             fold_value_rotation(work.layer, work.structure)
 
     @contextmanager

@@ -173,12 +173,10 @@ class CalibrationPass:
 
     Attributes:
         name: of the method.
-        modifies_before_observing: `prepare` changes the layer, so that the source layer has to be kept beside it.
         reads_sample: it evaluates candidates on `PassRequest.sampler`'s sample of the finished layer's attention.
     """
 
     name: ClassVar[str]
-    modifies_before_observing: bool = False
     reads_sample: ClassVar[bool] = False
 
     @classmethod
@@ -192,7 +190,7 @@ class CalibrationPass:
         return {}
 
     def prepare(self, work: LayerWork) -> None:
-        """Change the layer before any data runs through it."""
+        """Change the layer's weights, but not its function, before any data runs through it."""
 
     def observe(self, work: LayerWork) -> AbstractContextManager[None]:
         """Hooks on the layer, in place while calibration data runs through it, removed afterwards."""

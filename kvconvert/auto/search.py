@@ -31,7 +31,6 @@ from kvconvert.data.text import TokenData, load_held_out_samples, load_token_sam
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods.auto import DEFAULT_CONTEXT, AutoSearch, Candidate
-from kvconvert.models.auto_class import model_class
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import float_dtype
 
@@ -168,9 +167,7 @@ def find_allocation(
     apart = (tokens.info.samples, tokens.info.length)
     text = load_held_out_samples(data, tokenizer, task.text_rows, task.text_length, seed, apart)
     device, dtype = runner.device, _dtype(runner)
-    model = model_class(source.config).from_pretrained(
-        source.directory, dtype=dtype, attn_implementation=SIMULATED_ATTENTION, trust_remote_code=False
-    )
+    model = source.load(dtype, attn_implementation=SIMULATED_ATTENTION)
     model = model.eval().requires_grad_(False).to(device)
     known = runner.adapter is not None
     simulated = SimulatedModel(model, model.get_submodule(runner.adapter.layers) if known else ())

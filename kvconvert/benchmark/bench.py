@@ -110,9 +110,9 @@ def bench(
     models: list[tuple[Name, Path]] = [("bundle", opened.directory)]
     notes = []
     if source is not None:
-        models.append(("source", source.directory))
+        models.append(("source", source.location))
         if place.type == "cuda":
-            models.append(("source, compiled", source.directory))
+            models.append(("source, compiled", source.location))
         else:
             notes.append("StaticCache with torch.compile is measured on a GPU only")
     measured: list[Measurement] = []

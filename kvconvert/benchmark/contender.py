@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 from kvconvert.benchmark.memory import PeakMemory, resident_bytes
-from kvconvert.models.auto_class import model_class
 from kvconvert.models.processors import load_tokenizer
+from kvconvert.models.source import open_source
 from kvconvert.runtime import KVCache, load
 
 Name = Literal["bundle", "source", "source, compiled"]
@@ -90,8 +90,7 @@ class Contender:
         if name == "bundle":
             model, _ = load(directory, dtype=wanted, verify="headers")
         else:
-            config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-            model = model_class(config).from_pretrained(directory, dtype=wanted or "auto", trust_remote_code=False)
+            model = open_source(str(directory)).load(wanted or "auto")
         self.model: PreTrainedModel = model.to(self.device).eval()
         text = (importlib.resources.files("kvconvert.data.texts") / TEXT).read_text(encoding="utf-8")
         encoded = load_tokenizer(tokenizer)(text, add_special_tokens=False, verbose=False)  # longer than any prompt

@@ -185,6 +185,7 @@ def _provenance(manifest: Manifest) -> list[str]:
         "## Where it comes from",
         "",
         f"- Source: {_plain(source.id)}{revision}, config sha256 {_code(source.config_sha256)}",
+        *([f"- Its weights were stored as {_plain(source.stored_as)}"] if source.stored_as else []),
         f"- Recipe: {_plain(str(manifest.recipe.get('name')))}; weights changed by: {changes}",
     ]
     if data is not None:

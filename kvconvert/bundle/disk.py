@@ -223,10 +223,12 @@ def check_writable(path: Path, argument: str) -> None:
         argument: name of the argument that gives it, for the message.
 
     Raises:
-        UsageError: with the system's reason.
+        UsageError: with the system's reason, or because a file lies in the way.
     """
     path = path.absolute()
-    existing = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    if not existing.is_dir():
+        raise UsageError(f"{existing} is no directory, so `{argument}` cannot be {path}; choose another place.")
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass

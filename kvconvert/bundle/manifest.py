@@ -39,6 +39,7 @@ class SourceInfo(_Record):
         licence: the licence that the model's card or config states, where known.
         config_sha256: SHA-256 of `config.json`.
         weights_sha256: SHA-256 of each weight file, by name.
+        stored_as: the form in which its weights were stored, where they were quantized already ("mxfp4 experts").
     """
 
     id: str
@@ -46,6 +47,7 @@ class SourceInfo(_Record):
     licence: str | None = None
     config_sha256: Sha256
     weights_sha256: dict[str, Sha256]
+    stored_as: str | None = None
 
 
 class DataInfo(_Record):

@@ -153,6 +153,7 @@ def manifest_text(manifest: Manifest) -> str:
     source, data = manifest.source, manifest.data
     lines = [
         f"source    {source.id}{f' at {source.revision}' if source.revision else ''}",
+        *([f"stored    as {source.stored_as}"] if source.stored_as else []),
         f"licence   {source.licence or 'not stated'}",
         f"recipe    {manifest.recipe.get('name')}",
         f"format    {manifest.format_version}, written by kvconvert {manifest.kvconvert_version}",

@@ -109,7 +109,7 @@ def _export(
     store: WorkDir, output: Path, force: bool, device: str | None, progress: bool, max_shard_bytes: int
 ) -> Path:
     # A Hub id may have moved on since; the directory that was calibrated is then still in the Hub's cache.
-    location = store.state.directory if Path(store.state.directory).is_dir() else store.state.model
+    location = store.state.directory if Path(store.state.directory).exists() else store.state.model
     source = open_source(location)
     recipe = Recipe.from_dict(store.state.recipe)
     contents = _Contents.gather(store, source)
@@ -118,6 +118,8 @@ def _export(
         files = _write_files(directory, store, source, contents, max_shard_bytes, progress)
         manifest = _manifest(store, recipe, contents)
         config = json.loads((source.directory / "config.json").read_text(encoding="utf-8"))
+        for dropped in ("quantization_config", "compression_config"):  # weights are stored in another form from here on
+            config.pop(dropped, None)
         config = safe_settings(config)  # without those that point to code, which a bundle never carries or runs
         config["quantization_config"] = quantization_config(manifest.weights, manifest.modules)
         files["config.json"] = write_json(directory / "config.json", config)
@@ -216,14 +218,14 @@ def _uncovered(infos: dict[str, TensorInfo], copied: list[str], covered: set[str
 def _check_source(source: SourceModel, recorded: SourceInfo, copied: list[str]) -> None:
     """Refuse a source whose config, or whose files that still have to be copied from, changed since calibration."""
     expected = {"config.json": recorded.config_sha256} | {
-        file: recorded.weights_sha256.get(file, "not recorded") for file in {source.weight_map[name] for name in copied}
+        file: recorded.weights_sha256.get(file, "not recorded") for file in source.files_of(copied)
     }
     for file, sha256 in sorted(expected.items()):
-        with (source.directory / file).open("rb") as stream:
+        with source.file(file).open("rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
         if found != sha256:
             raise CheckpointError(
-                f"{source.directory / file} changed since it was calibrated (sha256 {sha256} then, {found} now); "
+                f"{source.file(file)} changed since it was calibrated (sha256 {sha256} then, {found} now); "
                 "calibrate again."
             )
 

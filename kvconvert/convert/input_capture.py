@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,6 +153,34 @@ class InputCapture:
                 tokens, values = found[start + row]
                 hidden[row, tokens] += values
         return hidden
+
+
+@contextmanager
+def rows_as_looked_up(embedding: nn.Embedding, table: Tensor, device: torch.device) -> Iterator[None]:
+    """Give an embedding without weights, call by call, those rows of its table that the call looks up, in float32.
+
+    A table of 128,256 x 4,096 takes 2 GB in float32, and calibration looks up a few thousand rows of it.
+
+    Args:
+        embedding: any subclass of nn.Embedding that looks up its first argument.
+        table: its weight [num_embeddings, embedding_dim] in any dtype, which may be mapped from a file.
+        device: of the rows.
+    """
+
+    def select(rows: Tensor) -> nn.Parameter:
+        return nn.Parameter(table[rows.to(table.device)].to(device, torch.float32), requires_grad=False)
+
+    def look_up(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        used, places = args[0].unique(return_inverse=True)
+        module.weight = select(used)
+        return places, *args[1:]
+
+    embedding.weight = select(torch.zeros(0, dtype=torch.long))  # models ask for its device and dtype
+    handle = embedding.register_forward_pre_hook(look_up)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _append(recorded: list[dict[str, Any]], arguments: dict[str, Any], sample: int) -> None:

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from kvconvert.calibration.attention_capture import RECORDING_ATTENTION
 from kvconvert.calibration.structure import LayerStructure
-from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill
+from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill, rows_as_looked_up
 from kvconvert.convert.workdir import HiddenStates
 from kvconvert.errors import NumericError, UnsupportedModelError
 from kvconvert.models.adapters import Adapter
@@ -116,9 +116,17 @@ class LayerRunner:
         base = copy.deepcopy(self.model.get_submodule(name))
         layers = self.adapter.layers.removeprefix(f"{name}.")
         outside = [key for key in base.state_dict() if not key.startswith(f"{layers}.")]
-        tensors = self.source.read_finite([f"{name}.{key}" for key in outside])
-        fill(base, base, dict(zip(outside, tensors.values(), strict=True)), self.device)
-        yield from self._capture.run(base, base.get_submodule(layers), self.device)
+        paths = {module: f"{path}.weight" for path, module in base.named_modules()}
+        embedding = base.get_input_embeddings()
+        with ExitStack() as stack:
+            if isinstance(embedding, nn.Embedding) and paths[embedding] in outside:
+                table = f"{name}.{paths[embedding]}"
+                outside.remove(paths[embedding])
+                rows = self.source.read_finite([table])[table]
+                stack.enter_context(rows_as_looked_up(embedding, rows, self.device))
+            tensors = self.source.read_finite([f"{name}.{key}" for key in outside])
+            fill(base, base, dict(zip(outside, tensors.values(), strict=True)), self.device)
+            yield from self._capture.run(base, base.get_submodule(layers), self.device)
 
     def forward(
         self, layer: nn.Module, inputs: HiddenStates, index: int

@@ -9,7 +9,6 @@ couple of layers, the embeddings and one small batch of activations, regardless 
 
 from __future__ import annotations
 
-import copy
 import importlib.metadata
 import logging
 import sys
@@ -23,7 +22,7 @@ from tqdm import tqdm
 
 from kvconvert.auto.search import SearchTask, allocated_recipe, find_allocation, search_task
 from kvconvert.bundle.manifest import ModuleCoverage
-from kvconvert.calibration.protocol import LayerWork
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork
 from kvconvert.convert.checks import check_purpose, check_recipe, fitted_group_size
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_records import (
@@ -106,7 +105,6 @@ def calibrate(
     WorkDir.check_place(work)
     target = _device(device)
     model, data = str(model), None if data is None else str(data)
-    WorkDir.check_place(work)
     source = open_source(model)
     check_purpose(source.config, recipe)
     runner = _make_runner(source, recipe.weights, target)
@@ -208,25 +206,13 @@ def _calibrate_layer(
 ) -> None:
     structure = runner.structure(index)
     scheme, reason = layer_scheme(runner, recipe, index)
-    passes = make_passes(recipe.weights, scheme, recipe.calibration_of(index), structure)
-    layer, dtypes = runner.layer(index)
-    modified = any(calibration_pass.modifies_before_observing for calibration_pass in passes)
-    work = LayerWork(
-        name=runner.layer_name(index),
-        layer=copy.deepcopy(layer) if modified else layer,
-        structure=structure,
-        num_samples=inputs.ids.shape[0],
-        seq_len=inputs.ids.shape[1],
-        dtype=float_dtype(runner.source),
-        cache=None if scheme is None else cache_format(scheme, structure),
-        visual=inputs.visual,
-    )
-    for calibration_pass in passes:
-        calibration_pass.prepare(work)
     with ExitStack() as stack:
         writer = None
-        if passes:
-            hidden = _hidden_input(runner, directory, index)
+        passes = _passes(runner, recipe, index)
+        # Before the layer is read: where the input is gone, the layers before it are read again, one at a time.
+        hidden = _hidden_input(runner, directory, recipe, inputs, index) if passes else None
+        work, dtypes = _prepared(runner, recipe, inputs, index, passes)
+        if hidden is not None:
 
             def replay() -> None:
                 for _ in runner.forward(work.layer, hidden, index):
@@ -238,12 +224,9 @@ def _calibrate_layer(
             with ExitStack() as hooks:
                 for calibration_pass in passes:
                     hooks.enter_context(calibration_pass.observe(work))
-                for batch, arguments, output in runner.forward(layer, hidden, index):
-                    if modified:
-                        work.layer(batch, **arguments)
+                for *_, output in runner.forward(work.layer, hidden, index):
                     if writer is not None:
                         writer.append(output)
-        del layer
         for calibration_pass in passes:
             calibration_pass.solve(work)
             calibration_pass.apply(work)
@@ -273,8 +256,41 @@ def _calibrate_layer(
     directory.hidden(index, runner.config.hidden_size).remove()
 
 
-def _hidden_input(runner: LayerRunner, directory: WorkDir, index: int) -> HiddenStates:
-    """The input of layer `index`, recomputed through source layers from the latest input that is still there."""
+def _passes(runner: LayerRunner, recipe: Recipe, index: int) -> list[CalibrationPass]:
+    """New passes for a layer, in order."""
+    scheme, _ = layer_scheme(runner, recipe, index)
+    return make_passes(recipe.weights, scheme, recipe.calibration_of(index), runner.structure(index))
+
+
+def _prepared(
+    runner: LayerRunner, recipe: Recipe, inputs: CalibrationInputs, index: int, passes: list[CalibrationPass]
+) -> tuple[LayerWork, dict[str, torch.dtype]]:
+    """A layer after its passes' `prepare`, which leaves its function as it is, and the dtypes of its parameters."""
+    structure = runner.structure(index)
+    scheme, _ = layer_scheme(runner, recipe, index)
+    layer, dtypes = runner.layer(index)
+    work = LayerWork(
+        name=runner.layer_name(index),
+        layer=layer,
+        structure=structure,
+        num_samples=inputs.ids.shape[0],
+        seq_len=inputs.ids.shape[1],
+        dtype=float_dtype(runner.source),
+        cache=None if scheme is None else cache_format(scheme, structure),
+        visual=inputs.visual,
+    )
+    for calibration_pass in passes:
+        calibration_pass.prepare(work)
+    return work, dtypes
+
+
+def _hidden_input(
+    runner: LayerRunner, directory: WorkDir, recipe: Recipe, inputs: CalibrationInputs, index: int
+) -> HiddenStates:
+    """The input of layer `index`, recomputed from the latest input that is still there.
+
+    It runs through the same prepared layers as the first time, so that its bytes are the same.
+    """
     width = runner.config.hidden_size
     available = next((i for i in range(index, -1, -1) if directory.hidden(i, width).exists()), None)
     if available is None:
@@ -284,11 +300,12 @@ def _hidden_input(runner: LayerRunner, directory: WorkDir, index: int) -> Hidden
                 writer.append(sample)
             writer.commit()
     for i in range(available, index):
-        layer, _ = runner.layer(i)
+        work, _ = _prepared(runner, recipe, inputs, i, _passes(runner, recipe, i))
         with directory.hidden(i + 1, width).writing() as writer:
-            for *_, output in runner.forward(layer, directory.hidden(i, width), i):
+            for *_, output in runner.forward(work.layer, directory.hidden(i, width), i):
                 writer.append(output)
             writer.commit()
+        del work
         directory.hidden(i, width).remove()
     return directory.hidden(index, width)
 
@@ -332,7 +349,7 @@ def _initial_state(
         recipe=recipe.to_dict(),
         source=source.info(progress),
         model=model,
-        directory=str(source.directory.resolve()),
+        directory=str(source.location.resolve()),
         data=tokens.info,
         seed=seed,
         device=device.type,

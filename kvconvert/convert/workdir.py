@@ -201,16 +201,6 @@ class WorkDir:
             )
         return work
 
-    @staticmethod
-    def check_place(path: Path | str) -> None:
-        """Refuse a place where nothing can be written, before a model is opened; UsageError."""
-        path = Path(path)
-        existing = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
-        if not existing.is_dir():
-            raise UsageError(f"{existing} is no directory, so `work` cannot be {path}; choose another place.")
-        if not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
-            raise UsageError(f"Nothing can be written in {existing}; choose another place for `work`.")
-
     @classmethod
     def create(cls, path: Path | str, state: WorkState, restart: bool = False) -> WorkDir:
         """Begin a working directory, or take up one that was begun from the same inputs.

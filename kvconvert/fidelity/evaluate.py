@@ -49,7 +49,7 @@ from kvconvert.fidelity.report import (
 from kvconvert.fidelity.scoring import Decoder, Reader, Scores, before_chunks, compare, treats_whole_prompts
 from kvconvert.fidelity.sizes import measure_cache, weight_size
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.models.auto_class import model_class, supports_images
+from kvconvert.models.auto_class import supports_images
 from kvconvert.models.device import choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.source import SourceModel, open_source
@@ -334,8 +334,7 @@ def _whole_pages(tokens: int, sink_tokens: int) -> int:
 
 
 def _source_model(checkpoint: SourceModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    model = model_class(checkpoint.config).from_pretrained(checkpoint.directory, dtype=dtype)
-    return model.to(device).eval()
+    return checkpoint.load(dtype).to(device).eval()
 
 
 @torch.no_grad()
@@ -355,7 +354,7 @@ def _source_of(manifest: Manifest, against: str | Path | None) -> str:
     if against is not None:
         return str(against)
     recorded = manifest.source
-    if recorded.revision is None and not Path(recorded.id).is_dir():
+    if recorded.revision is None and not Path(recorded.id).exists():
         raise UsageError(
             f"The bundle was made from a local directory named {recorded.id}, which is not in the current directory; "
             "give its path as `against`."

@@ -23,7 +23,6 @@ from kvconvert.errors import UsageError
 from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder, batches, feed, read_prompt
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.models.auto_class import model_class
 from kvconvert.models.device import choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.source import open_source
@@ -136,7 +135,7 @@ def harness(
     del model
     source = None
     if checkpoint is not None:
-        plain = model_class(checkpoint.config).from_pretrained(checkpoint.directory, dtype=computed_in)
+        plain = checkpoint.load(computed_in)
         source = measure(Decoder.plain(plain.to(place).eval()))["results"]
     return HarnessReport(
         bundle=found["results"],

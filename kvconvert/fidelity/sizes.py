@@ -78,7 +78,8 @@ def weight_size(directory: Path, manifest: Manifest, checkpoint: SourceModel) ->
     if not own:
         raise BundleError(f"{directory} lists no weight files; export the bundle again.")
     size = sum(nbytes(info) for name in own for info in read_header(directory / name).values())
-    source_size = sum(_data_bytes(checkpoint.directory / name) for name in set(checkpoint.weight_map.values()))
+    files = [checkpoint.file(name) for name in set(checkpoint.weight_map.values())]
+    source_size = sum(_data_bytes(file) if file.suffix == ".safetensors" else file.stat().st_size for file in files)
     parameters = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
     return WeightSize(bytes=size, bits_per_weight=8 * size / parameters, source_bytes=source_size)
 

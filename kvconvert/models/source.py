@@ -1,7 +1,9 @@
-"""The source model: a directory or Hub repository of safetensors files, validated before anything is computed from it.
+"""The source model: a directory or Hub repository of safetensors files, or a GGUF file, validated before anything is
+computed from it.
 
 Tensors are read lazily, one file open at a time, so that a checkpoint of any size needs no more memory than the tensors
-that are read. Pickled weights are refused, not converted: loading one runs whatever code it carries.
+that are read. Those in another form (`kvconvert.models.formats`) are brought to the model's dtype as they are read.
+Pickled weights are refused, not converted: loading one runs whatever code it carries.
 """
 
 from __future__ import annotations
@@ -9,20 +11,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from kvconvert.bundle.manifest import SourceInfo, TensorInfo
 from kvconvert.bundle.tensorfile import read_header
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.models.auto_class import model_class
 from kvconvert.models.file_stamps import FileStamps
+from kvconvert.models.formats import Encoded, find_format
+from kvconvert.models.formats.gguf import find_gguf, open_gguf
 from kvconvert.models.names import TensorNames
 
 SINGLE_FILE = "model.safetensors"
@@ -32,6 +39,7 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*"]
 _PROGRESS_FROM = 256 * 2**20  # bytes
+_FINITE_AT_ONCE = 2**22  # values
 
 
 @dataclass(frozen=True)
@@ -39,15 +47,21 @@ class SourceModel:
     """A validated checkpoint.
 
     Attributes:
-        id: Hub id, or the name of a local directory.
-        directory: where its files are.
+        id: Hub id, or the name of a local directory or GGUF file.
+        directory: where its configuration and tokenizer are.
         revision: commit of a Hub repository.
-        config: transformers' configuration.
-        weight_map: file that holds each tensor, by the checkpoint's name, in order of names.
-        tensors: type and shape of each tensor, by the checkpoint's name, in the same order.
+        config: transformers' configuration, without any `quantization_config`.
+        weight_map: file that holds each stored tensor, by the checkpoint's name, in order of names.
+        tensors: type and shape in which each tensor is read, by the checkpoint's name, in order of names.
         tensor_names: the names by which tensors are read: the checkpoint's own, or those of the model after
             `named_as`.
         stamps: of the weight files when they were opened.
+        encoded: tensors that the files hold in another form, by the checkpoint's name.
+        stored_as: that form in a few words, or None.
+        location: what opens this checkpoint again: its directory, or the GGUF file.
+        weights: directory of the weight files.
+        read_file: gives stored tensors of one weight file, by their names in it.
+        owned: keeps temporary files for as long as they are needed.
     """
 
     id: str
@@ -58,17 +72,23 @@ class SourceModel:
     tensors: dict[str, TensorInfo]
     tensor_names: TensorNames
     stamps: FileStamps
+    location: Path
+    weights: Path
+    encoded: Mapping[str, Encoded] = field(default_factory=dict)
+    stored_as: str | None = None
+    read_file: Callable[[Path, list[str]], dict[str, Tensor]] = field(default_factory=lambda: _read_safetensors)
+    owned: Any = None
 
     def named_as(self, model: nn.Module) -> SourceModel:
         """The same checkpoint, with tensors named as in the model loaded from it."""
-        return replace(self, tensor_names=TensorNames.of(model, self.weight_map))
+        return replace(self, tensor_names=TensorNames.of(model, self.tensors))
 
     def names(self, prefix: str) -> list[str]:
         """Tensors whose name starts with `prefix`, sorted."""
         return [name for name in self.tensor_names.stored if name.startswith(prefix)]
 
     def read(self, names: str | Iterable[str]) -> dict[str, Tensor]:
-        """Read tensors in their stored dtype.
+        """Read tensors in the dtype that `tensors` gives.
 
         Args:
             names: tensor names, or one prefix.
@@ -78,34 +98,75 @@ class SourceModel:
         """
         wanted = self.names(names) if isinstance(names, str) else list(names)
         stored = self.tensor_names.stored
-        by_file: dict[str, list[str]] = {}
+        plain: dict[str, str] = {}
+        tensors = {}
         for name in wanted:
             if name not in stored:
                 raise CheckpointError(
                     f"{self.directory} holds no tensor {name}; the checkpoint does not fit its config.json."
                 )
-            by_file.setdefault(self.weight_map[stored[name]], []).append(name)
+            if stored[name] in self.encoded:
+                # One at a time: the stored form is dropped as soon as it is read.
+                encoded = self.encoded[stored[name]]
+                parts = self._read_stored(encoded.parts)
+                tensors[name] = encoded.decode([parts[part] for part in encoded.parts])
+            else:
+                plain[name] = stored[name]
+        found = self._read_stored(plain.values())
+        tensors |= {name: found[own] for name, own in plain.items()}
+        return {name: tensors[name] for name in wanted}
+
+    def _read_stored(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors as they are stored, by the checkpoint's name, reading each file once."""
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.weight_map[name], []).append(name)
         tensors = {}
         for file, members in by_file.items():
-            try:
-                with safe_open(self.directory / file, framework="pt") as shard:
-                    tensors.update({name: shard.get_tensor(stored[name]) for name in members})
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"{self.directory / file} cannot be read ({error}); fetch the file again."
-                ) from error
+            tensors |= self.read_file(self.weights / file, members)
         self.stamps.check(by_file)
-        return {name: tensors[name] for name in wanted}
+        return tensors
+
+    def files_of(self, names: Iterable[str]) -> set[str]:
+        """Weight files that hold tensors, which go by the checkpoint's name."""
+        parts = (self.encoded[name].parts if name in self.encoded else (name,) for name in names)
+        return {self.weight_map[part] for group in parts for part in group}
+
+    def file(self, name: str) -> Path:
+        """Path of config.json or of a weight file."""
+        return (self.directory if name == "config.json" else self.weights) / name
+
+    def load(self, dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
+        """The whole model as transformers computes it, with the weights that `read` gives.
+
+        Args:
+            dtype: of its parameters; "auto" takes the checkpoint's.
+            options: of `from_pretrained`.
+        """
+        auto = model_class(self.config)
+        if not self.encoded:
+            return auto.from_pretrained(self.location, dtype=dtype, trust_remote_code=False, **options)
+        whole = replace(self, tensor_names=TensorNames.same(self.tensors))
+        with torch.device("meta"):  # the Auto classes load by name only, and from_config writes into its argument
+            known = type(auto.from_config(deepcopy(self.config), trust_remote_code=False))
+        return known.from_pretrained(
+            None,
+            config=deepcopy(self.config),
+            state_dict=whole.read(""),
+            dtype=float_dtype(self) if dtype == "auto" else dtype,
+            **options,
+        )
 
     def read_finite(self, names: str | Iterable[str]) -> dict[str, Tensor]:
         """`read`, refusing NaN and infinity with the tensor's name (NumericError)."""
         tensors = self.read(names)
         for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not tensor.isfinite().all():
+            if tensor.is_floating_point() and not _is_finite(tensor):
                 stored = self.tensor_names.stored[name]
+                file = self.weights / min(self.files_of([stored]))
                 raise NumericError(
-                    f"The source weights hold NaN or infinity in {stored} ({self.directory / self.weight_map[stored]});"
-                    " fetch the model again, or repair it before converting."
+                    f"The source weights hold NaN or infinity in {stored} ({file}); fetch the model again, or repair "
+                    "it before converting."
                 )
         return tensors
 
@@ -117,30 +178,35 @@ class SourceModel:
     def info(self, progress: bool = False) -> SourceInfo:
         """Hashes of config and weights, revision and licence; reads every weight file once."""
         files = sorted(set(self.weight_map.values()))
-        total = sum((self.directory / file).stat().st_size for file in files)
+        total = sum(self.file(file).stat().st_size for file in files)
         with tqdm(
             total=total, unit="B", unit_scale=True, desc="checksums", disable=not progress or total < _PROGRESS_FROM
         ) as bar:
-            hashes = {file: _sha256(self.directory / file, bar) for file in files}
+            hashes = {file: _sha256(self.file(file), bar) for file in files}
         return SourceInfo(
             id=self.id,
             revision=self.revision,
             licence=_licence(self.directory),
             config_sha256=_sha256(self.directory / "config.json"),
             weights_sha256=hashes,
+            stored_as=self.stored_as,
         )
 
 
 def open_source(model: str) -> SourceModel:
-    """Open and validate a model: files complete and consistent with their index, headers sound, weights unquantized.
+    """Open and validate a model: files complete and consistent with their index, headers sound, weights of known form.
 
     Args:
-        model: a directory, or a Hub id (fetched into the Hub's cache: safetensors, configuration and tokenizer only).
+        model: a directory, a GGUF file or a directory with one, or a Hub id (fetched into the Hub's cache: safetensors,
+            configuration and tokenizer only).
 
     Raises:
         CheckpointError: files missing, damaged, pickled, or of a kind that is refused.
         UnsupportedModelError: transformers does not know the architecture without running its own code.
     """
+    gguf = find_gguf(Path(model))
+    if gguf is not None:
+        return _open_gguf(gguf)
     directory, model_id, revision = _locate(model)
     if not any(directory.iterdir()):
         raise CheckpointError(
@@ -157,22 +223,69 @@ def open_source(model: str) -> SourceModel:
     stamps = FileStamps(directory, files)
     headers = {file: _read_header(directory / file) for file in files}
     weight_map = _weight_map(directory, headers)
-    tensors = {name: headers[file][name] for name, file in weight_map.items()}
+    stored = {name: headers[file][name] for name, file in weight_map.items()}
     config = _load_config(directory)
+    encoded, stored_as, unused = {}, None, set()
     quantization = getattr(config, "quantization_config", None)
     if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
-        raise CheckpointError(
-            f"{directory} is already quantized ({method}); converting needs the full-precision model it was made from."
-        )
+        quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        form = find_format(directory, quantization)
+        encoded = form.encoded(stored, _stated_dtype(config) or torch.bfloat16, directory)
+        stored_as, unused = form.describe(), form.unused(stored)
+        del config.quantization_config
+    parts = {part for tensor in encoded.values() for part in tensor.parts} | unused
+    tensors = {name: info for name, info in stored.items() if name not in parts}
+    tensors = dict(sorted((tensors | {name: tensor.info for name, tensor in encoded.items()}).items()))
     for name, info in tensors.items():
         if info.dtype not in FLOAT_DTYPES and name.endswith(".weight"):  # some masks are called bias
             raise CheckpointError(
                 f"{directory / weight_map[name]} stores {name} as {info.dtype}; converting needs weights in "
                 f"{', '.join(FLOAT_DTYPES)}."
             )
-    names = TensorNames.same(weight_map)
-    return SourceModel(model_id, directory, revision, config, weight_map, tensors, names, stamps)
+    names = TensorNames.same(tensors)
+    return SourceModel(
+        model_id,
+        directory,
+        revision,
+        config,
+        weight_map,
+        tensors,
+        names,
+        stamps,
+        location=directory,
+        weights=directory,
+        encoded=encoded,
+        stored_as=stored_as,
+    )
+
+
+def _open_gguf(file: Path) -> SourceModel:
+    stamps = FileStamps(file.parent, [file.name])
+    opened = open_gguf(file)
+    return SourceModel(
+        file.name,
+        opened.directory,
+        None,
+        opened.config,
+        weight_map=opened.weight_map,
+        tensors={name: tensor.info for name, tensor in opened.encoded.items()},
+        tensor_names=TensorNames.same(opened.encoded),
+        stamps=stamps,
+        location=file,
+        weights=file.parent,
+        encoded=opened.encoded,
+        stored_as=opened.stored_as,
+        read_file=opened.read,
+        owned=opened,
+    )
+
+
+def _read_safetensors(file: Path, names: list[str]) -> dict[str, Tensor]:
+    try:
+        with safe_open(file, framework="pt") as shard:
+            return {name: shard.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); fetch the file again.") from error
 
 
 def _locate(model: str) -> tuple[Path, str, str | None]:
@@ -181,7 +294,9 @@ def _locate(model: str) -> tuple[Path, str, str | None]:
     if path.is_dir():
         return path, path.resolve().name, None
     if path.exists():
-        raise CheckpointError(f"{model} is a file; give the directory that holds config.json and the weights.")
+        raise CheckpointError(
+            f"{model} is a file; give the directory that holds config.json and the weights, or a .gguf file."
+        )
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
         raise CheckpointError(f"There is no model directory {model}; check the path.")
     from huggingface_hub import snapshot_download
@@ -295,6 +410,11 @@ def _load_config(directory: Path) -> PretrainedConfig:
     return config
 
 
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all values are, looked at a part at a time: an embedding may be the largest tensor of all."""
+    return all(bool(part.isfinite().all()) for part in tensor.reshape(-1).split(_FINITE_AT_ONCE))
+
+
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0].rstrip(".")
 
@@ -327,8 +447,10 @@ def _licence(directory: Path) -> str | None:
 
 def float_dtype(source: SourceModel) -> torch.dtype:
     """The dtype in which transformers loads this model by default: the config's, else that of the first tensor."""
-    stated = getattr(source.config, "dtype", None)
-    if isinstance(stated, torch.dtype):
-        return stated
     names = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-    return names[next(iter(source.tensors.values())).dtype]
+    return _stated_dtype(source.config) or names[next(iter(source.tensors.values())).dtype]
+
+
+def _stated_dtype(config: PretrainedConfig) -> torch.dtype | None:
+    stated = getattr(config, "dtype", None)
+    return stated if isinstance(stated, torch.dtype) else None

@@ -5,7 +5,7 @@ import torch
 from tiny.models import ARCHITECTURES, architectures
 from torch import nn
 
-from kvconvert.convert.input_capture import CalibrationInputs, InputCapture
+from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, rows_as_looked_up
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import HiddenStates
 from kvconvert.errors import NumericError, UnsupportedModelError
@@ -98,3 +98,16 @@ def test_a_model_whose_input_is_not_finite_or_that_passes_over_layers_is_refused
     layers = nn.ModuleList([*base.layers, Layer()])
     with pytest.raises(UnsupportedModelError, match="2 of 3 layers"):
         list(InputCapture(CalibrationInputs(torch.ones(1, 3)), "layers").run(base, layers, torch.device("cpu")))
+
+
+def test_an_embedding_has_only_the_rows_that_a_call_looks_up():
+    table = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.device("meta"):
+        embedding = nn.Embedding(1000, 8)
+    ids = torch.tensor([[7, 999, 7], [0, 7, 500]])
+    with rows_as_looked_up(embedding, table, torch.device("cpu")):
+        assert (embedding.weight.device.type, embedding.weight.dtype) == ("cpu", torch.float32)
+        assert torch.equal(embedding(ids), table[ids].float())
+        assert embedding.weight.shape == (4, 8)
+        assert torch.equal(embedding(ids[:1]), table[ids[:1]].float())
+    assert not embedding._forward_pre_hooks

@@ -39,7 +39,8 @@ INTRODUCTION = """# Models
 
 What works with which architecture, as a test of each one found it. This page is written by
 `python tests/test_matrix/models_page.py` from [models.json](models.json); `make test` compares it with what it
-finds for a few models that have every feature between them, and `make test-full` for all. A model that is missing here: [adding an architecture](adding-an-architecture.md).
+finds for a few models that have every feature between them, and `make test-full` for all. A model that is missing here:
+[adding an architecture](adding-an-architecture.md).
 
 A row is a tiny model with random weights that has the architecture's features (some hundred kilobytes, two to four
 layers), taken through the whole path:

@@ -1,0 +1,182 @@
+"""Peak memory and time of `calibrate` and `export` on random checkpoints of common shapes, by number of layers.
+
+    python benchmarks/memory.py [SHAPE:LAYERS ...] [--recipe rtn] [--json benchmarks/results/memory.json]
+
+SHAPE is 0.5b, 1.5b or 8b. A sharded bfloat16 checkpoint of that shape with LAYERS decoder layers is written to a
+temporary directory; `kvconvert calibrate` (8 samples of 128 tokens) and `kvconvert export` then run as processes of
+their own. What is recorded is the largest anonymous resident memory (RssAnon of /proc/PID/status, looked at every 10
+ms), which is what cannot be taken back under pressure, and the processor and wall time of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from kvconvert.bundle.manifest import TensorInfo
+from kvconvert.bundle.writer import write_weights
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKENIZER = ROOT / "examples" / "reference-lm"
+SAMPLES, LENGTH = 8, 128
+SHARD_BYTES = 2**29
+CASES = ("0.5b:4", "0.5b:24", "1.5b:4", "1.5b:8", "8b:2", "8b:4", "8b:8")
+# Round-to-nearest weights and a cache whose calibration measures ranges only.
+RTN = """
+[weights]
+method = "rtn"
+bits = 4
+group_size = "auto"
+
+[kv]
+preset = "kivi"
+calibrate_clip_ratios = false
+"""
+AWQ = RTN.replace("rtn", "awq")
+
+
+class Shape(NamedTuple):
+    """Of a Llama: sizes, heads, and whether the output head is the embedding."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    tied: bool
+
+
+SHAPES = {
+    "0.5b": Shape(896, 4864, 14, 2, 151936, True),
+    "1.5b": Shape(1536, 8960, 12, 2, 151936, True),
+    "8b": Shape(4096, 14336, 32, 8, 128256, False),
+}
+
+
+def write_checkpoint(directory: Path, shape: Shape, layers: int) -> None:
+    """A checkpoint of random weights, one tensor in memory at a time."""
+    head = shape.hidden // shape.heads
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": head,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": shape.tied,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(TOKENIZER / name, directory / name)
+    attention, cache = shape.heads * head, shape.kv_heads * head
+    linears = {
+        "self_attn.q_proj": (attention, shape.hidden),
+        "self_attn.k_proj": (cache, shape.hidden),
+        "self_attn.v_proj": (cache, shape.hidden),
+        "self_attn.o_proj": (shape.hidden, attention),
+        "mlp.gate_proj": (shape.intermediate, shape.hidden),
+        "mlp.up_proj": (shape.intermediate, shape.hidden),
+        "mlp.down_proj": (shape.hidden, shape.intermediate),
+    }
+    shapes = {"model.embed_tokens.weight": (shape.vocab, shape.hidden)}
+    for layer in range(layers):
+        shapes |= {f"model.layers.{layer}.{name}.weight": size for name, size in linears.items()}
+        norms = ("input_layernorm", "post_attention_layernorm")
+        shapes |= {f"model.layers.{layer}.{name}.weight": (shape.hidden,) for name in norms}
+    shapes["model.norm.weight"] = (shape.hidden,)
+    if not shape.tied:
+        shapes["lm_head.weight"] = (shape.vocab, shape.hidden)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2**22, generator=generator).mul_(0.02).bfloat16()  # repeated: what is in them does not matter
+
+    def tensor(name: str) -> torch.Tensor:
+        size = shapes[name]
+        if len(size) == 1:
+            return torch.ones(size, dtype=torch.bfloat16)
+        count = size[0] * size[1]
+        return rows.repeat(-(-count // len(rows)))[:count].view(size)
+
+    infos = {name: TensorInfo(dtype="BF16", shape=list(size)) for name, size in shapes.items()}
+    write_weights(directory, infos, tensor, SHARD_BYTES)
+
+
+def anonymous_bytes(pid: int) -> int:
+    """RssAnon of a process; 0 once it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")), 0)
+
+
+def run(*arguments: str) -> dict[str, float]:
+    """Run a command of kvconvert; its peak of anonymous memory, processor and wall time."""
+    before, begun, peak = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter(), 0
+    process = subprocess.Popen([sys.executable, "-m", "kvconvert", *arguments], stdout=subprocess.DEVNULL)
+    while process.poll() is None:
+        peak = max(peak, anonymous_bytes(process.pid))
+        time.sleep(0.01)
+    if process.returncode:
+        raise SystemExit(f"kvconvert {arguments[0]} failed")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    wall = time.perf_counter() - begun
+    return {"peak_anonymous_bytes": peak, "processor_s": round(used, 1), "wall_s": round(wall, 1)}
+
+
+def measure(case: str, recipe: str) -> dict[str, object]:
+    """One shape with so many layers."""
+    name, _, layers = case.partition(":")
+    shape = SHAPES[name]
+    with tempfile.TemporaryDirectory(prefix="kvconvert-memory-") as folder:
+        model, work, bundle = (Path(folder) / part for part in ("model", "work", "bundle"))
+        model.mkdir()
+        write_checkpoint(model, shape, int(layers))
+        file = Path(folder) / "recipe.toml"
+        file.write_text({"rtn": RTN, "awq": AWQ}[recipe])
+        sizes = ("--samples", str(SAMPLES), "--seq-len", str(LENGTH))
+        calibrated = run("calibrate", str(model), "-o", str(work), "--recipe", str(file), *sizes)
+        exported = run("export", str(work), "-o", str(bundle))
+    return {"shape": name, "layers": int(layers), "recipe": recipe, "calibrate": calibrated, "export": exported}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("cases", nargs="*", default=CASES, help="SHAPE:LAYERS")
+    parser.add_argument("--recipe", choices=("rtn", "awq"), default="rtn")
+    parser.add_argument("--json", type=Path, help="where to write the results; kept cases of other shapes stay")
+    args = parser.parse_args()
+    results = json.loads(args.json.read_text())["cases"] if args.json and args.json.exists() else []
+    for case in args.cases:
+        found = measure(case, args.recipe)
+        key = ("shape", "layers", "recipe")
+        results = [old for old in results if any(old[part] != found[part] for part in key)] + [found]
+        peaks = {step: found[step]["peak_anonymous_bytes"] / 1e9 for step in ("calibrate", "export")}
+        print(case, args.recipe, *(f"{step} {peak:.2f} GB" for step, peak in peaks.items()), flush=True)
+        if args.json:
+            setting = {"samples": SAMPLES, "length": LENGTH, "torch": torch.__version__, "cpus": os.cpu_count()}
+            args.json.write_text(json.dumps({"setting": setting, "cases": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

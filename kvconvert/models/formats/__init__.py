@@ -1,0 +1,36 @@
+"""Checkpoints whose weights are stored in another form than they are computed in, and how each tensor is read.
+
+One module for each form. `FORMATS` gives the form of a configuration's `quantization_config`; a form is added by
+writing its class (see `format.SourceFormat`) and listing it here. GGUF files are no safetensors files: `gguf` opens
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvconvert.errors import CheckpointError
+from kvconvert.models.formats.format import Encoded, SourceFormat
+from kvconvert.models.formats.fp8 import BlockScaledFp8
+from kvconvert.models.formats.mxfp4 import Mxfp4
+
+__all__ = ["FORMATS", "Encoded", "SourceFormat", "find_format"]
+
+FORMATS: dict[str, type[SourceFormat]] = {kind.method: kind for kind in (BlockScaledFp8, Mxfp4)}
+
+
+def find_format(directory: Path, quantization: Mapping[str, Any]) -> SourceFormat:
+    """The form of a checkpoint's weights, from its `quantization_config`.
+
+    Raises:
+        CheckpointError: a quantization that is not read, or settings of it that are not.
+    """
+    method = quantization.get("quant_method")
+    if method not in FORMATS:
+        raise CheckpointError(
+            f"{directory} is already quantized ({method}); converting reads full precision and "
+            f"{', '.join(FORMATS)} (quant_method), so give the model it was made from."
+        )
+    return FORMATS[method].of(directory, quantization)

@@ -1,0 +1,73 @@
+"""What a form of stored weights is: which tensors of the model it makes from which stored ones."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvconvert.bundle.manifest import TensorInfo
+from kvconvert.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One tensor of the model that a checkpoint stores in another form.
+
+    Attributes:
+        info: type and shape in which it is read.
+        parts: names of the stored tensors that it is made from.
+        decode: makes it from them, in that order.
+    """
+
+    info: TensorInfo
+    parts: tuple[str, ...]
+    decode: Callable[[list[Tensor]], Tensor]
+
+
+class SourceFormat(ABC):
+    """A form of stored weights.
+
+    Attributes:
+        method: `quant_method` in the configuration of such checkpoints.
+    """
+
+    method: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def of(cls, directory: Path, quantization: Mapping[str, Any]) -> SourceFormat:
+        """The form that a `quantization_config` describes; CheckpointError where it is not read."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The form in a few words, for the manifest and the card."""
+
+    @abstractmethod
+    def encoded(self, stored: Mapping[str, TensorInfo], dtype: torch.dtype, directory: Path) -> dict[str, Encoded]:
+        """The tensors of a checkpoint that are in this form, by name.
+
+        Args:
+            stored: type and shape of every tensor in the files.
+            dtype: in which to read.
+            directory: of the checkpoint, for messages.
+
+        Raises:
+            CheckpointError: tensors that do not belong together.
+        """
+
+    def unused(self, stored: Mapping[str, TensorInfo]) -> set[str]:
+        """Stored tensors that mean nothing once the others are read."""
+        return set()
+
+
+def require(directory: Path, stored: Mapping[str, TensorInfo], name: str, owner: str) -> TensorInfo:
+    """A stored tensor without which `owner` cannot be read."""
+    if name not in stored:
+        raise CheckpointError(f"{directory} holds {owner} without {name}, which it needs; fetch the model again.")
+    return stored[name]

@@ -1,0 +1,231 @@
+"""GGUF files, the form in which llama.cpp keeps models, read through transformers' own conversion.
+
+transformers turns a file's metadata into a configuration and a tokenizer, and its tensors into those of its own model:
+it renames them, undoes llama.cpp's order of the rows of queries and keys, and joins experts. Its loader does that for a
+whole file at once; here the same functions are called for the tensors that are wanted, which are dequantized by the
+`gguf` package. Files of the model beside the GGUF file (config.json, tokenizer.json, ...) take precedence over what the
+metadata says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+
+from kvconvert.bundle.manifest import TensorInfo
+from kvconvert.bundle.tensorfile import DTYPE_NAMES
+from kvconvert.errors import CheckpointError, UnsupportedModelError, UsageError
+from kvconvert.models.auto_class import model_class
+from kvconvert.models.formats.format import Encoded
+
+SUFFIX = ".gguf"
+# Factors of llama3's scaled RoPE, which transformers keeps in the configuration and does not read from a GGUF file.
+_ROPE_FACTORS = "rope_freqs.weight"
+_BESIDE = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template.*",
+    "LICENSE*",
+    "README.md",
+)
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """An opened file.
+
+    Attributes:
+        directory: temporary, holds config.json and the tokenizer; it is removed with this object.
+        config: transformers' configuration.
+        weight_map: the file's name, by its own names of the tensors.
+        encoded: tensors of transformers' model, by its names, made from those of the file.
+        stored_as: types of the stored weights in a few words.
+        read: gives tensors of the file by its own names, dequantized to float32.
+    """
+
+    directory: Path
+    config: PretrainedConfig
+    weight_map: dict[str, str]
+    encoded: dict[str, Encoded]
+    stored_as: str
+    read: Callable[[Path, list[str]], dict[str, Tensor]]
+    temporary: Any = field(repr=False)
+
+
+def find_gguf(model: Path) -> Path | None:
+    """The GGUF file that a path names: the file itself, or the only one in a directory without other weights.
+
+    Raises:
+        CheckpointError: a directory with several.
+    """
+    if model.suffix == SUFFIX and model.is_file():
+        return model
+    if not model.is_dir() or any(model.glob("*.safetensors")):
+        return None
+    found = sorted(model.glob(f"*{SUFFIX}"))
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{model} holds {len(found)} GGUF files; give the path of one of them ({found[0]} for example), "
+            "and merge a model that is split into several (llama-gguf-split --merge)."
+        )
+    return found[0] if found else None
+
+
+def open_gguf(file: Path) -> GgufFile:
+    """Read a file's metadata, and plan how its tensors become those of transformers' model.
+
+    Raises:
+        UsageError: the package `gguf` is not installed.
+        CheckpointError: the file is damaged, or holds tensors of an unknown type.
+        UnsupportedModelError: transformers does not read this architecture from GGUF files.
+    """
+    try:
+        import gguf
+        from transformers import modeling_gguf_pytorch_utils as conversion
+    except ImportError as error:
+        raise UsageError(
+            f"Reading {file} needs the package gguf, which is not installed; run pip install 'kvconvert[gguf]'."
+        ) from error
+    try:
+        reader = gguf.GGUFReader(file)
+    except (OSError, ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} is no GGUF file, or damaged ({_first_line(error)}); fetch it again.") from error
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    architecture = str((conversion.read_field(reader, "general.architecture") or ["unknown"])[0])
+    beside = [path for pattern in _BESIDE for path in file.parent.glob(pattern) if path.is_file()]
+    if _ROPE_FACTORS in stored and not any(path.name == "config.json" for path in beside):
+        raise UnsupportedModelError(
+            f"{file} holds factors of a scaled RoPE ({_ROPE_FACTORS}), which transformers does not read from GGUF "
+            "files; put the config.json of the original model beside it."
+        )
+    temporary = tempfile.TemporaryDirectory(prefix="kvconvert-gguf-")
+    directory = Path(temporary.name)
+    for path in beside:
+        shutil.copyfile(path, directory / path.name)
+    try:
+        config = _config(file, directory, _dtype(gguf, stored))
+        with torch.device("meta"):
+            model = model_class(config).from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
+        config.architectures = [type(model).__name__]
+        if not (directory / "tokenizer_config.json").exists():
+            _write_tokenizer(file, directory, config)
+        config.to_json_file(directory / "config.json", use_diff=False)
+        processor = conversion.TENSOR_PROCESSORS.get(architecture, conversion.TensorProcessor)(config=config.to_dict())
+        names = conversion.get_gguf_hf_weights_map(model, processor)
+    except (OSError, ValueError, KeyError, TypeError, NotImplementedError, AttributeError) as error:
+        raise UnsupportedModelError(
+            f"transformers cannot read {file}, a GGUF file of architecture {architecture} ({_first_line(error)}); "
+            "convert the safetensors checkpoint that it was made from."
+        ) from error
+    encoded = _plan(model, stored, names, processor, config.dtype)
+    missing = sorted(name for name in stored if not _is_read(name, names) and name != _ROPE_FACTORS)
+    if missing:
+        raise UnsupportedModelError(
+            f"transformers has no place for {missing[0]} of {file}, a GGUF file of architecture {architecture}; "
+            "convert the safetensors checkpoint that it was made from."
+        )
+
+    def read(path: Path, wanted: list[str]) -> dict[str, Tensor]:
+        try:
+            values = {name: gguf.dequantize(stored[name].data, stored[name].tensor_type) for name in wanted}
+        except (NotImplementedError, ValueError) as error:
+            raise CheckpointError(f"{path} holds weights that cannot be read ({_first_line(error)}).") from error
+        # What needs no dequantizing is a read-only view of the file.
+        return {name: torch.from_numpy(np.require(value, np.float32, "CW")) for name, value in values.items()}
+
+    kinds = sorted({tensor.tensor_type.name for tensor in stored.values()})
+    stored_as = f"GGUF ({', '.join(kinds)})"
+    return GgufFile(directory, config, dict.fromkeys(stored, file.name), encoded, stored_as, read, temporary)
+
+
+def _config(file: Path, directory: Path, dtype: torch.dtype) -> PretrainedConfig:
+    """From the config.json beside the file, else from its metadata."""
+    if (directory / "config.json").exists():
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    else:
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+    if not isinstance(getattr(config, "dtype", None), torch.dtype):
+        config.dtype = dtype
+    return config
+
+
+def _dtype(gguf: Any, stored: Mapping[str, Any]) -> torch.dtype:
+    """The 16-bit type of the file; float32 where it has no other, bfloat16 where the rest is quantized."""
+    types = {tensor.tensor_type for tensor in stored.values()}
+    plain = gguf.GGMLQuantizationType
+    for kind, dtype in ((plain.BF16, torch.bfloat16), (plain.F16, torch.float16)):
+        if kind in types:
+            return dtype
+    return torch.float32 if types == {plain.F32} else torch.bfloat16
+
+
+def _write_tokenizer(file: Path, directory: Path, config: PretrainedConfig) -> None:
+    """The file's tokenizer as transformers writes it; the configuration gets its special tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.save_pretrained(directory)
+    # It would name the class that read the GGUF file and where.
+    settings = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    for name in ("name_or_path", "gguf_file"):
+        settings.pop(name, None)
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(tokenizer, name, None) is not None:
+            setattr(config, name, getattr(tokenizer, name))
+
+
+def _plan(
+    model: nn.Module, stored: Mapping[str, Any], names: dict[str, str], processor: Any, dtype: torch.dtype
+) -> dict[str, Encoded]:
+    """Which tensors of the file make each of the model's, and how."""
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    parts: dict[str, list[str]] = {}
+    for own in stored:
+        key = _mapped(own, names)
+        if key is not None and names[key] in shapes:
+            parts.setdefault(names[key], []).append(own)
+    encoded = {}
+    for name, members in parts.items():
+
+        def decode(values: list[Tensor], name: str = name, members: tuple[str, ...] = tuple(members)) -> Tensor:
+            made: dict[str, Any] = {"tensors": {}}
+            for own, value in zip(members, values, strict=True):
+                result = processor.process(
+                    weights=value.numpy(), name=own, tensor_key_mapping=names, parsed_parameters=made
+                )
+                if result.name is not None:
+                    made["tensors"][name] = torch.from_numpy(np.ascontiguousarray(result.weights))
+            return made["tensors"][name].to(dtype)
+
+        # The file's own shape where a tensor is taken as it is, so that one that does not fit is seen.
+        shape = [int(size) for size in reversed(stored[members[0]].shape)]
+        same = len(members) > 1 or math.prod(shape) == math.prod(shapes[name])
+        info = TensorInfo(dtype=DTYPE_NAMES[dtype], shape=shapes[name] if same else shape)
+        encoded[name] = Encoded(info, tuple(members), decode)
+    return dict(sorted(encoded.items()))
+
+
+def _mapped(own: str, names: Mapping[str, str]) -> str | None:
+    """The key of the map of names under which a tensor of the file is."""
+    return next((key for key in (own, own.removesuffix(".weight")) if key in names), None)
+
+
+def _is_read(own: str, names: Mapping[str, str]) -> bool:
+    return _mapped(own, names) is not None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")

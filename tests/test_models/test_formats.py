@@ -1,0 +1,333 @@
+"""Checkpoints whose weights are stored in another form: what is read from them, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny.checkpoints import save_checkpoint, save_text
+from tiny.llama import write_recipe
+from tiny.mixtures import tiny_mixture
+from tiny.models import write_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvconvert
+import kvconvert.runtime
+from kvconvert.bundle.reader import open_bundle
+from kvconvert.errors import CheckpointError, UnsupportedModelError
+from kvconvert.models.formats.fp8 import dequantize_blocks
+from kvconvert.models.formats.mxfp4 import Mxfp4
+from kvconvert.models.source import open_source
+
+BLOCK = (128, 48)  # neither divides a weight of the tiny models
+VOCABULARY = 400
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def set_quantization(directory, **quantization):
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = quantization
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def blocks_of(weight, block):
+    """Slices of the blocks of a matrix, with their places in the grid."""
+    for i, top in enumerate(range(0, weight.shape[0], block[0])):
+        for j, left in enumerate(range(0, weight.shape[1], block[1])):
+            yield i, j, (slice(top, top + block[0]), slice(left, left + block[1]))
+
+
+def to_fp8(weight, block):
+    """A matrix in fp8 with a factor for each block, block by block."""
+    grid = [-(-size // step) for size, step in zip(weight.shape, block, strict=True)]
+    codes, scales = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty(grid)
+    for i, j, place in blocks_of(weight, block):
+        scales[i, j] = weight[place].float().abs().max() / 448
+        codes[place] = (weight[place].float() / scales[i, j]).to(torch.float8_e4m3fn)
+    return codes, scales
+
+
+def write_fp8(directory, block=BLOCK):
+    """A tiny Llama whose Linears are fp8; returns its weights as they are to be read."""
+    save_checkpoint(directory, dtype=torch.bfloat16, intermediate_size=144, vocab_size=4096)
+    tensors = load_file(directory / "model.safetensors")
+    expected = dict(tensors)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        codes, scales = to_fp8(tensors[name], block)
+        tensors |= {name: codes, f"{name}_scale_inv": scales}
+        expected[name] = torch.empty_like(expected[name])
+        for i, j, place in blocks_of(codes, block):
+            expected[name][place] = (codes[place].float() * scales[i, j]).bfloat16()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    set_quantization(directory, quant_method="fp8", activation_scheme="dynamic", weight_block_size=list(block))
+    return expected
+
+
+def write_mxfp4(directory):
+    """A tiny gpt-oss whose experts are mxfp4; returns their weights as they are to be read."""
+    model = tiny_mixture("gpt_oss").to(torch.bfloat16)
+    model.save_pretrained(directory)
+    write_tokenizer(directory)
+    tensors = load_file(directory / "model.safetensors")
+    expected = dict(tensors)
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        codes = torch.randint(0, 16, (experts, outputs, inputs // 32, 32), generator=generator)
+        scales = torch.randint(121, 125, (experts, outputs, inputs // 32), generator=generator)
+        values = FP4[codes] * (scales - 127.0).exp2().unsqueeze(-1)
+        expected[name] = values.flatten(2).transpose(1, 2).bfloat16().contiguous()
+        tensors[f"{name}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+        tensors[f"{name}_scales"] = scales.to(torch.uint8)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    set_quantization(directory, quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn"])
+    return expected
+
+
+def shorten_tokenizer(file):
+    """Keep the first tokens only: every reader of a GGUF file goes through all of them one by one."""
+    tokenizer = json.loads(file.read_text())
+    model = tokenizer["model"]
+    model["vocab"] = {token: number for token, number in model["vocab"].items() if number < VOCABULARY}
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    model["merges"] = [pair for pair in pairs if {*pair, "".join(pair)} <= model["vocab"].keys()]
+    file.write_text(json.dumps(tokenizer))
+
+
+def write_gguf(directory, kind="F16"):
+    """A tiny Llama in llama.cpp's names and order of rows; returns the file, the model, and the weights to be read."""
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf (pip install 'kvconvert[gguf]')")
+    model = save_checkpoint(directory / "model", dtype=torch.float16, vocab_size=VOCABULARY)
+    shorten_tokenizer(model / "tokenizer.json")
+    config = json.loads((model / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    file = directory / f"tiny-{kind}.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config["vocab_size"])
+    tokenizer = json.loads((model / "tokenizer.json").read_text())["model"]
+    vocabulary = sorted(tokenizer["vocab"], key=tokenizer["vocab"].get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(vocabulary)
+    writer.add_token_types([1] * len(vocabulary))
+    merges = tokenizer["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    expected = {}
+    for name, tensor in load_file(model / "model.safetensors").items():
+        base, _, part = name.rpartition(".")
+        values = tensor.float().numpy()
+        stored = gguf.GGMLQuantizationType.F32 if tensor.ndim == 1 else gguf.GGMLQuantizationType[kind]
+        rows = {"q_proj": heads, "k_proj": kv_heads}.get(base.rpartition(".")[2])
+        if rows:  # llama.cpp rotates neighbouring channels, transformers those of two halves
+            values = values.reshape(rows, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        data = gguf.quantize(values, stored)
+        writer.add_tensor(f"{names.get_name(base)}.{part}", data, raw_dtype=stored)
+        read = torch.from_numpy(gguf.dequantize(data, stored).copy())
+        if rows:
+            read = read.reshape(rows, -1, 2, read.shape[1]).transpose(1, 2).reshape(read.shape)
+        expected[name] = read.to(torch.float16 if kind == "F16" else torch.bfloat16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file, model, expected
+
+
+def assert_reads(source, expected):
+    tensors = source.read("")
+    assert tensors.keys() == expected.keys() == source.tensors.keys()
+    for name, tensor in expected.items():
+        assert tensors[name].dtype == tensor.dtype, name
+        assert torch.equal(tensors[name], tensor), name
+        assert source.tensors[name].shape == list(tensor.shape)
+
+
+def converted(model, folder, group_size=16, **recipe):
+    file = write_recipe(folder / "recipe.toml", **recipe)
+    file.write_text(file.read_text().replace("group_size = 16", f"group_size = {group_size}"))
+    work = kvconvert.calibrate(
+        model, folder / "work", recipe=str(file), data=save_text(folder), samples=2, seq_len=16, progress=False
+    )
+    return kvconvert.export(work.path, folder / "bundle", progress=False)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(40, 60)[None]).logits
+
+
+def test_every_fp8_weight_is_its_code_times_the_factor_of_its_block(tmp_path):
+    expected = write_fp8(tmp_path)
+    source = open_source(str(tmp_path))
+    assert_reads(source, expected)
+    assert source.stored_as == "fp8, one scale for each 128 x 48 weights"
+    assert not hasattr(source.config, "quantization_config")
+
+
+@pytest.mark.parametrize("scale", [torch.tensor([[126, 129]], dtype=torch.uint8), torch.tensor([[0.5, 4.0]])])
+def test_fp8_scales_may_be_exponents(scale):
+    weight = torch.ones(2, 3, 4).to(torch.float8_e4m3fn)
+    found = dequantize_blocks(weight, scale.expand(2, 1, 2), (4, 2), torch.float32)
+    assert torch.equal(found, torch.tensor([0.5, 0.5, 4, 4]).expand(2, 3, 4))
+    if scale.dtype == torch.uint8:
+        packed = scale.view(torch.float8_e8m0fnu).expand(2, 1, 2)
+        assert torch.equal(dequantize_blocks(weight, packed, (4, 2), torch.float32), found)
+
+
+def test_a_single_fp8_scale_counts_for_all_weights(tmp_path):
+    write_fp8(tmp_path, block=(4096, 4096))
+    expected = open_source(str(tmp_path)).read("")
+    set_quantization(tmp_path, quant_method="fp8", activation_scheme="static")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        tensors[name] = tensors[name].reshape(())
+        tensors[name.replace("weight_scale_inv", "activation_scale")] = torch.tensor(1.0)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_reads(open_source(str(tmp_path)), expected)
+
+
+def test_mxfp4_experts_are_read_as_numbers_times_powers_of_two(tmp_path):
+    expected = write_mxfp4(tmp_path)
+    assert_reads(open_source(str(tmp_path)), expected)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
+def test_gguf_tensors_get_the_names_and_the_order_of_transformers(tmp_path, kind):
+    file, model, expected = write_gguf(tmp_path, kind)
+    source = open_source(str(file))
+    assert_reads(source, expected)
+    assert source.config.model_type == "llama"
+    assert source.id == file.name
+    assert kind in source.stored_as
+    if kind == "F16":
+        plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        assert torch.allclose(logits(source.load(torch.float32)), logits(plain), atol=1e-5)
+
+
+def test_a_gguf_file_gives_its_tokenizer(tmp_path):
+    file, model, _ = write_gguf(tmp_path)
+    source = open_source(str(file))
+    text = "The miller walked 12 miles to town."
+    found = AutoTokenizer.from_pretrained(source.directory)(text, add_special_tokens=False).input_ids
+    assert found == AutoTokenizer.from_pretrained(model)(text, add_special_tokens=False).input_ids
+    assert source.config.eos_token_id == 0
+
+
+WRITERS = {"fp8": write_fp8, "mxfp4": write_mxfp4, "gguf": lambda folder: write_gguf(folder, "Q8_0")[2]}
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_a_bundle_of_it_is_that_of_the_same_weights_in_full(form, tmp_path):
+    """Byte for byte, but for what the manifest says of the source."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    expected = WRITERS[form](folder)
+    model = next(folder.glob("*.gguf"), folder)
+    opened = open_source(str(model))
+    plain = tmp_path / "plain"
+    opened.load(opened.config.dtype).save_pretrained(plain)
+    save_file(expected, plain / "model.safetensors", {"format": "pt"})
+    for file in opened.directory.glob("tokenizer*"):
+        (plain / file.name).write_bytes(file.read_bytes())
+    bundles = []
+    for source in (model, plain):
+        (work := tmp_path / f"of-{source.stem}").mkdir()
+        bundles.append(converted(source, work))
+    found, same = (open_bundle(bundle) for bundle in bundles)
+    weights = [(bundle / "model.safetensors").read_bytes() for bundle in bundles]
+    assert weights[0] == weights[1]
+    assert found.manifest.source.stored_as == opened.stored_as
+    assert opened.stored_as in (bundles[0] / "README.md").read_text()
+    assert same.manifest.source.stored_as is None
+    quantization = json.loads((bundles[0] / "config.json").read_text())["quantization_config"]
+    assert quantization == json.loads((bundles[1] / "config.json").read_text())["quantization_config"]
+    loaded, _ = kvconvert.runtime.load(bundles[0])
+    assert logits(loaded).isfinite().all()
+
+
+def test_weights_that_are_kept_are_written_in_full(tmp_path):
+    folder = tmp_path / "model"
+    expected = write_fp8(folder)
+    bundle = converted(folder, tmp_path, method="none", kv="kivi")
+    written = load_file(bundle / "model.safetensors")
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+
+
+def missing_weight(tensors):
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+def missing_scale(tensors):
+    del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
+
+
+def other_grid(tensors):
+    tensors["model.layers.1.mlp.up_proj.weight_scale_inv"] = torch.ones(1, 1)
+
+
+def packed_weight(tensors):
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(144, 32, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (missing_weight, "without model.layers.1.mlp.up_proj.weight"),
+        (missing_scale, "up_proj.weight as F8_E4M3"),
+        (other_grid, "do not fit the weight_block_size"),
+        (packed_weight, "up_proj.weight as I8 with scales of F32"),
+    ],
+)
+def test_fp8_tensors_that_do_not_belong_together_are_refused(tmp_path, damage, message):
+    write_fp8(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        open_source(str(tmp_path))
+
+
+def test_other_quantizations_are_refused_by_name(tmp_path):
+    save_checkpoint(tmp_path, dtype=torch.bfloat16)
+    set_quantization(tmp_path, quant_method="gptq", bits=4)
+    with pytest.raises(CheckpointError, match=r"already quantized \(gptq\).*fp8, mxfp4"):
+        open_source(str(tmp_path))
+    set_quantization(tmp_path, quant_method="fp8", weight_block_size=[128])
+    with pytest.raises(CheckpointError, match="weight_block_size"):
+        open_source(str(tmp_path))
+
+
+def test_mxfp4_blocks_need_their_scales(tmp_path):
+    info = open_source(str(save_checkpoint(tmp_path))).tensors["model.norm.weight"]
+    with pytest.raises(CheckpointError, match="x_scales, which it needs"):
+        Mxfp4().encoded({"x_blocks": info}, torch.bfloat16, tmp_path)
+    with pytest.raises(CheckpointError, match="no mxfp4 weights"):
+        Mxfp4().encoded({"x_blocks": info, "x_scales": info}, torch.bfloat16, tmp_path)
+
+
+def test_gguf_files_that_cannot_be_read_are_refused(tmp_path):
+    file, *_ = write_gguf(tmp_path)
+    (tmp_path / "other.gguf").write_bytes(b"GGUF" + bytes(20))
+    with pytest.raises(CheckpointError, match="holds 2 GGUF files"):
+        open_source(str(tmp_path))
+    with pytest.raises(CheckpointError, match="no GGUF file, or damaged"):
+        open_source(str(tmp_path / "other.gguf"))
+    (tmp_path / "other.gguf").write_bytes(file.read_bytes().replace(b"blk.0.ffn_up", b"blk.0.ffn_no"))
+    with pytest.raises(UnsupportedModelError, match=r"no place for blk\.0\.ffn_no"):
+        open_source(str(tmp_path / "other.gguf"))
+    (tmp_path / "other.gguf").write_bytes(file.read_bytes()[:-2000])
+    with pytest.raises(CheckpointError, match="damaged"):
+        open_source(str(tmp_path / "other.gguf"))
