@@ -111,7 +111,7 @@ def export(
         config.pop("auto_map", None)  # it points to the source's own code, which a bundle never carries or runs
         config["quantization_config"] = quantization_config(manifest.weights, manifest.modules)
         write_json(directory / "config.json", config)
-        informative = [CARD_NAME, *_copy(source.directory, directory, LICENCE_FILES)]
+        informative = [CARD_NAME, *copy_files(source.directory, directory, LICENCE_FILES)]
         manifest = manifest.model_copy(
             update={"files": describe_files(directory, [*files, "config.json"]), "informative": sorted(informative)}
         )
@@ -239,11 +239,11 @@ def _write_files(
     write_tensors(
         directory / PLAN_NAME, contents.plan, lambda name: store.layer_plan(contents.plan_layer_of[name])[name]
     )
-    return [*files, PLAN_NAME, *_copy(source.directory, directory, COPIED_FILES)]
+    return [*files, PLAN_NAME, *copy_files(source.directory, directory, COPIED_FILES)]
 
 
-def _copy(source: Path, directory: Path, patterns: tuple[str, ...]) -> list[str]:
-    """Copy files, following links; returns their names relative to the bundle."""
+def copy_files(source: Path, directory: Path, patterns: tuple[str, ...]) -> list[str]:
+    """Copy files, following links; returns their names relative to the directory."""
     names = sorted(
         {path.relative_to(source).as_posix() for pattern in patterns for path in source.glob(pattern) if path.is_file()}
     )
