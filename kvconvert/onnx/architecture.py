@@ -22,15 +22,15 @@ class _Family:
         rotary: transformers' module that computes cosines and sines, "file.Class" below `transformers.models`.
         qk_norm: queries and keys of every head go through an RMSNorm before RoPE.
         gemma: norms multiply by 1 + weight, and embeddings are multiplied by sqrt(hidden_size).
-        output_norms: attention and MLP have a second norm each, at their output.
-        soft_caps: the model applies `attn_logit_softcapping`.
+        output_norms: attention and MLP have a second norm each, at their output, and scores their own factor.
+        soft_caps: those of the two soft caps that the model applies; others of its configuration mean nothing.
     """
 
     rotary: str
     qk_norm: bool = False
     gemma: bool = False
     output_norms: bool = False
-    soft_caps: bool = False
+    soft_caps: tuple[str, ...] = ()
 
 
 FAMILIES: dict[str, _Family] = {
@@ -39,9 +39,18 @@ FAMILIES: dict[str, _Family] = {
     "qwen2": _Family("qwen2.modeling_qwen2.Qwen2RotaryEmbedding"),
     "qwen3": _Family("qwen3.modeling_qwen3.Qwen3RotaryEmbedding", qk_norm=True),
     "gemma": _Family("gemma.modeling_gemma.GemmaRotaryEmbedding", gemma=True),
-    "gemma2": _Family("gemma2.modeling_gemma2.Gemma2RotaryEmbedding", gemma=True, output_norms=True, soft_caps=True),
+    "gemma2": _Family(
+        "gemma2.modeling_gemma2.Gemma2RotaryEmbedding",
+        gemma=True,
+        output_norms=True,
+        soft_caps=("attn_logit_softcapping", "final_logit_softcapping"),
+    ),
     "gemma3_text": _Family(
-        "gemma3.modeling_gemma3.Gemma3RotaryEmbedding", gemma=True, output_norms=True, qk_norm=True
+        "gemma3.modeling_gemma3.Gemma3RotaryEmbedding",
+        gemma=True,
+        output_norms=True,
+        qk_norm=True,
+        soft_caps=("final_logit_softcapping",),
     ),
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -108,11 +117,8 @@ class Decoder:
             raise _unsupported(f"its activation is {activation}, not {', '.join(ACTIVATIONS)}")
         if getattr(config, "use_bidirectional_attention", None):
             raise _unsupported("its attention is bidirectional")
-        softcap = getattr(config, "attn_logit_softcapping", None)
-        if softcap and not family.soft_caps:
-            raise _unsupported(
-                f"its configuration has attn_logit_softcapping, which models of type {config.model_type} do not apply"
-            )
+        caps = {name: getattr(config, name, None) or 0.0 for name in family.soft_caps}
+        scalar = config.query_pre_attn_scalar if family.output_norms else head_dim
         for kind in set(layer_types) - {"full_attention", "sliding_attention"}:
             raise _unsupported(f"it has {kind} layers")
         _check_rope(config, layer_types)
@@ -130,9 +136,9 @@ class Decoder:
             norm_offset=1.0 if family.gemma else 0.0,
             embedding_scale=config.hidden_size**0.5 if family.gemma else 1.0,
             activation=activation,
-            attention_scale=(getattr(config, "query_pre_attn_scalar", None) or head_dim) ** -0.5,
-            attention_softcap=softcap or 0.0,
-            final_softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
+            attention_scale=scalar**-0.5,
+            attention_softcap=caps.get("attn_logit_softcapping", 0.0),
+            final_softcap=caps.get("final_logit_softcapping", 0.0),
             windows=tuple(
                 setting["sliding_window"] if kind == "sliding_attention" else None
                 for kind, setting in zip(layer_types, settings, strict=True)

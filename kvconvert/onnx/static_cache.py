@@ -116,6 +116,6 @@ def _unsupported(
     reason: str, advice: str = "calibrate with the recipe static-int8 or static-int4, or "
 ) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"ONNX Runtime's quantized cache cannot follow this bundle's KV plan: {reason}; {advice}export with "
-        '`kv_cache="float"`, which leaves the plan out.'
+        f"ONNX Runtime's quantized cache cannot follow this bundle's KV plan: {reason}; {advice}set `kv_cache` to "
+        '"float", which leaves the plan out.'
     )
