@@ -28,7 +28,7 @@ import click
 @click.option(
     "--kv-cache",
     type=click.Choice(["plan", "float"]),
-    help="With --format onnx: the cache of the bundle's KV plan, which has to have static scales (default), or float32.",
+    help="With --format onnx: the cache of the KV plan, which has to have static scales (default), or float32.",
 )
 @click.option(
     "--int8-activations",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -83,7 +83,9 @@ def export_onnx(
             graph.save(directory / MODEL_NAME, built.inputs(), built.outputs(), _metadata(bundle, cache))
             write_json(directory / GENAI_NAME, genai_config(decoder, bundle.directory, MODEL_NAME))
             # Some tokenizers ask for the configuration; the packed weights that it describes are the bundle's.
-            write_json(directory / "config.json", {k: v for k, v in bundle.config.items() if k != "quantization_config"})
+            write_json(
+                directory / "config.json", {k: v for k, v in bundle.config.items() if k != "quantization_config"}
+            )
             copy_files(bundle.directory, directory, (*COPIED_FILES, *LICENCE_FILES))
     return target
 
@@ -105,16 +107,16 @@ def _plan(bundle: Bundle, kv_cache: str) -> tuple[Decoder, StaticCache | None]:
     """What is to be built, after all refusals."""
     decoder = Decoder.of(AutoConfig.from_pretrained(bundle.directory, trust_remote_code=False))
     weights = bundle.manifest.weights
-    if weights.method not in ("awq", "rtn", "none") or weights.bits not in (4, None):
+    if weights.method not in ("awq", "rtn", "gptq", "awq+gptq", "none") or weights.bits not in (4, None):
         raise UnsupportedModelError(
-            f"The ONNX export serves weights of 4 bits, and this bundle has {weights.bits} ({weights.method}); calibrate "
-            "with bits = 4."
+            f"The ONNX export serves weights of 4 bits, and this bundle has {weights.bits} ({weights.method}); "
+            "calibrate with bits = 4."
         )
     quantized = kv_cache == "plan" and has_plan(bundle)
     return decoder, static_cache(bundle, decoder.attention_softcap) if quantized else None
 
 
-def _reader(bundle: Bundle):
+def _reader(bundle: Bundle) -> Callable[[str], Tensor]:
     """Reads one tensor at a time; files stay mapped, and their pages belong to the system."""
 
     def read(name: str) -> Tensor:

@@ -80,9 +80,7 @@ class Graph:
         """An int64 constant."""
         tensor = torch.tensor(values, dtype=torch.int64)
         shown = [values] if isinstance(values, int) else list(values)
-        return self.weight(
-            f"{'scalar' if isinstance(values, int) else 'list'}_{'_'.join(map(str, shown))}", tensor
-        )
+        return self.weight(f"{'scalar' if isinstance(values, int) else 'list'}_{'_'.join(map(str, shown))}", tensor)
 
     def number(self, value: float) -> str:
         """A float32 constant."""
@@ -136,5 +134,3 @@ class Graph:
         model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="kvconvert")
         helper.set_model_props(model, dict(metadata))
         path.write_bytes(model.SerializeToString(deterministic=True))
-
-

@@ -1,12 +1,12 @@
 """A bundle's static scales as the quantized cache of ONNX Runtime's GroupQueryAttention.
 
-That cache is symmetric: it stores clamp(round(x / scale), -2^(b-1), 2^(b-1) - 1), and the bundle's grid has a zero point:
+That cache is symmetric: it stores clamp(round(x / scale), -2^(b-1), 2^(b-1) - 1). The bundle's grid has a zero point:
 
     x = code scale + zero_point = (code - 2^(b-1)) scale + center,    center = zero_point + 2^(b-1) scale
 
-So the operator is given keys and values less their centers, which makes both grids the same. The values' center is added
-to the attention output, whose weights sum to 1. The keys' center needs nothing: it adds the same number to all scores of
-a query, which the softmax does not notice, unless a soft cap comes between.
+So the operator is given keys and values less their centers, which makes both grids the same. The values' center is
+added to the attention output, whose weights sum to 1. The keys' center needs nothing: it adds the same number to all
+scores of a query, which the softmax does not notice, unless a soft cap comes between.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def static_cache(bundle: Bundle, attention_softcap: float = 0.0) -> StaticCache:
         UnsupportedModelError: ONNX Runtime's cache cannot follow the plan; the message says why and what can be done.
     """
     plans = bundle.manifest.layers
-    widths = {_bits(plan) for plan in plans}
+    widths = {served_bits(plan) for plan in plans}
     if len(widths) > 1:
         raise _unsupported("its layers differ in their number of bits")
     if attention_softcap:
@@ -84,8 +84,12 @@ def _side(plan: dict[str, Tensor], name: str, bits: int) -> StaticSide:
     return StaticSide(scale.clamp(min=_SMALLEST_SCALE), torch.add(zero_point, scale, alpha=2 ** (bits - 1)))
 
 
-def _bits(plan: LayerPlan) -> int:
-    """Width of a layer's keys and values, after checking that nothing of its scheme would be lost."""
+def served_bits(plan: LayerPlan) -> int:
+    """Width of a layer's keys and values, 8 or 4.
+
+    Raises:
+        UnsupportedModelError: something of the layer's scheme would be lost.
+    """
     scheme = plan.scheme()
     if scheme is None or not scheme.is_static:
         raise _unsupported(f"layer {plan.index} has no static scales")
@@ -113,7 +117,8 @@ def _obstacle(scheme: KVScheme) -> str | None:
 
 
 def _unsupported(
-    reason: str, advice: str = "calibrate with the recipe static-int8 or static-int4, or "
+    reason: str,
+    advice: str = 'calibrate with static_scales = "calibrated" and 8 or 4 bits (docs/onnx.md has the recipe), or ',
 ) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"ONNX Runtime's quantized cache cannot follow this bundle's KV plan: {reason}; {advice}set `kv_cache` to "

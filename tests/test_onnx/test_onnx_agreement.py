@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conversions import StaticCache, converted, converted_tiny, greedy
+from onnx_generate import generate
 from tiny.llama import write_tiny_llama
 from tiny.models import REFERENCE, random_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -13,10 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from kvconvert import calibrate, export, load
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.onnx.export import export_onnx
-
-for package in ("onnx", "onnxruntime"):
-    pytest.importorskip(package, reason=f"{package} is not installed; `pip install kvconvert[dev]` brings it")
-from onnx_generate import generate
 
 SMOLLM2 = os.environ.get("KVCONVERT_SMOLLM2")
 PROMPT, NEW = 60, 6  # longer than the windows of 40 tokens

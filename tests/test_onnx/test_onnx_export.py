@@ -1,8 +1,12 @@
 """What an ONNX export writes, and what it refuses."""
 
 import json
+from pathlib import Path
 
 import numpy as np
+import onnx
+import onnx_generate
+import onnxruntime
 import pytest
 import torch
 from click.testing import CliRunner
@@ -10,19 +14,18 @@ from conversions import converted_tiny
 from tiny.models import ARCHITECTURES, random_ids, write_tokenizer
 from transformers import AutoTokenizer
 
+from kvconvert.bundle.manifest import LayerPlan
 from kvconvert.cli import cli
+from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.kernels.linear.awq_format import dequantize_weight, quantize_weight
+from kvconvert.methods import KVScheme
 from kvconvert.onnx.architecture import Decoder
+from kvconvert.onnx.export import export_onnx
+from kvconvert.onnx.static_cache import served_bits
 from kvconvert.onnx.weights import repack
 
-for package in ("onnx", "onnxruntime"):
-    pytest.importorskip(package, reason=f"{package} is not installed; `pip install kvconvert[dev]` brings it")
-import onnx
-import onnx_generate
-import onnxruntime
-
-from kvconvert.onnx.export import export_onnx
+EXAMPLES = Path(onnx_generate.__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,9 @@ def test_weights_lie_in_one_file_of_external_data_and_equal_exports_are_equal(bu
     inline = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
     assert inline < 20_000 < len(contents[0]["model.onnx.data"])
     properties = {entry.key: entry.value for entry in model.metadata_props}
-    assert properties["bundle_manifest_sha256"] == json.loads((bundle / "kvconvert.json").read_text())["manifest_sha256"]
+    assert (
+        properties["bundle_manifest_sha256"] == json.loads((bundle / "kvconvert.json").read_text())["manifest_sha256"]
+    )
     assert "quantization_config" not in json.loads(contents[0]["config.json"])
 
 
@@ -113,15 +118,11 @@ def test_int8_activations_are_what_the_products_are_asked_for(bundle, tmp_path):
     ],
 )
 def test_plans_that_the_operator_cannot_follow_are_refused(scheme, reason):
-    from kvconvert.bundle.manifest import LayerPlan
-    from kvconvert.methods import KVScheme
-    from kvconvert.onnx.static_cache import _bits
-
     fields = {"key_bits": 8, "value_bits": 8, "static_scales": "calibrated"} | scheme
     plan = LayerPlan(index=0, kv=KVScheme(**fields).to_dict(), head_dim=16, num_key_value_heads=2, value_group_size=16)
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
-        _bits(plan)
-    assert "static-int8" in str(caught.value)
+        served_bits(plan)
+    assert 'static_scales = "calibrated"' in str(caught.value)
 
 
 def test_a_soft_cap_between_zero_points_and_softmax_is_refused(tmp_path):
@@ -153,6 +154,13 @@ def test_a_soft_cap_between_zero_points_and_softmax_is_refused(tmp_path):
 def test_models_that_the_graph_cannot_express_are_refused(name, settings, reason):
     with pytest.raises(UnsupportedModelError, match=reason):
         Decoder.of(ARCHITECTURES[name].config(**settings))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_recipes_of_the_examples_are_served(bits):
+    recipe = Recipe.load(str(EXAMPLES / "recipes" / f"onnx-int{bits}.toml"))
+    plan = LayerPlan(index=0, kv=recipe.kv.to_dict(), head_dim=64, num_key_value_heads=2, value_group_size=32)
+    assert served_bits(plan) == bits
 
 
 def test_the_command_line_writes_replaces_and_refuses(bundle, tmp_path):
