@@ -23,24 +23,26 @@ MAX_SHARD_BYTES = 5_000_000_000
 INDEX_NAME = "model.safetensors.index.json"
 
 
-def check_output(output: Path, force: bool) -> None:
+def check_output(output: Path, force: bool, marker: str = MANIFEST_NAME) -> None:
     """Refuse an output that exists, before any work is done.
 
-    An empty directory may be filled. With `force` an existing bundle may be replaced, but nothing that is not a bundle.
+    An empty directory may be filled. With `force` an earlier result of the same kind may be replaced, which the file
+    `marker` tells: a bundle by default.
 
     Raises:
         UsageError: the output exists and may not be replaced.
     """
     if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
         return
-    if not (output.is_dir() and (output / MANIFEST_NAME).is_file()):
-        raise UsageError(f"The output {output} exists and is not a bundle, so it is not replaced; choose another path.")
+    if not (output.is_dir() and (output / marker).is_file()):
+        kind = "a bundle" if marker == MANIFEST_NAME else f"an earlier export with a {marker}"
+        raise UsageError(f"The output {output} exists and is not {kind}, so it is not replaced; choose another path.")
     if not force:
         raise UsageError(f"The output {output} exists; choose another path, or replace it with `force=True`.")
 
 
 @contextmanager
-def replacing(output: Path, force: bool) -> Iterator[Path]:
+def replacing(output: Path, force: bool, marker: str = MANIFEST_NAME) -> Iterator[Path]:
     """A temporary directory beside `output` that becomes `output` when the block ends without an exception.
 
     On success every file is synced, then the directory is renamed. A bundle that `force` replaces is first renamed
@@ -57,13 +59,13 @@ def replacing(output: Path, force: bool) -> Iterator[Path]:
     try:
         if output.parent.is_dir():
             _recover(output)
-        check_output(output, force)
+        check_output(output, force, marker)
         created = disk.make_directory(output.parent)
         temporary = disk.make_temporary_directory(f".{output.name}.partial-", output.parent)
         with _locked(temporary):
             yield temporary
             _sync(temporary)
-            check_output(output, force)
+            check_output(output, force, marker)
             _put_in_place(temporary, output)
         created.clear()
     except OSError as error:
@@ -71,7 +73,7 @@ def replacing(output: Path, force: bool) -> Iterator[Path]:
             raise
         place = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
         raise KvconvertError(
-            f"The bundle {output} could not be written ({place}); nothing was left behind and nothing was replaced, so "
+            f"{output} could not be written ({place}); nothing was left behind and nothing was replaced, so "
             "make room or choose another place, and export again."
         ) from error
     finally:

@@ -3,24 +3,68 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 
 @click.command()
 @click.argument("work", type=click.Path(path_type=Path))
-@click.option("-o", "bundle", metavar="BUNDLE", required=True, type=click.Path(path_type=Path), help="Bundle to write.")
-@click.option("--force", is_flag=True, help="Replace an existing bundle, and accept missed fidelity limits.")
+@click.option(
+    "-o", "bundle", metavar="OUTPUT", required=True, type=click.Path(path_type=Path), help="Directory to write."
+)
+@click.option("--force", is_flag=True, help="Replace an existing output, and accept missed fidelity limits.")
 @click.option(
     "--device", metavar="D", help="cpu or cuda, where [limits] are measured; a GPU by default if there is one."
 )
-def export(work: Path, bundle: Path, force: bool, device: str | None) -> None:
-    """Write the bundle of a finished calibration."""
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["bundle", "onnx"]),
+    default="bundle",
+    show_default=True,
+    help="A bundle, or a graph for ONNX Runtime; for that, WORK may be a bundle as well.",
+)
+@click.option(
+    "--kv-cache",
+    type=click.Choice(["plan", "float"]),
+    help="With --format onnx: the cache of the KV plan, which has to have static scales (default), or float32.",
+)
+@click.option(
+    "--int8-activations",
+    is_flag=True,
+    help="With --format onnx: round activations to int8 in products with 4-bit weights; faster, less exact.",
+)
+def export(
+    work: Path,
+    bundle: Path,
+    force: bool,
+    device: str | None,
+    format_: str,
+    kv_cache: str | None,
+    int8_activations: bool,
+) -> None:
+    """Write the bundle of a finished calibration, or a graph for ONNX Runtime."""
+    if format_ == "onnx":
+        _export_onnx(work, bundle, force=force, device=device, kv_cache=kv_cache, int8_activations=int8_activations)
+        return
+    if kv_cache is not None or int8_activations:
+        raise click.UsageError("--kv-cache and --int8-activations belong to --format onnx.")
     from kvconvert.bundle.writer import check_output
 
     check_output(bundle, force)
     from kvconvert.convert.export import export as run
 
     run(work, bundle, force=force, device=device)
-    size = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
-    click.echo(f"Exported {bundle}, {size:,} bytes; next: kvconvert generate {bundle} --prompt TEXT")
+    click.echo(f"Exported {bundle}, {_size(bundle):,} bytes; next: kvconvert generate {bundle} --prompt TEXT")
+
+
+def _export_onnx(source: Path, output: Path, kv_cache: str | None, **options: Any) -> None:
+    from kvconvert.onnx.export import GENAI_NAME, export_onnx
+
+    export_onnx(source, output, kv_cache=kv_cache or "plan", **options)
+    click.echo(f"Exported {output}, {_size(output):,} bytes, for ONNX Runtime and, by {GENAI_NAME}, onnxruntime-genai.")
+
+
+def _size(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())

@@ -123,7 +123,7 @@ def _export(
         config = safe_settings(config)  # without those that point to code, which a bundle never carries or runs
         config["quantization_config"] = quantization_config(manifest.weights, manifest.modules)
         files["config.json"] = write_json(directory / "config.json", config)
-        informative = [CARD_NAME, *_copy(source.directory, directory, LICENCE_FILES)]
+        informative = [CARD_NAME, *copy_files(source.directory, directory, LICENCE_FILES)]
         manifest = manifest.model_copy(
             update={"files": dict(sorted(files.items())), "informative": sorted(informative)}
         )
@@ -252,11 +252,11 @@ def _write_files(
     files[PLAN_NAME] = write_tensors(
         directory / PLAN_NAME, contents.plan, lambda name: store.layer_plan(contents.plan_layer_of[name])[name]
     )
-    return files | _copy(source.directory, directory, COPIED_FILES)
+    return files | copy_files(source.directory, directory, COPIED_FILES)
 
 
-def _copy(source: Path, directory: Path, patterns: tuple[str, ...]) -> dict[str, FileInfo]:
-    """Copy files, following links; returns size and hash by their names relative to the bundle."""
+def copy_files(source: Path, directory: Path, patterns: tuple[str, ...]) -> dict[str, FileInfo]:
+    """Copy files, following links; returns size and hash by their names relative to the directory."""
     names = sorted(
         {path.relative_to(source).as_posix() for pattern in patterns for path in source.glob(pattern) if path.is_file()}
     )

@@ -1,0 +1,176 @@
+"""Which decoders the ONNX graph can express, read from transformers' configuration."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from kvconvert.errors import UnsupportedModelError
+from kvconvert.models.layer_types import layer_types_of
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What configurations of one model type leave unsaid.
+
+    Attributes:
+        rotary: transformers' module that computes cosines and sines, "file.Class" below `transformers.models`.
+        qk_norm: queries and keys of every head go through an RMSNorm before RoPE.
+        gemma: norms multiply by 1 + weight, and embeddings are multiplied by sqrt(hidden_size).
+        output_norms: attention and MLP have a second norm each, at their output, and scores their own factor.
+        soft_caps: those of the two soft caps that the model applies; others of its configuration mean nothing.
+    """
+
+    rotary: str
+    qk_norm: bool = False
+    gemma: bool = False
+    output_norms: bool = False
+    soft_caps: tuple[str, ...] = ()
+
+
+FAMILIES: dict[str, _Family] = {
+    "llama": _Family("llama.modeling_llama.LlamaRotaryEmbedding"),
+    "mistral": _Family("mistral.modeling_mistral.MistralRotaryEmbedding"),
+    "qwen2": _Family("qwen2.modeling_qwen2.Qwen2RotaryEmbedding"),
+    "qwen3": _Family("qwen3.modeling_qwen3.Qwen3RotaryEmbedding", qk_norm=True),
+    "gemma": _Family("gemma.modeling_gemma.GemmaRotaryEmbedding", gemma=True),
+    "gemma2": _Family(
+        "gemma2.modeling_gemma2.Gemma2RotaryEmbedding",
+        gemma=True,
+        output_norms=True,
+        soft_caps=("attn_logit_softcapping", "final_logit_softcapping"),
+    ),
+    "gemma3_text": _Family(
+        "gemma3.modeling_gemma3.Gemma3RotaryEmbedding",
+        gemma=True,
+        output_norms=True,
+        qk_norm=True,
+        soft_caps=("final_logit_softcapping",),
+    ),
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Shape and arithmetic of a decoder that the graph can express.
+
+    Attributes:
+        config: transformers' configuration.
+        model_type: of the configuration.
+        hidden_size, num_layers, num_heads, num_kv_heads, head_dim, vocab_size: sizes.
+        max_positions: tokens of the longest sequence.
+        norm_epsilon: of every RMSNorm.
+        norm_offset: what is added to a norm's weight.
+        embedding_scale: factor of the embeddings, 1 for none.
+        activation: of the gate, one of `ACTIVATIONS`.
+        attention_scale: factor of the scores.
+        attention_softcap, final_softcap: soft caps of scores and logits; 0 for none.
+        windows: tokens that each layer attends to, itself included; None for all.
+        rotary: for each layer, the name of its table of cosines and sines.
+        qk_norm, output_norms: which norms there are besides the two of every layer.
+    """
+
+    config: PretrainedConfig
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_epsilon: float
+    norm_offset: float
+    embedding_scale: float
+    activation: str
+    attention_scale: float
+    attention_softcap: float
+    final_softcap: float
+    windows: tuple[int | None, ...]
+    rotary: tuple[str, ...]
+    qk_norm: bool
+    output_norms: bool
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Decoder:
+        """Read a configuration.
+
+        Raises:
+            UnsupportedModelError: the graph cannot express the model; the message says what is in the way.
+        """
+        family = FAMILIES.get(config.model_type)
+        if family is None:
+            raise _unsupported(
+                f"models of type {config.model_type} are not among those it serves ({', '.join(FAMILIES)})"
+            )
+        layer_types, settings = layer_types_of(config)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        activation = config.hidden_activation if family.output_norms else config.hidden_act
+        if activation not in ACTIVATIONS:
+            raise _unsupported(f"its activation is {activation}, not {', '.join(ACTIVATIONS)}")
+        if getattr(config, "use_bidirectional_attention", None):
+            raise _unsupported("its attention is bidirectional")
+        caps = {name: getattr(config, name, None) or 0.0 for name in family.soft_caps}
+        scalar = config.query_pre_attn_scalar if family.output_norms else head_dim
+        for kind in set(layer_types) - {"full_attention", "sliding_attention"}:
+            raise _unsupported(f"it has {kind} layers")
+        _check_rope(config, layer_types)
+        return cls(
+            config=config,
+            model_type=config.model_type,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            vocab_size=config.vocab_size,
+            max_positions=config.max_position_embeddings,
+            norm_epsilon=config.rms_norm_eps,
+            norm_offset=1.0 if family.gemma else 0.0,
+            embedding_scale=config.hidden_size**0.5 if family.gemma else 1.0,
+            activation=activation,
+            attention_scale=scalar**-0.5,
+            attention_softcap=caps.get("attn_logit_softcapping", 0.0),
+            final_softcap=caps.get("final_logit_softcapping", 0.0),
+            windows=tuple(
+                setting["sliding_window"] if kind == "sliding_attention" else None
+                for kind, setting in zip(layer_types, settings, strict=True)
+            ),
+            rotary=tuple(kind if kind in config.rope_parameters else "all" for kind in layer_types),
+            qk_norm=family.qk_norm,
+            output_norms=family.output_norms,
+        )
+
+    def rotary_table(self, name: str) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, float32 [max_positions, head_dim / 2] each, as transformers computes them.
+
+        Args:
+            name: one of `rotary`.
+        """
+        file, _, kind = FAMILIES[self.model_type].rotary.rpartition(".")
+        module = getattr(importlib.import_module(f"transformers.models.{file}"), kind)(self.config)
+        layer_type = () if name == "all" else (name,)
+        cos, sin = module(torch.zeros(1), torch.arange(self.max_positions)[None], *layer_type)
+        half = self.head_dim // 2
+        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+
+def _check_rope(config: PretrainedConfig, layer_types: list[str]) -> None:
+    """Refuse rotations that no fixed table of cosines and sines over whole heads describes."""
+    parameters: dict[str, Any] = config.rope_parameters
+    for rope in [parameters[kind] for kind in set(layer_types) if kind in parameters] or [parameters]:
+        if rope["rope_type"] not in ROPE_TYPES:
+            raise _unsupported(f"its RoPE is of type {rope['rope_type']}, not {', '.join(ROPE_TYPES)}")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise _unsupported("its RoPE turns only a part of each head (partial_rotary_factor)")
+
+
+def _unsupported(reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"The ONNX export cannot express this model: {reason}; use the bundle itself.")

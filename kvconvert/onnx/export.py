@@ -1,0 +1,137 @@
+"""Export to ONNX: from a bundle, or from a finished calibration, to a directory for ONNX Runtime."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig
+
+from kvconvert.bundle.manifest import MANIFEST_NAME
+from kvconvert.bundle.reader import Bundle, open_bundle
+from kvconvert.bundle.writer import check_output, replacing, write_json
+from kvconvert.convert.export import COPIED_FILES, LICENCE_FILES, copy_files, export
+from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.onnx.architecture import Decoder
+from kvconvert.onnx.genai import genai_config
+from kvconvert.onnx.static_cache import StaticCache, has_plan, static_cache
+from kvconvert.version import __version__
+
+MODEL_NAME = "model.onnx"
+DATA_NAME = "model.onnx.data"
+GENAI_NAME = "genai_config.json"
+
+
+def export_onnx(
+    source: str | Path,
+    output: str | Path,
+    *,
+    kv_cache: Literal["plan", "float"] = "plan",
+    int8_activations: bool = False,
+    force: bool = False,
+    device: str | None = None,
+    progress: bool = True,
+) -> Path:
+    """Write a decoder graph for ONNX Runtime, with genai_config.json and the tokenizer's files.
+
+    Args:
+        source: a bundle, or the finished working directory of `calibrate`, of which a bundle is made first, its limits
+            included.
+        output: directory to write.
+        kv_cache: "plan" follows the bundle's KV plan, which has to be one of static scales, and gives a bundle without
+            a plan a float32 cache; "float" leaves the plan out.
+        int8_activations: let MatMulNBits round activations to int8 in blocks, which is faster and less exact.
+        force: replace an earlier ONNX export; of a working directory, also accept missed limits.
+        device: where the limits of a working directory's recipe are measured.
+        progress: show a progress bar while a working directory is made a bundle.
+
+    Returns:
+        the path of the directory.
+
+    Raises:
+        UnsupportedModelError: the graph cannot express the model or its plan; the message says what is in the way.
+        UsageError: the output exists, or the package onnx is missing.
+        BundleError: the bundle is damaged.
+        KvconvertError: the disk is full or cannot be written. Nothing is left behind after any error.
+    """
+    if kv_cache not in ("plan", "float"):
+        raise UsageError(f'`kv_cache` is "plan" or "float", not {kv_cache!r}.')
+    try:
+        from kvconvert.onnx.decoder import DecoderGraph, Weights
+        from kvconvert.onnx.graph import Graph
+    except ModuleNotFoundError as error:
+        if error.name != "onnx":
+            raise
+        raise UsageError(
+            "The export to ONNX needs the package onnx; install it with `pip install 'kvconvert[onnx]'`."
+        ) from error
+    target = Path(output)
+    check_output(target, force, marker=GENAI_NAME)
+    with _bundle(Path(source), target, force, device, progress) as bundle:
+        decoder, cache = _plan(bundle, kv_cache)
+        with replacing(target, force, marker=GENAI_NAME) as directory:
+            with (directory / DATA_NAME).open("wb") as data:
+                graph = Graph(data, DATA_NAME)
+                weights = Weights(bundle.manifest.tensors, _reader(bundle), accuracy_level=4 if int8_activations else 0)
+                built = DecoderGraph(decoder, weights, graph, cache)
+                built.build()
+            graph.save(directory / MODEL_NAME, built.inputs(), built.outputs(), _metadata(bundle, cache))
+            write_json(directory / GENAI_NAME, genai_config(decoder, bundle.directory, MODEL_NAME))
+            # Some tokenizers ask for the configuration; the packed weights that it describes are the bundle's.
+            write_json(
+                directory / "config.json", {k: v for k, v in bundle.config.items() if k != "quantization_config"}
+            )
+            copy_files(bundle.directory, directory, (*COPIED_FILES, *LICENCE_FILES))
+    return target
+
+
+@contextmanager
+def _bundle(source: Path, output: Path, force: bool, device: str | None, progress: bool) -> Iterator[Bundle]:
+    """The bundle at `source`, or one that is made of the working directory there and removed afterwards."""
+    if (source / MANIFEST_NAME).is_file():
+        yield open_bundle(source)
+        return
+    output.resolve().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.bundle-", dir=output.resolve().parent) as temporary:
+        yield open_bundle(
+            export(source, Path(temporary, "bundle"), force=force, device=device, progress=progress), verify="headers"
+        )
+
+
+def _plan(bundle: Bundle, kv_cache: str) -> tuple[Decoder, StaticCache | None]:
+    """What is to be built, after all refusals."""
+    decoder = Decoder.of(AutoConfig.from_pretrained(bundle.directory, trust_remote_code=False))
+    weights = bundle.manifest.weights
+    if weights.method not in ("awq", "rtn", "gptq", "awq+gptq", "none") or weights.bits not in (4, None):
+        raise UnsupportedModelError(
+            f"The ONNX export serves weights of 4 bits, and this bundle has {weights.bits} ({weights.method}); "
+            "calibrate with bits = 4."
+        )
+    quantized = kv_cache == "plan" and has_plan(bundle)
+    return decoder, static_cache(bundle, decoder.attention_softcap) if quantized else None
+
+
+def _reader(bundle: Bundle) -> Callable[[str], Tensor]:
+    """Reads one tensor at a time; files stay mapped, and their pages belong to the system."""
+
+    def read(name: str) -> Tensor:
+        with safe_open(bundle.weight_files[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    return read
+
+
+def _metadata(bundle: Bundle, cache: StaticCache | None) -> dict[str, str]:
+    """Where the graph comes from."""
+    manifest = bundle.manifest
+    return {
+        "kvconvert_version": __version__,
+        "bundle_manifest_sha256": manifest.manifest_sha256,
+        "source": manifest.source.id,
+        "kv_cache": "float32" if cache is None else f"int{cache.bits}, static scales per channel",
+    }
