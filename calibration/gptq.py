@@ -55,11 +55,11 @@ def compensate_reference(
     weight: Tensor, hessian: Tensor, grid: WeightGrid, order: Tensor | None = None, damping: float = DAMPING
 ) -> Tensor:
     """The definition, column by column with an inverse for each: see `compensate`, whose result this is. Slow."""
-    order = torch.arange(weight.shape[1]) if order is None else order
+    order = torch.arange(weight.shape[1], device=weight.device) if order is None else order
     free, hessian = weight.double().clone(), _damped(hessian.double(), damping)
     result = torch.empty_like(weight, dtype=torch.float32)
     for position, column in enumerate(order.tolist()):
-        rounded = grid.round_columns(free[:, column : column + 1].float(), torch.tensor([column]))[:, 0]
+        rounded = grid.round_columns(free[:, column : column + 1].float(), torch.tensor([column], device=weight.device))[:, 0]
         result[:, column] = rounded
         rest = order[position:]
         inverse = torch.linalg.inv(hessian[rest][:, rest])
