@@ -2,8 +2,8 @@
 
     python benchmarks/weights.py MODEL --text DIR [--only CASE ...]
 
-MODEL is the directory of a dense model; DIR holds the text reported on, by default wikitext2-test.txt. A CASE is a method
-with changes: `awq+gptq:bits=3,group_size=32,samples=128`. Every case is calibrated by the passes that `kvconvert
+MODEL is the directory of a dense model; DIR holds the text reported on, by default wikitext2-test.txt. A CASE is a
+method with changes: `awq+gptq:bits=3,group_size=32,samples=128`. Every case is calibrated by the passes that `kvconvert
 calibrate` runs, on text that ships with kvconvert or on --calibration, never on what is reported on; its weights are
 then rounded and put back into the model, so that widths which bundles do not hold can be measured too. Logits are
 compared with the source's in float32. Rows that the output holds already, measured in the same way, are kept.
@@ -67,16 +67,16 @@ def main() -> None:
         "scored_per_segment": args.length,
         "seed": args.seed,
         "device": args.device,
-        "calibrated_on": args.calibration and Path(args.calibration).name or "books-calib",
+        "calibrated_on": Path(args.calibration).name if args.calibration else "books-calib",
     }
-    report: dict[str, Any] = {"settings": settings, "versions": versions(), "models": {}}
+    name = args.model.resolve().name
+    report: dict[str, Any] = {"versions": versions(), "models": {}}
     if args.output.is_file():
-        old = json.loads(args.output.read_text(encoding="utf-8"))
-        if old["settings"] == settings:
-            report["models"] = old["models"]
-        else:
-            print(f"{args.output} was measured otherwise; all of its rows are replaced.", file=sys.stderr)
-    model = report["models"].setdefault(args.model.resolve().name, {"cases": {}})
+        report["models"] = json.loads(args.output.read_text(encoding="utf-8"))["models"]
+        if report["models"].get(name, {"settings": settings})["settings"] != settings:
+            print(f"{name} was measured otherwise; all of its rows are replaced.", file=sys.stderr)
+            del report["models"][name]
+    model = report["models"].setdefault(name, {"settings": settings, "cases": {}})
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = spaced_samples(str(args.text / f"{args.name}.txt"), tokenizer, args.segments, args.length + 1)
     source = SourceScores(args.model, ids, args.work, args.device)
@@ -94,7 +94,11 @@ def main() -> None:
         model["cases"][case.name] = source.compare(quantized) | {"case": case.values(), "seconds": round(seconds)}
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(f"{case.name}: KL {model['cases'][case.name]['kl']['mean']:.4f}, {seconds:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{case.name}: KL {model['cases'][case.name]['kl']['mean']:.4f}, {seconds:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
     print(write_page(report, args.page or (PAGE if args.output == RESULTS else None)))
 
 

@@ -24,20 +24,23 @@ def write_page(report: dict[str, Any], page: Path | None) -> str:
 
 def markdown(report: dict[str, Any]) -> str:
     """What was measured and how; per model its cases and their differences from AWQ at the same width and groups."""
-    s = report["settings"]
-    parts = [
-        f"{s['segments']} segments of {s['scored_per_segment']:,} scored tokens of {s['text']}, float32 on a {'CPU' if s['device'] == 'cpu' else 'GPU'}; "
-        f"calibrated on {s['calibrated_on']}. KL is to the source in nats per token, with 95 % bootstrap intervals over "
-        "segments; seconds are those of calibration."
-    ]
+    parts = ["KL is to the source in nats per token, with 95 % bootstrap intervals over segments; all in float32."]
     for name, model in report["models"].items():
-        parts += [f"## {name}", _table(model), _differences(model)]
+        parts += [f"## {name}", _introduction(model["settings"]), _table(model), _differences(model)]
     return "\n\n".join(part for part in parts if part)
+
+
+def _introduction(s: dict[str, Any]) -> str:
+    device = "CPU" if s["device"] == "cpu" else "GPU"
+    return (
+        f"{s['segments']} segments of {s['scored_per_segment']:,} scored tokens of {s['text']}, calibrated on "
+        f"{s['calibrated_on']}, on a {device}."
+    )
 
 
 def _table(model: dict[str, Any]) -> str:
     lines = [
-        "| method | bits | group size | samples | KL | perplexity | same first token | seconds |",
+        "| method | bits | group size | samples | KL | perplexity | same first token | seconds of calibration |",
         "|---|---|---|---|---|---|---|---|",
         f"| source | | | | 0 | {model['source_perplexity']:.2f} | 100% | |",
     ]

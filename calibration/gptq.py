@@ -59,7 +59,9 @@ def compensate_reference(
     free, hessian = weight.double().clone(), _damped(hessian.double(), damping)
     result = torch.empty_like(weight, dtype=torch.float32)
     for position, column in enumerate(order.tolist()):
-        rounded = grid.round_columns(free[:, column : column + 1].float(), torch.tensor([column], device=weight.device))[:, 0]
+        rounded = grid.round_columns(
+            free[:, column : column + 1].float(), torch.tensor([column], device=weight.device)
+        )[:, 0]
         result[:, column] = rounded
         rest = order[position:]
         inverse = torch.linalg.inv(hessian[rest][:, rest])

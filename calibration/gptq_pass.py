@@ -1,8 +1,9 @@
-"""GPTQ as a calibration pass: alone, or on weights that AWQ scaled ("awq+gptq", section 5.2 and table 9 of AWQ's paper).
+"""GPTQ as a calibration pass: alone, or on weights that AWQ scaled ("awq+gptq", table 9 of AWQ's paper).
 
 After AWQ's scales are in the weights, the Hessians of the unscaled inputs are divided by them, so one run over the data
-serves both. AWQ's clips only bound the grids: weights are not clamped, and what a clip costs is an error like any other,
-which later columns make up for. Weights of an expert with too few tokens of its own are rounded to nearest.
+serves both. AWQ's clips, which both search, only bound the grids: weights are not clamped, and what a clip costs is an
+error like any other, which later columns make up for. Weights of an expert with too few tokens of its own are rounded to
+nearest.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from kvconvert.methods import PLAN_TENSORS, KVCalibration, KVScheme
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.runtime.cache.formats import layer_format, rotations, span_format
 
-# In the order in which they work: what folds first, the searches for weights after it, and what depends on the values that the
-# cache will store after both. Passes that evaluate a sample of the finished layer's attention stand last.
+# In the order in which they work: what folds first, the searches for weights after it, and what depends on the values
+# that the cache will store after both. Passes that evaluate a sample of the finished layer's attention stand last.
 PASSES: tuple[type[CalibrationPass], ...] = (
     OscarPass,
     KittyPass,

@@ -62,5 +62,5 @@ def test_auto_fits_common_shapes(name):
 
 
 def test_a_stated_group_size_that_does_not_fit_is_refused_with_one_that_does():
-    with pytest.raises(RecipeError, match="128 does not divide the 576 inputs.*set group_size = 64"):
+    with pytest.raises(RecipeError, match=r"128 does not divide the 576 inputs.*set group_size = 64"):
         fitted_group_size(runner_of(*SHAPES["SmolLM2-135M"][:5]), WeightsRecipe(group_size=128))
