@@ -2,8 +2,8 @@
 
 After AWQ's scales are in the weights, the Hessians of the unscaled inputs are divided by them, so one run over the data
 serves both. AWQ's clips, which both search, only bound the grids: weights are not clamped, and what a clip costs is an
-error like any other, which later columns make up for. Weights of an expert with too few tokens of its own are rounded to
-nearest.
+error like any other, which later columns make up for. Weights of an expert with too few tokens of its own are rounded
+to nearest.
 """
 
 from __future__ import annotations
