@@ -328,12 +328,25 @@ class AwqPass(CalibrationPass):
     Args:
         bits, group_size: of the weights.
         quantize_values: see `search_scales`; None takes what the layer's own cache makes of values.
+        clamps: whether weights are clamped to the clips; another pass may only want to know them.
+
+    Attributes:
+        input_scales: by Linear, what `apply` multiplied its input channels by.
+        clips: see `search_clips`; from `apply` on.
     """
 
     name = "awq"
 
-    def __init__(self, bits: int, group_size: int, quantize_values: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.bits, self.group_size, self.quantize_values = bits, group_size, quantize_values
+    def __init__(
+        self,
+        bits: int,
+        group_size: int,
+        quantize_values: Callable[[Tensor], Tensor] | None = None,
+        clamps: bool = True,
+    ) -> None:
+        self.bits, self.group_size, self.quantize_values, self.clamps = bits, group_size, quantize_values, clamps
+        self.input_scales: dict[str, Tensor] = {}
+        self.clips: dict[str, tuple[Tensor, float, float]] = {}
         self._recorder: ActivationRecorder | None = None
         self._result = PassResult()
 
@@ -369,10 +382,12 @@ class AwqPass(CalibrationPass):
     def apply(self, work: LayerWork) -> None:
         """Scale the layer, search the clips on the scaled weights, and clamp them."""
         apply_scales(work.layer, work.structure, self._scalings, work.dtype)
-        clips = search_clips(
-            work.layer, work.structure, self._statistics, reader_scales(self._scalings), self.bits, self.group_size
+        self.input_scales = reader_scales(self._scalings)
+        clips = self.clips = search_clips(
+            work.layer, work.structure, self._statistics, self.input_scales, self.bits, self.group_size
         )
-        apply_clips(work.layer, clips, self.group_size)
+        if self.clamps:
+            apply_clips(work.layer, clips, self.group_size)
         statistics = {
             "scales": {
                 _short(s.label): {"ratio": s.ratio, "loss_before": s.loss_before, "loss_after": s.loss_after}

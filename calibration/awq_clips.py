@@ -32,7 +32,7 @@ def search_clips(
     """Search how far to clamp each group of each Linear but query and key, for weights that were scaled.
 
     Args:
-        statistics: of the activations BEFORE scaling.
+        statistics: of the activations BEFORE scaling. Linears whose input has no second moment are not clipped.
         reader_scale: what each Linear's input channels were multiplied by, where they were.
 
     Returns:
@@ -45,7 +45,9 @@ def search_clips(
         part = _clipped_part(structure, name)
         if part is None:
             continue
-        moment = statistics.second_moment[point_of(structure, name)]
+        moment = statistics.second_moment.get(point_of(structure, name))
+        if moment is None:
+            continue
         if name in reader_scale:
             scale = reader_scale[name].unflatten(0, (-1, group_size))
             moment = moment / (scale.unsqueeze(2) * scale.unsqueeze(1))

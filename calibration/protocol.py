@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.calibration.structure import LayerStructure
+from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
 from kvconvert.kernels.pages import ChannelScales, LayerFormat
 from kvconvert.kernels.quantizer import affine_grid
@@ -95,6 +96,7 @@ class LayerWork:
         cache: how its cache will store keys and values, as far as passes have chosen; None where it stays as it is.
         replay: runs all calibration data once more through the layer in its current state; set from `solve` on.
         visual: which tokens stand for images, bool [num_samples, seq_len]; None where there are none.
+        grids: of Linears (names within the layer) whose weights a pass has replaced by values of these grids.
     """
 
     name: str
@@ -106,6 +108,7 @@ class LayerWork:
     cache: CacheFormat | None = None
     replay: Callable[[], None] | None = None
     visual: Tensor | None = None
+    grids: dict[str, WeightGrid] = field(default_factory=dict)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvconvert.methods import KVScheme, LayerShape
+from kvconvert.methods.awq import Method, QuantizedBy
 
 FORMAT_VERSION = 0
 MANIFEST_NAME = "kvconvert.json"
@@ -77,7 +78,7 @@ class ModuleCoverage(_Record):
         name: as in the loaded model, for instance "model.layers.0.self_attn.q_proj".
         stored_name: as in the weight files, where that is another name; else "".
         kind: "linear", "embedding", "norm", ... in the words of the adapter.
-        method: "awq" or "rtn" (quantized), or "kept".
+        method: "awq", "gptq", "awq+gptq" or "rtn" (quantized), or "kept".
         bits, group_size: of a quantized module.
         in_features, out_features: of a Linear; the exporter fills them in from the tensors.
         reason: why a module was kept, or which AWQ scaling pairs were skipped and why.
@@ -86,7 +87,7 @@ class ModuleCoverage(_Record):
     name: str
     stored_name: str = ""
     kind: str = "linear"
-    method: Literal["awq", "rtn", "kept"]
+    method: Literal[QuantizedBy, "kept"]
     bits: int | None = None
     group_size: int | None = None
     in_features: int | None = None
@@ -144,7 +145,7 @@ class WeightsInfo(_Record):
         quantized_bits_per_weight: their quotient in bits; None if nothing is quantized.
     """
 
-    method: Literal["awq", "rtn", "none"]
+    method: Method
     bits: int | None = None
     group_size: int | None = None
     bytes: int

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import LayerWork
+from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.workdir import LayerRecord
 from kvconvert.errors import NumericError
-from kvconvert.kernels.linear.awq_format import quantize_weight
+from kvconvert.kernels.linear.awq_format import AwqWeight, pack_awq, quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
 from kvconvert.kernels.rotate import hadamard_kind
 from kvconvert.methods import KVScheme
@@ -86,13 +87,27 @@ def converted_tensors(work: LayerWork, dtypes: dict[str, torch.dtype], weights: 
         full = f"{work.name}.{module}".rstrip(".")
         if weights.quantizes and kind == "weight" and module in work.structure.linears:
             try:
-                packed = quantize_weight(parameter, weights.bits, weights.group_size)
+                grid = work.grids.get(module)
+                packed = (
+                    quantize_weight(parameter, weights.bits, weights.group_size)
+                    if grid is None
+                    else _pack(parameter, grid)
+                )
             except GroupRangeError as error:
                 raise NumericError(f"{full} cannot be quantized: {error}") from error
             tensors.update({f"{full}.{field}": value.cpu() for field, value in packed._asdict().items()})
         else:
             tensors[f"{full}.{kind}"] = parameter.to(dtypes[name]).cpu()
     return tensors
+
+
+def _pack(weight: Tensor, grid: WeightGrid) -> AwqWeight:
+    """A weight that consists of a grid's values, in AWQ's layout."""
+    return AwqWeight(
+        qweight=pack_awq(grid.codes(weight).T),
+        qzeros=pack_awq(grid.zero.T.to(torch.uint8)),
+        scales=grid.scale.T.to(torch.float16).contiguous(),
+    )
 
 
 def layer_coverage(work: LayerWork, weights: WeightsRecipe, reasons: dict[str, str]) -> list[ModuleCoverage]:

@@ -11,6 +11,7 @@ from kvconvert.calibration.awq import AwqPass
 from kvconvert.calibration.calibquant import CalibQuantPass
 from kvconvert.calibration.clip_ratios import ClipRatioPass
 from kvconvert.calibration.error_feedback import ErrorFeedbackPass
+from kvconvert.calibration.gptq_pass import GptqPass
 from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
@@ -21,12 +22,13 @@ from kvconvert.methods import PLAN_TENSORS, KVCalibration, KVScheme
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.runtime.cache.formats import layer_format, rotations, span_format
 
-# In the order in which they work: what folds first, AWQ's search after it, and what depends on the values that the
-# cache will store after both. Passes that evaluate a sample of the finished layer's attention stand last.
+# In the order in which they work: what folds first, the searches for weights after it, and what depends on the values
+# that the cache will store after both. Passes that evaluate a sample of the finished layer's attention stand last.
 PASSES: tuple[type[CalibrationPass], ...] = (
     OscarPass,
     KittyPass,
     AwqPass,
+    GptqPass,
     StaticScalesPass,
     ErrorFeedbackPass,
     ClipRatioPass,

@@ -4,7 +4,7 @@ A recipe is a preset or a TOML file. Presets are those of the methods (`kvconver
 files in `kvconvert/convert/presets`; dropping one in extends the command line. A file looks like this:
 
     [weights]
-    method = "awq"        # awq, rtn (round to nearest) or none
+    method = "awq"        # awq, gptq, awq+gptq, rtn (round to nearest) or none
     bits = 4
     group_size = "auto"   # the largest of 128, 64 and 32 that divides the inputs of every quantized Linear
 

@@ -1,4 +1,4 @@
-"""AWQ (arXiv 2306.00978) and rounding: what becomes of a model's Linears."""
+"""AWQ (arXiv 2306.00978), GPTQ (arXiv 2210.17323) and rounding: what becomes of a model's Linears."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from pydantic import BaseModel, ConfigDict, field_validator
 GROUP_SIZES = (16, 32, 64, 128, 256)
 # What "auto" chooses from, the largest first.
 AUTO_GROUP_SIZES = (128, 64, 32)
-Method = Literal["awq", "rtn", "none"]
+# Of a quantized module; "none" besides, of a recipe.
+QuantizedBy = Literal["awq", "gptq", "awq+gptq", "rtn"]
+Method = Literal[QuantizedBy, "none"]
 
 
 class WeightsRecipe(BaseModel):
     """How Linears are quantized.
 
     Attributes:
-        method: "awq" searches scales and clips, "rtn" rounds to nearest, "none" keeps every weight.
+        method: "awq" searches scales and clips, "gptq" makes up for each column's rounding error in the columns after
+            it, "awq+gptq" does so on the scaled weights, "rtn" rounds to nearest, "none" keeps every weight.
         bits: of a stored weight; means nothing with "none".
         group_size: inputs that share one scale and zero point, or "auto", which becomes the largest of
             `AUTO_GROUP_SIZES` that divides the inputs of every Linear to be quantized once the model is known; means
@@ -41,6 +44,16 @@ class WeightsRecipe(BaseModel):
         """Whether any weight is quantized."""
         return self.method != "none"
 
+    @property
+    def scales(self) -> bool:
+        """Whether AWQ's scales and clips are searched."""
+        return self.method in ("awq", "awq+gptq")
+
+    @property
+    def compensates(self) -> bool:
+        """Whether GPTQ finds the codes."""
+        return self.method in ("gptq", "awq+gptq")
+
     def fault(self) -> str | None:
         """Why bundles cannot hold such weights, as the end of a sentence about a recipe, or None."""
         if not self.quantizes:
@@ -59,13 +72,15 @@ class WeightsRecipe(BaseModel):
 
     def transforms(self) -> tuple[str, ...]:
         """Changes to the weights before they are quantized, as a manifest lists them."""
-        return ("awq_scale", "awq_clip") if self.method == "awq" else ()
+        return ("awq_scale", "awq_clip") * self.scales + ("gptq",) * self.compensates
 
 
 def describe(method: Method) -> str:
     """What a card says of a bundle's weights."""
     return {
         "awq": "AWQ-quantized weights (4 bits)",
+        "gptq": "GPTQ-quantized weights (4 bits)",
+        "awq+gptq": "weights scaled by AWQ and quantized by GPTQ (4 bits)",
         "rtn": "weights rounded to nearest (4 bits)",
         "none": "weights in their original width",
     }[method]

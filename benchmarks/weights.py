@@ -1,0 +1,106 @@
+"""What quantized weights cost a model, the cache left alone: KL and perplexity of every method and width.
+
+    python benchmarks/weights.py MODEL --text DIR [--only CASE ...]
+
+MODEL is the directory of a dense model; DIR holds the text reported on, by default wikitext2-test.txt. A CASE is a
+method with changes: `awq+gptq:bits=3,group_size=32,samples=128`. Every case is calibrated by the passes that `kvconvert
+calibrate` runs, on text that ships with kvconvert or on --calibration, never on what is reported on; its weights are
+then rounded and put back into the model, so that widths which bundles do not hold can be measured too. Logits are
+compared with the source's in float32. Rows that the output holds already, measured in the same way, are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+from weights_docs import write_page
+from weights_measure import Case, SourceScores, quantized_model
+
+from kvconvert.data.text import spaced_samples
+from kvconvert.errors import KvconvertError
+from kvconvert.fidelity.evaluate import versions
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "weights.json"
+PAGE = ROOT / "docs" / "weights.md"
+METHODS = ("rtn", "awq", "gptq", "awq+gptq")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--text", type=Path, required=True, metavar="DIR", help="of the text reported on")
+    parser.add_argument("--name", default="wikitext2-test", help="of its .txt file (default: wikitext2-test)")
+    parser.add_argument("--calibration", metavar="SOURCE", help="text that weights are calibrated on")
+    parser.add_argument(
+        "--only", nargs="+", metavar="CASE", help="cases to measure (default: every method at 4, 3 and 2 bits)"
+    )
+    parser.add_argument("--group-size", type=int, default=64, help="where a case says none (default: 64)")
+    parser.add_argument("--segments", type=int, default=16, help="of the text (default: 16)")
+    parser.add_argument("--length", type=int, default=1024, help="scored tokens of a segment (default: 1024)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=2, help="of torch")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "weights", help="of the source's logits")
+    parser.add_argument("--again", action="store_true", help="measure anew what is there already")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--page", type=Path, help=f"Markdown to write; {PAGE.relative_to(ROOT)} with --output's default"
+    )
+    return parser.parse_args()
+
+
+@torch.no_grad()
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    settings = {
+        "text": args.name,
+        "segments": args.segments,
+        "scored_per_segment": args.length,
+        "seed": args.seed,
+        "device": args.device,
+        "calibrated_on": Path(args.calibration).name if args.calibration else "books-calib",
+    }
+    name = args.model.resolve().name
+    report: dict[str, Any] = {"versions": versions(), "models": {}}
+    if args.output.is_file():
+        report["models"] = json.loads(args.output.read_text(encoding="utf-8"))["models"]
+        if report["models"].get(name, {"settings": settings})["settings"] != settings:
+            print(f"{name} was measured otherwise; all of its rows are replaced.", file=sys.stderr)
+            del report["models"][name]
+    model = report["models"].setdefault(name, {"settings": settings, "cases": {}})
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    ids = spaced_samples(str(args.text / f"{args.name}.txt"), tokenizer, args.segments, args.length + 1)
+    source = SourceScores(args.model, ids, args.work, args.device)
+    model["source_perplexity"] = source.perplexity
+    cases = args.only or [f"{method}:bits={bits}" for bits in (4, 3, 2) for method in METHODS]
+    for case in (Case.parse(text, args.group_size) for text in cases):
+        if case.name in model["cases"] and not args.again:
+            continue
+        begun = time.monotonic()
+        try:
+            quantized = quantized_model(args.model, case, args.calibration, args.seed, args.device)
+        except KvconvertError as error:
+            sys.exit(f"{case.name}: {error}")
+        seconds = time.monotonic() - begun
+        model["cases"][case.name] = source.compare(quantized) | {"case": case.values(), "seconds": round(seconds)}
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(
+            f"{case.name}: KL {model['cases'][case.name]['kl']['mean']:.4f}, {seconds:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+    print(write_page(report, args.page or (PAGE if args.output == RESULTS else None)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""How `benchmarks/weights.py` measures one case: quantize layer by layer, compare logits with the source's."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from kvconvert.calibration.protocol import LayerWork
+from kvconvert.calibration.weight_grid import WeightGrid
+from kvconvert.convert.input_capture import CalibrationInputs
+from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.convert.passes import make_passes
+from kvconvert.data.text import load_token_samples
+from kvconvert.errors import UsageError
+from kvconvert.fidelity.bootstrap import bootstrap_mean
+from kvconvert.methods import KVCalibration
+from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.models.adapters import require_adapter
+from kvconvert.models.source import float_dtype, open_source
+
+SAMPLES, LENGTH = 64, 512  # of the calibration text: the defaults of `kvconvert calibrate`
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method with changes, as `NAME` or `NAME:field=value,field=value`.
+
+    Attributes:
+        name: method and everything that differs from the defaults.
+        weights: method, width and groups; sequential propagation.
+        samples, length: of the calibration text.
+    """
+
+    name: str
+    weights: WeightsRecipe
+    samples: int
+    length: int
+
+    @classmethod
+    def parse(cls, text: str, group_size: int) -> Case:
+        """Read what the command line says (UsageError)."""
+        method, _, changes = text.partition(":")
+        fields: dict[str, Any] = {"method": method, "bits": 4, "group_size": group_size}
+        sizes = {"samples": SAMPLES, "length": LENGTH}
+        for change in filter(None, changes.split(",")):
+            name, equals, value = change.partition("=")
+            if not equals:
+                raise UsageError(f"{text}: {change} is not of the form field=value.")
+            (sizes if name in sizes else fields)[name] = _value(value)
+        rest = {k: v for k, v in (fields | sizes).items() if k != "method"}
+        default = {"samples": SAMPLES, "length": LENGTH}
+        said = ",".join(f"{name}={value}" for name, value in rest.items() if default.get(name) != value)
+        return cls(f"{method}:{said}", WeightsRecipe(**fields), **sizes)
+
+    def values(self) -> dict[str, Any]:
+        """As plain values."""
+        return self.weights.model_dump() | {"samples": self.samples, "length": self.length}
+
+
+def _value(text: str) -> int | bool | str:
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if text.isdigit() else text
+
+
+@dataclass
+class _States:
+    """Hidden states in memory, read like `kvconvert.convert.workdir.HiddenStates`."""
+
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return tuple(self.values.shape)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.values[start:stop]
+
+
+@torch.no_grad()
+def quantized_model(directory: Path, case: Case, calibration: str | None, seed: int, device: str) -> PreTrainedModel:
+    """The model in float32 with the weights that a conversion would store, dequantized; dense models only."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    ids = load_token_samples(calibration, tokenizer, case.samples, case.length, seed).ids
+    source = open_source(str(directory))
+    runner = LayerRunner(source, require_adapter(source.config), torch.device(device))
+    runner.begin(CalibrationInputs(ids))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
+    states = _States(torch.cat(list(runner.first_input())))
+    for index in range(runner.num_layers):
+        structure = runner.structure(index)
+        passes = make_passes(case.weights, None, KVCalibration(), structure)
+        layer, _ = runner.layer(index)
+        name = runner.layer_name(index)
+        work = LayerWork(name, layer, structure, *ids.shape, dtype=float_dtype(source))
+        outputs = []
+        with ExitStack() as hooks:
+            for calibration_pass in passes:
+                hooks.enter_context(calibration_pass.observe(work))
+            outputs = [output for *_, output in runner.forward(layer, states, index)] if passes else []
+        for calibration_pass in passes:
+            calibration_pass.solve(work)
+            calibration_pass.apply(work)
+        for linear in structure.linears:
+            if linear not in work.grids:
+                weight = work.layer.get_submodule(linear).weight
+                weight.copy_(WeightGrid.of(weight, case.weights.bits, case.weights.group_size).round(weight))
+        model.get_submodule(name).load_state_dict(work.layer.state_dict())
+        states = _States(torch.cat(outputs)) if outputs else states
+    return model
+
+
+class SourceScores:
+    """The source's log-probabilities of a text, one file per segment: they are compared with again and again.
+
+    Args:
+        directory: of the model.
+        ids: int64 [segments, length + 1]; all but the first token are scored.
+        work: where the files lie.
+        device: on which models compute.
+    """
+
+    def __init__(self, directory: Path, ids: Tensor, work: Path, device: str) -> None:
+        self.ids, self._device = ids, device
+        key = hashlib.sha256(repr((str(directory.resolve()), device, ids.tolist())).encode()).hexdigest()[:16]
+        self._folder = work / key
+        self._folder.mkdir(parents=True, exist_ok=True)
+        missing = [i for i in range(len(ids)) if not self._file(i).is_file()]
+        if missing:
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
+            for index in missing:
+                partial = self._file(index).with_suffix(".partial")
+                torch.save(_log_probabilities(model, ids[index]).cpu(), partial)
+                partial.rename(self._file(index))
+        self.perplexity = float(torch.stack([_nll(self._of(i), ids[i]) for i in range(len(ids))]).mean().exp())
+
+    def _file(self, index: int) -> Path:
+        return self._folder / f"{index}.pt"
+
+    def _of(self, index: int) -> Tensor:
+        return torch.load(self._file(index), mmap=True)
+
+    def compare(self, model: PreTrainedModel) -> dict[str, Any]:
+        """KL from the source, in nats per token, and the likelihood, per segment and on average."""
+        kl, nll, agrees = [], [], []
+        for index, ids in enumerate(self.ids):
+            reference, other = self._of(index).to(self._device), _log_probabilities(model, ids)
+            kl.append((reference.exp() * (reference - other)).sum(-1).mean(dtype=torch.float64))
+            nll.append(_nll(other, ids))
+            agrees.append((reference.argmax(-1) == other.argmax(-1)).double().mean())
+        kl, nll, agrees = ([value.cpu() for value in values] for values in (kl, nll, agrees))
+        return {
+            "kl": asdict(bootstrap_mean(torch.stack(kl), 0)),
+            "perplexity": float(torch.stack(nll).mean().exp()),
+            "top1_agreement": float(torch.stack(agrees).mean()),
+            "kl_by_segment": torch.stack(kl).tolist(),
+            "nll_by_segment": torch.stack(nll).tolist(),
+        }
+
+
+def _log_probabilities(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return model(input_ids=ids[None, :-1].to(model.device), use_cache=False).logits[0].float().log_softmax(-1)
+
+
+def _nll(log_probabilities: Tensor, ids: Tensor) -> Tensor:
+    return -log_probabilities.gather(1, ids[1:, None].to(log_probabilities.device)).mean(dtype=torch.float64)

@@ -1,0 +1,121 @@
+"""GPTQ as a calibration pass: alone, or on weights that AWQ scaled ("awq+gptq", table 9 of AWQ's paper).
+
+After AWQ's scales are in the weights, the Hessians of the unscaled inputs are divided by them, so one run over the data
+serves both. AWQ's clips, which both search, only bound the grids: weights are not clamped, and what a clip costs is an
+error like any other, which later columns make up for. Weights of an expert with too few tokens of its own are rounded
+to nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationStatistics, point_of
+from kvconvert.calibration.awq import AwqPass
+from kvconvert.calibration.awq_clips import search_clips
+from kvconvert.calibration.gptq import DAMPING, compensate, output_error, rounding_order
+from kvconvert.calibration.hessians import HessianRecorder, diagonal_blocks
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult
+from kvconvert.calibration.weight_grid import WeightGrid
+from kvconvert.errors import NumericError
+
+
+class GptqPass(CalibrationPass):
+    """Find codes by error compensation; the layer's Linears are left with the values that these codes stand for.
+
+    Args:
+        bits, group_size: of the weights.
+        awq: searches scales and clips first; None takes the weights as they are and searches clips alone.
+    """
+
+    name = "gptq"
+
+    def __init__(self, bits: int, group_size: int, awq: AwqPass | None = None) -> None:
+        self.bits, self.group_size, self.awq = bits, group_size, awq
+        self._hessians: HessianRecorder | None = None
+        self._result = PassResult()
+
+    @classmethod
+    def of(cls, request: PassRequest) -> GptqPass | None:
+        """Of a recipe whose weights are compensated."""
+        weights = request.weights
+        if not weights.compensates:
+            return None
+        awq = AwqPass(weights.bits, weights.group_size, clamps=False) if weights.scales else None
+        return cls(weights.bits, weights.group_size, awq)
+
+    @contextmanager
+    def observe(self, work: LayerWork) -> Iterator[None]:
+        """Record the Hessians, and what AWQ's search needs."""
+        self._hessians = HessianRecorder(work.structure)
+        with ExitStack() as hooks:
+            if self.awq is not None:
+                hooks.enter_context(self.awq.observe(work))
+            hooks.enter_context(self._hessians.attached(work.layer))
+            yield
+
+    def solve(self, work: LayerWork) -> None:
+        """Search AWQ's scales."""
+        if self.awq is not None:
+            self.awq.solve(work)
+
+    def apply(self, work: LayerWork) -> None:
+        """Scale the layer, fix every Linear's grid, and replace its weight by values of that grid."""
+        scales: dict[str, Tensor] = {}
+        if self.awq is not None:
+            self.awq.apply(work)
+            scales, clips = self.awq.input_scales, self.awq.clips
+        else:
+            clips = self._search_clips(work)
+        losses: dict[str, dict[str, float]] = {}
+        reasons = {} if self.awq is None else dict(self.awq.result().reasons)
+        for name in work.structure.linears:
+            linear = work.layer.get_submodule(name)
+            bound = clips[name][0] if name in clips else None
+            try:
+                grid = WeightGrid.of(linear.weight, self.bits, self.group_size, bound)
+                if self._has_tokens(work, name):
+                    linear.weight.data, losses[name] = self._compensated(work, name, grid, scales.get(name))
+                else:
+                    linear.weight.data = grid.round(linear.weight)
+                    note = f"its expert saw fewer than {MIN_EXPERT_TOKENS} calibration tokens and is rounded to nearest"
+                    reasons[name] = "; ".join(filter(None, (reasons.get(name), note)))
+            except NumericError as error:
+                raise NumericError(f"GPTQ cannot quantize {work.name}.{name}: {error}") from error
+            work.grids[name] = grid
+        statistics: dict[str, Any] = {} if self.awq is None else dict(self.awq.result().statistics)
+        self._result = PassResult(statistics=statistics | {"compensation": losses}, reasons=reasons)
+        self._hessians = None
+
+    def result(self) -> PassResult:
+        """AWQ's statistics, and for every compensated Linear its output's error when rounded and when compensated."""
+        return self._result
+
+    def _has_tokens(self, work: LayerWork, name: str) -> bool:
+        count = self._hessians.tokens.get(point_of(work.structure, name), 0)
+        experts = work.structure.experts
+        routed = experts is not None and experts.owner(name) is not None
+        return count >= (MIN_EXPERT_TOKENS if routed else 1)
+
+    def _search_clips(self, work: LayerWork) -> dict[str, tuple[Tensor, float, float]]:
+        points = {point_of(work.structure, name) for name in work.structure.linears if self._has_tokens(work, name)}
+        moments = {point: diagonal_blocks(self._hessians.of(point), self.group_size) for point in points}
+        return search_clips(
+            work.layer, work.structure, ActivationStatistics(second_moment=moments), {}, self.bits, self.group_size
+        )
+
+    def _compensated(
+        self, work: LayerWork, name: str, grid: WeightGrid, input_scale: Tensor | None
+    ) -> tuple[Tensor, dict[str, float]]:
+        hessian = self._hessians.of(point_of(work.structure, name), input_scale)
+        weight = work.layer.get_submodule(name).weight
+        found, damping = compensate(weight, hessian, grid, rounding_order(hessian))
+        losses = {
+            "loss_before": output_error(weight, grid.round(weight), hessian),
+            "loss_after": output_error(weight, found, hessian),
+        }
+        return found, losses if damping == DAMPING else losses | {"damping": damping}

@@ -1,0 +1,85 @@
+"""Scale and zero of each group of a weight, apart from its codes: what a search that chooses codes one by one keeps.
+
+w = (q - z) scale with integers q and z from 0 to 2^bits - 1, as in `kernels.linear.awq_format`, whose rounding to
+nearest this is when nothing moves the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvconvert.kernels.quantizer import GroupRangeError
+
+_SMALLEST_HALF = 2.0**-24
+
+
+@dataclass(frozen=True)
+class WeightGrid:
+    """The values that a Linear's quantized weight can have.
+
+    Attributes:
+        scale: float32 [out, in / group_size], numbers that fp16 holds; never 0.
+        zero: float32 [out, in / group_size], integers 0 to 2^bits - 1.
+        bits, group_size: of the weight.
+    """
+
+    scale: Tensor
+    zero: Tensor
+    bits: int
+    group_size: int
+
+    @classmethod
+    def of(cls, weight: Tensor, bits: int, group_size: int, clip: Tensor | None = None) -> WeightGrid:
+        """The grid from each group's smallest to its largest weight and 0.
+
+        Args:
+            weight: [out, in], any float dtype.
+            bits, group_size: of the grid.
+            clip: optional [out, in / group_size]: bounds beyond which |w| is clamped first.
+
+        Raises:
+            GroupRangeError: NaN, infinity, or a scale beyond fp16; its index is (output, group).
+        """
+        groups = weight.float().unflatten(-1, (-1, group_size))
+        low, high = groups.amin(-1), groups.amax(-1)
+        if clip is not None:
+            low, high = low.clamp(-clip, clip), high.clamp(-clip, clip)
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        extent = high - low
+        # The smallest fp16 number and 1, for the same reasons as in the format's own quantizer.
+        scale = (extent / (2**bits - 1)).clamp(min=_SMALLEST_HALF).masked_fill(extent == 0, 1.0).half().float()
+        if not scale.isfinite().all():
+            index = tuple(int(i) for i in (~scale.isfinite()).nonzero()[0])
+            raise GroupRangeError(
+                f"Weight group {index} (output, group) holds NaN, infinity, or more than fp16 scales can describe; "
+                "repair the source model or keep this module unquantized.",
+                index,
+            )
+        return cls(scale, (-low / scale).round().clamp(0, 2**bits - 1), bits, group_size)
+
+    def of_columns(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and zero of inputs [n], each float32 [n, out] and contiguous."""
+        group = columns // self.group_size
+        return self.scale.T[group], self.zero.T[group]
+
+    def nearest(self, values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """The grid's values next to `values`, by scale and zero of the same shape."""
+        codes = (values / scale).round_().add_(zero).clamp_(0, 2**self.bits - 1)
+        return codes.sub_(zero).mul_(scale)
+
+    def round_columns(self, values: Tensor, columns: Tensor) -> Tensor:
+        """The grid's values next to those of inputs `columns` [n]: [out, n] to float32 [out, n]."""
+        scale, zero = self.of_columns(columns)
+        return self.nearest(values.float(), scale.T, zero.T)
+
+    def round(self, weight: Tensor) -> Tensor:
+        """The grid's values next to a weight [out, in]: rounding to nearest."""
+        return self.round_columns(weight, torch.arange(weight.shape[1], device=weight.device))
+
+    def codes(self, weight: Tensor) -> Tensor:
+        """The codes q, uint8 [out, in], of a weight that consists of the grid's values."""
+        scale, zero = self.of_columns(torch.arange(weight.shape[1], device=weight.device))
+        return ((weight / scale.T).round_() + zero.T).clamp_(0, 2**self.bits - 1).to(torch.uint8)

@@ -1,0 +1,157 @@
+"""GPTQ: the blocked form against the definition, grids against the format's own rounding, and the pass on layers."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_awq import GROUP, LENGTH, SAMPLES, STRUCTURE, Setting
+
+from kvconvert.calibration.awq import AwqPass
+from kvconvert.calibration.gptq import compensate, compensate_reference, output_error, rounding_order
+from kvconvert.calibration.gptq_pass import GptqPass
+from kvconvert.calibration.hessians import HessianRecorder, diagonal_blocks
+from kvconvert.calibration.protocol import LayerWork
+from kvconvert.calibration.weight_grid import WeightGrid
+from kvconvert.errors import NumericError
+from kvconvert.kernels.linear.awq_format import fake_quantize_weight
+from kvconvert.kernels.quantizer import GroupRangeError
+
+
+def problem(outputs, inputs, seed=0, tokens=400):
+    """A weight, and the Hessian of correlated inputs of different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    mixing = torch.eye(inputs) + 0.2 * torch.randn(inputs, inputs, generator=generator)
+    x = torch.randn(tokens, inputs, generator=generator) @ mixing * (0.3 + torch.rand(inputs, generator=generator))
+    return weight, x.T @ x / tokens
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["left to right", "by diagonal"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [(5, 48, 16), (3, 144, 48)])  # 144 is more than one block
+def test_the_blocked_form_is_the_definition(outputs, inputs, group, bits, ordered):
+    weight, hessian = problem(outputs, inputs)
+    grid = WeightGrid.of(weight, bits, group)
+    order = rounding_order(hessian) if ordered else None
+    expected = compensate_reference(weight, hessian, grid, order)
+    found = compensate(weight, hessian, grid, order).weight
+    # float32 against float64: a code may fall on the other side of a tie, which moves all after it.
+    assert (found != expected).float().mean() <= 0.02
+    assert output_error(weight, found, hessian) == pytest.approx(output_error(weight, expected, hessian), rel=0.02)
+    assert output_error(weight, found, hessian) < 0.8 * output_error(weight, grid.round(weight), hessian)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_a_grid_rounds_as_the_format_does(bits, clipped):
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    weight[2, 16:32] = 0
+    weight[3, :16] = weight[3, :16].abs() + 1  # zero is outside the group's own range
+    clip = weight.unflatten(1, (-1, GROUP)).abs().amax(-1) * 0.8 if clipped else None
+    grid = WeightGrid.of(weight, bits, GROUP, clip)
+    if clipped:
+        bound = clip.repeat_interleave(GROUP, 1)
+        rounded = grid.round(weight.clamp(-bound, bound))
+    else:
+        rounded = grid.round(weight)
+    assert torch.equal(rounded, fake_quantize_weight(weight, bits, GROUP, clip))
+    codes = grid.codes(rounded).float().unflatten(1, (-1, GROUP))
+    assert codes.max() <= 2**bits - 1
+    assert torch.equal(((codes - grid.zero[..., None]) * grid.scale[..., None]).flatten(1), rounded)
+
+
+def test_independent_inputs_are_rounded_to_nearest():
+    weight, _ = problem(4, 32)
+    grid = WeightGrid.of(weight, 3, GROUP)
+    assert torch.equal(compensate(weight, torch.diag(torch.rand(32) + 0.1), grid).weight, grid.round(weight))
+
+
+def test_an_input_that_never_occurs_is_rounded_to_nearest():
+    weight, hessian = problem(4, 32)
+    hessian[7], hessian[:, 7] = 0, 0
+    grid = WeightGrid.of(weight, 3, GROUP)
+    found = compensate(weight, hessian, grid, rounding_order(hessian)).weight
+    assert torch.equal(found[:, 7], grid.round(weight)[:, 7])
+    assert not torch.equal(found, grid.round(weight))
+
+
+def test_more_damping_is_taken_and_told_where_float32_needs_it():
+    weight, _ = problem(4, 32)
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(2))  # three tokens, 32 inputs
+    grid = WeightGrid.of(weight, 4, GROUP)
+    assert compensate(weight, x.T @ x, grid, damping=1e-9).damping > 1e-9
+    with pytest.raises(NumericError, match="not positive definite"):
+        compensate(weight, torch.diag(-torch.ones(32)), grid)
+    with pytest.raises(NumericError, match="NaN or infinity"):
+        compensate(weight, torch.full((32, 32), float("nan")), grid)
+
+
+def test_weights_beyond_fp16_scales_are_refused():
+    with pytest.raises(GroupRangeError, match=r"\(1, 2\)"):
+        WeightGrid.of(torch.zeros(2, 48).index_put((torch.tensor(1), torch.tensor(40)), torch.tensor(torch.inf)), 4, 16)
+
+
+def test_hessians_are_the_inputs_second_moments_in_any_batches():
+    setting = Setting()
+    recorder = HessianRecorder(STRUCTURE)
+    with torch.no_grad(), recorder.attached(setting.layer):
+        for batch in setting.hidden.split([1, SAMPLES - 1]):
+            setting.layer(batch, **setting.kwargs)
+    for point, expected in setting.observed.second_moment.items():
+        blocks = diagonal_blocks(recorder.of(point), GROUP)
+        torch.testing.assert_close(blocks, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    scale = torch.rand(64) + 0.5
+    name = "mlp.gate_proj"
+    torch.testing.assert_close(recorder.of(name, scale), recorder.of(name) / scale / scale[:, None])
+    assert not any(module._forward_pre_hooks for module in setting.layer.modules())
+
+
+def converted(setting, calibration_pass):
+    """The layer's work after one pass."""
+    work = LayerWork("model.layers.0", setting.layer, STRUCTURE, SAMPLES, LENGTH, torch.float32)
+    with calibration_pass.observe(work):
+        setting.run(setting.layer)
+    calibration_pass.solve(work)
+    calibration_pass.apply(work)
+    return work
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_compensation_lowers_the_error_of_the_layer(bits):
+    """On the calibration data itself: below rounding alone, and AWQ's scales below that again."""
+    errors = {}
+    for name in ("rtn", "awq", "gptq", "awq+gptq"):
+        setting = Setting(seed=3)
+        expected = setting.run(setting.layer)
+        awq = AwqPass(bits, GROUP, clamps=name == "awq") if "awq" in name else None
+        found = {"rtn": None, "awq": awq}.get(name, GptqPass(bits, GROUP, awq))
+        grids = {} if found is None else converted(setting, found).grids
+        assert set(grids) == (set(STRUCTURE.linears) if "gptq" in name else set())
+        for linear in STRUCTURE.linears:
+            weight = setting.layer.get_submodule(linear).weight
+            if linear in grids:
+                assert torch.equal(grids[linear].round(weight), weight)
+            else:
+                weight.copy_(fake_quantize_weight(weight, bits, GROUP))
+        errors[name] = float((setting.run(setting.layer) - expected).square().mean())
+    assert errors["gptq"] < errors["rtn"]
+    assert errors["awq+gptq"] < min(errors["awq"], errors["gptq"])
+
+
+def test_the_pass_says_what_it_gained():
+    setting = Setting()
+    passed = GptqPass(3, GROUP)
+    converted(setting, passed)
+    losses = passed.result().statistics["compensation"]
+    assert set(losses) == set(STRUCTURE.linears)
+    assert all(loss["loss_after"] < loss["loss_before"] for loss in losses.values())
+    assert passed.result().reasons == {}
+
+
+@pytest.mark.parametrize(("method", "scales"), [("awq", None), ("rtn", None), ("gptq", False), ("awq+gptq", True)])
+def test_recipes_ask_for_it(method, scales):
+    from kvconvert.methods.awq import WeightsRecipe
+
+    made = GptqPass.of(SimpleNamespace(weights=WeightsRecipe(method=method, group_size=32)))
+    assert (made is None) == (scales is None)
+    assert made is None or (made.awq is not None) == scales

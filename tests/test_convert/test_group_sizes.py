@@ -1,0 +1,66 @@
+"""The group size "auto" fits the shapes that models come in."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvconvert.convert.checks import fitted_group_size
+from kvconvert.errors import RecipeError
+from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.models.adapters import require_adapter
+
+# hidden, intermediate (of experts where they are routed), query heads, KV heads, head size, and the group size.
+SHAPES = {
+    "SmolLM2-135M": (576, 1536, 9, 3, 64, 64),
+    "Gemma-3-270M": (640, 2048, 4, 1, 256, 128),
+    "Qwen2.5-0.5B": (896, 4864, 14, 2, 64, 128),
+    "SmolLM2-360M": (960, 2560, 15, 5, 64, 64),
+    "Gemma-3-1B": (1152, 6912, 4, 1, 256, 128),
+    "Qwen2.5-1.5B": (1536, 8960, 12, 2, 128, 128),
+    "Llama-3.2-1B": (2048, 8192, 32, 8, 64, 128),
+    "Qwen3-30B-A3B": (2048, 768, 32, 4, 128, 128),
+    "Qwen1.5-MoE-A2.7B": (2048, 1408, 16, 16, 128, 128),
+    "Gemma-2-2B": (2304, 9216, 8, 4, 256, 128),
+    "MiniCPM-2B": (2304, 5760, 36, 36, 64, 128),
+    "Phi-2": (2560, 10240, 32, 32, 80, 128),
+    "gpt-oss-20b": (2880, 2880, 64, 8, 64, 64),
+    "Llama-3.2-3B": (3072, 8192, 24, 8, 128, 128),
+    "Gemma-7B": (3072, 24576, 16, 16, 256, 128),
+    "Qwen2.5-7B": (3584, 18944, 28, 4, 128, 128),
+    "Llama-3.1-8B": (4096, 14336, 32, 8, 128, 128),
+    "GLM-4-9B": (4096, 13696, 32, 2, 128, 128),
+    "Falcon-7B": (4544, 18176, 71, 1, 64, 64),
+    "Mistral-Nemo-12B": (5120, 14336, 32, 8, 128, 128),
+    "Llama-2-13B": (5120, 13824, 40, 40, 128, 128),
+    "Gemma-3-27B": (5376, 21504, 32, 16, 128, 128),
+}
+
+
+def runner_of(hidden, intermediate, heads, kv_heads, head_dim):
+    """A one-layer Llama of this shape on the meta device, as much of a runner as the check reads."""
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=1,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    adapter = require_adapter(config)
+    return SimpleNamespace(
+        model=model,
+        num_layers=1,
+        structure=lambda index: adapter.structure(config, index),
+        layer_name=lambda index: f"{adapter.layers}.{index}",
+    )
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_auto_fits_common_shapes(name):
+    *shape, expected = SHAPES[name]
+    assert fitted_group_size(runner_of(*shape), WeightsRecipe()).group_size == expected
+
+
+def test_a_stated_group_size_that_does_not_fit_is_refused_with_one_that_does():
+    with pytest.raises(RecipeError, match=r"128 does not divide the 576 inputs.*set group_size = 64"):
+        fitted_group_size(runner_of(*SHAPES["SmolLM2-135M"][:5]), WeightsRecipe(group_size=128))
