@@ -75,6 +75,17 @@ def unpack_awq(words: Tensor) -> Tensor:
     return codes.flatten(-2)
 
 
+def unpack_channels(weight: AwqWeight, start: int, stop: int) -> Tensor:
+    """Codes uint8 [in, stop - start] of some output channels, `start` and `stop` multiples of 8."""
+    bits, outputs = weight.bits, weight.scales.shape[1]
+    if bits == 4:
+        return unpack_awq(weight.qweight[:, start // 8 : stop // 8])
+    if bits != 3:
+        return unpack_planes(weight.qweight[:, start * bits // 8 : stop * bits // 8], bits)
+    upper, lowest = weight.qweight.split((outputs // 4, outputs // 8), 1)
+    return unpack_planes(torch.cat([upper[:, start // 4 : stop // 4], lowest[:, start // 8 : stop // 8]], 1), bits)
+
+
 def quantize_weight(weight: Tensor, bits: int, group_size: int, clip: Tensor | None = None) -> AwqWeight:
     """Round a Linear's weight to the nearest code per group of inputs, packed as it is stored.
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.errors import UsageError
-from kvconvert.kernels.linear.awq_format import AwqWeight, pack_bits, unpack_bits
+from kvconvert.kernels.linear.awq_format import AwqWeight, pack_bits, unpack_bits, unpack_channels
 
 TILE = 32
 # Most inputs of a k block within a group. At 8 bits it has as many bytes as at 4.
@@ -119,7 +119,7 @@ def pack_weight(weight: AwqWeight, chunk_codes: int = CHUNK_CODES, k_block: int 
     lanes = weight.qweight.new_zeros(tiles, inputs // k_block, 16, k_block * bits // 8, dtype=torch.int16)
     step = max(1, chunk_codes // (inputs * TILE))
     for start in range(0, tiles, step):
-        codes = _padded(_codes_of(weight, start * TILE, min((start + step) * TILE, outputs)))
+        codes = _padded(unpack_channels(weight, start * TILE, min((start + step) * TILE, outputs)))
         # [k_blocks, parts, K, tiles, classes, 16] to [tiles, k_blocks, 16, K] for each part and class.
         codes = codes.view(inputs // k_block, PARTS[bits], -1, codes.shape[1] // TILE, 2, 16).permute(1, 4, 3, 0, 5, 2)
         lanes[start : start + step] = _lanes_of(codes, bits).view(-1, *lanes.shape[1:])
@@ -144,17 +144,6 @@ def unpack_codes(lanes: Tensor, outputs: int, chunk_codes: int = CHUNK_CODES, bi
     # Each part has both planes.
     planes = [part.split((part.shape[1] // 3 * 2, part.shape[1] // 3), 1) for part in parts]
     return torch.cat([upper for upper, _ in planes] + [lowest for _, lowest in planes], 1)
-
-
-def _codes_of(weight: AwqWeight, start: int, stop: int) -> Tensor:
-    """Codes uint8 [in, stop - start] of some outputs, both multiples of 8."""
-    bits, outputs = weight.bits, weight.scales.shape[1]
-    if bits == 4:
-        return unpack_bits(weight.qweight[:, start // 8 : stop // 8], bits)
-    if bits != 3:
-        return unpack_bits(weight.qweight[:, start * bits // 8 : stop * bits // 8], bits)
-    upper, lowest = weight.qweight.split((outputs // 4, outputs // 8), 1)
-    return unpack_bits(torch.cat([upper[:, start // 4 : stop // 4], lowest[:, start // 8 : stop // 8]], 1), bits)
 
 
 def _lanes_of(codes: Tensor, bits: int) -> Tensor:

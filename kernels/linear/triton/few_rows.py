@@ -27,7 +27,10 @@ from kvconvert.kernels.linear.triton.widths import (
     lowest_pointer,
     multiply,
     multiply_codes,
+    ones_like,
     parts_of,
+    product_exponent,
+    widened,
 )
 
 OUTPUTS = tl.constexpr(TILE)
@@ -163,9 +166,11 @@ def warp_sums(
             product = multiply(code_operand(packed, 3, BF16, INLINE_ASM), second, product, INLINE_ASM)
             high += _corrected(product, sums, grid_high, 1, BF16)
         else:
-            lowest = packed
+            lowest, summing = packed, ones
             if BITS == 3:
-                lowest = tl.load(lowest_pointers + k_block * (2 * LANES), mask=mask, other=0).to(tl.int16)
+                lowest = widened(tl.load(lowest_pointers + k_block * (2 * LANES), mask=mask, other=0), INLINE_ASM)
+                if INLINE_ASM:
+                    summing = ones_like(lowest, BF16)
             for group in tl.static_range(GROUPS):
                 offset = (k_block // GROUP_K_BLOCKS * GROUPS + group) * OUTPUTS
                 grid_low = tl.load(grid_pointers + offset, mask=mask, other=0)
@@ -173,10 +178,10 @@ def warp_sums(
                 sums, low_product, high_product = none, none, none
                 for part in tl.static_range(group * GROUP_PARTS, (group + 1) * GROUP_PARTS):
                     inputs = tl.load(x_pointers + (k_block * K_BLOCK + part * PART), mask=x_mask, other=0.0)
-                    first, second = fields(packed, lowest, part, BITS, INLINE_ASM)
-                    sums = multiply(ones, inputs, sums, INLINE_ASM)
-                    low_product = multiply_codes(first, inputs, low_product, BITS, 0, INLINE_ASM)
-                    high_product = multiply_codes(second, inputs, high_product, BITS, 1, INLINE_ASM)
+                    first, second = fields(packed, lowest, part, BITS, product_exponent(BITS, BF16), INLINE_ASM)
+                    sums = multiply(summing, inputs, sums, INLINE_ASM)
+                    low_product = multiply_codes(first, inputs, low_product, BITS, INLINE_ASM)
+                    high_product = multiply_codes(second, inputs, high_product, BITS, INLINE_ASM)
                 zero_low, zero_high = (grid_low >> 16).to(tl.float32), (grid_high >> 16).to(tl.float32)
                 low += scale_of(grid_low) * codes_sum(low_product, sums, zero_low, BITS, 0, BF16)
                 high += scale_of(grid_high) * codes_sum(high_product, sums, zero_high, BITS, 1, BF16)

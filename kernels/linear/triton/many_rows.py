@@ -15,7 +15,16 @@ from kvconvert.kernels.device import capability, multiprocessors
 from kvconvert.kernels.linear.packed_layout import TILE, PackedWeight
 from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, checked, code_operand, scale_of
 from kvconvert.kernels.linear.triton.prompt_shapes import PromptShape, split_shape
-from kvconvert.kernels.linear.triton.widths import fields, lowest_bit, lowest_pointer, multiply, parts_of, values_of
+from kvconvert.kernels.linear.triton.widths import (
+    fields,
+    lowest_bit,
+    lowest_pointer,
+    multiply,
+    parts_of,
+    value_exponent,
+    values_of,
+    widened,
+)
 
 
 @triton.jit
@@ -119,14 +128,14 @@ def tile_sums(
             lowest = packed
             if BITS == 3:
                 lowest = tl.load(lowest_pointer(lane_block, K_BLOCK) + k_block * (2 * LANES) + lowest_offsets)
-                lowest = lowest.to(tl.int16)
+                lowest = widened(lowest, INLINE_ASM)
             for group in tl.static_range(GROUPS):
                 grid_pointers = grid_block + (k_block // GROUP_K_BLOCKS * GROUPS + group) * OUTPUTS + grid_offsets
                 grid_low = tl.load(grid_pointers)[:, None]
                 grid_high = tl.load(grid_pointers + 16)[:, None]
                 for part in tl.static_range(group * GROUP_PARTS, (group + 1) * GROUP_PARTS):
                     inputs = tl.load(x_block + (k_block * K_BLOCK + part * PART) + x_offsets)
-                    first, second = fields(packed, lowest, part, BITS, INLINE_ASM)
+                    first, second = fields(packed, lowest, part, BITS, value_exponent(BITS, BF16), INLINE_ASM)
                     low = multiply(_values(first, grid_low, BITS, 0, BF16, INLINE_ASM), inputs, low, INLINE_ASM)
                     high = multiply(_values(second, grid_high, BITS, 1, BF16, INLINE_ASM), inputs, high, INLINE_ASM)
     return low, high
