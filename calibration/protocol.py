@@ -95,6 +95,7 @@ class LayerWork:
         cache: how its cache will store keys and values, as far as passes have chosen; None where it stays as it is.
         replay: runs all calibration data once more through the layer in its current state; set from `solve` on.
         visual: which tokens stand for images, bool [num_samples, seq_len]; None where there are none.
+        bits: width of each quantized Linear's weights, by its name within the layer.
     """
 
     name: str
@@ -106,6 +107,7 @@ class LayerWork:
     cache: CacheFormat | None = None
     replay: Callable[[], None] | None = None
     visual: Tensor | None = None
+    bits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass

@@ -56,7 +56,7 @@ def model_card(manifest: Manifest) -> str:
 def _header(manifest: Manifest) -> list[str]:
     source = manifest.source
     tags = ["kvconvert"]
-    tags += awq.tags(manifest.weights.method)
+    tags += awq.tags(manifest.weights.method, manifest.widths())
     if any(layer.kv for layer in manifest.layers):
         tags.append("kv-cache-quantization")
     task = "image-text-to-text" if _supports_images(manifest) else "text-generation"
@@ -77,7 +77,7 @@ def _introduction(manifest: Manifest) -> list[str]:
     return [
         f"# {manifest.source.id.rsplit('/', 1)[-1]}, converted by kvconvert",
         "",
-        f"{manifest.source.id} with {awq.describe(manifest.weights.method)} and {cache}.",
+        f"{manifest.source.id} with {awq.describe(manifest.weights.method, manifest.widths())} and {cache}.",
         "",
     ]
 
@@ -103,7 +103,7 @@ def _usage(manifest: Manifest) -> list[str]:
         "```",
         "",
     ]
-    if manifest.weights.method != "none":
+    if manifest.widths() == (4,):
         lines += [
             "The weights have the names and the layout of a standard AWQ checkpoint.",
             "",

@@ -71,7 +71,7 @@ def untouched_record(runner: LayerRunner, recipe: Recipe, index: int) -> LayerRe
 
 
 def converted_tensors(work: LayerWork, dtypes: dict[str, torch.dtype], weights: WeightsRecipe) -> dict[str, Tensor]:
-    """The layer's tensors under the model's names, Linears in AWQ's layout unless the recipe keeps weights.
+    """The layer's tensors under the model's names, Linears packed unless the recipe keeps weights.
 
     Everything else is stored in the source's dtype: exactly the source's bytes where no pass changed it.
     """
@@ -86,7 +86,7 @@ def converted_tensors(work: LayerWork, dtypes: dict[str, torch.dtype], weights: 
         full = f"{work.name}.{module}".rstrip(".")
         if weights.quantizes and kind == "weight" and module in work.structure.linears:
             try:
-                packed = quantize_weight(parameter, weights.bits, weights.group_size)
+                packed = quantize_weight(parameter, work.bits[module], weights.group_size)
             except GroupRangeError as error:
                 raise NumericError(f"{full} cannot be quantized: {error}") from error
             tensors.update({f"{full}.{field}": value.cpu() for field, value in packed._asdict().items()})
@@ -113,7 +113,7 @@ def layer_coverage(work: LayerWork, weights: WeightsRecipe, reasons: dict[str, s
                 ModuleCoverage(
                     name=full,
                     method=weights.method,
-                    bits=weights.bits,
+                    bits=work.bits[name],
                     group_size=weights.group_size,
                     reason=reasons.get(name, ""),
                 )
