@@ -347,7 +347,7 @@ class AwqPass(CalibrationPass):
             yield
 
     def _widths(self, work: LayerWork) -> Widths:
-        return {name: self.bits for name in work.structure.linears} | dict(work.bits)
+        return dict.fromkeys(work.structure.linears, self.bits) | dict(work.bits)
 
     def solve(self, work: LayerWork) -> None:
         """Search the scales."""

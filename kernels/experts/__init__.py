@@ -1,4 +1,4 @@
-"""A mixture's experts with quantized weights: every pair of a token and one of its experts in a fixed number of launches.
+"""A mixture's experts with quantized weights: every pair of token and expert in a fixed number of launches.
 
 The host never learns which experts were chosen, so that decode steps can be captured as CUDA graphs. Few pairs are
 computed each by itself; more are sorted by expert on the device, so that a weight is read once for several of them.

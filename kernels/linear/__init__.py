@@ -1,15 +1,15 @@
 """A Linear with weights of 2, 3, 4 or 8 bits and 16-bit activations, whose weights stay packed on every device.
 
 `w4a16_reference` is the oracle. Which path a call takes depends on the device, the activations' dtype and how many rows
-there are; paths with a layout of their own REPLACE the stored `qweight` in memory, and turn it back exactly for state dicts,
-copies, casts and moves.
+there are; paths with a layout of their own REPLACE the stored `qweight` in memory, and turn it back exactly for state
+dicts, copies, casts and moves.
 
-- On a CPU, `int4pack` and `tiled` (kernels/linear/cpu.py).
+- On a CPU, `int4pack` (not for 8 bits) and `tiled` (kernels/linear/cpu.py).
 - On NVIDIA GPUs from Ampere on, Triton kernels for fp16 and bfloat16 activations and groups of 32, 64 or a multiple of
-  128 inputs (of 32 at 2 and 3 bits only where 64 divides the inputs): `few rows`, the inputs split among the warps of a program, codes and activations
-  multiplied exactly; `fused`, weights dequantized between memory and tensor cores, their inputs split among programs
-  where there are few outputs; `unpacked`, weights dequantized to memory, at most 2^26 at a time, and multiplied by
-  torch's matrix product.
+  128 inputs; groups of 32 at 2 and 3 bits only where 64 divides the inputs. `few rows`, the inputs split among the
+  warps of a program, codes and activations multiplied exactly; `fused`, weights dequantized between memory and tensor
+  cores, their inputs split among programs where there are few outputs; `unpacked`, weights dequantized to memory, at
+  most 2^26 at a time, and multiplied by torch's matrix product.
 
 Everything else runs the reference, which dequantizes the whole weight for each call: right, but slower than an
 unquantized model. The first such call logs a warning, and `QuantizedLinear.path` tells which path a call takes.
@@ -125,13 +125,14 @@ class QuantizedLinear(nn.Module):
     """A Linear over stored tensors, with their names, shapes and dtypes, so that a checkpoint loads straight in.
 
     Buffers: qweight int32 [in, out / 8], qzeros int32 [in / group_size, out / 8], scales fp16 [in / group_size, out],
-    and bias [out] if any; at 2, 3 and 8 bits the first two are uint8 with out * bits / 8 columns. Scales stay fp16 whatever dtype the model is cast to. The weights are frozen; gradients
-    flow to the input only.
+    and bias [out] if any; at 2, 3 and 8 bits the first two are uint8 with out * bits / 8 columns. Scales stay fp16
+    whatever dtype the model is cast to. The weights are frozen; gradients flow to the input only.
 
-    Memory: the stored bits per weight, but 4 for 2 and 3 bits in torch's int4 layout. Once a path with a layout of its own has run, `qweight` is None, the
-    weights are in `int4pack` (CPU) or `gpu_lanes` (GPU), and 4 bytes per group and output channel come on top (0.25
-    bits per weight for groups of 128); `awq_weight()` gives the stored tensors at any time, and `state_dict()` always holds
-    them. Linears may share one buffer (`SharedStorage`), and one product if they read the same input (`share_input`).
+    Memory: the stored bits per weight, but 4 for 2 and 3 bits in torch's int4 layout. Once a path with a layout of its
+    own has run, `qweight` is None, the weights are in `int4pack` (CPU) or `gpu_lanes` (GPU), and 4 bytes per group and
+    output channel come on top (0.25 bits per weight for groups of 128); `awq_weight()` gives the stored tensors at any
+    time, and `state_dict()` always holds them. Linears may share one buffer (`SharedStorage`), and one product if they
+    read the same input (`share_input`).
 
     Args:
         in_features, out_features: as for `torch.nn.Linear`; multiples of `group_size` and of 8.

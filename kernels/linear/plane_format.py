@@ -27,7 +27,9 @@ def pack_planes(codes: Tensor, bits: int) -> Tensor:
     """
     _check(bits)
     if codes.shape[-1] % 8:
-        raise UsageError(f"Output channels are packed by eight; {codes.shape[-1]} of them leave a part of a byte empty.")
+        raise UsageError(
+            f"Output channels are packed by eight; {codes.shape[-1]} of them leave a part of a byte empty."
+        )
     codes = codes.to(torch.uint8)
     if bits == 8:
         return codes.contiguous()

@@ -291,8 +291,8 @@ class Manifest(_Record):
 def quantization_config(weights: WeightsInfo, modules: list[ModuleCoverage]) -> dict[str, Any]:
     """The `quantization_config` of the bundle's config.json, which writer and reader derive alike.
 
-    Weights of 4 bits are declared the way every AWQ engine reads them, and the key `kvconvert` marks the rest. Where any
-    module has another width the weights are no AWQ checkpoint, and are not said to be one.
+    Weights of 4 bits are declared the way every AWQ engine reads them, and the key `kvconvert` marks the rest. Where
+    any module has another width the weights are no AWQ checkpoint, and are not said to be one.
     """
     mark = {"format_version": FORMAT_VERSION}
     if weights.method == "none":

@@ -101,7 +101,10 @@ def test_limits_accept_whole_numbers(tmp_path):
         ("weights = 4\n", ["mine.toml", "weights"]),
         ('[weights]\nmethod = "gptq"\n', ["mine.toml", "[weights] method", "gptq", "'awq'"]),
         ("[weights]\nbits = 5\n", ["mine.toml", "[weights] bits = 5", "2, 3, 4 and 8"]),
-        ('[[weights.modules]]\nmatch = "*.up_proj"\nbits = 6\n', ["mine.toml", '"*.up_proj" bits = 6', "2, 3, 4 and 8"]),
+        (
+            '[[weights.modules]]\nmatch = "*.up_proj"\nbits = 6\n',
+            ["mine.toml", '"*.up_proj" bits = 6', "2, 3, 4 and 8"],
+        ),
         ("[[weights.modules]]\nindex = [0]\n", ["mine.toml", "[weights] modules.0.bits", "required"]),
         ("[[weights.modules]]\nlayer = [0]\nbits = 8\n", ["mine.toml", "modules.0.layer", "[weights]"]),
         (

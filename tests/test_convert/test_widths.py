@@ -107,7 +107,9 @@ def test_awq_searches_each_linear_at_its_own_width(source, tmp_path):
         # The 8-bit Linear of a layer that scaling has not touched in its outputs.
         down = "model.layers.0.mlp.down_proj"
         found = dequantize_weight(linears[down].awq_weight())
-        scale = (found * original.get_submodule(down).weight).sum(0) / original.get_submodule(down).weight.square().sum(0)
+        scale = (found * original.get_submodule(down).weight).sum(0) / original.get_submodule(down).weight.square().sum(
+            0
+        )
         assert ((found / scale - original.get_submodule(down).weight).abs().max()) < 0.02 * found.abs().max()
 
 

@@ -116,7 +116,9 @@ def few_pairs_kernel(
     lane_pointers = lane_block + tile * (k_blocks * LANES) + line % 16 * PART + column
     lowest_pointers = lane_pointers
     if BITS == 3:
-        lowest_pointers = lowest_pointer(lane_block, K_BLOCK) + tile * (k_blocks * 2 * LANES) + line % 16 * PART + column
+        lowest_pointers = (
+            lowest_pointer(lane_block, K_BLOCK) + tile * (k_blocks * 2 * LANES) + line % 16 * PART + column
+        )
     grid_pointers = grid_block + tile * (groups * OUTPUTS) + line % 16
     x_pointers = x + (pair // divisor).to(tl.int64) * inputs + inner
     low, high = warp_sums(

@@ -2,12 +2,13 @@
 
 The weight's layout is that of kvconvert.kernels.linear.packed_layout: each field of its lanes is a matrix operand.
 
-Conversion, here at 4 bits; widths.py has the others. Two lanes at a time, by a shift and one three-input logical operation. For bf16 a code becomes 128 + c
-(0x4300 over the lowest bits of the mantissa, which for one nibble needs no shift) or 16 + c (0x4180 over its highest
-bits); for fp16 the subnormal c 2^-24 or 16 c 2^-24, which needs neither the constant nor half of the shifts, and which
-tensor cores multiply exactly. Bias and zero leave with a second product: sum (c - z) x = sum (b + c) x - (b + z) sum x,
-whose last sum is a product with a matrix of ones, so that it arrives where the accumulator is. The scale multiplies
-each group's sum in float32. No activation changes its dtype: an outlier of 1e5 in bf16 stays what it is.
+Conversion, here at 4 bits; widths.py has the others. Two lanes at a time, by a shift and one three-input logical
+operation. For bf16 a code becomes 128 + c (0x4300 over the lowest bits of the mantissa, which for one nibble needs no
+shift) or 16 + c (0x4180 over its highest bits); for fp16 the subnormal c 2^-24 or 16 c 2^-24, which needs neither the
+constant nor half of the shifts, and which tensor cores multiply exactly. Bias and zero leave with a second product: sum
+(c - z) x = sum (b + c) x - (b + z) sum x, whose last sum is a product with a matrix of ones, so that it arrives where
+the accumulator is. The scale multiplies each group's sum in float32. No activation changes its dtype: an outlier of 1e5
+in bf16 stays what it is.
 """
 
 from __future__ import annotations

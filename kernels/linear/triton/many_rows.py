@@ -1,4 +1,4 @@
-"""A prompt's many rows times a weight of 2, 3, 4 or 8 bits: dequantized on the way to the tensor cores, or first, for torch's product.
+"""A prompt's many rows times a weight of 2 to 8 bits: dequantized on the way to tensor cores, or for torch's product.
 
 The layout is that of kvconvert.kernels.linear.packed_layout. The weights are the product's left operand, so that each
 of them is dequantized by one thread of a program, in registers, for all of the program's rows.

@@ -14,7 +14,6 @@ import triton.language as tl
 
 from kvconvert.kernels.linear.packed_layout import LOWEST_BIT, PARTS
 
-
 # What is put over the codes of each class to make numbers of them, twice, for two lanes.
 EXPONENTS = {"none": (0, 0), "bf16": (0x43004300, 0x42004200), "fp16": (0x64006400, 0x64006400)}
 
@@ -196,8 +195,8 @@ def values_of(
 ):
     """(c - z) scale of one class's codes, rounded once or nearly so to fp16 or bf16.
 
-    Fields have the exponent `value_exponent`. c - z is exact in either dtype. bf16 has too few bits for the scale, which
-    is therefore multiplied in two parts.
+    Fields have the exponent `value_exponent`. c - z is exact in either dtype. bf16 has too few bits for the scale,
+    which is therefore multiplied in two parts.
     """
     if not INLINE_ASM:
         code = field.to(tl.int32) & (255 if BITS == 8 else 31)
@@ -229,13 +228,15 @@ def values_of(
     elif CLASS and BITS != 8:
         # 1024 + 4 c, brought to c - z by one fused operation.
         values = tl.inline_asm_elementwise(
-            "{.reg .b32 t, factor; mov.b32 factor, 0x34003400; fma.rn.f16x2 t, $1, factor, $2; mul.rn.f16x2 $0, t, $3;}",
+            "{.reg .b32 t, factor; mov.b32 factor, 0x34003400; fma.rn.f16x2 t, $1, factor, $2; "
+            "mul.rn.f16x2 $0, t, $3;}",
             "=r,r,r,r", [field, (-256.0 - zero).to(tl.float16), scale.to(tl.float16)],
             dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         values = tl.inline_asm_elementwise(
-            "{.reg .b32 t, factor; mov.b32 factor, 0x3C003C00; fma.rn.f16x2 t, $1, factor, $2; mul.rn.f16x2 $0, t, $3;}",
+            "{.reg .b32 t, factor; mov.b32 factor, 0x3C003C00; fma.rn.f16x2 t, $1, factor, $2; "
+            "mul.rn.f16x2 $0, t, $3;}",
             "=r,r,r,r", [field, (-1024.0 - zero).to(tl.float16), scale.to(tl.float16)],
             dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
