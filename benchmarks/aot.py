@@ -67,6 +67,7 @@ FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
     "experts": {"dtype": ("bf16",), "k_block": (32, 64), "rows": (16, 64)},
     "linear_few_rows": {"k_block": (64,), "dtype": ("fp16",)},
     "linear_many_rows": {"k_block": (64,)},
+    "linear_widths": {"dtype": ("fp16",), "groups": (2,), "rows": (16, 64, 128)},
 }
 TUNED_ON = 90
 # Modules with more variants than this are covered by pairs even in the full run, others by triples.

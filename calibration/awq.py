@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationRecorder, ActivationStatistics, point_of
-from kvconvert.calibration.awq_clips import apply_clips, search_clips
+from kvconvert.calibration.awq_clips import Widths, apply_clips, search_clips, width_of
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult
 from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
 from kvconvert.calibration.value_cache import value_rounding
@@ -110,7 +110,7 @@ def search_scales(
     layer: nn.Module,
     structure: LayerStructure,
     statistics: ActivationStatistics,
-    bits: int,
+    bits: Widths,
     group_size: int,
     *,
     dtype: torch.dtype = torch.float32,
@@ -123,7 +123,8 @@ def search_scales(
         structure: its names.
         statistics: of its activations. Only `mean_abs` decides on the candidates, so statistics from elsewhere, or
             shuffled ones, may be given.
-        bits, group_size: of the weights, 2 to 8 bits.
+        bits: of the weights, 2 to 8, of all Linears or of each by name.
+        group_size: of the weights.
         dtype: in which norms will be stored.
         quantize_values: gives values [tokens, KV heads, head_dim] as read back from the KV cache. With it, candidates
             for value -> output that raise the mean squared error of the values are skipped.
@@ -206,7 +207,7 @@ def _search_norm_group(
     structure: LayerStructure,
     group: NormGroup,
     statistics: ActivationStatistics,
-    bits: int,
+    bits: Widths,
     group_size: int,
     dtype: torch.dtype,
 ) -> Scaling:
@@ -216,7 +217,8 @@ def _search_norm_group(
         chunks = list(statistics.sequence_chunks(_CHUNK_TOKENS))
     else:
         chunks = [(chunk.unsqueeze(0), {}) for chunk in statistics.tokens[point].split(_CHUNK_TOKENS)]
-    readers = [layer.get_submodule(reader) for reader in group.readers if reader not in structure.unquantized]
+    quantized = [reader for reader in group.readers if reader not in structure.unquantized]
+    readers = [(layer.get_submodule(reader), width_of(bits, reader)) for reader in quantized]
     norm = layer.get_submodule(group.norm)
 
     def forward(chunk: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -231,16 +233,16 @@ def _search_norm_group(
     count = sum(reference.numel() for reference in expected)
 
     def loss(scale: Tensor) -> float:
-        originals = [reader.weight.data for reader in readers]
+        originals = [reader.weight.data for reader, _ in readers]
         try:
-            for reader, original in zip(readers, originals, strict=True):
-                reader.weight.data = fake_quantize_weight(original * scale, bits, group_size).div_(scale)
+            for (reader, width), original in zip(readers, originals, strict=True):
+                reader.weight.data = fake_quantize_weight(original * scale, width, group_size).div_(scale)
             errors = [
                 (forward(*chunk) - reference).square_().sum(dtype=torch.float64)
                 for chunk, reference in zip(chunks, expected, strict=True)
             ]
         finally:
-            for reader, original in zip(readers, originals, strict=True):
+            for (reader, _), original in zip(readers, originals, strict=True):
                 reader.weight.data = original
         return float(torch.stack(errors).sum()) / count
 
@@ -256,7 +258,7 @@ def _search_value_output(
     layer: nn.Module,
     structure: LayerStructure,
     statistics: ActivationStatistics,
-    bits: int,
+    bits: Widths,
     group_size: int,
     quantize_values: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Scaling, str]:
@@ -267,7 +269,8 @@ def _search_value_output(
         return scale.view(kv_heads, 1, d).expand(kv_heads, repeats, d).flatten()
 
     statistic = statistics.mean_abs[structure.output].view(kv_heads, -1, d).mean(1).flatten()
-    loss = _linear_loss(layer.get_submodule(structure.output), statistics.tokens[structure.output], bits, group_size)
+    output, width = structure.output, width_of(bits, structure.output)
+    loss = _linear_loss(layer.get_submodule(output), statistics.tokens[output], width, group_size)
     passed_over: list[float] = []
     admissible: Callable[[Tensor], bool] = lambda scale: True  # noqa: E731
     if quantize_values is not None:
@@ -298,10 +301,11 @@ def _search_value_output(
 
 
 def _search_pair(
-    layer: nn.Module, pair: ScalingPair, statistics: ActivationStatistics, bits: int, group_size: int
+    layer: nn.Module, pair: ScalingPair, statistics: ActivationStatistics, bits: Widths, group_size: int
 ) -> Scaling:
     statistic = statistics.mean_abs[pair.down]
-    loss = _linear_loss(layer.get_submodule(pair.down), statistics.tokens[pair.down], bits, group_size)
+    width = width_of(bits, pair.down)
+    loss = _linear_loss(layer.get_submodule(pair.down), statistics.tokens[pair.down], width, group_size)
     scale, ratio, before, after = _best_ratio(lambda r: candidate_scale(statistic, r), loss)
     return Scaling(pair.up, (pair.down,), scale, scale, ratio, before, after)
 
@@ -326,7 +330,7 @@ class AwqPass(CalibrationPass):
     """Scale search, then clip search; the layer's Linears are left ready for rounding to nearest.
 
     Args:
-        bits, group_size: of the weights.
+        bits, group_size: of the weights; `LayerWork.bits` says which Linears have other bits.
         quantize_values: see `search_scales`; None takes what the layer's own cache makes of values.
         clamps: whether weights are clamped to the clips; another pass may only want to know them.
 
@@ -363,6 +367,9 @@ class AwqPass(CalibrationPass):
         with self._recorder.attached(work.layer):
             yield
 
+    def _widths(self, work: LayerWork) -> Widths:
+        return dict.fromkeys(work.structure.linears, self.bits) | dict(work.bits)
+
     def solve(self, work: LayerWork) -> None:
         """Search the scales."""
         try:
@@ -371,7 +378,7 @@ class AwqPass(CalibrationPass):
                 work.layer,
                 work.structure,
                 self._statistics,
-                self.bits,
+                self._widths(work),
                 self.group_size,
                 dtype=work.dtype,
                 quantize_values=self.quantize_values or value_rounding(work.cache),
@@ -384,7 +391,7 @@ class AwqPass(CalibrationPass):
         apply_scales(work.layer, work.structure, self._scalings, work.dtype)
         self.input_scales = reader_scales(self._scalings)
         clips = self.clips = search_clips(
-            work.layer, work.structure, self._statistics, self.input_scales, self.bits, self.group_size
+            work.layer, work.structure, self._statistics, self.input_scales, self._widths(work), self.group_size
         )
         if self.clamps:
             apply_clips(work.layer, clips, self.group_size)

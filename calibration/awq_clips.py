@@ -17,7 +17,14 @@ from kvconvert.calibration.structure import LayerStructure, Projection
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 
 CLIP_STEPS = 10
+# Bits of all Linears' weights, or of each one's by name.
+Widths = int | Mapping[str, int]
 _CHUNK_WEIGHTS = 2**22  # bounds the search's memory
+
+
+def width_of(bits: Widths, name: str) -> int:
+    """Bits of one Linear's weights."""
+    return bits if isinstance(bits, int) else bits[name]
 
 
 @torch.no_grad()
@@ -26,13 +33,14 @@ def search_clips(
     structure: LayerStructure,
     statistics: ActivationStatistics,
     reader_scale: Mapping[str, Tensor],
-    bits: int,
+    bits: Widths,
     group_size: int,
 ) -> dict[str, tuple[Tensor, float, float]]:
     """Search how far to clamp each group of each Linear but query and key, for weights that were scaled.
 
     Args:
         statistics: of the activations BEFORE scaling. Linears whose input has no second moment are not clipped.
+        bits: of the weights, of all Linears or of each by name.
         reader_scale: what each Linear's input channels were multiplied by, where they were.
 
     Returns:
@@ -52,7 +60,7 @@ def search_clips(
             scale = reader_scale[name].unflatten(0, (-1, group_size))
             moment = moment / (scale.unsqueeze(2) * scale.unsqueeze(1))
         weight = layer.get_submodule(name).weight
-        bound, before, after = _search_clip(part.rows(weight), moment, bits, group_size)
+        bound, before, after = _search_clip(part.rows(weight), moment, width_of(bits, name), group_size)
         if not part.is_whole:
             everything = weight.unflatten(-1, (-1, group_size)).abs().amax(-1)
             part.write(everything, bound)

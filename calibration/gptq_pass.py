@@ -28,7 +28,7 @@ class GptqPass(CalibrationPass):
     """Find codes by error compensation; the layer's Linears are left with the values that these codes stand for.
 
     Args:
-        bits, group_size: of the weights.
+        bits, group_size: of the weights; `LayerWork.bits` says which Linears have other bits.
         awq: searches scales and clips first; None takes the weights as they are and searches clips alone.
     """
 
@@ -77,7 +77,7 @@ class GptqPass(CalibrationPass):
             linear = work.layer.get_submodule(name)
             bound = clips[name][0] if name in clips else None
             try:
-                grid = WeightGrid.of(linear.weight, self.bits, self.group_size, bound)
+                grid = WeightGrid.of(linear.weight, work.bits.get(name, self.bits), self.group_size, bound)
                 if self._has_tokens(work, name):
                     linear.weight.data, losses[name] = self._compensated(work, name, grid, scales.get(name))
                 else:
@@ -105,7 +105,12 @@ class GptqPass(CalibrationPass):
         points = {point_of(work.structure, name) for name in work.structure.linears if self._has_tokens(work, name)}
         moments = {point: diagonal_blocks(self._hessians.of(point), self.group_size) for point in points}
         return search_clips(
-            work.layer, work.structure, ActivationStatistics(second_moment=moments), {}, self.bits, self.group_size
+            work.layer,
+            work.structure,
+            ActivationStatistics(second_moment=moments),
+            {},
+            dict.fromkeys(work.structure.linears, self.bits) | dict(work.bits),
+            self.group_size,
         )
 
     def _compensated(

@@ -96,6 +96,7 @@ class LayerWork:
         cache: how its cache will store keys and values, as far as passes have chosen; None where it stays as it is.
         replay: runs all calibration data once more through the layer in its current state; set from `solve` on.
         visual: which tokens stand for images, bool [num_samples, seq_len]; None where there are none.
+        bits: width of each quantized Linear's weights, by its name within the layer.
         grids: of Linears (names within the layer) whose weights a pass has replaced by values of these grids.
     """
 
@@ -109,6 +110,7 @@ class LayerWork:
     replay: Callable[[], None] | None = None
     visual: Tensor | None = None
     grids: dict[str, WeightGrid] = field(default_factory=dict)
+    bits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass

@@ -31,7 +31,8 @@ def variants(device_capability: int) -> Iterator[Variant]:
         for scores in (dtype, "fp32", None):
             yield _combine(dtype, scores)
         for k_block, group_k_blocks in ((32, 1), (64, 1), (128, 1)):
-            sizes = {"K_BLOCK": k_block, "GROUP_K_BLOCKS": group_k_blocks, "INLINE_ASM": True}
+            sizes = {"K_BLOCK": k_block, "BITS": 4, "GROUPS": 1, "GROUP_K_BLOCKS": group_k_blocks}
+            sizes |= {"INLINE_ASM": True}
             for bias in (False, True):
                 yield from _few(dtype, sizes, bias)
                 yield from _many(dtype, sizes, bias, device_capability)

@@ -1,4 +1,4 @@
-"""Specialisations of the 4-bit Linear's kernel for few rows."""
+"""Specialisations of the quantized Linear's kernel for few rows, at 4 bits."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ def variants(device_capability: int) -> Iterator[Variant]:
                         signature=signature(dtype),
                         constants={
                             "K_BLOCK": k_block,
+                            "BITS": 4,
+                            "GROUPS": 1,
                             "GROUP_K_BLOCKS": group_k_blocks,
                             "ROWS": rows,
                             "TILES": shape.tiles,

@@ -1,4 +1,4 @@
-"""A mixture's experts with 4-bit weights: every pair of a token and one of its experts in a fixed number of launches.
+"""A mixture's experts with quantized weights: every pair of token and expert in a fixed number of launches.
 
 The host never learns which experts were chosen, so that decode steps can be captured as CUDA graphs. Few pairs are
 computed each by itself; more are sorted by expert on the device, so that a weight is read once for several of them.
@@ -63,7 +63,7 @@ def unsupported(x: Tensor, stored: ExpertLinears | str, kind: Gate | None) -> st
         return stored
     for storage in (stored.gate_up, stored.down):
         first = storage.linears[0]
-        reason = linear.unsupported(x.device, x.dtype, first.group_size)
+        reason = linear.unsupported(x.device, x.dtype, first.group_size, first.bits, first.in_features)
         if reason is None and first.scales.device != x.device:
             reason = f"weights are on {first.scales.device}, tokens on {x.device}"
         if reason is not None:

@@ -1,15 +1,15 @@
-"""A Linear with 4-bit weights and 16-bit activations (W4A16), whose weights stay packed on every device.
+"""A Linear with weights of 2, 3, 4 or 8 bits and 16-bit activations, whose weights stay packed on every device.
 
 `w4a16_reference` is the oracle. Which path a call takes depends on the device, the activations' dtype and how many rows
-there are; paths with a layout of their own REPLACE AWQ's `qweight` in memory, and turn it back exactly for state dicts,
-copies, casts and moves.
+there are; paths with a layout of their own REPLACE the stored `qweight` in memory, and turn it back exactly for state
+dicts, copies, casts and moves.
 
-- On a CPU, `int4pack` and `tiled` (kernels/linear/cpu.py).
+- On a CPU, `int4pack` (not for 8 bits) and `tiled` (kernels/linear/cpu.py).
 - On NVIDIA GPUs from Ampere on, Triton kernels for fp16 and bfloat16 activations and groups of 32, 64 or a multiple of
-  128 inputs; 4 bits only, as all here: `few rows`, the inputs split among the warps of a program, codes and activations
-  multiplied exactly; `fused`, weights dequantized between memory and tensor cores, their inputs split among programs
-  where there are few outputs; `unpacked`, weights dequantized to memory, at most 2^26 at a time, and multiplied by
-  torch's matrix product.
+  128 inputs; groups of 32 at 2 and 3 bits only where 64 divides the inputs. `few rows`, the inputs split among the
+  warps of a program, codes and activations multiplied exactly; `fused`, weights dequantized between memory and tensor
+  cores, their inputs split among programs where there are few outputs; `unpacked`, weights dequantized to memory, at
+  most 2^26 at a time, and multiplied by torch's matrix product.
 
 Everything else runs the reference, which dequantizes the whole weight for each call: right, but slower than an
 unquantized model. The first such call logs a warning, and `QuantizedLinear.path` tells which path a call takes.
@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels import device as devices
-from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, pack_awq
+from kvconvert.kernels.linear.awq_format import WEIGHT_BITS, AwqWeight, dequantize_weight, pack_bits
 from kvconvert.kernels.linear.cpu import (
+    INT4PACK_SHIFT,
     int4pack_block,
     int4pack_product,
     pack_int4,
@@ -62,8 +63,13 @@ GPU_FEW_ROWS = {4096 * 6144: 16, 4096 * 4096: 16, 0: 64}
 GPU_FUSED_ROWS = {4096 * 6144: 512, 4096 * 4096: 256, 0: 0}
 
 
-def unsupported(device: torch.device, dtype: torch.dtype, group_size: int) -> str | None:
-    """Why the Triton kernels cannot serve activations of this dtype over such a weight; None if they can."""
+def unsupported(
+    device: torch.device, dtype: torch.dtype, group_size: int, bits: int = 4, inputs: int = 0
+) -> str | None:
+    """Why the Triton kernels cannot serve activations of this dtype over such a weight; None if they can.
+
+    Without `inputs`, of a weight with some number of them.
+    """
     reason = devices.unsupported(device)
     if reason is not None:
         return reason
@@ -71,6 +77,8 @@ def unsupported(device: torch.device, dtype: torch.dtype, group_size: int) -> st
         return f"there are kernels for fp16 and bf16 activations, not for {dtype}"
     if not has_layout(group_size):
         return f"there are kernels for groups of 32, 64 or a multiple of 128 inputs, not of {group_size}"
+    if not has_layout(group_size, bits, inputs):
+        return f"{bits}-bit kernels take groups of {group_size} inputs in pairs, and {inputs} inputs make an odd number"
     return None
 
 
@@ -114,22 +122,24 @@ def packed_product(rows: Tensor, weight: PackedWeight, bias: Tensor | None = Non
 
 
 class QuantizedLinear(nn.Module):
-    """A Linear over AWQ tensors, with their standard names, shapes and dtypes, so that a checkpoint loads straight in.
+    """A Linear over stored tensors, with their names, shapes and dtypes, so that a checkpoint loads straight in.
 
     Buffers: qweight int32 [in, out / 8], qzeros int32 [in / group_size, out / 8], scales fp16 [in / group_size, out],
-    and bias [out] if any. Scales stay fp16 whatever dtype the model is cast to. The weights are frozen; gradients
-    flow to the input only.
+    and bias [out] if any; at 2, 3 and 8 bits the first two are uint8 with out * bits / 8 columns. Scales stay fp16
+    whatever dtype the model is cast to. The weights are frozen; gradients flow to the input only.
 
-    Memory: 4 bits per weight in every layout. Once a path with a layout of its own has run, `qweight` is None, the
-    weights are in `int4pack` (CPU) or `gpu_lanes` (GPU), and 4 bytes per group and output channel come on top (0.25
-    bits per weight for groups of 128); `awq_weight()` gives AWQ's tensors at any time, and `state_dict()` always holds
-    them. Linears may share one buffer (`SharedStorage`), and one product if they read the same input (`share_input`).
+    Memory: the stored bits per weight, but 4 for 2 and 3 bits in torch's int4 layout. Once a path with a layout of its
+    own has run, `qweight` is None, the weights are in `int4pack` (CPU) or `gpu_lanes` (GPU), and 4 bytes per group and
+    output channel come on top (0.25 bits per weight for groups of 128); `awq_weight()` gives the stored tensors at any
+    time, and `state_dict()` always holds them. Linears may share one buffer (`SharedStorage`), and one product if they
+    read the same input (`share_input`).
 
     Args:
         in_features, out_features: as for `torch.nn.Linear`; multiples of `group_size` and of 8.
         group_size: inputs that share one scale and zero.
         bias: whether there is one.
         device: where the buffers are made, "meta" included.
+        bits: of a weight: 2, 3, 4 or 8.
     """
 
     qweight: Tensor | None
@@ -150,18 +160,23 @@ class QuantizedLinear(nn.Module):
         group_size: int = 128,
         bias: bool = False,
         device: torch.device | str | None = None,
+        bits: int = 4,
     ) -> None:
         super().__init__()
+        if bits not in WEIGHT_BITS:
+            raise UsageError(f"Weights are stored at 2, 3, 4 or 8 bits, not {bits}.")
         if group_size < 1 or in_features % group_size:
             raise UsageError(f"A group size of {group_size} does not divide the {in_features} inputs of this Linear.")
         if out_features % 8:
             raise UsageError(
-                f"AWQ packs outputs by eight; a Linear with {out_features} of them has to stay unquantized."
+                f"Outputs are packed by eight; a Linear with {out_features} of them has to stay unquantized."
             )
         self.in_features, self.out_features, self.group_size = in_features, out_features, group_size
+        self.bits = bits
         groups = in_features // group_size
-        self.register_buffer("qweight", torch.zeros(in_features, out_features // 8, dtype=torch.int32, device=device))
-        self.register_buffer("qzeros", torch.zeros(groups, out_features // 8, dtype=torch.int32, device=device))
+        columns, dtype = (out_features // 8, torch.int32) if bits == 4 else (out_features * bits // 8, torch.uint8)
+        self.register_buffer("qweight", torch.zeros(in_features, columns, dtype=dtype, device=device))
+        self.register_buffer("qzeros", torch.zeros(groups, columns, dtype=dtype, device=device))
         self.register_buffer("scales", torch.zeros(groups, out_features, dtype=torch.float16, device=device))
         self.register_buffer("bias", torch.zeros(out_features, device=device) if bias else None)
         for name in ("int4pack", "int4pack_grid", "gpu_lanes", "gpu_grid"):
@@ -171,14 +186,15 @@ class QuantizedLinear(nn.Module):
     def from_weight(cls, weight: AwqWeight, bias: Tensor | None = None) -> QuantizedLinear:
         """A module around given tensors, which it does not copy."""
         in_features, groups = weight.qweight.shape[0], weight.scales.shape[0]
-        module = cls(in_features, weight.scales.shape[1], in_features // groups, bias is not None, device="meta")
+        sizes = in_features, weight.scales.shape[1], in_features // groups
+        module = cls(*sizes, bias is not None, device="meta", bits=weight.bits)
         module.qweight, module.qzeros, module.scales = weight
         module.bias = bias
         return module
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out] in the dtype of `x`: float32, float16, bfloat16 or float64."""
-        if self.shared_input is not None and unsupported(x.device, x.dtype, self.group_size) is None:
+        if self.shared_input is not None and self.unsupported(x.device, x.dtype) is None:
             y = self.shared_input.output(self, x)
             if y is not None:
                 return y
@@ -192,32 +208,36 @@ class QuantizedLinear(nn.Module):
         device = torch.device(device)
         if device.type == "cuda" and not torch.cuda.is_available():
             return "reference"
-        if unsupported(device, dtype, self.group_size) is None:
+        if self.unsupported(device, dtype) is None:
             return gpu_path(rows, self.in_features, self.out_features)
         if device.type != "cpu" or devices.runs_triton(device):
             return "reference"
-        return "int4pack" if takes_int4pack(rows, dtype, self.out_features, self.group_size) else "tiled"
+        return "int4pack" if takes_int4pack(rows, dtype, self.out_features, self.group_size, self.bits) else "tiled"
+
+    def unsupported(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why the Triton kernels cannot serve this Linear; None if they can."""
+        return unsupported(device, dtype, self.group_size, self.bits, self.in_features)
 
     def awq_weight(self) -> AwqWeight:
-        """The weight in AWQ's file layout, whichever layout is in memory."""
+        """The weight as it is stored, whichever layout is in memory."""
         qweight, packed, lanes = self.qweight, self.int4pack, self.gpu_lanes
         if qweight is None and packed is not None:
-            qweight = pack_awq(unpack_int4pack(packed).T)
+            qweight = pack_bits(unpack_int4pack(packed).T - INT4PACK_SHIFT[self.bits], self.bits)
         elif qweight is None:
-            qweight = unpack_codes(lanes, self.out_features)
+            qweight = unpack_codes(lanes, self.out_features, bits=self.bits)
         return AwqWeight(qweight, self.qzeros, self.scales)
 
     def extra_repr(self) -> str:
         """The sizes, for printing a model."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, group_size={self.group_size}, "
-            f"bias={self.bias is not None}"
+            f"bits={self.bits}, bias={self.bias is not None}"
         )
 
     def gpu_weight(self) -> PackedWeight | None:
         """The weight in the GPU's layout, if that is in memory."""
         lanes = self.gpu_lanes
-        return None if lanes is None else PackedWeight(lanes, self.gpu_grid, self.out_features)
+        return None if lanes is None else PackedWeight(lanes, self.gpu_grid, self.out_features, self.bits)
 
     def adopt_gpu_weight(self, packed: PackedWeight) -> None:
         """Take this weight's tensors of the GPU's layout in the place of whatever is in memory."""
@@ -237,8 +257,8 @@ class QuantizedLinear(nn.Module):
         if path in ("few rows", "fused", "unpacked"):
             return packed_product(rows, self._packed(), self.bias)
         if path == "reference":
-            reason = unsupported(rows.device, rows.dtype, self.group_size)
-            devices.fall_back("A Linear with 4-bit weights", reason)
+            reason = self.unsupported(rows.device, rows.dtype)
+            devices.fall_back(f"A Linear with {self.bits}-bit weights", reason)
             return w4a16_reference(rows, self.awq_weight(), self.bias)
         if self.gpu_lanes is not None:
             # Triton's interpreter was here.

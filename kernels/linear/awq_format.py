@@ -1,4 +1,4 @@
-"""AWQ "gemm" tensors: the 4-bit weight quantizer, its packing, and fake quantization of any width for searches.
+"""Stored weights: the quantizer, AWQ's "gemm" packing of 4 bits, and fake quantization of any width for searches.
 
 A Linear of `in` inputs and `out` outputs in groups of g inputs is stored as (AWQ, arXiv 2306.00978; its file layout):
 
@@ -6,6 +6,9 @@ A Linear of `in` inputs and `out` outputs in groups of g inputs is stored as (AW
 
 Nibble i of column c, counted from the low end, belongs to output channel 8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]. Zeros z are
 the integers 0 to 15 themselves. A group's range always includes 0, so that z needs no clamp.
+
+Weights of 2, 3 and 8 bits have the same three tensors with the same meaning; only the packing of codes and zeros is
+another, see kvconvert.kernels.linear.plane_format.
 """
 
 from __future__ import annotations
@@ -16,18 +19,41 @@ import torch
 from torch import Tensor
 
 from kvconvert.errors import UsageError
+from kvconvert.kernels.linear.plane_format import PLANE_BITS, pack_planes, unpack_planes
 from kvconvert.kernels.quantizer import GroupRangeError
 
+# Widths that a stored weight can have.
+WEIGHT_BITS = (2, 3, 4, 8)
 NIBBLE_CHANNEL = (0, 2, 4, 6, 1, 3, 5, 7)
 _SMALLEST_HALF = 2.0**-24
 
 
 class AwqWeight(NamedTuple):
-    """The three tensors of one Linear in AWQ's file layout; see the module's docstring for shapes."""
+    """The three tensors of one Linear as they are stored, in AWQ's layout at 4 bits; see the module's docstring.
+
+    At 2, 3 and 8 bits qweight is uint8 [in, out * bits / 8] and qzeros uint8 [in / g, out * bits / 8].
+    """
 
     qweight: Tensor
     qzeros: Tensor
     scales: Tensor
+
+    @property
+    def bits(self) -> int:
+        """Width of a code."""
+        return 4 if self.qzeros.dtype == torch.int32 else 8 * self.qzeros.shape[1] // self.scales.shape[1]
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """Pack integer codes [rows, out] as they are stored: int32 [rows, out / 8] at 4 bits, else uint8."""
+    if bits not in WEIGHT_BITS:
+        raise UsageError(f"Weights are stored at 2, 3, 4 or 8 bits, not {bits}.")
+    return pack_planes(codes, bits) if bits in PLANE_BITS else pack_awq(codes)
+
+
+def unpack_bits(packed: Tensor, bits: int) -> Tensor:
+    """The exact inverse of `pack_bits`: uint8 codes [rows, out]."""
+    return unpack_planes(packed, bits) if bits in PLANE_BITS else unpack_awq(packed)
 
 
 def pack_awq(codes: Tensor) -> Tensor:
@@ -49,35 +75,46 @@ def unpack_awq(words: Tensor) -> Tensor:
     return codes.flatten(-2)
 
 
+def unpack_channels(weight: AwqWeight, start: int, stop: int) -> Tensor:
+    """Codes uint8 [in, stop - start] of some output channels, `start` and `stop` multiples of 8."""
+    bits, outputs = weight.bits, weight.scales.shape[1]
+    if bits == 4:
+        return unpack_awq(weight.qweight[:, start // 8 : stop // 8])
+    if bits != 3:
+        return unpack_planes(weight.qweight[:, start * bits // 8 : stop * bits // 8], bits)
+    upper, lowest = weight.qweight.split((outputs // 4, outputs // 8), 1)
+    return unpack_planes(torch.cat([upper[:, start // 4 : stop // 4], lowest[:, start // 8 : stop // 8]], 1), bits)
+
+
 def quantize_weight(weight: Tensor, bits: int, group_size: int, clip: Tensor | None = None) -> AwqWeight:
-    """Round a Linear's weight to the nearest 4-bit code per group of inputs, in AWQ's layout.
+    """Round a Linear's weight to the nearest code per group of inputs, packed as it is stored.
 
     An all-zero group gets scale 1 and q = z = 0, because a scale of 0 would be indistinguishable from a damaged file.
 
     Args:
         weight: [out, in], any float dtype; `out` a multiple of 8, `in` of `group_size`.
-        bits: 4, the only width this layout has.
+        bits: 2, 3, 4 or 8.
         group_size: inputs that share one scale and zero.
         clip: optional [out, in / group_size]: weights are first clamped to [-clip, clip].
 
     Raises:
         GroupRangeError: NaN, infinity, or a scale beyond fp16; its index is (output, group).
     """
-    if bits != 4:
-        raise UsageError(f"AWQ's file layout holds 4-bit codes only, not {bits}; set bits = 4.")
+    if bits not in WEIGHT_BITS:
+        raise UsageError(f"Weights are stored at 2, 3, 4 or 8 bits, not {bits}.")
     groups = _clipped_groups(weight, group_size, clip)
     scale, zero = _grid(groups, bits)
-    values = groups.div(scale).round_().add_(zero).clamp_(0, 15).flatten(1)
+    values = groups.div(scale).round_().add_(zero).clamp_(0, 2**bits - 1).flatten(1)
     return AwqWeight(
-        qweight=pack_awq(values.to(torch.int32).T),
-        qzeros=pack_awq(zero.squeeze(-1).to(torch.int32).T),
+        qweight=pack_bits(values.to(torch.int32).T, bits),
+        qzeros=pack_bits(zero.squeeze(-1).to(torch.int32).T, bits),
         scales=scale.squeeze(-1).T.to(torch.float16).contiguous(),
     )
 
 
 def dequantize_weight(packed: AwqWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weight [out, in] that the packed tensors stand for: (q - z) scale in float32, rounded once to `dtype`."""
-    codes, zeros = unpack_awq(packed.qweight), unpack_awq(packed.qzeros)
+    codes, zeros = unpack_bits(packed.qweight, packed.bits), unpack_bits(packed.qzeros, packed.bits)
     groups = codes.unflatten(0, (zeros.shape[0], -1)).to(torch.float32)
     values = groups.sub_(zeros.float().unsqueeze(1)).mul_(packed.scales.float().unsqueeze(1))
     return values.flatten(0, 1).T.to(dtype).contiguous()
@@ -86,7 +123,7 @@ def dequantize_weight(packed: AwqWeight, dtype: torch.dtype = torch.float32) -> 
 def fake_quantize_weight(weight: Tensor, bits: int, group_size: int, clip: Tensor | None = None) -> Tensor:
     """What the weight becomes when quantized and read back, without packing; made for searches, so any width.
 
-    At 4 bits this equals `dequantize_weight(quantize_weight(...))` exactly, in float32.
+    At a width that can be stored this equals `dequantize_weight(quantize_weight(...))` exactly, in float32.
 
     Args:
         weight: [..., in], any float dtype; `in` a multiple of `group_size`.

@@ -1,6 +1,7 @@
-"""The product with a 4-bit weight on a CPU, by two paths that agree up to the rounding of the input's dtype.
+"""The product with a quantized weight on a CPU, by two paths that agree up to the rounding of the input's dtype.
 
-- `int4pack`: torch's int4 matrix product, for bfloat16 and few rows, as in decoding. It wants its own weight layout.
+- `int4pack`: torch's int4 matrix product, for bfloat16 and few rows, as in decoding. It wants its own weight layout,
+  which holds codes of 2 and 3 bits exactly, in 4 bits each; 8 bits do not fit.
 - `tiled`: dequantizes a few hundred output channels at a time into a buffer that stays in the cache, and multiplies.
 """
 
@@ -13,11 +14,20 @@ import torch
 from torch import Tensor
 
 from kvconvert.kernels.device import product_dtype
-from kvconvert.kernels.linear.awq_format import NIBBLE_CHANNEL, AwqWeight, unpack_awq
+from kvconvert.kernels.linear.awq_format import (
+    NIBBLE_CHANNEL,
+    AwqWeight,
+    pack_awq,
+    unpack_awq,
+    unpack_bits,
+    unpack_channels,
+)
 
 # Measured by benchmarks/cpu_linear.py: for large weights torch's int4 product costs as much as dequantizing between 48
 # and 64 rows, for small ones later.
 INT4PACK_ROWS = 48
+# What codes of fewer bits are raised by, so that 8 is in their middle and the offset, rounded to bfloat16, is small.
+INT4PACK_SHIFT = {2: 6, 3: 4, 4: 0}
 INT4PACK_GROUP_SIZES = (32, 64, 128, 256)
 # Weights dequantized at a time. Measured: from 2^18 to 2^21 all are within a tenth, more leaves the cache. A tile has
 # at least 128 channels all the same, because narrower ones read half cache lines of `qweight`.
@@ -27,18 +37,21 @@ TILE_CHANNELS = 128
 _BYTE_CHANNELS = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def takes_int4pack(rows: int, dtype: torch.dtype, out_features: int, group_size: int) -> bool:
+def takes_int4pack(rows: int, dtype: torch.dtype, out_features: int, group_size: int, bits: int = 4) -> bool:
     """Whether torch's int4 product is meant for so many rows of this dtype, and can have the weight."""
-    fits = out_features % 16 == 0 and group_size in INT4PACK_GROUP_SIZES
+    fits = bits <= 4 and out_features % 16 == 0 and group_size in INT4PACK_GROUP_SIZES
     return dtype == torch.bfloat16 and rows <= INT4PACK_ROWS and fits and int4pack_block() is not None
 
 
 def pack_int4(weight: AwqWeight) -> tuple[Tensor, Tensor]:
     """Codes and grid in torch's layout: uint8 [out, in / 2] and bfloat16 [groups, out, 2]."""
-    scales, zeros = weight.scales.float(), unpack_awq(weight.qzeros).float()
+    scales, zeros = weight.scales.float(), unpack_bits(weight.qzeros, weight.bits).float()
     # That product computes w = (q - 8) scale + offset.
-    grid = torch.stack((scales, (8 - zeros) * scales), -1).to(torch.bfloat16)
+    shift = INT4PACK_SHIFT[weight.bits]
+    grid = torch.stack((scales, (8 - shift - zeros) * scales), -1).to(torch.bfloat16)
     words, block = weight.qweight, int4pack_block()
+    if weight.bits != 4:
+        words = pack_awq(unpack_bits(words, weight.bits) + shift)
     whole = words.shape[1] * 8 // block * block
     step = -(-_channels_at_once(words.shape[0], TILE_WEIGHTS) // block) * block
     chunks = [_packed_blocks(part, block) for part in words[:, : whole // 8].split(step // 8, dim=1)]
@@ -83,7 +96,7 @@ def tiled_product(
 
     Args:
         rows: [R, in], any float dtype.
-        qweight: in AWQ's layout, int32 [in, out / 8]; None where `packed` holds the codes.
+        qweight: as in `AwqWeight`; None where `packed` holds the codes.
         packed: in torch's layout, see `unpack_int4pack`.
         qzeros, scales: as in `AwqWeight`.
         tile_weights: weights dequantized at a time.
@@ -92,10 +105,16 @@ def tiled_product(
         [R, out] in the dtype of `rows`.
     """
     inputs, groups, outputs = rows.shape[1], *scales.shape
+    if packed is None and qzeros.dtype == torch.uint8:
+        return _planes_product(rows, AwqWeight(qweight, qzeros, scales), tile_weights)
     tiling = _tiling(inputs, outputs, None if packed is None else int4pack_block(), tile_weights)
     scales = scales.index_select(1, tiling.channel).float()
-    zero_bytes = qzeros.view(torch.uint8)
-    zeros = torch.cat((zero_bytes & 15, zero_bytes >> 4), 1).index_select(1, tiling.zero)
+    if qzeros.dtype == torch.int32:
+        zero_bytes = qzeros.view(torch.uint8)
+        zeros = torch.cat((zero_bytes & 15, zero_bytes >> 4), 1).index_select(1, tiling.zero)
+    else:
+        bits = 8 * qzeros.shape[1] // outputs
+        zeros = unpack_bits(qzeros, bits).add_(INT4PACK_SHIFT[bits]).index_select(1, tiling.channel)
     compute = product_dtype(rows.dtype)
     rows_in, products = rows.to(compute), []
     buffer = torch.empty(inputs * max(stop - start for start, stop in tiling.tiles), dtype=torch.float32)
@@ -114,6 +133,26 @@ def tiled_product(
         products.append(rows_in @ values.to(compute))
     y = products[0] if len(products) == 1 else torch.cat(products, 1)
     return y.index_select(1, tiling.lane).to(rows.dtype)
+
+
+def _planes_product(rows: Tensor, weight: AwqWeight, tile_weights: int) -> Tensor:
+    """`x W` of a weight of 2, 3 or 8 bits by tiles of output channels; see `tiled_product`."""
+    inputs, groups, outputs = rows.shape[1], *weight.scales.shape
+    zeros, scales = unpack_bits(weight.qzeros, weight.bits)[:, None], weight.scales.float()[:, None]
+    compute = product_dtype(rows.dtype)
+    rows_in, products = rows.to(compute), []
+    step = _channels_at_once(inputs, tile_weights)
+    for start in range(0, outputs, step):
+        stop = min(start + step, outputs)
+        codes = unpack_channels(weight, start, stop).view(groups, -1, stop - start)
+        if weight.bits == 8:
+            values = codes.float().sub_(zeros[..., start:stop])
+        else:
+            # In bytes, wrapping around, as at 4 bits.
+            values = (codes - zeros[..., start:stop]).view(torch.int8).float()
+        values.mul_(scales[..., start:stop])
+        products.append(rows_in @ values.view(inputs, -1).to(compute))
+    return torch.cat(products, 1).to(rows.dtype)
 
 
 def _channels_at_once(in_features: int, weights: int) -> int:

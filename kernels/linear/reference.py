@@ -1,4 +1,4 @@
-"""The product with a 4-bit weight, by dequantizing all of it: the oracle, and the path of devices without another."""
+"""The product with a quantized weight, by dequantizing all of it: the oracle, and what other devices take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of several 4-bit Linears in one buffer of the GPU's layout, so that one launch can read them all.
+"""Weights of several quantized Linears in one buffer of the GPU's layout, so that one launch can read them all.
 
 Tiles of 32 outputs are the layout's slowest dimension: Linears with the same inputs and groups lie behind each other as
 if they were one with all their outputs. Each of them holds its part as a view and works alone as before.
@@ -27,6 +27,7 @@ class PackedLinear(Protocol):
     in_features: int
     out_features: int
     group_size: int
+    bits: int
     scales: Tensor
     bias: Tensor | None
     storage: SharedStorage | None
@@ -43,8 +44,10 @@ def unsupported(linears: Sequence[PackedLinear]) -> str | None:
         return "there is only one Linear"
     if any((other.in_features, other.group_size) != (first.in_features, first.group_size) for other in linears):
         return "numbers of inputs or group sizes differ"
-    if not has_layout(first.group_size):
-        return f"the GPU layout has no groups of {first.group_size} inputs"
+    if any(other.bits != first.bits for other in linears):
+        return "widths of weights differ"
+    if not has_layout(first.group_size, first.bits, first.in_features):
+        return f"the GPU layout has no {first.in_features} inputs of {first.bits} bits in groups of {first.group_size}"
     if any(linear.out_features % TILE for linear in linears[:-1]):
         return f"outputs of a Linear are no multiple of {TILE}"
     if len({linear.scales.device for linear in linears}) > 1:
@@ -106,9 +109,9 @@ class SharedStorage:
                 grid = part.grid.new_empty(tiles, groups, 2, 16)
             here = slice(start, start + part.lanes.shape[0])
             lanes[here], grid[here] = part.lanes, part.grid
-            linear.adopt_gpu_weight(PackedWeight(lanes[here], grid[here], linear.out_features))
+            linear.adopt_gpu_weight(PackedWeight(lanes[here], grid[here], linear.out_features, linear.bits))
             start = here.stop
-        return PackedWeight(lanes, grid, self.outputs)
+        return PackedWeight(lanes, grid, self.outputs, first.bits)
 
     def _pack_biases(self) -> Tensor | None:
         present = next((linear.bias for linear in self.linears if linear.bias is not None), None)

@@ -77,7 +77,7 @@ def _code(text: str) -> str:
 def _header(manifest: Manifest) -> list[str]:
     source = manifest.source
     tags = ["kvconvert"]
-    tags += awq.tags(manifest.weights.method)
+    tags += awq.tags(manifest.weights.method, manifest.widths())
     if any(layer.kv for layer in manifest.layers):
         tags.append("kv-cache-quantization")
     task = "image-text-to-text" if _supports_images(manifest) else "text-generation"
@@ -98,7 +98,7 @@ def _introduction(manifest: Manifest) -> list[str]:
     return [
         f"# {_plain(manifest.source.id.rsplit('/', 1)[-1])}, converted by kvconvert",
         "",
-        f"{_plain(manifest.source.id)} with {awq.describe(manifest.weights.method)} and {cache}.",
+        f"{_plain(manifest.source.id)} with {awq.describe(manifest.weights.method, manifest.widths())} and {cache}.",
         "",
     ]
 
@@ -124,7 +124,7 @@ def _usage(manifest: Manifest) -> list[str]:
         "```",
         "",
     ]
-    if manifest.weights.method != "none":
+    if manifest.widths() == (4,):
         lines += [
             "The weights have the names and the layout of a standard AWQ checkpoint.",
             "",

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvconvert.methods import KVScheme, LayerShape
-from kvconvert.methods.awq import Method, QuantizedBy
+from kvconvert.methods.awq import AWQ_BITS, Method, QuantizedBy
 
 FORMAT_VERSION = 0
 MANIFEST_NAME = "kvconvert.json"
@@ -136,7 +136,8 @@ class WeightsInfo(_Record):
     """Size of the stored weights.
 
     Attributes:
-        method, bits, group_size: how Linears were quantized; bits and group_size are None with method "none".
+        method, bits, group_size: how Linears were quantized; bits and group_size are None with method "none", bits
+            also where modules have different ones.
         bytes: of all tensors in the weight files.
         parameters: weights and biases that these tensors stand for.
         bits_per_weight: 8 * bytes / parameters, over the whole checkpoint with embeddings and norms.
@@ -281,6 +282,10 @@ class Manifest(_Record):
         """Names of the files that hold the model's weights."""
         return [name for name in self.files if name.endswith(".safetensors") and name != PLAN_NAME]
 
+    def widths(self) -> tuple[int, ...]:
+        """All widths that quantized modules have, ascending."""
+        return widths(self.modules)
+
     def files_digest(self) -> str:
         """One SHA-256 over names, sizes and hashes of all load-critical files: the identity of the contents."""
         lines = [f"{name} {info.size} {info.sha256}\n" for name, info in sorted(self.files.items())]
@@ -294,20 +299,35 @@ class Manifest(_Record):
 def quantization_config(weights: WeightsInfo, modules: list[ModuleCoverage]) -> dict[str, Any]:
     """The `quantization_config` of the bundle's config.json, which writer and reader derive alike.
 
-    Quantized weights are declared the way every AWQ engine reads them; the key `kvconvert` marks the rest.
+    Weights of 4 bits are declared the way every AWQ engine reads them, and the key `kvconvert` marks the rest. Where
+    any module has another width the weights are no AWQ checkpoint, and are not said to be one.
     """
     mark = {"format_version": FORMAT_VERSION}
     if weights.method == "none":
         return {"quant_method": "kvconvert", "weights": "none", "kvconvert": mark}
+    if widths(modules) != AWQ_BITS:
+        return {
+            "quant_method": "kvconvert",
+            "weights": weights.method,
+            "bits": list(widths(modules)),
+            "group_size": weights.group_size,
+            "modules_to_not_convert": _unconverted(modules),
+            "kvconvert": mark,
+        }
     return {
         "quant_method": "awq",
-        "bits": weights.bits,
+        "bits": 4,
         "group_size": weights.group_size,
         "zero_point": True,
         "version": "gemm",
         "modules_to_not_convert": _unconverted(modules),
         "kvconvert": mark,
     }
+
+
+def widths(modules: list[ModuleCoverage]) -> tuple[int, ...]:
+    """All widths that quantized modules have, ascending."""
+    return tuple(sorted({module.bits for module in modules if module.method != "kept" and module.bits is not None}))
 
 
 def _unconverted(modules: list[ModuleCoverage]) -> list[str]:

@@ -34,6 +34,7 @@ from kvconvert.bundle.settings import is_settings, unsafe_settings
 from kvconvert.bundle.tensorfile import DTYPES, mismatch, nbytes, read_header, tensor_info
 from kvconvert.errors import BundleError, RecipeError
 from kvconvert.methods import PLAN_TENSORS
+from kvconvert.methods.awq import AWQ_BITS, BITS
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -340,19 +341,24 @@ def _check_modules(manifest: Manifest) -> None:
             if f"{module.prefix}.qweight" in manifest.tensors:
                 raise mismatch(MANIFEST_NAME, where, "an unquantized module", f"{module.prefix}.qweight")
             continue
-        settings = (module.method, module.bits, module.group_size)
-        if settings != (weights.method, weights.bits, weights.group_size):
-            raise mismatch(MANIFEST_NAME, where, (weights.method, weights.bits, weights.group_size), settings)
-        if module.bits != 4 or not module.in_features or not module.out_features or not module.group_size:
-            raise mismatch(MANIFEST_NAME, where, "4 bits, a group size, in_features and out_features", module)
+        settings = (module.method, module.group_size)
+        if settings != (weights.method, weights.group_size):
+            raise mismatch(MANIFEST_NAME, where, (weights.method, weights.group_size), settings)
+        if module.bits not in BITS or not module.in_features or not module.out_features or not module.group_size:
+            raise mismatch(
+                MANIFEST_NAME, where, "2, 3, 4 or 8 bits, a group size, in_features and out_features", module
+            )
         if module.in_features % module.group_size or module.out_features % 8:
             raise mismatch(
                 MANIFEST_NAME, f"{where}: group_size", f"a divisor of {module.in_features}", module.group_size
             )
         groups = module.in_features // module.group_size
+        dtype, columns = ("I32", module.out_features // 8)
+        if module.bits not in AWQ_BITS:
+            dtype, columns = ("U8", module.out_features * module.bits // 8)
         packed = {
-            "qweight": TensorInfo(dtype="I32", shape=[module.in_features, module.out_features // 8]),
-            "qzeros": TensorInfo(dtype="I32", shape=[groups, module.out_features // 8]),
+            "qweight": TensorInfo(dtype=dtype, shape=[module.in_features, columns]),
+            "qzeros": TensorInfo(dtype=dtype, shape=[groups, columns]),
             "scales": TensorInfo(dtype="F16", shape=[groups, module.out_features]),
         }
         for part, info in packed.items():
@@ -363,6 +369,9 @@ def _check_modules(manifest: Manifest) -> None:
                 raise mismatch("The weights", f"tensor {name}", _words(info), _words(manifest.tensors[name]))
         if f"{module.prefix}.weight" in manifest.tensors:
             raise mismatch("The weights", f"tensor {module.prefix}.weight", "absent", "beside its quantized form")
+    common = manifest.widths()[0] if len(manifest.widths()) == 1 else None
+    if weights.bits != common:
+        raise mismatch(MANIFEST_NAME, "weights.bits", f"{common} (that of all modules)", weights.bits)
     for name, info in manifest.tensors.items():
         module_name, _, part = name.rpartition(".")
         if part in ("qweight", "qzeros", "scales") and stored.get(module_name, "kept") == "kept":

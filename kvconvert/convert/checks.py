@@ -50,6 +50,21 @@ def check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
             )
 
 
+def check_widths(runner: LayerRunner, weights: WeightsRecipe) -> None:
+    """Refuse rules of [[weights.modules]] that mean no Linear of this model."""
+    for rule in weights.modules:
+        beyond = next((layer for layer in rule.index or () if not 0 <= layer < runner.num_layers), None)
+        if beyond is not None:
+            raise RecipeError(f"{rule} names layer {beyond}, but this model has layers 0 to {runner.num_layers - 1}.")
+        layers = rule.index or range(runner.num_layers)
+        names = ((f"{runner.layer_name(i)}.{linear}", i) for i in layers for linear in runner.structure(i).linears)
+        if not any(rule.applies(name, index) for name, index in names):
+            raise RecipeError(
+                f"{rule} matches no Linear that is quantized in this model; {runner.layer_name(0)}."
+                f"{runner.structure(0).linears[-1]} is the name of one."
+            )
+
+
 def fitted_group_size(runner: LayerRunner, weights: WeightsRecipe) -> WeightsRecipe:
     """The weights' recipe with a group size that divides the inputs of every Linear to be quantized.
 
@@ -71,7 +86,7 @@ def fitted_group_size(runner: LayerRunner, weights: WeightsRecipe) -> WeightsRec
             inputs.setdefault(linear.in_features, full)
             if linear.out_features % 8:
                 raise RecipeError(
-                    f"{full} has {linear.out_features} outputs, which AWQ's layout cannot pack by eight; set [weights] "
+                    f"{full} has {linear.out_features} outputs, which cannot be packed by eight; set [weights] "
                     'method = "none".'
                 )
     candidates = AUTO_GROUP_SIZES if weights.group_size == "auto" else (weights.group_size,)

@@ -28,6 +28,7 @@ from kvconvert.bundle.manifest import (
     TensorInfo,
     WeightsInfo,
     quantization_config,
+    widths,
 )
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.settings import is_settings, safe_settings, unsafe_settings
@@ -291,7 +292,7 @@ def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents) -> Manifest:
         recipe=recipe.to_dict(),
         data=state.data,
         transforms=[*state.transforms, *quantizing],
-        conventions=conventions(layers, recipe.weights.method),
+        conventions=conventions(layers, recipe.weights.method, widths(contents.modules)),
         layers=layers,
         modules=contents.modules,
         weights=_weights_info(recipe, contents),
@@ -328,10 +329,10 @@ def _weights_info(recipe: Recipe, contents: _Contents) -> WeightsInfo:
             parameters += math.prod(info.shape)
     quantized_parameters = sum((module.in_features or 0) * (module.out_features or 0) for module in quantized.values())
     parameters += quantized_parameters
-    plain = recipe.weights.method == "none"
+    plain, stored = recipe.weights.method == "none", widths(contents.modules)
     return WeightsInfo(
         method=recipe.weights.method,
-        bits=None if plain else recipe.weights.bits,
+        bits=stored[0] if len(stored) == 1 else None,
         group_size=None if plain else recipe.weights.group_size,
         bytes=total,
         parameters=parameters,

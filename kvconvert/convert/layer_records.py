@@ -14,7 +14,7 @@ from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.workdir import LayerRecord
 from kvconvert.errors import NumericError
-from kvconvert.kernels.linear.awq_format import AwqWeight, pack_awq, quantize_weight
+from kvconvert.kernels.linear.awq_format import AwqWeight, pack_bits, quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
 from kvconvert.kernels.rotate import hadamard_kind
 from kvconvert.methods import KVScheme
@@ -72,7 +72,7 @@ def untouched_record(runner: LayerRunner, recipe: Recipe, index: int) -> LayerRe
 
 
 def converted_tensors(work: LayerWork, dtypes: dict[str, torch.dtype], weights: WeightsRecipe) -> dict[str, Tensor]:
-    """The layer's tensors under the model's names, Linears in AWQ's layout unless the recipe keeps weights.
+    """The layer's tensors under the model's names, Linears packed unless the recipe keeps weights.
 
     Everything else is stored in the source's dtype: exactly the source's bytes where no pass changed it.
     """
@@ -89,7 +89,7 @@ def converted_tensors(work: LayerWork, dtypes: dict[str, torch.dtype], weights: 
             try:
                 grid = work.grids.get(module)
                 packed = (
-                    quantize_weight(parameter, weights.bits, weights.group_size)
+                    quantize_weight(parameter, work.bits[module], weights.group_size)
                     if grid is None
                     else _pack(parameter, grid)
                 )
@@ -102,10 +102,10 @@ def converted_tensors(work: LayerWork, dtypes: dict[str, torch.dtype], weights: 
 
 
 def _pack(weight: Tensor, grid: WeightGrid) -> AwqWeight:
-    """A weight that consists of a grid's values, in AWQ's layout."""
+    """A weight that consists of a grid's values, as it is stored."""
     return AwqWeight(
-        qweight=pack_awq(grid.codes(weight).T),
-        qzeros=pack_awq(grid.zero.T.to(torch.uint8)),
+        qweight=pack_bits(grid.codes(weight).T, grid.bits),
+        qzeros=pack_bits(grid.zero.T.to(torch.uint8), grid.bits),
         scales=grid.scale.T.to(torch.float16).contiguous(),
     )
 
@@ -128,7 +128,7 @@ def layer_coverage(work: LayerWork, weights: WeightsRecipe, reasons: dict[str, s
                 ModuleCoverage(
                     name=full,
                     method=weights.method,
-                    bits=weights.bits,
+                    bits=work.bits[name],
                     group_size=weights.group_size,
                     reason=reasons.get(name, ""),
                 )

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from kvconvert.auto.search import SearchTask, allocated_recipe, find_allocation, search_task
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork
-from kvconvert.convert.checks import check_purpose, check_recipe, fitted_group_size
+from kvconvert.convert.checks import check_purpose, check_recipe, check_widths, fitted_group_size
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_records import (
     converted_tensors,
@@ -189,6 +189,7 @@ def _make_runner(source: SourceModel, weights: WeightsRecipe, device: torch.devi
 
 def _with_group_size(runner: LayerRunner, recipe: Recipe, progress: bool) -> Recipe:
     """The recipe with a group size of weights that fits the model."""
+    check_widths(runner, recipe.weights)
     weights = fitted_group_size(runner, recipe.weights)
     if weights == recipe.weights:
         return recipe
@@ -278,6 +279,10 @@ def _prepared(
         dtype=float_dtype(runner.source),
         cache=None if scheme is None else cache_format(scheme, structure),
         visual=inputs.visual,
+        bits={
+            linear: recipe.weights.bits_of(f"{runner.layer_name(index)}.{linear}", index)
+            for linear in structure.linears
+        },
     )
     for calibration_pass in passes:
         calibration_pass.prepare(work)

@@ -5,8 +5,13 @@ files in `kvconvert/convert/presets`; dropping one in extends the command line. 
 
     [weights]
     method = "awq"        # awq, gptq, awq+gptq, rtn (round to nearest) or none
-    bits = 4
+    bits = 4              # 2, 3, 4 or 8
     group_size = "auto"   # the largest of 128, 64 and 32 that divides the inputs of every quantized Linear
+
+    [[weights.modules]]   # Linears of another width; where several tables apply to one, the last of them counts
+    match = "*.down_proj" # names as in the loaded model, * for anything; all if it is left out
+    index = [0, 1]        # decoder layers; all if it is left out
+    bits = 8
 
     [kv]
     preset = "oscar"      # a preset of kvconvert.methods, or "none" for a cache left alone; "oscar-paper" is the

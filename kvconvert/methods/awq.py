@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 # What "auto" chooses from, the largest first.
@@ -12,6 +14,34 @@ AUTO_GROUP_SIZES = (128, 64, 32)
 # Of a quantized module; "none" besides, of a recipe.
 QuantizedBy = Literal["awq", "gptq", "awq+gptq", "rtn"]
 Method = Literal[QuantizedBy, "none"]
+NIBBLES = "bits 4i to 4i+3 of the int32 in column c hold output channel 8c + [0,2,4,6,1,3,5,7][i]"
+# Widths of a stored weight. AWQ's own layout has 4 bits, kvconvert's the others.
+BITS = (2, 3, 4, 8)
+AWQ_BITS = (4,)
+
+
+class WeightsRule(BaseModel):
+    """Linears whose weights have another width, an entry of [[weights.modules]].
+
+    Attributes:
+        match: pattern of module names as in the loaded model ("*.down_proj"); * stands for anything, dots included.
+        index: numbers of the decoder layers that are meant; None for all.
+        bits: of their weights.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    match: str = Field(default="*", min_length=1)
+    index: list[int] | None = Field(default=None, min_length=1)
+    bits: int
+
+    def applies(self, name: str, layer: int) -> bool:
+        """Whether a Linear of this name and decoder layer is meant."""
+        return fnmatchcase(name, self.match) and (self.index is None or layer in self.index)
+
+    def __str__(self) -> str:
+        where = "" if self.index is None else f", index = {self.index}"
+        return f'[[weights.modules]] match = "{self.match}"{where}'
 
 
 class WeightsRecipe(BaseModel):
@@ -20,10 +50,11 @@ class WeightsRecipe(BaseModel):
     Attributes:
         method: "awq" searches scales and clips, "gptq" makes up for each column's rounding error in the columns after
             it, "awq+gptq" does so on the scaled weights, "rtn" rounds to nearest, "none" keeps every weight.
-        bits: of a stored weight; means nothing with "none".
+        bits: of a stored weight, 2, 3, 4 or 8; means nothing with "none".
         group_size: inputs that share one scale and zero point, or "auto", which becomes the largest of
             `AUTO_GROUP_SIZES` that divides the inputs of every Linear to be quantized once the model is known; means
             nothing with "none".
+        modules: Linears of another width; where several entries apply to one, the last of them counts.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -31,6 +62,7 @@ class WeightsRecipe(BaseModel):
     method: Method = "awq"
     bits: int = 4
     group_size: int | Literal["auto"] = "auto"
+    modules: list[WeightsRule] = []
 
     @field_validator("group_size", mode="plain")
     @classmethod
@@ -57,12 +89,10 @@ class WeightsRecipe(BaseModel):
     def fault(self) -> str | None:
         """Why bundles cannot hold such weights, as the end of a sentence about a recipe, or None."""
         if not self.quantizes:
-            return None
-        if self.bits != 4:
-            return (
-                f"asks for [weights] bits = {self.bits}, but bundles hold 4-bit weights in this version: kvconvert's "
-                "own layout for other widths is not available yet; set bits = 4"
-            )
+            return None if not self.modules else 'has [[weights.modules]] beside method = "none"; remove one of them'
+        for place, bits in [("[weights]", self.bits), *((str(rule), rule.bits) for rule in self.modules)]:
+            if bits not in BITS:
+                return f"asks for {place} bits = {bits}, which no layout holds; choose one of 2, 3, 4 and 8"
         if self.group_size != "auto" and self.group_size not in GROUP_SIZES:
             return (
                 f'asks for [weights] group_size = {self.group_size}, which is not possible; choose "auto" or one of '
@@ -70,35 +100,57 @@ class WeightsRecipe(BaseModel):
             )
         return None
 
+    def bits_of(self, name: str, layer: int) -> int:
+        """Width of the weights of a Linear, by its name in the loaded model and the number of its decoder layer."""
+        return next((rule.bits for rule in reversed(self.modules) if rule.applies(name, layer)), self.bits)
+
     def transforms(self) -> tuple[str, ...]:
         """Changes to the weights before they are quantized, as a manifest lists them."""
         return ("awq_scale", "awq_clip") * self.scales + ("gptq",) * self.compensates
 
 
-def describe(method: Method) -> str:
-    """What a card says of a bundle's weights."""
+def describe(method: Method, widths: Collection[int]) -> str:
+    """What a card says of a bundle's weights, of all the widths that its quantized Linears have."""
+    bits = " and ".join(filter(None, [", ".join(map(str, sorted(widths)[:-1])), str(max(widths, default=""))]))
     return {
-        "awq": "AWQ-quantized weights (4 bits)",
-        "gptq": "GPTQ-quantized weights (4 bits)",
-        "awq+gptq": "weights scaled by AWQ and quantized by GPTQ (4 bits)",
-        "rtn": "weights rounded to nearest (4 bits)",
+        "awq": f"AWQ-quantized weights ({bits} bits)",
+        "gptq": f"GPTQ-quantized weights ({bits} bits)",
+        "awq+gptq": f"weights scaled by AWQ and quantized by GPTQ ({bits} bits)",
+        "rtn": f"weights rounded to nearest ({bits} bits)",
         "none": "weights in their original width",
     }[method]
 
 
-def tags(method: Method) -> list[str]:
+def tags(method: Method, widths: Collection[int]) -> list[str]:
     """What the Hub calls such weights."""
-    return [] if method == "none" else ["awq", "4-bit"]
+    stored = ["awq"] if {*widths} == {*AWQ_BITS} else []
+    return [] if method == "none" else [*stored, *(f"{bits}-bit" for bits in sorted(widths))]
 
 
-def conventions(method: Method) -> dict[str, Any]:
+def conventions(method: Method, widths: Collection[int]) -> dict[str, Any]:
     """What is open to interpretation, as data for the manifest."""
     if method == "none":
         return {}
+    if {*widths} <= {*AWQ_BITS}:
+        return {
+            "weights": {
+                "layout": "awq gemm: qweight [in, out/8], qzeros [in/group, out/8], scales [in/group, out]",
+                "value": "w = (q - z) * s, q and z integers 0 to 15",
+                "nibbles": NIBBLES,
+            }
+        }
+    fields = {
+        2: "bits 2j and 2j+1 of byte c hold output channel 4c + j",
+        3: "out/4 bytes with the upper two bits, as at 2 bits, then out/8 bytes, of which bit j of byte c holds the "
+        "lowest bit of output channel 8c + j",
+        4: f"I32 [rows, out/8]: {NIBBLES}",
+        8: "byte c holds output channel c",
+    }
     return {
         "weights": {
-            "layout": "awq gemm: qweight [in, out/8], qzeros [in/group, out/8], scales [in/group, out]",
-            "value": "w = (q - z) * s, q and z integers 0 to 15",
-            "nibbles": "bits 4i to 4i+3 of the int32 in column c hold output channel 8c + [0,2,4,6,1,3,5,7][i]",
+            "layout": "qweight U8 [in, out*bits/8], qzeros U8 [in/group, out*bits/8], scales [in/group, out]; bits of "
+            "each module in modules",
+            "value": "w = (q - z) * s, q and z integers 0 to 2^bits - 1",
+            "fields": {str(bits): fields[bits] for bits in sorted(widths)},
         }
     }

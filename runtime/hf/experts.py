@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class PackedExperts(SeparateExperts):
             self.stored = store_experts(linears)
         reason = unsupported(hidden_states, self.stored, self.gate)
         if reason is not None:
-            devices.fall_back("Experts with 4-bit weights", reason)
+            devices.fall_back("Experts with quantized weights", reason)
             return super().forward(hidden_states, top_k_index, top_k_weights)
         if self.layout.scored_before:
             return scored_experts(hidden_states, self.stored, self.gate)
@@ -88,9 +88,15 @@ def place_packed_experts(model: nn.Module, modules: Iterable[ModuleCoverage]) ->
                 f"{MANIFEST_NAME} {fault} {part}, an expert beside quantized ones; experts of a layer are quantized "
                 "together, so the bundle is damaged or belongs to another version of transformers."
             )
-        group_size = coverage[f"{name}.0.{roles.down}"].group_size
+        # Each expert's Linears are made in the order of its roles.
+        made = iter([coverage[f"{name}.{i}.{role}"] for i in range(fused_layout(fused).num_experts) for role in roles])
+
+        def make(inputs: int, outputs: int, bias: bool, made: Iterator[ModuleCoverage] = made) -> QuantizedLinear:
+            module = next(made)
+            return QuantizedLinear(inputs, outputs, module.group_size, bias, bits=module.bits)
+
         with torch.device("meta"):
-            packed = PackedExperts(fused, roles, lambda i, o, bias, g=group_size: QuantizedLinear(i, o, g, bias))
+            packed = PackedExperts(fused, roles, make)
         model.set_submodule(name, packed)
 
 

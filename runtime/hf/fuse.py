@@ -47,7 +47,7 @@ def fuse(model: nn.Module) -> dict[str, int]:
 
 
 def share_inputs(model: nn.Module) -> Counter[str]:
-    """Give 4-bit Linears that read the same tensor one product; see `kvconvert.kernels.linear.share_input`."""
+    """Give quantized Linears that read the same tensor one product; see `kvconvert.kernels.linear.share_input`."""
     fused: Counter[str] = Counter()
     # These have a product of their own for all experts.
     packed = {

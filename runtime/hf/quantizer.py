@@ -1,6 +1,7 @@
 """What makes `from_pretrained` load bundles.
 
-A bundle's config.json says `quant_method: awq`, so that any AWQ engine reads its weights, plus a key `kvconvert`.
+Where all quantized weights have 4 bits, config.json says `quant_method: awq`, so that any AWQ engine reads them, plus a
+key `kvconvert`; else `quant_method: kvconvert`.
 Importing the runtime replaces transformers' "awq" configuration class by a dispatcher: dictionaries with that key
 become a `BundleConfig`, whose quantizer is registered under our own name; all others go to the stock class, untouched.
 """
@@ -158,7 +159,11 @@ def place_packed_linears(model: PreTrainedModel, bundle: Bundle) -> None:
             )
         with torch.device("meta"):
             packed = QuantizedLinear(
-                linear.in_features, linear.out_features, module.group_size, bias=linear.bias is not None
+                linear.in_features,
+                linear.out_features,
+                module.group_size,
+                bias=linear.bias is not None,
+                bits=module.bits,
             )
         model.set_submodule(name, packed)
 

@@ -22,7 +22,7 @@ def test_every_preset_loads_and_survives_being_recorded(name):
 
 def test_default_is_awq_4_bit_with_oscar():
     recipe = Recipe.load("default")
-    assert recipe.weights.model_dump() == {"method": "awq", "bits": 4, "group_size": "auto"}
+    assert recipe.weights.model_dump() == {"method": "awq", "bits": 4, "group_size": "auto", "modules": []}
     assert recipe.kv == PRESETS["oscar"]
     assert recipe.limits.as_set() == {}
 
@@ -100,7 +100,17 @@ def test_limits_accept_whole_numbers(tmp_path):
         ("bits = 4\n", ["mine.toml", "bits"]),
         ("weights = 4\n", ["mine.toml", "weights"]),
         ('[weights]\nmethod = "gptq"\n', ["mine.toml", "[weights] method", "gptq", "'awq'"]),
-        ("[weights]\nbits = 3\n", ["mine.toml", "[weights] bits = 3", "set bits = 4"]),
+        ("[weights]\nbits = 5\n", ["mine.toml", "[weights] bits = 5", "2, 3, 4 and 8"]),
+        (
+            '[[weights.modules]]\nmatch = "*.up_proj"\nbits = 6\n',
+            ["mine.toml", '"*.up_proj" bits = 6', "2, 3, 4 and 8"],
+        ),
+        ("[[weights.modules]]\nindex = [0]\n", ["mine.toml", "[weights] modules.0.bits", "required"]),
+        ("[[weights.modules]]\nlayer = [0]\nbits = 8\n", ["mine.toml", "modules.0.layer", "[weights]"]),
+        (
+            '[weights]\nmethod = "none"\n[[weights.modules]]\nbits = 8\n',
+            ["mine.toml", "[[weights.modules]]", "remove one"],
+        ),
         ('[weights]\nbits = "4"\n', ["mine.toml", "[weights] bits"]),
         ("[weights]\ngroup_size = 100\n", ["mine.toml", "group_size = 100", "128"]),
         ("[weights]\ngroup_size = true\n", ["mine.toml", "[weights] group_size = True", '"auto" or one of 16']),

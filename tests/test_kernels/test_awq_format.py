@@ -142,7 +142,7 @@ def test_what_fp16_scales_cannot_hold_is_refused_with_its_position(bad: float) -
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
     for call in (
-        lambda: quantize_weight(torch.zeros(8, 64), 3, 32),
+        lambda: quantize_weight(torch.zeros(8, 64), 5, 32),
         lambda: quantize_weight(torch.zeros(8, 60), 4, 32),
         lambda: quantize_weight(torch.zeros(12, 64), 4, 32),
         lambda: fake_quantize_weight(torch.zeros(8, 64), 1, 32),

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, warp_sums
 from kvconvert.kernels.linear.triton.many_rows import tile_sums
+from kvconvert.kernels.linear.triton.widths import lowest_pointer, parts_of
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -72,6 +73,8 @@ def few_pairs_kernel(
     octets,
     k_blocks,
     K_BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
     GROUP_K_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
@@ -86,7 +89,8 @@ def few_pairs_kernel(
 
     SORTED: `blocks` blocks of ROWS pairs for each expert, most of them empty; else a block for each pair.
     """
-    HALF: tl.constexpr = K_BLOCK // 2
+    PART: tl.constexpr = K_BLOCK // parts_of(BITS)
+    LANES: tl.constexpr = 2 * BITS * K_BLOCK
     BLOCK: tl.constexpr = TILES * 16
     expert, first_pair, left = _block_of(tl.program_id(1), chosen, starts, counts, experts, blocks, ROWS, SORTED)
     if left <= 0:
@@ -95,26 +99,31 @@ def few_pairs_kernel(
     program = tl.program_id(0)
     tiles = outputs // OUTPUTS
     inputs = k_blocks * K_BLOCK
-    groups = k_blocks // GROUP_K_BLOCKS
+    groups = k_blocks * GROUPS // GROUP_K_BLOCKS
     expert_tile = expert.to(tl.int64) * tiles
-    lane_block = lanes + expert_tile * (k_blocks * (16 * HALF))
+    lane_block = lanes + expert_tile * (k_blocks * LANES)
     grid_block = grid + expert_tile * (groups * OUTPUTS)
     warp = tl.arange(0, WARPS)[:, None, None]
     line = tl.arange(0, BLOCK)[None, :, None]
     tile = program * TILES + line // 16
-    column = tl.arange(0, HALF)[None, None, :]
-    inner = tl.arange(0, HALF)[None, :, None]
+    column = tl.arange(0, PART)[None, None, :]
+    inner = tl.arange(0, PART)[None, :, None]
     row = tl.arange(0, ROWS)[None, None, :]
     if SORTED:
         pair = tl.load(order + first_pair + row, mask=row < left, other=0)
     else:
         pair = first_pair + row * 0
-    lane_pointers = lane_block + tile * (k_blocks * 16 * HALF) + line % 16 * HALF + column
+    lane_pointers = lane_block + tile * (k_blocks * LANES) + line % 16 * PART + column
+    lowest_pointers = lane_pointers
+    if BITS == 3:
+        lowest_pointers = (
+            lowest_pointer(lane_block, K_BLOCK) + tile * (k_blocks * 2 * LANES) + line % 16 * PART + column
+        )
     grid_pointers = grid_block + tile * (groups * OUTPUTS) + line % 16
     x_pointers = x + (pair // divisor).to(tl.int64) * inputs + inner
     low, high = warp_sums(
-        lane_pointers, grid_pointers, x_pointers, tile < tiles, row < left, warp, k_blocks,
-        K_BLOCK, GROUP_K_BLOCKS, ROWS, BLOCK, WARPS, EVEN, STAGES, INLINE_ASM,
+        lane_pointers, lowest_pointers, grid_pointers, x_pointers, tile < tiles, row < left, warp, k_blocks,
+        K_BLOCK, BITS, GROUPS, GROUP_K_BLOCKS, ROWS, BLOCK, WARPS, EVEN, STAGES, INLINE_ASM,
     )  # fmt: skip
     line = tl.arange(0, BLOCK)[:, None]
     row = tl.arange(0, ROWS)[None, :]
@@ -149,6 +158,8 @@ def many_pairs_kernel(
     octets,
     k_blocks,
     K_BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
     GROUP_K_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
@@ -157,7 +168,8 @@ def many_pairs_kernel(
     INLINE_ASM: tl.constexpr,
 ):
     """`prompt_kernel` with an expert's weight for up to ROWS of its pairs, sorted; see `few_pairs_kernel`."""
-    HALF: tl.constexpr = K_BLOCK // 2
+    PART: tl.constexpr = K_BLOCK // parts_of(BITS)
+    LANES: tl.constexpr = 2 * BITS * K_BLOCK
     BLOCK: tl.constexpr = TILES * 16
     outputs = octets * 8
     tiles = outputs // OUTPUTS
@@ -170,22 +182,24 @@ def many_pairs_kernel(
     _, first_pair, left = _block_of(expert * blocks + program % blocks, order, starts, counts, 0, blocks, ROWS, True)
     if left <= 0:
         return
-    groups = k_blocks // GROUP_K_BLOCKS
+    groups = k_blocks * GROUPS // GROUP_K_BLOCKS
     inputs = k_blocks * K_BLOCK
     line = tl.arange(0, BLOCK)
     tile = tl.minimum(line // 16, tiles - first_tile - 1)
     row = tl.arange(0, ROWS)
-    column = tl.arange(0, HALF)
+    column = tl.arange(0, PART)
     tile_offset = expert.to(tl.int64) * tiles + first_tile
-    lane_block = lanes + tile_offset * (k_blocks * (16 * HALF))
-    lane_offsets = (tile * (k_blocks * 16) + line % 16)[:, None] * HALF + column[None, :]
+    lane_block = lanes + tile_offset * (k_blocks * LANES)
+    line_offsets = (line % 16 * PART)[:, None] + column[None, :]
+    lane_offsets = (tile * (k_blocks * LANES))[:, None] + line_offsets
+    lowest_offsets = (tile * (k_blocks * 2 * LANES))[:, None] + line_offsets
     grid_block = grid + tile_offset * (groups * OUTPUTS)
     grid_offsets = tile * (groups * OUTPUTS) + line % 16
     pair = tl.load(order + first_pair + tl.minimum(row, left - 1))
     x_offsets = (pair // divisor).to(tl.int64)[None, :] * inputs + column[:, None]
     low, high = tile_sums(
-        lane_block, lane_offsets, grid_block, grid_offsets, x, x_offsets, k_blocks,
-        K_BLOCK, GROUP_K_BLOCKS, ROWS, BLOCK, STAGES, INLINE_ASM,
+        lane_block, lane_offsets, lowest_offsets, grid_block, grid_offsets, x, x_offsets, k_blocks,
+        K_BLOCK, BITS, GROUPS, GROUP_K_BLOCKS, ROWS, BLOCK, STAGES, INLINE_ASM,
     )  # fmt: skip
     line, row = tl.arange(0, BLOCK)[:, None], tl.arange(0, ROWS)[None, :]
     output = first_tile * OUTPUTS + line // 16 * OUTPUTS + line % 16

@@ -86,8 +86,7 @@ def expert_products(x: Tensor, weight: PackedWeight, bias: Tensor | None, routin
     outputs, k_blocks = weight.outputs // experts, weight.lanes.shape[1]
     tiles, pairs = outputs // TILE, routing.chosen.numel()
     y = rows.new_empty(pairs, outputs)
-    sizes = {"K_BLOCK": weight.k_block, "GROUP_K_BLOCKS": weight.group_size // weight.k_block}
-    sizes |= {"HAS_BIAS": bias is not None, "INLINE_ASM": x.is_cuda}
+    sizes = weight.constants | {"HAS_BIAS": bias is not None, "INLINE_ASM": x.is_cuda}
     bias = y if bias is None else bias
     # Twice the mean, since routers do not share tokens out evenly.
     usual = min(routing.most, max(1, int(2 * routing.mean)))

@@ -1,13 +1,14 @@
-"""Few rows times a 4-bit weight, in Triton. No layout stores 3 or 2 bits yet, so there is nothing for them here.
+"""Few rows times a weight of 2, 3, 4 or 8 bits, in Triton.
 
-The weight's layout is that of kvconvert.kernels.linear.packed_layout: each nibble of its lanes is a matrix operand.
+The weight's layout is that of kvconvert.kernels.linear.packed_layout: each field of its lanes is a matrix operand.
 
-Conversion. Two lanes at a time, by a shift and one three-input logical operation. For bf16 a code becomes 128 + c
-(0x4300 over the lowest bits of the mantissa, which for one nibble needs no shift) or 16 + c (0x4180 over its highest
-bits); for fp16 the subnormal c 2^-24 or 16 c 2^-24, which needs neither the constant nor half of the shifts, and which
-tensor cores multiply exactly. Bias and zero leave with a second product: sum (c - z) x = sum (b + c) x - (b + z) sum x,
-whose last sum is a product with a matrix of ones, so that it arrives where the accumulator is. The scale multiplies
-each group's sum in float32. No activation changes its dtype: an outlier of 1e5 in bf16 stays what it is.
+Conversion, here at 4 bits; widths.py has the others. Two lanes at a time, by a shift and one three-input logical
+operation. For bf16 a code becomes 128 + c (0x4300 over the lowest bits of the mantissa, which for one nibble needs no
+shift) or 16 + c (0x4180 over its highest bits); for fp16 the subnormal c 2^-24 or 16 c 2^-24, which needs neither the
+constant nor half of the shifts, and which tensor cores multiply exactly. Bias and zero leave with a second product: sum
+(c - z) x = sum (b + c) x - (b + z) sum x, whose last sum is a product with a matrix of ones, so that it arrives where
+the accumulator is. The scale multiplies each group's sum in float32. No activation changes its dtype: an outlier of 1e5
+in bf16 stays what it is.
 """
 
 from __future__ import annotations
@@ -21,6 +22,17 @@ from torch import Tensor
 from kvconvert.errors import UsageError
 from kvconvert.kernels.device import multiprocessors
 from kvconvert.kernels.linear.packed_layout import TILE, PackedWeight
+from kvconvert.kernels.linear.triton.widths import (
+    codes_sum,
+    fields,
+    lowest_pointer,
+    multiply,
+    multiply_codes,
+    ones_like,
+    parts_of,
+    product_exponent,
+    widened,
+)
 
 OUTPUTS = tl.constexpr(TILE)
 # What turns fp16's subnormals back into codes.
@@ -86,14 +98,6 @@ def code_operand(lanes, NIBBLE: tl.constexpr, BF16: tl.constexpr, INLINE_ASM: tl
 
 
 @triton.jit
-def multiply(left, right, total, COMPILED: tl.constexpr):
-    """total + left right in float32; Triton's interpreter knows no bfloat16 there."""
-    if not COMPILED:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, total)
-
-
-@triton.jit
 def scale_of(grid):
     """The float32 scale in a word of the grid."""
     return (grid & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -111,6 +115,7 @@ def _corrected(product, sums, grid, CLASS: tl.constexpr, BF16: tl.constexpr):
 @triton.jit
 def warp_sums(
     lane_pointers,
+    lowest_pointers,
     grid_pointers,
     x_pointers,
     tile_mask,
@@ -118,6 +123,8 @@ def warp_sums(
     warp,
     k_blocks,
     K_BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
     GROUP_K_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -128,12 +135,15 @@ def warp_sums(
 ):
     """Each warp's sums over its own inputs, of the outputs' two classes: two of [WARPS, BLOCK, ROWS] in float32.
 
-    Pointers are those of the first k block; masks say which lines of tiles and which rows there are.
+    Pointers are those of the first k block, `lowest_pointers` of a 3-bit weight's bytes; masks say which lines of tiles
+    and which rows there are.
     """
     DTYPE: tl.constexpr = x_pointers.dtype.element_ty
     BF16: tl.constexpr = x_pointers.dtype.element_ty == tl.bfloat16
-    HALF: tl.constexpr = K_BLOCK // 2
-    ones = tl.full([WARPS, BLOCK, HALF], 1.0, DTYPE)
+    PART: tl.constexpr = K_BLOCK // parts_of(BITS)
+    GROUP_PARTS: tl.constexpr = parts_of(BITS) // GROUPS
+    LANES: tl.constexpr = 2 * BITS * K_BLOCK
+    ones = tl.full([WARPS, BLOCK, PART], 1.0, DTYPE)
     none = tl.zeros([WARPS, BLOCK, ROWS], tl.float32)
     low, high = none, none
     for step in tl.range(0, tl.cdiv(k_blocks, WARPS), num_stages=STAGES):
@@ -143,18 +153,39 @@ def warp_sums(
         if not EVEN:
             mask &= k_block < k_blocks
             x_mask &= k_block < k_blocks
-        packed = tl.load(lane_pointers + k_block * (16 * HALF), mask=mask, other=0)
-        grid_low = tl.load(grid_pointers + k_block // GROUP_K_BLOCKS * OUTPUTS, mask=mask, other=0)
-        grid_high = tl.load(grid_pointers + (k_block // GROUP_K_BLOCKS * OUTPUTS + 16), mask=mask, other=0)
-        first = tl.load(x_pointers + k_block * K_BLOCK, mask=x_mask, other=0.0)
-        second = tl.load(x_pointers + (k_block * K_BLOCK + HALF), mask=x_mask, other=0.0)
-        sums = multiply(ones, second, multiply(ones, first, none, INLINE_ASM), INLINE_ASM)
-        product = multiply(code_operand(packed, 0, BF16, INLINE_ASM), first, none, INLINE_ASM)
-        product = multiply(code_operand(packed, 2, BF16, INLINE_ASM), second, product, INLINE_ASM)
-        low += _corrected(product, sums, grid_low, 0, BF16)
-        product = multiply(code_operand(packed, 1, BF16, INLINE_ASM), first, none, INLINE_ASM)
-        product = multiply(code_operand(packed, 3, BF16, INLINE_ASM), second, product, INLINE_ASM)
-        high += _corrected(product, sums, grid_high, 1, BF16)
+        packed = tl.load(lane_pointers + k_block * LANES, mask=mask, other=0)
+        if BITS == 4:
+            grid_low = tl.load(grid_pointers + k_block // GROUP_K_BLOCKS * OUTPUTS, mask=mask, other=0)
+            grid_high = tl.load(grid_pointers + (k_block // GROUP_K_BLOCKS * OUTPUTS + 16), mask=mask, other=0)
+            first = tl.load(x_pointers + k_block * K_BLOCK, mask=x_mask, other=0.0)
+            second = tl.load(x_pointers + (k_block * K_BLOCK + PART), mask=x_mask, other=0.0)
+            sums = multiply(ones, second, multiply(ones, first, none, INLINE_ASM), INLINE_ASM)
+            product = multiply(code_operand(packed, 0, BF16, INLINE_ASM), first, none, INLINE_ASM)
+            product = multiply(code_operand(packed, 2, BF16, INLINE_ASM), second, product, INLINE_ASM)
+            low += _corrected(product, sums, grid_low, 0, BF16)
+            product = multiply(code_operand(packed, 1, BF16, INLINE_ASM), first, none, INLINE_ASM)
+            product = multiply(code_operand(packed, 3, BF16, INLINE_ASM), second, product, INLINE_ASM)
+            high += _corrected(product, sums, grid_high, 1, BF16)
+        else:
+            lowest, summing = packed, ones
+            if BITS == 3:
+                lowest = widened(tl.load(lowest_pointers + k_block * (2 * LANES), mask=mask, other=0), INLINE_ASM)
+                if INLINE_ASM:
+                    summing = ones_like(lowest, BF16)
+            for group in tl.static_range(GROUPS):
+                offset = (k_block // GROUP_K_BLOCKS * GROUPS + group) * OUTPUTS
+                grid_low = tl.load(grid_pointers + offset, mask=mask, other=0)
+                grid_high = tl.load(grid_pointers + (offset + 16), mask=mask, other=0)
+                sums, low_product, high_product = none, none, none
+                for part in tl.static_range(group * GROUP_PARTS, (group + 1) * GROUP_PARTS):
+                    inputs = tl.load(x_pointers + (k_block * K_BLOCK + part * PART), mask=x_mask, other=0.0)
+                    first, second = fields(packed, lowest, part, BITS, product_exponent(BITS, BF16), INLINE_ASM)
+                    sums = multiply(summing, inputs, sums, INLINE_ASM)
+                    low_product = multiply_codes(first, inputs, low_product, BITS, INLINE_ASM)
+                    high_product = multiply_codes(second, inputs, high_product, BITS, INLINE_ASM)
+                zero_low, zero_high = (grid_low >> 16).to(tl.float32), (grid_high >> 16).to(tl.float32)
+                low += scale_of(grid_low) * codes_sum(low_product, sums, zero_low, BITS, 0, BF16)
+                high += scale_of(grid_high) * codes_sum(high_product, sums, zero_high, BITS, 1, BF16)
     return low, high
 
 
@@ -169,6 +200,8 @@ def few_rows_kernel(
     octets,
     k_blocks,
     K_BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
     GROUP_K_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
@@ -183,7 +216,8 @@ def few_rows_kernel(
     The product has a batch dimension, which Triton deals out to the warps: so the inputs are split within a program,
     where the order of the sum is fixed and no second launch is needed.
     """
-    HALF: tl.constexpr = K_BLOCK // 2
+    PART: tl.constexpr = K_BLOCK // parts_of(BITS)
+    LANES: tl.constexpr = 2 * BITS * K_BLOCK
     BLOCK: tl.constexpr = TILES * 16
     # So that the compiler sees that rows of y start at multiples of 16 bytes.
     outputs = octets * 8
@@ -192,18 +226,21 @@ def few_rows_kernel(
     warp = tl.arange(0, WARPS)[:, None, None]
     line = tl.arange(0, BLOCK)[None, :, None]
     tile = program * TILES + line // 16
-    column = tl.arange(0, HALF)[None, None, :]
-    inner = tl.arange(0, HALF)[None, :, None]
+    column = tl.arange(0, PART)[None, None, :]
+    inner = tl.arange(0, PART)[None, :, None]
     first_row = tl.program_id(1) * ROWS
     row = first_row + tl.arange(0, ROWS)[None, None, :]
     inputs = k_blocks * K_BLOCK
-    groups = k_blocks // GROUP_K_BLOCKS
-    lane_pointers = lanes + tile * (k_blocks * 16 * HALF) + line % 16 * HALF + column
+    groups = k_blocks * GROUPS // GROUP_K_BLOCKS
+    lane_pointers = lanes + tile * (k_blocks * LANES) + line % 16 * PART + column
+    lowest_pointers = lane_pointers
+    if BITS == 3:
+        lowest_pointers = lowest_pointer(lanes, K_BLOCK) + tile * (k_blocks * 2 * LANES) + line % 16 * PART + column
     grid_pointers = grid + tile * (groups * OUTPUTS) + line % 16
     x_pointers = x + row * inputs + inner
     low, high = warp_sums(
-        lane_pointers, grid_pointers, x_pointers, tile < tiles, row < rows, warp, k_blocks,
-        K_BLOCK, GROUP_K_BLOCKS, ROWS, BLOCK, WARPS, EVEN, STAGES, INLINE_ASM,
+        lane_pointers, lowest_pointers, grid_pointers, x_pointers, tile < tiles, row < rows, warp, k_blocks,
+        K_BLOCK, BITS, GROUPS, GROUP_K_BLOCKS, ROWS, BLOCK, WARPS, EVEN, STAGES, INLINE_ASM,
     )  # fmt: skip
     line = tl.arange(0, BLOCK)[:, None]
     row = first_row + tl.arange(0, ROWS)[None, :]
@@ -245,7 +282,7 @@ def few_rows(x: Tensor, weight: PackedWeight, shape: FewRowsShape | None = None,
     y = rows.new_empty(len(rows), weight.outputs)
     few_rows_kernel[(triton.cdiv(tiles, shape.tiles), triton.cdiv(rows.shape[0], shape.rows))](
         rows, weight.lanes, weight.grid, y if bias is None else bias, y, rows.shape[0], weight.outputs // 8, k_blocks,
-        K_BLOCK=weight.k_block, GROUP_K_BLOCKS=weight.group_size // weight.k_block, ROWS=shape.rows, TILES=shape.tiles,
+        **weight.constants, ROWS=shape.rows, TILES=shape.tiles,
         WARPS=shape.warps, EVEN=k_blocks % shape.warps == 0, STAGES=shape.stages,
         HAS_BIAS=bias is not None, INLINE_ASM=x.is_cuda,
         num_warps=shape.warps, num_stages=shape.stages,
@@ -264,6 +301,6 @@ def few_rows_shape(rows: int, tiles: int, multiprocessors: int) -> FewRowsShape:
 def checked(x: Tensor, weight: PackedWeight) -> Tensor:
     """The rows, contiguous and aligned for 16-byte loads."""
     if x.dim() != 2 or x.shape[1] != weight.inputs:
-        raise UsageError(f"The 4-bit kernels take [rows, {weight.inputs}], not {list(x.shape)}.")
+        raise UsageError(f"The kernels of this weight take [rows, {weight.inputs}], not {list(x.shape)}.")
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x

@@ -1,4 +1,4 @@
-"""A prompt's many rows times a 4-bit weight: dequantized on the way to the tensor cores, or first, for torch's product.
+"""A prompt's many rows times a weight of 2 to 8 bits: dequantized on the way to tensor cores, or for torch's product.
 
 The layout is that of kvconvert.kernels.linear.packed_layout. The weights are the product's left operand, so that each
 of them is dequantized by one thread of a program, in registers, for all of the program's rows.
@@ -13,8 +13,18 @@ from torch import Tensor
 
 from kvconvert.kernels.device import capability, multiprocessors
 from kvconvert.kernels.linear.packed_layout import TILE, PackedWeight
-from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, checked, code_operand, multiply, scale_of
+from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, checked, code_operand, scale_of
 from kvconvert.kernels.linear.triton.prompt_shapes import PromptShape, split_shape
+from kvconvert.kernels.linear.triton.widths import (
+    fields,
+    lowest_bit,
+    lowest_pointer,
+    multiply,
+    parts_of,
+    value_exponent,
+    values_of,
+    widened,
+)
 
 
 @triton.jit
@@ -69,36 +79,65 @@ def _weights(lanes, grid, NIBBLE: tl.constexpr, BF16: tl.constexpr, INLINE_ASM: 
 
 
 @triton.jit
+def _values(field, grid, BITS: tl.constexpr, CLASS: tl.constexpr, BF16: tl.constexpr, INLINE_ASM: tl.constexpr):
+    """The weights of one part and class at 2, 3 or 8 bits; see `values_of`."""
+    return values_of(field, scale_of(grid), (grid >> 16).to(tl.float32), BITS, CLASS, BF16, INLINE_ASM)
+
+
+@triton.jit
 def tile_sums(
     lane_block,
     lane_offsets,
+    lowest_offsets,
     grid_block,
     grid_offsets,
     x_block,
     x_offsets,
     k_blocks,
     K_BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
     GROUP_K_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     INLINE_ASM: tl.constexpr,
 ):
-    """Sums over all inputs of the outputs' two classes, two of [BLOCK, ROWS] in float32; offsets of the first block."""
+    """Sums over all inputs of the outputs' two classes, two of [BLOCK, ROWS] in float32; offsets of the first block.
+
+    `lowest_offsets` are those of a 3-bit weight's bytes.
+    """
     BF16: tl.constexpr = x_block.dtype.element_ty == tl.bfloat16
-    HALF: tl.constexpr = K_BLOCK // 2
+    PART: tl.constexpr = K_BLOCK // parts_of(BITS)
+    GROUP_PARTS: tl.constexpr = parts_of(BITS) // GROUPS
+    LANES: tl.constexpr = 2 * BITS * K_BLOCK
     low = tl.zeros([BLOCK, ROWS], tl.float32)
     high = tl.zeros([BLOCK, ROWS], tl.float32)
     for k_block in tl.range(0, k_blocks, num_stages=STAGES):
-        packed = tl.load(lane_block + k_block * (16 * HALF) + lane_offsets)
-        grid_low = tl.load(grid_block + k_block // GROUP_K_BLOCKS * OUTPUTS + grid_offsets)[:, None]
-        grid_high = tl.load(grid_block + (k_block // GROUP_K_BLOCKS * OUTPUTS + 16) + grid_offsets)[:, None]
-        first = tl.load(x_block + k_block * K_BLOCK + x_offsets)
-        second = tl.load(x_block + (k_block * K_BLOCK + HALF) + x_offsets)
-        low = multiply(_weights(packed, grid_low, 0, BF16, INLINE_ASM), first, low, INLINE_ASM)
-        high = multiply(_weights(packed, grid_high, 1, BF16, INLINE_ASM), first, high, INLINE_ASM)
-        low = multiply(_weights(packed, grid_low, 2, BF16, INLINE_ASM), second, low, INLINE_ASM)
-        high = multiply(_weights(packed, grid_high, 3, BF16, INLINE_ASM), second, high, INLINE_ASM)
+        packed = tl.load(lane_block + k_block * LANES + lane_offsets)
+        if BITS == 4:
+            grid_low = tl.load(grid_block + k_block // GROUP_K_BLOCKS * OUTPUTS + grid_offsets)[:, None]
+            grid_high = tl.load(grid_block + (k_block // GROUP_K_BLOCKS * OUTPUTS + 16) + grid_offsets)[:, None]
+            first = tl.load(x_block + k_block * K_BLOCK + x_offsets)
+            second = tl.load(x_block + (k_block * K_BLOCK + PART) + x_offsets)
+            low = multiply(_weights(packed, grid_low, 0, BF16, INLINE_ASM), first, low, INLINE_ASM)
+            high = multiply(_weights(packed, grid_high, 1, BF16, INLINE_ASM), first, high, INLINE_ASM)
+            low = multiply(_weights(packed, grid_low, 2, BF16, INLINE_ASM), second, low, INLINE_ASM)
+            high = multiply(_weights(packed, grid_high, 3, BF16, INLINE_ASM), second, high, INLINE_ASM)
+        else:
+            lowest = packed
+            if BITS == 3:
+                lowest = tl.load(lowest_pointer(lane_block, K_BLOCK) + k_block * (2 * LANES) + lowest_offsets)
+                lowest = widened(lowest, INLINE_ASM)
+            for group in tl.static_range(GROUPS):
+                grid_pointers = grid_block + (k_block // GROUP_K_BLOCKS * GROUPS + group) * OUTPUTS + grid_offsets
+                grid_low = tl.load(grid_pointers)[:, None]
+                grid_high = tl.load(grid_pointers + 16)[:, None]
+                for part in tl.static_range(group * GROUP_PARTS, (group + 1) * GROUP_PARTS):
+                    inputs = tl.load(x_block + (k_block * K_BLOCK + part * PART) + x_offsets)
+                    first, second = fields(packed, lowest, part, BITS, value_exponent(BITS, BF16), INLINE_ASM)
+                    low = multiply(_values(first, grid_low, BITS, 0, BF16, INLINE_ASM), inputs, low, INLINE_ASM)
+                    high = multiply(_values(second, grid_high, BITS, 1, BF16, INLINE_ASM), inputs, high, INLINE_ASM)
     return low, high
 
 
@@ -113,6 +152,8 @@ def prompt_kernel(
     k_blocks,
     split_k_blocks,
     K_BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
     GROUP_K_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
@@ -124,7 +165,8 @@ def prompt_kernel(
     The second coordinate of a program says which `split_k_blocks` of the inputs it sums over; y is [splits, rows, out],
     in float32 where there are several splits. A split begins with a group of inputs.
     """
-    HALF: tl.constexpr = K_BLOCK // 2
+    PART: tl.constexpr = K_BLOCK // parts_of(BITS)
+    LANES: tl.constexpr = 2 * BITS * K_BLOCK
     BLOCK: tl.constexpr = TILES * 16
     outputs = octets * 8
     row_blocks = (rows + ROWS - 1) // ROWS
@@ -132,7 +174,7 @@ def prompt_kernel(
     first_row = program % row_blocks * ROWS
     first_tile = program // row_blocks * TILES
     tiles = (outputs + OUTPUTS - 1) // OUTPUTS
-    groups = k_blocks // GROUP_K_BLOCKS
+    groups = k_blocks * GROUPS // GROUP_K_BLOCKS
     inputs = k_blocks * K_BLOCK
     split = tl.program_id(1)
     first_k_block = split * split_k_blocks
@@ -140,17 +182,19 @@ def prompt_kernel(
     # The last block reads its neighbours' tiles again where it has none of its own; what comes of them is not stored.
     tile = tl.minimum(line // 16, tiles - first_tile - 1)
     row = tl.arange(0, ROWS)
-    column = tl.arange(0, HALF)
-    lane_block = lanes + (first_tile.to(tl.int64) * k_blocks + first_k_block) * (16 * HALF)
-    lane_offsets = (tile * (k_blocks * 16) + line % 16)[:, None] * HALF + column[None, :]
-    grid_block = grid + (first_tile * groups + first_k_block // GROUP_K_BLOCKS) * OUTPUTS
+    column = tl.arange(0, PART)
+    lane_block = lanes + (first_tile.to(tl.int64) * k_blocks + first_k_block) * LANES
+    line_offsets = (line % 16 * PART)[:, None] + column[None, :]
+    lane_offsets = (tile * (k_blocks * LANES))[:, None] + line_offsets
+    lowest_offsets = (tile * (k_blocks * 2 * LANES))[:, None] + line_offsets
+    grid_block = grid + (first_tile * groups + first_k_block * GROUPS // GROUP_K_BLOCKS) * OUTPUTS
     grid_offsets = tile * (groups * OUTPUTS) + line % 16
     x_block = x + first_row.to(tl.int64) * inputs + first_k_block * K_BLOCK
     x_offsets = tl.minimum(row, rows - first_row - 1)[None, :] * inputs + column[:, None]
     low, high = tile_sums(
-        lane_block, lane_offsets, grid_block, grid_offsets, x_block, x_offsets,
+        lane_block, lane_offsets, lowest_offsets, grid_block, grid_offsets, x_block, x_offsets,
         tl.minimum(split_k_blocks, k_blocks - first_k_block),
-        K_BLOCK, GROUP_K_BLOCKS, ROWS, BLOCK, STAGES, INLINE_ASM,
+        K_BLOCK, BITS, GROUPS, GROUP_K_BLOCKS, ROWS, BLOCK, STAGES, INLINE_ASM,
     )  # fmt: skip
     low, high = low.to(y.dtype.element_ty), high.to(y.dtype.element_ty)
     y_block = y + (split * rows + first_row).to(tl.int64) * outputs + first_tile * OUTPUTS
@@ -189,25 +233,36 @@ def dequantize_kernel(
     tiles,
     k_blocks,
     K_BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
     GROUP_K_BLOCKS: tl.constexpr,
     K_BLOCKS: tl.constexpr,
 ):
     """Outputs of one tile and K_BLOCKS k blocks of inputs, dequantized to `weights` [outputs, inputs]."""
-    HALF: tl.constexpr = K_BLOCK // 2
+    PART: tl.constexpr = K_BLOCK // parts_of(BITS)
+    LANES: tl.constexpr = 2 * BITS * K_BLOCK
+    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
     program = tl.program_id(0)
     tile, step = program % tiles, program // tiles
     k_block = step * K_BLOCKS + tl.arange(0, K_BLOCKS)[None, :, None]
-    line, column = tl.arange(0, 16)[:, None, None], tl.arange(0, HALF)[None, None, :]
+    line, column = tl.arange(0, 16)[:, None, None], tl.arange(0, PART)[None, None, :]
     block = (first_tile + tile).to(tl.int64) * k_blocks + k_block
     mask = k_block < k_blocks
-    packed = tl.load(lanes + block * (16 * HALF) + line * HALF + column, mask=mask, other=0).to(tl.int32)
-    group = (first_tile + tile) * (k_blocks // GROUP_K_BLOCKS) + k_block // GROUP_K_BLOCKS
+    packed = tl.load(lanes + block * LANES + line * PART + column, mask=mask, other=0).to(tl.int32)
+    lowest = packed
+    if BITS == 3:
+        pointers = lowest_pointer(lanes, K_BLOCK) + block * (2 * LANES) + line * PART + column
+        lowest = tl.load(pointers, mask=mask, other=0).to(tl.int32)
+    first_group = (first_tile + tile) * (k_blocks * GROUPS // GROUP_K_BLOCKS) + k_block // GROUP_K_BLOCKS * GROUPS
     target = weights + (tile * OUTPUTS + line).to(tl.int64) * (k_blocks * K_BLOCK) + k_block * K_BLOCK + column
-    for nibble in tl.static_range(4):
-        pair = tl.load(grid + group * OUTPUTS + nibble % 2 * 16 + line, mask=mask, other=0)
-        codes = ((packed >> (4 * nibble)) & 15).to(tl.float32)
-        values = (codes - (pair >> 16).to(tl.float32)) * scale_of(pair)
-        pointers = target + nibble % 2 * 16 * (k_blocks * K_BLOCK).to(tl.int64) + nibble // 2 * HALF
+    for field in tl.static_range(2 * parts_of(BITS)):
+        group = first_group + field // 2 * GROUPS // parts_of(BITS)
+        pair = tl.load(grid + group * OUTPUTS + field % 2 * 16 + line, mask=mask, other=0)
+        codes = (packed >> (WIDTH * field)) & ((1 << WIDTH) - 1)
+        if BITS == 3:
+            codes = codes * 2 + ((lowest >> (lowest_bit(field // 2) + field % 2 * 2)) & 1)
+        values = (codes.to(tl.float32) - (pair >> 16).to(tl.float32)) * scale_of(pair)
+        pointers = target + field % 2 * 16 * (k_blocks * K_BLOCK).to(tl.int64) + field // 2 * PART
         tl.store(pointers, values.to(weights.dtype.element_ty), mask=mask)
 
 
@@ -222,10 +277,12 @@ def prompt(x: Tensor, weight: PackedWeight, shape: PromptShape | None = None, bi
     """
     rows = checked(x, weight)
     tiles, k_blocks = weight.lanes.shape[:2]
-    group_k_blocks = weight.group_size // weight.k_block
+    # Splits begin with a group, and with a k block.
+    group_k_blocks = weight.constants["GROUP_K_BLOCKS"]
     if shape is None:
         gpu = multiprocessors(x.device), capability(x.device)
-        shape = split_shape(len(x), tiles, weight.grid.shape[1], weight.group_size, *gpu)
+        group_size = group_k_blocks * weight.k_block
+        shape = split_shape(len(x), tiles, weight.inputs // group_size, group_size, *gpu)
     split_k_blocks = triton.cdiv(k_blocks // group_k_blocks, shape.splits) * group_k_blocks
     splits = triton.cdiv(k_blocks, split_k_blocks)
     y = rows.new_empty(rows.shape[0], weight.outputs)
@@ -233,7 +290,7 @@ def prompt(x: Tensor, weight: PackedWeight, shape: PromptShape | None = None, bi
     blocks = triton.cdiv(tiles, shape.tiles) * triton.cdiv(rows.shape[0], shape.rows)
     prompt_kernel[(blocks, splits)](
         rows, weight.lanes, weight.grid, sums, rows.shape[0], weight.outputs // 8, k_blocks, split_k_blocks,
-        K_BLOCK=weight.k_block, GROUP_K_BLOCKS=group_k_blocks, ROWS=shape.rows, TILES=shape.tiles,
+        **weight.constants, ROWS=shape.rows, TILES=shape.tiles,
         STAGES=shape.stages, INLINE_ASM=x.is_cuda, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if splits == 1:
@@ -253,7 +310,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: i
     count = k_blocks_per_program(weight.k_block)
     dequantize_kernel[((stop - start) * triton.cdiv(k_blocks, count),)](
         weight.lanes, weight.grid, values, start, stop - start, k_blocks,
-        K_BLOCK=weight.k_block, GROUP_K_BLOCKS=weight.group_size // weight.k_block, K_BLOCKS=count, num_warps=4,
+        **weight.constants, K_BLOCKS=count, num_warps=4,
     )  # fmt: skip
     return values[: min(stop * TILE, weight.outputs) - start * TILE]
 
