@@ -14,11 +14,25 @@ import click
 @click.option(
     "--device", metavar="D", help="cpu or cuda, where [limits] are measured; a GPU by default if there is one."
 )
-def export(work: Path, bundle: Path, force: bool, device: str | None) -> None:
+@click.option(
+    "--weights-format",
+    type=click.Choice(["awq", "compressed-tensors"]),
+    default="awq",
+    show_default=True,
+    help="awq writes a bundle; compressed-tensors a checkpoint for engines that read it, without the KV plan.",
+)
+def export(work: Path, bundle: Path, force: bool, device: str | None, weights_format: str) -> None:
     """Write the bundle of a finished calibration."""
     from kvconvert.bundle.writer import check_output
 
     check_output(bundle, force)
+    if weights_format == "compressed-tensors":
+        from kvconvert.convert.compressed_tensors import export_compressed_tensors
+
+        scaled = export_compressed_tensors(work, bundle, force=force, device=device)
+        with_scales = "with fp8 scales of keys and values" if scaled else "without fp8 scales of keys and values"
+        click.echo(f"Exported {bundle}, a compressed-tensors checkpoint {with_scales}; the KV plan is not in it.")
+        return
     from kvconvert.convert.export import export as run
 
     run(work, bundle, force=force, device=device)
