@@ -85,6 +85,10 @@ def environment(folder: Path, name: str, find_links: str | None) -> Path:
         subprocess.run([python, "-m", "pip", "install", "--quiet", "uv"], check=True)
         links = [] if find_links is None else ["--find-links", find_links]
         subprocess.run([python, "-m", "uv", "pip", "install", *links, *ENVIRONMENTS[name]], check=True)
+        if name == "vllm":  # the registry's builds are for another torch and fail to import; text models need neither
+            subprocess.run(
+                [python, "-m", "uv", "pip", "uninstall", "torchvision", "torchaudio", "torchcodec"], check=True
+            )
     return python
 
 

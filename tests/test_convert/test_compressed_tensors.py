@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny.llama import write_tiny_llama
-from transformers import AutoModelForCausalLM
 
 from kvconvert.convert.compressed_tensors import export_compressed_tensors, pack_quantized
 from kvconvert.convert.export import export
@@ -108,14 +107,17 @@ def test_unquantized_weights_are_refused_and_nothing_is_left(source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_transformers_computes_with_these_weights(work, checkpoint, tmp_path):
+def test_the_formats_own_package_unpacks_the_same_weight():
     pytest.importorskip("compressed_tensors", reason='needs pip install "kvconvert[compressed-tensors]"')
-    from kvconvert.runtime import load
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-    ours, _ = load(export(work, tmp_path / "bundle", progress=False), dtype=torch.float32)
-    theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    ids = torch.arange(12).unsqueeze(0)
-    with torch.no_grad():
-        got, expected = theirs(ids, use_cache=False).logits, ours(ids, use_cache=False).logits
-    # in float32 both hold the same weights
-    assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
+    generator = torch.Generator().manual_seed(0)
+    codes, zeros = (torch.randint(0, 16, (rows, 40), generator=generator) for rows in (48, 3))
+    scales = torch.rand(3, 40, generator=generator).half() + 0.01
+    packed = AwqWeight(pack_awq(codes), pack_awq(zeros), scales)
+    arguments = QuantizationArgs(num_bits=4, type="int", symmetric=False, strategy="group", group_size=16)
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    found = PackedQuantizationCompressor.decompress(pack_quantized(packed), scheme)["weight"]
+    # the package multiplies in float16, where ours is rounded once
+    assert torch.equal(found.half(), dequantize_weight(packed, torch.float16))
