@@ -127,6 +127,8 @@ def _usage(manifest: Manifest) -> list[str]:
     if manifest.widths() == (4,):
         lines += [
             "The weights have the names and the layout of a standard AWQ checkpoint.",
+            "`import kvconvert.runtime` has to come before `from_pretrained`: transformers alone asks for gptqmodel,",
+            "and with it generates with a full-precision cache.",
             "",
         ]
     return lines

@@ -20,6 +20,9 @@ MANIFEST_NAME = "kvconvert.json"
 # In a folder, for engines read every *.safetensors file that lies beside config.json as weights.
 PLAN_NAME = "kvconvert/plan.safetensors"
 FORMER_PLAN_NAME = "kv_plan.safetensors"
+# AWQ "version" of a bundle whose weights are no AWQ checkpoint. transformers only warns of a quantization method that it
+# does not know, and would then generate with its ordinary cache; an unknown version it refuses, and shows it.
+OWN_VERSION = "kvconvert: import kvconvert.runtime before from_pretrained"
 _UNSEALED = "0" * 64
 
 Sha256 = str
@@ -304,10 +307,11 @@ def quantization_config(weights: WeightsInfo, modules: list[ModuleCoverage]) -> 
     """
     mark = {"format_version": FORMAT_VERSION}
     if weights.method == "none":
-        return {"quant_method": "kvconvert", "weights": "none", "kvconvert": mark}
+        return {"quant_method": "awq", "version": OWN_VERSION, "weights": "none", "kvconvert": mark}
     if widths(modules) != AWQ_BITS:
         return {
-            "quant_method": "kvconvert",
+            "quant_method": "awq",
+            "version": OWN_VERSION,
             "weights": weights.method,
             "bits": list(widths(modules)),
             "group_size": weights.group_size,

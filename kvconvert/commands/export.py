@@ -35,6 +35,13 @@ import click
     is_flag=True,
     help="With --format onnx: round activations to int8 in products with 4-bit weights; faster, less exact.",
 )
+@click.option(
+    "--weights-format",
+    type=click.Choice(["awq", "compressed-tensors"]),
+    default="awq",
+    show_default=True,
+    help="awq writes a bundle; compressed-tensors a checkpoint for engines that read it, without the KV plan.",
+)
 def export(
     work: Path,
     bundle: Path,
@@ -43,9 +50,12 @@ def export(
     format_: str,
     kv_cache: str | None,
     int8_activations: bool,
+    weights_format: str,
 ) -> None:
-    """Write the bundle of a finished calibration, or a graph for ONNX Runtime."""
+    """Write the bundle of a finished calibration, or a model for other programs."""
     if format_ == "onnx":
+        if weights_format != "awq":
+            raise click.UsageError("--weights-format says nothing to --format onnx; leave one of them out.")
         _export_onnx(work, bundle, force=force, device=device, kv_cache=kv_cache, int8_activations=int8_activations)
         return
     if kv_cache is not None or int8_activations:
@@ -53,6 +63,13 @@ def export(
     from kvconvert.bundle.writer import check_output
 
     check_output(bundle, force)
+    if weights_format == "compressed-tensors":
+        from kvconvert.convert.compressed_tensors import export_compressed_tensors
+
+        scaled = export_compressed_tensors(work, bundle, force=force, device=device)
+        with_scales = "with fp8 scales of keys and values" if scaled else "without fp8 scales of keys and values"
+        click.echo(f"Exported {bundle}, a compressed-tensors checkpoint {with_scales}; the KV plan is not in it.")
+        return
     from kvconvert.convert.export import export as run
 
     run(work, bundle, force=force, device=device)

