@@ -20,8 +20,8 @@ MANIFEST_NAME = "kvconvert.json"
 # In a folder, for engines read every *.safetensors file that lies beside config.json as weights.
 PLAN_NAME = "kvconvert/plan.safetensors"
 FORMER_PLAN_NAME = "kv_plan.safetensors"
-# AWQ "version" of a bundle whose weights are no AWQ checkpoint. transformers only warns of a quantization method that it
-# does not know, and would then generate with its ordinary cache; an unknown version it refuses, and shows it.
+# AWQ "version" of a bundle whose weights are no AWQ checkpoint. transformers only warns of a quantization method that
+# it does not know, and would then generate with its ordinary cache; an unknown version it refuses, and shows it.
 OWN_VERSION = "kvconvert: import kvconvert.runtime before from_pretrained"
 _UNSEALED = "0" * 64
 

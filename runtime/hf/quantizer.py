@@ -1,7 +1,7 @@
 """What makes `from_pretrained` load bundles.
 
-config.json says `quant_method: awq`, plus a key `kvconvert`. Where all quantized weights have 4 bits any AWQ engine reads
-them; else the AWQ version is one that transformers alone refuses, and names what to import.
+config.json says `quant_method: awq`, plus a key `kvconvert`. Where all quantized weights have 4 bits any AWQ engine
+reads them; else the AWQ version is one that transformers alone refuses, and names what to import.
 Importing the runtime replaces transformers' "awq" configuration class by a dispatcher: dictionaries with that key
 become a `BundleConfig`, whose quantizer is registered under our own name; all others go to the stock class, untouched.
 """

@@ -260,7 +260,7 @@ def set_entry(**changes):
         (set_entry(dtype="F17"), "dtype"),
         (set_entry(dtype=["F16"]), "dtype"),
         (set_entry(shape=[-1]), "shape"),
-        (set_entry(shape=[2**62, 2**62]), "bytes"),
+        (set_entry(shape=[2**62, 2**62]), "shape"),
         (set_entry(shape=[True]), "shape"),
         (set_entry(data_offsets=[0]), "data_offsets"),
         (set_entry(extra=1), "entry"),
