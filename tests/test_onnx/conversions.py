@@ -176,5 +176,5 @@ def _write(
     write_tensors(directory / PLAN_NAME, manifest.plan, plan.__getitem__)
     written = config.to_dict() | {"quantization_config": quantization_config(manifest.weights, manifest.modules)}
     write_json(directory / "config.json", written)
-    files += [PLAN_NAME, "config.json"]
-    write_manifest(directory, manifest.model_copy(update={"files": describe_files(directory, files)}))
+    names = [*files, PLAN_NAME, "config.json"]
+    write_manifest(directory, manifest.model_copy(update={"files": describe_files(directory, names)}))
