@@ -53,6 +53,8 @@ def test_nothing_of_the_manifest_is_markup_in_the_card():
 
 
 def in_code(text, at):
+    if text[:at].count("\n```") % 2:  # a fenced block, in which nothing but a fence at a line's beginning is markup
+        return not text.startswith(("<", "`"), at)
     line = text[text.rfind("\n", 0, at) + 1 : at]
     return line.replace("\\`", "").count("`") % 2 == 1
 
