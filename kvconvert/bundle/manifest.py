@@ -38,9 +38,12 @@ class SourceInfo(_Record):
     """The checkpoint that was converted.
 
     Attributes:
-        id: Hub id, or the directory name of a local checkpoint (never its full path: machines differ).
+        id: Hub id, of a local checkpoint as it was given at export, or else the name of its directory (never the full
+            path: machines differ).
         revision: commit of the Hub repository, where known.
-        licence: the licence that the model's card or config states, where known.
+        licence: the licence that the model's card states, by the Hub's identifier, where known.
+        licence_name, licence_link: of the licence "other".
+        language: the languages that the card states.
         config_sha256: SHA-256 of `config.json`.
         weights_sha256: SHA-256 of each weight file, by name.
         stored_as: the form in which its weights were stored, where they were quantized already ("mxfp4 experts").
@@ -49,6 +52,9 @@ class SourceInfo(_Record):
     id: str
     revision: str | None = None
     licence: str | None = None
+    licence_name: str | None = None
+    licence_link: str | None = None
+    language: list[str] = Field(default_factory=list)
     config_sha256: Sha256
     weights_sha256: dict[str, Sha256]
     stored_as: str | None = None
