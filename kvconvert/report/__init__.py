@@ -1,0 +1,139 @@
+"""`report`: what a bundle is and what it costs, as one HTML file and PNG figures.
+
+Needs matplotlib (`pip install kvconvert[report]`). docs/report.md shows the figures.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvconvert.bundle import disk
+from kvconvert.bundle.manifest import MANIFEST_NAME, Manifest
+from kvconvert.bundle.reader import open_bundle
+from kvconvert.bundle.summary import estimate_kv, printable_manifest
+from kvconvert.errors import UsageError
+
+PAGE_NAME = "report.html"
+
+
+def write_report(
+    bundle: str | Path,
+    output: str | Path | None = None,
+    *,
+    fidelity: str | Path | None = None,
+    model: str | None = None,
+) -> Path:
+    """Write `report.html`, which holds everything, and each of its figures as PNG.
+
+    Args:
+        bundle: directory of the bundle; it is verified and stays as it is.
+        output: directory for the files, `BUNDLE-report` beside the bundle by default; an earlier report there is
+            replaced.
+        fidelity: file that `kvconvert eval --json` wrote of this bundle, which takes the place of what was measured at
+            export.
+        model: directory or Hub id of the source, on which a short text is run on the CPU for the figures of keys.
+
+    Returns:
+        path of the page.
+
+    Raises:
+        KvconvertError: one of its children; nothing was written then.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            "A report is drawn with matplotlib, which is not installed; run pip install 'kvconvert[report]'."
+        )
+    from kvconvert.report import sections
+    from kvconvert.report.activations import sample_keys
+    from kvconvert.report.fidelity import read_fidelity
+    from kvconvert.report.page import Heading, page
+    from kvconvert.runtime.hf.fit import read_config
+
+    directory = Path(bundle)
+    opened = open_bundle(directory, verify="full")
+    target = _target(directory, output)
+    manifest = opened.manifest
+    stored = manifest.fidelity
+    measured = stored.report if stored is not None else None
+    if fidelity is not None:
+        measured = read_fidelity(Path(fidelity), manifest)
+    missed = [] if stored is None or fidelity is not None else stored.missed
+    contents = sections.Contents(
+        bundle=replace(opened, manifest=printable_manifest(manifest)),
+        config=read_config(opened),
+        fidelity=measured,
+        missed=missed,
+        sample=None if model is None else sample_keys(model, manifest),
+    )
+    contents.build()
+    heading = Heading(f"{manifest.source.id}", _facts(manifest), _tiles(manifest, measured))
+    html = page(heading, contents.sections, contents.omitted)
+    _write(target, html, contents.images, sections.FILES)
+    return target / PAGE_NAME
+
+
+def _target(bundle: Path, output: str | Path | None) -> Path:
+    resolved = bundle.resolve()
+    target = resolved.with_name(f"{resolved.name}-report") if output is None else Path(output)
+    for folder in (target.resolve(), *target.resolve().parents):
+        if (folder / MANIFEST_NAME).exists():
+            raise UsageError(
+                f"{target} lies in the bundle {folder}, which stays as it was sealed; choose another place as `output`."
+            )
+    disk.check_writable(target, "output")
+    return target
+
+
+def _write(target: Path, html: str, images: dict[str, bytes], known: frozenset[str]) -> None:
+    try:
+        disk.make_directory(target)
+        for name, content in images.items():
+            disk.replace_bytes(target / name, content)
+        disk.replace_bytes(target / PAGE_NAME, html.encode())
+        for name in known - images.keys():  # of an earlier report
+            disk.remove(target / name)
+    except OSError as error:
+        raise UsageError(f"The report cannot be written ({error}); make room, or choose another `output`.") from error
+
+
+def _facts(manifest: Manifest) -> list[tuple[str, str]]:
+    source, read = manifest.source, manifest.data
+    facts = [
+        ("source", f"{source.id}{f' at {source.revision}' if source.revision else ''}"),
+        ("licence", source.licence or "not stated"),
+        ("recipe", str(manifest.recipe.get("name"))),
+        ("format", f"{manifest.format_version}, by kvconvert {manifest.kvconvert_version}"),
+    ]
+    if source.stored_as:
+        facts.insert(1, ("stored as", source.stored_as))
+    if read is not None:
+        facts.append(("calibrated on", f"{read.samples} x {read.length} tokens of {read.source}"))
+    facts.append(("changes", ", ".join(manifest.transforms) or "none"))
+    return facts
+
+
+def _tiles(manifest: Manifest, measured: dict[str, Any] | None) -> list[tuple[str, str]]:
+    from kvconvert.report.fidelity import number
+
+    tiles = []
+    bits, estimate = number(measured or {}, "kv.bits_per_value"), estimate_kv(manifest.layers)
+    if manifest.allocation is not None:
+        found = manifest.allocation
+        tiles.append((f"{found.bits_per_value:.2f}", f"bits per cached value at {found.context:,} tokens"))
+    elif bits is not None:
+        tiles.append((f"{bits:.2f}", "bits per cached value, measured"))
+    elif estimate is not None:
+        tiles.append((f"{estimate.bits_per_value:.2f}", "bits per cached value in complete pages"))
+    tiles.append((f"{manifest.weights.bits_per_weight:.2f}", "bits per weight, embeddings included"))
+    kl, agreement = number(measured or {}, "kl.mean"), number(measured or {}, "top1_agreement")
+    before, after = (number(measured or {}, f"perplexity.{side}") for side in ("source", "bundle"))
+    if kl is not None:
+        tiles.append((f"{kl:.3g}", "KL from the source, nats per token"))
+    if before is not None and after is not None:
+        tiles.append((f"{after:.2f}", f"perplexity; the source has {before:.2f}"))
+    if agreement is not None:
+        tiles.append((f"{agreement:.1%}", "same most likely token"))
+    return tiles
