@@ -6,15 +6,21 @@ Needs matplotlib (`pip install kvconvert[report]`). docs/report.md shows the fig
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvconvert.bundle import disk
 from kvconvert.bundle.manifest import MANIFEST_NAME, Manifest
-from kvconvert.bundle.reader import open_bundle
+from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.summary import estimate_kv, printable_manifest
 from kvconvert.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from kvconvert.report.activations import KeySample
 
 PAGE_NAME = "report.html"
 
@@ -46,33 +52,48 @@ def write_report(
         raise UsageError(
             "A report is drawn with matplotlib, which is not installed; run pip install 'kvconvert[report]'."
         )
-    from kvconvert.report import sections
     from kvconvert.report.activations import sample_keys
     from kvconvert.report.fidelity import read_fidelity
-    from kvconvert.report.page import Heading, page
     from kvconvert.runtime.hf.fit import read_config
 
     directory = Path(bundle)
     opened = open_bundle(directory, verify="full")
     target = _target(directory, output)
-    manifest = opened.manifest
-    stored = manifest.fidelity
-    measured = stored.report if stored is not None else None
+    stored = opened.manifest.fidelity
     if fidelity is not None:
-        measured = read_fidelity(Path(fidelity), manifest)
-    missed = [] if stored is None or fidelity is not None else stored.missed
-    contents = sections.Contents(
-        bundle=replace(opened, manifest=printable_manifest(manifest)),
-        config=read_config(opened),
-        fidelity=measured,
-        missed=missed,
-        sample=None if model is None else sample_keys(model, manifest),
-    )
-    contents.build()
-    heading = Heading(f"{manifest.source.id}", _facts(manifest), _tiles(manifest, measured))
-    html = page(heading, contents.sections, contents.omitted)
-    _write(target, html, contents.images, sections.FILES)
+        measured, missed = read_fidelity(Path(fidelity), opened.manifest), []
+    else:
+        measured, missed = (None, []) if stored is None else (stored.report, stored.missed)
+    sample = None if model is None else sample_keys(model, opened.manifest)
+    html, images = render(opened, read_config(opened), measured, missed, sample)
+    _write(target, html, images)
     return target / PAGE_NAME
+
+
+def render(
+    bundle: Bundle,
+    config: PretrainedConfig,
+    fidelity: dict[str, Any] | None = None,
+    missed: Sequence[str] = (),
+    sample: KeySample | None = None,
+) -> tuple[str, dict[str, bytes]]:
+    """The page, and the PNG files by name.
+
+    Args:
+        bundle: verified, which does not mean that its texts are harmless.
+        config: transformers' configuration of the bundle.
+        fidelity: a fidelity report as plain JSON values, or None.
+        missed: the recipe's limits that the bundle misses.
+        sample: keys of the source, or None.
+    """
+    from kvconvert.report.page import Heading, page
+    from kvconvert.report.sections import Contents
+
+    manifest = printable_manifest(bundle.manifest)
+    contents = Contents(replace(bundle, manifest=manifest), config, fidelity, list(missed), sample)
+    contents.build()
+    heading = Heading(manifest.source.id, _facts(manifest), _tiles(manifest, fidelity))
+    return page(heading, contents.sections, contents.omitted), contents.images
 
 
 def _target(bundle: Path, output: str | Path | None) -> Path:
@@ -87,13 +108,15 @@ def _target(bundle: Path, output: str | Path | None) -> Path:
     return target
 
 
-def _write(target: Path, html: str, images: dict[str, bytes], known: frozenset[str]) -> None:
+def _write(target: Path, html: str, images: dict[str, bytes]) -> None:
+    from kvconvert.report.sections import FILES
+
     try:
         disk.make_directory(target)
         for name, content in images.items():
             disk.replace_bytes(target / name, content)
         disk.replace_bytes(target / PAGE_NAME, html.encode())
-        for name in known - images.keys():  # of an earlier report
+        for name in FILES - images.keys():  # of an earlier report
             disk.remove(target / name)
     except OSError as error:
         raise UsageError(f"The report cannot be written ({error}); make room, or choose another `output`.") from error
@@ -126,7 +149,7 @@ def _tiles(manifest: Manifest, measured: dict[str, Any] | None) -> list[tuple[st
     elif bits is not None:
         tiles.append((f"{bits:.2f}", "bits per cached value, measured"))
     elif estimate is not None:
-        tiles.append((f"{estimate.bits_per_value:.2f}", "bits per cached value in complete pages"))
+        tiles.append((f"{estimate.bits_per_value:.2f}", "bits per value, in complete pages"))
     tiles.append((f"{manifest.weights.bits_per_weight:.2f}", "bits per weight, embeddings included"))
     kl, agreement = number(measured or {}, "kl.mean"), number(measured or {}, "top1_agreement")
     before, after = (number(measured or {}, f"perplexity.{side}") for side in ("source", "bundle"))

@@ -26,7 +26,7 @@ from kvconvert.runtime.cache.formats import layer_format
 CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1,024 to 131,072
 BUDGETS = 24  # points of a frontier
 # Beyond these a picture says nothing, and a manifest that claims so much is no reason to compute for hours.
-MOST_LAYERS, MOST_CANDIDATES, LONGEST_CONTEXT = 512, 64, 2**24
+MOST_LAYERS, MOST_CANDIDATES, LONGEST_CONTEXT, WIDEST_LAYER = 512, 64, 2**24, 2**20
 
 
 class NotDrawnError(Exception):
@@ -42,22 +42,35 @@ class Sensitivity:
         candidates: names, columns of `kl`.
         kl: float64 [layers, candidates], NaN where a layer has no such candidate.
         chosen: bool, the same shape.
+        key_candidates: how many of the columns are of keys; those of values follow.
     """
 
     layers: tuple[int, ...]
     candidates: tuple[str, ...]
     kl: np.ndarray
     chosen: np.ndarray
+    key_candidates: int
+
+    def largest(self) -> tuple[int, float]:
+        """The layer with the largest divergence, and that."""
+        row, column = np.unravel_index(np.nanargmax(self.kl), self.kl.shape)
+        return self.layers[int(row)], float(self.kl[row, column])
 
 
 def sensitivity(found: Allocation) -> Sensitivity:
-    """The table of an allocation."""
-    names = [name for name in found.candidates if any(name in layer.kl for layer in found.layers)]
+    """The table of an allocation, without candidates that nobody chose and that change nothing (full precision)."""
+    names = [
+        name
+        for name in found.candidates
+        if any(layer.kl.get(name) or name in (layer.keys, layer.values) for layer in found.layers)
+    ]
+    names.sort(key=lambda name: "key_bits" not in found.candidates[name])
     if not names or len(names) > MOST_CANDIDATES or len(found.layers) > MOST_LAYERS:
         raise NotDrawnError(f"{len(found.layers):,} layers with {len(names):,} candidates make no readable figure.")
     kl = np.array([[layer.kl.get(name, math.nan) for name in names] for layer in found.layers], np.float64)
     chosen = np.array([[name in (layer.keys, layer.values) for name in names] for layer in found.layers])
-    return Sensitivity(tuple(layer.index for layer in found.layers), tuple(names), kl, chosen)
+    of_keys = sum("key_bits" in found.candidates[name] for name in names)
+    return Sensitivity(tuple(layer.index for layer in found.layers), tuple(names), kl, chosen, of_keys)
 
 
 @dataclass(frozen=True)
@@ -90,12 +103,14 @@ def frontier(manifest: Manifest, config: PretrainedConfig) -> Frontier:
     for own in found.layers:
         if not 0 <= own.index < len(manifest.layers) or manifest.layers[own.index].kv is None:
             raise NotDrawnError(f"the allocation names layer {own.index}, which has no scheme.")
+        shape = manifest.layers[own.index].shape()
+        if shape.num_key_value_heads * shape.head_dim > WIDEST_LAYER:
+            raise NotDrawnError(f"the manifest claims {shape.num_key_value_heads:,} KV heads in layer {own.index}.")
         options = _options(manifest, found, manifest.layers[own.index], own.kl, windows[own.index])
         if (own.keys, own.values) not in options:
             raise NotDrawnError(f"what was chosen for layer {own.index} is not among its candidates.")
         size += options[own.keys, own.values].cost
         predicted += options[own.keys, own.values].loss
-        shape = manifest.layers[own.index].shape()
         numbers += 2 * shape.num_key_value_heads * shape.head_dim
         layers.append(options)
     if not math.isclose(size, found.bytes_per_token * found.context, rel_tol=1e-3):
@@ -195,6 +210,8 @@ def memory(manifest: Manifest, config: PretrainedConfig, contexts: Sequence[int]
             heads, channels = key_value_heads(own), head_dim(own)
         else:
             heads, channels = layer.shape().num_key_value_heads, layer.shape().head_dim
+        if heads * channels > WIDEST_LAYER:
+            raise NotDrawnError(f"the manifest claims {heads:,} KV heads of {channels:,} channels.")
         for i, context in enumerate(contexts):
             token = 2 * heads * channels * FULL_PRECISION.itemsize
             size = min(context, window or context) * token
@@ -217,10 +234,12 @@ def _cache_bytes(scheme: KVScheme, heads: int, channels: int, context: int, wind
         codes = sum(-(-n // PAGE_SIZE) * PAGE_SIZE for n in lengths) * (scheme.key_bits + scheme.value_bits) // 8
         # A scale and a zero point of 16 bits for each channel of keys and of values.
         return heads * channels * (codes + 8 * len(lengths) + 2 * sinks * FULL_PRECISION.itemsize)
+    positions = 0
     if scheme.evicts:
-        kept = round(scheme.heavy_ratio * context) + round(scheme.recent_ratio * context)
-        context = min(context, sinks + kept)
-    return sum(stored_bytes(scheme, layer_format(scheme, heads, channels, channels), context, window))
+        kept = sinks + round(scheme.heavy_ratio * context) + round(scheme.recent_ratio * context)
+        if kept < context:
+            context, positions = kept, 4 * heads * kept  # an int32 of each, for heads keep different tokens
+    return positions + sum(stored_bytes(scheme, layer_format(scheme, heads, channels, channels), context, window))
 
 
 @dataclass(frozen=True)
@@ -334,7 +353,9 @@ def channel_ranges(measured: dict[int, Tensor]) -> ChannelRanges | None:
 def planned_channel_ranges(manifest: Manifest, plan: dict[str, Tensor]) -> ChannelRanges | None:
     """What calibration left in the KV plan."""
     names = {layer.index: f"layers.{layer.index}.key_channel_range" for layer in manifest.layers}
-    return channel_ranges({index: plan[name] for index, name in names.items() if name in plan and plan[name].dim() == 2})
+    return channel_ranges(
+        {index: plan[name] for index, name in names.items() if name in plan and plan[name].dim() == 2}
+    )
 
 
 def shown_channels(keys: Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -121,6 +121,8 @@ def svg(figure: Figure, name: str, title: str) -> str:
             element.set(key, value)
     for name_of_size in ("width", "height"):
         root.attrib.pop(name_of_size, None)
+    # 1 inch is 96 CSS pixels, or 6 rem; a little more lets text be as large as the page's.
+    root.set("style", f"max-width:{6.4 * figure.get_figwidth():.1f}rem")
     root.set("role", "img")
     root.set("aria-label", title)
     return ElementTree.tostring(root, encoding="unicode")
@@ -144,7 +146,11 @@ def _layers_on(axes: Axes, layers: Sequence[int]) -> None:
 
 
 def _legend(axes: Axes, columns: int = 3) -> None:
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, handlelength=1.4, columnspacing=1.2)
+    # Of the figure, not of its axes, so that the layout makes room for all of it.
+    axes.figure.legend(loc="outside upper left", ncols=columns, handlelength=1.4, columnspacing=1.4)
+
+
+_PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 
 
 def draw_sensitivity(found: Sensitivity) -> Figure:
@@ -165,10 +171,11 @@ def draw_sensitivity(found: Sensitivity) -> Figure:
             interpolation="none",
             extent=(-0.5, columns - 0.5, rows - 0.5, -0.5),
         )
-        bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.015, format=FuncFormatter(lambda x, _: f"{x:g}"))
+        bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.015, format=_PLAIN)
         bar.set_label("KL, 1/1000 nats per token")
         bar.outline.set_visible(False)
         bar.minorticks_off()
+    axes.axvline(found.key_candidates - 0.5, color=INK, linewidth=1.2)
     at = np.argwhere(found.chosen)
     axes.scatter(at[:, 1], at[:, 0], s=26, color="white", edgecolors="black", linewidths=0.9, zorder=3)
     axes.set_xticks(range(columns), [label(name, 12) for name in found.candidates], rotation=90)
@@ -195,6 +202,8 @@ def draw_frontier(found: Frontier) -> Figure:
                      label="this bundle, measured")  # fmt: skip
     axes.set_xlabel("bits per value")
     axes.set_ylabel("KL, nats per token")
+    axes.yaxis.set_major_formatter(_PLAIN)
+    axes.minorticks_off()
     _legend(axes, 2)
     return figure
 
@@ -225,9 +234,9 @@ def bytes_text(size: float) -> str:
 
 def draw_tau(found: Sequence[TauSurface]) -> Figure:
     """The mean over layers and some of the layers, one panel each; the bundle's choice with a dot."""
-    step = max(1, -(-len(found) // (MOST_PANELS - 1)))
+    picked = np.unique(np.linspace(0, len(found) - 1, MOST_PANELS - 1).astype(int))
     same = all(each.grid == found[0].grid for each in found)
-    panels = [(f"layer {each.layer}", each.grid, each.error, each.chosen) for each in found[::step]]
+    panels = [(f"layer {each.layer}", each.grid, each.error, each.chosen) for each in (found[i] for i in picked)]
     if same and len(found) > 1:
         mean, taus = np.mean([each.error for each in found], axis=0), {each.chosen for each in found}
         panels.insert(0, ("mean of layers", found[0].grid, mean, found[0].chosen if len(taus) == 1 else None))
@@ -250,10 +259,11 @@ def draw_tau(found: Sequence[TauSurface]) -> Figure:
         axes.set_title(name, fontsize=10.5)
         axes.set_xlabel("tau2")
         axes.set_ylabel("tau1")
+        axes.label_outer()
     for axes in grid_of_axes[len(panels) :]:
         axes.set_visible(False)
     bar = figure.colorbar(image, ax=list(grid_of_axes), fraction=0.04, pad=0.02,
-                          format=FuncFormatter(lambda x, _: f"{x:g}"))  # fmt: skip
+                          format=_PLAIN)  # fmt: skip
     bar.set_label("error, unshifted = 1")
     bar.outline.set_visible(False)
     bar.minorticks_off()
@@ -289,7 +299,8 @@ def draw_widths(found: Widths) -> Figure:
 
 def draw_modules(found: Sequence[ModuleSize]) -> Figure:
     """Horizontal stacked bars: parameters of each kind of module by the width in which they are stored."""
-    found = list(found[:MOST_MODULES])[::-1]
+    most = sum(found[0].parameters.values())
+    found = [each for each in found[:MOST_MODULES] if sum(each.parameters.values()) > most / 200][::-1]
     figure, axes = _plot(1.3 + 0.27 * len(found))
     widths = sorted({width for each in found for width in each.parameters if width})
     colours = dict(zip(widths, (BLUE, ORANGE, GREEN, "#a855f7"), strict=False))
@@ -300,6 +311,7 @@ def draw_modules(found: Sequence[ModuleSize]) -> Figure:
             name = f"{width} bits" if width else "kept as it was"
             axes.barh(range(len(found)), size, left=left, color=colours.get(width, GREY), height=0.7, label=name)
             left += size
+    axes.set_xlim(0, 1.04 * left.max())
     axes.set_yticks(range(len(found)), [label(each.name, 22) for each in found])
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")

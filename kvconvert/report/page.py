@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from kvconvert.bundle.tensorfile import printable
 
 Row = tuple[str, ...]
+ROWS_SHOWN = 16  # longer tables are closed at first
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def page(heading: Heading, sections: Sequence[Section], omitted: Sequence[tuple[
     """
     tiles = "".join(f"<li><b>{text(value)}</b><span>{text(what)}</span></li>" for value, what in heading.tiles)
     facts = "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in heading.facts)
-    cards = "\n".join(map(_card, sections))
+    cards = "\n".join(map(_card, _filled(sections)))
     left_out = "".join(f"<li><b>{text(title)}</b>: {text(reason)}</li>" for title, reason in omitted)
     left_out = f'<section class="card wide" id="not-shown"><h2>Not shown</h2><ul>{left_out}</ul></section>'
     return f"""<!DOCTYPE html>
@@ -107,24 +108,43 @@ def _card(section: Section) -> str:
 def _table(section: Section) -> str:
     if not section.rows:
         return ""
-    head = "".join(f'<th scope="col">{text(cell)}</th>' for cell in section.header)
+    kinds = [' class="n"' if all(map(_is_number, column)) else "" for column in zip(*section.rows, strict=True)]
+    head = "".join(
+        f'<th scope="col"{kind}>{text(cell)}</th>' for cell, kind in zip(section.header, ["", *kinds[1:]], strict=True)
+    )
     body = "".join(
-        "<tr>"
-        + f'<th scope="row">{text(row[0])}</th>'
-        + "".join(f"<td{_kind(cell)}>{text(cell)}</td>" for cell in row[1:])
+        f'<tr><th scope="row">{text(row[0])}</th>'
+        + "".join(f"<td{kind}>{text(cell)}</td>" for cell, kind in zip(row[1:], kinds[1:], strict=True))
         + "</tr>"
         for row in section.rows
     )
     # Its own scroll container, which the keyboard reaches.
-    return (
+    table = (
         f'<div class="table" tabindex="0" role="region" aria-label="{text(section.title)}, table">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
+    if len(section.rows) <= ROWS_SHOWN:
+        return table
+    return f"<details><summary>Table of {len(section.rows)} rows</summary>{table}</details>"
 
 
-def _kind(cell: str) -> str:
+def _is_number(cell: str) -> bool:
     """Numbers stand to the right."""
-    return ' class="n"' if cell[:1].isdigit() and len(cell) < 24 else ""
+    return (cell[:1].isdigit() and len(cell) < 24) or not cell
+
+
+def _filled(sections: Sequence[Section]) -> list[Section]:
+    """The cards, none of them beside a gap: the last of an odd number of narrow ones in a row is wide."""
+    filled: list[Section] = []
+    beside = False  # whether a narrow card waits for another
+    for section in sections:
+        if section.wide and beside:
+            filled[-1] = replace(filled[-1], wide=True)
+        beside = not section.wide and not beside
+        filled.append(section)
+    if beside:
+        filled[-1] = replace(filled[-1], wide=True)
+    return filled
 
 
 _STYLE = """
@@ -152,15 +172,18 @@ main{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:1rem;align-i
 .wide{grid-column:1/-1}
 .card p{margin:0 0 .8rem;color:var(--soft);font-size:.9rem;max-width:44rem}
 .card ul{margin:.3rem 0 0;padding-left:1.2rem;font-size:.9rem}
-.figure svg{display:block;width:100%;height:auto;max-width:46rem;margin:0 auto}
+.figure svg{display:block;width:100%;height:auto;margin:0 auto}
 .figure svg text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
 .table{overflow-x:auto;margin-top:.6rem;font-size:.86rem;overflow-wrap:normal}
 table{border-collapse:collapse;width:100%}
 th,td{padding:.38rem .8rem .38rem 0;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
 thead th{color:var(--soft);font-weight:500;white-space:nowrap}
 tbody th{font-weight:500}
+tbody th,td:not(:last-child){white-space:nowrap}
+td:last-child:not(.n){min-width:13rem}
+summary{cursor:pointer;color:var(--accent);font-size:.88rem}
 td{font-variant-numeric:tabular-nums}
-td.n{text-align:right;white-space:nowrap}
+.n{text-align:right;white-space:nowrap}
 tbody tr:last-child>*{border-bottom:0}
 footer{margin-top:1.4rem;color:var(--soft);font-size:.82rem}
 code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}

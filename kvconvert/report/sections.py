@@ -128,8 +128,9 @@ def _sensitivity(c: Contents) -> None:
     caption = "Divergence of the whole model with one layer's keys (K) or values (V) alone stored so: bits, group (g), "
     caption += "share of boosted channels (+) or full-precision window (w). Dots mark what was chosen. "
     caption += f"{allocation_line(allocation)}."
-    alt = f"Heat map of {len(found.layers)} layers by {len(found.candidates)} candidates; the widest spread is in layer "
-    alt += f"{found.layers[int((found.kl == found.kl[found.kl == found.kl].max()).any(1).argmax())]}."
+    layer, kl = found.largest()
+    alt = f"Heat map of divergences, {len(found.layers)} layers by {len(found.candidates)} candidates: the largest is "
+    alt += f"{1000 * kl:.3g} thousandths of a nat, in layer {layer}."
     c.add("sensitivity", "Sensitivity of the layers", caption, alt, figures.draw_sensitivity(found), wide=True)
 
 
@@ -174,8 +175,8 @@ def _keys(c: Contents) -> None:
     before, after = data.shown_channels(c.sample.keys[layer][head])
     scheme = c.bundle.manifest.layers[layer].scheme()
     rotates = scheme is not None and scheme.rotate_keys != "none"
-    caption = f"Keys of KV head {head} in layer {layer}, where channels are most uneven, on {before.shape[0]} tokens of "
-    caption += f"{c.sample.text}. Rotation spreads what lies in single channels over all; this bundle "
+    caption = f"Keys of KV head {head} in layer {layer}, where channels are most uneven, on {before.shape[0]} tokens "
+    caption += f"of {c.sample.text}. Rotation spreads what lies in single channels over all; this bundle "
     caption += f"{'rotates' if rotates else 'does not rotate'} the keys of this layer."
     if not c.sample.is_recorded_source:
         caption += f" {c.sample.model} has another config.json than the source that the manifest names."
