@@ -24,7 +24,7 @@ from kvconvert.models.layer_types import has_pages, layer_types_of
 from kvconvert.runtime.cache.formats import layer_format
 
 CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1,024 to 131,072
-BUDGETS = 24  # points of a frontier
+BUDGETS = 16  # points of a frontier
 # Beyond these a picture says nothing, and a manifest that claims so much is no reason to compute for hours.
 MOST_LAYERS, MOST_CANDIDATES, LONGEST_CONTEXT, WIDEST_LAYER = 512, 64, 2**24, 2**20
 

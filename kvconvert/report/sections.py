@@ -48,8 +48,9 @@ class Contents:
         """A card; `alt` says what its figure shows to those who do not see it."""
         svg = None
         if figure is not None:
-            self.images[f"{name}.png"] = figures.png(figure)
             svg = figures.svg(figure, name, alt)
+            figure.set_layout_engine("none")  # what the first drawing found fits the second
+            self.images[f"{name}.png"] = figures.png(figure)
         self.sections.append(Section(name, title, caption, svg, **others))
 
     def build(self) -> None:
@@ -194,7 +195,7 @@ def _ranges(c: Contents) -> None:
     caption += "quantizer is proportional: as computed, rotated, and with each token scaled by its norm."
     alt = f"Three lines over layers; their means are {_mean(found.original):.3g} as computed, "
     alt += f"{_mean(found.rotated):.3g} rotated and {_mean(found.scaled):.3g} rotated and scaled."
-    c.add("ranges", "What rotation and scaling gain", caption, alt, figures.draw_ranges(found))
+    c.add("ranges", "Ranges of key channels", caption, alt, figures.draw_ranges(found))
 
 
 def _norms(c: Contents) -> None:
@@ -236,7 +237,7 @@ _CARDS: tuple[tuple[str, Callable[[Contents], None]], ...] = (
     ("Budgets of the layers", _budgets),
     ("Tau surface", _tau),
     ("Key channels before and after rotation", _keys),
-    ("What rotation and scaling gain", _ranges),
+    ("Ranges of key channels", _ranges),
     ("Token norms", _norms),
     ("Coverage of the weights", _weights),
 )
