@@ -19,6 +19,7 @@ from kvconvert.commands.generate import generate
 from kvconvert.commands.inspect import inspect
 from kvconvert.commands.pull import pull
 from kvconvert.commands.push import push
+from kvconvert.commands.report import report
 from kvconvert.commands.verify import verify
 from kvconvert.errors import KvconvertError
 from kvconvert.version import __version__
@@ -98,7 +99,7 @@ def cli() -> None:
     """
 
 
-for command in (calibrate, export, evaluate, bench, generate, inspect, verify, push, pull):
+for command in (calibrate, export, evaluate, bench, generate, inspect, report, verify, push, pull):
     cli.add_command(command)
 
 

@@ -59,7 +59,7 @@ def test_help_and_wrong_usage_answer_without_importing_torch():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    for command in ("calibrate", "export", "eval", "bench", "generate", "inspect", "verify"):
+    for command in ("calibrate", "export", "eval", "bench", "generate", "inspect", "report", "verify", "push", "pull"):
         assert command in result.stdout
 
 

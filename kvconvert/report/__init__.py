@@ -1,0 +1,162 @@
+"""`report`: what a bundle is and what it costs, as one HTML file and PNG figures.
+
+Needs matplotlib (`pip install kvconvert[report]`). docs/report.md shows the figures.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvconvert.bundle import disk
+from kvconvert.bundle.manifest import MANIFEST_NAME, Manifest
+from kvconvert.bundle.reader import Bundle, open_bundle
+from kvconvert.bundle.summary import estimate_kv, printable_manifest
+from kvconvert.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from kvconvert.report.activations import KeySample
+
+PAGE_NAME = "report.html"
+
+
+def write_report(
+    bundle: str | Path,
+    output: str | Path | None = None,
+    *,
+    fidelity: str | Path | None = None,
+    model: str | None = None,
+) -> Path:
+    """Write `report.html`, which holds everything, and each of its figures as PNG.
+
+    Args:
+        bundle: directory of the bundle; it is verified and stays as it is.
+        output: directory for the files, `BUNDLE-report` beside the bundle by default; an earlier report there is
+            replaced.
+        fidelity: file that `kvconvert eval --json` wrote of this bundle, which takes the place of what was measured at
+            export.
+        model: directory or Hub id of the source, on which a short text is run on the CPU for the figures of keys.
+
+    Returns:
+        path of the page.
+
+    Raises:
+        KvconvertError: one of its children; nothing was written then.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            "A report is drawn with matplotlib, which is not installed; run pip install 'kvconvert[report]'."
+        )
+    from kvconvert.report.activations import sample_keys
+    from kvconvert.report.fidelity import read_fidelity
+    from kvconvert.runtime.hf.fit import read_config
+
+    directory = Path(bundle)
+    opened = open_bundle(directory, verify="full")
+    target = _target(directory, output)
+    stored = opened.manifest.fidelity
+    if fidelity is not None:
+        measured, missed = read_fidelity(Path(fidelity), opened.manifest), []
+    else:
+        measured, missed = (None, []) if stored is None else (stored.report, stored.missed)
+    sample = None if model is None else sample_keys(model, opened.manifest)
+    html, images = render(opened, read_config(opened), measured, missed, sample)
+    _write(target, html, images)
+    return target / PAGE_NAME
+
+
+def render(
+    bundle: Bundle,
+    config: PretrainedConfig,
+    fidelity: dict[str, Any] | None = None,
+    missed: Sequence[str] = (),
+    sample: KeySample | None = None,
+) -> tuple[str, dict[str, bytes]]:
+    """The page, and the PNG files by name.
+
+    Args:
+        bundle: verified, which does not mean that its texts are harmless.
+        config: transformers' configuration of the bundle.
+        fidelity: a fidelity report as plain JSON values, or None.
+        missed: the recipe's limits that the bundle misses.
+        sample: keys of the source, or None.
+    """
+    from kvconvert.report.page import Heading, page
+    from kvconvert.report.sections import Contents
+
+    manifest = printable_manifest(bundle.manifest)
+    contents = Contents(replace(bundle, manifest=manifest), config, fidelity, list(missed), sample)
+    contents.build()
+    heading = Heading(manifest.source.id, _facts(manifest), _tiles(manifest, fidelity))
+    return page(heading, contents.sections, contents.omitted), contents.images
+
+
+def _target(bundle: Path, output: str | Path | None) -> Path:
+    resolved = bundle.resolve()
+    target = resolved.with_name(f"{resolved.name}-report") if output is None else Path(output)
+    for folder in (target.resolve(), *target.resolve().parents):
+        if (folder / MANIFEST_NAME).exists():
+            raise UsageError(
+                f"{target} lies in the bundle {folder}, which stays as it was sealed; choose another place as `output`."
+            )
+    disk.check_writable(target, "output")
+    return target
+
+
+def _write(target: Path, html: str, images: dict[str, bytes]) -> None:
+    from kvconvert.report.sections import FILES
+
+    try:
+        disk.make_directory(target)
+        for name, content in images.items():
+            disk.replace_bytes(target / name, content)
+        disk.replace_bytes(target / PAGE_NAME, html.encode())
+        for name in FILES - images.keys():  # of an earlier report
+            disk.remove(target / name)
+    except OSError as error:
+        raise UsageError(f"The report cannot be written ({error}); make room, or choose another `output`.") from error
+
+
+def _facts(manifest: Manifest) -> list[tuple[str, str]]:
+    source, read = manifest.source, manifest.data
+    facts = [
+        ("source", f"{source.id}{f' at {source.revision}' if source.revision else ''}"),
+        ("licence", source.licence or "not stated"),
+        ("recipe", str(manifest.recipe.get("name"))),
+        ("format", f"{manifest.format_version}, by kvconvert {manifest.kvconvert_version}"),
+    ]
+    if source.stored_as:
+        facts.insert(1, ("stored as", source.stored_as))
+    if read is not None:
+        facts.append(("calibrated on", f"{read.samples} x {read.length} tokens of {read.source}"))
+    facts.append(("changes", ", ".join(manifest.transforms) or "none"))
+    return facts
+
+
+def _tiles(manifest: Manifest, measured: dict[str, Any] | None) -> list[tuple[str, str]]:
+    from kvconvert.report.fidelity import number
+
+    tiles = []
+    bits, estimate = number(measured or {}, "kv.bits_per_value"), estimate_kv(manifest.layers)
+    if manifest.allocation is not None:
+        found = manifest.allocation
+        tiles.append((f"{found.bits_per_value:.2f}", f"bits per cached value at {found.context:,} tokens"))
+    elif bits is not None:
+        tiles.append((f"{bits:.2f}", "bits per cached value, measured"))
+    elif estimate is not None:
+        tiles.append((f"{estimate.bits_per_value:.2f}", "bits per value, in complete pages"))
+    tiles.append((f"{manifest.weights.bits_per_weight:.2f}", "bits per weight, embeddings included"))
+    kl, agreement = number(measured or {}, "kl.mean"), number(measured or {}, "top1_agreement")
+    before, after = (number(measured or {}, f"perplexity.{side}") for side in ("source", "bundle"))
+    if kl is not None:
+        tiles.append((f"{kl:.3g}", "KL from the source, nats per token"))
+    if before is not None and after is not None:
+        tiles.append((f"{after:.2f}", f"perplexity; the source has {before:.2f}"))
+    if agreement is not None:
+        tiles.append((f"{agreement:.1%}", "same most likely token"))
+    return tiles

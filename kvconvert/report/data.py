@@ -1,0 +1,365 @@
+"""The numbers of a report, as plain values from a bundle's manifest and KV plan; nothing here draws or writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from kvconvert.auto.allocation import Option, allocate
+from kvconvert.auto.sizes import FULL_PRECISION, stored_bytes
+from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest
+from kvconvert.errors import RecipeError
+from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.methods import KVScheme
+from kvconvert.methods.auto import GEOMETRIES
+from kvconvert.methods.minikv import spread_ratios
+from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
+from kvconvert.models.layer_types import has_pages, layer_types_of
+from kvconvert.runtime.cache.formats import layer_format
+
+CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1,024 to 131,072
+BUDGETS = 16  # points of a frontier
+# Beyond these a picture says nothing, and a manifest that claims so much is no reason to compute for hours.
+MOST_LAYERS, MOST_CANDIDATES, LONGEST_CONTEXT, WIDEST_LAYER = 512, 64, 2**24, 2**20
+
+
+class NotDrawnError(Exception):
+    """Why a figure is left out of the report, as a sentence that the report shows."""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Mean KL divergence in nats per token with one layer's keys or values alone stored so.
+
+    Attributes:
+        layers: indices of the layers, rows of `kl`.
+        candidates: names, columns of `kl`.
+        kl: float64 [layers, candidates], NaN where a layer has no such candidate.
+        chosen: bool, the same shape.
+        key_candidates: how many of the columns are of keys; those of values follow.
+    """
+
+    layers: tuple[int, ...]
+    candidates: tuple[str, ...]
+    kl: np.ndarray
+    chosen: np.ndarray
+    key_candidates: int
+
+    def largest(self) -> tuple[int, float]:
+        """The layer with the largest divergence, and that."""
+        row, column = np.unravel_index(np.nanargmax(self.kl), self.kl.shape)
+        return self.layers[int(row)], float(self.kl[row, column])
+
+
+def sensitivity(found: Allocation) -> Sensitivity:
+    """The table of an allocation, without candidates that nobody chose and that change nothing (full precision)."""
+    names = [
+        name
+        for name in found.candidates
+        if any(layer.kl.get(name) or name in (layer.keys, layer.values) for layer in found.layers)
+    ]
+    names.sort(key=lambda name: "key_bits" not in found.candidates[name])
+    if not names or len(names) > MOST_CANDIDATES or len(found.layers) > MOST_LAYERS:
+        raise NotDrawnError(f"{len(found.layers):,} layers with {len(names):,} candidates make no readable figure.")
+    kl = np.array([[layer.kl.get(name, math.nan) for name in names] for layer in found.layers], np.float64)
+    chosen = np.array([[name in (layer.keys, layer.values) for name in names] for layer in found.layers])
+    of_keys = sum("key_bits" in found.candidates[name] for name in names)
+    return Sensitivity(tuple(layer.index for layer in found.layers), tuple(names), kl, chosen, of_keys)
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Sizes of the cache against the divergence that single measurements add up to.
+
+    Attributes:
+        bits, kl: of optimal allocations, bits per value and nats per token; sizes ascend.
+        uniform_bits, uniform_kl: of plans with the same choice in every layer.
+        chosen_bits, predicted_kl, measured_kl: of the bundle's own plan.
+    """
+
+    bits: tuple[float, ...]
+    kl: tuple[float, ...]
+    uniform_bits: tuple[float, ...]
+    uniform_kl: tuple[float, ...]
+    chosen_bits: float
+    predicted_kl: float
+    measured_kl: float
+
+
+def frontier(manifest: Manifest, config: PretrainedConfig) -> Frontier:
+    """Optimal allocations over a range of budgets, from the divergences in the manifest and the layout of pages."""
+    found = manifest.allocation
+    table = sensitivity(found)
+    if not 0 < found.context <= LONGEST_CONTEXT:
+        raise NotDrawnError(f"the allocation's context of {found.context:,} tokens is none that a cache has.")
+    windows = _windows(config, len(manifest.layers))
+    layers, numbers, size, predicted = [], 0, 0, 0.0
+    for own in found.layers:
+        if not 0 <= own.index < len(manifest.layers) or manifest.layers[own.index].kv is None:
+            raise NotDrawnError(f"the allocation names layer {own.index}, which has no scheme.")
+        shape = manifest.layers[own.index].shape()
+        if shape.num_key_value_heads * shape.head_dim > WIDEST_LAYER:
+            raise NotDrawnError(f"the manifest claims {shape.num_key_value_heads:,} KV heads in layer {own.index}.")
+        options = _options(manifest, found, manifest.layers[own.index], own.kl, windows[own.index])
+        if (own.keys, own.values) not in options:
+            raise NotDrawnError(f"what was chosen for layer {own.index} is not among its candidates.")
+        size += options[own.keys, own.values].cost
+        predicted += options[own.keys, own.values].loss
+        numbers += 2 * shape.num_key_value_heads * shape.head_dim
+        layers.append(options)
+    if not math.isclose(size, found.bytes_per_token * found.context, rel_tol=1e-3):
+        raise NotDrawnError("the sizes of the candidates do not add up to the size that the manifest states.")
+
+    def bits(cost: float) -> float:
+        return 8 * cost / (numbers * found.context)
+
+    choices = [list(options.values()) for options in layers]
+    least = sum(min(option.cost for option in options) for options in choices)
+    most = sum(max(option.cost for option in options) for options in choices)
+    # More budgets where caches are small, for there the divergence changes most.
+    picked = [allocate(choices, int(budget), GEOMETRIES) for budget in np.geomspace(least, most, BUDGETS)]
+    points = sorted({(bits(p.cost), p.loss) for p in picked if p is not None and p.loss > 0})
+    common = [pair for pair in layers[0] if all(pair in options for options in layers)]
+    uniform = [(sum(o[pair].cost for o in layers), sum(o[pair].loss for o in layers)) for pair in common]
+    uniform = [(bits(cost), loss) for cost, loss in uniform if loss > 0]
+    if not points or table.kl.size == 0:
+        raise NotDrawnError("the allocation has no divergence above zero.")
+    return Frontier(
+        *zip(*points, strict=True),
+        *(zip(*uniform, strict=True) if uniform else ((), ())),
+        bits(size),
+        predicted,
+        found.measured_kl,
+    )
+
+
+def _options(
+    manifest: Manifest, found: Allocation, layer: LayerPlan, kl: dict[str, float], window: int | None
+) -> dict[tuple[str, str], Option]:
+    """A layer's options by the names of its key and value candidates."""
+    shape = layer.shape()
+    sides: dict[bool, list[tuple[str, int, float, int]]] = {True: [], False: []}
+    try:
+        base = KVScheme.from_dict(manifest.recipe["kv"])
+        for name, loss in kl.items():
+            fields = found.candidates[name]
+            of_keys = "key_bits" in fields
+            scheme = KVScheme.from_dict(base.to_dict() | fields)
+            pages = layer_format(scheme, shape.num_key_value_heads, shape.head_dim, shape.head_dim)
+            size = stored_bytes(scheme, pages, found.context, window)[0 if of_keys else 1]
+            recent = scheme.key_recent_tokens if of_keys else scheme.value_recent_tokens
+            sides[of_keys].append((name, size, loss, recent))
+    except (RecipeError, KeyError, TypeError, ValueError) as error:
+        raise NotDrawnError("the candidates in the manifest are not those of this version of kvconvert.") from error
+    return {
+        (key, value): Option(key_size + value_size, key_loss + value_loss, (key_recent, value_recent))
+        for key, key_size, key_loss, key_recent in sides[True]
+        for value, value_size, value_loss, value_recent in sides[False]
+    }
+
+
+def _windows(config: PretrainedConfig, layers: int) -> list[int | None]:
+    """The sliding window of each decoder layer."""
+    arguments = layer_types_of(config)[1]
+    if len(arguments) != layers:
+        raise NotDrawnError(f"config.json describes {len(arguments)} layers, and the manifest {layers}.")
+    return [each.get("sliding_window") for each in arguments]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one sequence's keys and values after a prompt.
+
+    Attributes:
+        contexts: tokens of the prompt.
+        plain: bytes in bfloat16, as the model alone would store them.
+        bundle: bytes by the bundle's plan.
+        positions: that the model has, or None where its configuration does not say.
+        stateful: layers without keys and values, which neither counts.
+    """
+
+    contexts: tuple[int, ...]
+    plain: tuple[int, ...]
+    bundle: tuple[int, ...]
+    positions: int | None
+    stateful: int
+
+
+def memory(manifest: Manifest, config: PretrainedConfig, contexts: Sequence[int] = CONTEXTS) -> Memory:
+    """Sizes by the layout of pages and spans: sink tokens, full-precision windows and sliding windows included."""
+    types = layer_types_of(config)[0]
+    windows = _windows(config, len(manifest.layers))
+    schemes = spread_ratios(manifest.schemes())
+    plain, bundle, stateful = [0] * len(contexts), [0] * len(contexts), 0
+    for layer, scheme, kind, window in zip(manifest.layers, schemes, types, windows, strict=True):
+        if scheme is None and not has_pages(kind):
+            stateful += 1
+            continue
+        if scheme is None and getattr(config.get_text_config(decoder=True), "kv_lora_rank", None):
+            raise NotDrawnError("latent attention (MLA) stores no keys and values per head.")
+        if scheme is not None and scheme.only_tokens():
+            raise NotDrawnError(f"only {scheme.only_tokens()} tokens are compressed, and prompts differ in these.")
+        if scheme is None:
+            own = layer_config(config.get_text_config(decoder=True), layer.index)
+            heads, channels = key_value_heads(own), head_dim(own)
+        else:
+            heads, channels = layer.shape().num_key_value_heads, layer.shape().head_dim
+        if heads * channels > WIDEST_LAYER:
+            raise NotDrawnError(f"the manifest claims {heads:,} KV heads of {channels:,} channels.")
+        for i, context in enumerate(contexts):
+            token = 2 * heads * channels * FULL_PRECISION.itemsize
+            size = min(context, window or context) * token
+            plain[i] += size
+            bundle[i] += size if scheme is None else _cache_bytes(scheme, heads, channels, context, window)
+    if not any(plain):
+        raise NotDrawnError("no layer of this model has keys and values.")
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return Memory(tuple(contexts), tuple(plain), tuple(bundle), positions, stateful)
+
+
+def _cache_bytes(scheme: KVScheme, heads: int, channels: int, context: int, window: int | None) -> int:
+    """Bytes of one layer after a prompt of `context` tokens."""
+    if window and (scheme.is_span or scheme.evicts):
+        raise NotDrawnError("spans and evicted prompts of layers with a sliding window are not computed here.")
+    sinks = min(context, scheme.sink_tokens)
+    if scheme.is_span:
+        rest, size = context - sinks, scheme.span_tokens or context
+        lengths = [size] * (rest // size) + ([rest % size] if rest % size else [])
+        codes = sum(-(-n // PAGE_SIZE) * PAGE_SIZE for n in lengths) * (scheme.key_bits + scheme.value_bits) // 8
+        # A scale and a zero point of 16 bits for each channel of keys and of values.
+        return heads * channels * (codes + 8 * len(lengths) + 2 * sinks * FULL_PRECISION.itemsize)
+    positions = 0
+    if scheme.evicts:
+        kept = sinks + round(scheme.heavy_ratio * context) + round(scheme.recent_ratio * context)
+        if kept < context:
+            context, positions = kept, 4 * heads * kept  # an int32 of each, for heads keep different tokens
+    return positions + sum(stored_bytes(scheme, layer_format(scheme, heads, channels, channels), context, window))
+
+
+@dataclass(frozen=True)
+class TauSurface:
+    """The search for CalibQuant's tau1 and tau2 in one layer.
+
+    Attributes:
+        layer: its index.
+        grid: values of both.
+        error: of the attention weights, relative to that without a shift where the grid has one; [tau1, tau2].
+        chosen: (tau1, tau2) of the bundle.
+    """
+
+    layer: int
+    grid: tuple[float, ...]
+    error: np.ndarray
+    chosen: tuple[float, float]
+
+
+def tau_surfaces(manifest: Manifest, plan: dict[str, Tensor]) -> list[TauSurface]:
+    """One for each layer whose taus were searched."""
+    found = []
+    for layer in manifest.layers:
+        grid, error = (plan.get(f"layers.{layer.index}.{name}") for name in ("tau_grid", "tau_error"))
+        scheme = layer.scheme()
+        if grid is None or error is None or scheme is None or error.shape != (len(grid), len(grid)):
+            continue
+        values = error.double().numpy()
+        unshifted = [i for i, tau in enumerate(grid.tolist()) if tau == 0]
+        if unshifted and values[unshifted[0], unshifted[0]] > 0:
+            values = values / values[unshifted[0], unshifted[0]]
+        found.append(TauSurface(layer.index, tuple(grid.tolist()), values, (scheme.tau1, scheme.tau2)))
+    return found[:MOST_LAYERS]
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Shares of a prompt that each KV head keeps, by layer (MiniKV): heavy hitters and newest tokens."""
+
+    layers: tuple[int, ...]
+    heavy: tuple[float, ...]
+    recent: tuple[float, ...]
+
+
+def budgets(manifest: Manifest) -> Budgets | None:
+    """None where nothing is evicted."""
+    schemes = spread_ratios(manifest.schemes())
+    rows = [(i, s.heavy_ratio, s.recent_ratio) for i, s in enumerate(schemes) if s is not None and s.evicts]
+    return Budgets(*zip(*rows[:MOST_LAYERS], strict=True)) if rows else None
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Widths of codes of keys and of values by layer; 16 is full precision."""
+
+    layers: tuple[int, ...]
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+
+
+def layer_widths(manifest: Manifest) -> Widths | None:
+    """None where all layers are alike, which a sentence says better."""
+    schemes = [(16, 16) if s is None else (s.key_bits, s.value_bits) for s in manifest.schemes()]
+    if len(set(schemes)) < 2 or len(schemes) > MOST_LAYERS:
+        return None
+    return Widths(tuple(range(len(schemes))), *zip(*schemes, strict=True))
+
+
+@dataclass(frozen=True)
+class ModuleSize:
+    """Parameters of all modules of one name, by the width in which they are stored (0 for those that were kept)."""
+
+    name: str
+    parameters: dict[int, int]
+
+
+def module_sizes(manifest: Manifest) -> list[ModuleSize]:
+    """Modules gathered by the last part of their name, the largest first."""
+    kept: dict[str, int] = {}
+    for name, info in manifest.tensors.items():
+        module = name.rpartition(".")[0]
+        kept[module] = kept.get(module, 0) + math.prod(info.shape)
+    sizes: dict[str, dict[int, int]] = {}
+    for module in manifest.modules:
+        quantized = module.method != "kept" and module.in_features and module.out_features
+        count = module.in_features * module.out_features if quantized else kept.get(module.prefix, 0)
+        if count:
+            own = sizes.setdefault(module.name.rpartition(".")[2], {})
+            width = (module.bits or 0) if quantized else 0
+            own[width] = own.get(width, 0) + count
+    found = [ModuleSize(name, widths) for name, widths in sizes.items()]
+    return sorted(found, key=lambda each: -sum(each.parameters.values()))
+
+
+@dataclass(frozen=True)
+class ChannelRanges:
+    """OScaR's `key_channel_range` by layer, the mean over KV heads: as computed, rotated, rotated and scaled."""
+
+    layers: tuple[int, ...]
+    original: tuple[float, ...]
+    rotated: tuple[float, ...]
+    scaled: tuple[float, ...]
+
+
+def channel_ranges(measured: dict[int, Tensor]) -> ChannelRanges | None:
+    """From `key_channel_range` [3, KV heads] of each layer; None without any."""
+    rows = [(i, *(float(x) for x in t.double().mean(1))) for i, t in sorted(measured.items()) if t.shape[:1] == (3,)]
+    return ChannelRanges(*zip(*rows[:MOST_LAYERS], strict=True)) if rows else None
+
+
+def planned_channel_ranges(manifest: Manifest, plan: dict[str, Tensor]) -> ChannelRanges | None:
+    """What calibration left in the KV plan."""
+    names = {layer.index: f"layers.{layer.index}.key_channel_range" for layer in manifest.layers}
+    return channel_ranges(
+        {index: plan[name] for index, name in names.items() if name in plan and plan[name].dim() == 2}
+    )
+
+
+def shown_channels(keys: Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [T, head_dim] and the same rotated by the Hadamard matrix, float32."""
+    from kvconvert.kernels.rotate import hadamard_transform
+
+    return keys.float(), hadamard_transform(keys.float())

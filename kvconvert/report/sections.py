@@ -1,0 +1,245 @@
+"""The cards of a report in their order: what each shows, in words, and why one is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from matplotlib.figure import Figure
+from transformers import PretrainedConfig
+
+from kvconvert.bundle.allocation import allocation_line
+from kvconvert.bundle.reader import Bundle
+from kvconvert.bundle.summary import coverage_rows, describe_scheme, kv_line, layer_ranges, weights_line
+from kvconvert.report import data, figures
+from kvconvert.report.activations import KeySample
+from kvconvert.report.data import NotDrawnError
+from kvconvert.report.fidelity import HEADER, fidelity_rows, how_measured, recall_by_length
+from kvconvert.report.page import Section
+
+NO_SEARCH = "the bundle's recipe searched for no allocation; `auto` does."
+NO_MODEL = "it needs the source's activations; give its directory or Hub id with --model."
+
+
+@dataclass
+class Contents:
+    """What a report is made of, and what it collects.
+
+    Attributes:
+        bundle: verified; its manifest is fit to be printed.
+        config: transformers' configuration of the bundle.
+        fidelity: as `kvconvert eval --json` prints it, or None.
+        missed: the recipe's limits that the bundle misses.
+        sample: keys of the source, or None.
+        sections, images, omitted: cards, PNG files by name, and (title, reason) of figures that are left out.
+    """
+
+    bundle: Bundle
+    config: PretrainedConfig
+    fidelity: dict[str, Any] | None
+    missed: list[str]
+    sample: KeySample | None
+    sections: list[Section] = field(default_factory=list)
+    images: dict[str, bytes] = field(default_factory=dict)
+    omitted: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, name: str, title: str, caption: str, alt: str, figure: Figure | None = None, **others: Any) -> None:
+        """A card; `alt` says what its figure shows to those who do not see it."""
+        svg = None
+        if figure is not None:
+            svg = figures.svg(figure, name, alt)
+            figure.set_layout_engine("none")  # what the first drawing found fits the second
+            self.images[f"{name}.png"] = figures.png(figure)
+        self.sections.append(Section(name, title, caption, svg, **others))
+
+    def build(self) -> None:
+        """Make every card, in the page's order."""
+        for title, make in _CARDS:
+            try:
+                with figures.drawing():
+                    make(self)
+            except NotDrawnError as reason:
+                self.omitted.append((title, str(reason)))
+
+
+def _fidelity(c: Contents) -> None:
+    if c.fidelity is None:
+        raise NotDrawnError("it was not measured at export; give the output of `kvconvert eval --json` as --fidelity.")
+    rows = fidelity_rows(c.fidelity)
+    if not rows:
+        raise NotDrawnError("the report holds none of the figures that are shown here.")
+    missed = " ".join(f"{sentence.rstrip('.')}." for sentence in c.missed)
+    caption = f"How far the bundle departs from its source, decoding through its own cache. {missed}"
+    recall = recall_by_length(c.fidelity)
+    figure, alt = None, ""
+    if len(recall) > 1:
+        figure = figures.draw_recall(*zip(*recall, strict=True))
+        alt = "Bars of the share of hidden numbers that source and bundle find, by length of the text: " + ", ".join(
+            f"{length:,} tokens {source:.0%} and {bundle:.0%}" for length, source, bundle in recall
+        )
+        caption += " The bars show how many hidden numbers each finds."
+    how = how_measured(c.fidelity)
+    c.add("fidelity", "Fidelity", f"{caption} {how + '.' if how else ''}".strip(), alt, figure, header=HEADER,
+          rows=rows, wide=True)  # fmt: skip
+
+
+def _memory(c: Contents) -> None:
+    found = data.memory(c.bundle.manifest, c.config)
+    caption = "Bytes of one sequence's keys and values after a prompt, by the layout of the cache, full-precision "
+    caption += "tokens included; computed, not measured."
+    if found.positions and found.positions < found.contexts[-1]:
+        caption += f" The model itself has {found.positions:,} positions."
+    if found.stateful:
+        caption += f" {found.stateful} layers keep no keys and values and are not counted."
+    rows = [
+        (f"{context:,}", figures.bytes_text(plain), figures.bytes_text(own), f"{plain / own:.1f}x")
+        for context, plain, own in zip(found.contexts, found.plain, found.bundle, strict=True)
+    ]
+    first, last = rows[0], rows[-1]
+    alt = f"Memory against tokens of the prompt: at {first[0]} tokens {first[1]} in bfloat16 and {first[2]} in this "
+    alt += f"bundle, at {last[0]} tokens {last[1]} and {last[2]}."
+    header = ("tokens", "bfloat16", "this bundle", "smaller")
+    c.add("memory", "Memory against context", caption, alt, figures.draw_memory(found), header=header, rows=rows)
+
+
+def _frontier(c: Contents) -> None:
+    if c.bundle.manifest.allocation is None:
+        raise NotDrawnError(NO_SEARCH)
+    found = data.frontier(c.bundle.manifest, c.config)
+    caption = "Each point of the line is the best allocation of its size by the sum of single measurements; the filled "
+    caption += "dot is what the whole plan of this bundle measured."
+    rows = [
+        ("size, bits per value", f"{found.chosen_bits:.3f}"),
+        ("KL, sum of single measurements", f"{found.predicted_kl:.4g}"),
+        ("KL, measured for the whole plan", f"{found.measured_kl:.4g}"),
+    ]
+    alt = f"Divergence against size: the line of best allocations falls from {found.kl[0]:.3g} nats at "
+    alt += f"{found.bits[0]:.2f} bits per value to {found.kl[-1]:.3g} at {found.bits[-1]:.2f}; this bundle has "
+    alt += f"{found.chosen_bits:.2f} bits and measured {found.measured_kl:.3g} nats."
+    header = ("this bundle", "")
+    c.add("frontier", "Size against divergence", caption, alt, figures.draw_frontier(found), header=header, rows=rows)
+
+
+def _sensitivity(c: Contents) -> None:
+    allocation = c.bundle.manifest.allocation
+    if allocation is None:
+        raise NotDrawnError(NO_SEARCH)
+    found = data.sensitivity(allocation)
+    caption = "Divergence of the whole model with one layer's keys (K) or values (V) alone stored so: bits, group (g), "
+    caption += "share of boosted channels (+) or full-precision window (w). Dots mark what was chosen. "
+    caption += f"{allocation_line(allocation)}."
+    layer, kl = found.largest()
+    alt = f"Heat map of divergences, {len(found.layers)} layers by {len(found.candidates)} candidates: the largest is "
+    alt += f"{1000 * kl:.3g} thousandths of a nat, in layer {layer}."
+    c.add("sensitivity", "Sensitivity of the layers", caption, alt, figures.draw_sensitivity(found), wide=True)
+
+
+def _plan(c: Contents) -> None:
+    manifest = c.bundle.manifest
+    found = data.layer_widths(manifest)
+    rows = [(layers, describe_scheme(plan)) for layers, plan in layer_ranges(manifest.layers)]
+    alt = "" if found is None else f"Bits of keys and of values in each of {len(found.layers)} layers."
+    figure = None if found is None else figures.draw_widths(found)
+    caption = f"What every layer's keys and values become. {kv_line(manifest)}."
+    c.add("plan", "Plan of the cache", caption, alt, figure, header=("layers", "plan"), rows=rows, wide=True)
+
+
+def _budgets(c: Contents) -> None:
+    found = data.budgets(c.bundle.manifest)
+    if found is None:
+        raise NotDrawnError("no layer of this bundle throws tokens away.")
+    caption = "Of a long prompt each KV head keeps its heavy hitters, the tokens that received the most attention, and "
+    caption += "its newest tokens."
+    shares = [heavy + recent for heavy, recent in zip(found.heavy, found.recent, strict=True)]
+    alt = f"Share of the prompt kept by layer: {shares[0]:.0%} in layer {found.layers[0]}, {shares[-1]:.0%} in layer "
+    alt += f"{found.layers[-1]}, between {min(shares):.0%} and {max(shares):.0%} in all."
+    c.add("budgets", "Budgets of the layers", caption, alt, figures.draw_budgets(found))
+
+
+def _tau(c: Contents) -> None:
+    found = data.tau_surfaces(c.bundle.manifest, c.bundle.plan)
+    if not found:
+        raise NotDrawnError("CalibQuant's tau was not searched for this bundle.")
+    caption = "Error of the attention weights for each pair (tau1, tau2), by which CalibQuant shifts the smallest and "
+    caption += "the largest score, relative to no shift; dots mark the choice."
+    taus = {each.chosen for each in found}
+    chosen = ", ".join(f"({tau1:g}, {tau2:g})" for tau1, tau2 in sorted(taus)[:8])
+    alt = f"Heat maps of the error over tau1 and tau2 in {len(found)} layers; chosen: {chosen}."
+    c.add("tau", "Tau surface", caption, alt, figures.draw_tau(found))
+
+
+def _keys(c: Contents) -> None:
+    if c.sample is None:
+        raise NotDrawnError(NO_MODEL)
+    layer, head = c.sample.most_uneven()
+    before, after = data.shown_channels(c.sample.keys[layer][head])
+    scheme = c.bundle.manifest.layers[layer].scheme()
+    rotates = scheme is not None and scheme.rotate_keys != "none"
+    caption = f"Keys of KV head {head} in layer {layer}, where channels are most uneven, on {before.shape[0]} tokens "
+    caption += f"of {c.sample.text}. Rotation spreads what lies in single channels over all; this bundle "
+    caption += f"{'rotates' if rotates else 'does not rotate'} the keys of this layer."
+    if not c.sample.is_recorded_source:
+        caption += f" {c.sample.model} has another config.json than the source that the manifest names."
+    alt = f"Two heat maps of keys, tokens by channels: the largest number is {before.abs().max():.3g} as computed and "
+    alt += f"{after.abs().max():.3g} after rotation."
+    c.add("keys", "Key channels before and after rotation", caption, alt, figures.draw_keys(before, after))
+
+
+def _ranges(c: Contents) -> None:
+    manifest, plan = c.bundle.manifest, c.bundle.plan
+    found = data.channel_ranges(c.sample.channel_range) if c.sample else data.planned_channel_ranges(manifest, plan)
+    if found is None:
+        raise NotDrawnError(NO_MODEL)
+    caption = "Squared ranges of the channels within pages over the keys' squared size, to which the error of a "
+    caption += "quantizer is proportional: as computed, rotated, and with each token scaled by its norm."
+    alt = f"Three lines over layers; their means are {_mean(found.original):.3g} as computed, "
+    alt += f"{_mean(found.rotated):.3g} rotated and {_mean(found.scaled):.3g} rotated and scaled."
+    c.add("ranges", "Ranges of key channels", caption, alt, figures.draw_ranges(found))
+
+
+def _norms(c: Contents) -> None:
+    if c.sample is None:
+        raise NotDrawnError(NO_MODEL)
+    layers, norms = c.sample.norms()
+    ratio = norms / norms.median(1, keepdim=True).values.clamp(min=1e-30)
+    at = int((ratio.amax(1) / ratio.amin(1).clamp(min=1e-30)).argmax())
+    caption = "Norm of each token's key over the median of its layer. Tokens that differ from their neighbours, mostly "
+    caption += "the first ones, stretch the scale of every channel that they share; sink tokens and token norms are "
+    caption += f"for them. Below, layer {layers[at]}, where norms differ most."
+    alt = f"Heat map of key norms, {norms.shape[0]} layers by {norms.shape[1]} tokens; norms reach from "
+    alt += f"{float(ratio.min()):.2g} to {float(ratio.max()):.2g} times their layer's median."
+    c.add("norms", "Token norms", caption, alt, figures.draw_norms(layers, norms, layers[at]))
+
+
+def _weights(c: Contents) -> None:
+    manifest = c.bundle.manifest
+    found = data.module_sizes(manifest)
+    widths = sorted({width for each in found for width in each.parameters})
+    total = {width: sum(each.parameters.get(width, 0) for each in found) for width in widths}
+    words = ", ".join(f"{n:,} {f'at {width} bits' if width else 'kept'}" for width, n in total.items())
+    figure = figures.draw_modules(found) if found else None
+    header = ("module", "number", "stored as", "note")
+    c.add("weights", "Coverage of the weights", f"{weights_line(manifest)}.", f"Parameters by width: {words}.", figure,
+          header=header, rows=coverage_rows(manifest), wide=True)  # fmt: skip
+
+
+def _mean(values: tuple[float, ...]) -> float:
+    return sum(values) / len(values)
+
+
+_CARDS: tuple[tuple[str, Callable[[Contents], None]], ...] = (
+    ("Fidelity", _fidelity),
+    ("Memory against context", _memory),
+    ("Size against divergence", _frontier),
+    ("Sensitivity of the layers", _sensitivity),
+    ("Plan of the cache", _plan),
+    ("Budgets of the layers", _budgets),
+    ("Tau surface", _tau),
+    ("Key channels before and after rotation", _keys),
+    ("Ranges of key channels", _ranges),
+    ("Token norms", _norms),
+    ("Coverage of the weights", _weights),
+)
+# PNG files that a report may have.
+FILES = frozenset(f"{make.__name__.removeprefix('_')}.png" for _, make in _CARDS)

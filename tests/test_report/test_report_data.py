@@ -1,0 +1,191 @@
+"""The numbers behind the figures of a report."""
+
+from itertools import product
+
+import pytest
+import torch
+from tiny.bundle import tiny_manifest, tiny_tensors
+from tiny.models import random_ids, tiny_model
+
+from kvconvert import KVCache
+from kvconvert.auto.sizes import stored_bytes
+from kvconvert.bundle.manifest import Allocation, DataInfo, LayerAllocation, LayerPlan
+from kvconvert.methods import KVScheme
+from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES
+from kvconvert.report.data import NotDrawnError, budgets, frontier, memory, module_sizes, sensitivity, tau_surfaces
+from kvconvert.runtime.cache.formats import layer_format
+
+HEADS, CHANNELS, CONTEXT = 2, 16, 1000
+CANDIDATES = [c for c in (*KEY_CANDIDATES, *VALUE_CANDIDATES) if c.name in ("K2g128", "K4g128", "K16", "V2g128", "V16")]
+
+
+def config(layers=2, **others):
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": CHANNELS}
+    return LlamaConfig(**sizes, num_hidden_layers=layers, **others)
+
+
+def manifest_with(schemes):
+    layers = [
+        LayerPlan(
+            index=i,
+            kv=None if scheme is None else scheme.to_dict(),
+            head_dim=None if scheme is None else CHANNELS,
+            num_key_value_heads=None if scheme is None else HEADS,
+            value_group_size=None if scheme is None else scheme.value_group_for(CHANNELS),
+        )
+        for i, scheme in enumerate(schemes)
+    ]
+    return tiny_manifest(tiny_tensors(), {}).model_copy(update={"layers": layers})
+
+
+def size_of(candidate, base):
+    scheme = KVScheme.from_dict(base.to_dict() | candidate.fields)
+    pages = layer_format(scheme, HEADS, CHANNELS, CHANNELS)
+    return stored_bytes(scheme, pages, CONTEXT, None)[0 if candidate.side == "key" else 1]
+
+
+def searched_manifest(**changes):
+    """Two layers with invented divergences."""
+    base = KVScheme.preset("oscar-g128")
+    kl = [
+        {"K2g128": 0.03, "K4g128": 0.004, "K16": 0.0, "V2g128": 0.01, "V16": 0.0},
+        {"K2g128": 0.2, "K4g128": 0.01, "K16": 0.0, "V2g128": 0.05, "V16": 0.0},
+    ]
+    chosen = [("K2g128", "V2g128"), ("K4g128", "V2g128")]
+    size = sum(size_of(c, base) for names in chosen for c in CANDIDATES if c.name in names)
+    fields = {
+        "context": CONTEXT,
+        "budget_bytes_per_token": size / CONTEXT,
+        "bytes_per_token": size / CONTEXT,
+        "bits_per_value": 8 * size / (4 * HEADS * CHANNELS * CONTEXT),
+        "candidates": {c.name: c.fields for c in CANDIDATES},
+        "layers": [
+            LayerAllocation(index=i, keys=key, values=value, kl=kl[i], clip_ratios={})
+            for i, (key, value) in enumerate(chosen)
+        ],
+        "predicted_kl": 0.1,
+        "measured_kl": 0.09,
+        "plans": 3,
+        "data": DataInfo(source="text", samples=1, length=8, seed=0, sha256="0" * 64),
+        "dtype": "float32",
+    }
+    schemes = [KVScheme.from_dict(base.to_dict() | {"key_bits": bits}) for bits in (2, 4)]
+    allocation = Allocation(**fields | changes)
+    return manifest_with(schemes).model_copy(
+        update={"allocation": allocation, "recipe": {"name": "auto", "kv": base.to_dict()}}
+    )
+
+
+def test_the_frontier_has_no_plan_below_it():
+    manifest = searched_manifest()
+    found = frontier(manifest, config())
+    base = KVScheme.from_dict(manifest.recipe["kv"])
+    cost = {c.name: size_of(c, base) for c in CANDIDATES}
+    keys, values = (
+        [c.name for c in CANDIDATES if c.side == side and not c.exact] + [f"{side[0].upper()}16"]
+        for side in ("key", "value")
+    )
+    plans = []
+    for names in product(keys, values, keys, values):
+        pairs = [(names[0], names[1]), (names[2], names[3])]
+        layers = manifest.allocation.layers
+        loss = sum(layer.kl[name] for layer, pair in zip(layers, pairs, strict=True) for name in pair)
+        plans.append((8 * sum(cost[name] for name in names) / (4 * HEADS * CHANNELS * CONTEXT), loss))
+    for bits, kl in zip(found.bits, found.kl, strict=True):
+        assert any((bits, kl) == pytest.approx(plan) for plan in plans)
+        assert kl == pytest.approx(min(loss for size, loss in plans if size <= bits * (1 + 1e-9)))
+    assert list(found.kl) == sorted(found.kl, reverse=True)
+    assert found.predicted_kl == pytest.approx(0.03 + 0.01 + 0.01 + 0.05)
+    assert (found.chosen_bits, found.measured_kl) == (pytest.approx(manifest.allocation.bits_per_value), 0.09)
+    assert len(found.uniform_bits) == 5  # of six plans, without the one that has no loss
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bytes_per_token": 1.0},
+        {"context": 2**40},
+        {"candidates": {"K2g128": {"key_bits": "many"}}},
+        {"layers": [LayerAllocation(index=99, keys="K16", values="V16", kl={"K16": 1.0}, clip_ratios={})]},
+        {"layers": [LayerAllocation(index=0, keys="K16", values="V16", kl={"K2g128": 1.0}, clip_ratios={})]},
+    ],
+    ids=["size", "context", "candidate", "layer", "choice"],
+)
+def test_an_allocation_that_contradicts_itself_gives_no_frontier(changes):
+    with pytest.raises(NotDrawnError):
+        frontier(searched_manifest(**changes), config())
+
+
+def test_sensitivity_leaves_out_what_changes_nothing_and_marks_what_was_chosen():
+    found = sensitivity(searched_manifest().allocation)
+    assert found.candidates == ("K2g128", "K4g128", "V2g128")
+    assert found.key_candidates == 2
+    assert found.chosen.tolist() == [[True, False, True], [False, True, True]]
+    assert found.kl[1].tolist() == [0.2, 0.01, 0.05]
+    assert found.largest() == (1, 0.2)
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "oscar-g128",
+        "minikv-pyramid",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("kivi", "calibquant-2bit", "calibquant-2bit-paper")),
+    ],
+)
+def test_memory_is_what_a_cache_holds_after_a_prompt(preset):
+    tokens, scheme = 700, KVScheme.preset(preset).with_online_rotation()
+    model = tiny_model("llama", attention="kvconvert").to(torch.bfloat16)
+    own = model.config
+    layers = own.num_hidden_layers
+    cache = KVCache(own, scheme)
+    with torch.no_grad():
+        model(random_ids(1, tokens), past_key_values=cache, logits_to_keep=1)
+    if scheme.compresses_prompts():
+        cache.seal()
+    channels = own.head_dim
+    plans = [
+        LayerPlan(index=i, kv=scheme.to_dict(), head_dim=channels, num_key_value_heads=own.num_key_value_heads,
+                  value_group_size=scheme.value_group_for(channels))
+        for i in range(layers)
+    ]  # fmt: skip
+    found = memory(manifest_with([]).model_copy(update={"layers": plans}), own, [tokens])
+    assert found.bundle == (cache.stats().bytes_used,)
+    assert found.plain == (2 * layers * own.num_key_value_heads * channels * tokens * 2,)
+
+
+def test_memory_of_layers_that_keep_their_own_cache_and_of_sliding_windows():
+    windowed = config(layer_types=["full_attention", "sliding_attention"], sliding_window=256)
+    found = memory(manifest_with([None, None]), windowed, [1024])
+    token = 2 * HEADS * CHANNELS * 2
+    assert found.plain == found.bundle == ((1024 + 256) * token,)
+    spans = manifest_with([KVScheme.preset("calibquant-2bit")] * 2)
+    with pytest.raises(NotDrawnError, match="sliding window"):
+        memory(spans, windowed)
+    with pytest.raises(NotDrawnError, match="visual"):
+        memory(manifest_with([KVScheme.preset("calibquant-2bit-visual")] * 2), config())
+
+
+def test_a_pyramid_is_spread_over_the_layers():
+    found = budgets(manifest_with([None, *[KVScheme.preset("minikv-pyramid")] * 3]))
+    assert found.layers == (1, 2, 3)
+    assert sum(found.heavy) == pytest.approx(3 * 0.25)
+    assert found.heavy[0] > found.heavy[1] > found.heavy[2]
+    assert budgets(manifest_with([KVScheme.preset("oscar")])) is None
+
+
+def test_tau_surfaces_are_relative_to_no_shift():
+    manifest = manifest_with([KVScheme.preset("calibquant-2bit-paper"), None])
+    grid, error = torch.tensor([0.0, 1.0, 3.0]), torch.tensor([[2.0, 4.0, 1.0]] * 3)
+    plan = {"layers.0.tau_grid": grid, "layers.0.tau_error": error, "layers.1.tau_grid": grid}
+    (found,) = tau_surfaces(manifest, plan)
+    assert (found.layer, found.grid, found.chosen) == (0, (0.0, 1.0, 3.0), (0.0, 3.0))
+    assert found.error.tolist() == [[1.0, 2.0, 0.5]] * 3
+    assert not tau_surfaces(manifest, plan | {"layers.0.tau_error": error[:2]})
+
+
+def test_modules_are_gathered_by_name_and_width():
+    sizes = {each.name: each.parameters for each in module_sizes(tiny_manifest(tiny_tensors(), {}))}
+    assert sizes == {"q_proj": {4: 2 * 32 * 32}, "down_proj": {4: 2 * 64 * 32}, "embed_tokens": {0: 24 * 32}}

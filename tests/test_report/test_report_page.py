@@ -1,0 +1,236 @@
+"""`kvconvert report`: the page loads nothing, runs nothing, and shows a bundle's texts as texts."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from click.testing import CliRunner
+from test_report.chromium import EXECUTABLE, chromium
+from test_report.test_report_data import config, searched_manifest
+from tiny.bundle import write_tiny_bundle
+from tiny.llama import write_tiny_llama
+
+from kvconvert.bundle.manifest import Fidelity
+from kvconvert.bundle.reader import open_bundle
+from kvconvert.cli import cli
+from kvconvert.errors import UsageError
+from kvconvert.report import render, write_report
+from kvconvert.report.activations import KeySample, sample_keys
+
+matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'kvconvert[report]'")
+
+HOSTILE = """<script>alert("1")</script>'"><img src=http://x.example/a onerror=alert(1)>\n\r\x1b[2J\u2028&lt;$\\frac$"""
+REPORT = {
+    "perplexity": {"source": 19.6, "bundle": 20.4, "increase": 0.04},
+    "kl": {"mean": 0.03, "p99": 0.4, "mean_interval": [0.02, 0.04]},
+    "passkey": {"source": 1.0, "bundle": 0.5, "by_length": {"256": [1.0, 0.75], "1024": [1.0, 0.25]}},
+    "kv": {"bits_per_value": 2.4, "bytes_per_token": 10.0, "source_bytes_per_token": 64.0, "tokens": 4096},
+    "text": {"scored_tokens": 100, "samples": {"source": HOSTILE}},
+    "compute_dtype": HOSTILE,
+    "device": {"not": "text"},
+    "top1_agreement": "0.9",
+}
+
+
+class Page(HTMLParser):
+    """What a page consists of."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.attributes, self.text, self.ids = [], [], [], []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attributes]
+        self.ids += [value for name, value in attributes if name == "id"]
+        if tag == "svg":
+            assert dict(attributes)["role"] == "img"
+            assert len(dict(attributes)["aria-label"]) > 20
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def check(html):
+    """A page that is safe to open: gives it parsed."""
+    page = Page(html)
+    assert not {"script", "iframe", "object", "embed", "form", "base", "img"} & set(page.tags)
+    for tag, name, value in page.attributes:
+        assert not name.startswith("on"), (tag, name)
+        if name in ("src", "href", "xlink:href", "srcset", "action", "data"):
+            assert value.startswith(("#", "data:")), (tag, name, value)
+        if name in ("style", "clip-path", "fill", "filter"):
+            assert not re.search(r"url\((?!#)", value), value
+    assert not re.search(r"@import|url\(", re.search(r"<style>(.*?)</style>", html, re.DOTALL)[1])
+    assert len(page.ids) == len(set(page.ids))
+    referred = {value[1:] for _, name, value in page.attributes if name.endswith("href") and value.startswith("#")}
+    referred |= set(re.findall(r"url\(#([^)]+)\)", html))
+    referred |= {value for _, name, value in page.attributes if name == "aria-labelledby"}
+    assert referred <= set(page.ids)
+    return page
+
+
+def opened(tmp_path, **changes):
+    write_tiny_bundle(tmp_path / "bundle")
+    bundle = open_bundle(tmp_path / "bundle")
+    return replace(bundle, manifest=searched_manifest().model_copy(update=changes))
+
+
+def sample(layers=2, tokens=200):
+    keys = {i: torch.randn(2, tokens, 16, generator=torch.Generator().manual_seed(i)) for i in range(layers)}
+    ranges = {i: torch.rand(3, 2, generator=torch.Generator().manual_seed(i)) for i in range(layers)}
+    return KeySample(keys, ranges, HOSTILE, False, HOSTILE)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    manifest = searched_manifest()
+    allocation = manifest.allocation
+    name = {"K2g128": HOSTILE}
+    layers = [
+        layer.model_copy(
+            update={
+                "keys": name.get(layer.keys, layer.keys),
+                "kl": {name.get(key, key): kl for key, kl in layer.kl.items()},
+            }
+        )
+        for layer in allocation.layers
+    ]
+    candidates = {name.get(key, key): fields for key, fields in allocation.candidates.items()}
+    changes = {
+        "source": manifest.source.model_copy(update={"id": HOSTILE, "licence": HOSTILE, "revision": HOSTILE}),
+        "data": manifest.data.model_copy(update={"source": HOSTILE}),
+        "recipe": manifest.recipe | {"name": HOSTILE},
+        "transforms": [HOSTILE],
+        "kvconvert_version": HOSTILE,
+        "layers": [manifest.layers[0].model_copy(update={"reason": HOSTILE}), *manifest.layers[1:]],
+        "modules": [
+            module.model_copy(update={"name": f"a.{HOSTILE}", "reason": HOSTILE}) for module in manifest.modules
+        ],
+        "allocation": allocation.model_copy(
+            update={
+                "layers": layers,
+                "candidates": candidates,
+                "dtype": HOSTILE,
+                "data": allocation.data.model_copy(update={"source": HOSTILE}),
+            }
+        ),
+        "fidelity": Fidelity(measured_on="0" * 64, report=REPORT, limits={}, missed=[HOSTILE]),
+    }
+    bundle = opened(tmp_path_factory.mktemp("hostile"), **changes)
+    return render(bundle, config(), REPORT, [HOSTILE], sample())
+
+
+def test_nothing_of_a_bundle_is_markup(hostile):
+    html, images = hostile
+    page = check(html)
+    text = "".join(page.text)
+    assert '<script>alert("1")</script>' in text  # shown, not run
+    assert not {"\x1b", "\u2028", "\r"} & set(html)
+    assert sorted(images) == [
+        "fidelity.png", "frontier.png", "keys.png", "memory.png", "norms.png", "plan.png", "ranges.png",
+        "sensitivity.png", "weights.png",
+    ]  # fmt: skip
+    assert all(content.startswith(b"\x89PNG") for content in images.values())
+    assert page.tags.count("svg") == len(images)
+    # The colour of ink is the page's; no figure brings one that is invisible in the dark.
+    assert "#1f2429" not in html.split("</style>")[1]
+    assert "currentColor" in html
+
+
+def test_what_cannot_be_drawn_is_said(tmp_path):
+    html, images = render(opened(tmp_path, allocation=None), config())
+    text = "".join(check(html).text)
+    assert set(images) == {"memory.png", "plan.png", "weights.png"}
+    for title in ("Fidelity", "Sensitivity of the layers", "Tau surface", "Token norms", "Budgets of the layers"):
+        assert title in text[text.index("Not shown") :]
+    assert "--model" in text
+
+
+def test_the_bundle_stays_as_it_is_and_an_earlier_report_is_replaced(tmp_path):
+    bundle = tmp_path / "bundle"
+    manifest = write_tiny_bundle(bundle)
+    before = {path: path.read_bytes() for path in sorted(bundle.rglob("*")) if path.is_file()}
+    (tmp_path / "bundle-report").mkdir()
+    (tmp_path / "bundle-report" / "tau.png").write_text("old")
+    (tmp_path / "bundle-report" / "mine.txt").write_text("kept")
+    measured = tmp_path / "eval.json"
+    measured.write_text(json.dumps(REPORT | {"files_digest": manifest.files_digest()}))
+    result = CliRunner().invoke(cli, ["report", str(bundle), "--fidelity", str(measured)])
+    assert result.exit_code == 0, result.output
+    written = tmp_path / "bundle-report"
+    assert result.output == f"Wrote {written / 'report.html'}\n"
+    names = {path.name for path in written.iterdir()}
+    assert names == {"report.html", "fidelity.png", "memory.png", "weights.png", "mine.txt"}
+    assert "20.40" in "".join(check((written / "report.html").read_text()).text)
+    assert {path: path.read_bytes() for path in sorted(bundle.rglob("*")) if path.is_file()} == before
+
+
+def test_what_is_refused(tmp_path, monkeypatch):
+    bundle = tmp_path / "bundle"
+    write_tiny_bundle(bundle)
+    with pytest.raises(UsageError, match="stays as it was sealed"):
+        write_report(bundle, bundle / "figures")
+    other = tmp_path / "eval.json"
+    for content in (json.dumps(REPORT), "[]", "{"):
+        other.write_text(content)
+        with pytest.raises(UsageError, match=r"`kvconvert eval|eval --json"):
+            write_report(bundle, fidelity=other)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(cli, ["report", str(bundle)])
+    assert result.exit_code == 2
+    assert "pip install 'kvconvert[report]'" in result.output
+    assert not (tmp_path / "bundle-report").exists()
+
+
+def test_keys_are_those_that_attention_computes_on(tmp_path):
+    write_tiny_bundle(tmp_path / "bundle")
+    manifest = searched_manifest()
+    source = write_tiny_llama(tmp_path / "model")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source)
+    own = model.config
+    layers = [
+        manifest.layers[0].model_copy(
+            update={"index": i, "head_dim": own.head_dim, "num_key_value_heads": own.num_key_value_heads}
+        )
+        for i in range(own.num_hidden_layers)
+    ]
+    manifest = manifest.model_copy(update={"layers": layers})
+    found = sample_keys(str(source), manifest, tokens=40)
+    from kvconvert.data.text import load_token_samples
+    from kvconvert.models.processors import load_tokenizer
+
+    ids = load_token_samples(None, load_tokenizer(source), 1, 40, 0, "evaluation").ids
+    cache = model(ids, use_cache=True).past_key_values
+    for index, keys in found.keys.items():
+        torch.testing.assert_close(keys.float(), cache.layers[index].keys[0].float(), rtol=1e-3, atol=1e-3)
+    assert len(found.keys) == own.num_hidden_layers
+    with pytest.raises(UsageError, match="layers"):
+        sample_keys(str(source), manifest.model_copy(update={"layers": layers[:1]}), tokens=40)
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason="Chromium is not installed")
+def test_a_browser_has_nothing_to_complain_of(hostile, tmp_path):
+    page = tmp_path / "report.html"
+    page.write_text(hostile[0], encoding="utf8")
+    with chromium(tmp_path / "profile") as browser:
+        colours = {}
+        for width, scheme in ((390, "light"), (390, "dark"), (1200, "light")):
+            browser.open(page, width, scheme)
+            assert browser.evaluate("document.scrollingElement.scrollWidth") <= width
+            assert browser.evaluate("document.querySelectorAll('svg').length") == len(hostile[1])
+            ink = "getComputedStyle(document.querySelector('svg text')).fill"
+            colours[scheme] = browser.evaluate(ink), browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert colours["light"][0] != colours["dark"][0]
+        assert colours["light"][1] != colours["dark"][1]
+        assert browser.console == []
+        assert {url.partition(":")[0] for url in browser.requests} <= {"file", "data"}
+        assert {url for url in browser.requests if url.startswith("file")} == {page.resolve().as_uri()}
