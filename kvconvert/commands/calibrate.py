@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
+
+from kvconvert.commands.recipe_options import changes_of, recipe_changes
 
 
 @click.command()
 @click.argument("model")
 @click.option("-o", "work", metavar="WORK", required=True, type=click.Path(path_type=Path), help="Working directory.")
 @click.option("--recipe", metavar="PRESET|FILE.toml", default="default", show_default=True, help="What to do.")
+@recipe_changes
 @click.option("--data", metavar="SOURCE", help="Calibration data; by default what ships with kvconvert.")
 @click.option("--samples", metavar="N", type=click.IntRange(min=1), default=64, show_default=True, help="Sequences.")
 @click.option(
@@ -41,6 +45,7 @@ def calibrate(
     context: int | None,
     auto_tokens: int | None,
     auto_from: Path | None,
+    **changes: Any,
 ) -> None:
     """Calibrate MODEL, a directory or Hub id, layer by layer into WORK; run again to resume.
 
@@ -52,11 +57,14 @@ def calibrate(
 
     The recipe auto chooses bits, groups and windows of every layer for the size that --kv-bits or --kv-bytes-per-token
     allows, everything in the cache included, at 4,096 tokens or --context.
+
+    --set and the options before it change single values of the recipe, as if its file said so; kvconvert recipes NAME
+    shows them all.
     """
     from kvconvert.convert.recipe import Recipe
 
     # A wrong recipe is refused before anything slow is imported.
-    loaded = Recipe.load(recipe).with_search(
+    loaded = Recipe.load(recipe, changes_of(**changes)).with_search(
         kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, context=context, auto_tokens=auto_tokens
     )
     from kvconvert.convert.pipeline import calibrate as run
