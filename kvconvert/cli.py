@@ -13,6 +13,7 @@ import click
 
 from kvconvert.commands.bench import bench
 from kvconvert.commands.calibrate import calibrate
+from kvconvert.commands.doctor import doctor
 from kvconvert.commands.evaluate import evaluate
 from kvconvert.commands.export import export
 from kvconvert.commands.generate import generate
@@ -97,7 +98,7 @@ def cli() -> None:
     """
 
 
-for command in (calibrate, export, evaluate, bench, generate, inspect, verify, recipes):
+for command in (calibrate, export, evaluate, bench, generate, inspect, verify, recipes, doctor):
     cli.add_command(command)
 
 
