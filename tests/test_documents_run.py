@@ -4,6 +4,7 @@ They speak of MODEL, WORK and BUNDLE; here these are folders of that name. The q
 test_quickstart.py.
 """
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvconvert.cli import cli
 from kvconvert.convert.recipe import Recipe, preset_names
 
 ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("kvconvert", "calibration", "kernels", "runtime")
 PAGES = ("README.md", "docs/tutorial.md")
 # What a test cannot run: it would install packages, run the tests, or need an account.
 NOT_RUN = ("pip install", "make ", "kvconvert push", "hf auth")
@@ -71,7 +73,7 @@ def test_the_lines_of_a_page_run_in_their_order(page, short, tmp_path, monkeypat
     torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
     save_checkpoint(tmp_path / "MODEL", head_dim=32, max_position_embeddings=2048)
-    (tmp_path / "text.txt").write_text("It was a dark night, and the old house stood. " * 2000)
+    (tmp_path / "text.txt").write_text("It was a dark night, and the old house stood. " * 6000)
     for index, block in enumerate(blocks(page, "toml")):
         (tmp_path / "mine.toml").write_text(block)
         assert Recipe.load("./mine.toml").name == "mine", index
@@ -113,6 +115,25 @@ def test_the_list_of_commands_is_complete_and_names_options_that_exist():
         known = {opt for parameter in command.params if isinstance(parameter, click.Option) for opt in parameter.opts}
         stated = {*re.findall(r"(?<![\w-])--?[a-z][a-z-]*", line)}
         assert stated <= known, (line, stated - known)
+
+
+def messages():
+    """Every text that kvconvert's sources hold, formatted parts as {}."""
+    for path in [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_messages_that_troubleshooting_explains_are_the_programs():
+    rows = re.findall(r"^\| `([^`]+)` \|", text("docs/troubleshooting.md"), re.MULTILINE)
+    known = [*messages()]
+    assert len(rows) >= 20
+    for row in rows:
+        parts = [part.strip() for part in row.split("...") if part.strip()]
+        assert any(all(part in message for part in parts) for message in known), row
 
 
 def test_every_recipe_that_the_readme_names_is_a_preset():

@@ -21,7 +21,7 @@ from kvconvert.commands.recipe_options import changes_of, recipe_changes
     "--seq-len", metavar="L", type=click.IntRange(min=1), help="Tokens in each; 512 by default, or what an image needs."
 )
 @click.option("--seed", metavar="S", type=int, default=0, show_default=True, help="Seed of the choice of samples.")
-@click.option("--device", metavar="D", default="cpu", show_default=True, help="Where layers are computed.")
+@click.option("--device", metavar="D", help="cpu or cuda, where layers are computed; a GPU by default if there is one.")
 @click.option("--restart", is_flag=True, help="Discard what WORK holds instead of going on from there.")
 @click.option("--kv-bits", metavar="B", type=float, help="Recipe auto: average stored bits per value of the cache.")
 @click.option("--kv-bytes-per-token", metavar="N", type=float, help="Recipe auto: the same as bytes per token.")
@@ -38,7 +38,7 @@ def calibrate(
     samples: int,
     seq_len: int | None,
     seed: int,
-    device: str,
+    device: str | None,
     restart: bool,
     kv_bits: float | None,
     kv_bytes_per_token: float | None,
