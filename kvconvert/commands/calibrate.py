@@ -49,11 +49,11 @@ def calibrate(
 ) -> None:
     """Calibrate MODEL, a directory or Hub id, layer by layer into WORK; run again to resume.
 
-    SOURCE is a .txt, .jsonl or .parquet file, a directory of them, or a Hub data set id with optional
-    :config:split:column. For a vision-language model it may hold images: rows with an image column and a text column,
-    or messages with images in them, or a directory of images with captions (NAME.txt beside each image, or a
-    captions.jsonl with file_name and caption). Without SOURCE text is used, or, for a
-    vision-language model, drawings.
+    SOURCE is a .txt, .jsonl, .json, .csv or .parquet file or a directory of them, with optional ::column, or a Hub data
+    set id with optional :config:split:column. For a vision-language model it may hold images: rows with an image column
+    and a text column, or messages with images in them, or a directory of images with captions (NAME.txt beside each
+    image, or a captions.jsonl with file_name and caption). Without SOURCE text is used, or, for a vision-language
+    model, drawings.
 
     The recipe auto chooses bits, groups and windows of every layer for the size that --kv-bits or --kv-bytes-per-token
     allows, everything in the cache included, at 4,096 tokens or --context.
