@@ -237,6 +237,47 @@ class Allocation(_Record):
     dtype: str
 
 
+class WeightUnit(_Record):
+    """Linears of one width.
+
+    Attributes:
+        layer: number of the decoder layer.
+        linears: names as in the loaded model.
+        bits: that were chosen.
+        kl: by width, mean KL divergence of the whole model in nats per token with these weights alone rounded so.
+    """
+
+    layer: int
+    linears: list[str]
+    bits: int
+    kl: dict[str, float]
+
+
+class WeightAllocation(_Record):
+    """The search for the width of each Linear.
+
+    Attributes:
+        budget_bits_per_weight: stored bits per quantized weight that the recipe allows, scales and zero points
+            included.
+        bits_per_weight: what the allocation takes.
+        units: in the order of the layers.
+        predicted_kl: sum of the chosen widths' divergences.
+        measured_kl: divergence with all weights rounded as chosen.
+        allocations: how many were measured.
+        data: the held-out calibration text that all divergences were measured on.
+        dtype: in which.
+    """
+
+    budget_bits_per_weight: float
+    bits_per_weight: float
+    units: list[WeightUnit]
+    predicted_kl: float
+    measured_kl: float
+    allocations: int
+    data: DataInfo
+    dtype: str
+
+
 class Manifest(_Record):
     """Contents of `kvconvert.json`.
 
@@ -252,6 +293,7 @@ class Manifest(_Record):
         tensors: every tensor of the weight files, by name.
         plan: every tensor of `kvconvert/plan.safetensors`, by name.
         allocation: what a search over the layers' schemes measured and chose; None without one.
+        weight_allocation: the same of the widths of weights.
         fidelity: measured on this bundle, or None.
         files: every load-critical file besides the manifest.
         informative: files for people, which loading ignores.
@@ -272,6 +314,7 @@ class Manifest(_Record):
     tensors: dict[str, TensorInfo]
     plan: dict[str, TensorInfo]
     allocation: Allocation | None = None
+    weight_allocation: WeightAllocation | None = None
     fidelity: Fidelity | None = None
     files: dict[str, FileInfo]
     informative: list[str] = Field(default_factory=list)

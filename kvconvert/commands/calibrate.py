@@ -23,6 +23,7 @@ from kvconvert.commands.recipe_options import changes_of, recipe_changes
 @click.option("--seed", metavar="S", type=int, default=0, show_default=True, help="Seed of the choice of samples.")
 @click.option("--device", metavar="D", help="cpu or cuda, where layers are computed; a GPU by default if there is one.")
 @click.option("--restart", is_flag=True, help="Discard what WORK holds instead of going on from there.")
+@click.option("--weight-bits", metavar="B", type=float, help="Average stored bits per weight, spent by measuring.")
 @click.option("--kv-bits", metavar="B", type=float, help="Recipe auto: average stored bits per value of the cache.")
 @click.option("--kv-bytes-per-token", metavar="N", type=float, help="Recipe auto: the same as bytes per token.")
 @click.option("--context", metavar="N", type=click.IntRange(min=1), help="Recipe auto: tokens for which that holds.")
@@ -40,6 +41,7 @@ def calibrate(
     seed: int,
     device: str | None,
     restart: bool,
+    weight_bits: float | None,
     kv_bits: float | None,
     kv_bytes_per_token: float | None,
     context: int | None,
@@ -80,5 +82,6 @@ def calibrate(
         device=device,
         restart=restart,
         auto_from=auto_from,
+        weight_bits=weight_bits,
     )
     click.echo(f"Calibrated {model} in {work}; next: kvconvert export {work} -o BUNDLE")

@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvconvert.auto.record import read_allocation
+from kvconvert.auto.weight_widths import read_weight_allocation
 from kvconvert.bundle.card import CARD_NAME, model_card
 from kvconvert.bundle.conventions import conventions
 from kvconvert.bundle.disk import check_writable, make_directory
@@ -299,6 +300,7 @@ def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents) -> Manifest:
         tensors=contents.infos,
         plan=contents.plan,
         allocation=None if recipe.auto is None else read_allocation(store),
+        weight_allocation=None if recipe.weights.average_bits is None else read_weight_allocation(store),
         files={},
     )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvconvert.auto.search import SearchTask, allocated_recipe, find_allocation, search_task
+from kvconvert.auto.weight_widths import allocated_widths, budget_of, find_widths, weight_units
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork
 from kvconvert.convert.checks import check_purpose, check_recipe, check_widths, fitted_group_size
@@ -68,6 +69,7 @@ def calibrate(
     context: int | None = None,
     auto_tokens: int | None = None,
     auto_from: Path | str | None = None,
+    weight_bits: float | None = None,
 ) -> WorkDir:
     """Convert every decoder layer of a model into a working directory, or go on where an earlier run stopped.
 
@@ -86,6 +88,8 @@ def calibrate(
         kv_bits, kv_bytes_per_token, context, auto_tokens: budget of a recipe that searches (`auto`), the context that
             it is for, and the tokens on which it measures; they replace what its [auto] table says, see `AutoSearch`.
 
+        weight_bits: average stored bits per quantized weight, scales and zero points included, which are spent on the
+            Linears that need them (`[weights] average_bits`); None for the recipe's own.
         auto_from: finished working directory of the same search with another budget, whose measurements are taken.
 
     Returns:
@@ -96,7 +100,7 @@ def calibrate(
             stays.
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(str(recipe))
-    recipe = recipe.with_search(
+    recipe = recipe.with_weight_bits(weight_bits).with_search(
         kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, context=context, auto_tokens=auto_tokens
     )
     if auto_from is not None and recipe.auto is None:
@@ -115,6 +119,8 @@ def calibrate(
     if adapter is not None:
         recipe = _with_group_size(runner, recipe, progress)
     task = None if recipe.auto is None else search_task(runner, recipe, target)
+    if recipe.weights.average_bits is not None:
+        budget_of(weight_units(runner, recipe.weights.group_size), recipe.weights.average_bits)
     tokens = load_samples(source, data, samples, seq_len, seed)
     if supports_images(source.config) and not tokens.info.images:
         _say(f"Calibrating with text alone: {tokens.info.source} holds no images.", progress)
@@ -152,13 +158,16 @@ def _calibrate_layers(
     source.check_finite(directory.state.kept_tensors)
     if measured is not None:
         directory.adopt_measurements(measured)
+
+    def say(message: str) -> None:
+        _say(message, progress)
+
     if task is not None:
-
-        def say(message: str) -> None:
-            _say(message, progress)
-
         allocation = find_allocation(runner, recipe, task, directory, tokens, data, seed, say, progress)
         recipe = allocated_recipe(recipe, task, allocation)
+    if recipe.weights.average_bits is not None:
+        found = find_widths(runner, recipe, directory, tokens, data, seed, say, progress)
+        recipe = allocated_widths(recipe, found)
     inputs = CalibrationInputs(tokens.ids, tokens.extras, tokens.visual)
     if runner.adapter is not None:
         runner.begin(inputs)

@@ -171,9 +171,10 @@ class SourceModel:
         return tensors
 
     def check_finite(self, names: Iterable[str]) -> None:
-        """Read tensors one at a time only to refuse NaN and infinity in them."""
+        """Read tensors, by the checkpoint's own names, one at a time only to refuse NaN and infinity in them."""
+        plain = replace(self, tensor_names=TensorNames.same(self.tensors))
         for name in names:
-            self.read_finite([name])
+            plain.read_finite([name])
 
     def info(self, progress: bool = False) -> SourceInfo:
         """Hashes of config and weights, revision and licence; reads every weight file once."""
