@@ -14,7 +14,7 @@ TABLES = ("weights", "kv", "auto", "limits")
 # What a table holds before a change, where the recipe leaves it out.
 _LEFT_OUT = {"kv": {"preset": "oscar"}}
 # Means nothing where weights are kept.
-_OF_QUANTIZED_WEIGHTS = ("weights.bits", "weights.group_size", "weights.modules")
+_OF_QUANTIZED_WEIGHTS = ("weights.bits", "weights.average_bits", "weights.group_size", "weights.modules")
 
 
 def parse_change(text: str) -> tuple[str, Any]:

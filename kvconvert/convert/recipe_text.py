@@ -126,6 +126,8 @@ def _weights(weights: WeightsRecipe) -> list[str]:
         if weights.quantizes or name == "method":
             value, default = getattr(weights, name), getattr(plain, name)
             lines.append(_line(name, value, default, meaning))
+    if weights.average_bits is not None:
+        lines.append(f"average_bits = {_toml(weights.average_bits)}  # stored bits per weight, spent by measuring")
     for rule in weights.modules:
         stated = {name: value for name, value in rule.model_dump().items() if value is not None}
         lines += ["", "[[weights.modules]]", *(f"{name} = {_toml(value)}" for name, value in stated.items())]

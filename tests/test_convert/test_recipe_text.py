@@ -49,6 +49,7 @@ value_bits = 8
 """,
     "plain": '[weights]\nmethod = "none"\n[kv]\nkey_bits = 4\ncalibrate_clip_ratios = false\n',
     "spans": '[kv]\npreset = "calibquant-2bit"\ntau_grid = [0, 2]\nkey_clip_ratio = 0.5\n',
+    "average": "[weights]\naverage_bits = 3.5\n",
     "budgets": '[kv]\npreset = "minikv"\nallocation = "calibrated"\n',
     "search": '[kv]\npreset = "oscar-g128"\nsink_tokens = 8\n[auto]\nkv_bits = 2.5\ncontext = 1000\n',
 }
