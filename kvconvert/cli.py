@@ -13,12 +13,14 @@ import click
 
 from kvconvert.commands.bench import bench
 from kvconvert.commands.calibrate import calibrate
+from kvconvert.commands.doctor import doctor
 from kvconvert.commands.evaluate import evaluate
 from kvconvert.commands.export import export
 from kvconvert.commands.generate import generate
 from kvconvert.commands.inspect import inspect
 from kvconvert.commands.pull import pull
 from kvconvert.commands.push import push
+from kvconvert.commands.recipes import recipes
 from kvconvert.commands.report import report
 from kvconvert.commands.verify import verify
 from kvconvert.errors import KvconvertError
@@ -99,7 +101,20 @@ def cli() -> None:
     """
 
 
-for command in (calibrate, export, evaluate, bench, generate, inspect, report, verify, push, pull):
+for command in (
+    calibrate,
+    export,
+    evaluate,
+    bench,
+    generate,
+    inspect,
+    report,
+    verify,
+    push,
+    pull,
+    recipes,
+    doctor,
+):
     cli.add_command(command)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvconvert.data.images import read_image
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.models.auto_class import supports_images
-from kvconvert.models.device import choose_device
+from kvconvert.models.device import choose_device, compute_dtype
 from kvconvert.models.image_prompts import ImagePrompts
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.runtime import load
+from kvconvert.streaming import Choice, Printer, Stopped
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,39 +28,96 @@ IMAGE_COMMAND = "/image"
 
 
 class Console:
-    """A loaded bundle that streams what it generates to the standard output."""
+    """A loaded bundle that streams what it generates to the standard output.
 
-    def __init__(self, bundle: str | Path, max_new_tokens: int, device: str | None = None) -> None:
+    Args:
+        bundle: directory, or Hub id.
+        max_new_tokens: of each answer.
+        device: "cpu" or "cuda"; None takes a GPU if there is one.
+        dtype: "float32", "bfloat16" or "float16"; None takes the model's own on a GPU, and on a CPU what `load` does.
+        choice: how tokens are chosen.
+        system: message before every conversation, for models with a chat template.
+    """
+
+    def __init__(
+        self,
+        bundle: str | Path,
+        max_new_tokens: int,
+        device: str | None = None,
+        *,
+        dtype: str | None = None,
+        choice: Choice | None = None,
+        system: str | None = None,
+    ) -> None:
         place = choose_device(device)
+        stated = None if dtype is None else compute_dtype(dtype, place, None)
         self.model: PreTrainedModel
         # On a GPU a model computes in its own dtype, on a CPU in what `load` finds best there.
-        self.model, processor = load(bundle, dtype="auto" if place.type == "cuda" else None)
+        self.model, processor = load(bundle, dtype=stated or ("auto" if place.type == "cuda" else None))
         self.model.to(place)
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processor)
         self.prompts = None if processor is self.tokenizer else ImagePrompts(processor, self.model.config)
         self.max_new_tokens = max_new_tokens
+        self.choice = choice or Choice()
+        self.system = system
         self.positions: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self.generation_config = self.choice.config(self.model.generation_config)
+        if self.choice.seed is not None:
+            torch.manual_seed(self.choice.seed)
 
-    def complete(self, prompt: str, images: Iterable[Path] = ()) -> None:
-        """Stream the continuation of a prompt.
+    @property
+    def templated(self) -> bool:
+        """Whether the model has a chat template."""
+        return bool(self.tokenizer.chat_template) if self.prompts is None else self.prompts.templated
 
-        Without images the prompt is taken as plain text. With images it is a message, after them, in the model's chat
-        template; a model without one gets its placeholder for an image before the text.
+    def complete(self, prompt: str, images: Iterable[Path] = (), raw: bool = False) -> None:
+        """Stream the answer to a prompt, or its continuation.
+
+        A model with a chat template is given the prompt as a message in it, after the images. Without a template, or
+        with `raw`, the text is continued as it is; a vision-language model without a template gets its placeholder for
+        an image before the text.
 
         Raises:
-            UsageError: the prompt is empty or does not fit the model's positions, or the model does not support images.
+            UsageError: the prompt is empty or does not fit the model's positions, the model does not support images,
+                or `raw` is given with images or a system message.
             DataError: a file that is missing or no image.
         """
         opened = self._open(images)
-        if opened:
-            message = {"role": "user", "content": [{"type": "image"}] * len(opened) + [_text(prompt)]}
-            text = self.prompts.text([message], answer=True)
-            self._generate(self.prompts.encode(text, opened), None)
-            return
-        ids = self.tokenizer(prompt, return_tensors="pt").input_ids
-        if ids.shape[1] == 0:
+        if raw and (opened or self.system is not None):
+            raise UsageError(
+                "`raw` continues the text as it is, which has no place for an image or a `system` message; leave "
+                "one of them out."
+            )
+        if not prompt:
             raise UsageError("The prompt has no tokens; give some text.")
-        self._generate({"input_ids": ids}, None)
+        if opened or (self.templated and not raw):
+            inputs = self._encode([*self._begin(), self._message("user", prompt, len(opened))], opened)
+        else:
+            self._begin()
+            inputs = {"input_ids": self.tokenizer(prompt, return_tensors="pt").input_ids}
+        self._generate(inputs, None)
+
+    def _begin(self) -> list[dict[str, Any]]:
+        """The messages with which every conversation begins (UsageError: a system message without a template)."""
+        if self.system is None:
+            return []
+        if not self.templated:
+            raise UsageError(
+                "This model has no chat template, so it knows no system message; leave `system` out, and say it in the "
+                "prompt."
+            )
+        return [self._message("system", self.system, 0)]
+
+    def _message(self, role: str, text: str, images: int) -> dict[str, Any]:
+        """A message in the form of this model's template."""
+        content = text if self.prompts is None else [{"type": "image"}] * images + [_text(text)]
+        return {"role": role, "content": content}
+
+    def _encode(self, messages: list[dict[str, Any]], images: list[Image]) -> dict[str, Tensor]:
+        """The model's inputs of a conversation in which the model speaks next."""
+        if self.prompts is None:
+            return {"input_ids": self._render(messages)}
+        return self.prompts.encode(self.prompts.text(messages, answer=True), images)
 
     def chat(self, lines: Iterator[str], images: Iterable[Path] = ()) -> None:
         """Answer line after line until the input ends.
@@ -72,14 +131,14 @@ class Console:
             images: given to the first line.
         """
         interactive = sys.stdin.isatty()
-        templated = bool(self.tokenizer.chat_template) if self.prompts is None else self.prompts.templated
+        templated = self.templated
+        messages = self._begin()
         if not templated:
             print("This tokenizer has no chat template: the conversation is plain text.", file=sys.stderr)
         if interactive:
             command = "" if self.prompts is None else f" {IMAGE_COMMAND} FILE gives an image to the next line."
             print(f"End with Ctrl-D.{command}", file=sys.stderr)
         waiting, shown = self._open(images), []
-        messages: list[dict[str, Any]] = []
         sequence = torch.empty(1, 0, dtype=torch.long)
         cache: Any = None
         while True:
@@ -94,21 +153,19 @@ class Console:
                 continue
             if not line:
                 continue
-            if self.prompts is None:
-                messages.append({"role": "user", "content": line})
-                inputs = {"input_ids": self._render(messages) if templated else self._append(sequence, line)}
+            messages.append(self._message("user", line, len(waiting)))
+            shown += waiting
+            if self.prompts is None and not templated:
+                inputs = {"input_ids": self._append(sequence, line)}
             else:
-                messages.append({"role": "user", "content": [{"type": "image"}] * len(waiting) + [_text(line)]})
-                shown += waiting
-                inputs = self.prompts.encode(self.prompts.text(messages, answer=True), shown)
+                inputs = self._encode(messages, shown)
             ids = inputs["input_ids"]
             if cache is not None and (waiting or not _continues(ids, sequence, cache.get_seq_length())):
                 cache = None
             # The images are already in the cache that is continued.
-            sequence, cache = self._generate(inputs if cache is None else {"input_ids": ids}, cache)
+            sequence, cache, answer = self._generate(inputs if cache is None else {"input_ids": ids}, cache)
             waiting = []
-            answer = self.tokenizer.decode(sequence[0, ids.shape[1] :], skip_special_tokens=True)
-            messages.append({"role": "assistant", "content": answer if self.prompts is None else [_text(answer)]})
+            messages.append(self._message("assistant", answer, 0))
 
     def _open(self, images: Iterable[Path]) -> list[Image]:
         images = list(images)
@@ -132,9 +189,13 @@ class Console:
             return []
 
     def _render(self, messages: list[dict[str, Any]]) -> Tensor:
-        rendered = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        except Exception as error:  # templates raise jinja2 errors of their own making
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise UsageError(f"The model's chat template refuses the conversation ({reason}).") from error
         return rendered["input_ids"]
 
     def _append(self, sequence: Tensor, line: str) -> Tensor:
@@ -143,8 +204,10 @@ class Console:
         added = self.tokenizer("\n" + line, return_tensors="pt", add_special_tokens=False).input_ids
         return torch.cat([sequence, added], dim=1)
 
-    def _generate(self, inputs: dict[str, Tensor], cache: Any) -> tuple[Tensor, Any]:
-        """Stream a continuation of ids [1, T]; returns the whole sequence and the cache, which lacks its end."""
+    def _generate(self, inputs: dict[str, Tensor], cache: Any) -> tuple[Tensor, Any, str]:
+        """Stream a continuation of ids [1, T]; returns the whole sequence, the cache, which lacks its end, and the text
+        that was printed.
+        """
         count, length = self.max_new_tokens, inputs["input_ids"].shape[1]
         if self.positions is not None:
             if length >= self.positions:
@@ -155,17 +218,20 @@ class Console:
         device, dtype = self.model.device, self.model.dtype
         inputs = {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in inputs.items()}
         ids = inputs.pop("input_ids")
-        padding = self.model.generation_config.pad_token_id
+        printer = Printer(self.tokenizer, self.choice.stop)
+        config = copy.deepcopy(self.generation_config)
+        padding = config.pad_token_id
+        padding = self.tokenizer.eos_token_id if padding is None else padding
+        config.update(max_new_tokens=count, pad_token_id=padding, return_dict_in_generate=True)
         result = self.model.generate(
             ids,
             **inputs | {"attention_mask": torch.ones_like(ids)},
-            max_new_tokens=count,
+            generation_config=config,
             past_key_values=cache,
-            pad_token_id=padding if padding is not None else self.tokenizer.eos_token_id,
-            return_dict_in_generate=True,
-            streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+            streamer=printer,
+            **({"stopping_criteria": [Stopped(printer)]} if self.choice.stop else {}),
         )
-        return result.sequences.cpu(), result.past_key_values
+        return result.sequences.cpu(), result.past_key_values, printer.text
 
 
 def _text(text: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.bundle.summary import (
+    cautions,
     coverage_rows,
     describe_scheme,
     figure,
@@ -175,7 +176,10 @@ def _coverage(manifest: Manifest) -> list[str]:
 
 def _kv_plan(manifest: Manifest) -> list[str]:
     rows = [f"| {layers} | {_plain(describe_scheme(plan))} |" for layers, plan in layer_ranges(manifest.layers)]
-    return ["## Key-value cache", "", f"Size: {kv_line(manifest)}.", "", "| layers | plan |", "|---|---|", *rows, ""]
+    lines = ["## Key-value cache", "", f"Size: {kv_line(manifest)}.", "", "| layers | plan |", "|---|---|", *rows, ""]
+    for sentence in cautions(manifest.layers):
+        lines += [f"> {sentence}", ""]
+    return lines
 
 
 def fidelity_section(manifest: Manifest) -> list[str]:

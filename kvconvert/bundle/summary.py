@@ -15,6 +15,7 @@ from kvconvert.bundle.allocation import (
     weight_sensitivity_rows,
 )
 from kvconvert.bundle.manifest import LayerPlan, Manifest, ModuleCoverage
+from kvconvert.bundle.picture import plan_picture, wrapped
 from kvconvert.bundle.tensorfile import printable
 
 PLAIN_BITS = 16  # a bfloat16 or float16 cache, with which sizes are compared
@@ -68,12 +69,23 @@ def layer_ranges(layers: Iterable[LayerPlan]) -> list[tuple[str, LayerPlan]]:
     return ranges
 
 
+def scheme_clauses(layer: LayerPlan) -> list[str]:
+    """What to say of one layer's cache."""
+    if layer.kv is None:
+        return [f"left to the model's own cache{f' ({layer.reason})' if layer.reason else ''}"]
+    *others, last = layer.scheme().clauses(layer.shape())
+    return [*others, last + (f" ({layer.reason})" if layer.reason else "")]
+
+
 def describe_scheme(layer: LayerPlan) -> str:
     """One line about one layer's cache."""
-    if layer.kv is None:
-        return f"left to the model's own cache{f' ({layer.reason})' if layer.reason else ''}"
-    said = ", ".join(layer.scheme().clauses(layer.shape()))
-    return said + (f" ({layer.reason})" if layer.reason else "")
+    return ", ".join(scheme_clauses(layer))
+
+
+def cautions(layers: Iterable[LayerPlan]) -> list[str]:
+    """What schemes of the plan are known to be poor at, one sentence each."""
+    schemes = [layer.scheme() for layer in layers if layer.kv is not None]
+    return [*dict.fromkeys(sentence for scheme in schemes for sentence in scheme.cautions())]
 
 
 def stored_as(module: ModuleCoverage) -> str:
@@ -152,8 +164,13 @@ def printable_manifest(manifest: Manifest) -> Manifest:
     return Manifest.model_validate(clean(manifest.model_dump(mode="json")))
 
 
-def manifest_text(manifest: Manifest) -> str:
-    """A manifest for people: origin, weights and their coverage, the cache's plan, fidelity."""
+def manifest_text(manifest: Manifest, unicode: bool = False) -> str:
+    """A manifest for people: origin, weights and their coverage, the cache's plan as a picture and in words, fidelity.
+
+    Args:
+        manifest: of a bundle.
+        unicode: whether the output has block characters.
+    """
     manifest = printable_manifest(manifest)
     source, data = manifest.source, manifest.data
     lines = [
@@ -176,8 +193,11 @@ def manifest_text(manifest: Manifest) -> str:
         lines.append("KL of the whole model, in 1/1000 nats per token, with these weights alone rounded to nearest:")
         lines.append(text_table(*weight_sensitivity_rows(manifest.weight_allocation)))
     lines += ["", f"Key-value cache: {kv_line(manifest)}"]
-    rows = [(layers, describe_scheme(plan)) for layers, plan in layer_ranges(manifest.layers)]
-    lines.append(text_table(("layers", "plan"), rows))
+    if any(layer.kv is not None for layer in manifest.layers):
+        lines += ["", plan_picture(manifest.layers, unicode), ""]
+    for layers, plan in layer_ranges(manifest.layers):
+        lines += [f"layer{'s' if '-' in layers else ''} {layers}", wrapped(scheme_clauses(plan), "    ")]
+    lines += [f"Caution: {sentence}" for sentence in cautions(manifest.layers)]
     if manifest.allocation is not None:
         lines += ["", f"Allocation: {allocation_line(manifest.allocation)}"]
         lines.append(

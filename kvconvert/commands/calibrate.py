@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
+
+from kvconvert.commands.recipe_options import changes_of, recipe_changes
 
 
 @click.command()
 @click.argument("model")
 @click.option("-o", "work", metavar="WORK", required=True, type=click.Path(path_type=Path), help="Working directory.")
 @click.option("--recipe", metavar="PRESET|FILE.toml", default="default", show_default=True, help="What to do.")
+@recipe_changes
 @click.option("--data", metavar="SOURCE", help="Calibration data; by default what ships with kvconvert.")
 @click.option("--samples", metavar="N", type=click.IntRange(min=1), default=64, show_default=True, help="Sequences.")
 @click.option(
     "--seq-len", metavar="L", type=click.IntRange(min=1), help="Tokens in each; 512 by default, or what an image needs."
 )
 @click.option("--seed", metavar="S", type=int, default=0, show_default=True, help="Seed of the choice of samples.")
-@click.option("--device", metavar="D", default="cpu", show_default=True, help="Where layers are computed.")
+@click.option("--device", metavar="D", help="cpu or cuda, where layers are computed; a GPU by default if there is one.")
 @click.option("--restart", is_flag=True, help="Discard what WORK holds instead of going on from there.")
 @click.option("--weight-bits", metavar="B", type=float, help="Average stored bits per weight, spent by measuring.")
 @click.option("--kv-bits", metavar="B", type=float, help="Recipe auto: average stored bits per value of the cache.")
@@ -35,7 +39,7 @@ def calibrate(
     samples: int,
     seq_len: int | None,
     seed: int,
-    device: str,
+    device: str | None,
     restart: bool,
     weight_bits: float | None,
     kv_bits: float | None,
@@ -43,22 +47,26 @@ def calibrate(
     context: int | None,
     auto_tokens: int | None,
     auto_from: Path | None,
+    **changes: Any,
 ) -> None:
     """Calibrate MODEL, a directory or Hub id, layer by layer into WORK; run again to resume.
 
-    SOURCE is a .txt, .jsonl or .parquet file, a directory of them, or a Hub data set id with optional
-    :config:split:column. For a vision-language model it may hold images: rows with an image column and a text column,
-    or messages with images in them, or a directory of images with captions (NAME.txt beside each image, or a
-    captions.jsonl with file_name and caption). Without SOURCE text is used, or, for a
-    vision-language model, drawings.
+    SOURCE is a .txt, .jsonl, .json, .csv or .parquet file or a directory of them, with optional ::column, or a Hub data
+    set id with optional :config:split:column. For a vision-language model it may hold images: rows with an image column
+    and a text column, or messages with images in them, or a directory of images with captions (NAME.txt beside each
+    image, or a captions.jsonl with file_name and caption). Without SOURCE text is used, or, for a vision-language
+    model, drawings.
 
     The recipe auto chooses bits, groups and windows of every layer for the size that --kv-bits or --kv-bytes-per-token
     allows, everything in the cache included, at 4,096 tokens or --context.
+
+    --set and the options before it change single values of the recipe, as if its file said so; kvconvert recipes NAME
+    shows them all.
     """
     from kvconvert.convert.recipe import Recipe
 
     # A wrong recipe is refused before anything slow is imported.
-    loaded = Recipe.load(recipe).with_search(
+    loaded = Recipe.load(recipe, changes_of(**changes)).with_search(
         kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, context=context, auto_tokens=auto_tokens
     )
     from kvconvert.convert.pipeline import calibrate as run

@@ -14,8 +14,10 @@ from kvconvert.errors import UsageError
 
 @click.command()
 @click.argument("bundle")
-@click.option("--prompt", metavar="TEXT", help="Text to continue.")
+@click.option("--prompt", metavar="TEXT", help="What to say to the model, or, without a chat template, to continue.")
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("--chat", is_flag=True, help="Converse, one line of input a turn.")
+@click.option("--system", metavar="TEXT", help="System message, for models with a chat template.")
 @click.option(
     "--image",
     "images",
@@ -27,24 +29,50 @@ from kvconvert.errors import UsageError
 @click.option(
     "--max-new-tokens", metavar="N", type=click.IntRange(min=1), default=256, show_default=True, help="At most."
 )
+@click.option("--temperature", metavar="T", type=float, help="Divides the logits; 0 takes the most likely token.")
+@click.option("--top-p", metavar="P", type=float, help="Draw among the most likely tokens that sum up to P.")
+@click.option("--top-k", metavar="K", type=int, help="Draw among the K most likely tokens; 0 allows all.")
+@click.option("--seed", metavar="S", type=click.IntRange(min=0), help="The same seed draws the same tokens.")
+@click.option("--stop", metavar="TEXT", multiple=True, help="End an answer before this text; may be given again.")
 @click.option("--device", metavar="D", help="cpu or cuda; a GPU by default if there is one.")
+@click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default what the bundle loads in.")
 def generate(
-    bundle: str, prompt: str | None, chat: bool, images: tuple[Path, ...], max_new_tokens: int, device: str | None
+    bundle: str,
+    prompt: str | None,
+    raw: bool,
+    chat: bool,
+    system: str | None,
+    images: tuple[Path, ...],
+    max_new_tokens: int,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    seed: int | None,
+    stop: tuple[str, ...],
+    device: str | None,
+    dtype: str | None,
 ) -> None:
     """Generate text with BUNDLE and its low-bit cache.
 
-    With --image the prompt goes through the model's chat template, if it has one. In a conversation with a
-    vision-language model, a line `/image FILE` gives an image to the next line.
+    A model with a chat template answers the prompt; any other, or --raw, continues it. Without a sampling option tokens
+    are chosen as the model's generation_config.json says, and greedily where it says nothing.
+
+    In a conversation with a vision-language model, a line `/image FILE` gives an image to the next line.
     """
     if chat == (prompt is not None):
         raise UsageError("kvconvert generate needs either --prompt TEXT or --chat, and not both.")
-    _require_text(prompt or "", "--prompt")
+    if chat and raw:
+        raise UsageError("--raw is for --prompt; a conversation goes through the model's chat template if it has one.")
+    for text, where in ((prompt, "--prompt"), (system, "--system"), *((text, "--stop") for text in stop)):
+        _require_text(text or "", where)
     quiet()
     from kvconvert.console import Console
+    from kvconvert.streaming import Choice
 
-    console = Console(bundle, max_new_tokens, device)
+    choice = Choice(temperature, top_p, top_k, seed, stop)
+    console = Console(bundle, max_new_tokens, device, dtype=dtype, choice=choice, system=system)
     if prompt is not None:
-        console.complete(prompt, images)
+        console.complete(prompt, images, raw)
     else:
         console.chat(_lines(), images)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import sys
 
 import click
 
@@ -11,7 +13,7 @@ import click
 @click.argument("bundle")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 def inspect(bundle: str, as_json: bool) -> None:
-    """Show what BUNDLE holds: coverage of the weights and the plan of the cache."""
+    """Show what BUNDLE holds: coverage of the weights and the plan of the cache, also as a picture."""
     from dataclasses import asdict
 
     from kvconvert.bundle.locate import locate
@@ -25,4 +27,8 @@ def inspect(bundle: str, as_json: bool) -> None:
         fields["kv_estimate_not_measured"] = None if estimate is None else asdict(estimate)
         click.echo(json.dumps(fields, indent=2))
     else:
-        click.echo(manifest_text(manifest))
+        click.echo(manifest_text(manifest, unicode=_is_utf8(sys.stdout.encoding)))
+
+
+def _is_utf8(encoding: str | None) -> bool:
+    return encoding is not None and codecs.lookup(encoding).name == "utf-8"

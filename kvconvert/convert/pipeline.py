@@ -45,6 +45,7 @@ from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.methods.awq import AUTO_GROUP_SIZES
 from kvconvert.models.adapters import Adapter, find_adapter, require_adapter
 from kvconvert.models.auto_class import supports_images
+from kvconvert.models.device import choose_device
 from kvconvert.models.source import SourceModel, float_dtype, open_source
 from kvconvert.version import __version__
 
@@ -60,7 +61,7 @@ def calibrate(
     samples: int = 64,
     seq_len: int | None = None,
     seed: int = 0,
-    device: str = "cpu",
+    device: str | None = None,
     restart: bool = False,
     progress: bool = True,
     kv_bits: float | None = None,
@@ -81,7 +82,7 @@ def calibrate(
         samples: number of calibration sequences.
         seq_len: tokens in each; None takes 512, or what an image needs.
         seed: of the choice of samples.
-        device: on which layers are computed, "cpu" or "cuda".
+        device: on which layers are computed, "cpu" or "cuda"; None takes a GPU if there is one.
         restart: discard what `work` holds instead of going on from there.
         progress: show a progress bar and messages on stderr.
         kv_bits, kv_bytes_per_token, context, auto_tokens: budget of a recipe that searches (`auto`), the context that
@@ -107,7 +108,7 @@ def calibrate(
             f"`auto_from` means nothing for the recipe {recipe.name}, which searches nothing; leave it out."
         )
     WorkDir.check_place(work)
-    target = _device(device)
+    target = choose_device(device)
     model, data = str(model), None if data is None else str(data)
     source = open_source(model)
     check_purpose(source.config, recipe)
@@ -383,16 +384,6 @@ def _kept_reason(name: str, adapter: Adapter | None) -> str:
     if name.startswith(f"{adapter.base}.") and not f"{name}.".startswith(f"{language}."):
         return "outside the language model, which alone is quantized"
     return "outside the decoder layers"
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"There is no device {name}; `device` may be cpu or cuda.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"torch finds no GPU for the device {name}; `device` has to be cpu.")
-    return device
 
 
 def _say(message: str, progress: bool) -> None:

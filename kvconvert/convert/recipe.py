@@ -40,6 +40,7 @@ A table that is left out takes the default recipe's values: AWQ at 4 bits, `osca
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +48,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvconvert.bundle.summary import figure
+from kvconvert.convert.recipe_changes import TABLES, changed, described
 from kvconvert.errors import RecipeError, UsageError
 from kvconvert.methods import (
     OPTIONS,
@@ -204,8 +206,13 @@ class Recipe(_Table):
         return [scheme for i, scheme in enumerate(every) if scheme is not None and scheme not in every[:i]]
 
     @classmethod
-    def load(cls, name: str) -> Recipe:
+    def load(cls, name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
         """Read a preset by its name, or a recipe file by its path (ends in `.toml` or contains a path separator).
+
+        Args:
+            name: of the preset or the file.
+            changes: values by table and key ("weights.group_size": 64), as if the file said so in place of its own;
+                the recipe's name then tells of them.
 
         Raises:
             RecipeError: no such preset or file, not TOML, an unknown table or key, or a value that is not possible.
@@ -216,7 +223,7 @@ class Recipe(_Table):
                 text = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise RecipeError(f"The recipe file {name} cannot be read ({error}); check its path.") from error
-            return cls._parse(text, where=name, name=path.stem)
+            return cls._parse(text, where=name, name=path.stem, changes=changes or {})
         if name not in preset_names():
             raise RecipeError(
                 f"There is no recipe preset {name!r}; choose one of {', '.join(preset_names())}, or give the path of a "
@@ -224,16 +231,16 @@ class Recipe(_Table):
             )
         file = resources.files("kvconvert.convert") / "presets" / f"{name}.toml"
         text = file.read_text(encoding="utf-8") if file.is_file() else f'[kv]\npreset = "{name}"\n'
-        return cls._parse(text, where=f"preset {name}", name=name)
+        return cls._parse(text, where=f"preset {name}", name=name, changes=changes or {})
 
     @classmethod
-    def _parse(cls, text: str, where: str, name: str) -> Recipe:
+    def _parse(cls, text: str, where: str, name: str, changes: Mapping[str, Any]) -> Recipe:
         try:
             tables = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise RecipeError(f"The recipe {where} is not valid TOML: {error}.") from error
         for table, keys in tables.items():
-            if table not in ("weights", "kv", "auto", "limits"):
+            if table not in TABLES:
                 what = f"[{table}]" if isinstance(keys, dict) else f"key {table}"
                 raise RecipeError(
                     f"The recipe {where} has an unknown table or {what}; known are [weights], [kv], [auto] and "
@@ -241,6 +248,9 @@ class Recipe(_Table):
                 )
             if not isinstance(keys, dict):
                 raise RecipeError(f"The recipe {where} has a value named {table} where a table [{table}] belongs.")
+        if changes:
+            where, name = (f"{known} with {described(changes)}" for known in (where, name))
+            tables = changed(tables, changes, where)
         weights = _table(WeightsRecipe, tables.get("weights", {}), "weights", where)
         kv, calibration, layers = _kv_table(tables.get("kv", {"preset": "oscar"}), where)
         limits = _table(Limits, tables.get("limits", {}), "limits", where)

@@ -1,13 +1,14 @@
 """Reads text and cuts it into token samples, for calibration and for measuring fidelity.
 
-A SOURCE is a .txt, .jsonl or .parquet file, a directory of one of these kinds, a Hub data set id with optional
-`:config:split:column`, or nothing at all, which means the public-domain text that ships with kvconvert.
+A SOURCE is a .txt, .jsonl, .json, .csv or .parquet file, a directory of one of these kinds, either of them with
+optional `::column`, a Hub data set id with optional `:config:split:column`, or nothing at all, which means the
+public-domain text that ships with kvconvert.
 
 How samples are cut, always without overlap and padding, so that every sample has exactly the requested length:
 
 - Plain text (.txt): each file is one document. All documents are tokenized and joined, the result is divided into
   windows, and the seed chooses which windows are taken; they keep their order in the text.
-- Rows (.jsonl, .parquet, Hub): rows are shuffled by the seed within a moving buffer of `SHUFFLE_BUFFER` rows, joined,
+- Rows (of all others): rows are shuffled by the seed within a moving buffer of `SHUFFLE_BUFFER` rows, joined,
   and cut into consecutive windows until there are enough; a row may span windows and a window may hold several rows
   (what AutoAWQ does, and llm-compressor with `concatenate_data`). Only as many rows are read or downloaded as needed.
 
@@ -40,8 +41,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EMBEDDED = {"calibration": "books-calib.txt", "evaluation": "books-val.txt"}
-LOADERS = {".jsonl": "json", ".parquet": "parquet"}
+LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 SUFFIXES = (".txt", *LOADERS)
+# In a directory beside other data these are about it, as captions and settings are.
+BESIDE_DATA = (".json", ".csv")
 TEXT_COLUMNS = ("text", "content", "document", "article", "passage", "body", "raw_content", "markdown", "code")
 SHUFFLE_BUFFER = 1_000
 PIECE_CHARACTERS = 1_000_000  # a long text is tokenized piece by piece: the peak of memory is then one piece's encoding
@@ -226,8 +229,17 @@ def source_name(source: str | None, default: str) -> str:
     """The source's name in the manifest: the last part of a local path, because bundles are shared, paths private."""
     if source is None:
         return f"kvconvert:{default}"
-    path = Path(source).expanduser()
-    return path.resolve().name if path.exists() else source
+    place, column = named_column(source)
+    path = Path(place).expanduser()
+    return path.resolve().name + (f"::{column}" if column else "") if path.exists() else source
+
+
+def named_column(source: str) -> tuple[str, str | None]:
+    """A local path and the column that `path::column` names; any other SOURCE as it is, and None."""
+    place, _, column = source.rpartition("::")
+    if place and column and not Path(source).expanduser().exists() and Path(place).expanduser().exists():
+        return place, column
+    return source, None
 
 
 def local_files(source: str) -> list[Path] | None:
@@ -236,7 +248,26 @@ def local_files(source: str) -> list[Path] | None:
         raise DataError(
             "The data source is empty text; name a file, a directory or a Hub data set id, or leave it out."
         )
+    source, column = named_column(source)
     path = Path(source).expanduser()
+    files = _files(path)
+    if files is not None and column is not None and files[0].suffix == ".txt":
+        raise DataError(f"Data source {source} is plain text, which has no column {column!r}; leave it out.")
+    if files is not None:
+        return files
+    head = source.partition(":")[0]
+    if Path(head).expanduser().exists():
+        raise DataError(
+            f"Data source {source} adds :config:split:column to a local path; only Hub data sets take that, and a "
+            "column of local files is named as in file.jsonl::column."
+        )
+    if head.startswith(("/", ".", "~")) or head.count("/") > 1 or Path(head).suffix in SUFFIXES:
+        raise DataError(f"Data source {source} does not exist; check the path.")
+    return None
+
+
+def _files(path: Path) -> list[Path] | None:
+    """The data files at a path, all of one kind, sorted; None if there is nothing."""
     if path.is_file():
         if path.suffix not in SUFFIXES:
             raise DataError(f"Data file {path} is not of a known kind; convert it to {_listed(SUFFIXES, 'or')}.")
@@ -246,6 +277,8 @@ def local_files(source: str) -> list[Path] | None:
     if path.is_dir():
         found = [p for p in sorted(path.rglob("*")) if p.suffix in SUFFIXES and p.is_file()]
         files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+        if any(p.suffix not in BESIDE_DATA for p in files):
+            files = [p for p in files if p.suffix not in BESIDE_DATA]
         kinds = sorted({p.suffix for p in files})
         if not files:
             raise DataError(
@@ -254,13 +287,6 @@ def local_files(source: str) -> list[Path] | None:
         if len(kinds) > 1:
             raise DataError(f"Data directory {path} mixes {_listed(kinds, 'and')} files; keep one kind in it.")
         return files
-    head = source.partition(":")[0]
-    if Path(head).expanduser().exists():
-        raise DataError(
-            f"Data source {source} adds :config:split:column to a local path; only Hub data sets take that."
-        )
-    if head.startswith(("/", ".", "~")) or head.count("/") > 1 or Path(head).suffix in SUFFIXES:
-        raise DataError(f"Data source {source} does not exist; check the path.")
     return None
 
 
@@ -278,7 +304,7 @@ def _read_text(file: Path) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of .jsonl or .parquet files or of a Hub data set, read as a stream through `datasets`.
+    """Rows of local files that are no plain text, or of a Hub data set, read as a stream through `datasets`.
 
     Attributes:
         place: name of the source in error messages.
@@ -315,7 +341,7 @@ class Table:
                     stream = stream.cast_column(name, datasets.List(encoded))
             columns = list(stream.features) if stream.features is not None else list(next(iter(stream), {}))
         place, folder = (source, files[0].parent) if hub is None else (hub.name, None)
-        return cls(source, place, columns, hub.column if hub else None, folder, stream)
+        return cls(source, place, columns, hub.column if hub else named_column(source)[1], folder, stream)
 
     def first(self, count: int) -> list[dict[str, Any]]:
         """The first rows."""
@@ -388,7 +414,7 @@ def _column(columns: list[str], wanted: str | None, place: str) -> str:
             return name
     raise DataError(
         f"Data source {place} has none of the text columns messages, {_listed(TEXT_COLUMNS, 'or')}; its columns are "
-        f"{_listed(columns, 'and')}; rename one, or name it in name:config:split:column."
+        f"{_listed(columns, 'and')}; rename one, or name it: name:config:split:column, file::column."
     )
 
 

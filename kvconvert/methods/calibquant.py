@@ -148,6 +148,17 @@ class CalibQuant(Part):
             said.append(f"scores shifted by tau1 = {self.tau1:g}, tau2 = {self.tau2:g}")
         return said
 
+    def cautions(self) -> list[str]:
+        """Spans that hold text."""
+        if not self.is_span or self.modality != "all":
+            return []
+        sentence = (
+            "Spans of prompts are a poor choice for text, whose values have no channels that keep their range: pages "
+            "of about the same size lose less, such as oscar-g128; for prompts that are mostly images take a scheme "
+            'with modality = "visual", which leaves text exact.'
+        )
+        return [sentence]
+
     @classmethod
     def conventions(cls, layers: Sequence[tuple[Any, LayerShape]]) -> dict[str, Any]:
         """Tokens, groups and shift of a span."""

@@ -140,6 +140,10 @@ class Part:
         """What to say of the scheme in one line."""
         return []
 
+    def cautions(self) -> list[str]:
+        """What the scheme is known to be poor at, one sentence each."""
+        return []
+
     def transforms(self) -> tuple[str, ...]:
         """Changes that the model's weights have to carry, as a manifest lists them."""
         return ()

@@ -111,6 +111,10 @@ class KVScheme(_Fields):
         """What to say of the scheme in one line, method by method."""
         return [clause for part in self.parts() for clause in part.clauses(self, shape)]
 
+    def cautions(self) -> list[str]:
+        """What the scheme is known to be poor at, one sentence each."""
+        return [sentence for part in PARTS for sentence in part.cautions(self)]
+
     def only_tokens(self) -> str | None:
         """Which tokens alone are compressed, or None where all are."""
         return next((tokens for part in PARTS if (tokens := part.only_tokens(self)) is not None), None)

@@ -132,7 +132,7 @@ def test_bad_sources_are_one_sentence_each(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "blank.txt").write_text(" \n")
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
-    (tmp_path / "table.csv").write_text("a,b")
+    (tmp_path / "table.xml").write_text("a,b")
     (tmp_path / "broken.jsonl").write_text('{"text": "w1"}\n{"tex')
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     write_jsonl(tmp_path / "columns.jsonl", [{"question": "w1", "label": 3}])
@@ -145,12 +145,12 @@ def test_bad_sources_are_one_sentence_each(tmp_path):
         "empty.txt": "is empty",
         "blank.txt": "holds no text",
         "latin.txt": r"not UTF-8 text \(byte 3\)",
-        "table.csv": "not of a known kind; convert it to .txt, .jsonl or .parquet",
+        "table.xml": "not of a known kind; convert it to .txt, .jsonl, .json, .csv or .parquet",
         "broken.jsonl": "cannot be read",
         "broken.parquet": "cannot be read",
         "columns.jsonl": "its columns are question and label",
         "numbers.jsonl": "int is neither text nor a list of messages",
-        "none": "holds no .txt, .jsonl or .parquet file",
+        "none": "holds no .txt, .jsonl, .json, .csv or .parquet file",
         "mixed": "mixes .jsonl and .txt files",
         "missing.txt": "does not exist",
         "latin.txt:text": "only Hub data sets take that",
@@ -207,3 +207,34 @@ def test_held_out_text_is_what_calibration_leaves_over(tmp_path):
     assert joined.ids.shape == (1, 19)
     with pytest.raises(DataError, match=r"leaves 20 tokens .* and 21 are needed"):
         load_held_out_samples(source, tokenizer, 1, 21, 0, apart)
+
+
+ROWS = [{"answer": f"w{i} w{i}", "text": f"w{500 + i} w{500 + i}"} for i in range(40)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
+def test_a_column_of_a_local_file_is_named_after_two_colons(tmp_path, kind):
+    tokenizer = word_tokenizer()
+    file = tmp_path / f"rows.{kind}"
+    if kind == "csv":
+        lines = ["answer,text", *(f'"{row["answer"]}","{row["text"]}"' for row in ROWS)]
+        file.write_text("\n".join(lines) + "\n")
+    else:
+        file.write_text(json.dumps(ROWS) if kind == "json" else "\n".join(map(json.dumps, ROWS)))
+    plain = load_token_samples(str(file), tokenizer, 2, 16, 0)
+    named = load_token_samples(f"{file}::answer", tokenizer, 2, 16, 0)
+    assert all(word == "</s>" or int(word[1:]) >= 500 for word in spoken(tokenizer, plain.ids.flatten()))
+    assert all(word == "</s>" or int(word[1:]) < 500 for word in spoken(tokenizer, named.ids.flatten()))
+    assert (plain.info.source, named.info.source) == (f"rows.{kind}", f"rows.{kind}::answer")
+    assert torch.equal(load_token_samples(f"{tmp_path}::answer", tokenizer, 2, 16, 0).ids, named.ids)
+    with pytest.raises(DataError, match="no column 'question'; its columns are answer and text"):
+        load_token_samples(f"{file}::question", tokenizer, 2, 16, 0)
+
+
+def test_plain_text_has_no_column_and_settings_beside_data_are_no_data(tmp_path):
+    tokenizer = word_tokenizer()
+    (tmp_path / "a.txt").write_text("w1 w2 w3 " * 20)
+    (tmp_path / "about.json").write_text("{}")
+    assert load_token_samples(str(tmp_path), tokenizer, 1, 16, 0).info.source == tmp_path.name
+    with pytest.raises(DataError, match="plain text, which has no column 'text'"):
+        load_token_samples(f"{tmp_path / 'a.txt'}::text", tokenizer, 1, 16, 0)

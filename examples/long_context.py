@@ -1,0 +1,38 @@
+"""Read a long text within a fixed memory for the cache, and several requests beside it.
+
+    python examples/long_context.py BUNDLE TEXT_FILE
+
+The Engine reads prompts in chunks, so that memory for activations does not grow with them, and reserves each request's
+pages before it begins: what does not fit waits.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from kvconvert import load
+from kvconvert.runtime import Engine, Sampling
+
+CACHE_BYTES = 256 * 2**20
+
+
+def main(bundle: str, file: str, kv_memory: int = CACHE_BYTES, prompt_chunk: int = 2048) -> list[str]:
+    """Continue the whole text, and answer two short requests meanwhile; returns the three texts."""
+    model, tokenizer = load(bundle)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    engine = Engine(model, tokenizer, kv_memory=kv_memory, prompt_chunk=prompt_chunk, max_batch=4)
+    ids = tokenizer(Path(file).read_text(encoding="utf8")).input_ids
+    ids = ids[: model.config.get_text_config().max_position_embeddings - 32]
+    long = engine.add(ids, max_new_tokens=32)
+    short = [
+        engine.add(tokenizer(text).input_ids, max_new_tokens=16, sampling=Sampling(temperature=0.7, seed=seed))
+        for seed, text in enumerate(("The miller", "Once upon a time"))
+    ]
+    engine.run()
+    print(engine.stats())
+    return [request.text for request in (long, *short)]
+
+
+if __name__ == "__main__":
+    print(*main(*sys.argv[1:]), sep="\n---\n")

@@ -1,0 +1,34 @@
+"""Convert a mixture of experts, such as a Mixtral or a Qwen3-MoE, and see how its experts are stored.
+
+    python examples/mixture.py MODEL OUTPUT
+
+Each expert is calibrated on the tokens that the router sends to it; docs/mixtures.md says what happens to those that
+receive few. The router keeps its dtype.
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+from kvconvert import Recipe, calibrate, export, load
+
+
+def main(
+    model: str, output: str, samples: int = 128, seq_len: int = 512, group_size: int | str = "auto"
+) -> Counter[str]:
+    """Convert, generate, and return how many experts' Linears are stored in which way."""
+    work, bundle = Path(output) / "work", Path(output) / "bundle"
+    recipe = Recipe.load("default", {"weights.group_size": group_size})
+    calibrate(model, work, recipe=recipe, samples=samples, seq_len=seq_len)
+    export(work, bundle, force=True)
+    modules = json.loads((bundle / "kvconvert.json").read_text())["modules"]
+    stored = Counter(module["method"] for module in modules if ".experts." in module["name"])
+    loaded, tokenizer = load(bundle)
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    print(tokenizer.decode(loaded.generate(**inputs, max_new_tokens=16, do_sample=False)[0]))
+    return stored
+
+
+if __name__ == "__main__":
+    print(main(*sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""Convert with a recipe of your own: wide keys, one exact layer, another width for some weights, and limits.
+
+    python examples/own_recipe.py MODEL OUTPUT
+
+kvconvert recipes NAME prints a preset with every value that a recipe may state.
+"""
+
+import sys
+from pathlib import Path
+
+from kvconvert import KvconvertError, Recipe, calibrate, export
+
+RECIPE = """
+[weights]
+method = "rtn"
+group_size = 32
+
+[[weights.modules]]   # inputs of the last Linear of an MLP vary most
+match = "*.down_proj"
+bits = 8
+
+[kv]
+preset = "oscar"
+key_bits = 4          # keys cost more fidelity than values
+
+[[kv.layers]]         # the first layer stays as it is
+index = [0]
+preset = "none"
+
+[limits]
+max_kl = 10.0         # export measures the bundle and refuses it beyond this
+"""
+
+
+def main(model: str, output: str, samples: int = 64, seq_len: int = 512) -> Path:
+    """Write OUTPUT/recipe.toml, convert with it, and return the bundle."""
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "recipe.toml"
+    file.write_text(RECIPE)
+    recipe = Recipe.load(str(file))
+    print(recipe.scheme(0), recipe.scheme(1).key_bits)
+    try:
+        calibrate(model, folder / "work", recipe=recipe, samples=samples, seq_len=seq_len)
+        return export(folder / "work", folder / "bundle", force=True)
+    except KvconvertError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,43 @@
+"""Load a bundle the way a service should: verified, pinned, on the right device, within a fixed memory for the cache.
+
+    python examples/production.py BUNDLE [SHA256 of its kvconvert.json]
+
+The manifest lists every file with its hash, so that one hash of the manifest pins the whole bundle.
+"""
+
+import hashlib
+import sys
+from pathlib import Path
+
+import torch
+
+from kvconvert import KvconvertError, load
+
+PROMPTS = ["Once upon a time", "It was a dark night, and the old house"]
+CACHE_BYTES = 64 * 2**20
+
+
+def main(bundle: str, pinned: str | None = None) -> list[str]:
+    """Answer two prompts at once; returns the texts."""
+    found = hashlib.sha256((Path(bundle) / "kvconvert.json").read_bytes()).hexdigest()
+    if pinned is not None and found != pinned:
+        sys.exit(f"{bundle} is not the bundle that was deployed: its manifest has SHA-256 {found}.")
+    try:
+        # verify="full", the default, hashes every file before anything reads it.
+        model, tokenizer = load(bundle, device_map="cuda" if torch.cuda.is_available() else None)
+    except KvconvertError as error:  # one sentence for the log
+        sys.exit(str(error))
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True).to(model.device)
+    cache = model.new_kv_cache(kv_memory=CACHE_BYTES)  # taken at once, never exceeded
+    with torch.inference_mode():
+        ids = model.generate(
+            **inputs, past_key_values=cache, max_new_tokens=32, do_sample=False, pad_token_id=tokenizer.pad_token_id
+        )
+    print(cache.stats())
+    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+if __name__ == "__main__":
+    print(*main(*sys.argv[1:]), sep="\n---\n")

@@ -1,0 +1,215 @@
+"""Recipes as text: the list of presets, and one recipe resolved into a commented file that means the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from kvconvert.bundle.summary import text_table
+from kvconvert.convert.recipe import LayerOverride, Recipe, preset_names
+from kvconvert.methods import (
+    FIELDS,
+    OPTIONS,
+    PRESETS,
+    SEARCHED_FIELDS,
+    WHOLE_MODEL_OPTIONS,
+    KVCalibration,
+    KVScheme,
+    LayerShape,
+    preset_calibration,
+)
+from kvconvert.methods.auto import CHOSEN_FIELDS
+from kvconvert.methods.awq import WeightsRecipe, describe
+
+HEADS, HEAD_DIM = 8, 128  # of the layer for which sizes are stated
+# What each preset is for.
+USES = {
+    "default": "a good start: the same as oscar",
+    "auto": "the best cache of a given size; measures every layer (needs --kv-bits)",
+    "kv-only": "weights stay as they are",
+    "weights-only": "the cache stays as it is",
+    "rtn": "quick, without a search of weights; what AWQ is compared with",
+    "oscar": "pages of rotated keys and values with token norms; a good start",
+    "oscar-g128": "the smallest page cache that loses little without a search",
+    "kivi": "plain pages, no change to the weights",
+    "kitty": "pages, an eighth of the key channels at 4 bits",
+    "kitty-pro": "the same with a quarter of them",
+    "minikv": "half of a long prompt thrown away, the rest in pages",
+    "minikv-pyramid": "the same, lower layers keep more",
+    "calibquant-1bit": "whole prompts, one scale per channel; poor on text",
+    "calibquant-2bit": "whole prompts, one scale per channel; poor on text",
+    "calibquant-1bit-visual": "prompts that are mostly images; text stays exact",
+    "calibquant-2bit-visual": "prompts that are mostly images; text stays exact",
+}
+
+
+def list_recipes() -> str:
+    """All presets, one line each: weights, stored bits per value of the cache, and when to take it."""
+    names = preset_names()
+    papers = [name for name in names if name.endswith("-paper")]
+    order = [*(name for name in USES if name in names), *(name for name in names if name not in {*USES, *papers})]
+    header = ("recipe", "weights", "cache", "when")
+    rows = [(name, *_sizes(Recipe.load(name)), USES.get(name, "see docs/methods.md")) for name in order]
+    lines = [text_table(header, rows), ""]
+    lines.append(
+        "cache: stored bits per value in complete pages, scales and zero points included; 16 without kvconvert."
+    )
+    lines.append(f"NAME-paper is what the paper says to the letter, to compare with: {', '.join(papers)}.")
+    lines.append(
+        "kvconvert recipes NAME shows every value of one; kvconvert calibrate --set kv.key_bits=3 changes some."
+    )
+    return "\n".join(lines)
+
+
+def _sizes(recipe: Recipe) -> tuple[str, str]:
+    weights = f"{recipe.weights.method} {recipe.weights.bits} bit" if recipe.weights.quantizes else "kept"
+    if recipe.auto is not None:
+        return weights, "as asked"
+    return weights, "kept" if recipe.kv is None else f"{bits_per_value(recipe.kv):.2f}"
+
+
+def bits_per_value(scheme: KVScheme) -> float:
+    """Average stored bits of a number in complete pages, for heads of `HEAD_DIM` channels."""
+    return scheme.bits_per_token(_shape(scheme)) / (2 * HEADS * HEAD_DIM)
+
+
+def _shape(scheme: KVScheme) -> LayerShape:
+    return LayerShape(HEADS, HEAD_DIM, scheme.value_group_size)
+
+
+def recipe_toml(recipe: Recipe) -> str:
+    """A recipe as a file that states every value, with a comment at each that differs from the default.
+
+    Reading it gives the same conversion.
+    """
+    lines = [f"# {line}" for line in _explanation(recipe)]
+    lines += ["", *_weights(recipe.weights), "", *_kv(recipe)]
+    for layer in recipe.layers:
+        lines += ["", *_layer(recipe, layer)]
+    for table, values in (("auto", recipe.auto), ("limits", recipe.limits)):
+        stated = {} if values is None else {k: v for k, v in values.model_dump().items() if v is not None}
+        if values is not None and (stated or table == "auto"):
+            lines += ["", f"[{table}]", *(f"{name} = {_toml(value)}" for name, value in stated.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _explanation(recipe: Recipe) -> list[str]:
+    widths = {recipe.weights.bits, *(rule.bits for rule in recipe.weights.modules)}
+    lines = [f"{recipe.name}: {describe(recipe.weights.method, widths)}."]
+    if recipe.kv is None:
+        return [*lines, "Cache: left to the model's own class."]
+    if recipe.auto is not None:
+        lines.append("Cache: widths, groups and windows of every layer are chosen by measuring, starting from")
+    else:
+        only = recipe.kv.only_tokens()
+        share = f", of {only} tokens alone" if only else ""
+        lines.append(f"Cache: {bits_per_value(recipe.kv):.2f} bits per value in complete pages{share} (16 without);")
+    lines += [f"  - {clause}" for clause in recipe.kv.clauses(_shape(recipe.kv))]
+    searched = recipe.calibration.searched(recipe.kv)
+    if searched:
+        lines.append(f"Calibration chooses {', '.join(searched)} of each layer.")
+    used = [f"{part.method} ({part.source})" for part in recipe.kv.parts()]
+    return [*lines, f"Methods: {'; '.join(used)}."]
+
+
+_WEIGHTS_MEANING = {
+    "method": "awq, gptq, awq+gptq, rtn or none",
+    "bits": "of a stored weight: 2, 3, 4 or 8",
+    "group_size": "inputs that share a scale and zero point",
+}
+
+
+def _weights(weights: WeightsRecipe) -> list[str]:
+    lines, plain = ["[weights]"], WeightsRecipe()
+    for name, meaning in _WEIGHTS_MEANING.items():
+        if weights.quantizes or name == "method":
+            value, default = getattr(weights, name), getattr(plain, name)
+            lines.append(_line(name, value, default, meaning))
+    if weights.average_bits is not None:
+        lines.append(f"average_bits = {_toml(weights.average_bits)}  # stored bits per weight, spent by measuring")
+    for rule in weights.modules:
+        stated = {name: value for name, value in rule.model_dump().items() if value is not None}
+        lines += ["", "[[weights.modules]]", *(f"{name} = {_toml(value)}" for name, value in stated.items())]
+    return lines
+
+
+def _kv(recipe: Recipe) -> list[str]:
+    if recipe.kv is None:
+        return ["[kv]", 'preset = "none"']
+    scheme, calibration = recipe.kv, recipe.calibration
+    base = _base(scheme, calibration, {None: (KVScheme(), KVCalibration())})
+    lines = ["[kv]", *([] if base is None else [f"preset = {_toml(base)}"])]
+    choices = " ".join(calibration.searched(scheme))
+    chosen = CHOSEN_FIELDS if recipe.auto is not None else frozenset()
+    for name, value in scheme.to_dict().items():
+        field = FIELDS[name]
+        searched = name in SEARCHED_FIELDS and name not in calibration.given
+        if name in chosen:
+            lines.append(f"# {name}: chosen by [auto]")
+        elif value is None or searched:
+            said = "calibration chooses it" if name in choices else "not stated"
+            lines.append(f"# {name}{'' if value is None else f' = {_toml(value)}'}: {said}")
+        else:
+            lines.append(_line(name, value, field.default, field.meaning))
+    every = [(scheme, calibration), *((layer.kv, layer.calibration) for layer in recipe.layers)]
+    plain = KVCalibration()
+    for name in OPTIONS:
+        value, search = getattr(calibration, name), WHOLE_MODEL_OPTIONS.get(name)
+        if search is not None and search.unused(every) is not None:
+            lines.append(f"# {name} = {_toml(value)}: means nothing here, {search.unused(every)}")
+        else:
+            meaning = KVCalibration.__pydantic_fields__[name].description or ""
+            lines.append(_line(name, value, getattr(plain, name), meaning))
+    return lines
+
+
+def _layer(recipe: Recipe, layer: LayerOverride) -> list[str]:
+    lines = ["[[kv.layers]]", f"index = {_toml(layer.index)}"]
+    if layer.kv is None:
+        return [*lines, 'preset = "none"']
+    above = {} if recipe.kv is None else {None: (recipe.kv, recipe.calibration)}
+    base = _base(layer.kv, layer.calibration, above)
+    scheme, calibration = above[None] if base is None else (PRESETS[base], preset_calibration(base))
+    lines += [] if base is None else [f"preset = {_toml(base)}"]
+    known = scheme.to_dict()
+    inherited = calibration.given if base is None else ()
+    for name, value in layer.kv.to_dict().items():
+        own = name in layer.calibration.given and name not in inherited
+        if own or (value != known[name] and value is not None):
+            lines.append(f"{name} = {_toml(value)}")
+    for name in OPTIONS:
+        value = getattr(layer.calibration, name)
+        if name not in WHOLE_MODEL_OPTIONS and value != getattr(recipe.calibration, name):
+            lines.append(f"{name} = {_toml(value)}")
+    return lines
+
+
+def _base(
+    scheme: KVScheme, calibration: KVCalibration, others: dict[None, tuple[KVScheme, KVCalibration]]
+) -> str | None:
+    """The preset that says most of a scheme, and all of what calibration may change; None for what is without one."""
+    open_fields = [name for name in SEARCHED_FIELDS if name not in calibration.given]
+
+    def distance(known: KVScheme, options: KVCalibration) -> tuple[int, int]:
+        unlike = sum(getattr(scheme, name) != getattr(known, name) for name in open_fields)
+        pairs = ((scheme.to_dict(), known.to_dict()), (calibration.to_dict(), options.to_dict()))
+        return unlike, sum(left[name] != right[name] for left, right in pairs for name in left)
+
+    presets = {name: (known, preset_calibration(name)) for name, known in PRESETS.items()}
+    candidates: dict[str | None, tuple[KVScheme, KVCalibration]] = presets | others
+    return min(candidates, key=lambda name: distance(*candidates[name]))
+
+
+def _line(name: str, value: Any, default: Any, meaning: str) -> str:
+    comment = "" if value == default else f"  # default: {_toml(default)}; {meaning}"
+    return f"{name} = {_toml(value)}{comment}"
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML writes it; None, which only comments hold, is "none"."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return f"[{', '.join(map(_toml, value))}]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,152 @@
+"""README.md and docs/tutorial.md: every command, every example and every recipe in them runs, on a tiny model.
+
+They speak of MODEL, WORK and BUNDLE; here these are folders of that name. The quickstart's commands are those of
+test_quickstart.py.
+"""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny.checkpoints import save_checkpoint
+
+from kvconvert.cli import cli
+from kvconvert.convert.recipe import Recipe, preset_names
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("kvconvert", "calibration", "kernels", "runtime")
+PAGES = ("README.md", "docs/tutorial.md")
+# What a test cannot run: it would install packages, run the tests, or need an account.
+NOT_RUN = ("pip install", "make ", "kvconvert push", "hf auth")
+# By default commands get fewer tokens than the pages give them.
+SHORTER = {
+    "calibrate": ["--samples", "1", "--seq-len", "32"],
+    "eval": ["--only", "weights"],
+    "bench": ["--context", "16", "--new-tokens", "2"],
+    "generate": ["--max-new-tokens", "4"],
+}
+
+
+def text(page):
+    return (ROOT / page).read_text(encoding="utf8")
+
+
+def blocks(page, language):
+    """Fenced blocks of a page without the output of `make readme`."""
+    shown = re.sub(r"<!-- quickstart: .*?<!-- end of quickstart -->", "", text(page), flags=re.DOTALL)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", shown, re.MULTILINE | re.DOTALL)
+    return [block for kind, block in fenced if kind == language]
+
+
+def commands(page):
+    """Command lines of a page, as words."""
+    lines = [line for block in blocks(page, "console") for line in block.splitlines() if line.strip()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def run(words):
+    result = CliRunner().invoke(cli, words)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, (words, result.output)
+    return result.stdout
+
+
+def namespace(folder):
+    """What the pages' Python examples take as given."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    return {"model": model, "inputs": tokenizer("Once upon a time", return_tensors="pt")}
+
+
+@pytest.mark.parametrize(
+    ("page", "short"),
+    [("README.md", True), *(pytest.param(page, False, marks=pytest.mark.full) for page in PAGES)],
+)
+def test_the_lines_of_a_page_run_in_their_order(page, short, tmp_path, monkeypatch, capsys):
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(tmp_path / "MODEL", head_dim=32, max_position_embeddings=2048)
+    (tmp_path / "text.txt").write_text("It was a dark night, and the old house stood. " * 6000)
+    for index, block in enumerate(blocks(page, "toml")):
+        (tmp_path / "mine.toml").write_text(block)
+        assert Recipe.load("./mine.toml").name == "mine", index
+    ran = []
+    for words in commands(page):
+        if any(" ".join(words).startswith(known) for known in NOT_RUN):
+            continue
+        assert words[0] == "kvconvert", words
+        ran.append(words[1])
+        run(words[1:] + (SHORTER.get(words[1], []) if short else []))
+    assert {"calibrate", "export", "eval", "generate"} <= {*ran}
+    examples = blocks(page, "python")
+    assert examples
+    for example in examples:
+        given = {} if "load(" in example else namespace(tmp_path / "MODEL")
+        short_example = re.sub(r"max_new_tokens=\d+", "max_new_tokens=4", example)
+        exec(compile(short_example, page, "exec"), given)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_command_that_is_not_run_exists_all_the_same(page):
+    targets = re.findall(r"^([a-z-]+):", text("Makefile"), re.MULTILINE)
+    for words in commands(page):
+        if words[0] == "make":
+            assert words[1] in targets
+        elif words[0] == "kvconvert" and words[1] in cli.commands:
+            known = {option for parameter in cli.commands[words[1]].params for option in parameter.opts}
+            assert {word for word in words[2:] if re.match(r"--?[a-z]", word)} <= known, words
+
+
+def test_the_list_of_commands_is_complete_and_names_options_that_exist():
+    (listed,) = [block for block in blocks("README.md", "") if block.startswith("kvconvert calibrate")]
+    lines = listed.splitlines()
+    assert {line.split()[1] for line in lines} >= {*cli.commands}
+    for line in lines:
+        command = cli.commands.get(line.split()[1])
+        if command is None:
+            continue
+        known = {opt for parameter in command.params if isinstance(parameter, click.Option) for opt in parameter.opts}
+        stated = {*re.findall(r"(?<![\w-])--?[a-z][a-z-]*", line)}
+        assert stated <= known, (line, stated - known)
+
+
+def messages():
+    """Every text that kvconvert's sources hold, formatted parts as {}."""
+    for path in [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_messages_that_troubleshooting_explains_are_the_programs():
+    rows = re.findall(r"^\| `([^`]+)` \|", text("docs/troubleshooting.md"), re.MULTILINE)
+    known = [*messages()]
+    assert len(rows) >= 20
+    for row in rows:
+        parts = [part.strip() for part in row.split("...") if part.strip()]
+        assert any(all(part in message for part in parts) for message in known), row
+
+
+def test_every_recipe_that_the_readme_names_is_a_preset():
+    table = text("README.md").split("## Which recipe")[1].split("## ")[0]
+    named = [cell.split("`")[1].split()[0] for cell in re.findall(r"^\| [^|]+ \| ([^|]*`[^|]*)\|", table, re.MULTILINE)]
+    assert len(named) >= 6
+    assert {*named} <= {*preset_names()}
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md"))]
+)
+def test_links_to_files_lead_somewhere(page):
+    folder = (ROOT / page).parent
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text(page)):
+        assert (folder / target).exists(), target

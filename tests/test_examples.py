@@ -1,0 +1,98 @@
+"""Every script of examples/ for users runs, on tiny models; serve.py, onnx_generate.py and read_bundle.py have tests of
+their own.
+"""
+
+import hashlib
+import re
+import shutil
+from pathlib import Path
+
+import long_context
+import mixture
+import own_data
+import own_recipe
+import production
+import pytest
+import torch
+import vision_language
+from PIL import Image
+from tiny.checkpoints import REFERENCE, save_checkpoint
+from tiny.mixtures import tiny_mixture
+
+from kvconvert import calibrate, export
+from kvconvert.bundle.reader import open_bundle
+from kvconvert.data.drawings import draw
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = (production, own_recipe, own_data, vision_language, mixture, long_context)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model and the bundle of it."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("examples")
+    save_checkpoint(folder / "model", max_position_embeddings=2048)
+    calibrate(folder / "model", folder / "work", recipe="kv-only", samples=1, seq_len=32, progress=False)
+    export(folder / "work", folder / "bundle", progress=False)
+    return folder
+
+
+def test_production_answers_and_refuses_another_bundle_than_the_pinned_one(folder, capsys):
+    pinned = hashlib.sha256((folder / "bundle" / "kvconvert.json").read_bytes()).hexdigest()
+    texts = production.main(str(folder / "bundle"), pinned)
+    assert [text.startswith(prompt) for text, prompt in zip(texts, production.PROMPTS, strict=True)] == [True, True]
+    assert "bytes_used" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="is not the bundle that was deployed"):
+        production.main(str(folder / "bundle"), "0" * 64)
+    with pytest.raises(FileNotFoundError):
+        production.main(str(folder / "nowhere"))
+
+
+def test_long_context_reads_a_text_in_chunks_beside_other_requests(folder, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("It was a dark night, and the old house stood. " * 30)
+    texts = long_context.main(str(folder / "bundle"), str(tmp_path / "text.txt"), 2**22, 64)
+    assert len(texts) == 3
+    assert "finished=3" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_own_recipe_is_what_the_bundle_says(folder, tmp_path):
+    bundle = own_recipe.main(str(folder / "model"), str(tmp_path), samples=2, seq_len=64)
+    manifest = open_bundle(bundle).manifest
+    assert manifest.layers[0].kv is None
+    assert manifest.layers[1].scheme().key_bits == 4
+    assert {m.bits for m in manifest.modules if m.method == "rtn" and m.name.endswith("down_proj")} == {8}
+
+
+@pytest.mark.full
+def test_own_data_is_measured_on_other_data(folder, tmp_path):
+    for name, text in (("calibration", "The miller walked home. "), ("held", "It was a dark night. ")):
+        (tmp_path / f"{name}.txt").write_text(text * 1000)
+    files = [str(tmp_path / f"{name}.txt") for name in ("calibration", "held")]
+    assert own_data.main(str(folder / "model"), str(tmp_path), *files, samples=2, tokens=256) >= 0
+
+
+@pytest.mark.full
+def test_a_vision_language_model_answers_about_an_image(tmp_path):
+    Image.fromarray(draw(3, 1).image).save(tmp_path / "drawing.png")
+    model = str(ROOT / "examples" / "reference-vlm")
+    assert vision_language.main(model, str(tmp_path), str(tmp_path / "drawing.png"), samples=2).strip()
+
+
+@pytest.mark.full
+def test_a_mixtures_experts_are_quantized(tmp_path):
+    tiny_mixture("qwen3_moe").save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(REFERENCE / name, tmp_path / "model" / name)
+    stored = mixture.main(str(tmp_path / "model"), str(tmp_path), samples=4, seq_len=32, group_size=16)
+    assert stored["awq"] == 2 * 4 * 3
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_a_script_is_short_and_says_how_it_is_called(script):
+    lines = Path(script.__file__).read_text(encoding="utf8").splitlines()
+    assert len(lines) < 60
+    assert re.search(
+        rf"^    python examples/{script.__name__}\.py [A-Z]|^    python .*OUTPUT", script.__doc__, re.MULTILINE
+    )
