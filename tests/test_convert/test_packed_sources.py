@@ -61,17 +61,14 @@ def test_weights_are_read_as_they_are_stored(tmp_path, kind, bits):
     assert {*source.tensors} == {*state}
 
 
-@pytest.mark.parametrize(
-    ("kind", "bits"),
-    [
-        ("awq", 4),
-        ("compressed-tensors, symmetric", 4),
-        *(pytest.param(*cell, marks=pytest.mark.full) for cell in CELLS[1:4] + CELLS[5:]),
-    ],
-)
-def test_a_bundle_holds_the_source_s_weights_and_a_plan(tmp_path, kind, bits):
-    expected = write_packed(tmp_path / "model", kind, bits)
-    directory = converted(tmp_path / "model", tmp_path)
+@pytest.fixture(scope="module")
+def from_awq(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("awq")
+    expected = write_packed(folder / "model", "awq")
+    return folder / "model", expected, converted(folder / "model", folder)
+
+
+def check_bundle(directory, expected, kind, bits):
     manifest = open_bundle(directory, verify="full").manifest
     covered = [module for module in manifest.modules if module.method != "kept"]
     assert len(covered) == 14
@@ -87,10 +84,21 @@ def test_a_bundle_holds_the_source_s_weights_and_a_plan(tmp_path, kind, bits):
     assert torch.allclose(logits, reference, atol=1e-5 * reference.abs().amax().item(), rtol=0)
 
 
-def test_awq_tensors_are_copied_byte_for_byte(tmp_path):
-    write_packed(tmp_path / "model", "awq")
-    bundle = converted(tmp_path / "model", tmp_path)
-    source, found = load_file(tmp_path / "model" / "model.safetensors"), load_file(bundle / "model.safetensors")
+def test_a_bundle_holds_the_source_s_weights_and_a_plan(from_awq):
+    _, expected, directory = from_awq
+    check_bundle(directory, expected, "awq", 4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "bits"), CELLS[1:])
+def test_bundles_of_other_programs_weights(tmp_path, kind, bits):
+    expected = write_packed(tmp_path / "model", kind, bits)
+    check_bundle(converted(tmp_path / "model", tmp_path), expected, kind, bits)
+
+
+def test_awq_tensors_are_copied_byte_for_byte(from_awq):
+    model, _, bundle = from_awq
+    source, found = load_file(model / "model.safetensors"), load_file(bundle / "model.safetensors")
     assert {*source} == {*found}
     assert all(
         torch.equal(tensor, found[name]) and tensor.dtype == found[name].dtype for name, tensor in source.items()
