@@ -26,8 +26,16 @@ ALLOWED = {
     ),
     "kvconvert/methods": ("kvconvert.methods", "kvconvert.errors"),
     "kvconvert/bundle": ("kvconvert.bundle", "kvconvert.methods", "kvconvert.errors"),
-    # Adapters describe layers in the words of calibration.
-    "kvconvert/models": ("kvconvert.models", "kvconvert.bundle", "kvconvert.calibration.structure", "kvconvert.errors"),
+    # Adapters describe layers in the words of calibration; sources may hold weights in the layout of bundles.
+    "kvconvert/models": (
+        "kvconvert.models",
+        "kvconvert.bundle",
+        "kvconvert.calibration.structure",
+        "kvconvert.kernels.linear.awq_format",
+        "kvconvert.kernels.linear.word_format",
+        "kvconvert.methods.awq",
+        "kvconvert.errors",
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvconvert.methods import KVScheme, LayerShape
-from kvconvert.methods.awq import AWQ_BITS, Method, QuantizedBy
+from kvconvert.methods.awq import AWQ_BITS, QuantizedBy, StoredMethod
 
 FORMAT_VERSION = 0
 MANIFEST_NAME = "kvconvert.json"
@@ -87,7 +87,8 @@ class ModuleCoverage(_Record):
         name: as in the loaded model, for instance "model.layers.0.self_attn.q_proj".
         stored_name: as in the weight files, where that is another name; else "".
         kind: "linear", "embedding", "norm", ... in the words of the adapter.
-        method: "awq", "gptq", "awq+gptq" or "rtn" (quantized), or "kept".
+        method: "awq", "gptq", "awq+gptq" or "rtn" (quantized), "source" (quantized in the source, which does not tell
+            how), or "kept".
         bits, group_size: of a quantized module.
         in_features, out_features: of a Linear; the exporter fills them in from the tensors.
         reason: why a module was kept, or which AWQ scaling pairs were skipped and why.
@@ -155,7 +156,7 @@ class WeightsInfo(_Record):
         quantized_bits_per_weight: their quotient in bits; None if nothing is quantized.
     """
 
-    method: Method
+    method: StoredMethod
     bits: int | None = None
     group_size: int | None = None
     bytes: int

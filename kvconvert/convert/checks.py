@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import nn
 from transformers import PretrainedConfig
 
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.recipe import Recipe
-from kvconvert.errors import RecipeError, UnsupportedModelError
+from kvconvert.errors import CheckpointError, RecipeError, UnsupportedModelError
 from kvconvert.methods.awq import AUTO_GROUP_SIZES, WeightsRecipe
 from kvconvert.models.adapters import head_dim, layer_config
 from kvconvert.models.layer_types import layer_types_of, pages_unsupported
@@ -47,6 +48,27 @@ def check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
             raise RecipeError(
                 f"[kv] {field} = {getattr(scheme, field)!r} follows from calibration, and no adapter describes this "
                 "architecture's layers; choose a value that needs none."
+            )
+
+
+def check_packed(runner: LayerRunner, recipe: Recipe) -> None:
+    """Refuse, for a source with quantized weights, a recipe that would quantize them again, and what is not kept."""
+    source = runner.source
+    packings = source.packings()
+    if packings and recipe.weights.quantizes:
+        raise RecipeError(
+            f"The weights of {source.id} are quantized already ({source.stored_as}), and the recipe {recipe.name} "
+            'would quantize them again; choose one that keeps them, [weights] method = "none": kv-only, for example.'
+        )
+    inside = () if runner.adapter is None else tuple(f"{runner.layer_name(i)}." for i in range(runner.num_layers))
+    modules, experts = dict(runner.model.named_modules()), runner.expert_modules()
+    for name in packings:
+        module = modules.get(name.removesuffix(".weight"))
+        if not name.startswith(inside) or name.startswith(experts) or not isinstance(module, nn.Linear):
+            raise CheckpointError(
+                f"{source.directory} holds {name.removesuffix('.weight')} quantized, and quantized weights are kept in "
+                "the Linears of decoder layers that an adapter describes, experts excepted; convert the model that it "
+                "was made from."
             )
 
 

@@ -1,10 +1,10 @@
-"""Export as a compressed-tensors checkpoint ("pack-quantized", 4 bits, asymmetric), for engines that read that format.
+"""Export as a compressed-tensors checkpoint ("pack-quantized", 4 or 8 bits, asymmetric), for engines that read it.
 
-A Linear of `in` inputs and `out` outputs in groups of g inputs is stored as (the format's own definition is the package
-compressed-tensors):
+A Linear of `in` inputs and `out` outputs in groups of g inputs is stored, with n = 32 / bits codes in a word, as (the
+format's own definition is the package compressed-tensors):
 
-    weight_packed      int32 [out, in / 8]         code of input 8 c + n in bits 4 n to 4 n + 3 of column c
-    weight_scale       fp16 [out, in / g]          weight_zero_point  int32 [out / 8, in / g], packed along outputs
+    weight_packed      int32 [out, in / n]         code of input n c + i in bits `bits` i and up of column c
+    weight_scale       fp16 [out, in / g]          weight_zero_point  int32 [out / n, in / g], packed along outputs
     weight_shape       int64 [2]                   weight = (q - z) * scale
 
 Codes, zeros and scales are those of a bundle, laid out anew; nothing is rounded again. The format has no place for a KV
@@ -28,9 +28,11 @@ from kvconvert.bundle.reader import INDEX_NAME, Bundle, open_bundle
 from kvconvert.bundle.writer import MAX_SHARD_BYTES, check_output, replacing, write_json, write_weights
 from kvconvert.convert.export import export
 from kvconvert.errors import UsageError
-from kvconvert.kernels.linear.awq_format import AwqWeight, unpack_awq
+from kvconvert.kernels.linear.awq_format import AwqWeight, unpack_bits
+from kvconvert.kernels.linear.word_format import pack_words
 
 FP8_LARGEST = 448.0  # of float8_e4m3fn
+WIDTHS = (4, 8)
 _PARTS = ("qweight", "qzeros", "scales")
 
 
@@ -55,7 +57,7 @@ def export_compressed_tensors(
         whether fp8 scales of keys and values were written.
 
     Raises:
-        UsageError: nothing is quantized, or the weights are those of experts or not of 4 bits.
+        UsageError: nothing is quantized, or the weights are those of experts, of 2 or 3 bits, or of several widths.
         KvconvertError: see `export`.
     """
     output = Path(directory)
@@ -78,22 +80,14 @@ def export_compressed_tensors(
 
 def pack_quantized(packed: AwqWeight) -> dict[str, Tensor]:
     """The tensors of one Linear in compressed-tensors' layout, by their names without the module's."""
-    codes, zeros = unpack_awq(packed.qweight).T, unpack_awq(packed.qzeros).T
+    bits = packed.bits
+    codes, zeros = unpack_bits(packed.qweight, bits).T, unpack_bits(packed.qzeros, bits)
     return {
-        "weight_packed": _pack_rows(codes),
+        "weight_packed": pack_words(codes, bits),
         "weight_scale": packed.scales.T.contiguous(),
-        "weight_zero_point": _pack_rows(zeros.T).T.contiguous(),
+        "weight_zero_point": pack_words(zeros, bits).T.contiguous(),
         "weight_shape": torch.tensor(codes.shape),
     }
-
-
-def _pack_rows(codes: Tensor) -> Tensor:
-    """Codes [rows, n], 0 to 15, as int32 [rows, n / 8], the first code lowest."""
-    nibbles = codes.unflatten(-1, (-1, 8)).to(torch.int32)
-    words = torch.zeros_like(nibbles[..., 0])
-    for nibble in range(8):
-        words |= nibbles[..., nibble] << (4 * nibble)
-    return words
 
 
 def kv_scales(bundle: Bundle) -> dict[str, Tensor]:
@@ -125,7 +119,7 @@ def kv_scales(bundle: Bundle) -> dict[str, Tensor]:
 def quantization_config(manifest: Manifest, with_kv_scales: bool) -> dict[str, Any]:
     """The `quantization_config` of config.json."""
     weights = {
-        "num_bits": 4,
+        "num_bits": manifest.weights.bits,
         "type": "int",
         "symmetric": False,
         "strategy": "group",
@@ -149,6 +143,9 @@ def quantization_config(manifest: Manifest, with_kv_scales: bool) -> dict[str, A
         },
         "ignore": list(dict.fromkeys(name for module in kept for name in (module.prefix, module.name))),
         "kv_cache_scheme": cache if with_kv_scales else None,
+        # For transformers alone, other readers pass over it. Its default way builds the model with zero points that are
+        # not packed (transformers 5.23, compressed-tensors 0.20), and then refuses every asymmetric checkpoint.
+        "dequantize": True,
     }
 
 
@@ -160,9 +157,15 @@ def _packable(manifest: Manifest) -> dict[str, ModuleCoverage]:
             'compressed-tensors export packs quantized weights, but with weights.method = "none" nothing is quantized; '
             "export a bundle, whose weights are an ordinary checkpoint."
         )
+    if len(manifest.widths()) > 1:
+        stated = " and ".join(map(str, manifest.widths()))
+        raise UsageError(
+            f"The Linears have weights of {stated} bits; compressed-tensors export writes one width, for transformers "
+            "takes that of the first of them for all."
+        )
     for name, module in quantized.items():
-        if module.bits != 4:
-            raise UsageError(f"{name} has {module.bits} bits; compressed-tensors export writes 4 bits only.")
+        if module.bits not in WIDTHS:
+            raise UsageError(f"{name} has {module.bits} bits; compressed-tensors export writes 4 or 8 bits.")
         if ".experts." in name:
             raise UsageError(f"{name} is an expert's; compressed-tensors export does not write mixtures of experts.")
     return quantized
@@ -204,10 +207,10 @@ def _write(
 def _infos(module: ModuleCoverage) -> dict[str, TensorInfo]:
     """Types and shapes of a quantized Linear's tensors."""
     inputs, outputs = module.in_features or 0, module.out_features or 0
-    groups = inputs // (module.group_size or inputs)
+    groups, in_word = inputs // (module.group_size or inputs), 32 // (module.bits or 4)
     return {
-        "weight_packed": TensorInfo(dtype="I32", shape=[outputs, inputs // 8]),
-        "weight_zero_point": TensorInfo(dtype="I32", shape=[outputs // 8, groups]),
+        "weight_packed": TensorInfo(dtype="I32", shape=[outputs, inputs // in_word]),
+        "weight_zero_point": TensorInfo(dtype="I32", shape=[outputs // in_word, groups]),
         "weight_scale": TensorInfo(dtype="F16", shape=[outputs, groups]),
         "weight_shape": TensorInfo(dtype="I64", shape=[2]),
     }

@@ -336,7 +336,8 @@ def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents, source: Sourc
     """The manifest without files and fidelity."""
     state = store.state
     layers = [_layer_plan(store, index) for index in range(state.num_layers)]
-    quantizing = [] if recipe.weights.method == "none" else ["quantize_weights"]
+    quantizing = ["quantize_weights"] if recipe.weights.quantizes else []
+    weights = _weights_info(contents)
     return Manifest(
         format_version=FORMAT_VERSION,
         kvconvert_version=__version__,
@@ -345,10 +346,10 @@ def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents, source: Sourc
         recipe=recipe.to_dict(),
         data=state.data,
         transforms=[*state.transforms, *quantizing],
-        conventions=conventions(layers, recipe.weights.method, widths(contents.modules)),
+        conventions=conventions(layers, weights.method, widths(contents.modules)),
         layers=layers,
         modules=contents.modules,
-        weights=_weights_info(recipe, contents),
+        weights=weights,
         tensors=contents.infos,
         plan=contents.plan,
         allocation=None if recipe.auto is None else read_allocation(store),
@@ -371,7 +372,7 @@ def _layer_plan(store: WorkDir, index: int) -> LayerPlan:
     )
 
 
-def _weights_info(recipe: Recipe, contents: _Contents) -> WeightsInfo:
+def _weights_info(contents: _Contents) -> WeightsInfo:
     quantized = {module.prefix: module for module in contents.modules if module.method != "kept"}
     total = packed = parameters = 0
     for name, info in contents.infos.items():
@@ -383,11 +384,12 @@ def _weights_info(recipe: Recipe, contents: _Contents) -> WeightsInfo:
             parameters += math.prod(info.shape)
     quantized_parameters = sum((module.in_features or 0) * (module.out_features or 0) for module in quantized.values())
     parameters += quantized_parameters
-    plain, stored = recipe.weights.method == "none", widths(contents.modules)
+    # All of them agree, but for their widths: they are one recipe's or one source's.
+    first, stored = next(iter(quantized.values()), None), widths(contents.modules)
     return WeightsInfo(
-        method=recipe.weights.method,
+        method="none" if first is None else first.method,
         bits=stored[0] if len(stored) == 1 else None,
-        group_size=None if plain else recipe.weights.group_size,
+        group_size=None if first is None else first.group_size,
         bytes=total,
         parameters=parameters,
         bits_per_weight=8 * total / parameters,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,11 +11,11 @@ from torch import Tensor, nn
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.calibration.weight_grid import WeightGrid
-from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.convert.layer_runner import LayerRunner, PackedLinear
 from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.workdir import LayerRecord
 from kvconvert.errors import NumericError
-from kvconvert.kernels.linear.awq_format import AwqWeight, pack_bits, quantize_weight
+from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, pack_bits, quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
 from kvconvert.kernels.rotate import hadamard_kind
 from kvconvert.methods import KVScheme
@@ -32,6 +33,8 @@ def layer_scheme(runner: LayerRunner, recipe: Recipe, index: int) -> tuple[KVSch
     unsupported_reason = pages_unsupported(config, layer_types_of(config)[0][index])
     if unsupported_reason:
         return None, unsupported_reason
+    if scheme.folds_values and runner.has_packed(index):
+        return scheme.with_online_rotation(), "values are rotated at run time: the source's quantized weights are kept"
     if scheme.folds_values:
         structure = runner.structure(index)
         unsupported_reason = (
@@ -71,10 +74,13 @@ def untouched_record(runner: LayerRunner, recipe: Recipe, index: int) -> LayerRe
     )
 
 
-def converted_tensors(work: LayerWork, dtypes: dict[str, torch.dtype], weights: WeightsRecipe) -> dict[str, Tensor]:
+def converted_tensors(
+    work: LayerWork, dtypes: dict[str, torch.dtype], weights: WeightsRecipe, kept: Mapping[str, PackedLinear]
+) -> dict[str, Tensor]:
     """The layer's tensors under the model's names, Linears packed unless the recipe keeps weights.
 
-    Everything else is stored in the source's dtype: exactly the source's bytes where no pass changed it.
+    Those of `kept` are the source's own codes. Everything else is stored in the source's dtype: exactly the source's
+    bytes where no pass changed it.
     """
     tensors = {}
     # The source's own form of experts is copied, which may be a fused one.
@@ -85,7 +91,12 @@ def converted_tensors(work: LayerWork, dtypes: dict[str, torch.dtype], weights: 
         module, _, kind = name.rpartition(".")
         # The layer may own a tensor itself (Gemma 4's layer_scalar).
         full = f"{work.name}.{module}".rstrip(".")
-        if weights.quantizes and kind == "weight" and module in work.structure.linears:
+        if kind == "weight" and module in kept:
+            packed = kept[module].weight
+            if not torch.equal(parameter, dequantize_weight(packed).to(parameter.device)):
+                raise ValueError(f"a pass has changed {full}, whose codes are the source's")
+            tensors.update({f"{full}.{field}": value for field, value in packed._asdict().items()})
+        elif weights.quantizes and kind == "weight" and module in work.structure.linears:
             try:
                 grid = work.grids.get(module)
                 packed = (
@@ -110,7 +121,9 @@ def _pack(weight: Tensor, grid: WeightGrid) -> AwqWeight:
     )
 
 
-def layer_coverage(work: LayerWork, weights: WeightsRecipe, reasons: dict[str, str]) -> list[ModuleCoverage]:
+def layer_coverage(
+    work: LayerWork, weights: WeightsRecipe, reasons: dict[str, str], kept: Mapping[str, PackedLinear]
+) -> list[ModuleCoverage]:
     """What became of every module of a layer that has parameters; `reasons` are the passes', by Linear."""
     copied = expert_modules(work.layer) if not weights.quantizes else ()
     coverage = [
@@ -123,7 +136,18 @@ def layer_coverage(work: LayerWork, weights: WeightsRecipe, reasons: dict[str, s
         if name.startswith(copied) or not any(True for _ in module.parameters(recurse=False)):
             continue
         full, linear = f"{work.name}.{name}".rstrip("."), name in work.structure.linears
-        if linear and weights.quantizes:
+        if name in kept:
+            packing = kept[name].packing
+            coverage.append(
+                ModuleCoverage(
+                    name=full,
+                    method=packing.method,
+                    bits=packing.bits,
+                    group_size=packing.group_size,
+                    reason="quantized in the source, whose codes are kept",
+                )
+            )
+        elif linear and weights.quantizes:
             coverage.append(
                 ModuleCoverage(
                     name=full,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,22 @@ from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill, rows_as_looked_up
 from kvconvert.convert.workdir import HiddenStates
 from kvconvert.errors import NumericError, UnsupportedModelError
+from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.models.adapters import Adapter
 from kvconvert.models.auto_class import model_class
 from kvconvert.models.experts import ExpertRoles, separate_experts
+from kvconvert.models.formats import Packing
 from kvconvert.models.headers import check_headers, fitting, is_derived
 from kvconvert.models.source import SourceModel
 
 BATCH_TOKENS = 4096  # calibration tokens that run through a layer at once
+
+
+class PackedLinear(NamedTuple):
+    """A Linear that the source has quantized: how, and its tensors in the layout of bundles."""
+
+    packing: Packing
+    weight: AwqWeight
 
 
 class LayerRunner:
@@ -96,6 +105,18 @@ class LayerRunner:
         dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
         fill(layer, self._owner(name), tensors, self.device)
         return layer, dtypes
+
+    def packed(self, index: int) -> dict[str, PackedLinear]:
+        """A decoder layer's Linears that the source has quantized, by name within the layer."""
+        prefix = f"{self.layer_name(index)}."
+        return {
+            name.removeprefix(prefix).removesuffix(".weight"): PackedLinear(packing, self.source.read_packed(name))
+            for name, packing in self.source.packings(prefix).items()
+        }
+
+    def has_packed(self, index: int) -> bool:
+        """Whether there are any."""
+        return self.adapter is not None and bool(self.source.packings(f"{self.layer_name(index)}."))
 
     def _owner(self, name: str) -> PreTrainedModel:
         """The innermost model around a module."""

@@ -24,7 +24,7 @@ from kvconvert.auto.search import SearchTask, allocated_recipe, find_allocation,
 from kvconvert.auto.weight_widths import allocated_widths, budget_of, find_widths, weight_units
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork
-from kvconvert.convert.checks import check_purpose, check_recipe, check_widths, fitted_group_size
+from kvconvert.convert.checks import check_packed, check_purpose, check_recipe, check_widths, fitted_group_size
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_records import (
     converted_tensors,
@@ -116,6 +116,7 @@ def calibrate(
     runner.check_headers()
     adapter = runner.adapter
     check_recipe(runner, recipe)
+    check_packed(runner, recipe)
     if adapter is not None:
         recipe = _with_group_size(runner, recipe, progress)
     task = None if recipe.auto is None else search_task(runner, recipe, target)
@@ -246,11 +247,11 @@ def _calibrate_layer(
         for result in results.values():
             if result.scheme:
                 scheme = replace(scheme, **result.scheme)
-        names = runner.source.tensor_names
+        names, kept = runner.source.tensor_names, runner.packed(index)
         notes = [reason, *(note for result in results.values() for note in result.notes)]
         record = LayerRecord(
             index=index,
-            modules=[names.locate(module) for module in layer_coverage(work, recipe.weights, reasons)],
+            modules=[names.locate(module) for module in layer_coverage(work, recipe.weights, reasons, kept)],
             statistics={name: result.statistics for name, result in results.items() if result.statistics},
             reason="; ".join(filter(None, notes)),
             **resolved_fields(scheme, structure.head_dim, structure.num_key_value_heads),
@@ -258,7 +259,7 @@ def _calibrate_layer(
         plan: dict[str, Tensor] = {}
         for calibration_pass in passes:
             plan |= plan_of(calibration_pass, results[calibration_pass.name], index)
-        tensors = converted_tensors(work, dtypes, recipe.weights)
+        tensors = converted_tensors(work, dtypes, recipe.weights, kept)
         directory.commit_layer(index, {names.of_tensor(name): t for name, t in tensors.items()}, plan, record)
         # Only now: a kill in between leaves the layer committed and its input in place, from which `_hidden_input`
         # goes on.

@@ -11,9 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 GROUP_SIZES = (16, 32, 64, 128, 256)
 # What "auto" chooses from, the largest first.
 AUTO_GROUP_SIZES = (128, 64, 32)
-# Of a quantized module; "none" besides, of a recipe.
-QuantizedBy = Literal["awq", "gptq", "awq+gptq", "rtn"]
-Method = Literal[QuantizedBy, "none"]
+# What a recipe can ask for.
+Method = Literal["awq", "gptq", "awq+gptq", "rtn", "none"]
+# Of a quantized module; "source" where the source has quantized it and does not tell how.
+QuantizedBy = Literal["awq", "gptq", "awq+gptq", "rtn", "source"]
+# Of a bundle's weights.
+StoredMethod = Literal[QuantizedBy, "none"]
 NIBBLES = "bits 4i to 4i+3 of the int32 in column c hold output channel 8c + [0,2,4,6,1,3,5,7][i]"
 # Widths of a stored weight. AWQ's own layout has 4 bits, kvconvert's the others.
 BITS = (2, 3, 4, 8)
@@ -117,7 +120,7 @@ class WeightsRecipe(BaseModel):
         return ("awq_scale", "awq_clip") * self.scales + ("gptq",) * self.compensates
 
 
-def describe(method: Method, widths: Collection[int]) -> str:
+def describe(method: StoredMethod, widths: Collection[int]) -> str:
     """What a card says of a bundle's weights, of all the widths that its quantized Linears have."""
     bits = " and ".join(filter(None, [", ".join(map(str, sorted(widths)[:-1])), str(max(widths, default=""))]))
     return {
@@ -125,17 +128,18 @@ def describe(method: Method, widths: Collection[int]) -> str:
         "gptq": f"GPTQ-quantized weights ({bits} bits)",
         "awq+gptq": f"weights scaled by AWQ and quantized by GPTQ ({bits} bits)",
         "rtn": f"weights rounded to nearest ({bits} bits)",
+        "source": f"its quantized weights ({bits} bits) as they are",
         "none": "weights in their original width",
     }[method]
 
 
-def tags(method: Method, widths: Collection[int]) -> list[str]:
+def tags(method: StoredMethod, widths: Collection[int]) -> list[str]:
     """What the Hub calls such weights."""
     stored = ["awq"] if {*widths} == {*AWQ_BITS} else []
     return [] if method == "none" else [*stored, *(f"{bits}-bit" for bits in sorted(widths))]
 
 
-def conventions(method: Method, widths: Collection[int]) -> dict[str, Any]:
+def conventions(method: StoredMethod, widths: Collection[int]) -> dict[str, Any]:
     """What is open to interpretation, as data for the manifest."""
     if method == "none":
         return {}

@@ -27,9 +27,10 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from kvconvert.bundle.manifest import SourceInfo, TensorInfo
 from kvconvert.bundle.tensorfile import read_header
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.models.auto_class import model_class
 from kvconvert.models.file_stamps import FileStamps
-from kvconvert.models.formats import Encoded, find_format
+from kvconvert.models.formats import Encoded, Packing, find_format
 from kvconvert.models.formats.gguf import find_gguf, open_gguf
 from kvconvert.models.names import TensorNames
 
@@ -127,6 +128,17 @@ class SourceModel:
             tensors |= self.read_file(self.weights / file, members)
         self.stamps.check(by_file)
         return tensors
+
+    def packings(self, prefix: str = "") -> dict[str, Packing]:
+        """Weights that bundles hold as they are stored here, by tensor name, of all whose name starts with `prefix`."""
+        found = {name: self.encoded.get(self.tensor_names.stored[name]) for name in self.names(prefix)}
+        return {name: item.packing for name, item in found.items() if item is not None and item.packing is not None}
+
+    def read_packed(self, name: str) -> AwqWeight:
+        """One of `packings`, in the layout of bundles."""
+        encoded = self.encoded[self.tensor_names.stored[name]]
+        parts = self._read_stored(encoded.parts)
+        return encoded.packing.pack([parts[part] for part in encoded.parts])
 
     def files_of(self, names: Iterable[str]) -> set[str]:
         """Weight files that hold tensors, which go by the checkpoint's name."""
@@ -227,7 +239,7 @@ def open_source(model: str) -> SourceModel:
     weight_map = _weight_map(directory, headers)
     stored = {name: headers[file][name] for name, file in weight_map.items()}
     config = _load_config(directory)
-    encoded, stored_as, unused = {}, None, set()
+    form, encoded, stored_as, unused = None, {}, None, set()
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
@@ -245,7 +257,7 @@ def open_source(model: str) -> SourceModel:
                 f"{', '.join(FLOAT_DTYPES)}."
             )
     names = TensorNames.same(tensors)
-    return SourceModel(
+    source = SourceModel(
         model_id,
         directory,
         revision,
@@ -259,6 +271,9 @@ def open_source(model: str) -> SourceModel:
         encoded=encoded,
         stored_as=stored_as,
     )
+    if form is not None:
+        form.check(source._read_stored)
+    return source
 
 
 def _open_gguf(file: Path) -> SourceModel:

@@ -113,7 +113,7 @@ def _plan(bundle: Bundle, kv_cache: str) -> tuple[Decoder, StaticCache | None]:
     """What is to be built, after all refusals."""
     decoder = Decoder.of(AutoConfig.from_pretrained(bundle.directory, trust_remote_code=False))
     weights = bundle.manifest.weights
-    if weights.method not in ("awq", "rtn", "gptq", "awq+gptq", "none") or weights.bits not in (4, None):
+    if weights.bits != 4 and weights.method != "none":
         raise UnsupportedModelError(
             f"The ONNX export serves weights of 4 bits, and this bundle has {weights.bits} ({weights.method}); "
             "calibrate with bits = 4."

@@ -6,17 +6,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny.llama import write_tiny_llama
+from transformers import AutoModelForCausalLM
 
+import kvconvert
 from kvconvert.convert.compressed_tensors import export_compressed_tensors, pack_quantized
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import UsageError
-from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, pack_awq
+from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, pack_bits, unpack_bits
+
+NEEDS = 'needs pip install "kvconvert[compressed-tensors]"'
 
 
 def unpacked(words, count):
-    """Codes along the last dimension, eight in a word, the first lowest: the format's description, one at a time."""
-    return torch.stack([(words[..., i // 8] >> (4 * (i % 8))) & 15 for i in range(count)], dim=-1)
+    """Codes along the last dimension, the first of a word lowest: the format's description, one at a time."""
+    bits = 32 * words.shape[-1] // count
+    n = 32 // bits
+    return torch.stack([(words[..., i // n] >> (bits * (i % n))) & (2**bits - 1) for i in range(count)], dim=-1)
 
 
 def weight_of(tensors, module):
@@ -52,12 +58,17 @@ def checkpoint(work, tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize(("inputs", "outputs", "group"), [(32, 8, 16), (24, 40, 8), (64, 16, 64)])
-def test_codes_zeros_and_scales_are_kept(inputs, outputs, group):
+def random_weight(inputs, outputs, group, bits):
     generator = torch.Generator().manual_seed(0)
-    codes, zeros = (torch.randint(0, 16, (rows, outputs), generator=generator) for rows in (inputs, inputs // group))
-    scales = torch.rand(inputs // group, outputs, generator=generator).half() + 0.01
-    packed = AwqWeight(pack_awq(codes), pack_awq(zeros), scales)
+    rows = inputs, inputs // group
+    codes, zeros = (pack_bits(torch.randint(0, 2**bits, (n, outputs), generator=generator), bits) for n in rows)
+    return AwqWeight(codes, zeros, torch.rand(inputs // group, outputs, generator=generator).half() + 0.01)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("inputs", "outputs", "group"), [(32, 8, 16), (24, 40, 8), (64, 16, 64)])
+def test_codes_zeros_and_scales_are_kept(inputs, outputs, group, bits):
+    packed = random_weight(inputs, outputs, group, bits)
     tensors = {f"x.{name}": tensor for name, tensor in pack_quantized(packed).items()}
     assert torch.equal(weight_of(tensors, "x"), dequantize_weight(packed))
 
@@ -107,17 +118,53 @@ def test_unquantized_weights_are_refused_and_nothing_is_left(source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_formats_own_package_unpacks_the_same_weight():
-    pytest.importorskip("compressed_tensors", reason='needs pip install "kvconvert[compressed-tensors]"')
-    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+@pytest.mark.full
+def test_widths_that_the_format_or_its_reader_lacks_are_refused(source, tmp_path):
+    narrow = calibrated(source, tmp_path, weights='method = "rtn"\ngroup_size = 16\nbits = 3')
+    with pytest.raises(UsageError, match=r"has 3 bits; compressed-tensors export writes 4 or 8 bits"):
+        export_compressed_tensors(narrow, tmp_path / "out", progress=False)
+    rule = '[[weights.modules]]\nmatch = "*.down_proj"\nbits = 8'
+    (tmp_path / "two").mkdir()
+    mixed = calibrated(source, tmp_path / "two", weights=f'method = "rtn"\ngroup_size = 16\n{rule}')
+    with pytest.raises(UsageError, match="weights of 4 and 8 bits"):
+        export_compressed_tensors(mixed, tmp_path / "out", progress=False)
+
+
+def scheme_of(bits, group):
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-    generator = torch.Generator().manual_seed(0)
-    codes, zeros = (torch.randint(0, 16, (rows, 40), generator=generator) for rows in (48, 3))
-    scales = torch.rand(3, 40, generator=generator).half() + 0.01
-    packed = AwqWeight(pack_awq(codes), pack_awq(zeros), scales)
-    arguments = QuantizationArgs(num_bits=4, type="int", symmetric=False, strategy="group", group_size=16)
-    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
-    found = PackedQuantizationCompressor.decompress(pack_quantized(packed), scheme)["weight"]
+    arguments = QuantizationArgs(num_bits=bits, type="int", symmetric=False, strategy="group", group_size=group)
+    return QuantizationScheme(targets=["Linear"], weights=arguments, format="pack-quantized")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_formats_own_package_packs_and_unpacks_the_same(bits):
+    pytest.importorskip("compressed_tensors", reason=NEEDS)
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+
+    packed = random_weight(48, 40, 16, bits)
+    ours, weight = pack_quantized(packed), dequantize_weight(packed)
+    found = PackedQuantizationCompressor.decompress(ours, scheme_of(bits, 16))["weight"]
     # the package multiplies in float16, where ours is rounded once
-    assert torch.equal(found.half(), dequantize_weight(packed, torch.float16))
+    assert torch.equal(found.half(), weight.half())
+    zeros = unpack_bits(packed.qzeros, bits).T.to(torch.int16) - 2 ** (bits - 1)
+    state = {"weight": weight, "weight_scale": packed.scales.T.float(), "weight_zero_point": zeros.to(torch.int8)}
+    theirs = PackedQuantizationCompressor.compress(state, scheme_of(bits, 16))
+    assert {*theirs} == {*ours}
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor if name != "weight_scale" else tensor.half()), name
+        assert ours[name].dtype == tensor.dtype or name == "weight_scale"
+
+
+@pytest.mark.parametrize("bits", [pytest.param(4, marks=pytest.mark.full), 8])
+def test_transformers_loads_the_checkpoint_with_the_formats_own_package(source, tmp_path, bits):
+    pytest.importorskip("compressed_tensors", reason=NEEDS)
+    work = calibrated(source, tmp_path, weights=f'method = "rtn"\ngroup_size = 16\nbits = {bits}')
+    export_compressed_tensors(work, tmp_path / "out", progress=False)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ours, _ = kvconvert.load(export(work, tmp_path / "bundle", progress=False), dtype=torch.float32)
+    ids = torch.arange(40)[None] * 7
+    with torch.no_grad():
+        expected, logits = ours(ids, use_cache=False).logits, found(ids, use_cache=False).logits
+    # theirs rounds each weight to float16, the dtype of the scales
+    assert (logits - expected).abs().amax() <= 2e-3 * expected.abs().amax()

@@ -302,8 +302,8 @@ def test_fp8_tensors_that_do_not_belong_together_are_refused(tmp_path, damage, m
 
 def test_other_quantizations_are_refused_by_name(tmp_path):
     save_checkpoint(tmp_path, dtype=torch.bfloat16)
-    set_quantization(tmp_path, quant_method="gptq", bits=4)
-    with pytest.raises(CheckpointError, match=r"already quantized \(gptq\).*fp8, mxfp4"):
+    set_quantization(tmp_path, quant_method="hqq", bits=4)
+    with pytest.raises(CheckpointError, match=r"already quantized \(hqq\).*fp8, mxfp4"):
         open_source(str(tmp_path))
     set_quantization(tmp_path, quant_method="fp8", weight_block_size=[128])
     with pytest.raises(CheckpointError, match="weight_block_size"):

@@ -147,9 +147,7 @@ def unmerged_adapter(model):
 
 def already_quantized(model):
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
-    )
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq", "bits": 4}}))
 
 
 def integer_weights(model):
@@ -177,7 +175,7 @@ def integer_weights(model):
         (index_that_leads_elsewhere, "not a safetensors file beside it"),
         (index_beside_a_single_file, "remove the wrong one"),
         (unmerged_adapter, "unmerged LoRA adapter.*merge"),
-        (already_quantized, r"already quantized \(gptq\)"),
+        (already_quantized, r"already quantized \(hqq\)"),
         (integer_weights, "as I8; converting needs weights in"),
     ],
 )

@@ -12,13 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.errors import CheckpointError
-from kvconvert.models.formats.format import Encoded, SourceFormat
+from kvconvert.models.formats.awq import Awq
+from kvconvert.models.formats.compressed_tensors import CompressedTensors
+from kvconvert.models.formats.format import Encoded, Packing, SourceFormat
 from kvconvert.models.formats.fp8 import BlockScaledFp8
+from kvconvert.models.formats.gptq import Gptq
 from kvconvert.models.formats.mxfp4 import Mxfp4
 
-__all__ = ["FORMATS", "Encoded", "SourceFormat", "find_format"]
+__all__ = ["FORMATS", "Encoded", "Packing", "SourceFormat", "find_format"]
 
-FORMATS: dict[str, type[SourceFormat]] = {kind.method: kind for kind in (BlockScaledFp8, Mxfp4)}
+FORMATS: dict[str, type[SourceFormat]] = {
+    kind.method: kind for kind in (BlockScaledFp8, Mxfp4, Awq, Gptq, CompressedTensors)
+}
 
 
 def find_format(directory: Path, quantization: Mapping[str, Any]) -> SourceFormat:

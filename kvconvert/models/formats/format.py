@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +13,24 @@ from torch import Tensor
 
 from kvconvert.bundle.manifest import TensorInfo
 from kvconvert.errors import CheckpointError
+from kvconvert.kernels.linear.awq_format import AwqWeight
+from kvconvert.methods.awq import QuantizedBy
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a bundle holds a Linear's weight that its source has quantized: the same values, in the bundle's own layout.
+
+    Attributes:
+        method: by which it was quantized.
+        bits, group_size: of its codes.
+        pack: makes the bundle's tensors from the stored ones.
+    """
+
+    method: QuantizedBy
+    bits: int
+    group_size: int
+    pack: Callable[[list[Tensor]], AwqWeight]
 
 
 @dataclass(frozen=True)
@@ -23,11 +41,13 @@ class Encoded:
         info: type and shape in which it is read.
         parts: names of the stored tensors that it is made from.
         decode: makes it from them, in that order.
+        packing: of a weight that a bundle holds as it is; None where it has to be dequantized.
     """
 
     info: TensorInfo
     parts: tuple[str, ...]
     decode: Callable[[list[Tensor]], Tensor]
+    packing: Packing | None = None
 
 
 class SourceFormat(ABC):
@@ -64,6 +84,9 @@ class SourceFormat(ABC):
     def unused(self, stored: Mapping[str, TensorInfo]) -> set[str]:
         """Stored tensors that mean nothing once the others are read."""
         return set()
+
+    def check(self, read: Callable[[Iterable[str]], dict[str, Tensor]]) -> None:  # noqa: B027 - most have nothing to check
+        """Refuse (CheckpointError) what only the contents of stored tensors tell, which `read` gives by their names."""
 
 
 def require(directory: Path, stored: Mapping[str, TensorInfo], name: str, owner: str) -> TensorInfo:
