@@ -64,6 +64,11 @@ class TokenData:
     extras: tuple[dict[str, torch.Tensor], ...] = ()
     visual: torch.Tensor | None = None
 
+    def first(self, count: int) -> TokenData:
+        """The first samples alone, under the fingerprint of all."""
+        visual = None if self.visual is None else self.visual[:count]
+        return TokenData(self.ids[:count], self.info.model_copy(update={"samples": count}), self.extras[:count], visual)
+
 
 @dataclass(frozen=True)
 class HubSource:
