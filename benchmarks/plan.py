@@ -1,9 +1,9 @@
 """What `kvconvert plan` says against what then happens: memory, disk and time of `calibrate` and `export`.
 
-    python benchmarks/plan.py [SHAPE:LAYERS:RECIPE ...] [--samples 16] [--length 256] [--json benchmarks/results/plan.json]
+    python benchmarks/plan.py [SHAPE:LAYERS:RECIPE ...] [--samples 16] [--length 256] [--json FILE]
 
-SHAPE is one of benchmarks/memory.py, RECIPE one of a recipe's presets or files. A random checkpoint is written, planned with and
-without a probe, calibrated and exported.
+SHAPE is one of benchmarks/memory.py, RECIPE a preset or a recipe file. A random checkpoint is written, planned with
+and without a probe, calibrated and exported.
 """
 
 from __future__ import annotations

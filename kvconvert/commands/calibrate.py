@@ -11,7 +11,12 @@ import click
 @click.argument("model")
 @click.option("-o", "work", metavar="WORK", required=True, type=click.Path(path_type=Path), help="Working directory.")
 @click.option("--recipe", metavar="PRESET|FILE.toml", default="default", show_default=True, help="What to do.")
-@click.option("--data", metavar="SOURCE", help="Calibration data; by default what ships with kvconvert.")
+@click.option(
+    "--data",
+    metavar="SOURCE[=WEIGHT]",
+    multiple=True,
+    help="Calibration data, may be repeated; by default what ships with kvconvert.",
+)
 @click.option("--samples", metavar="N", type=click.IntRange(min=1), default=64, show_default=True, help="Sequences.")
 @click.option(
     "--seq-len", metavar="L", type=click.IntRange(min=1), help="Tokens in each; 512 by default, or what an image needs."
@@ -30,7 +35,7 @@ def calibrate(
     model: str,
     work: Path,
     recipe: str,
-    data: str | None,
+    data: tuple[str, ...],
     samples: int,
     seq_len: int | None,
     seed: int,
@@ -44,11 +49,11 @@ def calibrate(
 ) -> None:
     """Calibrate MODEL, a directory or Hub id, layer by layer into WORK; run again to resume.
 
-    SOURCE is a .txt, .jsonl or .parquet file, a directory of them, or a Hub data set id with optional
-    :config:split:column. For a vision-language model it may hold images: rows with an image column and a text column,
-    or messages with images in them, or a directory of images with captions (NAME.txt beside each image, or a
-    captions.jsonl with file_name and caption). Without SOURCE text is used, or, for a
-    vision-language model, drawings.
+    SOURCE is a .txt, .jsonl or .parquet file, a directory of them or of source code, or a Hub data set id with optional
+    :config:split:column; several have weights, as in --data chat.jsonl=3 --data code=1. For a vision-language model it
+    may hold images: rows with an image column and a text column, or messages with images in them, or a directory of
+    images with captions (NAME.txt beside each image, or a captions.jsonl with file_name and caption). Without SOURCE
+    text is used, or, for a vision-language model, drawings.
 
     The recipe auto chooses bits, groups and windows of every layer for the size that --kv-bits or --kv-bytes-per-token
     allows, everything in the cache included, at 4,096 tokens or --context.
@@ -65,7 +70,7 @@ def calibrate(
         model,
         work,
         recipe=loaded,
-        data=data,
+        data=list(data) or None,
         samples=samples,
         seq_len=seq_len,
         seed=seed,

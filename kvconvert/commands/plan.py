@@ -42,7 +42,7 @@ class ByteSize(click.ParamType):
 )
 @click.option("--samples", metavar="N", type=click.IntRange(min=1), default=64, show_default=True, help="As calibrate.")
 @click.option("--seq-len", metavar="L", type=click.IntRange(min=2), help="As calibrate; 512 by default.")
-@click.option("--data", metavar="SOURCE", help="As calibrate.")
+@click.option("--data", metavar="SOURCE[=WEIGHT]", multiple=True, help="As calibrate.")
 @click.option("--device", metavar="D", default="cpu", show_default=True, help="Where layers are computed.")
 @click.option("--kv-bits", metavar="B", type=float, help="Recipe auto: as calibrate.")
 @click.option("--kv-bytes-per-token", metavar="N", type=float, help="Recipe auto: as calibrate.")
@@ -56,7 +56,7 @@ def plan(
     batch: int,
     samples: int,
     seq_len: int | None,
-    data: str | None,
+    data: tuple[str, ...],
     device: str,
     kv_bits: float | None,
     kv_bytes_per_token: float | None,
@@ -85,7 +85,7 @@ def plan(
         batch=batch,
         samples=samples,
         seq_len=seq_len,
-        data=data,
+        data=list(data) or None,
         device=device,
         probe=not no_probe,
     )

@@ -39,6 +39,7 @@ from kvconvert.convert.passes import cache_format, make_passes, plan_of
 from kvconvert.convert.recipe import Recipe, WeightsRecipe
 from kvconvert.convert.resolve import resolve_layers
 from kvconvert.convert.workdir import HiddenStates, LayerRecord, WorkDir, WorkState
+from kvconvert.data.mixture import Sources
 from kvconvert.data.samples import load_samples
 from kvconvert.data.text import TokenData
 from kvconvert.errors import UnsupportedModelError, UsageError
@@ -56,7 +57,7 @@ def calibrate(
     work: str | Path,
     *,
     recipe: Recipe | str | Path = "default",
-    data: str | Path | None = None,
+    data: Path | Sources = None,
     samples: int = 64,
     seq_len: int | None = None,
     seed: int = 0,
@@ -75,8 +76,9 @@ def calibrate(
         model: directory or Hub id.
         work: working directory, absent, empty, or begun from the same inputs.
         recipe: a `Recipe`, the name of a preset, or the path of a recipe file (see `Recipe.load`).
-        data: calibration data: a file, a directory or a Hub data set (see `kvconvert.data`). None takes what ships
-            with kvconvert: text, or drawings with captions for a vision-language model.
+        data: calibration data: a file, a directory or a Hub data set (see `kvconvert.data`), or a list of them, each
+            with its weight as in "chat.jsonl=3". None takes what ships with kvconvert: text, or drawings with captions
+            for a vision-language model.
         samples: number of calibration sequences.
         seq_len: tokens in each; None takes 512, or what an image needs.
         seed: of the choice of samples.
@@ -105,7 +107,7 @@ def calibrate(
         )
     WorkDir.check_place(work)
     target = find_device(device)
-    model, data = str(model), None if data is None else str(data)
+    model, data = str(model), str(data) if isinstance(data, Path) else data
     source = open_source(model)
     check_purpose(source.config, recipe)
     runner = make_runner(source, recipe.weights, target)
@@ -118,6 +120,8 @@ def calibrate(
     tokens = load_samples(source, data, samples, seq_len, seed)
     if supports_images(source.config) and not tokens.info.images:
         _say(f"Calibrating with text alone: {tokens.info.source} holds no images.", progress)
+    for warning in tokens.warnings:
+        _say(warning, progress)
     state = _initial_state(model, runner, recipe, tokens, seed, target, progress)
     measured = None if auto_from is None else WorkDir.open(auto_from)
     if measured is not None:
@@ -138,7 +142,7 @@ def _calibrate_layers(
     task: SearchTask | None,
     measured: WorkDir | None,
     tokens: TokenData,
-    data: str | None,
+    data: Sources,
     seed: int,
     progress: bool,
 ) -> None:
