@@ -19,12 +19,11 @@ from kvconvert.errors import UsageError
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.planning.cache import CHUNK_TOKENS, RUNTIME_BYTES, CachePlan, Fit, cache_plan, fit
-from kvconvert.planning.host import LayerMemory, layer_memory
+from kvconvert.planning.host import LIBRARY_BYTES, LayerMemory, layer_memory
 from kvconvert.planning.layer_sizes import LayerSizes, kept_bytes
 from kvconvert.planning.probe import Probe, run_probe
 
 _HASHED = 2**25  # bytes on which the speed of checksums is measured
-# Passes whose memory the formula follows; others are evaluated on a sample of the attention, as it assumes for them.
 DEFAULT_CONTEXT = 4096
 
 
@@ -140,6 +139,7 @@ def plan(
         KvconvertError: one of its children, as `calibrate` with the same arguments.
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(str(recipe))
+    recipe = recipe.with_search()  # refuses a search without a budget
     target = find_device(device)
     source = open_source(str(model))
     check_purpose(source.config, recipe)
@@ -238,7 +238,7 @@ def _memory(
         )
         host = own + largest + max((sizes.stored_bytes for sizes in layers), default=0)
     else:
-        host = own + needed
+        host = own + needed + LIBRARY_BYTES
     measured = None if probed is None else probed.peak_anonymous_bytes
     on_device = None if device != "cuda" else needed
     if probed is not None and probed.peak_device_bytes is not None:
