@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvconvert.calibration.activations import EXPERT_TOKENS, LOSS_TOKENS, input_points
-from kvconvert.calibration.attention_sample import SAMPLE_SEQUENCES
+from kvconvert.calibration.attention_sample import SAMPLE_SEQUENCES, SAMPLE_TOKENS
 from kvconvert.calibration.clip_ratios import CLIP_RATIO_GRID, QUERY_BLOCK
 from kvconvert.convert.layer_runner import BATCH_TOKENS
 from kvconvert.methods.awq import WeightsRecipe
@@ -63,7 +63,8 @@ def layer_memory(
     layer = 4 * sizes.parameters
     gathered = _gathered(sizes, weights, samples * length)
     batch = min(samples, max(1, BATCH_TOKENS // length)) * length
-    sampled = _attention_sample(sizes, min(samples, SAMPLE_SEQUENCES), length) if samples_attention else (0, 0)
+    sequences = min(samples, SAMPLE_SEQUENCES, max(1, SAMPLE_TOKENS // length))
+    sampled = _attention_sample(sizes, sequences, length) if samples_attention else (0, 0)
     searches = weights.scales or weights.compensates
     return LayerMemory(
         forward=layer + (_activations(sizes, batch) + gathered.observed if observes else 0),
@@ -160,5 +161,5 @@ def _attention_sample(sizes: LayerSizes, sequences: int, length: int) -> tuple[i
 
 
 def _packing(sizes: LayerSizes) -> int:
-    """Bytes of one Linear's codes before they are packed: float32, then int32 and packed words beside it."""
-    return 9 * max(outputs * inputs for outputs, inputs in sizes.linears.values())
+    """Bytes of one Linear's codes on the way to packed words: 12 for each weight, in float32, int32 and shifted."""
+    return 12 * max(outputs * inputs for outputs, inputs in sizes.linears.values())
