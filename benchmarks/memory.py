@@ -26,6 +26,7 @@ import torch
 
 from kvconvert.bundle.manifest import TensorInfo
 from kvconvert.bundle.writer import write_weights
+from kvconvert.convert.host_memory import anonymous_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / "examples" / "reference-lm"
@@ -120,21 +121,12 @@ def write_checkpoint(directory: Path, shape: Shape, layers: int) -> None:
     write_weights(directory, infos, tensor, SHARD_BYTES)
 
 
-def anonymous_bytes(pid: int) -> int:
-    """RssAnon of a process; 0 once it is gone."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")), 0)
-
-
 def run(*arguments: str) -> dict[str, float]:
     """Run a command of kvconvert; its peak of anonymous memory, processor and wall time."""
     before, begun, peak = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter(), 0
     process = subprocess.Popen([sys.executable, "-m", "kvconvert", *arguments], stdout=subprocess.DEVNULL)
     while process.poll() is None:
-        peak = max(peak, anonymous_bytes(process.pid))
+        peak = max(peak, anonymous_bytes(process.pid) or 0)
         time.sleep(0.01)
     if process.returncode:
         raise SystemExit(f"kvconvert {arguments[0]} failed")

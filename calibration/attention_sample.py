@@ -20,6 +20,7 @@ from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWo
 from kvconvert.kernels.rotate import hadamard_transform
 
 SAMPLE_SEQUENCES = 8
+SAMPLE_TOKENS = 2**14  # at most: of longer sequences fewer are kept, in float32 and several copies
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class AttentionSampler(CalibrationPass):
         candidates = list(range(work.num_samples))
         if work.cache.modality == "visual" and work.visual is not None and work.visual.any():
             candidates = work.visual.any(1).nonzero().flatten().tolist()
-        wanted = min(self.sequences, len(candidates))
+        wanted = min(self.sequences, max(1, SAMPLE_TOKENS // work.seq_len), len(candidates))
         self._chosen = [candidates[i * len(candidates) // wanted] for i in range(wanted)]
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

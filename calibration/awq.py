@@ -374,6 +374,7 @@ class AwqPass(CalibrationPass):
         """Search the scales."""
         try:
             self._statistics = self._recorder.result()
+            self._recorder = None
             self._scalings, self._skipped = search_scales(
                 work.layer,
                 work.structure,
@@ -418,6 +419,7 @@ class AwqPass(CalibrationPass):
                     )
                     for linear in experts.linears(number):
                         reasons[linear] = "; ".join(filter(None, (reasons.get(linear), note)))
+        self._statistics = None  # hundreds of megabytes that later passes do not need
         self._result = PassResult(statistics=statistics, reasons=reasons)
 
     def result(self) -> PassResult:

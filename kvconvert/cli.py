@@ -18,6 +18,7 @@ from kvconvert.commands.evaluate import evaluate
 from kvconvert.commands.export import export
 from kvconvert.commands.generate import generate
 from kvconvert.commands.inspect import inspect
+from kvconvert.commands.plan import plan
 from kvconvert.commands.pull import pull
 from kvconvert.commands.push import push
 from kvconvert.commands.recipes import recipes
@@ -102,6 +103,7 @@ def cli() -> None:
 
 
 for command in (
+    plan,
     calibrate,
     export,
     evaluate,

@@ -27,7 +27,8 @@ from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.recipe import LayerOverride, Recipe
 from kvconvert.convert.workdir import WorkDir
-from kvconvert.data.text import TokenData, load_held_out_samples, load_token_samples
+from kvconvert.data.mixture import Sources, load_held_out_mixture
+from kvconvert.data.text import TokenData, load_token_samples
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods.auto import DEFAULT_CONTEXT, AutoSearch, Candidate
@@ -137,7 +138,7 @@ def find_allocation(
     task: SearchTask,
     directory: WorkDir,
     tokens: TokenData,
-    data: str | None,
+    data: Sources,
     seed: int,
     say: Callable[[str], None],
     progress: bool,
@@ -163,7 +164,7 @@ def find_allocation(
         data = None
         tokens = load_token_samples(None, tokenizer, CLIP_ROWS, tokens.ids.shape[1], seed)
     apart = (tokens.info.samples, tokens.info.length)
-    text = load_held_out_samples(data, tokenizer, task.text_rows, task.text_length, seed, apart)
+    text = load_held_out_mixture(data, tokenizer, task.text_rows, task.text_length, seed, apart)
     device, dtype = runner.device, search_dtype(runner)
     model = source.load(dtype, attn_implementation=SIMULATED_ATTENTION)
     model = model.eval().requires_grad_(False).to(device)

@@ -25,7 +25,8 @@ from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.workdir import WorkDir
-from kvconvert.data.text import TokenData, load_held_out_samples
+from kvconvert.data.mixture import Sources, load_held_out_mixture
+from kvconvert.data.text import TokenData
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.methods.awq import BITS, WeightsRule
@@ -112,7 +113,7 @@ def find_widths(
     recipe: Recipe,
     directory: WorkDir,
     tokens: TokenData,
-    data: str | None,
+    data: Sources,
     seed: int,
     say: Callable[[str], None],
     progress: bool,
@@ -128,7 +129,7 @@ def find_widths(
     total = GPU_TOKENS if on_gpu else TOKENS
     length = min(LENGTH, getattr(runner.config.get_text_config(), "max_position_embeddings", None) or LENGTH)
     apart = (tokens.info.samples, tokens.info.length)
-    text = load_held_out_samples(
+    text = load_held_out_mixture(
         None if tokens.extras else data, load_tokenizer(source.directory), max(1, total // length), length, seed, apart
     )
     dtype = search_dtype(runner)

@@ -15,7 +15,12 @@ from kvconvert.commands.recipe_options import changes_of, recipe_changes
 @click.option("-o", "work", metavar="WORK", required=True, type=click.Path(path_type=Path), help="Working directory.")
 @click.option("--recipe", metavar="PRESET|FILE.toml", default="default", show_default=True, help="What to do.")
 @recipe_changes
-@click.option("--data", metavar="SOURCE", help="Calibration data; by default what ships with kvconvert.")
+@click.option(
+    "--data",
+    metavar="SOURCE[=WEIGHT]",
+    multiple=True,
+    help="Calibration data, may be repeated; by default what ships with kvconvert.",
+)
 @click.option("--samples", metavar="N", type=click.IntRange(min=1), default=64, show_default=True, help="Sequences.")
 @click.option(
     "--seq-len", metavar="L", type=click.IntRange(min=1), help="Tokens in each; 512 by default, or what an image needs."
@@ -35,7 +40,7 @@ def calibrate(
     model: str,
     work: Path,
     recipe: str,
-    data: str | None,
+    data: tuple[str, ...],
     samples: int,
     seq_len: int | None,
     seed: int,
@@ -51,8 +56,9 @@ def calibrate(
 ) -> None:
     """Calibrate MODEL, a directory or Hub id, layer by layer into WORK; run again to resume.
 
-    SOURCE is a .txt, .jsonl, .json, .csv or .parquet file or a directory of them, with optional ::column, or a Hub data
-    set id with optional :config:split:column. For a vision-language model it may hold images: rows with an image column
+    SOURCE is a .txt, .jsonl, .json, .csv or .parquet file or a directory of them, with optional ::column, a file or
+    directory of source code or Markdown, or a Hub data set id with optional :config:split:column; several have weights,
+    as in --data chat.jsonl=3 --data code=1. For a vision-language model it may hold images: rows with an image column
     and a text column, or messages with images in them, or a directory of images with captions (NAME.txt beside each
     image, or a captions.jsonl with file_name and caption). Without SOURCE text is used, or, for a vision-language
     model, drawings.
@@ -75,7 +81,7 @@ def calibrate(
         model,
         work,
         recipe=loaded,
-        data=data,
+        data=list(data) or None,
         samples=samples,
         seq_len=seq_len,
         seed=seed,

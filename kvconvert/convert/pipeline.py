@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from kvconvert.auto.search import SearchTask, allocated_recipe, find_allocation, search_task
@@ -25,6 +25,7 @@ from kvconvert.auto.weight_widths import allocated_widths, budget_of, find_width
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork
 from kvconvert.convert.checks import check_packed, check_purpose, check_recipe, check_widths, fitted_group_size
+from kvconvert.convert.host_memory import release_free_memory
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_records import (
     converted_tensors,
@@ -39,6 +40,7 @@ from kvconvert.convert.passes import cache_format, make_passes, plan_of
 from kvconvert.convert.recipe import Recipe, WeightsRecipe
 from kvconvert.convert.resolve import resolve_layers
 from kvconvert.convert.workdir import HiddenStates, LayerRecord, WorkDir, WorkState
+from kvconvert.data.mixture import Sources
 from kvconvert.data.samples import load_samples
 from kvconvert.data.text import TokenData
 from kvconvert.errors import UnsupportedModelError, UsageError
@@ -57,7 +59,7 @@ def calibrate(
     work: str | Path,
     *,
     recipe: Recipe | str | Path = "default",
-    data: str | Path | None = None,
+    data: Path | Sources = None,
     samples: int = 64,
     seq_len: int | None = None,
     seed: int = 0,
@@ -77,8 +79,9 @@ def calibrate(
         model: directory or Hub id.
         work: working directory, absent, empty, or begun from the same inputs.
         recipe: a `Recipe`, the name of a preset, or the path of a recipe file (see `Recipe.load`).
-        data: calibration data: a file, a directory or a Hub data set (see `kvconvert.data`). None takes what ships
-            with kvconvert: text, or drawings with captions for a vision-language model.
+        data: calibration data: a file, a directory or a Hub data set (see `kvconvert.data`), or a list of them, each
+            with its weight as in "chat.jsonl=3". None takes what ships with kvconvert: text, or drawings with captions
+            for a vision-language model.
         samples: number of calibration sequences.
         seq_len: tokens in each; None takes 512, or what an image needs.
         seed: of the choice of samples.
@@ -109,22 +112,24 @@ def calibrate(
         )
     WorkDir.check_place(work)
     target = choose_device(device)
-    model, data = str(model), None if data is None else str(data)
+    model, data = str(model), str(data) if isinstance(data, Path) else data
     source = open_source(model)
     check_purpose(source.config, recipe)
-    runner = _make_runner(source, recipe.weights, target)
+    runner = make_runner(source, recipe.weights, target)
     runner.check_headers()
     adapter = runner.adapter
     check_recipe(runner, recipe)
     check_packed(runner, recipe)
     if adapter is not None:
-        recipe = _with_group_size(runner, recipe, progress)
+        recipe = with_group_size(runner, recipe, progress)
     task = None if recipe.auto is None else search_task(runner, recipe, target)
     if recipe.weights.average_bits is not None:
         budget_of(weight_units(runner, recipe.weights.group_size), recipe.weights.average_bits)
     tokens = load_samples(source, data, samples, seq_len, seed)
     if supports_images(source.config) and not tokens.info.images:
         _say(f"Calibrating with text alone: {tokens.info.source} holds no images.", progress)
+    for warning in tokens.warnings:
+        _say(warning, progress)
     state = _initial_state(model, runner, recipe, tokens, seed, target, progress)
     measured = None if auto_from is None else WorkDir.open(auto_from)
     if measured is not None:
@@ -145,7 +150,7 @@ def _calibrate_layers(
     task: SearchTask | None,
     measured: WorkDir | None,
     tokens: TokenData,
-    data: str | None,
+    data: Sources,
     seed: int,
     progress: bool,
 ) -> None:
@@ -177,7 +182,8 @@ def _calibrate_layers(
         if runner.adapter is None:
             directory.commit_layer(index, {}, {}, untouched_record(runner, recipe, index))
         else:
-            _calibrate_layer(runner, directory, recipe, inputs, index)
+            calibrate_layer(runner, directory, recipe, inputs, index)
+        release_free_memory()
     records = [directory.layer_record(index) for index in range(count)]
     for record in resolve_layers(recipe, records, directory.layer_plan):
         directory.replace_record(record.index, record)
@@ -185,8 +191,8 @@ def _calibrate_layers(
     directory.finish()
 
 
-def _make_runner(source: SourceModel, weights: WeightsRecipe, device: torch.device) -> LayerRunner:
-    """With the model's adapter; a recipe that keeps weights needs none, where it is missing or does not fit."""
+def make_runner(source: SourceModel, weights: WeightsRecipe, device: torch.device) -> LayerRunner:
+    """A runner with the model's adapter, which a recipe that keeps weights does without where it does not fit."""
     if weights.method != "none":
         return LayerRunner(source, require_adapter(source.config), device)
     adapter = find_adapter(source.config)
@@ -198,7 +204,7 @@ def _make_runner(source: SourceModel, weights: WeightsRecipe, device: torch.devi
     return LayerRunner(source, None, device)
 
 
-def _with_group_size(runner: LayerRunner, recipe: Recipe, progress: bool) -> Recipe:
+def with_group_size(runner: LayerRunner, recipe: Recipe, progress: bool) -> Recipe:
     """The recipe with a group size of weights that fits the model."""
     check_widths(runner, recipe.weights)
     weights = fitted_group_size(runner, recipe.weights)
@@ -213,9 +219,10 @@ def _with_group_size(runner: LayerRunner, recipe: Recipe, progress: bool) -> Rec
 
 
 @torch.no_grad()
-def _calibrate_layer(
+def calibrate_layer(
     runner: LayerRunner, directory: WorkDir, recipe: Recipe, inputs: CalibrationInputs, index: int
 ) -> None:
+    """One decoder layer: read, run, searched, written. Its input is taken from the directory if it is there."""
     structure = runner.structure(index)
     scheme, reason = layer_scheme(runner, recipe, index)
     with ExitStack() as stack:
@@ -225,9 +232,9 @@ def _calibrate_layer(
         hidden = _hidden_input(runner, directory, recipe, inputs, index) if passes else None
         work, dtypes = _prepared(runner, recipe, inputs, index, passes)
         if hidden is not None:
-
-            def replay() -> None:
-                for _ in runner.forward(work.layer, hidden, index):
+            # Not `work` itself: in a cycle the layer would stay in memory until the collector happens to run.
+            def replay(layer: nn.Module = work.layer) -> None:
+                for _ in runner.forward(layer, hidden, index):
                     pass
 
             work.replay = replay
@@ -259,6 +266,7 @@ def _calibrate_layer(
         plan: dict[str, Tensor] = {}
         for calibration_pass in passes:
             plan |= plan_of(calibration_pass, results[calibration_pass.name], index)
+        passes.clear()  # and their samples, before weights are packed
         tensors = converted_tensors(work, dtypes, recipe.weights, kept)
         directory.commit_layer(index, {names.of_tensor(name): t for name, t in tensors.items()}, plan, record)
         # Only now: a kill in between leaves the layer committed and its input in place, from which `_hidden_input`
@@ -338,12 +346,7 @@ def _initial_state(
     source, adapter = runner.source, runner.adapter
     prefix = f"{adapter.layers}." if adapter else None
     names = source.tensor_names
-    # A checkpoint may hold more layers than the model has (for predicting several tokens); they are copied too.
-    written = () if adapter is None else tuple(f"{runner.layer_name(i)}." for i in range(runner.num_layers))
-    copied = runner.expert_modules() if recipe.weights.method == "none" else ()
-    kept = sorted(
-        stored for name, stored in names.stored.items() if not name.startswith(written) or name.startswith(copied)
-    )
+    kept = kept_tensors(runner, recipe.weights)
     modules = [
         names.locate(
             ModuleCoverage(
@@ -375,6 +378,15 @@ def _initial_state(
         kept_modules=modules,
         transforms=transforms,
     )
+
+
+def kept_tensors(runner: LayerRunner, weights: WeightsRecipe) -> list[str]:
+    """Tensors, by the checkpoint's names, that export copies from the source."""
+    # A checkpoint may hold more layers than the model has (for predicting several tokens); they are copied too.
+    layers = () if runner.adapter is None else tuple(f"{runner.layer_name(i)}." for i in range(runner.num_layers))
+    copied = () if weights.quantizes else runner.expert_modules()
+    stored = runner.source.tensor_names.stored
+    return sorted(own for name, own in stored.items() if not name.startswith(layers) or name.startswith(copied))
 
 
 def _kept_reason(name: str, adapter: Adapter | None) -> str:

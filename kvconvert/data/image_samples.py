@@ -30,7 +30,7 @@ from kvconvert.data.images import (
     is_image_directory,
     row_document,
 )
-from kvconvert.data.text import EMBEDDED, Table, TokenData, local_files, source_name
+from kvconvert.data.text import EMBEDDED, Table, TokenData, is_plain_text, local_files, source_name
 from kvconvert.errors import CheckpointError, DataError
 from kvconvert.models.image_prompts import ImagePrompts
 
@@ -48,7 +48,7 @@ def holds_images(source: str | None) -> bool:
     if source is None or is_image_directory(source):
         return True
     files = local_files(source)
-    if files and files[0].suffix == ".txt":
+    if is_plain_text(files):
         return False
     table = Table.open(source, files)
     if image_column(table.columns) is not None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import ProcessorMixin
 
 from kvconvert.data.image_samples import holds_images, load_image_samples
-from kvconvert.data.text import TokenData, load_token_samples
+from kvconvert.data.mixture import Sources, load_mixture, unlike_the_model, weighted_sources
+from kvconvert.data.text import TokenData
 from kvconvert.errors import DataError, UsageError
 from kvconvert.models.auto_class import supports_images
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer
@@ -14,13 +17,14 @@ from kvconvert.models.source import SourceModel
 TEXT_LENGTH = 512  # default tokens of a text sample
 
 
-def load_samples(model: SourceModel, source: str | None, samples: int, length: int | None, seed: int) -> TokenData:
+def load_samples(model: SourceModel, source: Sources, samples: int, length: int | None, seed: int) -> TokenData:
     """Calibration samples of a SOURCE for a model, read with its own tokenizer or processor.
 
     Args:
         model: its configuration gives the number of positions, the vocabulary, and whether images are supported.
         source: see `kvconvert.data.text` and `kvconvert.data.images`; None takes the text that ships with kvconvert,
-            or its drawings for vision-language models.
+            or its drawings for vision-language models. Several sources of text may have weights, see
+            `kvconvert.data.mixture`.
         samples, length: how many, and tokens in each; None takes `TEXT_LENGTH`, or what an image needs.
         seed: of the choice and order.
 
@@ -40,11 +44,18 @@ def load_samples(model: SourceModel, source: str | None, samples: int, length: i
             f"`seq_len` is {length}, more than the {positions} positions this model has; choose a shorter one."
         )
     multimodal = supports_images(model.config) and has_processor(model.directory)
-    if multimodal and holds_images(source):
-        data = load_image_samples(source, _processor(model), model.config, samples, length, seed)
+    several = weighted_sources(source)
+    only = several[0].source if len(several) == 1 else None
+    with_images = multimodal and any(holds_images(part.source) for part in several)
+    if with_images and len(several) > 1:
+        raise UsageError("`data` names several sources and one of them holds images, which are not mixed; give one.")
+    if with_images:
+        data = load_image_samples(only, _processor(model), model.config, samples, length, seed)
     else:
         length = min(TEXT_LENGTH, positions or TEXT_LENGTH) if length is None else length
-        data = load_token_samples(source, load_tokenizer(model.directory), samples, length, seed)
+        tokenizer = load_tokenizer(model.directory)
+        data = load_mixture(source, tokenizer, samples, length, seed)
+        data = replace(data, warnings=tuple(unlike_the_model(source, data, tokenizer)))
     if int(data.ids.max()) >= config.vocab_size:
         raise DataError(
             f"The tokenizer of {model.directory} gives token {int(data.ids.max())}, beyond the model's "

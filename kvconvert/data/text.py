@@ -1,12 +1,13 @@
 """Reads text and cuts it into token samples, for calibration and for measuring fidelity.
 
 A SOURCE is a .txt, .jsonl, .json, .csv or .parquet file, a directory of one of these kinds, either of them with
-optional `::column`, a Hub data set id with optional `:config:split:column`, or nothing at all, which means the
-public-domain text that ships with kvconvert.
+optional `::column`, source code or Markdown (a file, or a directory with files of `CODE`), a Hub data set id with
+optional `:config:split:column`, or nothing at all, which means the public-domain text that ships with kvconvert.
+`kvconvert.data.mixture` takes several.
 
 How samples are cut, always without overlap and padding, so that every sample has exactly the requested length:
 
-- Plain text (.txt): each file is one document. All documents are tokenized and joined, the result is divided into
+- Plain text (.txt, code): each file is one document. All documents are tokenized and joined, the result is divided into
   windows, and the seed chooses which windows are taken; they keep their order in the text.
 - Rows (of all others): rows are shuffled by the seed within a moving buffer of `SHUFFLE_BUFFER` rows, joined,
   and cut into consecutive windows until there are enough; a row may span windows and a window may hold several rows
@@ -42,9 +43,16 @@ logger = logging.getLogger(__name__)
 
 EMBEDDED = {"calibration": "books-calib.txt", "evaluation": "books-val.txt"}
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-SUFFIXES = (".txt", *LOADERS)
 # In a directory beside other data these are about it, as captions and settings are.
 BESIDE_DATA = (".json", ".csv")
+MARKDOWN = (".md", ".rst")
+CODE = (
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".jsx", ".ts", ".tsx", ".go", ".rs"),
+    *(".rb", ".php", ".swift", ".kt", ".scala", ".cs", ".sh", ".sql", ".lua", ".jl", ".r", ".html", ".css", ".toml"),
+    *(".yaml", ".yml", ".tex"),
+)
+_DATA_SUFFIXES = (".txt", *LOADERS)
+SUFFIXES = (*_DATA_SUFFIXES, *MARKDOWN, *CODE)
 TEXT_COLUMNS = ("text", "content", "document", "article", "passage", "body", "raw_content", "markdown", "code")
 SHUFFLE_BUFFER = 1_000
 PIECE_CHARACTERS = 1_000_000  # a long text is tokenized piece by piece: the peak of memory is then one piece's encoding
@@ -60,12 +68,19 @@ class TokenData:
         extras: for each sample the model's further inputs, as for a batch of that sample alone (pixel values, sizes,
             token types); empty for text.
         visual: which tokens stand for parts of images, bool [samples, length]; None for text.
+        warnings: sentences on what in them is unlike the model, see `kvconvert.data.mixture`.
     """
 
     ids: torch.Tensor
     info: DataInfo
     extras: tuple[dict[str, torch.Tensor], ...] = ()
     visual: torch.Tensor | None = None
+    warnings: tuple[str, ...] = ()
+
+    def first(self, count: int) -> TokenData:
+        """The first samples alone, under the fingerprint of all."""
+        visual = None if self.visual is None else self.visual[:count]
+        return TokenData(self.ids[:count], self.info.model_copy(update={"samples": count}), self.extras[:count], visual)
 
 
 @dataclass(frozen=True)
@@ -189,7 +204,7 @@ def _token_ids(
         text = (importlib.resources.files("kvconvert.data.texts") / EMBEDDED[default]).read_text(encoding="utf-8")
         return _join([_encode(text, tokenizer)], tokenizer, None), True
     files = local_files(source)
-    if files is not None and files[0].suffix == ".txt":
+    if is_plain_text(files):
         return _join((_encode(_read_text(file), tokenizer) for file in files), tokenizer, None), True
     return _join(_row_ids(source, files, tokenizer, seed), tokenizer, enough), False
 
@@ -251,7 +266,7 @@ def local_files(source: str) -> list[Path] | None:
     source, column = named_column(source)
     path = Path(source).expanduser()
     files = _files(path)
-    if files is not None and column is not None and files[0].suffix == ".txt":
+    if files is not None and column is not None and is_plain_text(files):
         raise DataError(f"Data source {source} is plain text, which has no column {column!r}; leave it out.")
     if files is not None:
         return files
@@ -270,24 +285,52 @@ def _files(path: Path) -> list[Path] | None:
     """The data files at a path, all of one kind, sorted; None if there is nothing."""
     if path.is_file():
         if path.suffix not in SUFFIXES:
-            raise DataError(f"Data file {path} is not of a known kind; convert it to {_listed(SUFFIXES, 'or')}.")
+            raise DataError(f"Data file {path} is not of a known kind; convert it to {_listed(_DATA_SUFFIXES, 'or')}.")
         if path.stat().st_size == 0:
             raise DataError(f"Data file {path} is empty; give a file with text.")
         return [path]
     if path.is_dir():
         found = [p for p in sorted(path.rglob("*")) if p.suffix in SUFFIXES and p.is_file()]
         files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-        if any(p.suffix not in BESIDE_DATA for p in files):
+        if any(p.suffix in {*_DATA_SUFFIXES, *CODE} - {*BESIDE_DATA} for p in files):
             files = [p for p in files if p.suffix not in BESIDE_DATA]
-        kinds = sorted({p.suffix for p in files})
         if not files:
             raise DataError(
-                f"Data directory {path} holds no {_listed(SUFFIXES, 'or')} file; name the directory that does."
+                f"Data directory {path} holds no {_listed(_DATA_SUFFIXES, 'or')} file and no code; name the directory "
+                "that does."
             )
-        if len(kinds) > 1:
-            raise DataError(f"Data directory {path} mixes {_listed(kinds, 'and')} files; keep one kind in it.")
-        return files
+        return _of_one_kind(path, files)
     return None
+
+
+def _of_one_kind(directory: Path, files: list[Path]) -> list[Path]:
+    """Tables or .txt files if there are some; with code everything that is plain text; else Markdown.
+
+    So a README.md beside data is not data, and a requirements.txt beside code is not all that is read.
+    """
+    kinds = {file.suffix for file in files}
+    if kinds & {*LOADERS}:
+        files = [file for file in files if file.suffix in _DATA_SUFFIXES]
+    elif ".txt" in kinds and not kinds & {*CODE}:
+        files = [file for file in files if file.suffix == ".txt"]
+    mixed = sorted({file.suffix for file in files} & {*_DATA_SUFFIXES})
+    if len(mixed) > 1:
+        raise DataError(f"Data directory {directory} mixes {_listed(mixed, 'and')} files; keep one kind in it.")
+    return files
+
+
+def is_plain_text(files: list[Path] | None) -> bool:
+    """Whether local files are documents, each of one text, and not tables."""
+    return files is not None and files[0].suffix not in LOADERS
+
+
+def holds_conversations(source: str | None) -> bool:
+    """Whether a SOURCE is a table of messages."""
+    files = None if source is None else local_files(source)
+    if source is None or is_plain_text(files):
+        return False
+    table = Table.open(source, files)
+    return _column(table.columns, table.wanted, table.place) == "messages"
 
 
 def _read_text(file: Path) -> str:

@@ -1,0 +1,92 @@
+"""kvconvert plan MODEL."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+class ByteSize(click.ParamType):
+    """A number of bytes with a unit: 24GB, 80GiB, 500MB."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes; what is not a size is a usage error."""
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
+        if found is None or found[2].upper() not in _UNITS or not float(found[1]):
+            self.fail(f"{value!r} is not a size; write a number and a unit, as in 24GB or 80GiB.", param, ctx)
+        return round(float(found[1]) * _UNITS[found[2].upper()])
+
+
+@click.command()
+@click.argument("model")
+@click.option("--recipe", metavar="PRESET|FILE.toml", default="default", show_default=True, help="What to do.")
+@click.option("--gpu-memory", metavar="SIZE", type=ByteSize(), help="Of the GPU that will serve, as 24GB.")
+@click.option(
+    "--context", metavar="N", type=click.IntRange(min=1), help="Tokens of a sequence; 4,096 by default, or fewer."
+)
+@click.option(
+    "--batch", metavar="N", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences served."
+)
+@click.option("--samples", metavar="N", type=click.IntRange(min=1), default=64, show_default=True, help="As calibrate.")
+@click.option("--seq-len", metavar="L", type=click.IntRange(min=2), help="As calibrate; 512 by default.")
+@click.option("--data", metavar="SOURCE[=WEIGHT]", multiple=True, help="As calibrate.")
+@click.option("--device", metavar="D", default="cpu", show_default=True, help="Where layers are computed.")
+@click.option("--kv-bits", metavar="B", type=float, help="Recipe auto: as calibrate.")
+@click.option("--kv-bytes-per-token", metavar="N", type=float, help="Recipe auto: as calibrate.")
+@click.option("--no-probe", is_flag=True, help="Compute nothing of the model: no time, and memory by formula.")
+@click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON, in bytes and seconds.")
+def plan(
+    model: str,
+    recipe: str,
+    gpu_memory: int | None,
+    context: int | None,
+    batch: int,
+    samples: int,
+    seq_len: int | None,
+    data: tuple[str, ...],
+    device: str,
+    kv_bits: float | None,
+    kv_bytes_per_token: float | None,
+    no_probe: bool,
+    as_json: bool,
+) -> None:
+    """Show what converting MODEL takes and what will fit, before anything runs.
+
+    Sizes follow from the headers of MODEL's files and its configuration. For the time, and the memory of any recipe,
+    one layer is calibrated on few sequences and thrown away; --no-probe leaves that out.
+    """
+    from kvconvert.convert.recipe import Recipe
+
+    loaded = Recipe.load(recipe).with_search(kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token)
+    import json
+    from dataclasses import asdict
+
+    from kvconvert.planning.plan import plan as run
+    from kvconvert.planning.text import plan_text
+
+    found = run(
+        model,
+        recipe=loaded,
+        gpu_memory=gpu_memory,
+        context=context,
+        batch=batch,
+        samples=samples,
+        seq_len=seq_len,
+        data=list(data) or None,
+        device=device,
+        probe=not no_probe,
+    )
+    click.echo(json.dumps(asdict(found), indent=2) if as_json else plan_text(found))

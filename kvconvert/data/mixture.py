@@ -1,0 +1,163 @@
+"""Calibration text from several sources with weights, and what is unlike the model in it.
+
+A weighted source is `SOURCE=WEIGHT`: of 64 samples, `chat.jsonl=3` and `code=1` give 48 and 16. Each source is read and
+cut as if it were alone; samples of one source follow those of the other, so that passes, which take evenly spaced
+samples, see both in proportion.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvconvert.bundle.manifest import DataInfo
+from kvconvert.data.text import (
+    EMBEDDED,
+    TokenData,
+    holds_conversations,
+    load_held_out_samples,
+    load_token_samples,
+    source_name,
+)
+from kvconvert.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Sources = str | Sequence[str] | None
+FEW_BYTES = 2.0  # of text per token: prose has 4 and more, code 3, text in a script that the tokenizer lacks 1
+MANY_UNKNOWN = 0.02  # share of tokens
+_BYTE = re.compile(r"<0x(?!0A)[0-9A-F]{2}>")  # of a vocabulary with byte fallback; line ends are common in all text
+_WEIGHTED = re.compile(r"(.+)=(\d+(?:\.\d+)?)")
+
+
+@dataclass(frozen=True)
+class WeightedSource:
+    """A SOURCE of `kvconvert.data.text`, or None for the text that ships with kvconvert, and its share."""
+
+    source: str | None
+    weight: float = 1.0
+
+
+def weighted_sources(data: Sources) -> list[WeightedSource]:
+    """Sources with their weights, 1 where none is given; a path that exists is one, whatever its name looks like.
+
+    Raises:
+        UsageError: a weight of 0, or an empty list.
+    """
+    if data is None:
+        return [WeightedSource(None)]
+    given = [data] if isinstance(data, str) else list(data)
+    if not given:
+        raise UsageError("`data` is an empty list; name a source, or leave it out.")
+    found = []
+    for text in given:
+        match = None if Path(text).expanduser().exists() else _WEIGHTED.fullmatch(text)
+        source, weight = (text, 1.0) if match is None else (match[1], float(match[2]))
+        if not weight:
+            raise UsageError(f"`data` gives {source} the weight 0; leave it out, or give it a positive one.")
+        found.append(WeightedSource(source, weight))
+    return found
+
+
+def shares(weights: Sequence[float], samples: int) -> list[int]:
+    """Samples of each source: in proportion to the weights, rounded down, the rest to the largest remainders.
+
+    Raises:
+        UsageError: a source would get none.
+    """
+    exact = [samples * weight / sum(weights) for weight in weights]
+    counts = [int(share) for share in exact]
+    order = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))
+    for i in order[: samples - sum(counts)]:
+        counts[i] += 1
+    if not all(counts):
+        raise UsageError(
+            f"{samples} samples are too few for {len(counts)} sources with these weights: one gets none; request more "
+            "samples, or leave that source out."
+        )
+    return counts
+
+
+def load_mixture(data: Sources, tokenizer: PreTrainedTokenizerBase, samples: int, length: int, seed: int) -> TokenData:
+    """Samples of one or several text sources; see `load_token_samples`, which cuts those of each."""
+    sources = weighted_sources(data)
+    if len(sources) == 1:
+        return load_token_samples(sources[0].source, tokenizer, samples, length, seed)
+    counts = shares([source.weight for source in sources], samples)
+    parts = [
+        load_token_samples(source.source, tokenizer, count, length, seed)
+        for source, count in zip(sources, counts, strict=True)
+    ]
+    return _joined(sources, parts, seed)
+
+
+def load_held_out_mixture(
+    data: Sources, tokenizer: PreTrainedTokenizerBase, samples: int, length: int, seed: int, apart_from: tuple[int, int]
+) -> TokenData:
+    """The same of `load_held_out_samples`: of each source what calibration left over."""
+    sources = weighted_sources(data)
+    if len(sources) == 1:
+        return load_held_out_samples(sources[0].source, tokenizer, samples, length, seed, apart_from)
+    weights = [source.weight for source in sources]
+    wanted = shares(weights, max(samples, len(sources)))
+    parts = [
+        load_held_out_samples(source.source, tokenizer, count, length, seed, (used, apart_from[1]))
+        for source, count, used in zip(sources, wanted, shares(weights, apart_from[0]), strict=True)
+    ]
+    return _joined(sources, parts, seed)
+
+
+def _joined(sources: list[WeightedSource], parts: list[TokenData], seed: int) -> TokenData:
+    ids = torch.cat([part.ids for part in parts])
+    name = ", ".join(f"{part.info.source}={source.weight:g}" for source, part in zip(sources, parts, strict=True))
+    digest = hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()
+    return TokenData(ids, DataInfo(source=name, samples=len(ids), length=ids.shape[1], seed=seed, sha256=digest))
+
+
+def unlike_the_model(data: Sources, tokens: TokenData, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What in the samples suggests that the model is used for something else: sentences, none where all is well.
+
+    Args:
+        data: where the samples are from.
+        tokens: the samples, of text.
+        tokenizer: of the model.
+    """
+    said, ids = [], tokens.ids
+    named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id}
+    special = torch.tensor(sorted(set(tokenizer.all_special_ids) - named), dtype=torch.int64)
+    rendered = bool(torch.isin(ids, special).any())
+    names = [source_name(source.source, EMBEDDED["calibration"]) for source in weighted_sources(data)]
+    plain = not rendered and not any(holds_conversations(source.source) for source in weighted_sources(data))
+    if tokenizer.chat_template and plain:
+        said.append(
+            f"The tokenizer has a chat template, and {' and '.join(names)} is plain text; if the model is to serve "
+            "conversations, give data with a column of messages."
+        )
+    unknown = {tokenizer.unk_token_id} - {None, tokenizer.bos_token_id, tokenizer.eos_token_id}
+    distinct, counts = ids.unique(return_counts=True)
+    spelled = tokenizer.convert_ids_to_tokens(distinct.tolist())
+    pieces = [
+        count
+        for token, text, count in zip(distinct.tolist(), spelled, counts.tolist(), strict=True)
+        if token in unknown or _BYTE.fullmatch(text or "")
+    ]
+    share = sum(pieces) / ids.numel()
+    if share > MANY_UNKNOWN:
+        said.append(
+            f"{share:.0%} of the calibration tokens of {' and '.join(names)} are unknown to the tokenizer or single "
+            "bytes; the model was hardly trained on such text."
+        )
+    text = sum(len(row.encode()) for row in tokenizer.batch_decode(ids, skip_special_tokens=True))
+    if text / ids.numel() < FEW_BYTES:
+        said.append(
+            f"{' and '.join(names)} has {text / ids.numel():.1f} bytes of text per token, where a tokenizer that fits "
+            "has 3 to 5; check that it is text in the model's languages."
+        )
+    return said

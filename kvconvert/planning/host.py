@@ -1,0 +1,165 @@
+"""Memory that calibration takes, by arithmetic: one decoder layer, and the most that is beside it at any time.
+
+Layers are calibrated one after another and share nothing but what is on disk, so that the peak is that of the largest
+one. Beside its weights in float32 there are, in turn,
+
+    forward   activations of one batch, what the passes have gathered so far
+    search    what they gathered, and candidates of the weights that are searched at once (AWQ), or the Hessians and one
+              Linear's working copies (GPTQ)
+    sample    queries, keys and values of a few sequences, and all candidates of a clip ratio (KV passes)
+    pack      the packed weights, and one Linear's codes on the way there
+
+What the process itself takes (libraries, tokenizer, the model without weights) is measured, not computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvconvert.calibration.activations import EXPERT_TOKENS, LOSS_TOKENS, input_points
+from kvconvert.calibration.attention_sample import SAMPLE_SEQUENCES, SAMPLE_TOKENS
+from kvconvert.calibration.clip_ratios import CLIP_RATIO_GRID, QUERY_BLOCK
+from kvconvert.convert.layer_runner import BATCH_TOKENS
+from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.planning.layer_sizes import LayerSizes
+
+_SEARCH_TOKENS = 1024  # of one forward pass of AWQ's scale search
+_CLIP_WEIGHTS = 2**22  # weights whose clips are searched at once
+# What BLAS and the C library hold beside tensors, measured: benchmarks/plan.py.
+LIBRARY_BYTES = 40_000_000
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes at the worst moment of each step of one layer's calibration, the layer's weights included."""
+
+    forward: int
+    search: int
+    sample: int
+    pack: int
+
+    @property
+    def peak(self) -> int:
+        """The largest of them."""
+        return max(self.forward, self.search, self.sample, self.pack)
+
+    def step(self) -> str:
+        """In which step the peak is."""
+        return max(vars(self), key=lambda name: vars(self)[name])
+
+
+def layer_memory(
+    sizes: LayerSizes, weights: WeightsRecipe, samples: int, length: int, observes: bool, samples_attention: bool
+) -> LayerMemory:
+    """Memory of one layer's calibration in bytes, by arithmetic.
+
+    Args:
+        sizes: of the layer.
+        weights: how they are quantized.
+        samples, length: calibration sequences and tokens in each.
+        observes: whether some pass watches data run through the layer; without one nothing runs.
+        samples_attention: whether some pass evaluates a sample of the layer's attention.
+    """
+    layer = 4 * sizes.parameters
+    gathered = _gathered(sizes, weights, samples * length)
+    batch = min(samples, max(1, BATCH_TOKENS // length)) * length
+    sequences = min(samples, SAMPLE_SEQUENCES, max(1, SAMPLE_TOKENS // length))
+    sampled = _attention_sample(sizes, sequences, length) if samples_attention else (0, 0)
+    searches = weights.scales or weights.compensates
+    return LayerMemory(
+        forward=layer + (_activations(sizes, batch) + gathered.observed if observes else 0),
+        search=layer
+        + (max(gathered.summed, gathered.kept + _search(sizes, weights, samples * length)) if searches else 0),
+        sample=layer + sampled[0] + sampled[1],
+        pack=layer + sizes.stored_bytes + (_packing(sizes) if weights.quantizes else 0),
+    )
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """Bytes of statistics: while data runs, while they are summed up, and afterwards."""
+
+    observed: int
+    summed: int
+    kept: int
+
+
+def _points(sizes: LayerSizes) -> list[tuple[int, bool]]:
+    """Inputs of each distinct input of the layer's Linears, and whether it is an expert's."""
+    experts = sizes.structure.experts
+    return [
+        (sizes.linears[point][1], experts is not None and experts.owner(point) is not None)
+        for point in input_points(sizes.structure)
+        if point in sizes.linears  # a router is none
+    ]
+
+
+def _gathered(sizes: LayerSizes, weights: WeightsRecipe, tokens: int) -> _Gathered:
+    observed = summed = kept = 0
+    points = _points(sizes)
+    if weights.scales:
+        moments = sum(inputs * weights.group_size for inputs, _ in points)
+        wanted = sum(inputs * min(tokens, EXPERT_TOKENS if routed else LOSS_TOKENS) for inputs, routed in points)
+        sequences = min(tokens, LOSS_TOKENS) * sizes.hidden_size
+        observed = 8 * moments + 4 * (wanted + sequences)
+        kept = 4 * (moments + wanted + sequences)
+        summed = observed + kept
+    if weights.compensates:
+        hessians = 4 * sum(inputs**2 for inputs, _ in points)
+        observed, summed, kept = observed + hessians, summed + hessians, kept + hessians
+    return _Gathered(observed, summed, kept)
+
+
+def _activations(sizes: LayerSizes, tokens: int) -> int:
+    """Bytes of a forward pass of the layer: the gate, the up projection and their product, or the attention's."""
+    structure, hidden = sizes.structure, sizes.hidden_size
+    dense = [shape for name, shape in sizes.linears.items() if not _routed(sizes, name)]
+    widest = max((inputs for _, inputs in dense), default=hidden)
+    heads = structure.num_attention_heads * structure.head_dim
+    mlp = 3 * widest + 4 * hidden
+    attention = 5 * heads + 4 * hidden
+    return 4 * tokens * max(mlp, attention)
+
+
+def _routed(sizes: LayerSizes, name: str) -> bool:
+    experts = sizes.structure.experts
+    return experts is not None and experts.owner(name) is not None
+
+
+def _search(sizes: LayerSizes, weights: WeightsRecipe, tokens: int) -> int:
+    """Bytes of the working copies of a search for weights."""
+    numbers = {name: outputs * inputs for name, (outputs, inputs) in sizes.linears.items()}
+    largest, most = max(numbers.values()), 0
+    if weights.scales:
+        for group in sizes.structure.norm_groups:
+            readers = [numbers[name] for name in group.readers if name in numbers]
+            if group.unsupported_reason is None and readers:
+                forward = _activations(sizes, min(tokens, _SEARCH_TOKENS)) // 4
+                expected = min(tokens, LOSS_TOKENS) * sizes.hidden_size
+                most = max(most, sum(readers) + max(readers[-1], forward) + expected)
+        for pair in sizes.structure.pairs:
+            outputs, inputs = sizes.linears[pair.down]
+            work = inputs**2 if inputs < LOSS_TOKENS else min(tokens, LOSS_TOKENS) * outputs
+            most = max(most, 2 * outputs * inputs + work)
+        most = max(most, 5 * min(largest, _CLIP_WEIGHTS))
+    if weights.compensates:
+        for outputs, inputs in set(sizes.linears.values()):
+            most = max(most, 5 * inputs**2, 2 * inputs**2 + 4 * outputs * inputs)
+    return 4 * most
+
+
+def _attention_sample(sizes: LayerSizes, sequences: int, length: int) -> tuple[int, int]:
+    """Bytes of a sample of the attention, with the copies that taking it makes, and of searching clip ratios on it."""
+    structure = sizes.structure
+    query, cache = (n * structure.head_dim for n in (structure.num_attention_heads, structure.num_key_value_heads))
+    tokens = sequences * length
+    taken = 4 * tokens * (query + 2 * cache)
+    running = _activations(sizes, length) + 4 * tokens * sizes.hidden_size
+    candidates = 4 * length * cache * (len(CLIP_RATIO_GRID) + 1)
+    blocks = 4 * 5 * structure.num_attention_heads * QUERY_BLOCK * length
+    return taken + length**2, max(taken + running, candidates + blocks)
+
+
+def _packing(sizes: LayerSizes) -> int:
+    """Bytes of one Linear's codes on the way to packed words: 12 for each weight, in float32, int32 and shifted."""
+    return 12 * max(outputs * inputs for outputs, inputs in sizes.linears.values())

@@ -1,0 +1,78 @@
+"""Sizes of decoder layers from a model without weights: parameters, Linears, and the tensors that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from kvconvert.bundle.manifest import TensorInfo
+from kvconvert.bundle.tensorfile import nbytes
+from kvconvert.calibration.structure import LayerStructure
+from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.models.experts import expert_modules
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """One decoder layer.
+
+    Attributes:
+        structure: names of its parts.
+        hidden_size: channels between layers.
+        parameters: numbers in it.
+        linears: (outputs, inputs) of each Linear, by its name within the layer.
+        stored_bytes: of the tensors that calibration makes of it.
+    """
+
+    structure: LayerStructure
+    hidden_size: int
+    parameters: int
+    linears: Mapping[str, tuple[int, int]]
+    stored_bytes: int
+
+    @classmethod
+    def of(cls, runner: LayerRunner, index: int, weights: WeightsRecipe) -> LayerSizes:
+        """Of a layer of a model on the meta device."""
+        structure = runner.structure(index)
+        name = runner.layer_name(index)
+        layer = runner.model.get_submodule(name)
+        linears = {
+            linear: tuple(layer.get_submodule(linear).weight.shape)
+            for linear in structure.linears
+            if isinstance(layer.get_submodule(linear), nn.Module)
+        }
+        copied = () if weights.quantizes else expert_modules(layer)
+        stored = 0
+        for key, tensor in layer.state_dict().items():
+            module, _, part = key.rpartition(".")
+            if key.startswith(copied):
+                continue
+            if weights.quantizes and part == "weight" and module in linears:
+                bits = weights.bits_of(f"{name}.{module}", index)
+                stored += packed_bytes(*linears[module], bits, weights.group_size)
+            else:
+                stored += tensor.numel() * _itemsize(runner, f"{name}.{key}")
+        parameters = sum(parameter.numel() for parameter in layer.parameters())
+        return cls(structure, runner.config.hidden_size, parameters, linears, stored)
+
+
+def packed_bytes(outputs: int, inputs: int, bits: int, group_size: int) -> int:
+    """Bytes of a Linear's codes, zeros and float16 scales; see `kvconvert.kernels.linear.awq_format`."""
+    groups = inputs // group_size
+    return (inputs + groups) * outputs * bits // 8 + 2 * groups * outputs
+
+
+def kept_bytes(runner: LayerRunner, kept: list[str]) -> int:
+    """Bytes of tensors that a bundle takes over from the source as they are."""
+    return sum(nbytes(runner.source.tensors[name]) for name in kept)
+
+
+def _itemsize(runner: LayerRunner, name: str) -> int:
+    """Bytes per number of a tensor in the source."""
+    source = runner.source
+    stored = source.tensor_names.stored.get(name)
+    info = source.tensors[stored] if stored is not None else next(iter(source.tensors.values()))
+    return nbytes(TensorInfo(dtype=info.dtype, shape=[1]))

@@ -1,0 +1,292 @@
+"""`plan`: what converting and serving a model takes, from its headers and configuration, and a probe of one layer."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvconvert.convert.checks import check_purpose, check_recipe
+from kvconvert.convert.host_memory import anonymous_bytes
+from kvconvert.convert.layer_records import layer_scheme
+from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.convert.passes import make_passes
+from kvconvert.convert.pipeline import kept_tensors, make_runner, with_group_size
+from kvconvert.convert.recipe import Recipe
+from kvconvert.data.samples import TEXT_LENGTH
+from kvconvert.errors import UsageError
+from kvconvert.models.device import choose_device
+from kvconvert.models.processors import load_tokenizer
+from kvconvert.models.source import SourceModel, open_source
+from kvconvert.planning.cache import CHUNK_TOKENS, RUNTIME_BYTES, CachePlan, Fit, cache_plan, fit
+from kvconvert.planning.host import LIBRARY_BYTES, LayerMemory, layer_memory
+from kvconvert.planning.layer_sizes import LayerSizes, kept_bytes
+from kvconvert.planning.probe import Probe, run_probe
+
+_HASHED = 2**25  # bytes on which the speed of checksums is measured
+DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peaks in bytes.
+
+    Attributes:
+        calibrate, export: anonymous host memory.
+        device: the GPU's memory while calibrating; None on a CPU.
+        source: "probe" where one layer was calibrated and watched, else "formula".
+        layer: of the layer that takes most, by the formula; None for a model whose layers are not computed.
+    """
+
+    calibrate: int
+    export: int
+    device: int | None
+    source: str
+    layer: LayerMemory | None
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes of files.
+
+    Attributes:
+        bundle: of the bundle's weight tensors, exactly; its KV plan, tokenizer and manifest are small.
+        work: of the working directory when it is complete.
+        work_peak: while layers are calibrated, with the inputs of two layers.
+    """
+
+    bundle: int
+    work: int
+    work_peak: int
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The key-value cache of one sequence of `context` tokens.
+
+    Attributes:
+        context: tokens.
+        bytes_per_token, bits_per_value: averages over them, with sink tokens, windows, scales and norms; None for a
+            model without keys and values.
+        plain_bytes_per_token: in 16 bits.
+        exact: see `CachePlan`.
+    """
+
+    context: int
+    bytes_per_token: float
+    bits_per_value: float | None
+    plain_bytes_per_token: float
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What converting and serving a model takes; see the attributes' classes.
+
+    Attributes:
+        model, recipe: as named.
+        samples, length: calibration sequences and tokens in each.
+        device: of the calibration.
+        batch: sequences that are served at once.
+        gpu_memory: bytes of the GPU that serves, or None; `fit` says what fits in it.
+        seconds: of calibrate and export together, from the probe; None without one.
+        searched: the recipe searches the cache's layout, which takes time that no probe measures.
+    """
+
+    model: str
+    recipe: str
+    samples: int
+    length: int
+    device: str
+    batch: int
+    memory: Memory
+    disk: Disk
+    cache: Cache
+    gpu_memory: int | None
+    fit: Fit | None
+    seconds: float | None
+    searched: bool
+
+
+def plan(
+    model: str | Path,
+    *,
+    recipe: Recipe | str | Path = "default",
+    gpu_memory: int | None = None,
+    context: int | None = None,
+    batch: int = 1,
+    samples: int = 64,
+    seq_len: int | None = None,
+    device: str = "cpu",
+    data: str | list[str] | None = None,
+    seed: int = 0,
+    probe: bool = True,
+    progress: bool = True,
+) -> Plan:
+    """Work out what `calibrate`, `export` and serving will take; nothing is written but a probe's temporary files.
+
+    Args:
+        model: directory or Hub id, which is fetched as `calibrate` fetches it.
+        recipe: a `Recipe`, the name of a preset, or the path of a recipe file.
+        gpu_memory: bytes of the GPU that will serve the bundle.
+        context: tokens of a sequence; None takes 4,096, or the model's positions if fewer.
+        batch: sequences served at once.
+        samples, seq_len, device, data, seed: of `calibrate`.
+        probe: calibrate one layer on few sequences, for the time and, for any recipe, the host memory.
+        progress: show messages on stderr.
+
+    Raises:
+        KvconvertError: one of its children, as `calibrate` with the same arguments.
+    """
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(str(recipe))
+    recipe = recipe.with_search()  # refuses a search without a budget
+    target = choose_device(device)
+    source = open_source(str(model))
+    check_purpose(source.config, recipe)
+    runner = make_runner(source, recipe.weights, target)
+    runner.check_headers()
+    check_recipe(runner, recipe)
+    if runner.adapter is not None:
+        recipe = with_group_size(runner, recipe, False)
+    positions = getattr(runner.config, "max_position_embeddings", None)
+    length = min(TEXT_LENGTH, positions or TEXT_LENGTH) if seq_len is None else seq_len
+    context = min(DEFAULT_CONTEXT, positions or DEFAULT_CONTEXT) if context is None else context
+    _check_positions(positions, length, context)
+    load_tokenizer(source.directory)  # is part of the process's own memory
+    own = anonymous_bytes() or 0
+    kept = kept_bytes(runner, kept_tensors(runner, recipe.weights))
+    layers = _layers(runner, recipe)
+    largest = max(range(len(layers)), key=lambda index: layers[index].parameters, default=None)
+    probed: Probe | None = None
+    if probe and largest is not None and _passes(runner, recipe, largest):
+        request = {
+            "model": str(model),
+            "recipe": recipe.to_dict(),
+            "data": data,
+            "samples": samples,
+            "length": length,
+            "seed": seed,
+            "device": device,
+            "layer": largest,
+        }
+        probed = run_probe(request, progress)
+    disk = _disk(layers, kept, runner.config.hidden_size, samples * length)
+    weights = disk.bundle
+    planned = cache_plan(runner, recipe)
+    return Plan(
+        model=str(model),
+        recipe=recipe.name,
+        samples=samples,
+        length=length,
+        device=device,
+        batch=batch,
+        memory=_memory(runner, recipe, layers, probed, own, samples, length, target.type),
+        disk=disk,
+        cache=_cache(planned, context),
+        gpu_memory=gpu_memory,
+        fit=None
+        if gpu_memory is None
+        else fit(
+            gpu_memory, weights, planned, context, batch, positions, lambda rows: _allowance(runner, layers, rows)
+        ),
+        seconds=None if not probe else _seconds(source, layers, probed, disk, samples * length),
+        searched=recipe.auto is not None,
+    )
+
+
+def _check_positions(positions: int | None, length: int, context: int) -> None:
+    for name, value in (("seq_len", length), ("context", context)):
+        if positions and value > positions:
+            raise UsageError(
+                f"`{name}` is {value}, more than the {positions} positions this model has; choose a shorter one."
+            )
+
+
+def _layers(runner: LayerRunner, recipe: Recipe) -> list[LayerSizes]:
+    """Of a model with an adapter; layers of others stay in the source, which is copied."""
+    if runner.adapter is None:
+        return []
+    return [LayerSizes.of(runner, index, recipe.weights) for index in range(runner.num_layers)]
+
+
+def _passes(runner: LayerRunner, recipe: Recipe, index: int) -> list:
+    scheme, _ = layer_scheme(runner, recipe, index)
+    return make_passes(recipe.weights, scheme, recipe.calibration_of(index), runner.structure(index))
+
+
+def _memory(
+    runner: LayerRunner,
+    recipe: Recipe,
+    layers: list[LayerSizes],
+    probed: Probe | None,
+    own: int,
+    samples: int,
+    length: int,
+    device: str,
+) -> Memory:
+    peaks = []
+    for index, sizes in enumerate(layers):
+        passes = _passes(runner, recipe, index)
+        sampled = any(made.reads_sample for made in passes)
+        peaks.append(layer_memory(sizes, recipe.weights, samples, length, bool(passes), sampled))
+    worst = max(peaks, key=lambda peak: peak.peak, default=None)
+    needed = 0 if worst is None else worst.peak
+    if device == "cuda":
+        # On the host: one parameter in float32 on its way to the GPU, and the packed weights.
+        largest = max(
+            (4 * outputs * inputs for sizes in layers for outputs, inputs in sizes.linears.values()), default=0
+        )
+        host = own + largest + max((sizes.stored_bytes for sizes in layers), default=0)
+    else:
+        host = own + needed + LIBRARY_BYTES
+    measured = None if probed is None else probed.peak_anonymous_bytes
+    on_device = None if device != "cuda" else needed
+    if probed is not None and probed.peak_device_bytes is not None:
+        on_device = probed.peak_device_bytes
+    return Memory(
+        calibrate=host if measured is None else measured,
+        export=own,
+        device=on_device,
+        source="formula" if measured is None else "probe",
+        layer=worst,
+    )
+
+
+def _disk(layers: list[LayerSizes], kept: int, hidden_size: int, tokens: int) -> Disk:
+    packed = sum(sizes.stored_bytes for sizes in layers)
+    hidden = 4 * tokens * hidden_size * min(2, len(layers))
+    return Disk(bundle=kept + packed, work=packed, work_peak=packed + hidden)
+
+
+def _cache(planned: CachePlan, context: int) -> Cache:
+    return Cache(
+        context=context,
+        bytes_per_token=planned.bytes(context) / context,
+        bits_per_value=planned.bits_per_value(context),
+        plain_bytes_per_token=planned.plain_bytes(context) / context,
+        exact=planned.exact and planned.budget_bytes_per_token is None,
+    )
+
+
+def _allowance(runner: LayerRunner, layers: list[LayerSizes], rows: int) -> int:
+    """Bytes beside weights and cache: CUDA context, a prompt chunk's activations in 16 bits, logits in float32."""
+    hidden = runner.config.hidden_size
+    widest = max((inputs for sizes in layers for _, inputs in sizes.linears.values()), default=4 * hidden)
+    return RUNTIME_BYTES + 2 * CHUNK_TOKENS * (6 * hidden + 3 * widest) + 8 * rows * runner.config.vocab_size
+
+
+def _seconds(source: SourceModel, layers: list[LayerSizes], probed: Probe | None, disk: Disk, tokens: int) -> float:
+    """Of calibrate and export: layers as the probe's, checksums and copies at the speed of a checksum in memory."""
+    block = bytes(_HASHED)
+    begun = time.perf_counter()
+    hashlib.sha256(block)
+    per_byte = (time.perf_counter() - begun) / _HASHED
+    stored = sum(source.file(file).stat().st_size for file in set(source.weight_map.values()))
+    # The source is hashed by both, the bundle while it is written; reading and writing take about as long again.
+    seconds = 2 * per_byte * (2 * stored + 2 * disk.bundle + disk.work)
+    if probed is None:
+        return seconds
+    seconds += probed.startup_seconds * 2 + probed.begin_seconds * tokens
+    share = sum(sizes.parameters for sizes in layers) / layers[probed.layer].parameters
+    return seconds + share * probed.layer_seconds(tokens)

@@ -1,0 +1,175 @@
+"""A probe: the first layer's calibration in a process of its own, which shows what the machine at hand takes for it.
+
+    python -m kvconvert.planning.probe REQUEST.json
+
+The largest decoder layer is calibrated as `calibrate` does it, on few and on twice as many sequences; the input is the
+first layer's. Times of all layers follow: what does not depend on the number of tokens, and what grows with it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvconvert.bundle.manifest import DataInfo, SourceInfo
+from kvconvert.calibration.activations import LOSS_TOKENS
+from kvconvert.convert.host_memory import anonymous_bytes
+from kvconvert.convert.input_capture import CalibrationInputs
+from kvconvert.convert.pipeline import calibrate_layer, make_runner
+from kvconvert.convert.recipe import Recipe
+from kvconvert.convert.workdir import WorkDir, WorkState
+from kvconvert.data.samples import load_samples
+from kvconvert.errors import KvconvertError
+from kvconvert.models.device import choose_device
+from kvconvert.models.source import open_source
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one layer took.
+
+    Attributes:
+        layer: its number.
+        tokens, seconds: of each measurement.
+        startup_seconds: of importing libraries and opening the model.
+        begin_seconds: until the first layer's input was there, per token.
+        peak_anonymous_bytes: of the process's host memory, None where the system does not tell.
+        peak_device_bytes: of the GPU's memory; None on a CPU.
+    """
+
+    layer: int
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+    startup_seconds: float
+    begin_seconds: float
+    peak_anonymous_bytes: int | None
+    peak_device_bytes: int | None
+
+    def layer_seconds(self, tokens: int) -> float:
+        """Of this layer on so many calibration tokens."""
+        if len(self.tokens) == 1:
+            return self.seconds[0] * max(1.0, tokens / self.tokens[0])
+        (few, many), (first, second) = self.tokens, self.seconds
+        slope = max(0.0, (second - first) / (many - few))
+        return max(0.0, second - slope * many) + slope * tokens
+
+
+def sequences_probed(samples: int, length: int) -> tuple[int, ...]:
+    """How many calibration sequences the probe runs: so many that searches have all the tokens that they use."""
+    few = max(1, -(-LOSS_TOKENS // length))
+    return (samples,) if samples <= 2 * few else (few, 2 * few)
+
+
+def run_probe(request: dict[str, Any], progress: bool) -> Probe:
+    """Run a probe as a process.
+
+    Args:
+        request: model, recipe (as `Recipe.to_dict`), data, samples, length, seed, device and layer.
+        progress: let its messages through.
+
+    Raises:
+        KvconvertError: the probe failed, with its own sentence.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvconvert-probe-") as folder:
+        file, output = Path(folder) / "request.json", Path(folder) / "probe.json"
+        file.write_text(json.dumps(request | {"folder": folder, "output": str(output)}), encoding="utf-8")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvconvert.planning.probe", str(file)], stderr=subprocess.PIPE, text=True
+        )
+        peak: int | None = None
+        begun = time.perf_counter()
+        while True:
+            found = anonymous_bytes(process.pid)
+            peak = peak if found is None else max(found, peak or 0)
+            try:
+                _, error = process.communicate(timeout=0.01)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
+        wall = time.perf_counter() - begun
+        if process.returncode:
+            reason = (error.strip().splitlines() or [f"exit status {process.returncode}"])[-1].removeprefix("Error: ")
+            raise KvconvertError(f"The probe of one layer failed: {reason.rstrip('.')}; --no-probe leaves it out.")
+        if progress and error.strip():
+            print(error.strip(), file=sys.stderr)
+        measured = json.loads(output.read_text(encoding="utf-8"))
+    pairs = {name: tuple(value) if isinstance(value, list) else value for name, value in measured.items()}
+    return Probe(**pairs | {"peak_anonymous_bytes": peak, "startup_seconds": wall - measured["startup_seconds"]})
+
+
+def measure(request: dict[str, Any]) -> Probe:
+    """Calibrate one layer in this process; see `run_probe`."""
+    recipe, device, index = Recipe.from_dict(request["recipe"]), choose_device(request["device"]), request["layer"]
+    source = open_source(request["model"])
+    runner = make_runner(source, recipe.weights, device)
+    counts = sequences_probed(request["samples"], request["length"])
+    tokens = load_samples(source, request["data"], counts[-1], request["length"], request["seed"])
+    seconds, began = [], 0.0
+    for count in counts:
+        part = tokens.first(count)
+        state = _state(request, part.info, runner.num_layers)
+        with WorkDir.writing(Path(request["folder"]) / f"work-{count}", state, False) as directory:
+            inputs = CalibrationInputs(part.ids, part.extras, part.visual)
+            runner.begin(inputs)
+            begun = time.perf_counter()
+            with directory.hidden(index, runner.config.hidden_size).writing() as writer:
+                for sample in runner.first_input():
+                    writer.append(sample)
+                writer.commit()
+            ready = time.perf_counter()
+            calibrate_layer(runner, directory, recipe, inputs, index)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - ready)
+            began = (ready - begun) / part.ids.numel()
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    length = tokens.ids.shape[1]
+    # What is not measured here is the start: `run_probe` takes it from the whole.
+    measured = sum(seconds) + began * length * sum(counts)
+    return Probe(index, tuple(count * length for count in counts), tuple(seconds), measured, began, None, peak)
+
+
+def _state(request: dict[str, Any], data: DataInfo, num_layers: int) -> WorkState:
+    """Of a working directory that is thrown away: without the checksums of the model, which take long."""
+    return WorkState(
+        versions={},
+        recipe=request["recipe"],
+        source=SourceInfo(id="probe", config_sha256="0" * 64, weights_sha256={}),
+        model=request["model"],
+        directory=request["model"],
+        data=data,
+        seed=request["seed"],
+        device=request["device"],
+        num_layers=num_layers,
+        adapter=None,
+        kept_tensors=[],
+        kept_modules=[],
+        transforms=[],
+    )
+
+
+def main() -> None:
+    """Entry point of the process."""
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    try:
+        found = measure(request)
+    except KvconvertError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    Path(request["output"]).write_text(json.dumps(asdict(found)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

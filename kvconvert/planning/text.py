@@ -1,0 +1,84 @@
+"""A plan for people."""
+
+from __future__ import annotations
+
+from kvconvert.bundle.summary import text_table
+from kvconvert.planning.plan import Plan
+
+_STEPS = {
+    "forward": "running one batch through the largest layer",
+    "search": "searching its weights",
+    "sample": "evaluating its attention",
+    "pack": "packing its weights",
+}
+
+
+def plan_text(plan: Plan) -> str:
+    """Tables of what converting and serving take, with what each figure rests on."""
+    memory, disk, cache = plan.memory, plan.disk, plan.cache
+    basis = {"probe": "measured on one layer", "formula": "computed"}[memory.source]
+    where = "" if memory.layer is None or memory.source == "probe" else f", while {_STEPS[memory.layer.step()]}"
+    rows = [("host memory, calibrate", size(memory.calibrate), f"anonymous, {basis}{where}")]
+    if memory.device is not None:
+        basis = "measured on one layer" if plan.seconds is not None else "computed"
+        rows.append(("GPU memory, calibrate", size(memory.device), basis))
+    rows += [
+        ("host memory, export", size(memory.export), "anonymous; does not grow with the model"),
+        ("disk, working directory", size(disk.work), f"{size(disk.work_peak)} while it runs"),
+        ("disk, bundle", size(disk.bundle), f"{disk.bundle:,} bytes of tensors"),
+    ]
+    if plan.seconds is not None:
+        what = "calibrate and export, from a probe of one layer"
+        if plan.searched:
+            what += "; the search for the cache's layout comes on top"
+        rows.append(("time", duration(plan.seconds), what))
+    lines = [
+        f"{plan.model}, recipe {plan.recipe}: {plan.samples} sequences of {plan.length} tokens on {plan.device}",
+        "",
+        text_table(("converting", "", ""), rows),
+        "",
+    ]
+    bits = "no keys and values" if cache.bits_per_value is None else f"{cache.bits_per_value:.2f} bits per value"
+    how = "everything in it included" if cache.exact else "as the method states it, without sink tokens and windows"
+    rows = [
+        (
+            f"cache at {cache.context:,} tokens",
+            f"{cache.bytes_per_token:,.0f} bytes per token",
+            f"{bits}, {how}; {cache.plain_bytes_per_token:,.0f} bytes in 16 bits",
+        )
+    ]
+    if plan.fit is not None:
+        fit = plan.fit
+        rows += [
+            ("allowance", size(fit.allowance), "CUDA context, activations of a prompt chunk, logits; not measured"),
+            (
+                "longest context",
+                f"{fit.longest_context:,} tokens" if fit.longest_context else "none",
+                f"{_sequences(plan.batch)}, limited by {fit.limited_by}"
+                if fit.longest_context
+                else f"weights and allowance leave no room in {size(plan.gpu_memory)}",
+            ),
+            ("largest batch", f"{fit.largest_batch:,}", f"sequences of {cache.context:,} tokens"),
+        ]
+    head = "serving" if plan.gpu_memory is None else f"serving in {size(plan.gpu_memory)}"
+    return "\n".join([*lines, text_table((head, "", ""), rows)])
+
+
+def _sequences(count: int) -> str:
+    return "one sequence" if count == 1 else f"each of {count} sequences"
+
+
+def size(count: int) -> str:
+    """Bytes in decimal units."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}" if unit == "GB" else f"{count / factor:.0f} {unit}"
+    return f"{count} bytes"
+
+
+def duration(seconds: float) -> str:
+    """A time that is an estimate."""
+    if seconds < 120:
+        return f"about {max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"about {minutes} min" if minutes < 120 else f"about {minutes / 60:.1f} h"

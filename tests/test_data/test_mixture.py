@@ -1,0 +1,119 @@
+"""Several sources share the samples by weight, and what is unlike the model is said."""
+
+import hashlib
+
+import pytest
+from test_data import CHAT, spoken, word_tokenizer, words, write_jsonl
+
+from kvconvert.data.mixture import (
+    load_held_out_mixture,
+    load_mixture,
+    shares,
+    unlike_the_model,
+    weighted_sources,
+)
+from kvconvert.data.text import load_token_samples
+from kvconvert.errors import DataError, UsageError
+
+
+@pytest.mark.parametrize(
+    ("weights", "samples", "counts"),
+    [([3, 1], 64, [48, 16]), ([1, 1, 1], 8, [3, 3, 2]), ([1, 0.5], 3, [2, 1]), ([1, 2], 2, [1, 1])],
+)
+def test_samples_are_shared_by_weight(weights, samples, counts):
+    assert shares(weights, samples) == counts
+
+
+def test_a_source_that_would_get_nothing_is_refused():
+    with pytest.raises(UsageError, match="one gets none"):
+        shares([100, 1], 4)
+
+
+def test_a_mixture_holds_what_each_source_gives_alone(tmp_path):
+    tokenizer = word_tokenizer()
+    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
+    first.write_text(words(0, 500))
+    second.write_text(words(500, 1000))
+    data = load_mixture([f"{first}=3", f"{second}"], tokenizer, 8, 16, seed=1)
+    assert data.ids[:6].equal(load_token_samples(str(first), tokenizer, 6, 16, seed=1).ids)
+    assert data.ids[6:].equal(load_token_samples(str(second), tokenizer, 2, 16, seed=1).ids)
+    assert data.info.source == "a.txt=3, b.txt=1"
+    assert data.info.samples == 8
+    assert data.info.sha256 == hashlib.sha256(data.ids.numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def test_held_out_samples_of_a_mixture_are_none_of_its_samples(tmp_path):
+    tokenizer = word_tokenizer()
+    for name, start in (("a.txt", 0), ("b.txt", 500)):
+        (tmp_path / name).write_text(words(start, start + 500))
+    sources = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
+    taken = set(load_mixture(sources, tokenizer, 8, 16, seed=1).ids.flatten().tolist())
+    rest = load_held_out_mixture(sources, tokenizer, 4, 16, seed=1, apart_from=(8, 16))
+    assert not taken & set(rest.ids.flatten().tolist())
+    assert {int(word[1:]) // 500 for row in rest.ids for word in spoken(tokenizer, row)} == {0, 1}
+
+
+def test_a_path_with_an_equals_sign_is_a_path(tmp_path):
+    file = tmp_path / "x=2"
+    file.mkdir()
+    assert weighted_sources(str(file))[0].source == str(file)
+    with pytest.raises(UsageError, match="weight 0"):
+        weighted_sources("a.txt=0")
+
+
+def test_code_is_plain_text_with_the_texts_beside_it(tmp_path):
+    tokenizer = word_tokenizer()
+    (tmp_path / "a.py").write_text(words(0, 40))
+    (tmp_path / "notes.txt").write_text(words(40, 80))
+    (tmp_path / "README.md").write_text(words(80, 120))
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "hook.sh").write_text(words(500, 600))
+    data = load_token_samples(str(tmp_path), tokenizer, 12, 10, seed=0)
+    numbers = {int(word[1:]) for row in data.ids for word in spoken(tokenizer, row) if word[0] == "w"}
+    assert numbers <= set(range(120))
+    assert {number // 40 for number in numbers} == {0, 1, 2}
+    assert load_token_samples(str(tmp_path / "a.py"), tokenizer, 4, 10, seed=0).info.source == "a.py"
+
+
+def test_a_readme_beside_data_is_no_data(tmp_path):
+    tokenizer = word_tokenizer()
+    (tmp_path / "README.md").write_text(words(0, 200))
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": words(500, 600)}])
+    data = load_token_samples(str(tmp_path), tokenizer, 5, 10, seed=0)
+    assert all(int(word[1:]) >= 500 for row in data.ids for word in spoken(tokenizer, row) if word[0] == "w")
+    (tmp_path / "more.txt").write_text(words(0, 200))
+    with pytest.raises(DataError, match="mixes"):
+        load_token_samples(str(tmp_path), tokenizer, 5, 10, seed=0)
+
+
+def said(tmp_path, text, template=None):
+    tokenizer, file = word_tokenizer(chat_template=template), tmp_path / "text.txt"
+    file.write_text(text)
+    return unlike_the_model(str(file), load_mixture(str(file), tokenizer, 4, 10, seed=0), tokenizer)
+
+
+def test_plain_text_for_a_model_with_a_chat_template_is_said(tmp_path):
+    assert said(tmp_path, words(100, 200)) == []
+    (found,) = said(tmp_path, words(100, 200), CHAT)
+    assert "chat template" in found
+    tokenizer = word_tokenizer(chat_template=CHAT)
+    rows = [{"messages": [{"role": "user", "content": words(0, 60)}]}]
+    source = write_jsonl(tmp_path / "chat.jsonl", rows)
+    assert unlike_the_model(source, load_mixture(source, tokenizer, 2, 10, seed=0), tokenizer) == []
+
+
+def test_text_that_the_tokenizer_does_not_know_is_said(tmp_path):
+    (found,) = said(tmp_path, " ".join(f"w{i} other" for i in range(100, 200)))
+    assert found.startswith("50% of the calibration tokens of text.txt are unknown")
+
+
+def test_tokens_of_hardly_any_text_are_said(tmp_path):
+    tokenizer = word_tokenizer()
+    tokenizer.add_tokens(["a"])
+    file = tmp_path / "a.txt"
+    file.write_text("a" * 400)
+    data = load_mixture(str(file), tokenizer, 4, 10, seed=0)
+    data.ids[:] = tokenizer.convert_tokens_to_ids("a")
+    tokenizer.clean_up_tokenization_spaces = False
+    found = unlike_the_model(str(file), data, tokenizer)
+    assert any("bytes of text per token" in sentence for sentence in found)

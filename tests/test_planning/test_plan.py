@@ -1,0 +1,219 @@
+"""What `plan` says is what then happens."""
+
+import gc
+import json
+import subprocess
+import sys
+import time
+import weakref
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny.checkpoints import save_checkpoint, save_text
+
+from kvconvert.bundle.manifest import Manifest
+from kvconvert.cli import cli
+from kvconvert.convert.export import export
+from kvconvert.convert.host_memory import anonymous_bytes
+from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.convert.pipeline import calibrate
+from kvconvert.convert.recipe import Recipe
+from kvconvert.errors import UsageError
+from kvconvert.kernels.linear.awq_format import quantize_weight
+from kvconvert.planning.cache import CachePlan, LayerCache, fit
+from kvconvert.planning.layer_sizes import packed_bytes
+from kvconvert.planning.plan import plan
+from kvconvert.planning.probe import Probe, measure, sequences_probed
+from kvconvert.planning.text import plan_text
+
+RTN = '[weights]\nmethod = "rtn"\nbits = {bits}\ngroup_size = 32\n[kv]\npreset = "{preset}"\n'
+
+
+def recipe(tmp_path, bits=4, preset="kivi"):
+    file = tmp_path / "recipe.toml"
+    file.write_text(RTN.format(bits=bits, preset=preset))
+    return str(file)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("outputs", "inputs", "group_size"), [(8, 32, 32), (40, 96, 32), (24, 128, 64)])
+def test_packed_bytes_are_those_of_a_packed_weight(bits, outputs, inputs, group_size):
+    packed = quantize_weight(torch.randn(outputs, inputs), bits, group_size)
+    assert packed_bytes(outputs, inputs, bits, group_size) == sum(tensor.nbytes for tensor in packed)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_bundle_has_exactly_the_planned_bytes(tmp_path, tied):
+    model = save_checkpoint(tmp_path / "model", "qwen2", torch.bfloat16, tie_word_embeddings=tied)
+    planned = plan(model, recipe=recipe(tmp_path), probe=False, progress=False)
+    options = {"data": save_text(tmp_path), "samples": 2, "seq_len": 32, "progress": False}
+    calibrate(model, tmp_path / "work", recipe=recipe(tmp_path), **options)
+    export(tmp_path / "work", tmp_path / "bundle", progress=False)
+    manifest = Manifest.model_validate_json((tmp_path / "bundle" / "kvconvert.json").read_text())
+    assert planned.disk.bundle == manifest.weights.bytes
+    layers = sorted((tmp_path / "work" / "layers").glob("?????.safetensors"))
+    headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in layers)
+    assert planned.disk.work == sum(file.stat().st_size for file in layers) - headers
+
+
+def test_longest_context_and_largest_batch_fit_and_one_more_does_not():
+    cache = CachePlan((LayerCache(None, None, 64, None), LayerCache(None, None, 64, 100)), True)
+    memory, weights, context, batch = 2_000_000, 500_000, 300, 3
+
+    def allowance(rows):
+        return 10_000 + 100 * rows
+
+    found = fit(memory, weights, cache, context, batch, None, allowance)
+    longest, most = found.longest_context, found.largest_batch
+    assert cache.bytes(300) == 2 * 64 * (300 + 100)
+    assert weights + allowance(batch) + batch * cache.bytes(longest) <= memory
+    assert weights + allowance(batch) + batch * cache.bytes(longest + 1) > memory
+    assert weights + allowance(most) + most * cache.bytes(context) <= memory
+    assert weights + allowance(most + 1) + (most + 1) * cache.bytes(context) > memory
+    assert fit(memory, weights, cache, context, batch, 500, allowance).limited_by == "the model's positions"
+    nothing = fit(weights, weights, cache, context, batch, 500, allowance)
+    assert (nothing.longest_context, nothing.largest_batch) == (0, 0)
+
+
+def test_sink_tokens_and_windows_count_in_short_contexts(tmp_path):
+    model = save_checkpoint(tmp_path / "model", max_position_embeddings=100_000)
+    bits = [
+        plan(model, recipe=recipe(tmp_path), context=n, probe=False).cache.bits_per_value for n in (64, 1024, 100_000)
+    ]
+    assert bits[0] == 16, "nothing is in a page yet"
+    assert bits[0] > bits[1] > bits[2] > 2
+
+
+def test_what_does_not_depend_on_tokens_is_not_extrapolated():
+    probe = Probe(0, (1000, 2000), (5.0, 7.0), 1.0, 0.0, None, None)
+    assert probe.layer_seconds(10_000) == pytest.approx(3 + 20)
+    assert Probe(0, (1000, 2000), (7.0, 6.0), 1.0, 0.0, None, None).layer_seconds(10_000) == pytest.approx(6)
+    assert sequences_probed(64, 512) == (4, 8)
+    assert sequences_probed(6, 512) == (6,)
+    assert sequences_probed(64, 8192) == (1, 2)
+
+
+def test_a_probe_calibrates_one_layer_on_some_sequences(tmp_path):
+    model = save_checkpoint(tmp_path / "model")
+    found = measure(
+        {
+            "model": str(model),
+            "recipe": Recipe.load(recipe(tmp_path, preset="oscar")).to_dict(),
+            "data": save_text(tmp_path),
+            "samples": 4,
+            "length": 32,
+            "seed": 0,
+            "device": "cpu",
+            "layer": 1,
+            "folder": str(tmp_path),
+        }
+    )
+    assert found.tokens == (128,)
+    assert found.seconds[0] > 0
+    assert len(list((tmp_path / "work-4" / "layers").glob("00001.*"))) == 3
+
+
+def test_layers_are_freed_without_waiting_for_the_garbage_collector(tmp_path, monkeypatch):
+    layers = []
+    read = LayerRunner.layer
+
+    def watched(self, index):
+        assert not any(layer() is not None for layer in layers), "an earlier layer is still in memory"
+        layer, dtypes = read(self, index)
+        layers.append(weakref.ref(layer))
+        return layer, dtypes
+
+    monkeypatch.setattr(LayerRunner, "layer", watched)
+    model = save_checkpoint(tmp_path / "model", num_hidden_layers=3)
+    gc.collect()
+    gc.disable()
+    try:
+        options = {"data": save_text(tmp_path), "samples": 2, "seq_len": 32, "progress": False}
+        calibrate(model, tmp_path / "work", recipe=recipe(tmp_path, preset="oscar"), **options)
+    finally:
+        gc.enable()
+    assert len(layers) == 3
+
+
+def test_the_command_shows_a_table_or_json(tmp_path):
+    model = str(save_checkpoint(tmp_path / "model"))
+    arguments = ["plan", model, "--no-probe", "--gpu-memory", "24GB", "--context", "128", "--batch", "2"]
+    found = json.loads(CliRunner().invoke(cli, [*arguments, "--json"], catch_exceptions=False).stdout)
+    assert found["gpu_memory"] == 24 * 10**9
+    assert found["seconds"] is None
+    assert found["fit"]["limited_by"] == "the model's positions"
+    shown = CliRunner().invoke(cli, arguments, catch_exceptions=False).stdout
+    for word in ("host memory, calibrate", "disk, bundle", "longest context", "largest batch"):
+        assert word in shown
+    assert "time" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--gpu-memory", "much"], "is not a size"),
+        (["--gpu-memory", "0GB"], "is not a size"),
+        (["--seq-len", "4096"], "--seq-len is 4096, more than the 128 positions"),
+        (["--context", "4096"], "--context is 4096, more than the 128 positions"),
+        (["--recipe", "nothing"], "There is no recipe preset 'nothing'"),
+        (["--device", "abacus"], "There is no device abacus"),
+    ],
+)
+def test_bad_input_gets_one_sentence(tmp_path, arguments, sentence):
+    model = str(save_checkpoint(tmp_path / "model"))
+    found = CliRunner().invoke(cli, ["plan", model, "--no-probe", *arguments])
+    assert found.exit_code == 2
+    assert sentence in found.stderr
+
+
+def test_a_recipe_that_searches_needs_its_budget(tmp_path):
+    model = save_checkpoint(tmp_path / "model")
+    with pytest.raises(UsageError, match="how large the cache may be"):
+        plan(model, recipe="auto", probe=False)
+
+
+def peak_of(*command: str) -> int:
+    """Largest RssAnon of a kvconvert command."""
+    process = subprocess.Popen([sys.executable, "-m", "kvconvert", *command])
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, anonymous_bytes(process.pid) or 0)
+        time.sleep(0.005)
+    assert process.returncode == 0
+    return peak
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["rtn", "awq", "gptq"])
+@pytest.mark.skipif(anonymous_bytes() is None, reason="only Linux tells anonymous memory")
+def test_memory_is_as_planned(tmp_path, method):
+    large = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4}
+    sizes = large | {"head_dim": 64, "num_hidden_layers": 3}
+    model = str(save_checkpoint(tmp_path / "model", dtype=torch.bfloat16, **sizes))
+    file = tmp_path / "recipe.toml"
+    file.write_text(RTN.format(bits=4, preset="kivi").replace("rtn", method))
+    options = ["--recipe", str(file), "--samples", "16", "--seq-len", "128"]
+    planned = [
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-m", "kvconvert", "plan", model, "--json", *options, *more],
+                check=True,
+                stdout=subprocess.PIPE,
+            ).stdout
+        )["memory"]
+        for more in ([], ["--no-probe"])
+    ]
+    calibrated = peak_of("calibrate", model, "-o", str(tmp_path / "work"), *options)
+    exported = peak_of("export", str(tmp_path / "work"), "-o", str(tmp_path / "bundle"))
+    for memory in planned:
+        assert memory["calibrate"] == pytest.approx(calibrated, rel=0.1), memory["source"]
+        assert memory["export"] == pytest.approx(exported, rel=0.1)
+
+
+def test_every_figure_says_what_it_rests_on(tmp_path):
+    model = save_checkpoint(tmp_path / "model")
+    shown = plan_text(plan(model, recipe=recipe(tmp_path), probe=False, gpu_memory=10**6))
+    assert "computed" in shown
+    assert "not measured" in shown
+    assert "leave no room in 1 MB" in shown
