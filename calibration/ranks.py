@@ -138,10 +138,12 @@ class ProcessRanks(Ranks):
         return f"Rank {self.rank} of {self.size}"
 
     def sum_(self, tensor: Tensor) -> Tensor:
+        """See `Ranks`."""
         dist.all_reduce(tensor)
         return tensor
 
     def gather(self, rows: Tensor) -> Tensor:
+        """See `Ranks`."""
         counts: list[int] = self.gather_list([len(rows)])
         found = [
             rows.contiguous() if rank == self.rank else rows.new_empty(count, *rows.shape[1:])
@@ -153,22 +155,27 @@ class ProcessRanks(Ranks):
         return torch.cat(found)
 
     def gather_list(self, items: list[T]) -> list[T]:
+        """See `Ranks`."""
         found: list[list[T]] = [[] for _ in range(self.size)]
         dist.all_gather_object(found, _moved(items, torch.device("cpu")))
         return [_moved(item, self.device) for part in found for item in part]
 
     def broadcast_(self, tensor: Tensor, source: int) -> Tensor:
+        """See `Ranks`."""
         dist.broadcast(tensor, source)
         return tensor
 
     def of_first(self, value: T) -> T:
+        """See `Ranks`."""
         return self.gather_list([value] if self.is_first else [])[0]
 
     def wait(self) -> None:
+        """See `Ranks`."""
         self.gather_list([None])
 
     @contextmanager
     def together(self) -> Iterator[None]:
+        """See `Ranks`."""
         error: KvconvertError | None = None
         try:
             yield
@@ -255,6 +262,11 @@ def local_device(device: torch.device) -> torch.device:
 def launched() -> bool:
     """Whether torchrun started this process as one of several."""
     return dist.is_available() and dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that talks to the user."""
+    return not launched() or os.environ["RANK"] == "0"
 
 
 @contextmanager
