@@ -148,9 +148,8 @@ class ActivationRecorder:
             self._seen[point] = seen + x.shape[0]
             if self._routes(point):
                 experts = self.structure.experts
-                if (
-                    point == experts.linears(experts.owner(point))[2]
-                ):  # the other searches need no more than the moments
+                # The other searches need no more than the moments.
+                if point == experts.linears(experts.owner(point))[2]:
                     self._sample(point, x, seen, EXPERT_TOKENS)
                 return
             index = torch.arange(seen, seen + x.shape[0], device=x.device)

@@ -62,10 +62,8 @@ class ChannelStatistics:
     def result(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
         """`key_mean_abs`, `key_range`, `query_mean_abs` and `key_sensitivity`, each float32 [H, D]."""
         counts = ranks.sum_(torch.tensor(list(self._counts.values()))).tolist()
-        means = {
-            name: ranks.sum_in_order(sums) / count
-            for (name, sums), count in zip(self._sums.items(), counts, strict=True)
-        }
+        sums = {name: ranks.sum_in_order(partial) for name, partial in self._sums.items()}
+        means = {name: total / count for (name, total), count in zip(sums.items(), counts, strict=True)}
         means["key_sensitivity"] = means["query_mean_abs"] * means["key_range"]
         return {name: mean.float().cpu() for name, mean in means.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,7 +23,7 @@ def in_ranks(size: int, store: Path, function: Callable[[int], Any]) -> list[int
         function: what each does; one thread each, so that sums are alike.
 
     Returns:
-        exit codes: 1 where it raised, and wrote the message to `store`.RANK.
+        exit codes: 1 where it raised, and wrote what to `store`.RANK; negative where a signal ended it.
     """
     children = []
     for rank in range(size):
@@ -42,9 +43,16 @@ def in_ranks(size: int, store: Path, function: Callable[[int], Any]) -> list[int
                 function(rank)
                 code = 0
             except BaseException as error:
-                Path(f"{store}.{rank}").write_text(str(error))
+                Path(f"{store}.{rank}").write_text(f"{type(error).__name__}: {error}")
                 traceback.print_exc()
             finally:
                 os._exit(code)
         children.append(child)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    codes: dict[int, int] = {}
+    while len(codes) < size:  # whichever ends first, as a launcher does
+        for child in [child for child in children if child not in codes]:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                codes[child] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    return [codes[child] for child in children]

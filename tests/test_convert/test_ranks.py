@@ -1,27 +1,38 @@
 """Several processes calibrate what one process calibrates, byte for byte."""
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from calibrations import AWQ, contents, run
+from calibrations import KV_ONLY, contents, run
 from several_ranks import in_ranks
-from tiny.checkpoints import save_checkpoint
+from tiny.checkpoints import REFERENCE, save_checkpoint
+from tiny.mixtures import tiny_mixture
+from tiny.processors import write_vision_model
 
-from kvconvert.calibration.ranks import ALONE
+from kvconvert.calibration import activations
+from kvconvert.calibration.ranks import Ranks
 from kvconvert.convert import layer_runner, workdir
-from kvconvert.convert.export import export
 from kvconvert.convert.recipe import KVCalibration, Recipe, WeightsRecipe
 from kvconvert.errors import UsageError
-from kvconvert.methods import PRESETS
+from kvconvert.methods import PRESETS, KVScheme
 
 LENGTH = 150  # one page that some query reads
 WEIGHTS = {name: WeightsRecipe(method=name, group_size=32) for name in ("awq", "gptq", "awq+gptq", "none")}
+STATIC = KVScheme(key_bits=4, value_bits=4, static_scales="calibrated", key_rounding="error_feedback")
 # Between them every pass with every way to combine what ranks observe.
 RECIPES = {
     "awq+gptq-kitty": Recipe(weights=WEIGHTS["awq+gptq"], kv=PRESETS["kitty"]),
     "awq-minikv": Recipe(weights=WEIGHTS["awq"], kv=PRESETS["minikv-pyramid"]),
-    "gptq": Recipe(weights=WEIGHTS["gptq"]),
+    "gptq-oscar": Recipe(weights=WEIGHTS["gptq"], kv=PRESETS["oscar"]),
+    "awq-static": Recipe(weights=WEIGHTS["awq"], kv=STATIC),
+    "calibquant": Recipe(
+        weights=WEIGHTS["none"], kv=PRESETS["calibquant-1bit"], calibration=KVCalibration(tau_grid=[0, 1, 2])
+    ),
 }
 
 
@@ -32,18 +43,144 @@ def model(place):
 
 @pytest.fixture
 def small_batches(monkeypatch):
+    """Three batches of five sequences, and samples that have to leave something out."""
     monkeypatch.setattr(layer_runner, "BATCH_TOKENS", 2 * LENGTH)
+    monkeypatch.setattr(activations, "LOSS_TOKENS", 2 * LENGTH)
+    monkeypatch.setattr(activations, "EXPERT_TOKENS", 40)
+
+
+def compare(tmp_path, model, data, recipe, sizes, length=LENGTH):
+    """Calibrate with one process and with others, and compare everything that they write."""
+    for size in (1, *sizes):
+        work = tmp_path / str(size)
+        codes = in_ranks(
+            size,
+            tmp_path / f"store{size}",
+            lambda rank, work=work: run(model, work, data, recipe, samples=5, seq_len=length),
+        )
+        assert codes == [0] * size
+    for size in sizes:
+        assert contents(tmp_path / str(size)) == contents(tmp_path / "1")
 
 
 @pytest.mark.usefixtures("small_batches")
-@pytest.mark.parametrize("name", RECIPES)
-def test_two_and_three_ranks_write_the_bytes_of_one_process(name, tmp_path, model, text):
-    options = {"recipe": RECIPES[name], "samples": 5, "seq_len": LENGTH}  # three batches, the last incomplete
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        pytest.param(name, sizes, marks=marks)
+        for name in RECIPES
+        for sizes, marks in (((2,), () if name == "awq+gptq-kitty" else pytest.mark.full), ((3,), pytest.mark.full))
+    ],
+)
+def test_ranks_write_the_bytes_of_one_process(name, sizes, tmp_path, model, text):
+    compare(tmp_path, model, text, RECIPES[name], sizes)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_ranks_calibrate_each_expert_on_the_tokens_of_all(method, tmp_path, text):
+    """Of some experts only one rank sees tokens, and some get too few for statistics of their own."""
+    model = tmp_path / "model"
+    tiny_mixture("mixtral", num_local_experts=8).save_pretrained(model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(REFERENCE / name, model / name)
+    compare(tmp_path, model, text, Recipe(weights=WEIGHTS[method]), (2, 3), length=100)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("small_batches")
+def test_ranks_share_samples_with_images(tmp_path):
+    model = write_vision_model(tmp_path / "model", "qwen3_vl")
+    recipe = Recipe(weights=WEIGHTS["awq"], kv=PRESETS["calibquant-2bit-visual"])
+    compare(tmp_path, model, None, recipe, (2,), length=LENGTH)
+
+
+def killing(rank, name):
+    """Patch this process to kill itself before it commits hidden states of this name, if it is this rank."""
+
+    def commit(self):
+        if self._path.name.startswith(name):
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self)
+
+    original = workdir.HiddenWriter.commit
+    workdir.HiddenWriter.commit = commit
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_stops_the_others_and_any_number_of_ranks_goes_on(tmp_path, model, text, victim):
+    options = {"recipe": RECIPES["awq+gptq-kitty"], "samples": 5, "seq_len": LENGTH}
+
+    def dies(rank):
+        if rank == victim:
+            killing(rank, "00001")
+        run(model, tmp_path / "killed", text, **options)
+
+    codes = in_ranks(2, tmp_path / "store", dies)
+    assert codes[victim] == -signal.SIGKILL
+    assert codes[1 - victim] == 1
+    message = (tmp_path / f"store.{1 - victim}").read_text()
+    assert f"Rank {1 - victim} of 2 stops: the process of rank {victim} has ended" in message
+    in_ranks(1, tmp_path / "none", lambda rank: run(model, tmp_path / "whole", text, **options))
+    expected = contents(tmp_path / "whole")
     for size in (1, 2, 3):
-        codes = in_ranks(
-            size, tmp_path / f"store{size}", lambda rank, w=size: run(model, tmp_path / str(w), text, **options)
-        )
+        work = shutil.copytree(tmp_path / "killed", tmp_path / f"resumed{size}")
+        codes = in_ranks(size, tmp_path / f"resume{size}", lambda rank, work=work: run(model, work, text, **options))
         assert codes == [0] * size
-    expected = contents(tmp_path / "1")
-    for size in (2, 3):
-        assert contents(tmp_path / str(size)) == expected
+        assert contents(work) == expected
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("small_batches")
+def test_what_all_ranks_refuse_is_said_once_and_what_one_refuses_by_its_name(tmp_path, model, text):
+    def messages(name, function):
+        assert in_ranks(2, tmp_path / name, function) != [0, 0]
+        return [Path(tmp_path / f"{name}.{rank}").read_text() for rank in (0, 1)]
+
+    def calibrate(**options):
+        return run(model, tmp_path / "work", text, **{"recipe": KV_ONLY, "samples": 5, "seq_len": LENGTH} | options)
+
+    searches = messages("auto", lambda rank: calibrate(recipe=Recipe.load("auto").with_search(kv_bits=3.0)))
+    assert "The recipe auto searches in one process, and torchrun started 2" in searches[0]
+    assert searches[1] == "SystemExit: 2"
+    few = messages("few", lambda rank: calibrate(samples=2))
+    assert few[0].endswith("start at most 1, or give more `samples`.")
+    seeds = messages("seeds", lambda rank: calibrate(seed=rank))
+    assert seeds[0].startswith("UsageError: Ranks 0 and 1 were given different inputs: the calibration data differs")
+    missing = messages("missing", lambda rank: calibrate(data=text if not rank else "absent.txt"))
+    assert missing[0].startswith("SystemExit")
+    assert "Rank 1 of 2: " in missing[1]
+    assert not (tmp_path / "work").exists()
+
+
+class _Second(Ranks):
+    rank, size = 1, 3
+
+
+def test_shares_are_whole_batches_and_every_item_has_an_owner():
+    ranks = _Second()
+    assert ranks.shares(64, 8) == [(0, 16), (16, 40), (40, 64)]
+    assert ranks.shares(5, 2) == [(0, 2), (2, 4), (4, 5)]
+    with pytest.raises(UsageError, match=r"3 processes share 4 calibration sequences .*start at most 2"):
+        ranks.shares(4, 2)
+    items = list("abcdefg")
+    assert ranks.mine(items) == [item for i, item in enumerate(items) if ranks.owner(i) == ranks.rank]
+
+
+@pytest.mark.full
+def test_torchrun_on_the_reference_model_says_things_once_and_gives_the_same_bytes(tmp_path, text):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def calibrate(work, *launcher):
+        options = ["-o", str(work), "--samples", "16", "--data", text]
+        command = [sys.executable, *launcher, "-m", "kvconvert", "calibrate", str(REFERENCE), *options]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+
+    launched = calibrate(tmp_path / "2", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert launched.stdout.count("Calibrated") == 1
+    assert launched.stderr.count("Weights in groups of") == 1
+    calibrate(tmp_path / "1")
+    assert contents(tmp_path / "2") == contents(tmp_path / "1")
