@@ -72,7 +72,7 @@ class HessianRecorder:
         Raises:
             NumericError: it holds NaN or infinity.
         """
-        hessian = (self._sums[point] / self.tokens[point]).float()
+        hessian = self._sums[point].float().div_(self.tokens[point])
         if not hessian.isfinite().all():
             raise NumericError(
                 f"the input of {point} holds NaN or infinity on the calibration data; check the source model."
