@@ -4,8 +4,8 @@
         [--data FILE] [--json FILE]
 
 Each number of ranks is a fresh process, or torchrun, on a fresh working directory, one after another. On GPUs every
-rank has its own, so there have to be as many as the largest number. What is compared with the first run: every file of the
-working directory, and, where bytes differ, which layers' chosen schemes, scale ratios and plan tensors do.
+rank has its own, so there have to be as many as the largest number. What is compared with the first run: every file of
+the working directory, and the layers' chosen schemes, scale ratios and plan tensors.
 """
 
 from __future__ import annotations
