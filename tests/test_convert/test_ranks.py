@@ -18,7 +18,7 @@ from kvconvert.calibration import activations
 from kvconvert.calibration.ranks import Ranks
 from kvconvert.convert import layer_runner, workdir
 from kvconvert.convert.recipe import KVCalibration, Recipe, WeightsRecipe
-from kvconvert.errors import UsageError
+from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.methods import PRESETS, KVScheme
 
 LENGTH = 150  # one page that some query reads
@@ -140,20 +140,36 @@ def test_what_all_ranks_refuse_is_said_once_and_what_one_refuses_by_its_name(tmp
         assert in_ranks(2, tmp_path / name, function) != [0, 0]
         return [Path(tmp_path / f"{name}.{rank}").read_text() for rank in (0, 1)]
 
-    def calibrate(**options):
-        return run(model, tmp_path / "work", text, **{"recipe": KV_ONLY, "samples": 5, "seq_len": LENGTH} | options)
+    def calibrate(data=text, **options):
+        return run(model, tmp_path / "work", data, **{"recipe": KV_ONLY, "samples": 5, "seq_len": LENGTH} | options)
 
     searches = messages("auto", lambda rank: calibrate(recipe=Recipe.load("auto").with_search(kv_bits=3.0)))
     assert "The recipe auto searches in one process, and torchrun started 2" in searches[0]
     assert searches[1] == "SystemExit: 2"
     few = messages("few", lambda rank: calibrate(samples=2))
-    assert few[0].endswith("start at most 1 processes, or give more `samples`.")
+    assert few[0].endswith("start 1 at most, or give more `samples`.")
     seeds = messages("seeds", lambda rank: calibrate(seed=rank))
     assert seeds[0].startswith("UsageError: Ranks 0 and 1 were given different inputs: the calibration data differs")
     missing = messages("missing", lambda rank: calibrate(data=text if not rank else "absent.txt"))
     assert missing[0].startswith("SystemExit")
     assert "Rank 1 of 2: " in missing[1]
     assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("small_batches")
+def test_an_error_of_one_rank_is_said_with_its_name(tmp_path, model, text):
+    def fails(rank):
+        def append(self, sequences):
+            raise KvconvertError("The disk is full")
+
+        if rank:
+            workdir.HiddenWriter.append = append
+        run(model, tmp_path / "work", text, samples=5, seq_len=LENGTH)
+
+    assert in_ranks(2, tmp_path / "store", fails) == [1, 1]
+    assert (tmp_path / "store.1").read_text() == "KvconvertError: Rank 1 of 2: The disk is full"
+    assert "Rank 0 of 2 stops: the process of rank 1 has ended" in (tmp_path / "store.0").read_text()
 
 
 class _Second(Ranks):
@@ -164,7 +180,7 @@ def test_shares_are_whole_batches_and_every_item_has_an_owner():
     ranks = _Second()
     assert ranks.shares(64, 8) == [(0, 16), (16, 40), (40, 64)]
     assert ranks.shares(5, 2) == [(0, 2), (2, 4), (4, 5)]
-    with pytest.raises(UsageError, match=r"3 processes .* 4 calibration sequences run in 2 batches .*at most 2"):
+    with pytest.raises(UsageError, match=r"3 processes .* 4 calibration sequences run in 2 batches .*start 2 at most"):
         ranks.shares(4, 2)
     items = list("abcdefg")
     assert ranks.mine(items) == [item for i, item in enumerate(items) if ranks.owner(i) == ranks.rank]
