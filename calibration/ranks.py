@@ -162,8 +162,9 @@ class ProcessRanks(Ranks):
 
     def broadcast_(self, tensor: Tensor, source: int) -> Tensor:
         """See `Ranks`."""
-        dist.broadcast(tensor, source)
-        return tensor
+        sent = tensor.contiguous()
+        dist.broadcast(sent, source)
+        return tensor if sent is tensor else tensor.copy_(sent)
 
     def of_first(self, value: T) -> T:
         """See `Ranks`."""

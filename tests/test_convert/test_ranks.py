@@ -187,11 +187,11 @@ def test_shares_are_whole_batches_and_every_item_has_an_owner():
 
 
 @pytest.mark.full
-def test_torchrun_on_the_reference_model_says_things_once_and_gives_the_same_bytes(tmp_path, text):
+def test_torchrun_on_the_reference_model_says_things_once_and_gives_the_same_bytes(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def calibrate(work, *launcher):
-        options = ["-o", str(work), "--samples", "16", "--data", text]
+        options = ["-o", str(work), "--samples", "16"]
         command = [sys.executable, *launcher, "-m", "kvconvert", "calibrate", str(REFERENCE), *options]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
 
