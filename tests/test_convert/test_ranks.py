@@ -8,20 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from calibrations import KV_ONLY, contents, run
+from calibrations import KV_ONLY, contents
 from several_ranks import in_ranks
 from tiny.checkpoints import REFERENCE, save_checkpoint
 from tiny.mixtures import tiny_mixture
 from tiny.processors import write_vision_model
 
-from kvconvert.calibration import activations
 from kvconvert.calibration.ranks import Ranks
-from kvconvert.convert import layer_runner, workdir
 from kvconvert.convert.recipe import KVCalibration, Recipe, WeightsRecipe
-from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.errors import UsageError
 from kvconvert.methods import PRESETS, KVScheme
 
-LENGTH = 150  # one page that some query reads
 WEIGHTS = {name: WeightsRecipe(method=name, group_size=32) for name in ("awq", "gptq", "awq+gptq", "none")}
 STATIC = KVScheme(key_bits=4, value_bits=4, static_scales="calibrated", key_rounding="error_feedback")
 # Between them every pass with every way to combine what ranks observe.
@@ -41,135 +38,84 @@ def model(place):
     return save_checkpoint(place / "model", max_position_embeddings=512)
 
 
-@pytest.fixture
-def small_batches(monkeypatch):
-    """Three batches of five sequences, and samples that have to leave something out."""
-    monkeypatch.setattr(layer_runner, "BATCH_TOKENS", 2 * LENGTH)
-    monkeypatch.setattr(activations, "LOSS_TOKENS", 2 * LENGTH)
-    monkeypatch.setattr(activations, "EXPERT_TOKENS", 40)
-
-
-def compare(tmp_path, model, data, recipe, sizes, length=LENGTH):
+def compare(folder, sizes, *arguments, **options):
     """Calibrate with one process and with others, and compare everything that they write."""
+    model, *rest = arguments
     for size in (1, *sizes):
-        work = tmp_path / str(size)
-        codes = in_ranks(
-            size,
-            tmp_path / f"store{size}",
-            lambda rank, work=work: run(model, work, data, recipe, samples=5, seq_len=length),
-        )
-        assert codes == [0] * size
+        assert in_ranks(size, folder / f"store{size}", model, folder / str(size), *rest, **options) == [0] * size
     for size in sizes:
-        assert contents(tmp_path / str(size)) == contents(tmp_path / "1")
+        assert contents(folder / str(size)) == contents(folder / "1")
 
 
-@pytest.mark.usefixtures("small_batches")
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        pytest.param(name, sizes, marks=marks)
-        for name in RECIPES
-        for sizes, marks in (((2,), () if name == "awq+gptq-kitty" else pytest.mark.full), ((3,), pytest.mark.full))
-    ],
-)
-def test_ranks_write_the_bytes_of_one_process(name, sizes, tmp_path, model, text):
-    compare(tmp_path, model, text, RECIPES[name], sizes)
+def test_two_ranks_write_the_bytes_of_one_process(tmp_path, text):
+    model = save_checkpoint(tmp_path / "model", max_position_embeddings=512, num_hidden_layers=1)
+    compare(tmp_path, (2,), model, text, RECIPES["awq+gptq-kitty"])
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_and_three_ranks_write_the_bytes_of_one_process(name, tmp_path, model, text):
+    compare(tmp_path, (2, 3), model, text, RECIPES[name])
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_ranks_calibrate_each_expert_on_the_tokens_of_all(method, tmp_path, text):
-    """Of some experts only one rank sees tokens, and some get too few for statistics of their own."""
+    """Some of them get too few tokens for statistics of their own."""
     model = tmp_path / "model"
     tiny_mixture("mixtral", num_local_experts=8).save_pretrained(model)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(REFERENCE / name, model / name)
-    compare(tmp_path, model, text, Recipe(weights=WEIGHTS[method]), (2, 3), length=120)
+    compare(tmp_path, (2, 3), model, text, Recipe(weights=WEIGHTS[method]), seq_len=120)
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("small_batches")
 def test_ranks_share_samples_with_images(tmp_path):
     model = write_vision_model(tmp_path / "model", "qwen3_vl")
     recipe = Recipe(weights=WEIGHTS["awq"], kv=PRESETS["calibquant-2bit-visual"])
-    compare(tmp_path, model, None, recipe, (2,), length=LENGTH)
-
-
-def killing(rank, name):
-    """Patch this process to kill itself before it commits hidden states of this name, if it is this rank."""
-
-    def commit(self):
-        if self._path.name.startswith(name):
-            os.kill(os.getpid(), signal.SIGKILL)
-        original(self)
-
-    original = workdir.HiddenWriter.commit
-    workdir.HiddenWriter.commit = commit
+    compare(tmp_path, (2,), model, None, recipe)
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_stops_the_others_and_any_number_of_ranks_goes_on(tmp_path, model, text, victim):
-    options = {"recipe": RECIPES["awq+gptq-kitty"], "samples": 5, "seq_len": LENGTH}
-
-    def dies(rank):
-        if rank == victim:
-            killing(rank, "00001")
-        run(model, tmp_path / "killed", text, **options)
-
-    codes = in_ranks(2, tmp_path / "store", dies)
+    rest = (text, RECIPES["awq+gptq-kitty"])
+    codes = in_ranks(2, tmp_path / "store", model, tmp_path / "killed", *rest, fault=(victim, "killed"))
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] == 1
     message = (tmp_path / f"store.{1 - victim}").read_text()
     assert f"Rank {1 - victim} of 2 stops: the process of rank {victim} has ended" in message
-    in_ranks(1, tmp_path / "none", lambda rank: run(model, tmp_path / "whole", text, **options))
-    expected = contents(tmp_path / "whole")
+    assert in_ranks(1, tmp_path / "none", model, tmp_path / "whole", *rest) == [0]
     for size in (1, 2, 3):
         work = shutil.copytree(tmp_path / "killed", tmp_path / f"resumed{size}")
-        codes = in_ranks(size, tmp_path / f"resume{size}", lambda rank, work=work: run(model, work, text, **options))
-        assert codes == [0] * size
-        assert contents(work) == expected
+        assert in_ranks(size, tmp_path / f"resume{size}", model, work, *rest) == [0] * size
+        assert contents(work) == contents(tmp_path / "whole")
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("small_batches")
-def test_what_all_ranks_refuse_is_said_once_and_what_one_refuses_by_its_name(tmp_path, model, text):
-    def messages(name, function):
-        assert in_ranks(2, tmp_path / name, function) != [0, 0]
-        return [Path(tmp_path / f"{name}.{rank}").read_text() for rank in (0, 1)]
-
-    def calibrate(data=text, **options):
-        return run(model, tmp_path / "work", data, **{"recipe": KV_ONLY, "samples": 5, "seq_len": LENGTH} | options)
-
-    searches = messages("auto", lambda rank: calibrate(recipe=Recipe.load("auto").with_search(kv_bits=3.0)))
-    assert "The recipe auto searches in one process, and torchrun started 2" in searches[0]
-    assert searches[1] == "SystemExit: 2"
-    few = messages("few", lambda rank: calibrate(samples=2))
-    assert few[0].endswith("start 1 at most, or give more `samples`.")
-    seeds = messages("seeds", lambda rank: calibrate(seed=rank))
-    assert seeds[0].startswith("UsageError: Ranks 0 and 1 were given different inputs: the calibration data differs")
-    missing = messages("missing", lambda rank: calibrate(data=text if not rank else "absent.txt"))
-    assert missing[0].startswith("SystemExit")
-    assert "Rank 1 of 2: " in missing[1]
-    assert not (tmp_path / "work").exists()
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("small_batches")
 def test_an_error_of_one_rank_is_said_with_its_name(tmp_path, model, text):
-    def fails(rank):
-        def append(self, sequences):
-            raise KvconvertError("The disk is full")
-
-        if rank:
-            workdir.HiddenWriter.append = append
-        run(model, tmp_path / "work", text, samples=5, seq_len=LENGTH)
-
-    assert in_ranks(2, tmp_path / "store", fails) == [1, 1]
+    assert in_ranks(2, tmp_path / "store", model, tmp_path / "work", text, fault=(1, "fail")) == [1, 1]
     assert (tmp_path / "store.1").read_text() == "KvconvertError: Rank 1 of 2: The disk is full"
     assert "Rank 0 of 2 stops: the process of rank 1 has ended" in (tmp_path / "store.0").read_text()
+
+
+@pytest.mark.full
+def test_what_all_ranks_refuse_is_said_once_and_what_one_refuses_by_its_name(tmp_path, model, text):
+    def messages(name, data=text, recipe=KV_ONLY, **options):
+        assert 0 not in in_ranks(2, tmp_path / name, model, tmp_path / "work", data, recipe, **options)
+        return [Path(tmp_path / f"{name}.{rank}").read_text() for rank in (0, 1)]
+
+    searches = messages("auto", recipe=Recipe.load("auto").with_search(kv_bits=3.0))
+    assert "The recipe auto searches in one process, and torchrun started 2" in searches[0]
+    assert searches[1] == "SystemExit: 2"
+    few = messages("few", samples=2)
+    assert few[0].endswith("start 1 at most, or give more `samples`.")
+    seeds = messages("seeds", own={1: {"seed": 1}})
+    assert seeds[0].startswith("UsageError: Ranks 0 and 1 were given different inputs: the calibration data differs")
+    alone = messages("alone", own={1: {"samples": 10**6}})
+    assert alone[0].startswith("SystemExit")
+    assert ": Rank 1 of 2: " in alone[1]
+    assert not (tmp_path / "work").exists()
 
 
 class _Second(Ranks):
