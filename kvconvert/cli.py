@@ -17,6 +17,8 @@ from kvconvert.commands.evaluate import evaluate
 from kvconvert.commands.export import export
 from kvconvert.commands.generate import generate
 from kvconvert.commands.inspect import inspect
+from kvconvert.commands.pull import pull
+from kvconvert.commands.push import push
 from kvconvert.commands.verify import verify
 from kvconvert.errors import KvconvertError
 from kvconvert.version import __version__
@@ -96,7 +98,7 @@ def cli() -> None:
     """
 
 
-for command in (calibrate, export, evaluate, bench, generate, inspect, verify):
+for command in (calibrate, export, evaluate, bench, generate, inspect, verify, push, pull):
     cli.add_command(command)
 
 

@@ -28,7 +28,7 @@ IMAGE_COMMAND = "/image"
 class Console:
     """A loaded bundle that streams what it generates to the standard output."""
 
-    def __init__(self, bundle: Path, max_new_tokens: int, device: str | None = None) -> None:
+    def __init__(self, bundle: str | Path, max_new_tokens: int, device: str | None = None) -> None:
         place = choose_device(device)
         self.model: PreTrainedModel
         # On a GPU a model computes in its own dtype, on a CPU in what `load` finds best there.

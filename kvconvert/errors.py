@@ -55,3 +55,7 @@ class CacheError(KvconvertError):
 
 class QueueFullError(KvconvertError):
     """A request that an Engine refuses for now because too many are waiting; the same request may succeed later."""
+
+
+class HubError(BundleError):
+    """A repository on the Hub that cannot be found, reached, read or written."""

@@ -14,12 +14,15 @@ from transformers import PreTrainedModel
 
 from kvconvert.calibration.protocol import CacheFormat
 from kvconvert.calibration.simulated_attention import AttentionCall, attention_calls, simulated_caches
+from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import NumericError
+from kvconvert.models.source import float_dtype
 
 # Tokens that run through the model at once, and bytes for the exact model's log-probabilities.
 BATCH_TOKENS, GPU_BATCH_TOKENS = 2048, 16384
 REFERENCE_BYTES, GPU_REFERENCE_BYTES = 2**30, 4 * 2**30
 SCORED_AT_ONCE = 1024  # tokens whose distributions are compared at once: bounds the temporaries
+FLOAT32_SHARE = 0.4  # of a GPU's memory that float32 weights may take; else the source's dtype
 SAME_MODEL = 1e-6  # divergence of a run that starts at a later layer, beyond rounding
 
 
@@ -86,14 +89,19 @@ class SimulatedModel:
         return text
 
     @torch.no_grad()
-    def divergence(self, text: ExactText, caches: Mapping[int, CacheFormat]) -> float:
+    def divergence(self, text: ExactText, caches: Mapping[int, CacheFormat], first: int | None = None) -> float:
         """Mean KL(exact || simulated) in nats per token with these layers' caches quantized.
+
+        Args:
+            text: from `read`.
+            caches: by layer.
+            first: the first layer that differs from the model as it was read; None for the first of `caches`.
 
         Raises:
             NumericError: the model computes NaN or infinity.
         """
-        first = min(caches, default=0) if self.starts_late else 0
-        return self._divergence(text, caches, first)
+        first = min(caches, default=0) if first is None else first
+        return self._divergence(text, caches, first if self.starts_late else 0)
 
     @torch.no_grad()
     def attention_call(self, text: ExactText, layer: int) -> AttentionCall:
@@ -184,3 +192,12 @@ class SimulatedModel:
         finally:
             for layer in layers:
                 layer.__dict__.pop("forward", None)
+
+
+def search_dtype(runner: LayerRunner) -> torch.dtype:
+    """float32, for the divergences of single layers are small; the source's dtype where that does not fit a GPU."""
+    if runner.device.type != "cuda":
+        return torch.float32
+    parameters = sum(parameter.numel() for parameter in runner.model.parameters())
+    memory = torch.cuda.get_device_properties(runner.device).total_memory
+    return torch.float32 if 4 * parameters <= FLOAT32_SHARE * memory else float_dtype(runner.source)

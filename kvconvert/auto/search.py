@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from kvconvert.auto.clip_ratios import candidate_clip_ratios, candidate_feedback
 from kvconvert.auto.layers import SearchedLayer, searched_layers
-from kvconvert.auto.model import ExactText, SimulatedModel
+from kvconvert.auto.model import ExactText, SimulatedModel, search_dtype
 from kvconvert.auto.plans import MeasuredPlan, Plan, PlanSearch
 from kvconvert.auto.record import NAME, read_allocation
 from kvconvert.bundle.manifest import Allocation, LayerAllocation
@@ -32,12 +32,10 @@ from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods.auto import DEFAULT_CONTEXT, AutoSearch, Candidate
 from kvconvert.models.processors import load_tokenizer
-from kvconvert.models.source import float_dtype
 
 TEXT_LENGTH = 4096  # tokens of a sequence at most
 DEFAULT_TOKENS, GPU_DEFAULT_TOKENS = 1024, 16384
 CLIP_ROWS = 4  # calibration sequences on which clip ratios are chosen
-FLOAT32_SHARE = 0.4  # of a GPU's memory that float32 weights may take; else the source's dtype
 _DIGITS = 6
 
 
@@ -166,7 +164,7 @@ def find_allocation(
         tokens = load_token_samples(None, tokenizer, CLIP_ROWS, tokens.ids.shape[1], seed)
     apart = (tokens.info.samples, tokens.info.length)
     text = load_held_out_samples(data, tokenizer, task.text_rows, task.text_length, seed, apart)
-    device, dtype = runner.device, _dtype(runner)
+    device, dtype = runner.device, search_dtype(runner)
     model = source.load(dtype, attn_implementation=SIMULATED_ATTENTION)
     model = model.eval().requires_grad_(False).to(device)
     known = runner.adapter is not None
@@ -313,15 +311,6 @@ def _record(
         data=text.info,
         dtype=str(dtype).removeprefix("torch."),
     )
-
-
-def _dtype(runner: LayerRunner) -> torch.dtype:
-    """float32, for the divergences of single layers are small; the source's dtype where that does not fit a GPU."""
-    if runner.device.type != "cuda":
-        return torch.float32
-    parameters = sum(parameter.numel() for parameter in runner.model.parameters())
-    memory = torch.cuda.get_device_properties(runner.device).total_memory
-    return torch.float32 if 4 * parameters <= FLOAT32_SHARE * memory else float_dtype(runner.source)
 
 
 def _rounded(value: float) -> float:

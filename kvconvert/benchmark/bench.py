@@ -23,6 +23,7 @@ from transformers import AutoConfig
 
 from kvconvert import errors
 from kvconvert.benchmark.contender import Measurement, Name
+from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.models.device import DTYPES, choose_device
@@ -82,7 +83,7 @@ def bench(
     """Measure a bundle's speed and memory, generating greedily through `model.generate`.
 
     Args:
-        bundle: directory of the bundle.
+        bundle: directory of the bundle, or its id on the Hub.
         against: directory or Hub id of the source, to be measured with transformers' DynamicCache and, on a GPU, with
             its StaticCache and torch.compile as well; None measures the bundle alone.
         contexts: tokens of the prompts; None takes 1,024, or what the model's positions allow.
@@ -102,7 +103,7 @@ def bench(
         raise UsageError(f"`dtype` is {dtype}; it may be {', '.join(DTYPES)}.")
     if new_tokens < 2:
         raise UsageError(f"`new_tokens` is {new_tokens}; the speed of decoding takes at least 2.")
-    opened = open_bundle(bundle)
+    opened = open_bundle(locate(bundle))
     text_config = AutoConfig.from_pretrained(opened.directory, trust_remote_code=False).get_text_config(decoder=True)
     positions = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
     cases = _cases(contexts, batches, new_tokens, positions)

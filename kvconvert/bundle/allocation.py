@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvconvert.bundle.manifest import Allocation
+from kvconvert.bundle.manifest import Allocation, WeightAllocation
 
 
 def allocation_line(found: Allocation) -> str:
@@ -24,6 +24,27 @@ def sensitivity_rows(found: Allocation) -> tuple[tuple[str, ...], list[tuple[str
         cells = [_cell(layer.kl.get(name), name in (layer.keys, layer.values)) for name in names]
         rows.append((str(layer.index), *cells))
     return ("layer", *names), rows
+
+
+def weight_allocation_line(found: WeightAllocation) -> str:
+    """The budget of the weights and the outcome in one sentence."""
+    text = found.data
+    return (
+        f"{found.bits_per_weight:.3f} bits per weight of {found.budget_bits_per_weight:g} allowed; KL "
+        f"{found.measured_kl:.3g} measured with all weights rounded so, {found.predicted_kl:.3g} as the sum of its "
+        f"parts ({found.allocations} allocations measured, {text.samples} x {text.length} tokens of {text.source}, "
+        f"{found.dtype})"
+    )
+
+
+def weight_sensitivity_rows(found: WeightAllocation) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows of the divergences in 1/1000 nats, the chosen one with a star: a row for each unit."""
+    widths = sorted({bits for unit in found.units for bits in unit.kl}, key=int)
+    rows = []
+    for unit in found.units:
+        names = ", ".join(name.rpartition(".")[2] for name in unit.linears[:4]) + (", ..." if unit.linears[4:] else "")
+        rows.append((str(unit.layer), names, *(_cell(unit.kl.get(b), b == str(unit.bits)) for b in widths)))
+    return ("layer", "Linears", *(f"{bits} bits" for bits in widths)), rows
 
 
 def _cell(kl: float | None, chosen: bool) -> str:

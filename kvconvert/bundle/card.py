@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.bundle.summary import (
@@ -18,6 +19,7 @@ from kvconvert.bundle.summary import (
 from kvconvert.methods import awq
 
 CARD_NAME = "README.md"
+FIDELITY = "## Fidelity"
 
 _FIGURES = {
     "perplexity.source": "perplexity, source model",
@@ -35,13 +37,17 @@ _FIGURES = {
     "kv.bytes_per_token": "KV cache, bytes per token (measured)",
 }
 
+_INSTALL = (
+    "Install [PyTorch](https://pytorch.org/get-started/locally/), then kvconvert in a clone of its repository "
+    "(`pip install .`)."
+)
 _USE = (
-    'model, tokenizer = kvconvert.runtime.load("path/to/this/bundle")',
+    'model, tokenizer = kvconvert.runtime.load("user/name")  # the id of this repository, or the path of a copy',
     'inputs = tokenizer("Once upon a time", return_tensors="pt")',
     "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))",
 )
 _USE_WITH_IMAGES = (
-    'model, processor = kvconvert.runtime.load("path/to/this/bundle")',
+    'model, processor = kvconvert.runtime.load("user/name")  # the id of this repository, or the path of a copy',
     'content = [{"type": "image", "path": "picture.png"}, {"type": "text", "text": "What is it?"}]',
     'messages = [{"role": "user", "content": content}]',
     'options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}',
@@ -59,7 +65,7 @@ def _supports_images(manifest: Manifest) -> bool:
 def model_card(manifest: Manifest) -> str:
     """README.md with the Hub's YAML header; depends on the manifest alone, whose texts are shown, never interpreted."""
     manifest = printable_manifest(manifest)
-    parts = (_header, _introduction, _warning, _usage, _coverage, _kv_plan, _fidelity, _provenance)
+    parts = (_header, _introduction, _warning, _usage, _coverage, _kv_plan, fidelity_section, _recipe, _provenance)
     return "\n".join(line for part in parts for line in part(manifest))
 
 
@@ -74,6 +80,11 @@ def _code(text: str) -> str:
     return f"`{text.replace('`', chr(39)).replace('|', chr(92) + '|')}`"
 
 
+def _quoted(text: str) -> str:
+    """A YAML string, whatever is in it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def _header(manifest: Manifest) -> list[str]:
     source = manifest.source
     tags = ["kvconvert"]
@@ -83,9 +94,18 @@ def _header(manifest: Manifest) -> list[str]:
     task = "image-text-to-text" if _supports_images(manifest) else "text-generation"
     lines = ["---", "library_name: kvconvert", f"pipeline_tag: {task}"]
     if source.licence:
-        lines.append(f"license: {json.dumps(source.licence, ensure_ascii=False)}")
+        lines.append(f"license: {_quoted(source.licence)}")
+    if source.licence == "other":
+        files = [name for name in manifest.informative if name.upper().startswith(("LICENSE", "LICENCE"))]
+        link = source.licence_link or next(iter(files), None)
+        lines += [f"license_name: {_quoted(source.licence_name)}"] if source.licence_name else []
+        lines += [f"license_link: {_quoted(link)}"] if link else []
+    if source.language:
+        lines += ["language:", *(f"- {_quoted(code)}" for code in source.language)]
     if "/" in source.id:  # a local directory's name would not be a link
-        lines += [f"base_model: {json.dumps(source.id, ensure_ascii=False)}", "base_model_relation: quantized"]
+        lines += [f"base_model: {_quoted(source.id)}", "base_model_relation: quantized"]
+    if manifest.data is not None and "/" in manifest.data.source:  # name:config:split:column; local ones have no slash
+        lines += ["datasets:", f"- {_quoted(manifest.data.source.partition(':')[0])}"]
     return [*lines, "tags:", *(f"- {tag}" for tag in tags), "---", ""]
 
 
@@ -107,7 +127,7 @@ def _warning(manifest: Manifest) -> list[str]:
     if manifest.fidelity is None or not manifest.fidelity.missed:
         return []
     return [
-        "> **This bundle misses the fidelity limits of its own recipe; it was exported by force.**",
+        "> **This bundle misses the fidelity limits of its own recipe.**",
         *(f"> - {_plain(sentence)}" for sentence in manifest.fidelity.missed),
         "",
     ]
@@ -116,6 +136,8 @@ def _warning(manifest: Manifest) -> list[str]:
 def _usage(manifest: Manifest) -> list[str]:
     lines = [
         "## Use",
+        "",
+        _INSTALL,
         "",
         "```python",
         "import kvconvert.runtime",
@@ -156,9 +178,10 @@ def _kv_plan(manifest: Manifest) -> list[str]:
     return ["## Key-value cache", "", f"Size: {kv_line(manifest)}.", "", "| layers | plan |", "|---|---|", *rows, ""]
 
 
-def _fidelity(manifest: Manifest) -> list[str]:
+def fidelity_section(manifest: Manifest) -> list[str]:
+    """The table of what was measured; begins with its heading."""
     if manifest.fidelity is None:
-        return ["## Fidelity", "", "Not measured when this bundle was exported; `kvconvert eval` measures it.", ""]
+        return [FIDELITY, "", "Not measured; `kvconvert eval BUNDLE --write` measures it and fills this in.", ""]
     report, limits = manifest.fidelity.report, manifest.fidelity.limits
     rows = [
         f"| {words} | {value:.4g} |"
@@ -166,17 +189,47 @@ def _fidelity(manifest: Manifest) -> list[str]:
         if isinstance(value := figure(report, name), int | float)
     ]
     bounds = ", ".join(f"{_plain(name)} = {value:g}" for name, value in limits.items())
-    verdict = "missed" if manifest.fidelity.missed else "met"
+    verdict = f" Limits of the recipe ({bounds}): {'missed' if manifest.fidelity.missed else 'met'}."
     return [
-        "## Fidelity",
+        FIDELITY,
         "",
-        f"Measured on exactly these files. Limits of the recipe ({bounds}): {verdict}.",
+        f"Measured on exactly these files{_circumstances(report)}.{verdict if bounds else ''}",
         "",
         "| figure | value |",
         "|---|---|",
         *rows,
         "",
     ]
+
+
+def _circumstances(report: dict[str, Any]) -> str:
+    """On which text, and how, as far as the report says so."""
+    text, tokens = figure(report, "text.samples.source"), figure(report, "text.scored_tokens")
+    dtype, device = figure(report, "compute_dtype"), figure(report, "device")
+    said = f": {tokens:,} tokens of {_plain(str(text))}" if text is not None and isinstance(tokens, int) else ""
+    return said + (f", in {_plain(str(dtype))} on {_plain(str(device))}" if dtype and device else "")
+
+
+def replace_fidelity(card: str, manifest: Manifest) -> str | None:
+    """A card that was edited, with its section about fidelity replaced; None where it has none."""
+    lines = card.split("\n")
+    if FIDELITY not in lines:
+        return None
+    start = lines.index(FIDELITY)
+    end = next((at for at in range(start + 1, len(lines)) if lines[at].startswith("## ")), len(lines))
+    return "\n".join([*lines[:start], *fidelity_section(printable_manifest(manifest)), *lines[end:]])
+
+
+def _recipe(manifest: Manifest) -> list[str]:
+    # Fields without a value say nothing. JSON's own escapes keep markup from ending the block.
+    entries = [
+        f" {json.dumps(name)}: {json.dumps(value)}"
+        for name, value in manifest.recipe.items()
+        if value not in (None, [], {})
+    ]
+    text = re.sub(r"[<>&`]", lambda found: f"\\u{ord(found[0]):04x}", ",\n".join(entries))
+    head = "<details><summary>All fields of the recipe, as resolved for this model</summary>"
+    return ["## Recipe", "", head, "", "```json", "{", *text.split("\n"), "}", "```", "", "</details>", ""]
 
 
 def _provenance(manifest: Manifest) -> list[str]:

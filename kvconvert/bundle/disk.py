@@ -207,6 +207,11 @@ def remove_tree(path: Path) -> None:
 
 def sync_directory(path: Path) -> None:
     """Wait until the names in a directory are on the disk."""
+    sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until what others wrote is on the disk."""
     with _operation("sync", path):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -38,9 +38,12 @@ class SourceInfo(_Record):
     """The checkpoint that was converted.
 
     Attributes:
-        id: Hub id, or the directory name of a local checkpoint (never its full path: machines differ).
+        id: Hub id, of a local checkpoint as it was given at export, or else the name of its directory (never the full
+            path: machines differ).
         revision: commit of the Hub repository, where known.
-        licence: the licence that the model's card or config states, where known.
+        licence: the licence that the model's card states, by the Hub's identifier, where known.
+        licence_name, licence_link: of the licence "other".
+        language: the languages that the card states.
         config_sha256: SHA-256 of `config.json`.
         weights_sha256: SHA-256 of each weight file, by name.
         stored_as: the form in which its weights were stored, where they were quantized already ("mxfp4 experts").
@@ -49,6 +52,9 @@ class SourceInfo(_Record):
     id: str
     revision: str | None = None
     licence: str | None = None
+    licence_name: str | None = None
+    licence_link: str | None = None
+    language: list[str] = Field(default_factory=list)
     config_sha256: Sha256
     weights_sha256: dict[str, Sha256]
     stored_as: str | None = None
@@ -237,6 +243,47 @@ class Allocation(_Record):
     dtype: str
 
 
+class WeightUnit(_Record):
+    """Linears of one width.
+
+    Attributes:
+        layer: number of the decoder layer.
+        linears: names as in the loaded model.
+        bits: that were chosen.
+        kl: by width, mean KL divergence of the whole model in nats per token with these weights alone rounded so.
+    """
+
+    layer: int
+    linears: list[str]
+    bits: int
+    kl: dict[str, float]
+
+
+class WeightAllocation(_Record):
+    """The search for the width of each Linear.
+
+    Attributes:
+        budget_bits_per_weight: stored bits per quantized weight that the recipe allows, scales and zero points
+            included.
+        bits_per_weight: what the allocation takes.
+        units: in the order of the layers.
+        predicted_kl: sum of the chosen widths' divergences.
+        measured_kl: divergence with all weights rounded as chosen.
+        allocations: how many were measured.
+        data: the held-out calibration text that all divergences were measured on.
+        dtype: in which.
+    """
+
+    budget_bits_per_weight: float
+    bits_per_weight: float
+    units: list[WeightUnit]
+    predicted_kl: float
+    measured_kl: float
+    allocations: int
+    data: DataInfo
+    dtype: str
+
+
 class Manifest(_Record):
     """Contents of `kvconvert.json`.
 
@@ -252,6 +299,7 @@ class Manifest(_Record):
         tensors: every tensor of the weight files, by name.
         plan: every tensor of `kvconvert/plan.safetensors`, by name.
         allocation: what a search over the layers' schemes measured and chose; None without one.
+        weight_allocation: the same of the widths of weights.
         fidelity: measured on this bundle, or None.
         files: every load-critical file besides the manifest.
         informative: files for people, which loading ignores.
@@ -272,6 +320,7 @@ class Manifest(_Record):
     tensors: dict[str, TensorInfo]
     plan: dict[str, TensorInfo]
     allocation: Allocation | None = None
+    weight_allocation: WeightAllocation | None = None
     fidelity: Fidelity | None = None
     files: dict[str, FileInfo]
     informative: list[str] = Field(default_factory=list)

@@ -212,16 +212,26 @@ def _check_files(directory: Path, manifest: Manifest, full: bool) -> None:
                     f"{Path(folder, name).relative_to(directory)} lies in the bundle {directory}, and loading could "
                     "execute it; remove it."
                 )
-    known = {*manifest.files, *manifest.informative, MANIFEST_NAME}
+    known = own_files(manifest)
     for path in sorted(
         [*directory.iterdir(), *directory.glob("additional_chat_templates/*"), *directory.glob("kvconvert/*")]
     ):
         name = path.relative_to(directory).as_posix()
-        if name not in known and (path.suffix in _LOADED_SUFFIXES or name in _LOADED_NAMES):
+        if name not in known and may_be_loaded(name):
             raise BundleError(
                 f"{name} lies in the bundle {directory} but is not listed in {MANIFEST_NAME}, and loaders might read "
                 "it; remove it."
             )
+
+
+def own_files(manifest: Manifest) -> set[str]:
+    """Names of all files of a bundle; informative ones may be absent."""
+    return {*manifest.files, *manifest.informative, MANIFEST_NAME}
+
+
+def may_be_loaded(name: str) -> bool:
+    """Whether loaders might read a file for its name alone, so that a bundle may hold it only if it is listed."""
+    return Path(name).suffix in _LOADED_SUFFIXES or name in _LOADED_NAMES
 
 
 def _check_name(name: str) -> None:

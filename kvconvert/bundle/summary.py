@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from kvconvert.bundle.allocation import allocation_line, sensitivity_rows
+from kvconvert.bundle.allocation import (
+    allocation_line,
+    sensitivity_rows,
+    weight_allocation_line,
+    weight_sensitivity_rows,
+)
 from kvconvert.bundle.manifest import LayerPlan, Manifest, ModuleCoverage
 from kvconvert.bundle.tensorfile import printable
 
@@ -166,6 +171,10 @@ def manifest_text(manifest: Manifest) -> str:
         )
     lines += ["", f"Weights: {weights_line(manifest)}"]
     lines.append(text_table(("module", "number", "stored as", "note"), coverage_rows(manifest)))
+    if manifest.weight_allocation is not None:
+        lines += ["", f"Widths: {weight_allocation_line(manifest.weight_allocation)}"]
+        lines.append("KL of the whole model, in 1/1000 nats per token, with these weights alone rounded to nearest:")
+        lines.append(text_table(*weight_sensitivity_rows(manifest.weight_allocation)))
     lines += ["", f"Key-value cache: {kv_line(manifest)}"]
     rows = [(layers, describe_scheme(plan)) for layers, plan in layer_ranges(manifest.layers)]
     lines.append(text_table(("layers", "plan"), rows))

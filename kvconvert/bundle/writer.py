@@ -62,7 +62,7 @@ def replacing(output: Path, force: bool, marker: str = MANIFEST_NAME) -> Iterato
         check_output(output, force, marker)
         created = disk.make_directory(output.parent)
         temporary = disk.make_temporary_directory(f".{output.name}.partial-", output.parent)
-        with _locked(temporary):
+        with locked(temporary):
             yield temporary
             _sync(temporary)
             check_output(output, force, marker)
@@ -86,7 +86,7 @@ def replacing(output: Path, force: bool, marker: str = MANIFEST_NAME) -> Iterato
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[bool]:
+def locked(directory: Path) -> Iterator[bool]:
     """Hold a lock on a directory, which the system releases however the process ends; False where it cannot be had."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -107,7 +107,7 @@ def _recover(output: Path) -> None:
     """
     name = glob.escape(output.name)
     for directory in [*output.parent.glob(f".{name}.partial-*"), *output.parent.glob(f".{name}.replaced-*")]:
-        with _locked(directory) as held:
+        with locked(directory) as held:
             if not held:
                 continue
             whole = directory.name.startswith(f".{output.name}.replaced-") and (directory / MANIFEST_NAME).is_file()
@@ -124,9 +124,9 @@ def _put_in_place(temporary: Path, output: Path) -> None:
     with ExitStack() as locks:
         aside: Path | None = None
         if output.exists() and any(output.iterdir()):
-            locks.enter_context(_locked(output))  # the lock stays with the directory under its other name
+            locks.enter_context(locked(output))  # the lock stays with the directory under its other name
             aside = disk.make_temporary_directory(f".{output.name}.replaced-", output.parent)
-            locks.enter_context(_locked(aside))
+            locks.enter_context(locked(aside))
             disk.rename(output, aside)  # replaces the empty directory
         try:
             disk.rename(temporary, output)
@@ -138,6 +138,20 @@ def _put_in_place(temporary: Path, output: Path) -> None:
         if aside is not None:
             with suppress(OSError):  # the new bundle is in place; the next export removes what is left
                 disk.remove_tree(aside)
+
+
+def put_in_place(prepared: Path, output: Path, force: bool) -> None:
+    """Let a complete directory that lies beside `output` become `output`, after waiting until all of it is on the disk.
+
+    Raises:
+        UsageError: see `check_output`.
+    """
+    for path in prepared.rglob("*"):
+        if path.is_file():
+            disk.sync_file(path)
+    _sync(prepared)
+    check_output(output, force)
+    _put_in_place(prepared, output)
 
 
 def _sync(directory: Path) -> None:

@@ -11,7 +11,7 @@ from kvconvert.errors import UsageError
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle")
 @click.option("--against", metavar="MODEL", help="Source model to measure as well.")
 @click.option(
     "--context",
@@ -44,7 +44,7 @@ from kvconvert.errors import UsageError
     "--json", "file", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON, too."
 )
 def bench(
-    bundle: Path,
+    bundle: str,
     against: str | None,
     contexts: tuple[int, ...],
     batches: tuple[int, ...],

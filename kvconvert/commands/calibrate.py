@@ -19,6 +19,7 @@ import click
 @click.option("--seed", metavar="S", type=int, default=0, show_default=True, help="Seed of the choice of samples.")
 @click.option("--device", metavar="D", default="cpu", show_default=True, help="Where layers are computed.")
 @click.option("--restart", is_flag=True, help="Discard what WORK holds instead of going on from there.")
+@click.option("--weight-bits", metavar="B", type=float, help="Average stored bits per weight, spent by measuring.")
 @click.option("--kv-bits", metavar="B", type=float, help="Recipe auto: average stored bits per value of the cache.")
 @click.option("--kv-bytes-per-token", metavar="N", type=float, help="Recipe auto: the same as bytes per token.")
 @click.option("--context", metavar="N", type=click.IntRange(min=1), help="Recipe auto: tokens for which that holds.")
@@ -36,6 +37,7 @@ def calibrate(
     seed: int,
     device: str,
     restart: bool,
+    weight_bits: float | None,
     kv_bits: float | None,
     kv_bytes_per_token: float | None,
     context: int | None,
@@ -76,6 +78,7 @@ def calibrate(
         device=device,
         restart=restart,
         auto_from=auto_from,
+        weight_bits=weight_bits,
     )
     if is_first_process():
         click.echo(f"Calibrated {model} in {work}; next: kvconvert export {work} -o BUNDLE")

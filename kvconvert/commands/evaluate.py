@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import click
@@ -13,7 +12,7 @@ from kvconvert.errors import UsageError
 
 
 @click.command("eval")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle")
 @click.option("--against", metavar="MODEL", help="Model to compare with; the bundle's source by default.")
 @click.option("--data", metavar="SOURCE", help="Held-out text; the text that ships with kvconvert by default.")
 @click.option("--tokens", metavar="N", type=click.IntRange(min=1), help="Tokens to score, 8192 by default.")
@@ -34,13 +33,15 @@ from kvconvert.errors import UsageError
     "--harness", "tasks", metavar="TASK,...", help="Measure tasks of lm-evaluation-harness, or .yaml files, instead."
 )
 @click.option("--limit", metavar="N", type=click.IntRange(min=1), help="Examples of each task of --harness.")
+@click.option("--write", is_flag=True, help="Put the figures into the bundle's manifest and card.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with every figure.")
 def evaluate(
-    bundle: Path,
+    bundle: str,
     only: str | None,
     tokens: int | None,
     tasks: str | None,
     limit: int | None,
+    write: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -48,6 +49,8 @@ def evaluate(
 
     With --harness, tasks of lm-evaluation-harness are measured instead, and with --against those of that model, too.
     """
+    if write and (only is not None or tasks is not None):
+        raise UsageError(f"--write records a whole evaluation; leave {'--only' if only else '--harness'} out.")
     if tasks is not None:
         others = {"only": only, "tokens": tokens, "data": options.pop("data"), "context": options.pop("context")}
         given = [f"--{name}" for name, value in others.items() if value is not None]
@@ -65,10 +68,18 @@ def evaluate(
 
     parts = None if only is None else [name.strip() for name in only.split(",") if name.strip()]
     quiet()
+    if write:
+        from kvconvert.fidelity.record import check_recordable, record
+
+        check_recordable(bundle)
     report = run(bundle, only=parts, **options, **({} if tokens is None else {"tokens": tokens}))
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2))
-        return
-    from kvconvert.fidelity.table import table
+    else:
+        from kvconvert.fidelity.table import table
 
-    click.echo(table(report))
+        click.echo(table(report))
+    if write:
+        missed = record(bundle, report).missed
+        said = f"; it misses limits of its recipe: {'; '.join(missed)}" if missed else ""
+        click.echo(f"Wrote these figures into {bundle}{said}.", err=True)

@@ -9,7 +9,7 @@ import click
 
 
 @click.command()
-@click.argument("work", type=click.Path(path_type=Path))
+@click.argument("work")
 @click.option(
     "-o", "bundle", metavar="OUTPUT", required=True, type=click.Path(path_type=Path), help="Directory to write."
 )
@@ -17,6 +17,12 @@ import click
 @click.option(
     "--device", metavar="D", help="cpu or cuda, where [limits] are measured; a GPU by default if there is one."
 )
+@click.option("--base-model", metavar="ID", help="Id on the Hub of a source that was a local directory.")
+@click.option(
+    "--license", metavar="L", help="Licence, by the Hub's identifier; by default the one on the source's card."
+)
+@click.option("--license-name", metavar="NAME", help="With --license other: its name.")
+@click.option("--license-link", metavar="URL", help="With --license other: its address, or a file of the bundle.")
 @click.option(
     "--format",
     "format_",
@@ -43,7 +49,7 @@ import click
     help="awq writes a bundle; compressed-tensors a checkpoint for engines that read it, without the KV plan.",
 )
 def export(
-    work: Path,
+    work: str,
     bundle: Path,
     force: bool,
     device: str | None,
@@ -51,8 +57,13 @@ def export(
     kv_cache: str | None,
     int8_activations: bool,
     weights_format: str,
+    **stated: str | None,
 ) -> None:
     """Write the bundle of a finished calibration, or a model for other programs."""
+    if (format_, weights_format) != ("bundle", "awq"):
+        given = next((name for name, value in stated.items() if value is not None), None)
+        if given is not None:
+            raise click.UsageError(f"--{given.replace('_', '-')} is for the card of a bundle; leave it out.")
     if format_ == "onnx":
         if weights_format != "awq":
             raise click.UsageError("--weights-format says nothing to --format onnx; leave one of them out.")
@@ -72,11 +83,11 @@ def export(
         return
     from kvconvert.convert.export import export as run
 
-    run(work, bundle, force=force, device=device)
+    run(work, bundle, force=force, device=device, **stated)
     click.echo(f"Exported {bundle}, {_size(bundle):,} bytes; next: kvconvert generate {bundle} --prompt TEXT")
 
 
-def _export_onnx(source: Path, output: Path, kv_cache: str | None, **options: Any) -> None:
+def _export_onnx(source: str, output: Path, kv_cache: str | None, **options: Any) -> None:
     from kvconvert.onnx.export import GENAI_NAME, export_onnx
 
     export_onnx(source, output, kv_cache=kv_cache or "plan", **options)

@@ -13,7 +13,7 @@ from kvconvert.errors import UsageError
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle")
 @click.option("--prompt", metavar="TEXT", help="Text to continue.")
 @click.option("--chat", is_flag=True, help="Converse, one line of input a turn.")
 @click.option(
@@ -29,7 +29,7 @@ from kvconvert.errors import UsageError
 )
 @click.option("--device", metavar="D", help="cpu or cuda; a GPU by default if there is one.")
 def generate(
-    bundle: Path, prompt: str | None, chat: bool, images: tuple[Path, ...], max_new_tokens: int, device: str | None
+    bundle: str, prompt: str | None, chat: bool, images: tuple[Path, ...], max_new_tokens: int, device: str | None
 ) -> None:
     """Generate text with BUNDLE and its low-bit cache.
 

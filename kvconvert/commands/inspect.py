@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import click
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
-def inspect(bundle: Path, as_json: bool) -> None:
+def inspect(bundle: str, as_json: bool) -> None:
     """Show what BUNDLE holds: coverage of the weights and the plan of the cache."""
     from dataclasses import asdict
 
+    from kvconvert.bundle.locate import locate
     from kvconvert.bundle.reader import open_bundle
     from kvconvert.bundle.summary import estimate_kv, manifest_text
 
-    manifest = open_bundle(bundle, verify="headers").manifest
+    manifest = open_bundle(locate(bundle), verify="headers").manifest
     if as_json:
         estimate = estimate_kv(manifest.layers)
         fields = manifest.model_dump(mode="json")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
-def verify(bundle: Path) -> None:
+@click.argument("bundle")
+def verify(bundle: str) -> None:
     """Check every file of BUNDLE: hashes, headers, tensors, scales, and that all of it agrees.
 
     The model is built without weights, to see that config.json fits the tensors.
     """
+    from kvconvert.bundle.locate import locate
     from kvconvert.bundle.reader import open_bundle
 
-    opened = open_bundle(bundle, verify="full")
+    opened = open_bundle(locate(bundle), verify="full")
     for line in opened.checks:
         click.echo(f"ok  {line}")
     from kvconvert.runtime.hf.model_check import check_fits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvconvert.auto.record import read_allocation
+from kvconvert.auto.weight_widths import read_weight_allocation
 from kvconvert.bundle.card import CARD_NAME, model_card
 from kvconvert.bundle.conventions import conventions
 from kvconvert.bundle.disk import check_writable, make_directory
+from kvconvert.bundle.locate import is_hub_id
 from kvconvert.bundle.manifest import (
     FORMAT_VERSION,
     PLAN_NAME,
@@ -45,7 +48,7 @@ from kvconvert.bundle.writer import (
 )
 from kvconvert.convert.recipe import Limits, Recipe
 from kvconvert.convert.workdir import WorkDir
-from kvconvert.errors import BundleError, CheckpointError, FidelityError
+from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageError
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.version import __version__
 
@@ -76,6 +79,10 @@ def export(
     device: str | None = None,
     progress: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    base_model: str | None = None,
+    license: str | None = None,
+    license_name: str | None = None,
+    license_link: str | None = None,
 ) -> Path:
     """Write the bundle of a finished calibration; equal inputs give equal bytes.
 
@@ -89,12 +96,15 @@ def export(
         device: "cpu" or "cuda", where limits are measured; None takes a GPU if there is one.
         progress: show a progress bar.
         max_shard_bytes: size at which the weights are divided into several files.
+        base_model: id on the Hub of the source model, where that was a local directory; for manifest and card.
+        license: identifier of the bundle's licence as the Hub has them; None takes the one on the source's card.
+        license_name, license_link: name and address of the licence "other".
 
     Returns:
         the path of the bundle.
 
     Raises:
-        UsageError: the output exists, or calibration is not finished.
+        UsageError: the output exists, statements about the source that cannot be, or calibration is not finished.
         CheckpointError: the source model changed since it was calibrated.
         FidelityError: a limit is missed, without `force`.
         KvconvertError: the disk is full or cannot be written. Nothing is left behind after any error.
@@ -103,11 +113,54 @@ def export(
     check_output(output, force)
     check_writable(output.parent, "bundle")
     with WorkDir.reading(work) as store:
-        return _export(store, output, force, device, progress, max_shard_bytes)
+        stated = described(
+            store.state.source,
+            base_model=base_model,
+            license=license,
+            license_name=license_name,
+            license_link=license_link,
+        )
+        return _export(store, output, force, device, progress, max_shard_bytes, stated)
+
+
+def described(
+    source: SourceInfo,
+    *,
+    base_model: str | None,
+    license: str | None,
+    license_name: str | None,
+    license_link: str | None,
+) -> SourceInfo:
+    """The source with what the user says of it in the place of what was found; see `export`."""
+    changes: dict[str, Any] = {}
+    if base_model is not None and base_model != source.id:
+        if not is_hub_id(base_model):
+            raise UsageError(f"`base_model` is {base_model!r}, which is no id on the Hub; give one like user/name.")
+        if source.revision is not None:
+            raise UsageError(f"`base_model` is {base_model}, but the source came from the Hub as {source.id}.")
+        changes["id"] = base_model
+    if license is not None:
+        if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
+            raise UsageError(
+                f"`license` is {license!r}; give an identifier of the Hub, such as apache-2.0, or other with "
+                "`license_name` and `license_link`."
+            )
+        changes |= {"licence": license, "licence_name": license_name, "licence_link": license_link}
+        if license == "other" and license_name is None:
+            raise UsageError("`license` is other, so `license_name` has to say which.")
+    if license != "other" and (license_name is not None or license_link is not None):
+        raise UsageError("`license_name` and `license_link` describe the `license` other; give that, too.")
+    return source.model_copy(update=changes)
 
 
 def _export(
-    store: WorkDir, output: Path, force: bool, device: str | None, progress: bool, max_shard_bytes: int
+    store: WorkDir,
+    output: Path,
+    force: bool,
+    device: str | None,
+    progress: bool,
+    max_shard_bytes: int,
+    stated: SourceInfo,
 ) -> Path:
     # A Hub id may have moved on since; the directory that was calibrated is then still in the Hub's cache.
     location = store.state.directory if Path(store.state.directory).exists() else store.state.model
@@ -117,7 +170,7 @@ def _export(
     _check_source(source, store.state.source, contents.copied)
     with replacing(output, force) as directory:
         files = _write_files(directory, store, source, contents, max_shard_bytes, progress)
-        manifest = _manifest(store, recipe, contents)
+        manifest = _manifest(store, recipe, contents, stated)
         config = json.loads((source.directory / "config.json").read_text(encoding="utf-8"))
         for dropped in ("quantization_config", "compression_config"):  # weights are stored in another form from here on
             config.pop(dropped, None)
@@ -279,7 +332,7 @@ def _settings(path: Path) -> Any:
         raise CheckpointError(f"{path} is not valid JSON ({error}); fetch it again.") from error
 
 
-def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents) -> Manifest:
+def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents, source: SourceInfo) -> Manifest:
     """The manifest without files and fidelity."""
     state = store.state
     layers = [_layer_plan(store, index) for index in range(state.num_layers)]
@@ -288,7 +341,7 @@ def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents) -> Manifest:
         format_version=FORMAT_VERSION,
         kvconvert_version=__version__,
         versions=state.versions,
-        source=state.source,
+        source=source,
         recipe=recipe.to_dict(),
         data=state.data,
         transforms=[*state.transforms, *quantizing],
@@ -299,6 +352,7 @@ def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents) -> Manifest:
         tensors=contents.infos,
         plan=contents.plan,
         allocation=None if recipe.auto is None else read_allocation(store),
+        weight_allocation=None if recipe.weights.average_bits is None else read_weight_allocation(store),
         files={},
     )
 
@@ -350,6 +404,11 @@ def _measure(
     from kvconvert.fidelity import evaluate
 
     report = evaluate(directory, against=source, data=None, device=device, progress=progress).to_dict()
+    return fidelity_of(manifest, limits, report)
+
+
+def fidelity_of(manifest: Manifest, limits: Limits, report: dict[str, Any]) -> Fidelity:
+    """A report on exactly the files of `manifest`, with the limits that it meets or misses."""
     return Fidelity(
         measured_on=manifest.files_digest(),
         report=_finite(report),

@@ -24,6 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvconvert.auto.search import SearchTask, allocated_recipe, find_allocation, search_task
+from kvconvert.auto.weight_widths import allocated_widths, budget_of, find_widths, weight_units
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.activations import count_routed
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork
@@ -72,6 +73,7 @@ def calibrate(
     context: int | None = None,
     auto_tokens: int | None = None,
     auto_from: Path | str | None = None,
+    weight_bits: float | None = None,
 ) -> WorkDir:
     """Convert every decoder layer of a model into a working directory, or go on where an earlier run stopped.
 
@@ -90,6 +92,8 @@ def calibrate(
         kv_bits, kv_bytes_per_token, context, auto_tokens: budget of a recipe that searches (`auto`), the context that
             it is for, and the tokens on which it measures; they replace what its [auto] table says, see `AutoSearch`.
 
+        weight_bits: average stored bits per quantized weight, scales and zero points included, which are spent on the
+            Linears that need them (`[weights] average_bits`); None for the recipe's own.
         auto_from: finished working directory of the same search with another budget, whose measurements are taken.
 
     Returns:
@@ -103,10 +107,10 @@ def calibrate(
     with joined_ranks(target) as ranks:
         with ranks.together():
             recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(str(recipe))
-            recipe = recipe.with_search(
+            recipe = recipe.with_weight_bits(weight_bits).with_search(
                 kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, context=context, auto_tokens=auto_tokens
             )
-            if recipe.auto is not None and ranks.size > 1:
+            if ranks.size > 1 and (recipe.auto is not None or recipe.weights.average_bits is not None):
                 raise UsageError(
                     f"The recipe {recipe.name} searches in one process, and torchrun started {ranks.size}; calibrate "
                     "with it without torchrun."
@@ -128,6 +132,8 @@ def calibrate(
             if adapter is not None:
                 recipe = _with_group_size(runner, recipe, progress)
             task = None if recipe.auto is None else search_task(runner, recipe, target)
+            if recipe.weights.average_bits is not None:
+                budget_of(weight_units(runner, recipe.weights.group_size), recipe.weights.average_bits)
             tokens = load_samples(source, data, samples, seq_len, seed)
             shares = ranks.shares(len(tokens.ids), runner.batch_size(tokens.ids.shape[1]))
             if supports_images(source.config) and not tokens.info.images:
@@ -191,13 +197,16 @@ def _calibrate_layers(
     todo = ranks.of_first(todo)
     if measured is not None:
         directory.adopt_measurements(measured)
+
+    def say(message: str) -> None:
+        _say(message, progress)
+
     if task is not None:
-
-        def say(message: str) -> None:
-            _say(message, progress)
-
         allocation = find_allocation(runner, recipe, task, directory, tokens, data, seed, say, progress)
         recipe = allocated_recipe(recipe, task, allocation)
+    if recipe.weights.average_bits is not None:
+        found = find_widths(runner, recipe, directory, tokens, data, seed, say, progress)
+        recipe = allocated_widths(recipe, found)
     inputs = CalibrationInputs(tokens.ids, tokens.extras, tokens.visual)
     if runner.adapter is not None:
         runner.begin(inputs)

@@ -179,6 +179,17 @@ class Recipe(_Table):
             )
         return self.model_copy(update={"auto": auto})
 
+    def with_weight_bits(self, weight_bits: float | None) -> Recipe:
+        """The recipe with an average width of weights in the place of its own; None leaves it (UsageError)."""
+        if weight_bits is None:
+            return self
+        update = {"average_bits": weight_bits, "modules": [], "bits": 4}
+        weights = self.weights.model_copy(update=update)
+        fault = weights.fault()
+        if fault is not None:
+            raise UsageError(f"`weight_bits` is not possible here: the recipe {self.name} {fault}.")
+        return self.model_copy(update={"weights": weights})
+
     def scheme(self, index: int) -> KVScheme | None:
         """The scheme of one layer's cache."""
         return next((override.kv for override in self.layers if index in override.index), self.kv)

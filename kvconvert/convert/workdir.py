@@ -186,7 +186,9 @@ class WorkDir:
         path = Path(path)
         if not (path / _STATE).is_file():
             cls.open(path)  # says what is missing
-        with work_lock(path, shared=True):
+        with ExitStack() as stack:
+            with _disk_errors(path):
+                stack.enter_context(work_lock(path, shared=True))
             yield cls.open(path)
 
     @classmethod

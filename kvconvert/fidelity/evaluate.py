@@ -18,6 +18,7 @@ import transformers
 from tqdm import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvconvert.bundle.locate import is_hub_id, locate
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.text import load_token_samples
@@ -84,7 +85,7 @@ def evaluate(
     """Measure a bundle against its source model.
 
     Args:
-        bundle: directory of the bundle.
+        bundle: directory of the bundle, or its id on the Hub.
         against: directory or Hub id of the source; None takes the id that the manifest records.
         data: SOURCE of held-out text, see `kvconvert.data.text`; None takes the embedded one.
         tokens: how many tokens to score, rounded up to whole segments where it is more than one; fewer than 8,192
@@ -110,7 +111,8 @@ def evaluate(
         raise UsageError(f"drawings = {drawings}: images are compared on at least one conversation.")
     parts = _parts(only)
     place = choose_device(device)
-    opened = open_bundle(Path(bundle))
+    directory = locate(bundle)
+    opened = open_bundle(directory)
     manifest = opened.manifest
     checkpoint = open_source(_source_of(manifest, against))
     computed_in = compute_dtype(dtype, place, checkpoint.config.dtype)
@@ -119,7 +121,7 @@ def evaluate(
     recorded = manifest.source
     is_recorded = (info.config_sha256, info.weights_sha256) == (recorded.config_sha256, recorded.weights_sha256)
 
-    model, processor = load(Path(bundle), dtype=computed_in, verify="headers")  # hashed a moment ago
+    model, processor = load(directory, dtype=computed_in, verify="headers")  # hashed a moment ago
     model = model.to(place).eval()
     tokenizer = tokenizer_of(processor)
     decoder = decoder_of(model)
@@ -354,7 +356,7 @@ def _source_of(manifest: Manifest, against: str | Path | None) -> str:
     if against is not None:
         return str(against)
     recorded = manifest.source
-    if recorded.revision is None and not Path(recorded.id).exists():
+    if recorded.revision is None and not is_hub_id(recorded.id) and not Path(recorded.id).exists():
         raise UsageError(
             f"The bundle was made from a local directory named {recorded.id}, which is not in the current directory; "
             "give its path as `against`."

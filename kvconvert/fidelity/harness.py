@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.summary import text_table
 from kvconvert.errors import UsageError
@@ -97,7 +98,7 @@ def harness(
     """Measure a bundle on tasks of lm-evaluation-harness.
 
     Args:
-        bundle: directory of the bundle.
+        bundle: directory of the bundle, or its id on the Hub.
         tasks: names of tasks or groups of the harness, or paths of task files (.yaml).
         against: directory or Hub id of a source to be measured in the same way; None measures the bundle alone.
         limit: examples of each task; None takes all.
@@ -118,11 +119,12 @@ def harness(
         if task not in files and not manager.match_tasks([task]):
             raise UsageError(f"lm-evaluation-harness has no task {task!r}; name another, or give a .yaml file.")
     place = choose_device(device)
-    opened = open_bundle(Path(bundle))
+    directory = locate(bundle)
+    opened = open_bundle(directory)
     checkpoint = None if against is None else open_source(str(against))
     # Older models' config.json says torch_dtype, which transformers reads as dtype.
     computed_in = compute_dtype(dtype, place, AutoConfig.from_pretrained(opened.directory).dtype)
-    model, processor = load(Path(bundle), dtype=computed_in, verify="headers")
+    model, processor = load(directory, dtype=computed_in, verify="headers")
     tokenizer = tokenizer_of(processor)
 
     def measure(decoder: Decoder) -> dict[str, Any]:

@@ -54,6 +54,8 @@ class WeightsRecipe(BaseModel):
         group_size: inputs that share one scale and zero point, or "auto", which becomes the largest of
             `AUTO_GROUP_SIZES` that divides the inputs of every Linear to be quantized once the model is known; means
             nothing with "none".
+        average_bits: stored bits per quantized weight, scales and zero points included, that are spent by measuring;
+            `bits` and `modules` then say nothing and have to be left out.
         modules: Linears of another width; where several entries apply to one, the last of them counts.
     """
 
@@ -62,6 +64,7 @@ class WeightsRecipe(BaseModel):
     method: Method = "awq"
     bits: int = 4
     group_size: int | Literal["auto"] = "auto"
+    average_bits: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     modules: list[WeightsRule] = []
 
     @field_validator("group_size", mode="plain")
@@ -88,6 +91,11 @@ class WeightsRecipe(BaseModel):
 
     def fault(self) -> str | None:
         """Why bundles cannot hold such weights, as the end of a sentence about a recipe, or None."""
+        if self.average_bits is not None:
+            if not self.quantizes:
+                return 'has [weights] average_bits beside method = "none"; remove one of them'
+            if self.modules or self.bits != WeightsRecipe().bits:
+                return "has [weights] average_bits, which chooses every width, beside stated ones; remove one of them"
         if not self.quantizes:
             return None if not self.modules else 'has [[weights.modules]] beside method = "none"; remove one of them'
         for place, bits in [("[weights]", self.bits), *((str(rule), rule.bits) for rule in self.modules)]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -171,12 +172,13 @@ class SourceModel:
         return tensors
 
     def check_finite(self, names: Iterable[str]) -> None:
-        """Read tensors one at a time only to refuse NaN and infinity in them."""
+        """Read tensors, by the checkpoint's own names, one at a time only to refuse NaN and infinity in them."""
+        plain = replace(self, tensor_names=TensorNames.same(self.tensors))
         for name in names:
-            self.read_finite([name])
+            plain.read_finite([name])
 
     def info(self, progress: bool = False) -> SourceInfo:
-        """Hashes of config and weights, revision and licence; reads every weight file once."""
+        """Hashes of config and weights, revision, licence and languages; reads every weight file once."""
         files = sorted(set(self.weight_map.values()))
         total = sum(self.file(file).stat().st_size for file in files)
         with tqdm(
@@ -186,7 +188,7 @@ class SourceModel:
         return SourceInfo(
             id=self.id,
             revision=self.revision,
-            licence=_licence(self.directory),
+            **_card_facts(self.directory),
             config_sha256=_sha256(self.directory / "config.json"),
             weights_sha256=hashes,
             stored_as=self.stored_as,
@@ -434,15 +436,31 @@ def _blocks(file: Path, size: int = 2**22) -> Iterator[bytes]:
             yield block
 
 
-def _licence(directory: Path) -> str | None:
-    """`license:` of the model card's front matter, if there is one."""
+def _card_facts(directory: Path) -> dict[str, Any]:
+    """Licence and languages that the front matter of the model card states, as fields of `SourceInfo`."""
     card = directory / "README.md"
     if not card.is_file():
-        return None
+        return {}
     text = card.read_text(encoding="utf-8", errors="replace")
     front = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
-    licence = re.search(r"^license:\s*[\"']?([\w.-]+)", front[1], re.MULTILINE) if front else None
-    return licence[1] if licence else None
+    if front is None:
+        return {}
+    licence = re.search(r"^license:\s*[\"']?([\w.-]+)", front[1], re.MULTILINE)
+    try:
+        stated = yaml.safe_load(front[1])
+    except yaml.YAMLError:  # a card is for people; its line about the licence is read all the same
+        stated = None
+    stated = stated if isinstance(stated, dict) else {}
+    named = {key: stated.get(f"license_{key}") for key in ("name", "link")}
+    language = stated.get("language")
+    # Norwegian is `no`, which YAML takes for false.
+    codes = ["no" if code is False else code for code in (language if isinstance(language, list) else [language])]
+    return {
+        "licence": licence[1] if licence else None,
+        "licence_name": named["name"] if isinstance(named["name"], str) else None,
+        "licence_link": named["link"] if isinstance(named["link"], str) else None,
+        "language": [code for code in codes if isinstance(code, str)],
+    }
 
 
 def float_dtype(source: SourceModel) -> torch.dtype:

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
+from kvconvert.bundle.locate import is_hub_id, locate
 from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import check_output, replacing, write_json
@@ -40,8 +41,8 @@ def export_onnx(
     """Write a decoder graph for ONNX Runtime, with genai_config.json and the tokenizer's files.
 
     Args:
-        source: a bundle, or the finished working directory of `calibrate`, of which a bundle is made first, its limits
-            included.
+        source: a bundle, its id on the Hub, or the finished working directory of `calibrate`, of which a bundle is made
+            first, its limits included.
         output: directory to write.
         kv_cache: "plan" follows the bundle's KV plan, which has to be one of static scales, and gives a bundle without
             a plan a float32 cache; "float" leaves the plan out.
@@ -72,7 +73,7 @@ def export_onnx(
         ) from error
     target = Path(output)
     check_output(target, force, marker=GENAI_NAME)
-    with _bundle(Path(source), target, force, device, progress) as bundle:
+    with _bundle(_source(source), target, force, device, progress) as bundle:
         decoder, cache = _plan(bundle, kv_cache)
         with replacing(target, force, marker=GENAI_NAME) as directory:
             with (directory / DATA_NAME).open("wb") as data:
@@ -88,6 +89,11 @@ def export_onnx(
             )
             copy_files(bundle.directory, directory, (*COPIED_FILES, *LICENCE_FILES))
     return target
+
+
+def _source(source: str | Path) -> Path:
+    """A working directory or a bundle; what is no path, and can be the id of a bundle on the Hub, is fetched."""
+    return locate(source) if is_hub_id(source) else Path(source)
 
 
 @contextmanager

@@ -152,15 +152,6 @@ class BundleModel:
     generate_batch = init_continuous_batching
     continuous_batching_context_manager = init_continuous_batching
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a bundle consists of its files and their hashes."""
-        raise UsageError(
-            "A loaded bundle is saved by copying its directory; save_pretrained would lose its manifest and its KV "
-            "plan."
-        )
-
-    push_to_hub = save_pretrained
-
 
 def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapping[str, torch.Tensor]) -> None:
     """Give a loaded model the bundle's attention, caches and refusals."""

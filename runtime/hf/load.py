@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from huggingface_hub.utils import validate_repo_id
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from kvconvert.bundle.locate import locate
 from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError
@@ -54,7 +52,7 @@ def load(
         UsageError: the processor needs a package that is not installed.
         CheckpointError: transformers cannot load the tokenizer or the processor.
     """
-    directory = _locate(bundle, revision=revision, token=token, local_files_only=local_files_only)
+    directory = locate(bundle, revision=revision, token=token, local_files_only=local_files_only)
     if not (directory / MANIFEST_NAME).is_file():
         raise BundleError(
             f"{bundle} is not a kvconvert bundle: it has no {MANIFEST_NAME}; kvconvert export writes one."
@@ -80,32 +78,6 @@ def _default_dtype(config: PretrainedConfig, device_map: str | dict[str, Any] | 
     """The bundle's own dtype, unless it is float16 and the model goes to a CPU."""
     on_cpu = device_map is None or str(device_map) == "cpu" or (device_map == "auto" and not torch.cuda.is_available())
     return torch.float32 if on_cpu and getattr(config, "dtype", None) == torch.float16 else "auto"
-
-
-def _locate(bundle: str | Path, **hub_arguments: Any) -> Path:
-    """The bundle's directory, fetched into the Hub's cache if `bundle` is the id of a repository."""
-    directory = Path(bundle)
-    if directory.exists():
-        return directory
-    if isinstance(bundle, Path) or not _is_repository_id(bundle):
-        raise BundleError(f"{bundle} is not a kvconvert bundle: there is no such directory.")
-    try:
-        return Path(snapshot_download(bundle, **hub_arguments))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().split("\n")[0].rstrip(".")
-        raise BundleError(
-            f"{bundle} is neither a directory nor a repository that can be fetched from the Hub ({reason}); check the "
-            "name, the revision and the token, or fetch it first."
-        ) from error
-
-
-def _is_repository_id(name: str) -> bool:
-    """Whether a string has the form owner/name; repositories without an owner hold no bundles."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return name.count("/") == 1
 
 
 def _require_complete(bundle: str | Path, absent: Iterable[str]) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import AwqConfig, PretrainedConfig, PreTrainedModel
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from kvconvert.bundle.locate import locate
 from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.errors import BundleError, UsageError
@@ -29,6 +29,7 @@ from kvconvert.runtime.hf.experts import SeparateExperts, merges_experts, place_
 from kvconvert.runtime.hf.fit import compare_shapes
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.generation import adopt
+from kvconvert.runtime.hf.save import save_as_bundle
 
 METHOD = "kvconvert"
 KEY = "kvconvert"
@@ -96,6 +97,7 @@ class BundleQuantizer(HfQuantizer):
         if bundle is None or not directory.samefile(bundle.directory):
             bundle = open_bundle(directory, verify=self.quantization_config.verify)
         compare_shapes(bundle, model)
+        self.directory = bundle.directory.absolute()
         self.schemes, self.plan = bundle.manifest.schemes(), bundle.plan
         self.quantization_config.kv_schemes = tuple(self.schemes)
         # The model was built from a copy of the config, made before the plan was known.
@@ -106,6 +108,7 @@ class BundleQuantizer(HfQuantizer):
         place_dense_linears(model)
         if model.device.type == "cuda":
             fuse(model)
+        save_as_bundle(model, self.directory)
         adopt(model, self.schemes, self.plan)
         return model
 
@@ -116,7 +119,7 @@ class BundleQuantizer(HfQuantizer):
         return [entry for entry in weight_conversions if not merges_experts(entry)]
 
     def is_serializable(self) -> bool:
-        """A loaded bundle is saved by copying its directory."""
+        """A loaded bundle is saved by copying its files."""
         return False
 
     @property
@@ -180,7 +183,7 @@ def _directory(model: PreTrainedModel, checkpoint_files: list[str]) -> Path:
     directory = Path(checkpoint_files[0]).parent
     if (directory / MANIFEST_NAME).exists() or Path(model.config._name_or_path).exists():
         return directory
-    return Path(snapshot_download(model.config._name_or_path, revision=getattr(model.config, "_commit_hash", None)))
+    return locate(model.config._name_or_path, revision=getattr(model.config, "_commit_hash", None))
 
 
 def register() -> None:

@@ -19,7 +19,9 @@ def hostile_manifest():
     layer = manifest.layers[0].model_copy(update={"reason": HOSTILE})
     return manifest.model_copy(
         update={
-            "source": manifest.source.model_copy(update={"id": HOSTILE, "licence": HOSTILE, "revision": HOSTILE}),
+            "source": manifest.source.model_copy(
+                update=dict.fromkeys(("id", "licence", "revision"), HOSTILE) | {"language": [HOSTILE]}
+            ),
             "data": manifest.data.model_copy(update={"source": HOSTILE, "sha256": HOSTILE}),
             "recipe": {"name": HOSTILE},
             "transforms": [HOSTILE],
@@ -40,7 +42,12 @@ def test_nothing_of_the_manifest_is_markup_in_the_card():
     header = yaml.safe_load(front.removeprefix("---\n"))
     assert header["library_name"] == "kvconvert"
     assert header["base_model"].startswith("a/b\\n---\\n# x")
-    assert header.keys() == {*yaml.safe_load(benign.split("\n---\n", 1)[0].removeprefix("---\n")), "license"}
+    assert header.keys() == {
+        *yaml.safe_load(benign.split("\n---\n", 1)[0].removeprefix("---\n")),
+        "license",
+        "language",
+        "datasets",
+    }
     for markup in ("<script", "[t](", "![i]", "**b**", "~~s~~", "\x1b", "\u2028", "&lt;"):
         assert not [
             at
@@ -53,6 +60,8 @@ def test_nothing_of_the_manifest_is_markup_in_the_card():
 
 
 def in_code(text, at):
+    if text[:at].count("\n```") % 2:  # a fenced block, in which nothing but a fence at a line's beginning is markup
+        return not text.startswith(("<", "`"), at)
     line = text[text.rfind("\n", 0, at) + 1 : at]
     return line.replace("\\`", "").count("`") % 2 == 1
 

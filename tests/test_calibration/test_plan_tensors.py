@@ -10,6 +10,7 @@ from kvconvert.calibration.awq import AwqPass
 from kvconvert.calibration.calibquant import CalibQuantPass
 from kvconvert.calibration.clip_ratios import ClipRatioPass
 from kvconvert.calibration.error_feedback import ErrorFeedbackPass
+from kvconvert.calibration.gptq_pass import GptqPass
 from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
@@ -41,6 +42,7 @@ CASES = {
     CalibQuantPass: (CalibQuant, lambda: sampled(lambda s: CalibQuantPass(s, (0.0, 1.0))), {"span": SpanFormat(2, 2)}),
     ClipRatioPass: (ClipRatio, lambda: sampled(ClipRatioPass), {}),
     ErrorFeedbackPass: (ErrorFeedback, lambda: [ErrorFeedbackPass()], {}),
+    GptqPass: (None, lambda: [GptqPass(4, 32)], {}),
     KittyPass: (Kitty, lambda: [KittyPass("calibrated")], {"pages": BOOSTED}),
     MiniKVPass: (MiniKV, lambda: sampled(lambda s: MiniKVPass(s, 0.25)), {}),
     OscarPass: (Oscar, lambda: [OscarPass(True, 32)], {}),

@@ -27,8 +27,12 @@ def refusal(arguments, **options):
 @pytest.mark.parametrize(
     "arguments",
     [
-        *([command, place] for command in ("inspect", "verify", "bench", "eval") for place in ("/nope", "nope/dir")),
-        *(["generate", place, "--prompt", "x"] for place in ("/nope", "./nope", "nope/dir")),
+        *(
+            [command, place]
+            for command in ("inspect", "verify", "bench", "eval")
+            for place in ("/nope", "./nope", "nope/dir/")
+        ),
+        *(["generate", place, "--prompt", "x"] for place in ("/nope", "./nope", "nope/dir/x")),
         *(["calibrate", place, "-o", "work"] for place in ("/nope", "./nope", "../nope", "nope/dir/x", "nope/")),
     ],
     ids=" ".join,

@@ -316,7 +316,7 @@ def test_a_figure_that_is_not_a_number_misses_its_limit_and_is_recorded_as_null(
 def test_a_forced_bundle_says_which_limit_it_misses(limited):
     fidelity, card = limited(0.2, force=True)
     assert fidelity.missed == ["the mean KL divergence is 0.2, max_kl is 0.1"]
-    assert "exported by force" in card
+    assert "misses the fidelity limits of its own recipe" in card
     assert fidelity.missed[0] in card
 
 

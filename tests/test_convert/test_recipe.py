@@ -99,7 +99,7 @@ def test_limits_accept_whole_numbers(tmp_path):
         ("[wights]\nbits = 4\n", ["mine.toml", "[wights]", "[weights], [kv], [auto] and [limits]"]),
         ("bits = 4\n", ["mine.toml", "bits"]),
         ("weights = 4\n", ["mine.toml", "weights"]),
-        ('[weights]\nmethod = "gptq"\n', ["mine.toml", "[weights] method", "gptq", "'awq'"]),
+        ('[weights]\nmethod = "hqq"\n', ["mine.toml", "[weights] method", "hqq", "'awq'"]),
         ("[weights]\nbits = 5\n", ["mine.toml", "[weights] bits = 5", "2, 3, 4 and 8"]),
         (
             '[[weights.modules]]\nmatch = "*.up_proj"\nbits = 6\n',

@@ -1,6 +1,7 @@
 """A checkpoint whose headers do not fit its config.json is refused before any weight is read."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -102,15 +103,19 @@ def test_what_transformers_tolerates_passes(model):
 def test_experts_are_compared_in_the_form_in_which_they_are_stored(tmp_path, family, adapted):
     tiny_mixture(family).save_pretrained(tmp_path)
     check(tmp_path, adapted)
-    name = next(name for name in load_file(tmp_path / WEIGHTS) if "layers.1." in name and "experts" in name)
     tensors = load_file(tmp_path / WEIGHTS)
+    name = next(name for name in tensors if re.search(r"layers\.1\..*(experts|input_linear)", name))
     save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / WEIGHTS, {"format": "pt"})
     if adapted:
         with pytest.raises(CheckpointError, match="lacks"):
             check(tmp_path)
 
 
-@pytest.mark.parametrize("name", quick_and_full(ARCHITECTURES, "llava", "gemma3"))
+# Falcon computes attention by itself, and is refused before its headers count.
+SERVED = [name for name in ARCHITECTURES if name not in ("falcon", "falcon_alibi")]
+
+
+@pytest.mark.parametrize("name", quick_and_full(SERVED, "llava", "gemma3"))
 def test_headers_of_every_architecture_fit(tmp_path, name):
     ARCHITECTURES[name].write(tmp_path)
     check(tmp_path, adapted=False)

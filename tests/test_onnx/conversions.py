@@ -172,8 +172,9 @@ def _write(
         files={},
     )
     files = write_weights(directory, infos, tensors.__getitem__)
+    (directory / PLAN_NAME).parent.mkdir(exist_ok=True)
     write_tensors(directory / PLAN_NAME, manifest.plan, plan.__getitem__)
     written = config.to_dict() | {"quantization_config": quantization_config(manifest.weights, manifest.modules)}
     write_json(directory / "config.json", written)
-    files += [PLAN_NAME, "config.json"]
-    write_manifest(directory, manifest.model_copy(update={"files": describe_files(directory, files)}))
+    names = [*files, PLAN_NAME, "config.json"]
+    write_manifest(directory, manifest.model_copy(update={"files": describe_files(directory, names)}))

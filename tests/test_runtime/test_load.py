@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
@@ -165,13 +166,10 @@ def test_other_caches_of_transformers_are_refused_by_name(bundle, implementation
         model.generate(random_ids(1, 4), max_new_tokens=2, cache_implementation=implementation, **GREEDY)
 
 
-def test_continuous_batching_and_saving_are_refused_by_name(bundle, tmp_path):
+def test_continuous_batching_is_refused_by_name(bundle):
     model, _ = load(bundle, verify="headers")
     with pytest.raises(UsageError, match="Continuous batching"):
         model.generate_batch([[1, 2, 3]])
-    with pytest.raises(UsageError, match="copying its directory"):
-        model.save_pretrained(tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_contrastive_search_is_not_served_by_this_version_of_transformers(bundle):
@@ -248,7 +246,8 @@ def test_what_is_no_bundle_is_said_to_be_none(tmp_path, source):
 
 @pytest.mark.parametrize("name", ["missing", "./missing/bundle", "../bundle", "/missing", "work/bundle/", "a/b/c"])
 def test_what_is_neither_a_directory_nor_a_repository_never_reaches_the_hub(name, monkeypatch):
-    monkeypatch.setattr(runtime_load, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
+    for function in ("snapshot_download", "hf_hub_download"):
+        monkeypatch.setattr(huggingface_hub, function, lambda *_, **__: pytest.fail("asked the Hub"))
     with pytest.raises(BundleError, match=f"^{re.escape(name)} is not a kvconvert bundle: there is no such directory"):
         load(name)
     with pytest.raises(BundleError, match="there is no such directory"):
@@ -258,19 +257,21 @@ def test_what_is_neither_a_directory_nor_a_repository_never_reaches_the_hub(name
 def test_a_repository_on_the_hub_is_fetched_with_the_arguments_given(bundle, monkeypatch):
     calls = []
 
-    def download(name, **arguments):
-        calls.append((name, arguments))
+    def download(name, *file, **arguments):
+        calls.append((name, *file, arguments))
         return str(bundle)
 
-    monkeypatch.setattr(runtime_load, "snapshot_download", download)
+    for function in ("snapshot_download", "hf_hub_download"):
+        monkeypatch.setattr(huggingface_hub, function, download)
     model, _ = load("owner/name", verify="headers", revision="v1", token="secret", local_files_only=True)
     assert isinstance(model, LlamaForCausalLM)
-    assert calls == [("owner/name", {"revision": "v1", "token": "secret", "local_files_only": True})]
+    arguments = {"revision": "v1", "token": "secret", "local_files_only": True}
+    assert calls == [("owner/name", "kvconvert.json", arguments), ("owner/name", arguments)]
 
 
 def test_a_repository_that_cannot_be_fetched_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(BundleError, match="owner/name is neither a directory nor a repository that can be fetched"):
+    with pytest.raises(BundleError, match="owner/name is not, or not completely, in the Hub's cache"):
         load("owner/name", local_files_only=True)
 
 

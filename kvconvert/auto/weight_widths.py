@@ -1,0 +1,231 @@
+"""How many bits the weights of each Linear get, for an average that the recipe states: measure, allocate, verify.
+
+Linears that read one input get one width, so that the runtime can compute them as one product. Each such unit alone is
+rounded to nearest at every width, and the divergence of the whole model from itself is measured on calibration text
+that calibration's own samples leave over; the allocation of the sum is exact. Whole allocations are measured beside the
+widest uniform one that fits, and what is measured decides. Scales, clips and compensation come later and change every
+unit's error; the order in which units are sensitive is taken from rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from kvconvert.auto.allocation import Option, allocate
+from kvconvert.auto.model import ExactText, SimulatedModel, search_dtype
+from kvconvert.bundle.manifest import WeightAllocation, WeightUnit
+from kvconvert.calibration.activations import point_of
+from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
+from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.convert.recipe import Recipe
+from kvconvert.convert.workdir import WorkDir
+from kvconvert.data.text import TokenData, load_held_out_samples
+from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.kernels.linear.awq_format import fake_quantize_weight
+from kvconvert.methods.awq import BITS, WeightsRule
+from kvconvert.models.processors import load_tokenizer
+
+NAME = "weights"
+TOKENS, GPU_TOKENS = 2048, 16384
+LENGTH = 1024  # tokens of a sequence at most
+SCALE_BITS = 16
+TILT = 3.0  # how much more the earlier, or the later, half counts in an allocation that is tried
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Linears that get the same width.
+
+    Attributes:
+        layer: number of the decoder layer.
+        linears: names in the loaded model.
+        numbers: weights in all of them.
+        costs: stored bytes by width: codes, zero points and scales.
+    """
+
+    layer: int
+    linears: tuple[str, ...]
+    numbers: int
+    costs: Mapping[int, int] = field(hash=False)
+
+
+def weight_units(runner: LayerRunner, group_size: int) -> list[Unit]:
+    """The units of a model, in the order of its layers.
+
+    Raises:
+        UnsupportedModelError: a Linear is a part of a packed tensor of experts, which cannot be rounded by itself.
+    """
+    units = []
+    for index in range(runner.num_layers):
+        structure, prefix = runner.structure(index), runner.layer_name(index)
+        points: dict[str, list[str]] = {}
+        for linear in structure.linears:
+            points.setdefault(point_of(structure, linear), []).append(linear)
+        for linears in points.values():
+            names = tuple(f"{prefix}.{linear}" for linear in linears)
+            try:
+                modules = [runner.model.get_submodule(name) for name in names]
+            except AttributeError as error:
+                raise UnsupportedModelError(
+                    f"The experts of this {runner.config.model_type} model are one tensor, so `weight_bits` cannot be "
+                    "spent on them one by one; state widths in [[weights.modules]]."
+                ) from error
+            numbers = sum(module.in_features * module.out_features for module in modules)
+            groups = numbers // group_size
+            costs = {bits: (bits * numbers + (SCALE_BITS + bits) * groups) // 8 for bits in BITS}
+            units.append(Unit(index, names, numbers, costs))
+    return units
+
+
+def budget_of(units: Sequence[Unit], average_bits: float) -> int:
+    """Bytes that an average of stored bits per weight allows (UsageError where no allocation has it)."""
+    numbers = sum(unit.numbers for unit in units)
+    low, high = (8 * sum(pick(unit.costs.values()) for unit in units) / numbers for pick in (min, max))
+    if not low <= average_bits <= high:
+        raise UsageError(
+            f"`weight_bits` is {average_bits:.6g}, and with scales and zero points the weights of this model can take "
+            f"{low:.4g} to {high:.4g} bits on average; choose one in between."
+        )
+    return math.floor(average_bits * numbers / 8)
+
+
+def allocated_widths(recipe: Recipe, found: WeightAllocation) -> Recipe:
+    """The recipe with the width of every Linear stated."""
+    rules = [WeightsRule(match=name, bits=unit.bits) for unit in found.units for name in unit.linears]
+    return recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"modules": rules})})
+
+
+def read_weight_allocation(directory: WorkDir) -> WeightAllocation | None:
+    """The outcome of a finished search; None where it has not finished."""
+    values = directory.measurement(NAME)
+    return None if values is None else WeightAllocation.model_validate(values)
+
+
+def find_widths(
+    runner: LayerRunner,
+    recipe: Recipe,
+    directory: WorkDir,
+    tokens: TokenData,
+    data: str | None,
+    seed: int,
+    say: Callable[[str], None],
+    progress: bool,
+) -> WeightAllocation:
+    """Search, or read what an earlier run found; see `find_allocation` for the arguments."""
+    found = read_weight_allocation(directory)
+    if found is not None:
+        return found
+    weights, source = recipe.weights, runner.source
+    units = weight_units(runner, weights.group_size)
+    budget = budget_of(units, weights.average_bits)
+    on_gpu = runner.device.type == "cuda"
+    total = GPU_TOKENS if on_gpu else TOKENS
+    length = min(LENGTH, getattr(runner.config.get_text_config(), "max_position_embeddings", None) or LENGTH)
+    apart = (tokens.info.samples, tokens.info.length)
+    text = load_held_out_samples(
+        None if tokens.extras else data, load_tokenizer(source.directory), max(1, total // length), length, seed, apart
+    )
+    dtype = search_dtype(runner)
+    model = source.load(dtype, attn_implementation=SIMULATED_ATTENTION)
+    model = model.eval().requires_grad_(False).to(runner.device)
+    simulated = SimulatedModel(model, model.get_submodule(runner.adapter.layers))
+    search = _Search(simulated, units, weights.group_size, directory, simulated.read(text.ids, 1))
+    say(
+        f"Measuring {len(units)} groups of Linears at {len(BITS)} widths on {text.info.samples} x {text.info.length} "
+        f"tokens for {weights.average_bits:g} bits per weight."
+    )
+    tables = search.tables(progress)
+    best, measured, tried = search.best(tables, budget)
+    allocation = WeightAllocation(
+        budget_bits_per_weight=weights.average_bits,
+        bits_per_weight=8 * search.cost(best) / sum(unit.numbers for unit in units),
+        units=[
+            WeightUnit(layer=unit.layer, linears=list(unit.linears), bits=bits, kl=table)
+            for unit, bits, table in zip(units, best, tables, strict=True)
+        ],
+        predicted_kl=_rounded(sum(table[str(bits)] for table, bits in zip(tables, best, strict=True))),
+        measured_kl=measured,
+        allocations=tried,
+        data=text.info,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    directory.commit_measurement(NAME, allocation.model_dump(mode="json"))
+    return allocation
+
+
+@dataclass
+class _Search:
+    model: SimulatedModel
+    units: list[Unit]
+    group_size: int
+    directory: WorkDir
+    text: ExactText
+
+    def tables(self, progress: bool) -> list[dict[str, float]]:
+        """Divergence by width, of each unit alone; committed layer by layer."""
+        layers = sorted({unit.layer for unit in self.units})
+        tables = []
+        for layer in tqdm(layers, desc="widths", unit="layer", disable=not progress):
+            name = f"weights-{layer:05d}"
+            committed = self.directory.measurement(name)
+            if committed is None:
+                own = [unit for unit in self.units if unit.layer == layer]
+                measured = [{str(bits): self._divergence({unit: bits}, layer) for bits in BITS} for unit in own]
+                committed = {"kl": measured}
+                self.directory.commit_measurement(name, committed)
+            tables += committed["kl"]
+        return tables
+
+    def best(self, tables: Sequence[Mapping[str, float]], budget: int) -> tuple[list[int], float, int]:
+        """Of the allocations that are tried, the widths with the smallest measured divergence, it, and their number."""
+        middle = (self.units[-1].layer + 1) / 2
+        weights = [
+            [1.0] * len(self.units),
+            [TILT if unit.layer < middle else 1.0 for unit in self.units],
+            [TILT if unit.layer >= middle else 1.0 for unit in self.units],
+        ]
+        tried = {tuple(self._allocated(tables, tilt, budget)) for tilt in weights}
+        uniform = [[bits] * len(self.units) for bits in BITS]
+        tried |= {tuple(widths) for widths in uniform if self.cost(widths) <= budget and widths[0] >= 3}
+        measured = {w: self._divergence(dict(zip(self.units, w, strict=True)), 0) for w in sorted(tried)}
+        best = min(measured, key=lambda w: (measured[w], self.cost(w)))
+        return list(best), measured[best], len(measured)
+
+    def cost(self, widths: Sequence[int]) -> int:
+        """Stored bytes."""
+        return sum(unit.costs[bits] for unit, bits in zip(self.units, widths, strict=True))
+
+    def _allocated(self, tables: Sequence[Mapping[str, float]], tilt: Sequence[float], budget: int) -> list[int]:
+        options = [
+            [Option(unit.costs[bits], factor * table[str(bits)]) for bits in BITS]
+            for unit, table, factor in zip(self.units, tables, tilt, strict=True)
+        ]
+        return [BITS[i] for i in allocate(options, budget).options]
+
+    def _divergence(self, chosen: Mapping[Unit, int], first: int) -> float:
+        with self._rounded_weights(chosen):
+            return _rounded(self.model.divergence(self.text, {}, first))
+
+    @contextmanager
+    def _rounded_weights(self, chosen: Mapping[Unit, int]) -> Iterator[None]:
+        kept: list[tuple[nn.Module, Tensor]] = []
+        try:
+            for unit, bits in chosen.items():
+                for name in unit.linears:
+                    module = self.model.model.get_submodule(name)
+                    kept.append((module, module.weight.data))
+                    module.weight.data = fake_quantize_weight(module.weight.data, bits, self.group_size)
+            yield
+        finally:
+            for module, weight in kept:
+                module.weight.data = weight
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -1,0 +1,67 @@
+"""`kvconvert eval --write`: a measurement becomes part of the bundle, its weights untouched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvconvert.bundle import disk
+from kvconvert.bundle.card import CARD_NAME, model_card, replace_fidelity
+from kvconvert.bundle.manifest import MANIFEST_NAME, Fidelity
+from kvconvert.bundle.reader import open_bundle
+from kvconvert.convert.export import fidelity_of
+from kvconvert.convert.recipe import Recipe
+from kvconvert.errors import BundleError, UsageError
+from kvconvert.fidelity.report import FidelityReport
+
+
+def check_recordable(bundle: str | Path) -> None:
+    """Refuse, before anything is measured, a bundle that cannot be written to.
+
+    Raises:
+        UsageError: it is on the Hub or in the Hub's cache, or its directory is read-only.
+    """
+    manifest = Path(bundle) / MANIFEST_NAME
+    if manifest.is_symlink() or not os.path.exists(bundle):
+        raise UsageError(
+            f"{bundle} is no directory of your own, so nothing can be written into it; `kvconvert pull` it to one, and "
+            "push that afterwards."
+        )
+    disk.check_writable(Path(bundle), "bundle")
+
+
+def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
+    """Put a whole measurement into the bundle's manifest, which is sealed anew, and into its card.
+
+    Each of the two files is replaced in one step, the manifest first. Of a card that was edited by hand the section
+    about fidelity is replaced.
+
+    Args:
+        bundle: its directory.
+        report: `evaluate`'s, of all parts, against the recorded source.
+
+    Returns:
+        what the manifest now holds.
+
+    Raises:
+        UsageError: the report is of another source.
+        BundleError: the bundle changed since it was measured.
+    """
+    directory = Path(bundle)
+    before = open_bundle(directory, verify="headers").manifest
+    if not report.against.is_recorded_source:
+        raise UsageError(
+            f"{report.against.id} is not the checkpoint that {MANIFEST_NAME} records ({before.source.id}), so the "
+            "figures were not written; give that one as `against`."
+        )
+    if report.files_digest != before.files_digest():
+        raise BundleError(f"{bundle} changed while it was measured, so nothing was written; measure it again.")
+    fidelity = fidelity_of(before, Recipe.from_dict(before.recipe).limits, report.to_dict())
+    manifest = before.model_copy(update={"fidelity": fidelity})
+    path = directory / CARD_NAME
+    card = path.read_text(encoding="utf-8") if path.is_file() else model_card(before)
+    written = model_card(manifest) if card == model_card(before) else replace_fidelity(card, manifest)
+    disk.replace_bytes(directory / MANIFEST_NAME, manifest.to_bytes())
+    if written is not None and CARD_NAME in manifest.informative:
+        disk.replace_bytes(path, written.encode())
+    return fidelity

@@ -1,0 +1,127 @@
+"""The card's header is the Hub's, its table is what was measured, and writing that leaves the weights alone."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from tiny.bundle import tiny_manifest, tiny_tensors
+
+from kvconvert.bundle.card import model_card
+from kvconvert.bundle.reader import open_bundle
+from kvconvert.convert.export import described
+from kvconvert.errors import BundleError, UsageError
+from kvconvert.fidelity.record import check_recordable, record
+from kvconvert.models.source import _card_facts
+
+STATED = {"base_model": None, "license": None, "license_name": None, "license_link": None}
+
+
+def test_the_header_says_what_the_hub_understands():
+    manifest = tiny_manifest(tiny_tensors(), {})
+    source = manifest.source.model_copy(
+        update={"licence": "other", "licence_name": "own", "licence_link": "LICENSE", "language": ["no", "en"]}
+    )
+    data = manifest.data.model_copy(update={"source": "org/texts:en:train:text"})
+    card = ModelCard(
+        model_card(manifest.model_copy(update={"source": source, "data": data})), ignore_metadata_errors=False
+    )
+    assert card.data.to_dict() == {
+        "library_name": "kvconvert",
+        "pipeline_tag": "text-generation",
+        "license": "other",
+        "license_name": "own",
+        "license_link": "LICENSE",
+        "language": ["no", "en"],
+        "base_model": "somebody/tiny",
+        "base_model_relation": "quantized",
+        "datasets": ["org/texts"],
+        "tags": ["kvconvert", "awq", "4-bit", "kv-cache-quantization"],
+    }
+    for words in ("pip install", "kvconvert.runtime.load", "## Recipe", "## Fidelity"):
+        assert words in card.text
+
+
+def test_the_source_s_card_gives_licence_and_languages(tmp_path):
+    header = {"license": "other", "license_name": "n", "license_link": "https://l", "language": ["en", False]}
+    (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump(header)}---\n# x\n")
+    facts = {"licence": "other", "licence_name": "n", "licence_link": "https://l", "language": ["en", "no"]}
+    assert _card_facts(tmp_path) == facts
+    (tmp_path / "README.md").write_text("---\nlicense: mit\nlanguage: {a: [}\n---\n")
+    assert _card_facts(tmp_path) == {"licence": "mit", "licence_name": None, "licence_link": None, "language": []}
+
+
+def test_what_the_user_says_of_a_local_source_is_recorded():
+    source = tiny_manifest(tiny_tensors(), {}).source.model_copy(update={"id": "folder"})
+    found = described(source, **STATED | {"base_model": "org/model", "license": "mit"})
+    assert (found.id, found.licence, found.config_sha256) == ("org/model", "mit", source.config_sha256)
+    for wrong, words in (
+        ({"base_model": "./folder"}, "no id on the Hub"),
+        ({"license": "a b"}, "identifier"),
+        ({"license": "other"}, "license_name"),
+        ({"license_link": "x"}, "other"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            described(source, **STATED | wrong)
+    with pytest.raises(UsageError, match="came from the Hub"):
+        described(source.model_copy(update={"revision": "a"}), **STATED | {"base_model": "org/model"})
+
+
+@dataclasses.dataclass
+class Report:
+    """As much of a `FidelityReport` as is recorded."""
+
+    files_digest: str
+    against: SimpleNamespace = dataclasses.field(
+        default_factory=lambda: SimpleNamespace(id="x", is_recorded_source=True)
+    )
+
+    def to_dict(self):
+        text = {"samples": {"source": "novels"}, "scored_tokens": 8192}
+        return {"kl": {"mean": 0.0125, "p99": float("inf")}, "text": text, "compute_dtype": "float32", "device": "cpu"}
+
+
+def test_a_measurement_is_written_into_manifest_and_card_and_weights_are_untouched(golden):
+    before = open_bundle(golden)
+    weights = (golden / "model.safetensors").stat()
+    (golden / "README.md").write_text(model_card(before.manifest))
+    check_recordable(golden)
+    record(golden, Report(before.manifest.files_digest()))
+    after = open_bundle(golden).manifest
+    assert after.fidelity.report["kl"] == {"mean": 0.0125, "p99": None}
+    assert after.model_copy(update={"fidelity": None, "manifest_sha256": ""}) == before.manifest.model_copy(
+        update={"fidelity": None, "manifest_sha256": ""}
+    )
+    found = (golden / "model.safetensors").stat()
+    assert (found.st_ino, found.st_mtime_ns) == (weights.st_ino, weights.st_mtime_ns)
+    card = (golden / "README.md").read_text()
+    assert card == model_card(after)
+    assert "| KL divergence, mean (nats per token) | 0.0125 |" in card
+    assert "8,192 tokens of novels, in float32 on cpu" in card
+
+
+def test_of_a_card_that_was_edited_only_the_table_is_replaced(golden):
+    (golden / "README.md").write_text("# Mine\n\n## Fidelity\n\nold\n\n## Thanks\n\nto all\n")
+    record(golden, Report(open_bundle(golden).manifest.files_digest()))
+    card = (golden / "README.md").read_text()
+    assert card.startswith("# Mine\n\n## Fidelity\n\nMeasured on exactly")
+    assert card.endswith("\n\n## Thanks\n\nto all\n")
+    assert "old" not in card
+
+
+def test_figures_of_other_files_or_another_source_are_not_written(golden, tmp_path):
+    digest = open_bundle(golden).manifest.files_digest()
+    before = {path.name: path.read_bytes() for path in golden.iterdir() if path.is_file()}
+    with pytest.raises(BundleError, match="changed while it was measured"):
+        record(golden, Report("0" * 64))
+    with pytest.raises(UsageError, match="not the checkpoint"):
+        record(golden, Report(digest, SimpleNamespace(id="x", is_recorded_source=False)))
+    assert before == {path.name: path.read_bytes() for path in golden.iterdir() if path.is_file()}
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "kvconvert.json").symlink_to(golden / "kvconvert.json")
+    for place in (tmp_path / "snapshot", "owner/name"):
+        with pytest.raises(UsageError, match="`kvconvert pull` it"):
+            check_recordable(place)
+    assert json.loads((golden / "kvconvert.json").read_text())["fidelity"] is None

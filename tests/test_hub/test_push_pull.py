@@ -1,0 +1,245 @@
+"""A bundle goes to the Hub and back: the same bytes, and nothing that does not verify, in either direction."""
+
+import traceback
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from huggingface_hub import constants
+from tiny.bundle import write_tiny_bundle
+from tiny.hub import TOKEN, Repository
+
+from kvconvert.bundle.hub import fetch, upload
+from kvconvert.bundle.locate import locate
+from kvconvert.bundle.reader import open_bundle
+from kvconvert.cli import cli
+from kvconvert.errors import BundleError, HubError, UsageError
+
+NAME = "somebody/tiny"
+
+
+def kvconvert(*arguments):
+    result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert TOKEN not in result.output
+    return result
+
+
+def refusal(code, *arguments):
+    result = kvconvert(*arguments)
+    assert result.exit_code == code, result.output
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert "Traceback" not in result.output
+    return line
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+def publish(hub, directory: Path, **options) -> Repository:
+    """What a push would leave."""
+    hub.repositories[NAME] = Repository(**options)
+    hub.repositories[NAME].commit("main", {".gitattributes": b"", **contents(directory)})
+    return hub.repositories[NAME]
+
+
+def test_push_then_pull_gives_the_same_bytes(hub, golden, tmp_path):
+    result = kvconvert("push", golden, NAME, "--private")
+    assert result.exit_code == 0, result.output
+    assert hub.repositories[NAME].private
+    result = kvconvert("pull", NAME, "-o", tmp_path / "copy")
+    assert result.exit_code == 0, result.output
+    assert contents(tmp_path / "copy") == contents(golden)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+    commits = len(hub.repositories[NAME].commits)
+    kvconvert("push", golden, NAME)  # nothing changed
+    assert len(hub.repositories[NAME].commits) == commits
+
+
+def test_a_branch_is_made_and_pulled_by_its_name(hub, golden, tmp_path):
+    publish(hub, golden)
+    (golden / "README.md").write_text("other\n")
+    assert kvconvert("push", golden, NAME, "--revision", "second").exit_code == 0
+    assert hub.repositories[NAME].files("second")["README.md"] == b"other\n"
+    assert hub.repositories[NAME].files()["README.md"] != b"other\n"
+    assert kvconvert("pull", NAME, "-o", tmp_path / "copy", "--revision", "second").exit_code == 0
+    assert (tmp_path / "copy" / "README.md").read_text() == "other\n"
+    assert "no revision third" in refusal(1, "pull", NAME, "-o", tmp_path / "b", "--revision", "third")
+
+
+def test_commands_take_the_id_of_a_bundle(hub, golden):
+    publish(hub, golden)
+    assert "golden" in kvconvert("inspect", NAME).stdout
+    assert "is intact" in kvconvert("verify", NAME).stdout
+    asked = len(hub.fetched())
+    assert kvconvert("generate", NAME, "--prompt", "a", "--max-new-tokens", "1").exit_code == 0
+    assert len(hub.fetched()) == asked  # all of it is in the Hub's cache
+
+
+def test_with_the_hub_offline_the_cache_serves_and_nothing_else(hub, golden, monkeypatch, tmp_path):
+    publish(hub, golden)
+    assert kvconvert("pull", NAME).exit_code == 0
+    asked = len(hub.requests)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.utils._http._GLOBAL_CLIENT", None)  # it keeps the mode that it was made in
+    assert "is intact" in kvconvert("verify", NAME).stdout
+    assert "HF_HUB_OFFLINE is set" in refusal(1, "verify", "somebody/else")
+    assert "HF_HUB_OFFLINE is set" in refusal(1, "pull", NAME, "-o", tmp_path / "copy")
+    assert len(hub.requests) == asked
+    monkeypatch.undo()
+
+
+def test_a_pull_that_was_cut_off_goes_on_with_what_is_missing(hub, golden, tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)  # the client waits longer before each attempt
+    publish(hub, golden)
+    hub.cut["model.safetensors"] = 1000
+    line = refusal(1, "pull", NAME, "-o", tmp_path / "copy")
+    assert "run the same command again" in line
+    assert not (tmp_path / "copy").exists()
+    complete = set(hub.fetched()) - {"model.safetensors"}
+    hub.requests.clear()
+    hub.cut.clear()
+    assert kvconvert("pull", NAME, "-o", tmp_path / "copy").exit_code == 0
+    assert "model.safetensors" in hub.fetched()
+    assert not complete & set(hub.fetched())
+    assert contents(tmp_path / "copy") == contents(golden)
+
+
+def test_a_connection_that_breaks_inside_a_file_is_continued_there(hub, golden, tmp_path, monkeypatch):
+    def mend(_):
+        hub.cut.clear()
+
+    monkeypatch.setattr("time.sleep", mend)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
+    publish(hub, golden)
+    hub.cut["model.safetensors"] = 1000
+    fetch(NAME, tmp_path / "copy")
+    ranges = [asked for method, path, asked in hub.requests if path.endswith("model.safetensors") and method == "GET"]
+    assert ranges == [None, "bytes=1000-"]
+    assert contents(tmp_path / "copy") == contents(golden)
+
+
+def test_a_file_that_changed_on_the_server_is_caught_and_nothing_is_left(hub, golden, tmp_path):
+    files = publish(hub, golden).files()
+    changed = bytearray(files["model.safetensors"])
+    changed[-1] ^= 1
+    files["model.safetensors"] = bytes(changed)
+    line = refusal(1, "pull", NAME, "-o", tmp_path / "copy")
+    assert "does not verify" in line
+    assert "model.safetensors" in line
+    assert "sha256" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+    assert "sha256" in refusal(1, "pull", NAME)  # into the cache
+    assert "sha256" in refusal(1, "verify", NAME)
+
+
+def test_a_bundle_that_does_not_verify_is_not_pushed(hub, golden):
+    weights = golden / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    assert "sha256" in refusal(1, "push", golden, NAME)
+    assert hub.requests == []
+    assert "no such directory" in refusal(1, "push", golden / "missing", NAME)
+    assert "no id of a repository" in refusal(2, "push", Path(__file__).parents[1] / "golden" / "format-0", "a/b/c")
+
+
+def test_files_of_an_earlier_bundle_are_removed_and_other_models_are_left_alone(hub, tmp_path):
+    write_tiny_bundle(tmp_path / "two")
+    write_tiny_bundle(tmp_path / "one", max_shard_bytes=10**9)
+    upload(open_bundle(tmp_path / "two"), NAME)
+    files = hub.repositories[NAME].files()
+    files["picture.png"] = b"kept"
+    upload(open_bundle(tmp_path / "one"), NAME)
+    names = {*hub.repositories[NAME].files()}
+    assert names == {*contents(tmp_path / "one"), ".gitattributes", "picture.png"}
+    hub.repositories["somebody/else"] = other = Repository()
+    other.commit("main", {"pytorch_model.bin": b"x"})
+    with pytest.raises(UsageError, match=r"holds pytorch_model\.bin and is no bundle"):
+        upload(open_bundle(tmp_path / "one"), "somebody/else")
+    assert len(other.commits) == 1
+
+
+def test_a_private_push_into_a_public_repository_is_refused(hub, golden):
+    publish(hub, golden)
+    line = refusal(2, "push", golden, NAME, "--private")
+    assert "is public" in line
+    assert "--private" in line
+    assert len(hub.repositories[NAME].commits) == 1
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_other_bytes_on_the_hub_after_a_push_are_an_error(hub, golden, name):
+    hub.alter[name] = b"other"
+    with pytest.raises(HubError, match=f"{name} of {NAME} on the Hub differs"):
+        upload(open_bundle(golden), NAME)
+
+
+def test_an_output_that_exists_is_replaced_only_by_force(hub, golden, tmp_path):
+    publish(hub, golden)
+    assert "--force" in refusal(2, "pull", NAME, "-o", golden)
+    (golden / "README.md").write_text("edited")
+    assert kvconvert("pull", NAME, "-o", golden, "--force").exit_code == 0
+    assert (golden / "README.md").read_text() != "edited"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("x")
+    assert "not a bundle" in refusal(2, "pull", NAME, "-o", tmp_path / "mine", "--force")
+
+
+@pytest.mark.parametrize("command", ["inspect", "pull"])
+def test_every_error_of_the_client_is_one_sentence(hub, golden, command, monkeypatch, tmp_path):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    arguments = [command, NAME] if command == "inspect" else [command, NAME, "-o", tmp_path / "copy"]
+    assert "neither a path somebody/tiny nor a repository" in refusal(1, *arguments)
+    hub.repositories[NAME] = Repository()
+    hub.repositories[NAME].commit("main", {"config.json": b"{}", "model.safetensors": b"much"})
+    assert "is not a kvconvert bundle" in refusal(1, *arguments)
+    assert "model.safetensors" not in hub.fetched()
+    publish(hub, golden, gated=True)
+    assert f"gated: accept its conditions at {hub.endpoint}/{NAME}" in refusal(1, *arguments)
+    publish(hub, golden, private=True)
+    monkeypatch.setenv("HF_TOKEN", "hf_somebodyElse")
+    assert "log in" in refusal(1, *arguments)
+    for status, words in ((403, "refuses access"), (429, "too many requests"), (503, "try again later")):
+        hub.status = status
+        assert words in refusal(1, *arguments)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    assert "cannot be reached" in refusal(1, *arguments)
+
+
+def test_pushing_without_a_token_or_with_one_that_may_not_write_is_one_sentence(hub, golden, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_readOnly")
+    assert "refuses access" in refusal(1, "push", golden, NAME)
+    monkeypatch.delenv("HF_TOKEN")
+    assert "`hf auth login`" in refusal(2, "push", golden, NAME)
+    assert not hub.repositories
+
+
+def test_the_token_is_nowhere_in_output_files_or_exceptions(hub, golden, tmp_path, monkeypatch, caplog):
+    kvconvert("push", golden, NAME)
+    kvconvert("pull", NAME, "-o", tmp_path / "copy")
+    hub.status = 403
+    with pytest.raises(HubError) as caught:
+        upload(open_bundle(golden), NAME)
+    assert caught.value.__cause__ is caught.value.__context__ is None  # the client's error holds the request
+    seen = "".join(traceback.format_exception(caught.value)) + caplog.text
+    monkeypatch.setenv("HF_TOKEN", TOKEN + "\x01")  # no header can hold this, which a message about it would show
+    seen += refusal(1, "push", golden, NAME) + refusal(1, "inspect", NAME)
+    assert "characters that no token has" in seen
+    assert TOKEN not in seen
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or TOKEN.encode() not in path.read_bytes(), path
+
+
+def test_what_looks_like_a_path_never_reaches_the_hub(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("./a/b", "../a", "/a/b", "~/a", "a/b/", "a\\b", "a/b/c", "missing"):
+        with pytest.raises(BundleError, match="there is no such directory"):
+            locate(name)
+    (tmp_path / "somebody").mkdir()
+    (tmp_path / "somebody" / "tiny").mkdir()
+    assert locate(NAME) == Path(NAME)  # what exists is a path
+    assert hub.requests == []
