@@ -11,7 +11,7 @@ a sample of the tokens of all the layer's experts instead, as if the router had 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.errors import NumericError
 
@@ -84,10 +85,22 @@ class ActivationRecorder:
         structure: names of the layer's parts.
         num_samples, seq_len: sequences that will run through the layer, and tokens in each.
         group_size: of the weights' inputs.
+        first_sample: the sequence with which this process begins.
+        ranks: processes that share the sequences; all get the statistics of all.
+        routed: `count_routed`, where several processes share a layer with routed experts.
     """
 
-    def __init__(self, structure: LayerStructure, num_samples: int, seq_len: int, group_size: int) -> None:
-        self.structure, self.group_size = structure, group_size
+    def __init__(
+        self,
+        structure: LayerStructure,
+        num_samples: int,
+        seq_len: int,
+        group_size: int,
+        first_sample: int = 0,
+        ranks: Ranks = ALONE,
+        routed: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        self.structure, self.group_size, self.ranks = structure, group_size, ranks
         self.seq_len = seq_len
         self.num_tokens = num_samples * seq_len
         wanted = min(num_samples, max(1, LOSS_TOKENS // seq_len))
@@ -97,9 +110,13 @@ class ActivationRecorder:
         self._moment: dict[str, Tensor] = {}
         self._tokens: dict[str, list[Tensor]] = {}
         self._sequences: list[Tensor] = []
-        self._seen: dict[str, int] = {}
+        # Sequences (under "") and tokens of each point, those of earlier ranks included while data runs.
+        self._seen: dict[str, int] = {"": first_sample}
+        self._before = {point: first_sample * seq_len for point in input_points(structure) if not self._routes(point)}
         self._attention_kwargs: list[dict[str, Any]] = []
         self._strides: dict[str, int] = {}
+        for point, (before, total) in (routed or {}).items():
+            self._before[point], self._strides[point] = before, self._final_stride(point, total)
         self._routed: tuple[int, ...] = ()
 
     @contextmanager
@@ -115,7 +132,9 @@ class ActivationRecorder:
             if experts is not None:
                 module = layer.get_submodule(experts.module)
                 hooks.callback(module.register_forward_pre_hook(self._pool_hook, with_kwargs=True).remove)
+            self._seen |= self._before
             yield
+            self._combine(layer)
             if experts is not None:
                 self._run_rare_experts(layer)
 
@@ -127,10 +146,10 @@ class ActivationRecorder:
                 sums[point] = sums[point] + values.double() if point in sums else values.double()
             seen = self._seen.get(point, 0)
             self._seen[point] = seen + x.shape[0]
-            experts = self.structure.experts
-            owner = None if experts is None else experts.owner(point)
-            if owner is not None:
-                if point == experts.linears(owner)[2]:  # the other searches need no more than the moments
+            if self._routes(point):
+                experts = self.structure.experts
+                # The other searches need no more than the moments.
+                if point == experts.linears(experts.owner(point))[2]:
                     self._sample(point, x, seen, EXPERT_TOKENS)
                 return
             index = torch.arange(seen, seen + x.shape[0], device=x.device)
@@ -142,8 +161,7 @@ class ActivationRecorder:
         return record
 
     def _pool_hook(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-        x = (args[0] if args else kwargs["hidden_states"]).detach().float()
-        x = x[x.ne(0).any(-1)]  # where scores are applied before the experts, tokens that go elsewhere are zeros
+        x = _pooled(args, kwargs)
         point = self.structure.experts.module
         self._sample(point, x, self._seen.get(point, 0), LOSS_TOKENS)
         self._seen[point] = self._seen.get(point, 0) + x.shape[0]
@@ -155,6 +173,49 @@ class ActivationRecorder:
         while len(kept) > most:
             kept, stride = kept[::2], 2 * stride
         self._tokens[point], self._strides[point] = [kept], stride
+
+    def _routes(self, point: str) -> bool:
+        """Whether a point reads the tokens of one expert."""
+        return self.structure.experts is not None and self.structure.experts.owner(point) is not None
+
+    def _final_stride(self, point: str, total: int) -> int:
+        """The stride to which `_sample` thins out so many tokens."""
+        most = LOSS_TOKENS if point == self.structure.experts.module else EXPERT_TOKENS
+        stride = 1
+        while -(-total // stride) > most:
+            stride *= 2
+        return stride
+
+    def _combine(self, layer: nn.Module) -> None:
+        """Give every rank what all have gathered."""
+        ranks, points = self.ranks, input_points(self.structure)
+        if ranks.size == 1:
+            return
+        experts = self.structure.experts
+        pools = () if experts is None else (experts.module,)
+        own = [self._seen.get(point, 0) - self._before[point] for point in (*points, *pools)]
+        seen = zip((*points, *pools), ranks.sum_(torch.tensor(own)).tolist(), strict=True)
+        self._seen = {point: count for point, count in seen if count}
+        for point in points:
+            if point not in self._seen:
+                continue
+            weight, size = layer.get_submodule(point).weight, self.group_size
+            width = weight.shape[1]
+            for sums, shape in ((self._abs, (width,)), (self._moment, (width // size, size, size))):
+                if point not in sums:  # an expert that only other ranks' tokens reach
+                    sums[point] = weight.new_zeros(shape, dtype=torch.float64)
+                ranks.sum_(sums[point])
+        sampled = [point for point in points if not self._routes(point)]
+        if experts is not None:
+            sampled += [*pools, *(experts.linears(number)[2] for number in range(experts.count))]
+        for point in sampled:
+            if point in self._seen:
+                reader = experts.linears(0)[0] if point in pools else point
+                width = layer.get_submodule(reader).weight.shape[1]
+                empty = next(layer.parameters()).new_zeros(0, width)
+                self._tokens[point] = [ranks.gather(torch.cat([empty, *self._tokens.get(point, [])]))]
+        self._sequences = ranks.gather_list(self._sequences)
+        self._attention_kwargs = ranks.gather_list(self._attention_kwargs)
 
     def _run_rare_experts(self, layer: nn.Module) -> None:
         experts = self.structure.experts
@@ -191,6 +252,44 @@ class ActivationRecorder:
             attention_kwargs=tuple(self._attention_kwargs),
             routed=self._routed,
         )
+
+
+def _pooled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The tokens that a layer's experts get, [n, hidden]."""
+    x = (args[0] if args else kwargs["hidden_states"]).detach().float()
+    return x[x.ne(0).any(-1)]  # where scores are applied before the experts, tokens that go elsewhere are zeros
+
+
+def count_routed(
+    layer: nn.Module, structure: LayerStructure, replay: Callable[[], None], ranks: Ranks
+) -> dict[str, tuple[int, int]]:
+    """Tokens that the experts together, and each expert's Linears, get from earlier ranks and from all of them.
+
+    They decide on the tokens of each expert's sample, so that it is that of a single process.
+
+    Args:
+        layer: decoder layer, without hooks.
+        structure: its names; with experts.
+        replay: runs this process's data through the layer.
+        ranks: that share the data.
+    """
+    experts = structure.experts
+    points = [experts.module, *(name for number in range(experts.count) for name in experts.linears(number))]
+    counts = dict.fromkeys(points, 0)
+
+    def counter(point: str) -> Callable[..., None]:
+        def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            counts[point] += len(_pooled(args, kwargs)) if point == experts.module else args[0].shape[:-1].numel()
+
+        return add
+
+    with ExitStack() as hooks:
+        for point in points:
+            module = layer.get_submodule(point)
+            hooks.callback(module.register_forward_pre_hook(counter(point), with_kwargs=True).remove)
+        replay()
+    every = ranks.gather(torch.tensor([list(counts.values())]))
+    return dict(zip(points, zip(every[: ranks.rank].sum(0).tolist(), every.sum(0).tolist(), strict=True), strict=True))
 
 
 def input_points(structure: LayerStructure) -> tuple[str, ...]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kvconvert.calibration.activations import same_arguments
 from kvconvert.calibration.attention_capture import attention_arguments, attention_observed
 from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWork
 from kvconvert.kernels.rotate import hadamard_transform
@@ -124,6 +126,7 @@ class AttentionSampler(CalibrationPass):
             candidates = work.visual.any(1).nonzero().flatten().tolist()
         wanted = min(self.sequences, max(1, SAMPLE_TOKENS // work.seq_len), len(candidates))
         self._chosen = [candidates[i * len(candidates) // wanted] for i in range(wanted)]
+        self._seen = work.first_sample
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, first = args[0], self._seen
@@ -139,7 +142,8 @@ class AttentionSampler(CalibrationPass):
             handle.remove()
 
     def solve(self, work: LayerWork) -> None:
-        """Run the kept inputs through the layer as it is now."""
+        """Run the inputs that this and other ranks kept through the layer as it is now."""
+        self._gather(work)
         captured: list[tuple[Tensor, Tensor, Tensor]] = []
         attention = work.layer.get_submodule(work.structure.attention)
         observed = attention_observed(attention, lambda q, k, v: captured.append((q, k, v)))
@@ -161,6 +165,12 @@ class AttentionSampler(CalibrationPass):
             sink_logits=None if found.get("s_aux") is None else found["s_aux"].float(),
         )
         self._inputs.clear()
+
+    def _gather(self, work: LayerWork) -> None:
+        self._inputs = work.ranks.gather_list(self._inputs)
+        for i, ((_, previous), (hidden, arguments)) in enumerate(pairwise(self._inputs), 1):
+            if same_arguments(previous, arguments):  # equal ones are one object, as they were before they were sent
+                self._inputs[i] = hidden, self._inputs[i - 1][1]
 
 
 def _visible(masks: list[Tensor | None], queries: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationRecorder, ActivationStatistics, point_of
 from kvconvert.calibration.awq_clips import Widths, apply_clips, search_clips, width_of
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult
+from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
 from kvconvert.calibration.value_cache import value_rounding
 from kvconvert.errors import NumericError
@@ -115,6 +116,7 @@ def search_scales(
     *,
     dtype: torch.dtype = torch.float32,
     quantize_values: Callable[[Tensor], Tensor] | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[list[Scaling], dict[str, str]]:
     """Search the scale of every pair of a layer. The layer is unchanged afterwards.
 
@@ -128,6 +130,7 @@ def search_scales(
         dtype: in which norms will be stored.
         quantize_values: gives values [tokens, KV heads, head_dim] as read back from the KV cache. With it, candidates
             for value -> output that raise the mean squared error of the values are skipped.
+        ranks: each evaluates some of the candidates.
 
     Returns:
         the scalings, and for each pair that was skipped (by label) the reason.
@@ -136,11 +139,11 @@ def search_scales(
     skipped: dict[str, str] = {}
     for group in structure.norm_groups:
         if group.unsupported_reason is None:
-            scalings.append(_search_norm_group(layer, structure, group, statistics, bits, group_size, dtype))
+            scalings.append(_search_norm_group(layer, structure, group, statistics, bits, group_size, dtype, ranks))
         else:
             skipped[_label(group.norm, group.readers)] = group.unsupported_reason
     if structure.value is not None and structure.value_scaling_unsupported_reason is None:
-        scaling, reason = _search_value_output(layer, structure, statistics, bits, group_size, quantize_values)
+        scaling, reason = _search_value_output(layer, structure, statistics, bits, group_size, quantize_values, ranks)
         scalings.append(scaling)
         if reason:
             skipped[scaling.label] = reason
@@ -150,7 +153,7 @@ def search_scales(
         )
     for pair in structure.pairs:
         if pair.unsupported_reason is None:
-            scalings.append(_search_pair(layer, pair, statistics, bits, group_size))
+            scalings.append(_search_pair(layer, pair, statistics, bits, group_size, ranks))
         else:
             skipped[_label(pair.up, (pair.down,))] = pair.unsupported_reason
     return scalings, skipped
@@ -185,20 +188,32 @@ def apply_scales(layer: nn.Module, structure: LayerStructure, scalings: list[Sca
 def _best_ratio(
     scale_of: Callable[[float], Tensor],
     loss_of: Callable[[Tensor], float],
+    ranks: Ranks,
     admissible: Callable[[Tensor], bool] = lambda scale: True,
 ) -> tuple[Tensor, float, float, float]:
     """Scale, ratio, loss at ratio 0, loss at the chosen ratio. Ties go to the smaller ratio; 0 always competes."""
-    best_scale, best_ratio = scale_of(0.0), 0.0
-    before = best = loss_of(best_scale)
-    for step in range(1, RATIO_STEPS + 1):
-        scale = scale_of(step / RATIO_STEPS)
+    ratios = [step / RATIO_STEPS for step in range(RATIO_STEPS + 1)]
+
+    def loss_at(ratio: float) -> float | None:
         try:
-            loss = loss_of(scale)
-            better = loss < best and admissible(scale)
-        except GroupRangeError:  # this candidate, unlike ratio 0, leaves the range of fp16
+            return loss_of(scale_of(ratio))
+        except GroupRangeError:
+            if not ratio:
+                raise
+            return None  # this candidate, unlike ratio 0, leaves the range of fp16
+
+    before, *losses = ranks.share(loss_at, ratios)
+    best_scale, best_ratio, best = scale_of(0.0), 0.0, before
+    for ratio, loss in zip(ratios[1:], losses, strict=True):
+        if loss is None or not loss < best:
+            continue
+        scale = scale_of(ratio)
+        try:
+            better = admissible(scale)
+        except GroupRangeError:
             continue
         if better:
-            best_scale, best_ratio, best = scale, step / RATIO_STEPS, loss
+            best_scale, best_ratio, best = scale, ratio, loss
     return best_scale, best_ratio, before, best
 
 
@@ -210,6 +225,7 @@ def _search_norm_group(
     bits: Widths,
     group_size: int,
     dtype: torch.dtype,
+    ranks: Ranks,
 ) -> Scaling:
     point = group.readers[0]
     inspected = [layer.get_submodule(name) for name in group.inspected]
@@ -250,7 +266,7 @@ def _search_norm_group(
         scale = candidate_scale(statistics.mean_abs[point], ratio)
         return representable_scale(norm, scale, group.unit_offset, dtype) if ratio else scale
 
-    scale, ratio, before, after = _best_ratio(scale_of, loss)
+    scale, ratio, before, after = _best_ratio(scale_of, loss, ranks)
     return Scaling(group.norm, group.readers, scale, scale, ratio, before, after)
 
 
@@ -261,6 +277,7 @@ def _search_value_output(
     bits: Widths,
     group_size: int,
     quantize_values: Callable[[Tensor], Tensor] | None,
+    ranks: Ranks,
 ) -> tuple[Scaling, str]:
     kv_heads, d = structure.num_key_value_heads, structure.head_dim
 
@@ -291,7 +308,7 @@ def _search_value_output(
             return error <= unscaled_error
 
     scale, ratio, before, after = _best_ratio(
-        lambda r: candidate_scale(statistic, r), lambda s: loss(per_query_head(s)), admissible
+        lambda r: candidate_scale(statistic, r), lambda s: loss(per_query_head(s)), ranks, admissible
     )
     reason = ""
     if ratio == 0 and passed_over:
@@ -301,12 +318,17 @@ def _search_value_output(
 
 
 def _search_pair(
-    layer: nn.Module, pair: ScalingPair, statistics: ActivationStatistics, bits: Widths, group_size: int
+    layer: nn.Module,
+    pair: ScalingPair,
+    statistics: ActivationStatistics,
+    bits: Widths,
+    group_size: int,
+    ranks: Ranks,
 ) -> Scaling:
     statistic = statistics.mean_abs[pair.down]
     width = width_of(bits, pair.down)
     loss = _linear_loss(layer.get_submodule(pair.down), statistics.tokens[pair.down], width, group_size)
-    scale, ratio, before, after = _best_ratio(lambda r: candidate_scale(statistic, r), loss)
+    scale, ratio, before, after = _best_ratio(lambda r: candidate_scale(statistic, r), loss, ranks)
     return Scaling(pair.up, (pair.down,), scale, scale, ratio, before, after)
 
 
@@ -363,7 +385,15 @@ class AwqPass(CalibrationPass):
     @contextmanager
     def observe(self, work: LayerWork) -> Iterator[None]:
         """Record what the search needs of the Linears' and the attention's inputs."""
-        self._recorder = ActivationRecorder(work.structure, work.num_samples, work.seq_len, self.group_size)
+        self._recorder = ActivationRecorder(
+            work.structure,
+            work.num_samples,
+            work.seq_len,
+            self.group_size,
+            work.first_sample,
+            work.ranks,
+            work.routed,
+        )
         with self._recorder.attached(work.layer):
             yield
 
@@ -383,6 +413,7 @@ class AwqPass(CalibrationPass):
                 self.group_size,
                 dtype=work.dtype,
                 quantize_values=self.quantize_values or value_rounding(work.cache),
+                ranks=work.ranks,
             )
         except NumericError as error:
             raise NumericError(f"AWQ cannot quantize {work.name}: {error}") from error
@@ -392,7 +423,13 @@ class AwqPass(CalibrationPass):
         apply_scales(work.layer, work.structure, self._scalings, work.dtype)
         self.input_scales = reader_scales(self._scalings)
         clips = self.clips = search_clips(
-            work.layer, work.structure, self._statistics, self.input_scales, self._widths(work), self.group_size
+            work.layer,
+            work.structure,
+            self._statistics,
+            self.input_scales,
+            self._widths(work),
+            self.group_size,
+            work.ranks,
         )
         if self.clamps:
             apply_clips(work.layer, clips, self.group_size)

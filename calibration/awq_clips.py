@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.calibration.activations import ActivationStatistics, point_of
+from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.structure import LayerStructure, Projection
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 
@@ -35,6 +36,7 @@ def search_clips(
     reader_scale: Mapping[str, Tensor],
     bits: Widths,
     group_size: int,
+    ranks: Ranks = ALONE,
 ) -> dict[str, tuple[Tensor, float, float]]:
     """Search how far to clamp each group of each Linear but query and key, for weights that were scaled.
 
@@ -42,20 +44,19 @@ def search_clips(
         statistics: of the activations BEFORE scaling. Linears whose input has no second moment are not clipped.
         bits: of the weights, of all Linears or of each by name.
         reader_scale: what each Linear's input channels were multiplied by, where they were.
+        ranks: each searches some of the Linears.
 
     Returns:
         by Linear: the bound [out, in / group_size] for |w|, and the mean squared error of the output, summed over
         groups as if they were independent, without and with it. Where query or key are part of a fused Linear, their
         rows keep their largest weight and do not count.
     """
-    clips = {}
-    for name in structure.linears:
+
+    def search(name: str) -> tuple[Tensor, float, float] | None:
         part = _clipped_part(structure, name)
-        if part is None:
-            continue
-        moment = statistics.second_moment.get(point_of(structure, name))
+        moment = None if part is None else statistics.second_moment.get(point_of(structure, name))
         if moment is None:
-            continue
+            return None
         if name in reader_scale:
             scale = reader_scale[name].unflatten(0, (-1, group_size))
             moment = moment / (scale.unsqueeze(2) * scale.unsqueeze(1))
@@ -65,8 +66,10 @@ def search_clips(
             everything = weight.unflatten(-1, (-1, group_size)).abs().amax(-1)
             part.write(everything, bound)
             bound = everything
-        clips[name] = (bound, before, after)
-    return clips
+        return bound, before, after
+
+    clips = zip(structure.linears, ranks.share(search, structure.linears), strict=True)
+    return {name: clip for name, clip in clips if clip is not None}
 
 
 @torch.no_grad()

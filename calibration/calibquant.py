@@ -36,6 +36,7 @@ from kvconvert.calibration.protocol import (
     Resolution,
     require_finite,
 )
+from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, span_keys, span_values
 from kvconvert.methods import KVCalibration
 
@@ -143,6 +144,7 @@ def search_taus(
     value_clip_ratios: Sequence[float],
     sink_tokens: int = 0,
     feedback: Tensor | None = None,
+    ranks: Ranks = ALONE,
 ) -> TauTables:
     """Measure every pair (tau1, tau2) with every clip ratio; see the module's docstring.
 
@@ -155,33 +157,35 @@ def search_taus(
             means no search.
         sink_tokens: first tokens of a sequence that stay in full precision.
         feedback: with which keys are rounded, see `quantize_span`.
+        ranks: each evaluates some of the clip ratios, then some of the pairs.
     """
     pairs = [(i, j) for i in range(len(tau1s)) for j in range(len(tau2s))]
-    value_clip_ratio = _best_value_clip_ratio(sample, span, value_clip_ratios, sink_tokens)
+    value_clip_ratio = _best_value_clip_ratio(sample, span, value_clip_ratios, sink_tokens, ranks)
     span = replace(span, value_clip_ratio=value_clip_ratio)
     clip_ratio_error = torch.zeros(len(key_clip_ratios), len(tau1s), len(tau2s), dtype=torch.float64)
     visible = 0.0
     for case in _cases(sample, sink_tokens):
         visible += float((case.scores > float("-inf")).sum())
-        for r, key_clip_ratio in enumerate(key_clip_ratios):
-            keys, _ = case.read_back(replace(span, key_clip_ratio=key_clip_ratio), feedback)
+        for r in ranks.mine(range(len(key_clip_ratios))):
+            keys, _ = case.read_back(replace(span, key_clip_ratio=key_clip_ratios[r]), feedback)
             scores = sample.scores(case.queries, keys)
             for i, j in pairs:
                 weights = case.weights_with(scores, tau1s[i], tau2s[j])
                 clip_ratio_error[r, i, j] += float((weights - case.weights).square().sum(dtype=torch.float64))
-    clip_ratio_error /= max(visible, 1.0)
+    clip_ratio_error = ranks.sum_(clip_ratio_error) / max(visible, 1.0)
     best = clip_ratio_error.argmin(0)
     output_error, size = torch.zeros(best.shape, dtype=torch.float64), 0.0
     for case in _cases(sample, sink_tokens):
         exact = case.weights @ case.values.unsqueeze(1)
         size += float(exact.square().sum(dtype=torch.float64))
-        for i, j in pairs:
+        for i, j in ranks.mine(pairs):
             keys, values = case.read_back(replace(span, key_clip_ratio=key_clip_ratios[int(best[i, j])]), feedback)
             scores = sample.scores(case.queries, keys)
             weights = case.weights_with(scores, tau1s[i], tau2s[j])
             difference = weights @ case.values.unsqueeze(1) - exact
             difference += weights[..., case.span] @ (values - case.values[:, case.span]).unsqueeze(1)
             output_error[i, j] += float(difference.square().sum(dtype=torch.float64))
+    output_error = ranks.sum_(output_error)
     return TauTables(
         error=clip_ratio_error.amin(0),
         output_error=output_error / size if size else output_error,
@@ -192,18 +196,19 @@ def search_taus(
 
 
 def _best_value_clip_ratio(
-    sample: AttentionSample, span: SpanFormat, value_clip_ratios: Sequence[float], sink_tokens: int
+    sample: AttentionSample, span: SpanFormat, value_clip_ratios: Sequence[float], sink_tokens: int, ranks: Ranks
 ) -> float:
     """The clip ratio whose values, weighted exactly, give the smallest squared error."""
     if len(value_clip_ratios) == 1:
         return value_clip_ratios[0]
     errors = torch.zeros(len(value_clip_ratios), dtype=torch.float64)
     for case in _cases(sample, sink_tokens):
-        for r, value_clip_ratio in enumerate(value_clip_ratios):
-            difference = case.read_back(replace(span, value_clip_ratio=value_clip_ratio))[1] - case.values[:, case.span]
+        for r in ranks.mine(range(len(value_clip_ratios))):
+            stored = case.read_back(replace(span, value_clip_ratio=value_clip_ratios[r]))[1]
+            difference = stored - case.values[:, case.span]
             error = case.weights[..., case.span] @ difference.unsqueeze(1)
             errors[r] += float(error.square().sum(dtype=torch.float64))
-    return value_clip_ratios[int(errors.argmin())]
+    return value_clip_ratios[int(ranks.sum_(errors).argmin())]
 
 
 def choose_taus(errors: Sequence[Tensor], output_errors: Sequence[Tensor]) -> tuple[int, int]:
@@ -304,6 +309,7 @@ class CalibQuantPass(CalibrationPass):
             SPAN_CLIP_RATIO_GRID if self.search_values else (f.value_clip_ratio,),
             cache.sink_tokens,
             cache.pages.key_feedback,
+            work.ranks,
         )
         errors = {"tau_error": self._tables.clip_ratio_error, "tau_output_error": self._tables.output_error}
         require_finite(errors, "attention weights", work)

@@ -32,6 +32,7 @@ from kvconvert.calibration.protocol import (
     PassResult,
     require_finite,
 )
+from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, quantize_keys, quantize_values
 from kvconvert.methods import KVCalibration, KVScheme
 
@@ -127,7 +128,9 @@ def _weights(sample: AttentionSample, scores: Tensor, visible: Tensor) -> Tensor
     return sample.weights(scores.masked_fill(~visible, float("-inf")))
 
 
-def key_clip_ratio_errors(sample: AttentionSample, cache: CacheFormat, grid: tuple[float, ...]) -> Tensor:
+def key_clip_ratio_errors(
+    sample: AttentionSample, cache: CacheFormat, grid: tuple[float, ...], ranks: Ranks = ALONE
+) -> Tensor:
     """Error of the attention output with quantized keys and exact values, relative to its mean square.
 
     Returns:
@@ -143,10 +146,12 @@ def key_clip_ratio_errors(sample: AttentionSample, cache: CacheFormat, grid: tup
         return weights @ sample.values[block.sequence][:, None, : block.keys] - block.output
 
     candidates = [partial(stored_keys, cache=cache, clip_ratio=r) for r in grid]
-    return _errors(sample, sample.keys, cache.sink_tokens + page + recent, candidates, output)
+    return _errors(sample, sample.keys, cache.sink_tokens + page + recent, candidates, output, ranks)
 
 
-def value_clip_ratio_errors(sample: AttentionSample, cache: CacheFormat, grid: tuple[float, ...]) -> Tensor:
+def value_clip_ratio_errors(
+    sample: AttentionSample, cache: CacheFormat, grid: tuple[float, ...], ranks: Ranks = ALONE
+) -> Tensor:
     """The same with quantized values and exact attention weights."""
     recent, page = cache.value_recent_tokens, cache.pages.values.page_size
 
@@ -156,7 +161,7 @@ def value_clip_ratio_errors(sample: AttentionSample, cache: CacheFormat, grid: t
         return (block.weights * quantized) @ difference.unsqueeze(1)
 
     candidates = [partial(stored_values, cache=cache, clip_ratio=r) for r in grid]
-    return _errors(sample, sample.values, cache.sink_tokens + page + recent, candidates, output)
+    return _errors(sample, sample.values, cache.sink_tokens + page + recent, candidates, output, ranks)
 
 
 def _errors(
@@ -165,6 +170,7 @@ def _errors(
     first: int,
     candidates: list[Callable[[Tensor], Tensor]],
     error: Callable[[_Block, Tensor], Tensor],
+    ranks: Ranks,
 ) -> Tensor:
     """Each candidate's squared output error over the queries from `first` on.
 
@@ -174,16 +180,18 @@ def _errors(
         first: the first query that may read a quantized page.
         candidates: what the runtime reads back of one sequence.
         error: of the heads' outputs of a block, given what was read back.
+        ranks: each evaluates some of the candidates.
     """
     errors, size = torch.zeros(len(candidates), dtype=torch.float64), 0.0
-    current, stored = -1, []
+    current, stored, mine = -1, [], ranks.mine(range(len(candidates)))
     for block in _blocks(sample, first):
         if block.sequence != current:
             current = block.sequence
-            stored = [candidate(exact[current]) for candidate in candidates]
+            stored = [candidates[i](exact[current]) for i in mine]
         size += squared_output(block.output, sample.output_weight)
-        for i, tokens in enumerate(stored):
+        for i, tokens in zip(mine, stored, strict=True):
             errors[i] += squared_output(error(block, tokens), sample.output_weight)
+    errors = ranks.sum_(errors)
     return errors / size if size else errors
 
 
@@ -232,7 +240,7 @@ class ClipRatioPass(CalibrationPass):
         for side, measure in (("key", key_clip_ratio_errors), ("value", value_clip_ratio_errors)):
             if not search[side]:
                 continue
-            errors = measure(self.sampler.sample, cache, CLIP_RATIO_GRID)
+            errors = measure(self.sampler.sample, cache, CLIP_RATIO_GRID, work.ranks)
             require_finite({f"{side}_clip_ratio_error": errors}, "attention weights", work)
             self._errors[side] = errors
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from kvconvert.calibration.attention_capture import attention_observed
 from kvconvert.calibration.attention_sample import as_cached
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult, require_finite
+from kvconvert.calibration.ranks import ALONE, Ranks
 
 DAMPING = 0.1  # of the mean diagonal; 0.01 to 0.3 made no difference on held-out text
 
@@ -44,9 +45,9 @@ class QueryMoments:
             self._sum = total if self._sum is None else self._sum + total
             self._count += rows.shape[1]
 
-    def result(self) -> Tensor:
+    def result(self, ranks: Ranks = ALONE) -> Tensor:
         """Float64 [H, D, D]."""
-        return self._sum / self._count
+        return ranks.sum_(self._sum) / int(ranks.sum_(torch.tensor(self._count)))
 
 
 def feedback_matrices(moments: Tensor, damping: float = DAMPING) -> tuple[Tensor, Tensor]:
@@ -106,7 +107,7 @@ class ErrorFeedbackPass(CalibrationPass):
 
     def solve(self, work: LayerWork) -> None:
         """Bring the moments into the coordinates of stored keys, and factorise them."""
-        moments = self._moments.result()
+        moments = self._moments.result(work.ranks)
         require_finite({"their second moments": moments}, "queries", work)
         for _ in range(2):  # H becomes R^T H R: rotated as rows of queries are, then its transpose likewise
             moments = _rotated(moments, work).transpose(1, 2)

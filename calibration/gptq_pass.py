@@ -51,7 +51,7 @@ class GptqPass(CalibrationPass):
     @contextmanager
     def observe(self, work: LayerWork) -> Iterator[None]:
         """Record the Hessians, and what AWQ's search needs."""
-        self._hessians = HessianRecorder(work.structure)
+        self._hessians = HessianRecorder(work.structure, work.ranks)
         with ExitStack() as hooks:
             if self.awq is not None:
                 hooks.enter_context(self.awq.observe(work))
@@ -73,13 +73,14 @@ class GptqPass(CalibrationPass):
             clips = self._search_clips(work)
         losses: dict[str, dict[str, float]] = {}
         reasons = {} if self.awq is None else dict(self.awq.result().reasons)
-        for name in work.structure.linears:
+        for number, name in enumerate(work.structure.linears):
             linear = work.layer.get_submodule(name)
             bound = clips[name][0] if name in clips else None
             try:
                 grid = WeightGrid.of(linear.weight, work.bits.get(name, self.bits), self.group_size, bound)
                 if self._has_tokens(work, name):
-                    linear.weight.data, losses[name] = self._compensated(work, name, grid, scales.get(name))
+                    if work.ranks.owner(number) == work.ranks.rank:
+                        linear.weight.data, losses[name] = self._compensated(work, name, grid, scales.get(name))
                 else:
                     linear.weight.data = grid.round(linear.weight)
                     note = f"its expert saw fewer than {MIN_EXPERT_TOKENS} calibration tokens and is rounded to nearest"
@@ -87,6 +88,10 @@ class GptqPass(CalibrationPass):
             except NumericError as error:
                 raise NumericError(f"GPTQ cannot quantize {work.name}.{name}: {error}") from error
             work.grids[name] = grid
+        losses = dict(work.ranks.gather_list(list(losses.items())))
+        for number, name in enumerate(work.structure.linears):
+            if name in losses:
+                work.ranks.broadcast_(work.layer.get_submodule(name).weight.data, work.ranks.owner(number))
         statistics: dict[str, Any] = {} if self.awq is None else dict(self.awq.result().statistics)
         self._result = PassResult(statistics=statistics | {"compensation": losses}, reasons=reasons)
         self._hessians = None
@@ -111,6 +116,7 @@ class GptqPass(CalibrationPass):
             {},
             dict.fromkeys(work.structure.linears, self.bits) | dict(work.bits),
             self.group_size,
+            work.ranks,
         )
 
     def _compensated(

@@ -24,6 +24,7 @@ from torch import Tensor
 from kvconvert.calibration.attention_capture import attention_observed
 from kvconvert.calibration.attention_sample import as_cached
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult, require_finite
+from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.kernels.pages import PAGE_SIZE, normalised_keys
 
 
@@ -38,7 +39,7 @@ class ChannelStatistics:
 
     def __init__(self, page_size: int = PAGE_SIZE, sink_tokens: int = 0) -> None:
         self.page_size, self.sink_tokens = page_size, sink_tokens
-        self._sums: dict[str, Tensor] = {}
+        self._sums: dict[str, list[Tensor]] = {}  # of each batch
         self._counts: dict[str, int] = {}
 
     def update(self, queries: Tensor, keys: Tensor) -> None:
@@ -55,12 +56,14 @@ class ChannelStatistics:
 
     def _add(self, name: str, values: Tensor, dims: tuple[int, ...]) -> None:
         total = values.sum(dims, dtype=torch.float64)
-        self._sums[name] = self._sums[name] + total if name in self._sums else total
+        self._sums.setdefault(name, []).append(total)
         self._counts[name] = self._counts.get(name, 0) + values.numel() // total.numel()
 
-    def result(self) -> dict[str, Tensor]:
+    def result(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
         """`key_mean_abs`, `key_range`, `query_mean_abs` and `key_sensitivity`, each float32 [H, D]."""
-        means = {name: total / self._counts[name] for name, total in self._sums.items()}
+        counts = ranks.sum_(torch.tensor(list(self._counts.values()))).tolist()
+        sums = {name: ranks.sum_in_order(partial) for name, partial in self._sums.items()}
+        means = {name: total / count for (name, total), count in zip(sums.items(), counts, strict=True)}
         means["key_sensitivity"] = means["query_mean_abs"] * means["key_range"]
         return {name: mean.float().cpu() for name, mean in means.items()}
 
@@ -111,7 +114,7 @@ class KittyPass(CalibrationPass):
 
     def solve(self, work: LayerWork) -> None:
         """Average what was recorded and choose channels by sensitivity."""
-        self._tensors = self._statistics.result()
+        self._tensors = self._statistics.result(work.ranks)
         require_finite(self._tensors, "queries or keys", work)
         if self.select == "calibrated":
             chosen = choose_channels(self._tensors["key_sensitivity"], work.cache.pages.keys.boosted)

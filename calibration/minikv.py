@@ -38,6 +38,7 @@ from kvconvert.calibration.protocol import (
     Resolution,
     require_finite,
 )
+from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.kernels.select import column_sums
 from kvconvert.methods import KVCalibration, clamp_ratios, proportional_ratios, pyramid_ratios
 
@@ -70,7 +71,11 @@ class EvictionLoss:
 
 
 def eviction_loss(
-    sample: AttentionSample, recent_ratio: float, sink_tokens: int = 0, points: int = CURVE_POINTS
+    sample: AttentionSample,
+    recent_ratio: float,
+    sink_tokens: int = 0,
+    points: int = CURVE_POINTS,
+    ranks: Ranks = ALONE,
 ) -> EvictionLoss:
     """Both curves; see the module's docstring. They end at 0: a whole prompt is no loss.
 
@@ -79,6 +84,7 @@ def eviction_loss(
         recent_ratio: share of the prompt kept as its newest tokens.
         sink_tokens: first tokens kept by themselves.
         points: of the curves.
+        ranks: each evaluates some of the points.
     """
     prompt = sample.num_tokens // 2
     recent = min(round(recent_ratio * prompt), prompt)
@@ -94,15 +100,16 @@ def eviction_loss(
         scores = scores.masked_fill(~sample.visible_in(sequence)[prompt:], float("-inf"))
         exact = sample.weights(scores)
         size += squared_output(exact @ values, sample.output_weight)
-        for i, count in enumerate(kept):
-            if count == rank.shape[1]:
+        for i in ranks.mine(range(points)):
+            if kept[i] == rank.shape[1]:
                 break  # nothing is evicted from here on
             evicted = torch.zeros(len(rank), sample.num_tokens, dtype=torch.bool, device=rank.device)
-            evicted[:, middle] = rank >= count
+            evicted[:, middle] = rank >= kept[i]
             evicted = evicted[:, None, None]
             weights = sample.weights(scores.masked_fill(evicted, float("-inf")))
             attention[i] += float((exact * evicted).sum(-1).mean(dtype=torch.float64))
             output[i] += squared_output((weights - exact) @ values, sample.output_weight)
+    attention, output = ranks.sum_(attention), ranks.sum_(output)
     return EvictionLoss(attention / len(sample.queries), output / size if size else output)
 
 
@@ -235,7 +242,7 @@ class MiniKVPass(CalibrationPass):
     def solve(self, work: LayerWork) -> None:
         """Measure the variance and the curves."""
         sample = self.sampler.sample
-        loss = eviction_loss(sample, self.recent_ratio, work.cache.sink_tokens)
+        loss = eviction_loss(sample, self.recent_ratio, work.cache.sink_tokens, ranks=work.ranks)
         self._plan = {
             "attention_variance": torch.tensor([attention_variance(sample)]),
             "lost_attention": loss.attention.float(),

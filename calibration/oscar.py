@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from kvconvert.calibration.attention_capture import attention_observed
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult, require_finite
+from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.kernels.rotate import hadamard_matrix, hadamard_transform
 
@@ -75,7 +76,7 @@ class KeyStatistics:
         measure: Literal["l2", "mean_abs"] = "l2",
     ) -> None:
         self.group_size, self.token_norm, self.measure = group_size, token_norm, measure
-        self._sums: dict[str, Tensor] = {}
+        self._sums: dict[str, list[Tensor]] = {}  # of each batch
         self._sequences = 0
 
     def update(self, keys: Tensor) -> None:
@@ -89,7 +90,7 @@ class KeyStatistics:
         batch = [self._measure(stage) for stage in (keys, rotated, scaled)]
         for name in batch[0]:
             total = torch.stack([stage[name] for stage in batch])  # [stages, KV heads], summed over sequences
-            self._sums[name] = self._sums[name] + total if name in self._sums else total
+            self._sums.setdefault(name, []).append(total)
         self._sequences += keys.shape[0]
 
     def _measure(self, keys: Tensor) -> dict[str, Tensor]:
@@ -110,13 +111,14 @@ class KeyStatistics:
         }
         return {name: values.double().sum(0).cpu() for name, values in measured.items()}
 
-    def result(self) -> dict[str, Tensor]:
+    def result(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
         """Each statistic as float32 [3, KV heads], rows in the order of `STAGES`; means over groups and sequences.
 
         `key_norm_max_over_median` and `..._min_over_median` compare token norms within a sequence, averaged over
         sequences.
         """
-        return {name: (total / self._sequences).float() for name, total in self._sums.items()}
+        sequences = int(ranks.sum_(torch.tensor(self._sequences)))
+        return {name: (ranks.sum_in_order(sums) / sequences).float() for name, sums in self._sums.items()}
 
 
 class OscarPass(CalibrationPass):
@@ -166,7 +168,7 @@ class OscarPass(CalibrationPass):
 
     def solve(self, work: LayerWork) -> None:
         """Average what was recorded."""
-        self._tensors = self._statistics.result()
+        self._tensors = self._statistics.result(work.ranks)
         require_finite(self._tensors, "keys", work)
 
     def result(self) -> PassResult:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
@@ -92,9 +93,13 @@ class LayerWork:
         layer: the layer in float32, the passes' own copy: they change its parameters in place.
         structure: names of its parts.
         num_samples, seq_len: calibration sequences, all of equal length; they run through the layer in order.
+        first_sample: the sequence with which this process begins, where several share the sequences.
+        routed: `activations.count_routed`, where several processes share a layer with routed experts.
+        ranks: those processes; combines what they observed. Passes use it in `observe`, `solve` and `apply` only, and
+            in the same order on every rank.
         dtype: in which the converted model's norms and biases will be stored and loaded.
         cache: how its cache will store keys and values, as far as passes have chosen; None where it stays as it is.
-        replay: runs all calibration data once more through the layer in its current state; set from `solve` on.
+        replay: runs this process's calibration data once more through the layer in its current state.
         visual: which tokens stand for images, bool [num_samples, seq_len]; None where there are none.
         bits: width of each quantized Linear's weights, by its name within the layer.
         grids: of Linears (names within the layer) whose weights a pass has replaced by values of these grids.
@@ -111,6 +116,9 @@ class LayerWork:
     visual: Tensor | None = None
     grids: dict[str, WeightGrid] = field(default_factory=dict)
     bits: Mapping[str, int] = field(default_factory=dict)
+    first_sample: int = 0
+    routed: Mapping[str, tuple[int, int]] | None = None
+    ranks: Ranks = ALONE
 
 
 @dataclass

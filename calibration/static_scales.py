@@ -20,6 +20,7 @@ from torch import Tensor
 from kvconvert.calibration.attention_capture import attention_observed
 from kvconvert.calibration.attention_sample import as_cached
 from kvconvert.calibration.protocol import CalibrationPass, ChannelBounds, LayerWork, PassRequest, PassResult
+from kvconvert.calibration.ranks import Ranks
 from kvconvert.errors import NumericError
 
 
@@ -37,7 +38,16 @@ class RunningBounds:
     def update(self, x: Tensor) -> None:
         """Add keys or values [B, H, T, channels]."""
         stored = x[:, :, min(self.sink_tokens, x.shape[2] - 1) :].float()
-        low, high = stored.amin((0, 2)), stored.amax((0, 2))
+        self._widen(stored.amin((0, 2)), stored.amax((0, 2)))
+
+    def combine(self, ranks: Ranks) -> None:
+        """Take in what other ranks found."""
+        found = ranks.gather(torch.stack(self.bounds).unsqueeze(0))
+        self.bounds = None
+        for low, high in found:
+            self._widen(low, high)
+
+    def _widen(self, low: Tensor, high: Tensor) -> None:
         if self.bounds is not None:
             low, high = torch.minimum(low, self.bounds.low), torch.maximum(high, self.bounds.high)
         self.bounds = ChannelBounds(low, high)
@@ -73,6 +83,8 @@ class StaticScalesPass(CalibrationPass):
 
         with attention_observed(work.layer.get_submodule(work.structure.attention), record):
             work.replay()
+        for bounds in self._bounds.values():
+            bounds.combine(work.ranks)
 
     def apply(self, work: LayerWork) -> None:
         """Put the bounds of the sides with static pages into the format of the layer's cache.

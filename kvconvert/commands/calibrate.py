@@ -63,6 +63,9 @@ def calibrate(
     image, or a captions.jsonl with file_name and caption). Without SOURCE text is used, or, for a vision-language
     model, drawings.
 
+    Started as torchrun --nproc-per-node N -m kvconvert calibrate ..., N processes share the sequences, with --device
+    cuda each on a GPU of its own.
+
     The recipe auto chooses bits, groups and windows of every layer for the size that --kv-bits or --kv-bytes-per-token
     allows, everything in the cache included, at 4,096 tokens or --context.
 
@@ -75,6 +78,7 @@ def calibrate(
     loaded = Recipe.load(recipe, changes_of(**changes)).with_search(
         kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, context=context, auto_tokens=auto_tokens
     )
+    from kvconvert.calibration.ranks import is_first_process
     from kvconvert.convert.pipeline import calibrate as run
 
     run(
@@ -90,4 +94,5 @@ def calibrate(
         auto_from=auto_from,
         weight_bits=weight_bits,
     )
-    click.echo(f"Calibrated {model} in {work}; next: kvconvert export {work} -o BUNDLE")
+    if is_first_process():
+        click.echo(f"Calibrated {model} in {work}; next: kvconvert export {work} -o BUNDLE")

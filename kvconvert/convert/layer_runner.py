@@ -149,6 +149,11 @@ class LayerRunner:
             fill(base, base, dict(zip(outside, tensors.values(), strict=True)), self.device)
             yield from self._capture.run(base, base.get_submodule(layers), self.device)
 
+    @staticmethod
+    def batch_size(length: int) -> int:
+        """Samples that run through a layer together, where all have the same arguments."""
+        return max(1, BATCH_TOKENS // length)
+
     def forward(
         self, layer: nn.Module, inputs: HiddenStates, index: int
     ) -> Iterator[tuple[Tensor, dict[str, Any], Tensor]]:
@@ -163,12 +168,12 @@ class LayerRunner:
         if not self._capture.complete:
             for _ in self.first_input():
                 pass
-        samples, length, _ = inputs.shape
-        size = max(1, BATCH_TOKENS // length) if self._capture.shared(index) else 1
+        samples, length, _ = inputs.shape  # of this process, which begins with inputs.first
+        size = self.batch_size(length) if self._capture.shared(index) else 1
         for start in range(0, samples, size):
             stop = min(start + size, samples)
             batch = inputs.read(start, stop).to(self.device)
-            arguments = self._capture.arguments(index, start)
+            arguments = self._capture.arguments(index, inputs.first + start)
             output = layer(batch, **arguments)
             output = output[0] if isinstance(output, tuple) else output
             if not output.isfinite().all():
@@ -177,7 +182,7 @@ class LayerRunner:
                     f"{place} computes NaN or infinity on the calibration data; check that the source model generates "
                     "sensible text."
                 )
-            yield batch, arguments, self._capture.add(index + 1, start, output)
+            yield batch, arguments, self._capture.add(index + 1, inputs.first + start, output)
 
 
 def _first_overflow(layer: nn.Module, batch: Tensor, arguments: dict[str, Any]) -> str:

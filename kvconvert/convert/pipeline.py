@@ -5,6 +5,9 @@ through it in float32 while the passes observe, let them solve and apply, write 
 layer's input is the output of the UNCHANGED layer, kept on disk. What concerns all layers at once (one pair of taus,
 the allocation of budgets) is decided from the stored measurements when the last layer is committed. Peak memory is a
 couple of layers, the embeddings and one small batch of activations, regardless of the number of layers and samples.
+
+Where torchrun starts several processes, each runs its share of the sequences through every layer and all get the
+statistics of all (`kvconvert.calibration.ranks`); rank 0 holds the directory and writes everything but hidden states.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from tqdm import tqdm
 from kvconvert.auto.search import SearchTask, allocated_recipe, find_allocation, search_task
 from kvconvert.auto.weight_widths import allocated_widths, budget_of, find_widths, weight_units
 from kvconvert.bundle.manifest import ModuleCoverage
+from kvconvert.calibration.activations import count_routed
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork
+from kvconvert.calibration.ranks import ALONE, Ranks, joined_ranks, local_device
 from kvconvert.convert.checks import check_packed, check_purpose, check_recipe, check_widths, fitted_group_size
 from kvconvert.convert.host_memory import release_free_memory
 from kvconvert.convert.input_capture import CalibrationInputs
@@ -102,45 +107,76 @@ def calibrate(
         KvconvertError: one of its children, for everything that can be wrong with the input; nothing half written
             stays.
     """
-    recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(str(recipe))
-    recipe = recipe.with_weight_bits(weight_bits).with_search(
-        kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, context=context, auto_tokens=auto_tokens
-    )
-    if auto_from is not None and recipe.auto is None:
-        raise UsageError(
-            f"`auto_from` means nothing for the recipe {recipe.name}, which searches nothing; leave it out."
-        )
-    WorkDir.check_place(work)
-    target = choose_device(device)
-    model, data = str(model), str(data) if isinstance(data, Path) else data
-    source = open_source(model)
-    check_purpose(source.config, recipe)
-    runner = make_runner(source, recipe.weights, target)
-    runner.check_headers()
-    adapter = runner.adapter
-    check_recipe(runner, recipe)
-    check_packed(runner, recipe)
-    if adapter is not None:
-        recipe = with_group_size(runner, recipe, progress)
-    task = None if recipe.auto is None else search_task(runner, recipe, target)
-    if recipe.weights.average_bits is not None:
-        budget_of(weight_units(runner, recipe.weights.group_size), recipe.weights.average_bits)
-    tokens = load_samples(source, data, samples, seq_len, seed)
-    if supports_images(source.config) and not tokens.info.images:
-        _say(f"Calibrating with text alone: {tokens.info.source} holds no images.", progress)
-    for warning in tokens.warnings:
-        _say(warning, progress)
-    state = _initial_state(model, runner, recipe, tokens, seed, target, progress)
-    measured = None if auto_from is None else WorkDir.open(auto_from)
-    if measured is not None:
-        measured.searched_for(state)
-    with WorkDir.writing(work, state, restart) as directory:
-        if directory.state.complete:
-            layers = directory.state.num_layers
-            _say(f"{directory.path} is already complete ({layers} layers); nothing to do.", progress)
-        else:
-            _calibrate_layers(runner, directory, recipe, task, measured, tokens, data, seed, progress)
-    return directory
+    target = local_device(choose_device(device))
+    with joined_ranks(target) as ranks:
+        with ranks.together():
+            recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(str(recipe))
+            recipe = recipe.with_weight_bits(weight_bits).with_search(
+                kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, context=context, auto_tokens=auto_tokens
+            )
+            if ranks.size > 1 and (recipe.auto is not None or recipe.weights.average_bits is not None):
+                raise UsageError(
+                    f"The recipe {recipe.name} searches in one process, and torchrun started {ranks.size}; calibrate "
+                    "with it without torchrun."
+                )
+            if auto_from is not None and recipe.auto is None:
+                raise UsageError(
+                    f"`auto_from` means nothing for the recipe {recipe.name}, which searches nothing; leave it out."
+                )
+            if ranks.is_first:
+                WorkDir.check_place(work)
+            progress = progress and ranks.is_first
+            model, data = str(model), str(data) if isinstance(data, Path) else data
+            source = open_source(model)
+            check_purpose(source.config, recipe)
+            runner = make_runner(source, recipe.weights, target)
+            runner.check_headers()
+            adapter = runner.adapter
+            check_recipe(runner, recipe)
+            check_packed(runner, recipe)
+            if adapter is not None:
+                recipe = with_group_size(runner, recipe, progress)
+            task = None if recipe.auto is None else search_task(runner, recipe, target)
+            if recipe.weights.average_bits is not None:
+                budget_of(weight_units(runner, recipe.weights.group_size), recipe.weights.average_bits)
+            tokens = load_samples(source, data, samples, seq_len, seed)
+            shares = ranks.shares(len(tokens.ids), runner.batch_size(tokens.ids.shape[1]))
+            if supports_images(source.config) and not tokens.info.images:
+                _say(f"Calibrating with text alone: {tokens.info.source} holds no images.", progress)
+            for warning in tokens.warnings:
+                _say(warning, progress)
+            state = _initial_state(model, runner, recipe, tokens, seed, target, progress)
+            measured = None if auto_from is None else WorkDir.open(auto_from)
+            if measured is not None:
+                measured.searched_for(state)
+        _check_same_inputs(ranks, state, work)
+        with ExitStack() as stack:
+            with ranks.together():
+                if ranks.is_first:
+                    directory = stack.enter_context(WorkDir.writing(work, state, restart))
+                    directory.remove_other_hidden(shares)
+                else:
+                    directory = WorkDir(Path(work), state.sealed())
+            directory.share_samples(*shares[ranks.rank])
+            if ranks.of_first(directory.state.complete):
+                layers = directory.state.num_layers
+                _say(f"{directory.path} is already complete ({layers} layers); nothing to do.", progress)
+            else:
+                _calibrate_layers(runner, directory, recipe, task, measured, tokens, data, seed, progress, ranks)
+            return directory if ranks.is_first else WorkDir.open(work)
+
+
+def _check_same_inputs(ranks: Ranks, state: WorkState, work: str | Path) -> None:
+    """Refuse processes that would calibrate different things together."""
+    first, *others = ranks.gather_list([state.inputs() | {"the working directory": str(Path(work).resolve())}])
+    with ranks.together():
+        for rank, inputs in enumerate(others, 1):
+            changed = sorted(key for key in first.keys() | inputs.keys() if first.get(key) != inputs.get(key))
+            if changed:
+                raise UsageError(
+                    f"Ranks 0 and {rank} were given different inputs: {changed[0]} differs; start every process with "
+                    "the same arguments, files and versions."
+                )
 
 
 def _calibrate_layers(
@@ -153,15 +189,19 @@ def _calibrate_layers(
     data: Sources,
     seed: int,
     progress: bool,
+    ranks: Ranks,
 ) -> None:
     """Everything that a working directory still lacks."""
-    source, count = runner.source, directory.state.num_layers
-    for index in directory.damaged_layers():
-        _say(f"Layer {index} in {directory.path} is damaged and is computed again.", progress)
-    todo = directory.uncommitted()
-    if len(todo) < count:
-        _say(f"Going on with {len(todo)} of {count} layers in {directory.path}.", progress)
-    source.check_finite(directory.state.kept_tensors)
+    source, count, todo = runner.source, directory.state.num_layers, []
+    with ranks.together():
+        if ranks.is_first:
+            for index in directory.damaged_layers():
+                _say(f"Layer {index} in {directory.path} is damaged and is computed again.", progress)
+            todo = directory.uncommitted()
+            if len(todo) < count:
+                _say(f"Going on with {len(todo)} of {count} layers in {directory.path}.", progress)
+            source.check_finite(directory.state.kept_tensors)
+    todo = ranks.of_first(todo)
     if measured is not None:
         directory.adopt_measurements(measured)
 
@@ -179,16 +219,19 @@ def _calibrate_layers(
         runner.begin(inputs)
     done = count - len(todo)
     for index in tqdm(todo, desc="layers", unit="layer", initial=done, total=count, disable=not progress):
-        if runner.adapter is None:
+        if runner.adapter is not None:
+            calibrate_layer(runner, directory, recipe, inputs, index, ranks)
+        elif ranks.is_first:
             directory.commit_layer(index, {}, {}, untouched_record(runner, recipe, index))
-        else:
-            calibrate_layer(runner, directory, recipe, inputs, index)
         release_free_memory()
-    records = [directory.layer_record(index) for index in range(count)]
-    for record in resolve_layers(recipe, records, directory.layer_plan):
-        directory.replace_record(record.index, record)
-    source.stamps.check()
-    directory.finish()
+    with ranks.together():
+        source.stamps.check()
+    with ranks.together():
+        if ranks.is_first:
+            records = [directory.layer_record(index) for index in range(count)]
+            for record in resolve_layers(recipe, records, directory.layer_plan):
+                directory.replace_record(record.index, record)
+            directory.finish()
 
 
 def make_runner(source: SourceModel, weights: WeightsRecipe, device: torch.device) -> LayerRunner:
@@ -220,11 +263,14 @@ def with_group_size(runner: LayerRunner, recipe: Recipe, progress: bool) -> Reci
 
 @torch.no_grad()
 def calibrate_layer(
-    runner: LayerRunner, directory: WorkDir, recipe: Recipe, inputs: CalibrationInputs, index: int
+    runner: LayerRunner,
+    directory: WorkDir,
+    recipe: Recipe,
+    inputs: CalibrationInputs,
+    index: int,
+    ranks: Ranks = ALONE,
 ) -> None:
     """One decoder layer: read, run, searched, written. Its input is taken from the directory if it is there."""
-    structure = runner.structure(index)
-    scheme, reason = layer_scheme(runner, recipe, index)
     with ExitStack() as stack:
         writer = None
         passes = _passes(runner, recipe, index)
@@ -237,7 +283,9 @@ def calibrate_layer(
                 for _ in runner.forward(layer, hidden, index):
                     pass
 
-            work.replay = replay
+            work.replay, work.first_sample, work.ranks = replay, hidden.first, ranks
+            if ranks.size > 1 and work.structure.experts is not None and recipe.weights.scales:
+                work.routed = count_routed(work.layer, work.structure, replay, ranks)
             if index + 1 < runner.num_layers:
                 writer = stack.enter_context(directory.hidden(index + 1, runner.config.hidden_size).writing())
             with ExitStack() as hooks:
@@ -249,31 +297,47 @@ def calibrate_layer(
         for calibration_pass in passes:
             calibration_pass.solve(work)
             calibration_pass.apply(work)
-        results = {calibration_pass.name: calibration_pass.result() for calibration_pass in passes}
-        reasons = {name: text for result in results.values() for name, text in result.reasons.items()}
-        for result in results.values():
-            if result.scheme:
-                scheme = replace(scheme, **result.scheme)
-        names, kept = runner.source.tensor_names, runner.packed(index)
-        notes = [reason, *(note for result in results.values() for note in result.notes)]
-        record = LayerRecord(
-            index=index,
-            modules=[names.locate(module) for module in layer_coverage(work, recipe.weights, reasons, kept)],
-            statistics={name: result.statistics for name, result in results.items() if result.statistics},
-            reason="; ".join(filter(None, notes)),
-            **resolved_fields(scheme, structure.head_dim, structure.num_key_value_heads),
-        )
-        plan: dict[str, Tensor] = {}
-        for calibration_pass in passes:
-            plan |= plan_of(calibration_pass, results[calibration_pass.name], index)
-        passes.clear()  # and their samples, before weights are packed
-        tensors = converted_tensors(work, dtypes, recipe.weights, kept)
-        directory.commit_layer(index, {names.of_tensor(name): t for name, t in tensors.items()}, plan, record)
+        if ranks.is_first:
+            _commit(runner, directory, recipe, work, dtypes, passes, index)
+        ranks.wait()
         # Only now: a kill in between leaves the layer committed and its input in place, from which `_hidden_input`
         # goes on.
         if writer is not None:
             writer.commit()
     directory.hidden(index, runner.config.hidden_size).remove()
+
+
+def _commit(
+    runner: LayerRunner,
+    directory: WorkDir,
+    recipe: Recipe,
+    work: LayerWork,
+    dtypes: dict[str, torch.dtype],
+    passes: list[CalibrationPass],
+    index: int,
+) -> None:
+    """Write what the passes made of a layer."""
+    scheme, reason = layer_scheme(runner, recipe, index)
+    results = {calibration_pass.name: calibration_pass.result() for calibration_pass in passes}
+    reasons = {name: text for result in results.values() for name, text in result.reasons.items()}
+    for result in results.values():
+        if result.scheme:
+            scheme = replace(scheme, **result.scheme)
+    names, kept = runner.source.tensor_names, runner.packed(index)
+    notes = [reason, *(note for result in results.values() for note in result.notes)]
+    record = LayerRecord(
+        index=index,
+        modules=[names.locate(module) for module in layer_coverage(work, recipe.weights, reasons, kept)],
+        statistics={name: result.statistics for name, result in results.items() if result.statistics},
+        reason="; ".join(filter(None, notes)),
+        **resolved_fields(scheme, work.structure.head_dim, work.structure.num_key_value_heads),
+    )
+    plan: dict[str, Tensor] = {}
+    for calibration_pass in passes:
+        plan |= plan_of(calibration_pass, results[calibration_pass.name], index)
+    passes.clear()  # and their samples, before weights are packed
+    tensors = converted_tensors(work, dtypes, recipe.weights, kept)
+    directory.commit_layer(index, {names.of_tensor(name): t for name, t in tensors.items()}, plan, record)
 
 
 def _passes(runner: LayerRunner, recipe: Recipe, index: int) -> list[CalibrationPass]:
@@ -318,10 +382,12 @@ def _hidden_input(
     width = runner.config.hidden_size
     available = next((i for i in range(index, -1, -1) if directory.hidden(i, width).exists()), None)
     if available is None:
-        available, first = 0, directory.hidden(0, width)
-        with first.writing() as writer:
-            for sample in runner.first_input():
-                writer.append(sample)
+        available, hidden = 0, directory.hidden(0, width)
+        own = range(hidden.first, hidden.first + hidden.shape[0])
+        with hidden.writing() as writer:
+            for number, sample in enumerate(runner.first_input()):
+                if number in own:
+                    writer.append(sample)
             writer.commit()
     for i in range(available, index):
         work, _ = _prepared(runner, recipe, inputs, i, _passes(runner, recipe, i))

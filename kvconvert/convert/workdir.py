@@ -6,7 +6,8 @@
     WORK/layers/00000.json               its record; written last: where it is, the layer is committed;
                                          once all are, it is replaced where decisions on all layers change it
     WORK/auto/NAME.json                  measurements of a search over the layers' schemes, and what it chose
-    WORK/hidden/00000.f32                input of a layer, raw float32 [samples, length, hidden], while it is needed
+    WORK/hidden/00000.f32                input of a layer, raw float32 [samples, length, hidden], while it is needed;
+                                         00000.8-16.f32: of samples 8 to 15, where several processes share them
     WORK/lock                            empty; locked while a command uses the directory (`work_lock`)
 
 Every file is written under a temporary name, flushed to the disk and renamed, so that after a kill at any moment each
@@ -21,7 +22,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,7 @@ class WorkDir:
     def __init__(self, path: Path, state: WorkState) -> None:
         self.path, self.state = path, state
         self._verified: set[int] = set()
+        self._samples: tuple[int, int] | None = None
 
     @staticmethod
     def check_place(path: Path | str) -> None:
@@ -401,10 +403,28 @@ class WorkDir:
             _write(self.path / _STATE, _to_json(self.state))
             disk.remove_tree(self.path / "hidden")
 
+    def share_samples(self, first: int, stop: int) -> None:
+        """Keep hidden states of some samples only, in files of their own: those of one process among several."""
+        self._samples = first, stop
+
+    def remove_other_hidden(self, shares: Sequence[tuple[int, int]]) -> None:
+        """Remove hidden states that a run with another number of processes left."""
+        kept = {self._hidden_name(share) for share in shares}
+        with _disk_errors(self.path):
+            for file in (self.path / "hidden").glob("*.f32"):
+                if file.name.partition(".")[2] not in kept:
+                    disk.remove(file)
+
+    def _hidden_name(self, share: tuple[int, int] | None) -> str:
+        everything = (0, self.state.data.samples)
+        return "f32" if share in (None, everything) else f"{share[0]}-{share[1]}.f32"
+
     def hidden(self, index: int, hidden_size: int) -> HiddenStates:
         """The input of layer `index`, which may or may not be there."""
-        shape = (self.state.data.samples, self.state.data.length, hidden_size)
-        return HiddenStates(self.path / "hidden" / f"{index:05d}.f32", shape)
+        first, stop = self._samples or (0, self.state.data.samples)
+        shape = (stop - first, self.state.data.length, hidden_size)
+        name = f"{index:05d}.{self._hidden_name(self._samples)}"
+        return HiddenStates(self.path / "hidden" / name, shape, first)
 
     def _layer(self, index: int, suffix: str) -> Path:
         return self.path / "layers" / f"{index:05d}.{suffix}"
@@ -413,11 +433,13 @@ class WorkDir:
 class HiddenStates:
     """One layer's input on disk: float32 [samples, length, hidden], read and written a few sequences at a time.
 
+    Of the samples from `first` on, where several processes share them; `read` counts from there.
+
     Plain reads rather than a mapping of the file: the process's memory stays bounded by what it holds at the moment.
     """
 
-    def __init__(self, path: Path, shape: tuple[int, int, int]) -> None:
-        self.path, self.shape = path, shape
+    def __init__(self, path: Path, shape: tuple[int, int, int], first: int = 0) -> None:
+        self.path, self.shape, self.first = path, shape, first
 
     def exists(self) -> bool:
         """Whether the file is there and complete."""

@@ -1,0 +1,88 @@
+"""Calibrations by several CPU processes, forked from a server that has imported kvconvert and done nothing else."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from calibrations import run
+
+from kvconvert.calibration import activations
+from kvconvert.convert import layer_runner, workdir
+from kvconvert.errors import KvconvertError
+
+LENGTH = 150  # one page that some query reads
+
+
+def in_ranks(
+    size: int,
+    store: Path,
+    *arguments: Any,
+    own: Mapping[int, dict[str, Any]] | None = None,
+    fault: tuple[int, str] | None = None,
+    **options: Any,
+) -> list[int]:
+    """Calibrate in `size` processes that form torch.distributed's default group; one forms none.
+
+    Sequences are five, in three batches, and samples of tokens have to leave something out.
+
+    Args:
+        size: how many.
+        store: a file that does not exist, by which they meet.
+        arguments, options: of `calibrations.run`; `own` are further options of some ranks.
+        fault: a rank that is to be "killed" or to "fail" in its first layer.
+
+    Returns:
+        exit codes: 1 where it raised, and wrote what to `store`.RANK; negative where a signal ended it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["kvconvert.convert.pipeline"])
+    processes = []
+    for rank in range(size):
+        everything = {"samples": 5, "seq_len": LENGTH} | options | (own or {}).get(rank, {})
+        happens = fault[1] if fault is not None and fault[0] == rank else ""
+        processes.append(context.Process(target=_rank, args=(rank, size, store, happens, arguments, everything)))
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def _rank(rank: int, size: int, store: Path, fault: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)  # so that sums are alike
+    layer_runner.BATCH_TOKENS = activations.LOSS_TOKENS = 2 * LENGTH
+    activations.EXPERT_TOKENS = 40
+    if fault:
+        workdir.HiddenWriter.commit = _killed if fault == "killed" else _failed
+    code = 1
+    try:
+        if size > 1:
+            timeout = timedelta(seconds=240)
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+        run(*arguments, **options)
+        code = 0
+    except BaseException as error:
+        Path(f"{store}.{rank}").write_text(f"{type(error).__name__}: {error}")
+    finally:
+        os._exit(code)  # the others may be gone, for whom an orderly end would wait
+
+
+_commit = workdir.HiddenWriter.commit
+
+
+def _killed(writer: workdir.HiddenWriter) -> None:
+    if writer._path.name.startswith("00001"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    _commit(writer)
+
+
+def _failed(writer: workdir.HiddenWriter) -> None:
+    raise KvconvertError("The disk is full")
