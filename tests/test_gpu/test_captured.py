@@ -2,12 +2,16 @@
 
 import copy
 import gc
+import os
+from pathlib import Path
 
 import pytest
 import torch
 from tiny.models import GREEDY, random_ids, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.methods import KVScheme
+from kvconvert.runtime import Engine
 from kvconvert.runtime.hf.generation import adopt
 from kvconvert.runtime.hf.prepare import prepare_steps
 
@@ -54,6 +58,31 @@ def test_architectures_generate_the_same_with_padding(name):
     mask = torch.ones_like(ids)
     mask[0, :70] = mask[2, :199] = 0
     both(bundle_like(name, "oscar-g128", **MODELS[name]), ids, attention_mask=mask)
+
+
+TRAINED = {
+    "reference": str(Path(__file__).resolve().parents[2] / "examples" / "reference-lm"),
+    "smollm2": os.environ.get("KVCONVERT_SMOLLM2"),
+}
+TEXT = "It was a dark night, and the old house stood at the end of the road. Nobody had lived in it for twenty years. "
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scheme", ["oscar", "minikv"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_models_agree_replayed_layer_by_layer_and_in_an_engine(name, scheme):
+    if TRAINED[name] is None:
+        pytest.skip("KVCONVERT_SMOLLM2 names no directory with SmolLM2-135M-Instruct")
+    model = AutoModelForCausalLM.from_pretrained(TRAINED[name], dtype=torch.bfloat16, attn_implementation="kvconvert")
+    model = model.cuda().eval().requires_grad_(False)
+    adopt(model, [KVScheme.preset(scheme).with_online_rotation()] * model.config.num_hidden_layers, {})
+    ids = AutoTokenizer.from_pretrained(TRAINED[name])(TEXT * 8, return_tensors="pt").input_ids.cuda()
+    both(model, ids)
+    expected = model.generate(ids, max_new_tokens=150, **GREEDY)[0, ids.shape[1] :].tolist()
+    engine = Engine(model, max_batch=1, prompt_chunk=4096)
+    request = engine.add(ids, max_new_tokens=150, stop_token_ids=[])
+    engine.run()
+    assert request.tokens == expected
 
 
 def test_beams_and_several_return_sequences():
