@@ -101,7 +101,7 @@ def run_probe(request: dict[str, Any], progress: bool) -> Probe:
         wall = time.perf_counter() - begun
         if process.returncode:
             reason = (error.strip().splitlines() or [f"exit status {process.returncode}"])[-1].removeprefix("Error: ")
-            raise KvconvertError(f"The probe of one layer failed: {reason.rstrip('.')}; --no-probe leaves it out.")
+            raise KvconvertError(f"The probe of one layer failed: {reason.rstrip('.')}; plan without a probe.")
         if progress and error.strip():
             print(error.strip(), file=sys.stderr)
         measured = json.loads(output.read_text(encoding="utf-8"))

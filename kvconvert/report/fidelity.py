@@ -25,10 +25,10 @@ def read_fidelity(path: Path, manifest: Manifest) -> dict[str, Any]:
         report = read_object(path)
     except (BundleError, OSError) as error:
         raise UsageError(
-            f"`fidelity` {path} is no report of `kvconvert eval --json` ({error}); measure the bundle again."
+            f"`fidelity` {path} is no JSON report of kvconvert eval ({error}); measure the bundle again."
         ) from error
     if report.get("files_digest") != manifest.files_digest():
-        raise UsageError(f"`fidelity` {path} was not measured on this bundle; measure this one with `kvconvert eval`.")
+        raise UsageError(f"`fidelity` {path} was not measured on this bundle; measure this one with kvconvert eval.")
     return report
 
 

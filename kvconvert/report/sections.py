@@ -65,7 +65,9 @@ class Contents:
 
 def _fidelity(c: Contents) -> None:
     if c.fidelity is None:
-        raise NotDrawnError("it was not measured at export; give the output of `kvconvert eval --json` as --fidelity.")
+        raise NotDrawnError(
+            "it was not measured at export; kvconvert eval measures it, and its JSON can be given as fidelity."
+        )
     rows = fidelity_rows(c.fidelity)
     if not rows:
         raise NotDrawnError("the report holds none of the figures that are shown here.")

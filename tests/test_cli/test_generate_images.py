@@ -202,7 +202,7 @@ def test_the_cards_example_answers_about_an_image(folder, tmp_path, monkeypatch,
     example = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
     Image.open(folder / "1.png").save(tmp_path / "picture.png")
     monkeypatch.chdir(tmp_path)
-    exec(example.replace("path/to/this/bundle", str(folder / "llava" / "bundle")))
+    exec(example.replace("user/name", str(folder / "llava" / "bundle")))
     assert "[user]<image><image><image><image>What is it?" in capsys.readouterr().out
 
 

@@ -22,7 +22,13 @@ def test_every_preset_loads_and_survives_being_recorded(name):
 
 def test_default_is_awq_4_bit_with_oscar():
     recipe = Recipe.load("default")
-    assert recipe.weights.model_dump() == {"method": "awq", "bits": 4, "group_size": "auto", "modules": []}
+    assert recipe.weights.model_dump() == {
+        "method": "awq",
+        "bits": 4,
+        "group_size": "auto",
+        "average_bits": None,
+        "modules": [],
+    }
     assert recipe.kv == PRESETS["oscar"]
     assert recipe.limits.as_set() == {}
 
