@@ -74,7 +74,7 @@ class InMemory:
     """Hidden states that are not on disk."""
 
     def __init__(self, states):
-        self.states, self.shape = states, states.shape
+        self.states, self.shape, self.first = states, states.shape, 0
 
     def read(self, start, stop):
         return self.states[start:stop]
