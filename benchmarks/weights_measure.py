@@ -75,6 +75,7 @@ class _States:
     """Hidden states in memory, read like `kvconvert.convert.workdir.HiddenStates`."""
 
     values: Tensor
+    first: int = 0
 
     @property
     def shape(self) -> tuple[int, int, int]:
