@@ -13,7 +13,9 @@ Grids are static: scale and zero of every group of inputs are fixed from the wei
 may be rounded in any order without a table of which group a column belongs to, and the stored layout is AWQ's own.
 The order is that of descending H_ii: inputs that matter most are rounded while all others can still make up for it.
 
-Damping adds a share of the mean of H's diagonal to the diagonal. An input that never occurs (H_ii = 0) is rounded to
+Damping adds to each diagonal entry a share of itself, H + lambda diag(H), where the paper adds a share of the mean: so
+the result does not depend on how inputs are scaled, and one large input, such as that of the tokens which attention
+uses as a sink, does not keep all others from being made up for. An input that never occurs (H_ii = 0) is rounded to
 nearest, and moves nothing.
 """
 
@@ -27,7 +29,7 @@ from torch import Tensor
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
 
-DAMPING = 0.01
+DAMPING = 0.1
 _MOST_DAMPING = 1.0
 _BLOCK = 128
 
@@ -37,8 +39,8 @@ class Compensated(NamedTuple):
 
     Attributes:
         weight: float32 [out, in], every entry a value of the grid.
-        damping: share of the mean diagonal that was added: the one asked for, or more where that was too little for
-            float32.
+        damping: share of its own that each diagonal entry grew by: the one asked for, or more where that was too
+            little for float32.
     """
 
     weight: Tensor
@@ -81,7 +83,7 @@ def compensate(
         hessian: float32 [in, in], E[x x^T] of the Linear's input (any positive multiple gives the same).
         grid: of the weight.
         order: int64 [in], a permutation: in which columns are rounded. None takes them from left to right.
-        damping: share of the mean of H's diagonal that is added to the diagonal.
+        damping: share of itself that is added to each entry of H's diagonal.
 
     Raises:
         NumericError: the Hessian is not finite, or no damping up to 1 makes it positive definite.
@@ -115,10 +117,8 @@ def output_error(weight: Tensor, rounded: Tensor, hessian: Tensor) -> float:
 
 def _damped(hessian: Tensor, damping: float) -> Tensor:
     diagonal = hessian.diagonal()
-    added = damping * diagonal.mean()
     # Inputs that never occur: any positive number keeps them apart from the others.
-    added = torch.where(diagonal == 0, 1 + added, added)
-    return hessian + torch.diag_embed(added)
+    return hessian + torch.diag_embed(torch.where(diagonal == 0, 1.0, damping * diagonal))
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
