@@ -30,7 +30,9 @@ from kvconvert.data.images import (
     is_image_directory,
     row_document,
 )
-from kvconvert.data.text import EMBEDDED, Table, TokenData, is_plain_text, local_files, source_name
+from kvconvert.data.sources import is_plain_text, local_files, source_name
+from kvconvert.data.tables import Table
+from kvconvert.data.text import EMBEDDED, TokenData
 from kvconvert.errors import CheckpointError, DataError
 from kvconvert.models.image_prompts import ImagePrompts
 
