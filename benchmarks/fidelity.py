@@ -28,7 +28,7 @@ from kvconvert.calibration.structure import LayerStructure
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.evaluate import text_figures, versions
-from kvconvert.fidelity.scoring import Comparison, Decoder, compare, feed
+from kvconvert.fidelity.scoring import Comparison, Decoder, before_chunks, compare, feed
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import require_adapter
@@ -41,10 +41,11 @@ WEIGHT_GROUP = 128
 WEIGHT_BITS = (4, 3)
 CALIBRATION = (64, 512)  # samples, tokens in each: the defaults of `kvconvert calibrate`
 SEGMENT_TOKENS = 1024
+# As `KVCache(config, NAME)` takes them: sink tokens, but nothing calibrated.
 SCHEMES = {
     "kivi, G = 32": KVScheme.preset("kivi"),
     "oscar, G = 32": KVScheme.preset("oscar"),
-    "kivi, G = 128": KVScheme(key_group_size=128, value_group_size=128),
+    "kivi, G = 128": replace(KVScheme.preset("kivi"), key_group_size=128, value_group_size=128),
     "oscar, G = 128": KVScheme.preset("oscar-g128"),
 }
 # Scale search, clip search, and whether what the searches saw of the activations was dealt to the wrong channels:
@@ -247,7 +248,10 @@ def main() -> None:
     # Full-precision caches do not care how the text is cut into chunks; one is the fastest.
     whole = {"chunk": SEGMENT_TOKENS, "batch": 1, "progress": True}
     weights = compare(source, weight_variants(model, calibration.ids, args.seed), held_out.ids, **whole)
-    cache = compare(source, cache_variants(model), held_out.ids, progress=True)
+    caches = cache_variants(model)
+    # All keep as many sink tokens, so that all their pages, and the chunks, end at the same tokens.
+    (first,) = {before_chunks(decoder.new_cache()) for decoder in caches.values()}
+    cache = compare(source, caches, held_out.ids, first, progress=True)
     report = {
         "command": " ".join(["python benchmarks/fidelity.py", *sys.argv[1:]]),
         "seed": args.seed,
