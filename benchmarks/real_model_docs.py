@@ -121,8 +121,8 @@ def _auto(report: dict[str, Any]) -> str:
     return "\n".join(
         [
             (
-                "`auto` less each cache that takes as many bytes, with 95 % bootstrap intervals over segments; negative "
-                f"where `auto` is better. Of {count} differences {better} are significantly better and {worse} "
+                "`auto` less each cache of the same size, with 95 % bootstrap intervals over segments; negative: "
+                f"`auto` is better. Of {count} differences {better} are significantly better and {worse} "
                 "significantly worse:"
             ),
             "",
