@@ -139,8 +139,14 @@ class Bench:
         report |= {"caches": {}, "bundles": {}}
         if self.args.output.is_file():
             old = json.loads(self.args.output.read_text(encoding="utf-8"))
-            if old["settings"] == self.settings:
+            prompts = [settings.get("sealed_prompt") for settings in (old["settings"], self.settings)]
+            if {**old["settings"], "sealed_prompt": None} == {**self.settings, "sealed_prompt": None}:
                 report |= {key: old[key] for key in ("source", "caches", "bundles")}
+                if prompts[0] != prompts[1]:
+                    print("Sealed prompts had another length; rows of such caches are measured anew.", file=sys.stderr)
+                    for table in ("caches", "bundles"):
+                        rows = report[table].items()
+                        report[table] = {name: row for name, row in rows if row.get("protocol") != "sealed prompt"}
             else:
                 print(f"{self.args.output} was measured otherwise; all of its rows are replaced.", file=sys.stderr)
         return report
