@@ -164,7 +164,7 @@ def cache_variants(model: LlamaForCausalLM) -> dict[str, Decoder]:
 
 @torch.no_grad()
 def cache_bytes(model: LlamaForCausalLM, ids: torch.Tensor) -> list[dict]:
-    """Measured bytes of bf16 caches: at 2,048 tokens the residual is empty, at 4,200 and 8,290 it is not."""
+    """Measured bytes of bf16 caches; 124, 100 and 94 tokens wait for their page to be complete."""
     model = copy.deepcopy(model).to(torch.bfloat16)
     model.set_attn_implementation("kvconvert")
     rows = []
