@@ -24,7 +24,8 @@ from kvconvert.models.formats import Packing
 from kvconvert.models.headers import check_headers, fitting, is_derived
 from kvconvert.models.source import SourceModel
 
-BATCH_TOKENS = 4096  # calibration tokens that run through a layer at once
+BATCH_TOKENS = 4096  # calibration tokens that run through a layer at once, at most
+BATCH_BYTES = 400_000_000  # of their activations where these are in host memory
 
 
 class PackedLinear(NamedTuple):
@@ -149,10 +150,14 @@ class LayerRunner:
             fill(base, base, dict(zip(outside, tensors.values(), strict=True)), self.device)
             yield from self._capture.run(base, base.get_submodule(layers), self.device)
 
-    @staticmethod
-    def batch_size(length: int) -> int:
+    def batch_size(self, length: int) -> int:
         """Samples that run through a layer together, where all have the same arguments."""
-        return max(1, BATCH_TOKENS // length)
+        tokens = BATCH_TOKENS
+        if self.device.type == "cpu":
+            sizes = (getattr(self.config, name, None) for name in ("hidden_size", "intermediate_size"))
+            hidden, intermediate = (size if isinstance(size, int) else 0 for size in sizes)
+            tokens = min(tokens, BATCH_BYTES // (4 * (4 * hidden + 3 * intermediate)))
+        return max(1, tokens // length)
 
     def forward(
         self, layer: nn.Module, inputs: HiddenStates, index: int
