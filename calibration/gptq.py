@@ -95,13 +95,12 @@ def compensate_by(weight: Tensor, factor: Factor, grid: WeightGrid) -> Tensor:
     """`compensate` with the Hessian's factor, in whose order columns are rounded; several Linears may share it."""
     order, columns = factor.order, weight.shape[1]
     free = weight.float().T[order]  # [in, out]: a column of the weight is contiguous
-    scale, zero = grid.of_columns(order)
     for start in range(0, columns, _BLOCK):
         stop = min(start + _BLOCK, columns)
         block, errors = free[start:stop], torch.empty_like(free[start:stop])
-        rows = factor.matrix[start:stop]
+        rows, (scale, zero) = factor.matrix[start:stop], grid.of_columns(order[start:stop])
         for i in range(stop - start):
-            nearest = grid.nearest(block[i], scale[start + i], zero[start + i])
+            nearest = grid.nearest(block[i], scale[i], zero[i])
             errors[i] = (block[i] - nearest) / rows[i, start + i]
             block[i + 1 :].addr_(rows[i, start + i + 1 : stop], errors[i], alpha=-1)
             block[i] = nearest

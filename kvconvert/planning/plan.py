@@ -229,7 +229,8 @@ def _memory(
     for index, sizes in enumerate(layers):
         passes = _passes(runner, recipe, index)
         sampled = any(made.reads_sample for made in passes)
-        peaks.append(layer_memory(sizes, recipe.weights, samples, length, bool(passes), sampled))
+        batch = runner.batch_size(length)
+        peaks.append(layer_memory(sizes, recipe.weights, samples, length, batch, bool(passes), sampled))
     worst = max(peaks, key=lambda peak: peak.peak, default=None)
     needed = 0 if worst is None else worst.peak
     if device == "cuda":
