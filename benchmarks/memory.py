@@ -3,10 +3,11 @@
     python benchmarks/memory.py [SHAPE:LAYERS ...] [--recipe rtn|awq|gptq] [--samples 8] [--length 128]
         [--json benchmarks/results/memory.json]
 
-SHAPE is 0.5b, 1.5b or 8b. A sharded bfloat16 checkpoint of that shape with LAYERS decoder layers is written to a
-temporary directory; `kvconvert plan --no-probe`, `kvconvert calibrate` and `kvconvert export` then run as processes of
-their own. What is recorded is the largest anonymous resident memory (RssAnon of /proc/PID/status, looked at every 10
-ms), which is what cannot be taken back under pressure, and the processor and wall time of each.
+SHAPE is 0.5b, 1.5b, 8b or moe (16 experts of 2,048 x 7,168 in a layer). A sharded bfloat16 checkpoint of that shape
+with LAYERS decoder layers is written to a temporary directory; `kvconvert plan --no-probe`, `kvconvert calibrate` and
+`kvconvert export` then run as processes of their own. What is recorded is the largest anonymous resident memory
+(RssAnon of /proc/PID/status, looked at every 10 ms), which is what cannot be taken back under pressure, and the
+processor and wall time of each.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ RECIPES = {method: RTN.replace("rtn", method) for method in ("rtn", "awq", "gptq
 
 
 class Shape(NamedTuple):
-    """Of a Llama: sizes, heads, and whether the output head is the embedding."""
+    """Of a Llama, or with experts of a Mixtral: sizes, heads, and whether the output head is the embedding."""
 
     hidden: int
     intermediate: int
@@ -56,12 +57,14 @@ class Shape(NamedTuple):
     kv_heads: int
     vocab: int
     tied: bool
+    experts: int = 0
 
 
 SHAPES = {
     "0.5b": Shape(896, 4864, 14, 2, 151936, True),
     "1.5b": Shape(1536, 8960, 12, 2, 151936, True),
     "8b": Shape(4096, 14336, 32, 8, 128256, False),
+    "moe": Shape(2048, 7168, 16, 4, 32000, False, 16),
 }
 
 
@@ -86,6 +89,9 @@ def write_checkpoint(directory: Path, shape: Shape, layers: int) -> None:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
+    if shape.experts:
+        config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+        config |= {"num_local_experts": shape.experts, "num_experts_per_tok": 2}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(TOKENIZER / name, directory / name)
@@ -95,10 +101,18 @@ def write_checkpoint(directory: Path, shape: Shape, layers: int) -> None:
         "self_attn.k_proj": (cache, shape.hidden),
         "self_attn.v_proj": (cache, shape.hidden),
         "self_attn.o_proj": (shape.hidden, attention),
-        "mlp.gate_proj": (shape.intermediate, shape.hidden),
-        "mlp.up_proj": (shape.intermediate, shape.hidden),
-        "mlp.down_proj": (shape.hidden, shape.intermediate),
     }
+    up, down = (shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)
+    if shape.experts:
+        block = "block_sparse_moe"
+        linears[f"{block}.gate"] = (shape.experts, shape.hidden)
+        for expert in range(shape.experts):
+            linears |= {
+                f"{block}.experts.{expert}.{name}": size
+                for name, size in zip(("w1", "w3", "w2"), (up, up, down), strict=True)
+            }
+    else:
+        linears |= {"mlp.gate_proj": up, "mlp.up_proj": up, "mlp.down_proj": down}
     shapes = {"model.embed_tokens.weight": (shape.vocab, shape.hidden)}
     for layer in range(layers):
         shapes |= {f"model.layers.{layer}.{name}.weight": size for name, size in linears.items()}

@@ -82,9 +82,10 @@ class GptqPass(CalibrationPass):
                 grid = WeightGrid.of(linear.weight, work.bits.get(name, self.bits), self.group_size, bound)
                 if self._has_tokens(work, name):
                     if work.ranks.owner(number) == work.ranks.rank:
-                        linear.weight.data, losses[name] = self._compensated(work, name, grid, scales.get(name))
+                        found, losses[name] = self._compensated(work, name, grid, scales.get(name))
+                        linear.weight.data.copy_(found)
                 else:
-                    linear.weight.data = grid.round(linear.weight)
+                    linear.weight.data.copy_(grid.round(linear.weight))
                     note = f"its expert saw fewer than {MIN_EXPERT_TOKENS} calibration tokens and is rounded to nearest"
                     reasons[name] = "; ".join(filter(None, (reasons.get(name), note)))
             except NumericError as error:

@@ -1,7 +1,7 @@
 """Memory that calibration takes, by arithmetic: one decoder layer, and the most that is beside it at any time.
 
 Layers are calibrated one after another and share nothing but what is on disk, so that the peak is that of the largest
-one. Beside its weights in float32 there are, in turn,
+one. Beside its weights in float32, but for those of experts that are kept in files, there are, in turn,
 
     forward   activations of one batch, what the passes have gathered so far
     search    what they gathered, and candidates of the weights that are searched at once (AWQ), or one input's Hessian
@@ -67,7 +67,7 @@ def layer_memory(
         observes: whether some pass watches data run through the layer; without one nothing runs.
         samples_attention: whether some pass evaluates a sample of the layer's attention.
     """
-    layer = 4 * sizes.parameters
+    layer = 4 * (sizes.parameters - sizes.mapped_parameters)
     gathered = _gathered(sizes, weights, samples * length)
     tokens = min(samples, batch) * length
     sequences = min(samples, SAMPLE_SEQUENCES, max(1, SAMPLE_TOKENS // length))
@@ -81,7 +81,7 @@ def layer_memory(
         forward=layer + (_activations(sizes, tokens) + gathered.observed if observes else 0),
         search=layer + search,
         sample=layer + sampled[0] + sampled[1],
-        pack=layer + sizes.stored_bytes + (_packing(sizes) if weights.quantizes else 0),
+        pack=layer + sizes.stored_bytes - sizes.mapped_stored_bytes + (_packing(sizes) if weights.quantizes else 0),
     )
 
 
@@ -164,11 +164,13 @@ def _search(sizes: LayerSizes, weights: WeightsRecipe, tokens: int) -> int:
     largest, most = max(numbers.values()), 0
     if weights.scales:
         for group in sizes.structure.norm_groups:
-            readers = [numbers[name] for name in group.readers if name in numbers]
-            if group.unsupported_reason is None and readers:
+            readers = [numbers[name] for name in group.readers if name in numbers and not _routed(sizes, name)]
+            # An expert's weights are rounded while it computes, its first two projections at different times.
+            routed = max((numbers[name] for name in group.readers if name in numbers), default=0)
+            if group.unsupported_reason is None and routed:
                 forward = _activations(sizes, min(tokens, _SEARCH_TOKENS)) // 4
                 expected = min(tokens, LOSS_TOKENS) * sizes.hidden_size
-                most = max(most, sum(readers) + max(readers[-1], forward) + expected)
+                most = max(most, sum(readers) + max(routed, forward) + expected)
         for pair in sizes.structure.pairs:
             outputs, inputs = sizes.linears[pair.down]
             work = inputs**2 if inputs < LOSS_TOKENS else min(tokens, LOSS_TOKENS) * outputs
