@@ -94,7 +94,9 @@ def compensate(
 def compensate_by(weight: Tensor, factor: Factor, grid: WeightGrid) -> Tensor:
     """`compensate` with the Hessian's factor, in whose order columns are rounded; several Linears may share it."""
     order, columns = factor.order, weight.shape[1]
-    free = weight.float().T[order]  # [in, out]: a column of the weight is contiguous
+    free = weight.new_empty(columns, weight.shape[0], dtype=torch.float32)  # a column of the weight is contiguous
+    for place, some in zip(free.split(_BLOCK), order.split(_BLOCK), strict=True):
+        place.copy_(weight[:, some].T)
     for start in range(0, columns, _BLOCK):
         stop = min(start + _BLOCK, columns)
         block, errors = free[start:stop], torch.empty_like(free[start:stop])
@@ -106,7 +108,8 @@ def compensate_by(weight: Tensor, factor: Factor, grid: WeightGrid) -> Tensor:
             block[i] = nearest
         free[stop:].addmm_(rows[:, stop:].T, errors, alpha=-1)
     result = torch.empty_like(weight, dtype=torch.float32)
-    result[:, order] = free.T
+    for place, some in zip(free.split(_BLOCK), order.split(_BLOCK), strict=True):
+        result[:, some] = place.T
     return result
 
 

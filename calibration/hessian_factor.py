@@ -17,7 +17,7 @@ from torch import Tensor
 from kvconvert.errors import NumericError
 
 _MOST_DAMPING = 1.0
-_BLOCK = 1024  # rows and columns of a block
+_BLOCK = 512  # rows and columns of a block
 
 
 @dataclass(frozen=True)

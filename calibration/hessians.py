@@ -13,7 +13,7 @@ from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.errors import NumericError
 
-ROWS = 1024  # of the stored blocks: bounds what a product takes beside the sum
+ROWS = 512  # of the stored blocks: bounds what a product takes beside the sum
 
 
 class SquareSum:
@@ -39,13 +39,20 @@ class SquareSum:
             block += x[:, start : start + len(block)].T @ x[:, start:]
 
     def mean(self, count: int, release: bool = False) -> Tensor:
-        """The sum over `count`, float32 [width, width]; its own memory is given up where `release` is set."""
+        """The sum over `count`, float32 [width, width]; its own memory is given up where `release` is set.
+
+        From the last rows to the first: so they are written one after another, and each block is read for the last time
+        when its own rows are.
+        """
         result = torch.empty(self.width, self.width, device=self.device)
-        for start in list(self.blocks):
-            block = (self.blocks.pop(start) if release else self.blocks[start]).float().div_(count)
-            stop = start + len(block)
-            result[start:stop, start:] = block
-            result[stop:, start:stop] = block[:, stop - start :].T
+        for start in reversed(list(self.blocks)):
+            rows = result[start : start + ROWS]
+            rows[:, start:] = self.blocks[start]
+            for first in range(0, start, ROWS):
+                rows[:, first : first + ROWS] = self.blocks[first][:, start - first : start - first + ROWS].T
+            rows.div_(count)
+            if release:
+                del self.blocks[start]
         return result
 
     def square(self, start: int, stop: int, count: int) -> Tensor:

@@ -116,7 +116,7 @@ def _gathered(sizes: LayerSizes, weights: WeightsRecipe, tokens: int) -> _Gather
         summed = observed + kept
     if weights.compensates:
         sums = sum(_hessian_sum(inputs) for inputs, _ in points)
-        product = 4 * ROWS * max(inputs for inputs, _ in points)
+        product = 12 * ROWS * max(inputs for inputs, _ in points)  # float32, and float64 to add it
         observed, summed, kept = observed + sums + product, summed + sums, kept + sums
     return _Gathered(observed, summed, kept)
 
@@ -135,10 +135,10 @@ def _compensation(sizes: LayerSizes) -> int:
     for shapes in readers.values():
         inputs = shapes[0][1]
         block = 4 * min(ROWS, inputs) * inputs
-        most = max(most, waiting + 2 * block)
+        most = max(most, waiting + inputs**2 + block)  # rows of the Hessian are there before most sums are gone
         waiting -= _hessian_sum(inputs)
         weight = 4 * max(outputs for outputs, _ in shapes) * inputs
-        most = max(most, waiting + 4 * inputs**2 + max(2 * weight, weight + 4 * block))
+        most = max(most, waiting + 4 * inputs**2 + max(2 * weight, weight + 8 * block))
     return most
 
 

@@ -83,7 +83,7 @@ def test_more_damping_begins_from_the_hessian_again():
     torch.testing.assert_close(once.matrix, again.matrix, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [1000, 20])
+@pytest.mark.parametrize("rows", [64, 20])
 def test_a_sum_of_squares_is_symmetric_and_stored_once(rows, monkeypatch):
     monkeypatch.setattr(hessians, "ROWS", rows)
     total, x = SquareSum(48, torch.device("cpu")), torch.randn(70, 48)
