@@ -1,7 +1,7 @@
 """Peak memory and time of `calibrate` and `export` on random checkpoints of common shapes, by number of layers.
 
     python benchmarks/memory.py [SHAPE:LAYERS ...] [--recipe rtn|awq|gptq] [--samples 8] [--length 128]
-        [--json benchmarks/results/memory.json]
+        [--device cpu] [--json benchmarks/results/memory.json]
 
 SHAPE is 0.5b, 1.5b, 8b or moe (16 experts of 2,048 x 7,168 in a layer). A sharded bfloat16 checkpoint of that shape
 with LAYERS decoder layers is written to a temporary directory; `kvconvert plan --no-probe`, `kvconvert calibrate` and
@@ -156,7 +156,7 @@ def planned(*arguments: str) -> int:
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)["memory"]["calibrate"]
 
 
-def measure(case: str, recipe: str, samples: int, length: int) -> dict[str, object]:
+def measure(case: str, recipe: str, samples: int, length: int, device: str) -> dict[str, object]:
     """One shape with so many layers."""
     name, _, layers = case.partition(":")
     shape = SHAPES[name]
@@ -166,11 +166,12 @@ def measure(case: str, recipe: str, samples: int, length: int) -> dict[str, obje
         write_checkpoint(model, shape, int(layers))
         file = Path(folder) / "recipe.toml"
         file.write_text(RECIPES[recipe])
-        options = ("--recipe", str(file), "--samples", str(samples), "--seq-len", str(length), "--device", "cpu")
+        options = ("--recipe", str(file), "--samples", str(samples), "--seq-len", str(length), "--device", device)
         formula = planned(str(model), *options)
         calibrated = run("calibrate", str(model), "-o", str(work), *options)
         exported = run("export", str(work), "-o", str(bundle))
     setting = {"shape": name, "layers": int(layers), "recipe": recipe, "samples": samples, "length": length}
+    setting |= {"device": device}
     return setting | {"planned_bytes": formula, "calibrate": calibrated, "export": exported}
 
 
@@ -180,12 +181,13 @@ def main() -> None:
     parser.add_argument("--recipe", choices=tuple(RECIPES), default="rtn")
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="where to write the results; kept cases of other shapes stay")
     args = parser.parse_args()
     results = json.loads(args.json.read_text())["cases"] if args.json and args.json.exists() else []
     for case in args.cases:
-        found = measure(case, args.recipe, args.samples, args.length)
-        key = ("shape", "layers", "recipe", "samples", "length")
+        found = measure(case, args.recipe, args.samples, args.length, args.device)
+        key = ("shape", "layers", "recipe", "samples", "length", "device")
         results = [old for old in results if any(old.get(part) != found[part] for part in key)] + [found]
         peaks = {step: found[step]["peak_anonymous_bytes"] / 1e9 for step in ("calibrate", "export")}
         peaks = {"planned": found["planned_bytes"] / 1e9} | peaks

@@ -30,7 +30,14 @@ from kvconvert.bundle.mapped import Mapped
 from kvconvert.calibration.activations import count_routed
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork
 from kvconvert.calibration.ranks import ALONE, Ranks, joined_ranks, local_device
-from kvconvert.convert.checks import check_packed, check_purpose, check_recipe, check_widths, fitted_group_size
+from kvconvert.convert.checks import (
+    check_layers_fit,
+    check_packed,
+    check_purpose,
+    check_recipe,
+    check_widths,
+    fitted_group_size,
+)
 from kvconvert.convert.host_memory import release_free_memory
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_records import (
@@ -135,6 +142,8 @@ def calibrate(
             adapter = runner.adapter
             check_recipe(runner, recipe)
             check_packed(runner, recipe)
+            if target.type == "cuda":
+                check_layers_fit(runner, torch.cuda.get_device_properties(target).total_memory)
             if adapter is not None:
                 recipe = with_group_size(runner, recipe, progress)
             task = None if recipe.auto is None else search_task(runner, recipe, target)

@@ -14,8 +14,11 @@ from tiny.mixtures import tiny_mixture
 from kvconvert.bundle import mapped
 from kvconvert.bundle.mapped import Mapped
 from kvconvert.convert import layer_runner
+from kvconvert.convert.checks import check_layers_fit
 from kvconvert.convert.recipe import Recipe, WeightsRecipe
-from kvconvert.errors import KvconvertError
+from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.models.adapters import find_adapter
+from kvconvert.models.source import open_source
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,15 @@ def test_a_disk_without_room_for_experts_is_one_sentence(tmp_path, mixture, text
             run(mixture, tmp_path / "work", text)
     run(mixture, tmp_path / "work", text)
     assert (tmp_path / "work" / "layers" / "00000.json").exists()
+
+
+def test_a_layer_larger_than_the_gpu_is_refused(mixture):
+    source = open_source(str(mixture))
+    runner = layer_runner.LayerRunner(source, find_adapter(source.config), torch.device("cpu"))
+    size = 4 * sum(tensor.numel() for tensor in runner.model.get_submodule("model.layers.0").parameters())
+    check_layers_fit(runner, size)
+    with pytest.raises(UsageError, match=r"^model\.layers\.0 takes .* more than the GPU's .*`device` cpu"):
+        check_layers_fit(runner, size - 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
