@@ -53,7 +53,8 @@ class Disk:
     Attributes:
         bundle: of the bundle's weight tensors, exactly; its KV plan, tokenizer and manifest are small.
         work: of the working directory when it is complete.
-        work_peak: while layers are calibrated, with the inputs of two layers.
+        work_peak: while layers are calibrated, with the inputs of two layers, and one layer's experts where they are
+            kept in files.
     """
 
     bundle: int
@@ -257,7 +258,8 @@ def _memory(
 def _disk(layers: list[LayerSizes], kept: int, hidden_size: int, tokens: int) -> Disk:
     packed = sum(sizes.stored_bytes for sizes in layers)
     hidden = 4 * tokens * hidden_size * min(2, len(layers))
-    return Disk(bundle=kept + packed, work=packed, work_peak=packed + hidden)
+    mapped = max((4 * sizes.mapped_parameters + sizes.mapped_stored_bytes for sizes in layers), default=0)
+    return Disk(bundle=kept + packed, work=packed, work_peak=packed + hidden + mapped)
 
 
 def _cache(planned: CachePlan, context: int) -> Cache:
