@@ -29,7 +29,7 @@ from torch import Tensor
 from kvconvert.calibration.hessian_factor import Factor, damped_diagonal, factorize
 from kvconvert.calibration.weight_grid import WeightGrid
 
-DAMPING = 0.1
+DAMPING = 0.3
 _BLOCK = 128
 
 
