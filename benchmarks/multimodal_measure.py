@@ -120,7 +120,8 @@ class Bench:
         return (ids == self.model.config.image_token_id)[0]
 
     def reading(self, reader: Reader) -> None:
-        self.model.set_attn_implementation({"": EXACT, "text_config": reader.attention, "vision_config": EXACT})
+        # The model around the two has no attention of its own, and a bundle's refuses another for it.
+        self.model.set_attn_implementation({"text_config": reader.attention, "vision_config": EXACT})
 
     @torch.no_grad()
     def answers(self, reader: Reader) -> Answers:

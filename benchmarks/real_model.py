@@ -8,8 +8,14 @@ never on what is reported on. A CASE is a preset with changes: `oscar-g128:key_b
 passes arguments of `calibrate`. Without --only, all presets are measured and the cases added.
 
 Tables of caches have weights in full precision. Segments are evenly spaced over each text and read page by page from
-token 160 on; caches that compress whole prompts read half of each segment as a sealed prompt and are scored on the
-rest, and the baseline beside them. Rows that the output holds already, measured in the same way, are kept.
+token 160 on; caches that compress whole prompts read half of each segment, or --sealed-prompt tokens, as a sealed
+prompt and are scored on the rest, and the baseline beside them. Rows that the output holds already, measured in the
+same way, are kept.
+
+--beside NAME,... (or `all`) searches `auto` at the measured bits of each of these caches. For one read page by page
+they are the mean over the last 128 lengths, for how full the last page is differs with the number of sink tokens; for
+one that compresses whole prompts they are those of such a prompt, and `auto` reads it in the same way: with a prompt of
+whole pages after 4 sink tokens, and at most 128 tokens scored, both keep what comes after it in full precision.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import multiprocessing
 import sys
 import time
@@ -27,20 +34,23 @@ from typing import Any
 
 import torch
 from real_model_cases import LENGTH, SAMPLES, Calibrated, Case, Workshop
-from real_model_docs import write_page
-from real_model_measure import Recall, cache_size, is_sealed, text_figures
+from real_model_docs import SEALED, write_page
+from real_model_measure import STEP, Recall, cache_size, is_sealed, text_figures
 from transformers import AutoConfig, AutoTokenizer
 
 from kvconvert.data.text import spaced_samples
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.fidelity.evaluate import versions
 from kvconvert.fidelity.scoring import Decoder
+from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "real_model.json"
 PAGE = ROOT / "docs" / "real-model.md"
 BASELINE = "oscar-g128"
+# The mean over the last 128 lengths is that of the length with as many tokens less, where pages end with the longest.
+BEFORE_LAST = PAGE_SIZE // 2 + STEP // 2
 
 _bench: Bench | None = None  # of a process that measures some of the cases
 
@@ -55,12 +65,16 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--calibration", metavar="SOURCE", help="text that caches are calibrated on")
     parser.add_argument("--only", metavar="NAME,...", help="measure these cases, and keep the other rows")
+    parser.add_argument("--cases", dest="file", type=Path, metavar="FILE", help="of cases, one a line, # for comments")
+    parser.add_argument("--beside", default="", metavar="NAME,...", help="search auto at the bytes of these, or of all")
+    parser.add_argument("--auto-tokens", type=int, metavar="N", help="of calibration text, for --beside")
     parser.add_argument("--bundles", default="default", metavar="CASE,...", help='recipes with weights; "" for none')
     parser.add_argument(
         "--baseline", default=BASELINE, help=f"case that others are compared with (default: {BASELINE})"
     )
     parser.add_argument("--segments", type=int, default=6, help="of each text (default: 6)")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a segment (default: 4096)")
+    parser.add_argument("--sealed-prompt", type=int, metavar="N", help="tokens (default: half of a segment)")
     parser.add_argument("--recall", default="1024,3072,7168", help='tokens of prose; "" for none')
     parser.add_argument("--prompts", type=int, default=32, help="of each length (default: 32)")
     parser.add_argument("--batch", type=int, help="rows at a time (default: 32 on a GPU, 4 on a CPU)")
@@ -114,6 +128,8 @@ class Bench:
                 "length": LENGTH,
             },
         }
+        if args.sealed_prompt is not None:
+            self.settings["sealed_prompt"] = args.sealed_prompt
         if on_gpu:
             self.settings["device"] = torch.cuda.get_device_name(self.shop.device)
         self.report = self._begin()
@@ -123,8 +139,14 @@ class Bench:
         report |= {"caches": {}, "bundles": {}}
         if self.args.output.is_file():
             old = json.loads(self.args.output.read_text(encoding="utf-8"))
-            if old["settings"] == self.settings:
+            prompts = [settings.get("sealed_prompt") for settings in (old["settings"], self.settings)]
+            if {**old["settings"], "sealed_prompt": None} == {**self.settings, "sealed_prompt": None}:
                 report |= {key: old[key] for key in ("source", "caches", "bundles")}
+                if prompts[0] != prompts[1]:
+                    print("Sealed prompts had another length; rows of such caches are measured anew.", file=sys.stderr)
+                    for table in ("caches", "bundles"):
+                        rows = report[table].items()
+                        report[table] = {name: row for name, row in rows if row.get("protocol") != "sealed prompt"}
             else:
                 print(f"{self.args.output} was measured otherwise; all of its rows are replaced.", file=sys.stderr)
         return report
@@ -149,7 +171,7 @@ class Bench:
         if self.jobs < 2 or len(names) < 2:
             return
         begun = time.monotonic()
-        cases = [Case.parse(name) for name in names]
+        cases = [Case.parse(name) for name in dict.fromkeys(name.removesuffix(SEALED) for name in names)]
         first = self.shop.first_of_searches(cases)
         self._calibrate_together(first)
         self.shop.restart = False
@@ -176,7 +198,7 @@ class Bench:
         """The same, not yet in the report."""
         begun = time.monotonic()
         try:
-            case = Case.parse(name)
+            case = Case.parse(name.removesuffix(SEALED))
             calibrated = self.shop.cache_of(case) if table == "caches" else self.shop.bundle_of(case)
             seconds = {"calibration": time.monotonic() - begun}
             row = self._row(calibrated, name, seconds)
@@ -202,28 +224,39 @@ class Bench:
 
     def _row(self, made: Calibrated, name: str, seconds: dict[str, float]) -> dict[str, Any]:
         begun = time.monotonic()
-        sealed = is_sealed(made.decoder)
-        row = text_figures(self.source, made.decoder, self.texts, sealed, self.batch)
+        sealed = is_sealed(made.decoder) or name.endswith(SEALED)
+        prompt = (self.args.sealed_prompt or self.args.length // 2) if sealed else None
+        row = text_figures(self.source, made.decoder, self.texts, prompt, self.batch)
         seconds["text"] = time.monotonic() - begun
         row["size"] = cache_size(self.config, made.schemes, made.plan, self.args.length, self.args.device)
         seconds["size"] = time.monotonic() - begun - seconds["text"]
-        if self.recall is not None:
+        if self.recall is not None and not name.endswith(SEALED):
             row["found"] = self.recall.of(made.decoder, name, self.batch)
             seconds["recall"] = time.monotonic() - begun - seconds["text"] - seconds["size"]
         distinct = {json.dumps(s and s.to_dict(), sort_keys=True) for s in made.schemes}
         return row | {"seconds": {k: round(v, 1) for k, v in seconds.items()}, "schemes": sorted(distinct)}
 
-    def measure_baseline_sealed(self) -> None:
-        """The baseline after a sealed prompt, if a cache that needs one was measured."""
-        caches = self.report["caches"]
-        name = f"{self.args.baseline}, sealed prompt"
-        if name in caches and not self.args.again:
-            return
-        if any(row.get("protocol") == "sealed prompt" for row in caches.values()):
-            made = self.shop.cache_of(Case.parse(self.args.baseline))
-            caches[name] = text_figures(self.source, made.decoder, self.texts, True, self.batch)
-            caches[name]["size"] = cache_size(self.config, made.schemes, made.plan, self.args.length, self.args.device)
-            self.save()
+    def sealed_beside(self) -> list[str]:
+        """Page by page caches that are measured after sealed prompts, too: the baseline, if anything needs one."""
+        needed = any(row.get("protocol") == "sealed prompt" for row in self.report["caches"].values())
+        return [self.args.baseline + SEALED] if needed else []
+
+    def searched_beside(self) -> list[str]:
+        """`auto` at the bytes of --beside's caches, after sealed prompts where those compress whole ones."""
+        caches, found = self.report["caches"], []
+        asked = caches if self.args.beside == "all" else _joined(list(filter(None, self.args.beside.split(","))))
+        options = "" if self.args.auto_tokens is None else f",auto_tokens={self.args.auto_tokens}"
+        for name in asked:
+            row = caches.get(name, {})
+            if "size" not in row or name.startswith("auto:") or name.endswith(SEALED):
+                continue
+            sealed = row["protocol"] == "sealed prompt"
+            bits = row["size"]["bits_per_value" if sealed else "mean_bits_per_value"]
+            # Rounded down: at the same bytes, and never a byte more.
+            budget = math.floor(bits * 10000) / 10000
+            context = self.args.length - (0 if sealed else BEFORE_LAST)
+            found.append(f"auto:kv_bits={budget},context={context}{options}{SEALED if sealed else ''}")
+        return found
 
 
 def main() -> None:
@@ -234,12 +267,15 @@ def main() -> None:
         if args.only:
             # Changes are separated by commas, too: a part without a preset of its own goes on with the one before.
             wanted = _joined(wanted) + list(args.cases)
+        if args.file is not None:
+            lines = args.file.read_text(encoding="utf-8").splitlines()
+            wanted += filter(None, (line.partition("#")[0].strip() for line in lines))
         bench = Bench(args)
         bench.measure_source()
-        missing = bench.missing([args.baseline, *wanted], "caches")
-        bench.calibrate(missing)
-        bench.measure_caches(missing)
-        bench.measure_baseline_sealed()
+        for names in (lambda: [args.baseline, *wanted], bench.sealed_beside, bench.searched_beside):
+            missing = bench.missing(names(), "caches")
+            bench.calibrate(missing)
+            bench.measure_caches(missing)
         bench.shop.restart = args.again  # caches are calibrated by now, bundles are not
         for name in bench.missing(_joined(bundles), "bundles"):
             bench.measure(name, "bundles")

@@ -10,6 +10,7 @@ import torch
 from kvconvert.fidelity.bootstrap import Interval, bootstrap_mean
 
 SAME_SIZE = 0.005  # bits per value
+SEALED = ", sealed prompt"  # after the name of a cache that treats no whole prompts, measured as those that do
 BEGIN, END = "<!-- written by benchmarks/real_model.py -->", "<!-- end -->"
 
 
@@ -24,14 +25,19 @@ def write_page(report: dict[str, Any], page: Path | None) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """What was measured and how, the caches, their paired differences, the bundles."""
-    parts = [_introduction(report), _table(report, "caches", "pages"), _differences(report)]
+    """What was measured and how, the caches, `auto` beside the others, paired differences, the bundles."""
+    parts = [_introduction(report), _table(report, "caches", "pages")]
     if any(row.get("protocol") == "sealed prompt" for row in report["caches"].values()):
-        half = report["settings"]["length"] // 2
+        s = report["settings"]
+        prompt = s.get("sealed_prompt", s["length"] // 2)
         parts += [
-            f"Caches that compress a prompt as a whole, after one of {half:,} tokens, and the baseline beside them:",
+            (
+                f"Caches that compress a prompt as a whole, scored on the {s['length'] - prompt:,} tokens after one of "
+                f"{prompt:,}, and page caches beside them that read it in the same way:"
+            ),
             _table(report, "caches", "sealed prompt"),
         ]
+    parts += [_auto(report), _differences(report)]
     if report["bundles"]:
         parts += ["Weights and cache, by recipes:", _table(report, "bundles", None)]
     failures = [
@@ -98,14 +104,46 @@ def _table(report: dict[str, Any], table: str, protocol: str | None) -> str:
     return "\n".join(lines)
 
 
+def _auto(report: dict[str, Any]) -> str:
+    """Paired differences in KL of `auto` from every other cache that takes at least its bytes, and what they say."""
+    caches, texts = _measured(report), report["settings"]["texts"]
+    lines, better, worse = [], 0, 0
+    for name, beside in _same_size(caches):
+        found = [difference(caches[name]["texts"][t], caches[beside]["texts"][t]) for t in texts]
+        better += sum(interval.high is not None and interval.high < 0 for interval in found)
+        worse += sum(interval.low is not None and interval.low > 0 for interval in found)
+        bits = [f"{_mean_bits(caches[each]):.3f}" for each in (beside, name)]
+        lines.append("| " + " | ".join([beside.removesuffix(SEALED), *bits, *map(_interval, found)]) + " |")
+    if not lines:
+        return ""
+    count = len(lines) * len(texts)
+    heads = ["cache", "its bits per value", "`auto`'s", *(f"{text} KL" for text in texts)]
+    return "\n".join(
+        [
+            (
+                "`auto` less each cache of the same size, with 95 % bootstrap intervals over segments; negative: "
+                f"`auto` is better. Of {count} differences {better} are significantly better and {worse} "
+                "significantly worse:"
+            ),
+            "",
+            "| " + " | ".join(heads) + " |",
+            "|" + "---|" * len(heads),
+            *lines,
+        ]
+    )
+
+
 def _differences(report: dict[str, Any]) -> str:
-    """Paired differences in KL from the baseline, and of `auto` from each preset that takes at least its bytes."""
-    caches = {name: row for name, row in report["caches"].items() if "texts" in row}
+    """Paired differences in KL from the baseline."""
+    caches, baseline = _measured(report), report["baseline"]
     lines = []
-    for name, beside in _pairs(caches, report["baseline"]):
+    for name, row in caches.items():
+        beside = baseline + SEALED if row["protocol"] == "sealed prompt" else baseline
+        if beside not in caches or name == beside:
+            continue
         cells = [name, beside]
         for text in report["settings"]["texts"]:
-            cells.append(_interval(difference(caches[name]["texts"][text], caches[beside]["texts"][text])))
+            cells.append(_interval(difference(row["texts"][text], caches[beside]["texts"][text])))
         lines.append("| " + " | ".join(cells) + " |")
     if not lines:
         return ""
@@ -121,16 +159,26 @@ def _differences(report: dict[str, Any]) -> str:
     )
 
 
-def _pairs(caches: dict[str, Any], baseline: str) -> list[tuple[str, str]]:
-    sealed = f"{baseline}, sealed prompt"
-    beside = {name: sealed if row["protocol"] == "sealed prompt" else baseline for name, row in caches.items()}
-    pairs = [(n, other) for n, other in beside.items() if other in caches and n not in (baseline, sealed)]
-    bits = {name: row["size"]["bits_per_value"] for name, row in caches.items() if row["protocol"] == "pages"}
-    found = [name for name in bits if name.startswith("auto:")]
-    for preset in sorted(bits.keys() - set(found), key=bits.__getitem__):
-        fitting = [name for name in found if bits[name] < bits[preset] + SAME_SIZE]
-        if fitting and (pair := (max(fitting, key=bits.__getitem__), preset)) not in pairs:
-            pairs.append(pair)
+def _measured(report: dict[str, Any]) -> dict[str, Any]:
+    return {name: row for name, row in report["caches"].items() if "texts" in row}
+
+
+def _mean_bits(row: dict[str, Any]) -> float:
+    """Bits per value: over the last page of lengths, or, after a sealed prompt, where no page is being filled."""
+    return row["size"]["bits_per_value" if row["protocol"] == "sealed prompt" else "mean_bits_per_value"]
+
+
+def _same_size(caches: dict[str, Any]) -> list[tuple[str, str]]:
+    """(`auto`, other cache) for every cache of at least its bytes, the largest `auto` that fits, by bytes."""
+    pairs = []
+    for protocol in ("pages", "sealed prompt"):
+        bits = {name: _mean_bits(row) for name, row in caches.items() if row["protocol"] == protocol}
+        found = [name for name in bits if name.startswith("auto:")]
+        for other in sorted(bits.keys() - set(found), key=bits.__getitem__):
+            # The baseline after a sealed prompt is compared with `auto` page by page.
+            fitting = [name for name in found if bits[name] < bits[other] + SAME_SIZE]
+            if fitting and not other.endswith(SEALED):
+                pairs.append((max(fitting, key=bits.__getitem__), other))
     return pairs
 
 

@@ -23,24 +23,24 @@ STEP = 16  # tokens between measurements over the last page of lengths
 
 
 def text_figures(
-    source: Decoder, decoder: Decoder, texts: Mapping[str, torch.Tensor], sealed: bool, batch: int
+    source: Decoder, decoder: Decoder, texts: Mapping[str, torch.Tensor], prompt: int | None, batch: int
 ) -> dict[str, Any]:
     """KL and likelihood of each text [segments, length], per segment.
 
-    Page by page, or, `sealed`, after the first half of each segment as a whole prompt. Pages begin after the sink
-    tokens, and so do chunks; tokens are scored from the same one on whatever their number is.
+    Page by page, or after the first `prompt` tokens of each segment, read and sealed as a whole. Pages begin after the
+    sink tokens, and so do chunks; tokens are scored from the same one on whatever their number is.
     """
     names, rows = list(texts), torch.cat(list(texts.values()))
     first = before_chunks(decoder.new_cache())
-    prefill = rows.shape[1] // 2 if sealed else first
+    prefill = first if prompt is None else prompt
     found = compare(source, {"case": decoder}, rows, prefill, batch=batch, progress=True)["case"]
-    counts, skipped = [len(texts[name]) for name in names], 0 if sealed else max(0, FIRST_SCORED - prefill)
+    counts, skipped = [len(texts[name]) for name in names], max(0, FIRST_SCORED - prefill) if prompt is None else 0
     parts = {
         field: dict(zip(names, getattr(found, field)[:, skipped:].split(counts), strict=True))
         for field in ("kl", "source_nll", "other_nll", "agrees")
     }
     return {
-        "protocol": "sealed prompt" if sealed else "pages",
+        "protocol": "pages" if prompt is None else "sealed prompt",
         "scored_per_segment": found.kl.shape[1] - skipped,
         "full_precision_share": found.residual_share,
         "texts": {name: _text_row({field: parts[field][name] for field in parts}) for name in names},

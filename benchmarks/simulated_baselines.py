@@ -6,8 +6,9 @@
 A prompt is read in full precision, its keys and values are replaced by what a method would read back, or some of them
 are dropped, and the next tokens are scored over them. Nothing is stored at low bits, so bits per value are nominal:
 codes, scales and zero points in float16, norms and indices, and what stays exact. The first tokens and what does not
-fill a page of 128 stay exact in every row, and uniform grids have one clip ratio per width that is not calibrated: rows
-compare with each other, not with docs/real-model.md, which measures the cache itself.
+fill a page of 128 stay exact in every row, and uniform grids have one clip ratio per width that is not calibrated, but
+for the rows of `simulated_feedback.py`: rows compare with each other, not with docs/real-model.md, which measures the
+cache itself.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from simulated_feedback import Known, rounded_keys
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
+from kvconvert.calibration.error_feedback import QueryMoments
+from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.select import column_sums, select_tokens
@@ -42,7 +46,7 @@ class Layer:
     queries: Tensor
     keys: Tensor
     values: Tensor
-    sensitivity: Tensor | None = None
+    known: Known | None = None
 
 
 @dataclass
@@ -148,14 +152,15 @@ def boosted(layer: Layer, values: Side, fraction: float, block: str) -> Outcome:
     """Some key channels at 4 bits, the others at 2: chosen by `E|q| E[range]` on calibration text.
 
     Args:
-        layer: with its sensitivity [H, D].
+        layer: with what calibration text says of it.
         values: how values are stored.
         fraction: of the channels.
         block: what is chosen together: "channel", "pair" (the two channels that RoPE turns into each other), or "band"
             (neighbouring pairs, four at a time).
     """
-    size = layer.sensitivity.shape[1]
-    blocks = layer.sensitivity.unflatten(1, {"channel": (1, size, 1), "pair": (2, size // 2, 1)}.get(block, (2, -1, 4)))
+    sensitivity = layer.known.sensitivity
+    size = sensitivity.shape[1]
+    blocks = sensitivity.unflatten(1, {"channel": (1, size, 1), "pair": (2, size // 2, 1)}.get(block, (2, -1, 4)))
     score = blocks.sum((1, 3))
     count = round(fraction * score.shape[1])
     best = torch.zeros_like(score, dtype=torch.bool).scatter_(1, score.topk(count, dim=1).indices, True)
@@ -166,6 +171,17 @@ def boosted(layer: Layer, values: Side, fraction: float, block: str) -> Outcome:
         return torch.where(chosen[:, None], high[0], low[0]), low[1] + 2 * fraction
 
     return pages(layer, keys, values)
+
+
+def fed_back(layer: Layer, bits: int, calibrated: bool, feedback: bool) -> Outcome:
+    """OScaR's pages with calibrated clip ratios; see `simulated_feedback.py`."""
+    size = layer.keys.shape[0] * layer.keys.shape[2]
+    width = bits + 2 * FLOAT_BITS / PAGE + FLOAT_BITS / size
+
+    def keys(x: Tensor) -> tuple[Tensor, float]:
+        return rounded_keys(x, layer.known, bits, calibrated, feedback), width
+
+    return pages(layer, keys, TWO_BIT_VALUES)
 
 
 def evicted(layer: Layer, share: float, queries: int | None, keys: Side = exact, values: Side = exact) -> Outcome:
@@ -191,6 +207,7 @@ def _of(side: Callable[..., tuple[Tensor, float]], **options: int) -> Side:
 
 TWO_BIT_VALUES = partial(rotated, side=per_token)
 OSCAR = partial(rotated, side=partial(normalised, side=per_channel))
+ROTATIONS = {False: "Hadamard", True: "calibrated"}
 METHODS: dict[str, Method] = {
     "keys per channel (KIVI)": partial(pages, keys=per_channel, values=per_token),
     "keys per token": partial(pages, keys=per_token, values=per_token),
@@ -198,6 +215,14 @@ METHODS: dict[str, Method] = {
     "rotation, keys per channel": partial(pages, keys=partial(rotated, side=per_channel), values=TWO_BIT_VALUES),
     "rotation and norm (OScaR)": partial(pages, keys=OSCAR, values=TWO_BIT_VALUES),
     "random rotation, Lloyd-Max levels (TurboQuant-like)": partial(pages, keys=lloyd_max, values=lloyd_max),
+    **{
+        f"{name} rotation, keys of {bits} bits, {'error feedback' if feedback else 'to nearest'}": partial(
+            fed_back, bits=bits, calibrated=calibrated, feedback=feedback
+        )
+        for bits in (2, 1)
+        for feedback in (False, True)
+        for calibrated, name in ROTATIONS.items()
+    },
     **{
         f"{block}s boosted, {fraction:.1%}": partial(boosted, values=TWO_BIT_VALUES, fraction=fraction, block=block)
         for fraction in (0.125, 0.25)
@@ -250,14 +275,18 @@ def read(model: torch.nn.Module, ids: Tensor) -> list[Layer]:
     return [Layer(queries, *side) for queries, side in zip(captured.queries, sides, strict=True)]
 
 
-def sensitivities(layers: list[Layer]) -> list[Tensor]:
-    """E|q_d| E[range of channel d in a page], [H, D] per layer (Kitty, equations 4 and 5)."""
+def calibrated(layers: list[Layer]) -> list[Known]:
+    """What the layers after a calibration prompt say; sensitivity is E|q_d| E[range of channel d in a page] (Kitty,
+    equations 4 and 5)."""
     found = []
     for layer in layers:
         heads, n, _ = layer.keys.shape
         groups = layer.keys[:, : n // PAGE * PAGE].unflatten(1, (-1, PAGE))
         extent = (groups.amax(2) - groups.amin(2)).mean(1)
-        found.append(layer.queries.abs().unflatten(0, (heads, -1)).mean((1, 2)) * extent)
+        sensitivity = layer.queries.abs().unflatten(0, (heads, -1)).mean((1, 2)) * extent
+        moments = QueryMoments()
+        moments.update(layer.queries[None], heads)
+        found.append(Known(sensitivity, moments.result(), layer.keys[:, SINKS : SINKS + (n - SINKS) // PAGE * PAGE]))
     return found
 
 
@@ -272,11 +301,11 @@ def scores(model: torch.nn.Module, sides: list[tuple[Tensor, Tensor]], ids: Tens
 
 @torch.no_grad()
 def measure(model: torch.nn.Module, text: Tensor, calibration: Tensor, options: argparse.Namespace) -> dict:
-    """KL and perplexity of every method, averaged over evenly spaced prompts of a text."""
+    """KL and perplexity of every method, averaged over evenly spaced prompts of a text, KL also of each prompt."""
     length, scored = options.length, options.scored
-    known = sensitivities(read(model, calibration[None, :length].to(model.device)))
+    known = calibrated(read(model, calibration[None, :length].to(model.device)))
     names = [name for name in METHODS if not options.only or any(part in name for part in options.only)]
-    result: dict[str, dict[str, float]] = {name: {"kl": 0.0, "nll": 0.0, "bits_per_value": 0.0} for name in names}
+    result: dict[str, dict] = {name: {"kl": [], "nll": 0.0, "bits_per_value": 0.0} for name in names}
     source = 0.0
     for prompt in range(options.prompts):
         start = prompt * (len(text) - length - scored - 1) // max(options.prompts - 1, 1)
@@ -287,22 +316,34 @@ def measure(model: torch.nn.Module, text: Tensor, calibration: Tensor, options: 
         source += float(-reference.gather(1, targets).mean()) / options.prompts
         for name in names:
             outcomes = []
-            for layer, sensitivity in zip(layers, known, strict=True):
-                layer.sensitivity = sensitivity
+            for layer, layer.known in zip(layers, known, strict=True):
                 outcomes.append(METHODS[name](layer))
             got = scores(model, [(outcome.keys, outcome.values) for outcome in outcomes], ids, length)
             row = result[name]
-            row["kl"] += float((reference.exp() * (reference - got)).sum(-1).mean()) / options.prompts
+            row["kl"].append(float((reference.exp() * (reference - got)).sum(-1).mean()))
             row["nll"] += float(-got.gather(1, targets).mean()) / options.prompts
             row["bits_per_value"] += sum(o.bits for o in outcomes) / len(outcomes) / options.prompts
-            print(
-                f"prompt {prompt + 1}: {name}: KL so far {row['kl'] * options.prompts / (prompt + 1):.4f}", flush=True
-            )
+            print(f"prompt {prompt + 1}: {name}: KL so far {sum(row['kl']) / (prompt + 1):.4f}", flush=True)
     rows = {
-        name: {"kl": row["kl"], "perplexity": float(torch.tensor(row["nll"]).exp()), "bits": row["bits_per_value"]}
+        name: {
+            "kl": sum(row["kl"]) / options.prompts,
+            "perplexity": float(torch.tensor(row["nll"]).exp()),
+            "bits": row["bits_per_value"],
+            "kl_by_prompt": row["kl"],
+        }
         for name, row in result.items()
     }
     return {"source_perplexity": float(torch.tensor(source).exp()), "rows": rows}
+
+
+def pairs(rows: dict[str, dict]) -> list[tuple[tuple[str, dict], tuple[str, dict]]]:
+    """Rows with the calibrated rotation, each with the same in the Hadamard rotation."""
+    one, two = ROTATIONS[True], ROTATIONS[False]
+    return [
+        ((name, row), (other, rows[other]))
+        for name, row in rows.items()
+        if name.startswith(one) and (other := name.replace(one, two, 1)) in rows and len(row["kl_by_prompt"]) > 1
+    ]
 
 
 def main() -> None:
@@ -333,6 +374,10 @@ def main() -> None:
     print("|---|---|---|---|")
     for name, row in found["rows"].items():
         print(f"| {name} | {row['bits']:.2f} | {row['kl']:.4f} | {row['perplexity']:.2f} |")
+    for (name, one), (other, two) in pairs(found["rows"]):
+        by_prompt = torch.tensor([one["kl_by_prompt"], two["kl_by_prompt"]], dtype=torch.float64)
+        gain = bootstrap_mean(by_prompt[0] - by_prompt[1], 0)
+        print(f"{name} less {other}: {gain.mean:+.4f} ({gain.low:+.4f} to {gain.high:+.4f})")
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf8")
 

@@ -42,6 +42,7 @@ from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationRecor
 from kvconvert.calibration.awq_clips import Widths, apply_clips, search_clips, width_of
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult
 from kvconvert.calibration.ranks import ALONE, Ranks
+from kvconvert.calibration.rounded_readers import Reader, rounded
 from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
 from kvconvert.calibration.value_cache import value_rounding
 from kvconvert.errors import NumericError
@@ -268,7 +269,10 @@ def _search_norm_group(
         tokens, close = _token_parts(statistics.tokens[point]), _CLOSE_ON_TOKENS
         split = [[(chunk.unsqueeze(0), {}) for chunk in part.split(_CHUNK_TOKENS)] for part in tokens]
     quantized = [reader for reader in group.readers if reader not in structure.unquantized]
-    readers = [(layer.get_submodule(reader), width_of(bits, reader)) for reader in quantized]
+    routed = structure.experts.owner if structure.experts is not None else lambda reader: None
+    readers = [
+        Reader(layer.get_submodule(reader), width_of(bits, reader), routed(reader) is not None) for reader in quantized
+    ]
     norm = layer.get_submodule(group.norm)
 
     def forward(chunk: Tensor, **kwargs: Any) -> Tensor:
@@ -283,17 +287,11 @@ def _search_norm_group(
     count = sum(reference.numel() for part in parts for _, _, reference in part)
 
     def loss(part: list[tuple[Tensor, dict[str, Any], Tensor]], scale: Tensor) -> float:
-        originals = [reader.weight.data for reader, _ in readers]
-        try:
-            for (reader, width), original in zip(readers, originals, strict=True):
-                reader.weight.data = fake_quantize_weight(original * scale, width, group_size).div_(scale)
+        with rounded(readers, scale, group_size):
             errors = [
                 (forward(chunk, **kwargs) - reference).square_().sum(dtype=torch.float64)
                 for chunk, kwargs, reference in part
             ]
-        finally:
-            for (reader, _), original in zip(readers, originals, strict=True):
-                reader.weight.data = original
         return float(torch.stack(errors).sum()) / count
 
     def scale_of(ratio: float) -> Tensor:

@@ -1,6 +1,7 @@
 """What the simulated baselines do to keys and values."""
 
 import simulated_baselines as simulated
+import simulated_feedback
 import torch
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -8,7 +9,9 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 def layer(tokens=300, heads=2, size=16):
     x = [torch.randn(n, tokens, size, generator=GENERATOR) for n in (2 * heads, heads, heads)]
-    return simulated.Layer(*x, sensitivity=torch.rand(heads, size, generator=GENERATOR))
+    found = simulated.Layer(*x)
+    (found.known,) = simulated.calibrated([found])
+    return found
 
 
 def test_levels_are_those_of_lloyd_and_max():
@@ -27,6 +30,27 @@ def test_every_method_keeps_sink_tokens_and_the_newest_exact_and_changes_the_res
             torch.testing.assert_close(read[:, -1], exact[:, -1], msg=name)
         assert 0 < found.bits < 16, name
         assert found.keys.shape[1] < 300 or not torch.equal(found.keys, given.keys) or "values as" in name
+
+
+def test_the_calibrated_rotation_makes_every_stored_channel_matter_alike():
+    known = layer().known
+    turn = simulated_feedback.rotation(known, calibrated=True).double()
+    torch.testing.assert_close(turn.mT @ turn, torch.eye(16).double().expand_as(turn), atol=1e-5, rtol=0)
+    diagonal = (turn.mT @ known.moments @ turn).diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(diagonal, diagonal.mean(1, keepdim=True).expand_as(diagonal), atol=0, rtol=1e-4)
+
+
+def test_error_feedback_lowers_the_expected_error_of_scores_in_either_rotation():
+    given = layer()
+    # Queries that look mostly along one direction, as real ones do.
+    given.queries += 3 * torch.randn(1, 16, generator=GENERATOR) * torch.randn(300, 1, generator=GENERATOR)
+    (known,) = simulated.calibrated([given])
+    for calibrated in (False, True):
+        error = []
+        for feedback in (False, True):
+            off = (known.keys - simulated_feedback.rounded_keys(known.keys, known, 2, calibrated, feedback)).double()
+            error.append(float(((off @ known.moments) * off).sum()))
+        assert error[1] < 0.9 * error[0]
 
 
 def test_boosted_channels_come_in_whole_pairs_or_bands():

@@ -1,0 +1,60 @@
+"""benchmarks/real_model.py: its case files are recipes of this version, and `auto` is compared at equal bytes."""
+
+from pathlib import Path
+
+import pytest
+import real_model_docs as docs
+from real_model_cases import Case
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+FILES = ("ablations.txt", "baselines.txt")
+CASES = [
+    case
+    for file in FILES
+    for line in (BENCHMARKS / file).read_text(encoding="utf-8").splitlines()
+    if (case := line.partition("#")[0].strip())
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_line_of_a_case_file_is_a_recipe_of_a_cache(case, tmp_path):
+    recipe = Case.parse(case).recipe(True, tmp_path)
+    assert recipe.kv is not None
+    assert recipe.weights.method == "none"
+
+
+def row(mean, kl, protocol="pages", last=None):
+    size = {"mean_bits_per_value": mean, "bits_per_value": mean if last is None else last}
+    return {"protocol": protocol, "size": size, "texts": {"novels": {"kl_by_segment": kl}}}
+
+
+REPORT = {
+    "settings": {"texts": ["novels"]},
+    "baseline": "kivi",
+    "caches": {
+        "kivi": row(3.0, [0.2, 0.3]),
+        "oscar": row(2.5, [0.1, 0.1]),
+        "auto:kv_bits=2.9": row(2.9, [0.1, 0.2]),
+        "auto:kv_bits=2.5": row(2.5, [0.2, 0.3]),
+        "kivi, sealed prompt": row(3.0, [0.3, 0.3], "sealed prompt"),
+        # Its own mean is over lengths, of which after a sealed prompt none counts.
+        "auto:kv_bits=2, sealed prompt": row(2.4, [0.1, 0.3], "sealed prompt", last=2.0),
+        "minikv": row(2.0, [0.1, 0.2], "sealed prompt"),
+        "broken": {"failure": "no calibration"},
+    },
+}
+
+
+def test_auto_is_paired_with_every_cache_of_its_protocol_that_takes_its_bytes():
+    assert docs._same_size(docs._measured(REPORT)) == [
+        ("auto:kv_bits=2.5", "oscar"),
+        ("auto:kv_bits=2.9", "kivi"),
+        ("auto:kv_bits=2, sealed prompt", "minikv"),
+    ]
+
+
+def test_the_verdict_counts_significant_differences():
+    text = docs._auto(REPORT)
+    assert "Of 3 differences 1 are significantly better and 1 significantly worse" in text
+    assert "| kivi | 3.000 | 2.900 | -0.1000 (-0.1000 to -0.1000) |" in text
+    assert "| minikv | 2.000 | 2.000 | +0.0500 (+0.0000 to +0.1000) |" in text
