@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from kvconvert.bundle.manifest import Allocation
+from kvconvert.bundle.manifest import Allocation, WeightAllocation
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import UsageError
 
-NAME = "allocation"
+NAME, WEIGHTS_NAME = "allocation", "weights"
 
 
 def read_allocation(directory: WorkDir) -> Allocation | None:
@@ -25,3 +25,9 @@ def read_allocation(directory: WorkDir) -> Allocation | None:
             f"The allocation in {directory.path} cannot be read ({str(error).splitlines()[0]}); calibrate again with "
             "`restart=True`."
         ) from error
+
+
+def read_weight_allocation(directory: WorkDir) -> WeightAllocation | None:
+    """The outcome of a finished search of widths; None where it has not finished."""
+    values = directory.measurement(WEIGHTS_NAME)
+    return None if values is None else WeightAllocation.model_validate(values)

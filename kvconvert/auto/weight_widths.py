@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from kvconvert.auto.allocation import Option, allocate
 from kvconvert.auto.model import ExactText, SimulatedModel, search_dtype
+from kvconvert.auto.record import WEIGHTS_NAME, read_weight_allocation
 from kvconvert.bundle.manifest import WeightAllocation, WeightUnit
 from kvconvert.calibration.activations import point_of
 from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
@@ -32,7 +33,6 @@ from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.methods.awq import BITS, WeightsRule
 from kvconvert.models.processors import load_tokenizer
 
-NAME = "weights"
 TOKENS, GPU_TOKENS = 2048, 16384
 LENGTH = 1024  # tokens of a sequence at most
 SCALE_BITS = 16
@@ -102,12 +102,6 @@ def allocated_widths(recipe: Recipe, found: WeightAllocation) -> Recipe:
     return recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"modules": rules})})
 
 
-def read_weight_allocation(directory: WorkDir) -> WeightAllocation | None:
-    """The outcome of a finished search; None where it has not finished."""
-    values = directory.measurement(NAME)
-    return None if values is None else WeightAllocation.model_validate(values)
-
-
 def find_widths(
     runner: LayerRunner,
     recipe: Recipe,
@@ -156,7 +150,7 @@ def find_widths(
         data=text.info,
         dtype=str(dtype).removeprefix("torch."),
     )
-    directory.commit_measurement(NAME, allocation.model_dump(mode="json"))
+    directory.commit_measurement(WEIGHTS_NAME, allocation.model_dump(mode="json"))
     return allocation
 
 

@@ -13,8 +13,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from kvconvert.auto.record import read_allocation
-from kvconvert.auto.weight_widths import read_weight_allocation
+from kvconvert.auto.record import read_allocation, read_weight_allocation
 from kvconvert.bundle.card import CARD_NAME, model_card
 from kvconvert.bundle.conventions import conventions
 from kvconvert.bundle.disk import check_writable, make_directory

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
 
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.errors import CheckpointError
@@ -51,6 +49,10 @@ class TensorNames:
         Raises:
             CheckpointError: two tensors would get the same name.
         """
+        # Seconds of imports, which those who only read files do without.
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
+
         conversions = get_model_conversion_mapping(model)
         renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]

@@ -15,24 +15,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig
 
 from kvconvert.bundle.manifest import SourceInfo, TensorInfo
 from kvconvert.bundle.tensorfile import read_header
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
 from kvconvert.kernels.linear.awq_format import AwqWeight
-from kvconvert.models.auto_class import model_class
 from kvconvert.models.file_stamps import FileStamps
 from kvconvert.models.formats import Encoded, Packing, find_format
 from kvconvert.models.formats.gguf import find_gguf, open_gguf
 from kvconvert.models.names import TensorNames
+
+if TYPE_CHECKING:  # transformers' modeling code takes seconds to import, and `export` runs without it
+    from transformers import PreTrainedModel
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -164,6 +166,8 @@ class SourceModel:
             dtype: of its parameters; "auto" takes the checkpoint's.
             options: of `from_pretrained`.
         """
+        from kvconvert.models.auto_class import model_class
+
         auto = model_class(self.config)
         if not self.encoded:
             return auto.from_pretrained(self.location, dtype=dtype, trust_remote_code=False, **options)

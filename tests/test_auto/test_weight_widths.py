@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny.llama import write_tiny_llama
 
-from kvconvert.auto.weight_widths import NAME
+from kvconvert.auto.record import WEIGHTS_NAME
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.summary import manifest_text
 from kvconvert.convert.export import export
@@ -63,13 +63,13 @@ def test_the_bundle_takes_what_was_allowed_and_says_what_was_measured(work, tmp_
 
 
 def test_linears_of_one_input_have_one_width(work):
-    units = WorkDir.open(work).measurement(NAME)["units"]
+    units = WorkDir.open(work).measurement(WEIGHTS_NAME)["units"]
     inputs = [sorted(name.rpartition(".")[2] for name in unit["linears"]) for unit in units if unit["layer"] == 0]
     assert inputs == [["k_proj", "q_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
 
 
 def test_what_was_measured_is_not_measured_again(source, work, tmp_path, monkeypatch):
-    for name in ("weights-00000", NAME):
+    for name in ("weights-00000", WEIGHTS_NAME):
         assert WorkDir.open(work).measurement(name)
     monkeypatch.setattr("kvconvert.auto.weight_widths.SimulatedModel", None)
     calibrate(source, work, recipe=recipe(tmp_path), **OPTIONS)
@@ -78,7 +78,7 @@ def test_what_was_measured_is_not_measured_again(source, work, tmp_path, monkeyp
 def test_the_option_is_the_recipes_key(source, work, tmp_path):
     plain = recipe(tmp_path, WEIGHTS.replace(f"average_bits = {AVERAGE}\n", ""))
     found = calibrate(source, tmp_path / "work", recipe=plain, weight_bits=AVERAGE, **OPTIONS)
-    ours, theirs = (json.loads(json.dumps(WorkDir.open(w).measurement(NAME))) for w in (found.path, work))
+    ours, theirs = (json.loads(json.dumps(WorkDir.open(w).measurement(WEIGHTS_NAME))) for w in (found.path, work))
     assert ours == theirs
 
 

@@ -12,6 +12,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from kvconvert.calibration.activations import LOSS_TOKENS, ActivationRecorder
 from kvconvert.calibration.awq import (
     AwqPass,
+    _best_ratio,
+    _linear_loss,
+    _Losses,
+    _token_parts,
     apply_scales,
     candidate_scale,
     representable_scale,
@@ -19,6 +23,7 @@ from kvconvert.calibration.awq import (
 )
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
 from kvconvert.calibration.protocol import LayerWork
+from kvconvert.calibration.ranks import ALONE
 from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
 from kvconvert.calibration.value_cache import simulate_value_cache
 from kvconvert.errors import NumericError
@@ -246,6 +251,35 @@ def test_the_sample_for_losses_is_bounded_and_meets_every_position():
     assert tokens.shape[0] == LOSS_TOKENS
     counts = tokens[:, 0].long().bincount(minlength=length)
     assert counts.min() == counts.max() == LOSS_TOKENS // length
+
+
+def test_candidates_far_from_the_best_on_some_data_are_not_tried_on_the_rest():
+    tried = []
+
+    def rest(ratio):
+        tried.append(round(float(ratio), 2))
+        return {0.4: 5.0, 0.45: 3.0, 0.5: 4.0}.get(tried[-1], 0.0)
+
+    # On the first data 0.4 is best, 0.35 to 0.5 are close, and 0 is not.
+    losses = _Losses([lambda ratio: 10 + 10 * abs(float(ratio) - 0.4), rest], close=1.1)
+    scale, ratio, before, after = _best_ratio(lambda r: torch.tensor(r), losses, ALONE)
+    assert tried == [0.0, 0.3, 0.35, 0.4, 0.45, 0.5]
+    assert (before, ratio, after) == pytest.approx((14.0, 0.35, 10.5))
+    assert float(scale) == pytest.approx(0.35)
+
+
+@pytest.mark.parametrize("channels", [32, 2048])
+def test_losses_of_parts_of_the_tokens_add_up_to_that_of_all(channels):
+    torch.manual_seed(0)
+    linear, tokens = nn.Linear(channels, 8), torch.randn(1100, channels)
+    first, others = _token_parts(tokens)
+    assert (len(first), len(others)) == (138, 962)
+    scale = torch.rand(channels) + 0.5
+    with torch.no_grad():
+        whole = _linear_loss(linear, tokens, 3, GROUP)(scale)
+        parts = sum(_linear_loss(linear, part, 3, GROUP, 1100)(scale) for part in (first, others))
+    assert parts == pytest.approx(whole, rel=1e-5)
+    assert len(_token_parts(tokens[:1000])) == 1
 
 
 def test_candidates_run_from_identity_to_the_statistic():

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kvconvert.bundle.manifest import TensorInfo
 from kvconvert.bundle.tensorfile import DTYPE_NAMES
@@ -42,6 +41,8 @@ class Mxfp4(SourceFormat):
         """Every pair of blocks and scales."""
 
         def decode(parts: list[Tensor]) -> Tensor:
+            from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # and with it its models
+
             return convert_moe_packed_tensors(*parts, dtype=dtype)
 
         found = {}
