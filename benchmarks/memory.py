@@ -1,11 +1,13 @@
 """Peak memory and time of `calibrate` and `export` on random checkpoints of common shapes, by number of layers.
 
-    python benchmarks/memory.py [SHAPE:LAYERS ...] [--recipe rtn] [--json benchmarks/results/memory.json]
+    python benchmarks/memory.py [SHAPE:LAYERS ...] [--recipe rtn|awq|gptq] [--samples 8] [--length 128]
+        [--device cpu] [--json benchmarks/results/memory.json]
 
-SHAPE is 0.5b, 1.5b or 8b. A sharded bfloat16 checkpoint of that shape with LAYERS decoder layers is written to a
-temporary directory; `kvconvert calibrate` (8 samples of 128 tokens) and `kvconvert export` then run as processes of
-their own. What is recorded is the largest anonymous resident memory (RssAnon of /proc/PID/status, looked at every 10
-ms), which is what cannot be taken back under pressure, and the processor and wall time of each.
+SHAPE is 0.5b, 1.5b, 8b or moe (16 experts of 2,048 x 7,168 in a layer). A sharded bfloat16 checkpoint of that shape
+with LAYERS decoder layers is written to a temporary directory; `kvconvert plan --no-probe`, `kvconvert calibrate` and
+`kvconvert export` then run as processes of their own. What is recorded is the largest anonymous resident memory
+(RssAnon of /proc/PID/status, looked at every 10 ms), which is what cannot be taken back under pressure, and the
+processor and wall time of each.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from kvconvert.convert.host_memory import anonymous_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / "examples" / "reference-lm"
-SAMPLES, LENGTH = 8, 128
 SHARD_BYTES = 2**29
 CASES = ("0.5b:4", "0.5b:24", "1.5b:4", "1.5b:8", "8b:2", "8b:4", "8b:8")
 # Round-to-nearest weights and a cache whose calibration measures ranges only.
@@ -44,11 +45,11 @@ group_size = "auto"
 preset = "kivi"
 calibrate_clip_ratios = false
 """
-AWQ = RTN.replace("rtn", "awq")
+RECIPES = {method: RTN.replace("rtn", method) for method in ("rtn", "awq", "gptq", "awq+gptq")}
 
 
 class Shape(NamedTuple):
-    """Of a Llama: sizes, heads, and whether the output head is the embedding."""
+    """Of a Llama, or with experts of a Mixtral: sizes, heads, and whether the output head is the embedding."""
 
     hidden: int
     intermediate: int
@@ -56,12 +57,14 @@ class Shape(NamedTuple):
     kv_heads: int
     vocab: int
     tied: bool
+    experts: int = 0
 
 
 SHAPES = {
     "0.5b": Shape(896, 4864, 14, 2, 151936, True),
     "1.5b": Shape(1536, 8960, 12, 2, 151936, True),
     "8b": Shape(4096, 14336, 32, 8, 128256, False),
+    "moe": Shape(2048, 7168, 16, 4, 32000, False, 16),
 }
 
 
@@ -86,6 +89,9 @@ def write_checkpoint(directory: Path, shape: Shape, layers: int) -> None:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
+    if shape.experts:
+        config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+        config |= {"num_local_experts": shape.experts, "num_experts_per_tok": 2}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(TOKENIZER / name, directory / name)
@@ -95,10 +101,18 @@ def write_checkpoint(directory: Path, shape: Shape, layers: int) -> None:
         "self_attn.k_proj": (cache, shape.hidden),
         "self_attn.v_proj": (cache, shape.hidden),
         "self_attn.o_proj": (shape.hidden, attention),
-        "mlp.gate_proj": (shape.intermediate, shape.hidden),
-        "mlp.up_proj": (shape.intermediate, shape.hidden),
-        "mlp.down_proj": (shape.hidden, shape.intermediate),
     }
+    up, down = (shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)
+    if shape.experts:
+        block = "block_sparse_moe"
+        linears[f"{block}.gate"] = (shape.experts, shape.hidden)
+        for expert in range(shape.experts):
+            linears |= {
+                f"{block}.experts.{expert}.{name}": size
+                for name, size in zip(("w1", "w3", "w2"), (up, up, down), strict=True)
+            }
+    else:
+        linears |= {"mlp.gate_proj": up, "mlp.up_proj": up, "mlp.down_proj": down}
     shapes = {"model.embed_tokens.weight": (shape.vocab, shape.hidden)}
     for layer in range(layers):
         shapes |= {f"model.layers.{layer}.{name}.weight": size for name, size in linears.items()}
@@ -136,7 +150,13 @@ def run(*arguments: str) -> dict[str, float]:
     return {"peak_anonymous_bytes": peak, "processor_s": round(used, 1), "wall_s": round(wall, 1)}
 
 
-def measure(case: str, recipe: str) -> dict[str, object]:
+def planned(*arguments: str) -> int:
+    """Peak of `calibrate` that the formula of `plan` gives."""
+    command = [sys.executable, "-m", "kvconvert", "plan", *arguments, "--json", "--no-probe"]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)["memory"]["calibrate"]
+
+
+def measure(case: str, recipe: str, samples: int, length: int, device: str) -> dict[str, object]:
     """One shape with so many layers."""
     name, _, layers = case.partition(":")
     shape = SHAPES[name]
@@ -145,28 +165,35 @@ def measure(case: str, recipe: str) -> dict[str, object]:
         model.mkdir()
         write_checkpoint(model, shape, int(layers))
         file = Path(folder) / "recipe.toml"
-        file.write_text({"rtn": RTN, "awq": AWQ}[recipe])
-        sizes = ("--samples", str(SAMPLES), "--seq-len", str(LENGTH))
-        calibrated = run("calibrate", str(model), "-o", str(work), "--recipe", str(file), *sizes)
+        file.write_text(RECIPES[recipe])
+        options = ("--recipe", str(file), "--samples", str(samples), "--seq-len", str(length), "--device", device)
+        formula = planned(str(model), *options)
+        calibrated = run("calibrate", str(model), "-o", str(work), *options)
         exported = run("export", str(work), "-o", str(bundle))
-    return {"shape": name, "layers": int(layers), "recipe": recipe, "calibrate": calibrated, "export": exported}
+    setting = {"shape": name, "layers": int(layers), "recipe": recipe, "samples": samples, "length": length}
+    setting |= {"device": device}
+    return setting | {"planned_bytes": formula, "calibrate": calibrated, "export": exported}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("cases", nargs="*", default=CASES, help="SHAPE:LAYERS")
-    parser.add_argument("--recipe", choices=("rtn", "awq"), default="rtn")
+    parser.add_argument("--recipe", choices=tuple(RECIPES), default="rtn")
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="where to write the results; kept cases of other shapes stay")
     args = parser.parse_args()
     results = json.loads(args.json.read_text())["cases"] if args.json and args.json.exists() else []
     for case in args.cases:
-        found = measure(case, args.recipe)
-        key = ("shape", "layers", "recipe")
-        results = [old for old in results if any(old[part] != found[part] for part in key)] + [found]
+        found = measure(case, args.recipe, args.samples, args.length, args.device)
+        key = ("shape", "layers", "recipe", "samples", "length", "device")
+        results = [old for old in results if any(old.get(part) != found[part] for part in key)] + [found]
         peaks = {step: found[step]["peak_anonymous_bytes"] / 1e9 for step in ("calibrate", "export")}
+        peaks = {"planned": found["planned_bytes"] / 1e9} | peaks
         print(case, args.recipe, *(f"{step} {peak:.2f} GB" for step, peak in peaks.items()), flush=True)
         if args.json:
-            setting = {"samples": SAMPLES, "length": LENGTH, "torch": torch.__version__, "cpus": os.cpu_count()}
+            setting = {"torch": torch.__version__, "cpus": os.cpu_count()}
             args.json.write_text(json.dumps({"setting": setting, "cases": results}, indent=1) + "\n")
 
 

@@ -1,6 +1,7 @@
 """What `kvconvert plan` says against what then happens: memory, disk and time of `calibrate` and `export`.
 
-    python benchmarks/plan.py [SHAPE:LAYERS:RECIPE ...] [--samples 16] [--length 256] [--json FILE]
+    python benchmarks/plan.py [SHAPE:LAYERS:RECIPE ...] [--samples 16] [--length 256] [--device cpu]
+        [--json FILE]
 
 SHAPE is one of benchmarks/memory.py, RECIPE a preset or a recipe file. A random checkpoint is written, planned with
 and without a probe, calibrated and exported.
@@ -29,14 +30,14 @@ def planned(model: Path, *arguments: str) -> dict[str, Any]:
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
-def measure(case: str, samples: int, length: int) -> dict[str, Any]:
+def measure(case: str, samples: int, length: int, device: str) -> dict[str, Any]:
     """One case."""
     name, layers, recipe = case.split(":")
     with tempfile.TemporaryDirectory(prefix="kvconvert-plan-") as folder:
         model, work, bundle = (Path(folder) / part for part in ("model", "work", "bundle"))
         model.mkdir()
         write_checkpoint(model, SHAPES[name], int(layers))
-        options = ("--recipe", recipe, "--samples", str(samples), "--seq-len", str(length))
+        options = ("--recipe", recipe, "--samples", str(samples), "--seq-len", str(length), "--device", device)
         computed, probed = planned(model, *options, "--no-probe"), planned(model, *options)
         calibrated = run("calibrate", str(model), "-o", str(work), *options)
         exported = run("export", str(work), "-o", str(bundle))
@@ -45,6 +46,8 @@ def measure(case: str, samples: int, length: int) -> dict[str, Any]:
         "case": case,
         "samples": samples,
         "length": length,
+        "device": device,
+        "device_memory": {"formula": computed["memory"]["device"], "probe": probed["memory"]["device"]},
         "host_memory": {
             "formula": computed["memory"]["calibrate"],
             "probe": probed["memory"]["calibrate"],
@@ -62,11 +65,12 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=CASES, help="SHAPE:LAYERS:RECIPE")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="where to write the results")
     args = parser.parse_args()
     results = []
     for case in args.cases:
-        found = measure(case, args.samples, args.length)
+        found = measure(case, args.samples, args.length, args.device)
         results.append(found)
         print(json.dumps(found), flush=True)
         if args.json:

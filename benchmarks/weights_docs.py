@@ -9,6 +9,7 @@ import torch
 
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 
+SAME = ("bits", "group_size", "samples", "length", "texts")  # in cases whose methods are compared
 BEGIN, END = "<!-- written by benchmarks/weights.py -->", "<!-- end -->"
 
 
@@ -46,10 +47,10 @@ def _table(model: dict[str, Any]) -> str:
     ]
     for row in _sorted(model):
         case, kl = row["case"], row["kl"]
+        data = f"{case['samples']} x {case['length']}{_texts(case)}"
         lines.append(
-            f"| {_method(case)} | {case['bits']} | {case['group_size']} | {case['samples']} x {case['length']} "
-            f"| {kl['mean']:.4f}{_interval(kl)} | {row['perplexity']:.2f} | {row['top1_agreement']:.1%} "
-            f"| {row['seconds']:,} |"
+            f"| {_method(case)} | {case['bits']} | {case['group_size']} | {data} | {kl['mean']:.4f}{_interval(kl)} "
+            f"| {row['perplexity']:.2f} | {row['top1_agreement']:.1%} | {row['seconds']:,} |"
         )
     return "\n".join(lines)
 
@@ -60,7 +61,7 @@ def _differences(model: dict[str, Any]) -> str:
     lines = []
     for better in rows:
         for worse in rows:
-            same = all(better["case"][f] == worse["case"][f] for f in ("bits", "group_size", "samples", "length"))
+            same = all(better["case"].get(f) == worse["case"].get(f) for f in SAME)
             pair = (better["case"]["method"], worse["case"]["method"])
             if same and pair in (("awq+gptq", "awq"), ("awq+gptq", "gptq"), ("gptq", "awq"), ("awq", "rtn")):
                 delta = torch.tensor(better["kl_by_segment"]) - torch.tensor(worse["kl_by_segment"])
@@ -79,13 +80,17 @@ def _differences(model: dict[str, Any]) -> str:
 def _sorted(model: dict[str, Any]) -> list[dict[str, Any]]:
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
         case = row["case"]
-        return -case["bits"], -case["group_size"], case["samples"], -row["kl"]["mean"]
+        return -case["bits"], -case["group_size"], len(case.get("texts", ())), case["samples"], -row["kl"]["mean"]
 
     return sorted(model["cases"].values(), key=key)
 
 
 def _method(case: dict[str, Any]) -> str:
     return {"rtn": "rounding", "awq": "AWQ", "gptq": "GPTQ", "awq+gptq": "AWQ + GPTQ"}[case["method"]]
+
+
+def _texts(case: dict[str, Any]) -> str:
+    return f" of {' and '.join(case['texts'])}" if case.get("texts") else ""
 
 
 def _interval(values: dict[str, Any]) -> str:

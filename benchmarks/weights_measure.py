@@ -17,7 +17,7 @@ from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import make_passes
-from kvconvert.data.text import load_token_samples
+from kvconvert.data.mixture import Sources, load_mixture
 from kvconvert.errors import UsageError
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.methods import KVCalibration
@@ -34,34 +34,40 @@ class Case:
 
     Attributes:
         name: method and everything that differs from the defaults.
-        weights: method, width and groups; sequential propagation.
+        weights: method, width and groups.
         samples, length: of the calibration text.
+        texts: names of .txt files to calibrate on, in equal shares; none takes the usual text.
     """
 
     name: str
     weights: WeightsRecipe
     samples: int
     length: int
+    texts: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str, group_size: int) -> Case:
         """Read what the command line says (UsageError)."""
         method, _, changes = text.partition(":")
         fields: dict[str, Any] = {"method": method, "bits": 4, "group_size": group_size}
-        sizes = {"samples": SAMPLES, "length": LENGTH}
+        sizes, texts = {"samples": SAMPLES, "length": LENGTH}, ""
         for change in filter(None, changes.split(",")):
             name, equals, value = change.partition("=")
             if not equals:
                 raise UsageError(f"{text}: {change} is not of the form field=value.")
-            (sizes if name in sizes else fields)[name] = _value(value)
+            if name == "texts":
+                texts = value
+            else:
+                (sizes if name in sizes else fields)[name] = _value(value)
         rest = {k: v for k, v in (fields | sizes).items() if k != "method"}
         default = {"samples": SAMPLES, "length": LENGTH}
         said = ",".join(f"{name}={value}" for name, value in rest.items() if default.get(name) != value)
-        return cls(f"{method}:{said}", WeightsRecipe(**fields), **sizes)
+        said += f",texts={texts}" if texts else ""
+        return cls(f"{method}:{said}", WeightsRecipe(**fields), **sizes, texts=tuple(filter(None, texts.split("+"))))
 
     def values(self) -> dict[str, Any]:
         """As plain values."""
-        return self.weights.model_dump() | {"samples": self.samples, "length": self.length}
+        return self.weights.model_dump() | {"samples": self.samples, "length": self.length, "texts": self.texts}
 
 
 def _value(text: str) -> int | bool | str:
@@ -75,6 +81,7 @@ class _States:
     """Hidden states in memory, read like `kvconvert.convert.workdir.HiddenStates`."""
 
     values: Tensor
+    first: int = 0
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -85,10 +92,10 @@ class _States:
 
 
 @torch.no_grad()
-def quantized_model(directory: Path, case: Case, calibration: str | None, seed: int, device: str) -> PreTrainedModel:
+def quantized_model(directory: Path, case: Case, calibration: Sources, seed: int, device: str) -> PreTrainedModel:
     """The model in float32 with the weights that a conversion would store, dequantized; dense models only."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    ids = load_token_samples(calibration, tokenizer, case.samples, case.length, seed).ids
+    ids = load_mixture(calibration, tokenizer, case.samples, case.length, seed).ids
     source = open_source(str(directory))
     runner = LayerRunner(source, require_adapter(source.config), torch.device(device))
     runner.begin(CalibrationInputs(ids))

@@ -40,6 +40,7 @@ from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationRecor
 from kvconvert.calibration.awq_clips import Widths, apply_clips, search_clips, width_of
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult
 from kvconvert.calibration.ranks import ALONE, Ranks
+from kvconvert.calibration.rounded_readers import Reader, rounded
 from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
 from kvconvert.calibration.value_cache import value_rounding
 from kvconvert.errors import NumericError
@@ -234,7 +235,10 @@ def _search_norm_group(
     else:
         chunks = [(chunk.unsqueeze(0), {}) for chunk in statistics.tokens[point].split(_CHUNK_TOKENS)]
     quantized = [reader for reader in group.readers if reader not in structure.unquantized]
-    readers = [(layer.get_submodule(reader), width_of(bits, reader)) for reader in quantized]
+    routed = structure.experts.owner if structure.experts is not None else lambda reader: None
+    readers = [
+        Reader(layer.get_submodule(reader), width_of(bits, reader), routed(reader) is not None) for reader in quantized
+    ]
     norm = layer.get_submodule(group.norm)
 
     def forward(chunk: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -249,17 +253,11 @@ def _search_norm_group(
     count = sum(reference.numel() for reference in expected)
 
     def loss(scale: Tensor) -> float:
-        originals = [reader.weight.data for reader, _ in readers]
-        try:
-            for (reader, width), original in zip(readers, originals, strict=True):
-                reader.weight.data = fake_quantize_weight(original * scale, width, group_size).div_(scale)
+        with rounded(readers, scale, group_size):
             errors = [
                 (forward(*chunk) - reference).square_().sum(dtype=torch.float64)
                 for chunk, reference in zip(chunks, expected, strict=True)
             ]
-        finally:
-            for (reader, _), original in zip(readers, originals, strict=True):
-                reader.weight.data = original
         return float(torch.stack(errors).sum()) / count
 
     def scale_of(ratio: float) -> Tensor:

@@ -6,14 +6,16 @@ the step that is best for them (equations 2 and 3; the same for all rows, since 
 
     W_F  <-  W_F - (w_i - q_i) [H_FF^-1]_i,: / [H_FF^-1]_ii            (F contains i here)
 
-`compensate_reference` says just that. `compensate` takes all the rows of H_FF^-1 that are needed from one Cholesky
-factorization (the paper's step 3) and moves columns beyond a block of 128 once per block (its step 2).
+`compensate_reference` says just that. `compensate` takes all the rows of H_FF^-1 that are needed from one triangular
+factor (the paper's step 3, see `factorize`) and moves columns beyond a block of 128 once per block (its step 2).
 
 Grids are static: scale and zero of every group of inputs are fixed from the weight before any column moves. So columns
 may be rounded in any order without a table of which group a column belongs to, and the stored layout is AWQ's own.
 The order is that of descending H_ii: inputs that matter most are rounded while all others can still make up for it.
 
-Damping adds a share of the mean of H's diagonal to the diagonal. An input that never occurs (H_ii = 0) is rounded to
+Damping adds to each diagonal entry a share of itself, H + lambda diag(H), where the paper adds a share of the mean: so
+the result does not depend on how inputs are scaled, and one large input, such as that of the tokens which attention
+uses as a sink, does not keep all others from being made up for. An input that never occurs (H_ii = 0) is rounded to
 nearest, and moves nothing.
 """
 
@@ -24,11 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvconvert.calibration.hessian_factor import Factor, damped_diagonal, factorize
 from kvconvert.calibration.weight_grid import WeightGrid
-from kvconvert.errors import NumericError
 
-DAMPING = 0.01
-_MOST_DAMPING = 1.0
+DAMPING = 0.1
 _BLOCK = 128
 
 
@@ -37,8 +38,8 @@ class Compensated(NamedTuple):
 
     Attributes:
         weight: float32 [out, in], every entry a value of the grid.
-        damping: share of the mean diagonal that was added: the one asked for, or more where that was too little for
-            float32.
+        damping: share of its own that each diagonal entry grew by: the one asked for, or more where that was too
+            little for float32.
     """
 
     weight: Tensor
@@ -56,7 +57,8 @@ def compensate_reference(
 ) -> Tensor:
     """The definition, column by column with an inverse for each: see `compensate`, whose result this is. Slow."""
     order = torch.arange(weight.shape[1], device=weight.device) if order is None else order
-    free, hessian = weight.double().clone(), _damped(hessian.double(), damping)
+    free, hessian = weight.double().clone(), hessian.double().clone()
+    hessian.diagonal().copy_(damped_diagonal(hessian.diagonal(), damping))
     result = torch.empty_like(weight, dtype=torch.float32)
     for position, column in enumerate(order.tolist()):
         rounded = grid.round_columns(
@@ -70,7 +72,6 @@ def compensate_reference(
     return result
 
 
-@torch.no_grad()
 def compensate(
     weight: Tensor, hessian: Tensor, grid: WeightGrid, order: Tensor | None = None, damping: float = DAMPING
 ) -> Compensated:
@@ -81,55 +82,40 @@ def compensate(
         hessian: float32 [in, in], E[x x^T] of the Linear's input (any positive multiple gives the same).
         grid: of the weight.
         order: int64 [in], a permutation: in which columns are rounded. None takes them from left to right.
-        damping: share of the mean of H's diagonal that is added to the diagonal.
+        damping: share of itself that is added to each entry of H's diagonal.
 
     Raises:
         NumericError: the Hessian is not finite, or no damping up to 1 makes it positive definite.
     """
-    columns = weight.shape[1]
-    order = torch.arange(columns, device=weight.device) if order is None else order
-    factor, damping = _inverse_factor(hessian[order][:, order], damping)
-    free = weight.float().T[order].contiguous()  # [in, out]: a column of the weight is contiguous
-    rounded = torch.empty_like(free)
-    scale, zero = grid.of_columns(order)
+    order = torch.arange(weight.shape[1], device=weight.device) if order is None else order
+    factor = factorize(hessian.clone(), order, damping)
+    return Compensated(compensate_by(weight, factor, grid), factor.damping)
+
+
+@torch.no_grad()
+def compensate_by(weight: Tensor, factor: Factor, grid: WeightGrid) -> Tensor:
+    """`compensate` with the Hessian's factor, in whose order columns are rounded; several Linears may share it."""
+    order, columns = factor.order, weight.shape[1]
+    free = weight.new_empty(columns, weight.shape[0], dtype=torch.float32)  # a column of the weight is contiguous
+    for place, some in zip(free.split(_BLOCK), order.split(_BLOCK), strict=True):
+        place.copy_(weight[:, some].T)
     for start in range(0, columns, _BLOCK):
         stop = min(start + _BLOCK, columns)
         block, errors = free[start:stop], torch.empty_like(free[start:stop])
-        rows = factor[start:stop]
+        rows, (scale, zero) = factor.matrix[start:stop], grid.of_columns(order[start:stop])
         for i in range(stop - start):
-            nearest = grid.nearest(block[i], scale[start + i], zero[start + i])
+            nearest = grid.nearest(block[i], scale[i], zero[i])
             errors[i] = (block[i] - nearest) / rows[i, start + i]
             block[i + 1 :].addr_(rows[i, start + i + 1 : stop], errors[i], alpha=-1)
-            rounded[start + i] = nearest
+            block[i] = nearest
         free[stop:].addmm_(rows[:, stop:].T, errors, alpha=-1)
-    result = torch.empty_like(rounded)
-    result[order] = rounded
-    return Compensated(result.T.contiguous(), damping)
+    result = torch.empty_like(weight, dtype=torch.float32)
+    for place, some in zip(free.split(_BLOCK), order.split(_BLOCK), strict=True):
+        result[:, some] = place.T
+    return result
 
 
 def output_error(weight: Tensor, rounded: Tensor, hessian: Tensor) -> float:
     """Mean squared error of the outputs, summed over them: trace of D H D^T for D = rounded - weight."""
     delta = rounded - weight
     return float(((delta @ hessian) * delta).sum(dtype=torch.float64))
-
-
-def _damped(hessian: Tensor, damping: float) -> Tensor:
-    diagonal = hessian.diagonal()
-    added = damping * diagonal.mean()
-    # Inputs that never occur: any positive number keeps them apart from the others.
-    added = torch.where(diagonal == 0, 1 + added, added)
-    return hessian + torch.diag_embed(added)
-
-
-def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
-    """Upper triangular U with U^T U = H^-1, whose row i is that of H_FF^-1 over the root of its diagonal entry."""
-    if not hessian.isfinite().all():
-        raise NumericError("the second moments of its input hold NaN or infinity")
-    while damping <= _MOST_DAMPING:
-        lower, failed = torch.linalg.cholesky_ex(_damped(hessian, damping))
-        if not failed:
-            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not failed and factor.isfinite().all():
-                return factor, damping
-        damping *= 10
-    raise NumericError("the second moments of its input are not positive definite even with damping")

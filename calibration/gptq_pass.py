@@ -17,8 +17,9 @@ from torch import Tensor
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationStatistics, point_of
 from kvconvert.calibration.awq import AwqPass
 from kvconvert.calibration.awq_clips import search_clips
-from kvconvert.calibration.gptq import DAMPING, compensate, output_error, rounding_order
-from kvconvert.calibration.hessians import HessianRecorder, diagonal_blocks
+from kvconvert.calibration.gptq import DAMPING, compensate_by, rounding_order
+from kvconvert.calibration.hessian_factor import Factor, factorize
+from kvconvert.calibration.hessians import HessianRecorder
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
@@ -37,6 +38,7 @@ class GptqPass(CalibrationPass):
     def __init__(self, bits: int, group_size: int, awq: AwqPass | None = None) -> None:
         self.bits, self.group_size, self.awq = bits, group_size, awq
         self._hessians: HessianRecorder | None = None
+        self._last: tuple[str, Factor] | None = None
         self._result = PassResult()
 
     @classmethod
@@ -73,16 +75,17 @@ class GptqPass(CalibrationPass):
             clips = self._search_clips(work)
         losses: dict[str, dict[str, float]] = {}
         reasons = {} if self.awq is None else dict(self.awq.result().reasons)
-        for number, name in enumerate(work.structure.linears):
+        for number, name in self._by_input(work):
             linear = work.layer.get_submodule(name)
             bound = clips[name][0] if name in clips else None
             try:
                 grid = WeightGrid.of(linear.weight, work.bits.get(name, self.bits), self.group_size, bound)
                 if self._has_tokens(work, name):
                     if work.ranks.owner(number) == work.ranks.rank:
-                        linear.weight.data, losses[name] = self._compensated(work, name, grid, scales.get(name))
+                        found, losses[name] = self._compensated(work, name, grid, scales.get(name))
+                        linear.weight.data.copy_(found)
                 else:
-                    linear.weight.data = grid.round(linear.weight)
+                    linear.weight.data.copy_(grid.round(linear.weight))
                     note = f"its expert saw fewer than {MIN_EXPERT_TOKENS} calibration tokens and is rounded to nearest"
                     reasons[name] = "; ".join(filter(None, (reasons.get(name), note)))
             except NumericError as error:
@@ -94,7 +97,7 @@ class GptqPass(CalibrationPass):
                 work.ranks.broadcast_(work.layer.get_submodule(name).weight.data, work.ranks.owner(number))
         statistics: dict[str, Any] = {} if self.awq is None else dict(self.awq.result().statistics)
         self._result = PassResult(statistics=statistics | {"compensation": losses}, reasons=reasons)
-        self._hessians = None
+        self._hessians = self._last = None
 
     def result(self) -> PassResult:
         """AWQ's statistics, and for every compensated Linear its output's error when rounded and when compensated."""
@@ -108,7 +111,7 @@ class GptqPass(CalibrationPass):
 
     def _search_clips(self, work: LayerWork) -> dict[str, tuple[Tensor, float, float]]:
         points = {point_of(work.structure, name) for name in work.structure.linears if self._has_tokens(work, name)}
-        moments = {point: diagonal_blocks(self._hessians.of(point), self.group_size) for point in points}
+        moments = {point: self._hessians.diagonal_blocks(point, self.group_size) for point in points}
         return search_clips(
             work.layer,
             work.structure,
@@ -119,14 +122,28 @@ class GptqPass(CalibrationPass):
             work.ranks,
         )
 
+    @staticmethod
+    def _by_input(work: LayerWork) -> list[tuple[int, str]]:
+        """The layer's Linears with their numbers, those that read the same input one after another."""
+        linears = list(enumerate(work.structure.linears))
+        points = [point_of(work.structure, name) for _, name in linears]
+        return sorted(linears, key=lambda linear: points.index(points[linear[0]]))
+
+    def _factor(self, work: LayerWork, name: str, input_scale: Tensor | None) -> Factor:
+        """Of the Hessian of a Linear's input, kept until another one is asked for: it is the largest thing here."""
+        point = point_of(work.structure, name)
+        if self._last is None or self._last[0] != point:
+            self._last = None  # frees it before there is another
+            hessian = self._hessians.of(point, input_scale, release=True)
+            self._last = point, factorize(hessian, rounding_order(hessian), DAMPING)
+        return self._last[1]
+
     def _compensated(
         self, work: LayerWork, name: str, grid: WeightGrid, input_scale: Tensor | None
     ) -> tuple[Tensor, dict[str, float]]:
-        hessian = self._hessians.of(point_of(work.structure, name), input_scale)
+        factor = self._factor(work, name, input_scale)
         weight = work.layer.get_submodule(name).weight
-        found, damping = compensate(weight, hessian, grid, rounding_order(hessian))
-        losses = {
-            "loss_before": output_error(weight, grid.round(weight), hessian),
-            "loss_after": output_error(weight, found, hessian),
-        }
-        return found, losses if damping == DAMPING else losses | {"damping": damping}
+        before = factor.output_error(weight, grid.round(weight))
+        found = compensate_by(weight, factor, grid)
+        losses = {"loss_before": before, "loss_after": factor.output_error(weight, found)}
+        return found, losses if factor.damping == DAMPING else losses | {"damping": factor.damping}

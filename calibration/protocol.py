@@ -102,7 +102,8 @@ class LayerWork:
         replay: runs this process's calibration data once more through the layer in its current state.
         visual: which tokens stand for images, bool [num_samples, seq_len]; None where there are none.
         bits: width of each quantized Linear's weights, by its name within the layer.
-        grids: of Linears (names within the layer) whose weights a pass has replaced by values of these grids.
+        grids: of Linears (names within the layer) whose weights a pass has replaced by values of these grids. Weights
+            of experts may be mapped from files, so that passes write into them and never replace their memory.
     """
 
     name: str

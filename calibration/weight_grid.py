@@ -77,9 +77,12 @@ class WeightGrid:
 
     def round(self, weight: Tensor) -> Tensor:
         """The grid's values next to a weight [out, in]: rounding to nearest."""
-        return self.round_columns(weight, torch.arange(weight.shape[1], device=weight.device))
+        return self.nearest(self._grouped(weight), self.scale[..., None], self.zero[..., None]).flatten(1)
 
     def codes(self, weight: Tensor) -> Tensor:
         """The codes q, uint8 [out, in], of a weight that consists of the grid's values."""
-        scale, zero = self.of_columns(torch.arange(weight.shape[1], device=weight.device))
-        return ((weight / scale.T).round_() + zero.T).clamp_(0, 2**self.bits - 1).to(torch.uint8)
+        codes = (self._grouped(weight) / self.scale[..., None]).round_().add_(self.zero[..., None])
+        return codes.clamp_(0, 2**self.bits - 1).to(torch.uint8).flatten(1)
+
+    def _grouped(self, weight: Tensor) -> Tensor:
+        return weight.float().unflatten(-1, (-1, self.group_size))

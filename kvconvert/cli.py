@@ -24,7 +24,7 @@ from kvconvert.commands.push import push
 from kvconvert.commands.recipes import recipes
 from kvconvert.commands.report import report
 from kvconvert.commands.verify import verify
-from kvconvert.errors import KvconvertError
+from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.version import __version__
 
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EBADF)
@@ -95,11 +95,20 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvconvert")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Convert Hugging Face models into bundles with quantized weights and a calibrated low-bit key-value cache.
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 3 fidelity limit not met.
     """
+    processes = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    if processes > 1 and ctx.invoked_subcommand != "calibrate":
+        if os.environ["RANK"] != "0":
+            ctx.exit(UsageError.exit_code)
+        raise UsageError(
+            f"torchrun started {processes} processes, and kvconvert {ctx.invoked_subcommand} runs in one; start it "
+            "without torchrun. Only kvconvert calibrate shares its work."
+        )
 
 
 for command in (

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.recipe import Recipe
-from kvconvert.errors import CheckpointError, RecipeError, UnsupportedModelError
+from kvconvert.errors import CheckpointError, RecipeError, UnsupportedModelError, UsageError
 from kvconvert.methods.awq import AUTO_GROUP_SIZES, WeightsRecipe
 from kvconvert.models.adapters import head_dim, layer_config
 from kvconvert.models.layer_types import layer_types_of, pages_unsupported
@@ -48,6 +48,18 @@ def check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
             raise RecipeError(
                 f"[kv] {field} = {getattr(scheme, field)!r} follows from calibration, and no adapter describes this "
                 "architecture's layers; choose a value that needs none."
+            )
+
+
+def check_layers_fit(runner: LayerRunner, memory: int) -> None:
+    """Refuse a layer whose weights alone, in float32, are more than the `memory` bytes of the GPU that computes it."""
+    for index in range(runner.num_layers) if runner.adapter is not None else ():
+        layer = runner.model.get_submodule(runner.layer_name(index))
+        size = 4 * sum(parameter.numel() for parameter in layer.parameters())
+        if size > memory:
+            raise UsageError(
+                f"{runner.layer_name(index)} takes {size / 1e9:.1f} GB in float32, more than the GPU's "
+                f"{memory / 1e9:.1f} GB; give `device` cpu, where experts are kept in files."
             )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvconvert.bundle.mapped import Mapped
 from kvconvert.calibration.activations import same_arguments
 from kvconvert.errors import NumericError, UnsupportedModelError
 
@@ -32,11 +33,13 @@ class CalibrationInputs:
         extras: for each sample the model's further inputs (pixel values, token types), as for a batch of that sample
             alone; empty where there are none.
         visual: which tokens stand for images, bool [samples, length], or None.
+        mapped: where to keep what the model adds between layers; None keeps it in memory.
     """
 
     ids: Tensor
     extras: tuple[dict[str, Tensor], ...] = ()
     visual: Tensor | None = None
+    mapped: Mapped | None = None
 
     def sample(self, index: int) -> dict[str, Tensor]:
         """Arguments of the model's forward for one sample."""
@@ -96,7 +99,8 @@ class InputCapture:
                     )
                 if layer and hidden.any():
                     tokens = hidden[0].any(-1).nonzero()[:, 0]
-                    self._added[layer][index] = tokens, hidden[0, tokens].float()
+                    added, mapped = hidden[0, tokens].float().cpu(), self.inputs.mapped
+                    self._added[layer][index] = tokens, added if mapped is None else mapped.copy(added)
                 _append(arguments[layer], kwargs, index)
             yield captured[0][0].float()
         self._arguments = arguments
@@ -151,7 +155,7 @@ class InputCapture:
         for row in range(len(hidden)):
             if start + row in found:
                 tokens, values = found[start + row]
-                hidden[row, tokens] += values
+                hidden[row, tokens] += values.to(hidden.device)
         return hidden
 
 

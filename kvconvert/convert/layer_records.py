@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -75,14 +75,19 @@ def untouched_record(runner: LayerRunner, recipe: Recipe, index: int) -> LayerRe
 
 
 def converted_tensors(
-    work: LayerWork, dtypes: dict[str, torch.dtype], weights: WeightsRecipe, kept: Mapping[str, PackedLinear]
+    work: LayerWork,
+    dtypes: dict[str, torch.dtype],
+    weights: WeightsRecipe,
+    kept: Mapping[str, PackedLinear],
+    keep: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The layer's tensors under the model's names, Linears packed unless the recipe keeps weights.
 
     Those of `kept` are the source's own codes. Everything else is stored in the source's dtype: exactly the source's
-    bytes where no pass changed it.
+    bytes where no pass changed it. `keep` puts packed tensors elsewhere than in memory.
     """
     tensors = {}
+    keep = keep or (lambda tensor: tensor)
     # The source's own form of experts is copied, which may be a fused one.
     copied = expert_modules(work.layer) if not weights.quantizes else ()
     for name, parameter in work.layer.state_dict().items():
@@ -106,7 +111,7 @@ def converted_tensors(
                 )
             except GroupRangeError as error:
                 raise NumericError(f"{full} cannot be quantized: {error}") from error
-            tensors.update({f"{full}.{field}": value.cpu() for field, value in packed._asdict().items()})
+            tensors.update({f"{full}.{field}": keep(value.cpu()) for field, value in packed._asdict().items()})
         else:
             tensors[f"{full}.{kind}"] = parameter.to(dtypes[name]).cpu()
     return tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from kvconvert.bundle.mapped import Mapped
 from kvconvert.calibration.attention_capture import RECORDING_ATTENTION
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill, rows_as_looked_up
@@ -19,12 +21,14 @@ from kvconvert.errors import NumericError, UnsupportedModelError
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.models.adapters import Adapter
 from kvconvert.models.auto_class import model_class
-from kvconvert.models.experts import ExpertRoles, separate_experts
+from kvconvert.models.experts import ExpertRoles, expert_modules, separate_experts
 from kvconvert.models.formats import Packing
 from kvconvert.models.headers import check_headers, fitting, is_derived
 from kvconvert.models.source import SourceModel
 
-BATCH_TOKENS = 4096  # calibration tokens that run through a layer at once
+BATCH_TOKENS = 4096  # calibration tokens that run through a layer at once, at most
+BATCH_BYTES = 400_000_000  # of their activations where these are in host memory
+EXPERT_BYTES = 2_000_000_000  # of a layer's experts in float32 beyond which they are mapped from files
 
 
 class PackedLinear(NamedTuple):
@@ -88,8 +92,20 @@ class LayerRunner:
         """Full name of a decoder layer."""
         return f"{self.adapter.layers}.{index}"
 
-    def layer(self, index: int) -> tuple[nn.Module, dict[str, torch.dtype]]:
+    def maps_experts(self, index: int) -> bool:
+        """Whether a layer's experts are too large for host memory."""
+        if self.device.type != "cpu":
+            return False
+        experts = expert_modules(self.model.get_submodule(self.layer_name(index)))
+        names = [name for prefix in experts for name in self.source.names(f"{self.layer_name(index)}.{prefix}")]
+        return sum(4 * math.prod(self.source.info_of(name).shape) for name in names) > EXPERT_BYTES
+
+    def layer(self, index: int, mapped: Mapped | None = None) -> tuple[nn.Module, dict[str, torch.dtype]]:
         """A decoder layer with the source's weights in float32, and the dtype in which each parameter is stored.
+
+        Args:
+            index: of the layer.
+            mapped: where experts are kept that are too large for host memory; None keeps them in memory.
 
         Raises:
             CheckpointError: tensors missing, left over, or of another shape than the configuration says.
@@ -100,11 +116,29 @@ class LayerRunner:
         stored = {key.removeprefix(f"{name}."): key for key in self.source.names(f"{name}.")}
         own = layer.state_dict().keys()
         stored = {key: full for key, full in stored.items() if key in own or not is_derived(self.model, full)}
-        tensors = dict(zip(stored, self.source.read_finite(stored.values()).values(), strict=True))
+        mapped = mapped if mapped is not None and self.maps_experts(index) else None
+        if mapped is None:
+            tensors = dict(zip(stored, self.source.read_finite(stored.values()).values(), strict=True))
+        else:
+            tensors = self._read_mapped(stored, mapped)
         tensors = fitting(layer, name, tensors, self.model)
         dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
+        if mapped is not None:
+            experts = expert_modules(layer)
+            for key in tensors:
+                if key.startswith(experts):
+                    tensors[key] = mapped.copy(tensors[key], torch.float32)
         fill(layer, self._owner(name), tensors, self.device)
         return layer, dtypes
+
+    def _read_mapped(self, stored: dict[str, str], mapped: Mapped) -> dict[str, Tensor]:
+        """A layer's tensors; those that are decoded one at a time, each to a file."""
+        decoded = [key for key, full in stored.items() if self.source.is_encoded(full)]
+        plain = [key for key in stored if key not in set(decoded)]
+        tensors = dict(zip(plain, self.source.read_finite([stored[key] for key in plain]).values(), strict=True))
+        for key in decoded:
+            tensors[key] = mapped.copy(self.source.read_finite([stored[key]])[stored[key]])
+        return {key: tensors[key] for key in stored}
 
     def packed(self, index: int) -> dict[str, PackedLinear]:
         """A decoder layer's Linears that the source has quantized, by name within the layer."""
@@ -149,10 +183,14 @@ class LayerRunner:
             fill(base, base, dict(zip(outside, tensors.values(), strict=True)), self.device)
             yield from self._capture.run(base, base.get_submodule(layers), self.device)
 
-    @staticmethod
-    def batch_size(length: int) -> int:
+    def batch_size(self, length: int) -> int:
         """Samples that run through a layer together, where all have the same arguments."""
-        return max(1, BATCH_TOKENS // length)
+        tokens = BATCH_TOKENS
+        if self.device.type == "cpu":
+            sizes = (getattr(self.config, name, None) for name in ("hidden_size", "intermediate_size"))
+            hidden, intermediate = (size if isinstance(size, int) else 0 for size in sizes)
+            tokens = min(tokens, BATCH_BYTES // (4 * (4 * hidden + 3 * intermediate)))
+        return max(1, tokens // length)
 
     def forward(
         self, layer: nn.Module, inputs: HiddenStates, index: int

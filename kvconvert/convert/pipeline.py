@@ -26,10 +26,18 @@ from tqdm import tqdm
 from kvconvert.auto.search import SearchTask, allocated_recipe, find_allocation, search_task
 from kvconvert.auto.weight_widths import allocated_widths, budget_of, find_widths, weight_units
 from kvconvert.bundle.manifest import ModuleCoverage
+from kvconvert.bundle.mapped import Mapped
 from kvconvert.calibration.activations import count_routed
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork
 from kvconvert.calibration.ranks import ALONE, Ranks, joined_ranks, local_device
-from kvconvert.convert.checks import check_packed, check_purpose, check_recipe, check_widths, fitted_group_size
+from kvconvert.convert.checks import (
+    check_layers_fit,
+    check_packed,
+    check_purpose,
+    check_recipe,
+    check_widths,
+    fitted_group_size,
+)
 from kvconvert.convert.host_memory import release_free_memory
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_records import (
@@ -134,12 +142,14 @@ def calibrate(
             adapter = runner.adapter
             check_recipe(runner, recipe)
             check_packed(runner, recipe)
+            if target.type == "cuda":
+                check_layers_fit(runner, torch.cuda.get_device_properties(target).total_memory)
             if adapter is not None:
                 recipe = with_group_size(runner, recipe, progress)
             task = None if recipe.auto is None else search_task(runner, recipe, target)
             if recipe.weights.average_bits is not None:
                 budget_of(weight_units(runner, recipe.weights.group_size), recipe.weights.average_bits)
-            tokens = load_samples(source, data, samples, seq_len, seed)
+            tokens = load_samples(source, data, samples, seq_len, seed, Mapped.near(Path(work)))
             shares = ranks.shares(len(tokens.ids), runner.batch_size(tokens.ids.shape[1]))
             if supports_images(source.config) and not tokens.info.images:
                 _say(f"Calibrating with text alone: {tokens.info.source} holds no images.", progress)
@@ -214,7 +224,7 @@ def _calibrate_layers(
     if recipe.weights.average_bits is not None:
         found = find_widths(runner, recipe, directory, tokens, data, seed, say, progress)
         recipe = allocated_widths(recipe, found)
-    inputs = CalibrationInputs(tokens.ids, tokens.extras, tokens.visual)
+    inputs = CalibrationInputs(tokens.ids, tokens.extras, tokens.visual, directory.mapped())
     if runner.adapter is not None:
         runner.begin(inputs)
     done = count - len(todo)
@@ -276,7 +286,7 @@ def calibrate_layer(
         passes = _passes(runner, recipe, index)
         # Before the layer is read: where the input is gone, the layers before it are read again, one at a time.
         hidden = _hidden_input(runner, directory, recipe, inputs, index) if passes else None
-        work, dtypes = _prepared(runner, recipe, inputs, index, passes)
+        work, dtypes = _prepared(runner, recipe, inputs, index, passes, directory)
         if hidden is not None:
             # Not `work` itself: in a cycle the layer would stay in memory until the collector happens to run.
             def replay(layer: nn.Module = work.layer) -> None:
@@ -336,7 +346,8 @@ def _commit(
     for calibration_pass in passes:
         plan |= plan_of(calibration_pass, results[calibration_pass.name], index)
     passes.clear()  # and their samples, before weights are packed
-    tensors = converted_tensors(work, dtypes, recipe.weights, kept)
+    keep = directory.mapped().copy if runner.maps_experts(index) else None
+    tensors = converted_tensors(work, dtypes, recipe.weights, kept, keep)
     directory.commit_layer(index, {names.of_tensor(name): t for name, t in tensors.items()}, plan, record)
 
 
@@ -347,12 +358,17 @@ def _passes(runner: LayerRunner, recipe: Recipe, index: int) -> list[Calibration
 
 
 def _prepared(
-    runner: LayerRunner, recipe: Recipe, inputs: CalibrationInputs, index: int, passes: list[CalibrationPass]
+    runner: LayerRunner,
+    recipe: Recipe,
+    inputs: CalibrationInputs,
+    index: int,
+    passes: list[CalibrationPass],
+    directory: WorkDir,
 ) -> tuple[LayerWork, dict[str, torch.dtype]]:
     """A layer after its passes' `prepare`, which leaves its function as it is, and the dtypes of its parameters."""
     structure = runner.structure(index)
     scheme, _ = layer_scheme(runner, recipe, index)
-    layer, dtypes = runner.layer(index)
+    layer, dtypes = runner.layer(index, directory.mapped())
     work = LayerWork(
         name=runner.layer_name(index),
         layer=layer,
@@ -390,7 +406,7 @@ def _hidden_input(
                     writer.append(sample)
             writer.commit()
     for i in range(available, index):
-        work, _ = _prepared(runner, recipe, inputs, i, _passes(runner, recipe, i))
+        work, _ = _prepared(runner, recipe, inputs, i, _passes(runner, recipe, i), directory)
         with directory.hidden(i + 1, width).writing() as writer:
             for *_, output in runner.forward(work.layer, directory.hidden(i, width), i):
                 writer.append(output)

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from kvconvert.bundle import disk
 from kvconvert.bundle.manifest import DataInfo, ModuleCoverage, SourceInfo, TensorInfo
+from kvconvert.bundle.mapped import Mapped
 from kvconvert.bundle.tensorfile import read_header, replace_tensors
 from kvconvert.convert.sealed_json import read_sealed, sealed_json
 from kvconvert.convert.work_lock import LOCK_NAME, check_free, work_lock
@@ -425,6 +426,10 @@ class WorkDir:
         shape = (stop - first, self.state.data.length, hidden_size)
         name = f"{index:05d}.{self._hidden_name(self._samples)}"
         return HiddenStates(self.path / "hidden" / name, shape, first)
+
+    def mapped(self) -> Mapped:
+        """Room beside the inputs of layers for what memory does not hold."""
+        return Mapped(self.path / "hidden")
 
     def _layer(self, index: int, suffix: str) -> Path:
         return self.path / "layers" / f"{index:05d}.{suffix}"

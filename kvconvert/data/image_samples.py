@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.bundle.manifest import DataInfo
+from kvconvert.bundle.mapped import Mapped
 from kvconvert.data.images import (
     Document,
     directory_documents,
@@ -30,7 +31,9 @@ from kvconvert.data.images import (
     is_image_directory,
     row_document,
 )
-from kvconvert.data.text import EMBEDDED, Table, TokenData, is_plain_text, local_files, source_name
+from kvconvert.data.sources import is_plain_text, local_files, source_name
+from kvconvert.data.tables import Table
+from kvconvert.data.text import EMBEDDED, TokenData
 from kvconvert.errors import CheckpointError, DataError
 from kvconvert.models.image_prompts import ImagePrompts
 
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
 LENGTH_STEP = 512  # tokens; the default length of samples is a multiple of it
 _TEXT_SHARE = 128  # tokens that a sample of that length has at least besides one image
+IMAGE_BYTES = 500_000_000  # of pixels and the like of all samples that are held in memory
 _ROWS_INSPECTED = 64  # of conversations: without an image among them, they count as text
 _SLACK = 8  # tokens by which joining documents may change their number
 
@@ -63,6 +67,7 @@ def load_image_samples(
     samples: int,
     length: int | None,
     seed: int,
+    mapped: Mapped | None = None,
 ) -> TokenData:
     """Read a SOURCE that `holds_images` and pack it; the same arguments and files give the same samples.
 
@@ -73,6 +78,7 @@ def load_image_samples(
         samples, length: how many, and tokens in each; None takes as many as the first document's image needs, and
             some text, in steps of `LENGTH_STEP`.
         seed: of the order of documents.
+        mapped: where the model's further inputs are kept from `IMAGE_BYTES` on; None keeps all in memory.
 
     Raises:
         DataError: an image or a caption that is missing or unreadable, an image longer than a sample, or too little.
@@ -81,9 +87,14 @@ def load_image_samples(
     packer = _Packer(ImagePrompts(processor, config), _documents(source, seed), name, seed)
     if length is None:
         length = packer.fitting_length()
-    rows, extras, images = [], [], 0
+    rows, extras, images, held = [], [], 0, 0
     for _ in range(samples):
         ids, extra, count = packer.sample(length, len(rows), samples)
+        size = sum(value.nbytes for value in extra.values())
+        if mapped is not None and held + size > IMAGE_BYTES:
+            extra = {name: mapped.copy(value) for name, value in extra.items()}
+        else:
+            held += size
         rows.append(ids)
         extras.append(extra)
         images += count

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from transformers import ProcessorMixin
 
+from kvconvert.bundle.mapped import Mapped
 from kvconvert.data.image_samples import holds_images, load_image_samples
 from kvconvert.data.mixture import Sources, load_mixture, unlike_the_model, weighted_sources
 from kvconvert.data.text import TokenData
@@ -17,7 +18,14 @@ from kvconvert.models.source import SourceModel
 TEXT_LENGTH = 512  # default tokens of a text sample
 
 
-def load_samples(model: SourceModel, source: Sources, samples: int, length: int | None, seed: int) -> TokenData:
+def load_samples(
+    model: SourceModel,
+    source: Sources,
+    samples: int,
+    length: int | None,
+    seed: int,
+    mapped: Mapped | None = None,
+) -> TokenData:
     """Calibration samples of a SOURCE for a model, read with its own tokenizer or processor.
 
     Args:
@@ -27,6 +35,7 @@ def load_samples(model: SourceModel, source: Sources, samples: int, length: int 
             `kvconvert.data.mixture`.
         samples, length: how many, and tokens in each; None takes `TEXT_LENGTH`, or what an image needs.
         seed: of the choice and order.
+        mapped: where images are kept that are too many for memory.
 
     Raises:
         UsageError: samples that cannot be cut, or a package that is missing.
@@ -50,7 +59,7 @@ def load_samples(model: SourceModel, source: Sources, samples: int, length: int 
     if with_images and len(several) > 1:
         raise UsageError("`data` names several sources and one of them holds images, which are not mixed; give one.")
     if with_images:
-        data = load_image_samples(only, _processor(model), model.config, samples, length, seed)
+        data = load_image_samples(only, _processor(model), model.config, samples, length, seed, mapped)
     else:
         length = min(TEXT_LENGTH, positions or TEXT_LENGTH) if length is None else length
         tokenizer = load_tokenizer(model.directory)

@@ -89,6 +89,14 @@ class SourceModel:
         """Tensors whose name starts with `prefix`, sorted."""
         return [name for name in self.tensor_names.stored if name.startswith(prefix)]
 
+    def info_of(self, name: str) -> TensorInfo:
+        """Dtype and shape of a tensor that goes by the model's name."""
+        return self.tensors[self.tensor_names.stored[name]]
+
+    def is_encoded(self, name: str) -> bool:
+        """Whether the files hold a tensor, which goes by the model's name, in another form."""
+        return self.tensor_names.stored[name] in self.encoded
+
     def read(self, names: str | Iterable[str]) -> dict[str, Tensor]:
         """Read tensors in the dtype that `tensors` gives.
 

@@ -1,11 +1,11 @@
 """Memory that calibration takes, by arithmetic: one decoder layer, and the most that is beside it at any time.
 
 Layers are calibrated one after another and share nothing but what is on disk, so that the peak is that of the largest
-one. Beside its weights in float32 there are, in turn,
+one. Beside its weights in float32, but for those of experts that are kept in files, there are, in turn,
 
     forward   activations of one batch, what the passes have gathered so far
-    search    what they gathered, and candidates of the weights that are searched at once (AWQ), or the Hessians and one
-              Linear's working copies (GPTQ)
+    search    what they gathered, and candidates of the weights that are searched at once (AWQ), or one input's Hessian
+              in full, the others' in half, and one Linear's working copies (GPTQ)
     sample    queries, keys and values of a few sequences, and all candidates of a clip ratio (KV passes)
     pack      the packed weights, and one Linear's codes on the way there
 
@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvconvert.calibration.activations import EXPERT_TOKENS, LOSS_TOKENS, input_points
+from kvconvert.calibration.activations import EXPERT_TOKENS, LOSS_TOKENS, input_points, point_of
 from kvconvert.calibration.attention_sample import SAMPLE_SEQUENCES, SAMPLE_TOKENS
 from kvconvert.calibration.clip_ratios import CLIP_RATIO_GRID, QUERY_BLOCK
-from kvconvert.convert.layer_runner import BATCH_TOKENS
+from kvconvert.calibration.hessians import ROWS
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.planning.layer_sizes import LayerSizes
 
@@ -49,7 +49,13 @@ class LayerMemory:
 
 
 def layer_memory(
-    sizes: LayerSizes, weights: WeightsRecipe, samples: int, length: int, observes: bool, samples_attention: bool
+    sizes: LayerSizes,
+    weights: WeightsRecipe,
+    samples: int,
+    length: int,
+    batch: int,
+    observes: bool,
+    samples_attention: bool,
 ) -> LayerMemory:
     """Memory of one layer's calibration in bytes, by arithmetic.
 
@@ -57,21 +63,25 @@ def layer_memory(
         sizes: of the layer.
         weights: how they are quantized.
         samples, length: calibration sequences and tokens in each.
+        batch: sequences that run through the layer at once.
         observes: whether some pass watches data run through the layer; without one nothing runs.
         samples_attention: whether some pass evaluates a sample of the layer's attention.
     """
-    layer = 4 * sizes.parameters
+    layer = 4 * (sizes.parameters - sizes.mapped_parameters)
     gathered = _gathered(sizes, weights, samples * length)
-    batch = min(samples, max(1, BATCH_TOKENS // length)) * length
+    tokens = min(samples, batch) * length
     sequences = min(samples, SAMPLE_SEQUENCES, max(1, SAMPLE_TOKENS // length))
     sampled = _attention_sample(sizes, sequences, length) if samples_attention else (0, 0)
-    searches = weights.scales or weights.compensates
+    search = 0
+    if weights.scales or weights.compensates:
+        search = max(gathered.summed, gathered.kept + _search(sizes, weights, samples * length))
+    if weights.compensates:
+        search = max(search, _compensation(sizes))
     return LayerMemory(
-        forward=layer + (_activations(sizes, batch) + gathered.observed if observes else 0),
-        search=layer
-        + (max(gathered.summed, gathered.kept + _search(sizes, weights, samples * length)) if searches else 0),
+        forward=layer + (_activations(sizes, tokens) + gathered.observed if observes else 0),
+        search=layer + search,
         sample=layer + sampled[0] + sampled[1],
-        pack=layer + sizes.stored_bytes + (_packing(sizes) if weights.quantizes else 0),
+        pack=layer + sizes.stored_bytes - sizes.mapped_stored_bytes + (_packing(sizes) if weights.quantizes else 0),
     )
 
 
@@ -105,9 +115,31 @@ def _gathered(sizes: LayerSizes, weights: WeightsRecipe, tokens: int) -> _Gather
         kept = 4 * (moments + wanted + sequences)
         summed = observed + kept
     if weights.compensates:
-        hessians = 4 * sum(inputs**2 for inputs, _ in points)
-        observed, summed, kept = observed + hessians, summed + hessians, kept + hessians
+        sums = sum(_hessian_sum(inputs) for inputs, _ in points)
+        product = 12 * ROWS * max(inputs for inputs, _ in points)  # float32, and float64 to add it
+        observed, summed, kept = observed + sums + product, summed + sums, kept + sums
     return _Gathered(observed, summed, kept)
+
+
+def _hessian_sum(inputs: int) -> int:
+    """Bytes of an input's sum of x x^T: float64, the upper triangle in blocks of rows."""
+    return 8 * sum(min(ROWS, inputs - start) * (inputs - start) for start in range(0, inputs, ROWS))
+
+
+def _compensation(sizes: LayerSizes) -> int:
+    """Bytes of GPTQ's search: inputs one after another, each of whose sums becomes a Hessian that is then forgotten."""
+    readers: dict[str, list[tuple[int, int]]] = {}
+    for name, shape in sizes.linears.items():
+        readers.setdefault(point_of(sizes.structure, name), []).append(shape)
+    waiting, most = sum(_hessian_sum(shapes[0][1]) for shapes in readers.values()), 0
+    for shapes in readers.values():
+        inputs = shapes[0][1]
+        block = 4 * min(ROWS, inputs) * inputs
+        most = max(most, waiting + inputs**2 + block)  # rows of the Hessian are there before most sums are gone
+        waiting -= _hessian_sum(inputs)
+        weight = 4 * max(outputs for outputs, _ in shapes) * inputs
+        most = max(most, waiting + 4 * inputs**2 + max(2 * weight, weight + 8 * block))
+    return most
 
 
 def _activations(sizes: LayerSizes, tokens: int) -> int:
@@ -132,20 +164,18 @@ def _search(sizes: LayerSizes, weights: WeightsRecipe, tokens: int) -> int:
     largest, most = max(numbers.values()), 0
     if weights.scales:
         for group in sizes.structure.norm_groups:
-            readers = [numbers[name] for name in group.readers if name in numbers]
-            if group.unsupported_reason is None and readers:
+            readers = [numbers[name] for name in group.readers if name in numbers and not _routed(sizes, name)]
+            # An expert's weights are rounded while it computes, its first two projections at different times.
+            routed = max((numbers[name] for name in group.readers if name in numbers), default=0)
+            if group.unsupported_reason is None and routed:
                 forward = _activations(sizes, min(tokens, _SEARCH_TOKENS)) // 4
                 expected = min(tokens, LOSS_TOKENS) * sizes.hidden_size
-                most = max(most, sum(readers) + max(readers[-1], forward) + expected)
+                most = max(most, sum(readers) + max(routed, forward) + expected)
         for pair in sizes.structure.pairs:
             outputs, inputs = sizes.linears[pair.down]
             work = inputs**2 if inputs < LOSS_TOKENS else min(tokens, LOSS_TOKENS) * outputs
             most = max(most, 2 * outputs * inputs + work)
-        most = max(most, 5 * min(largest, _CLIP_WEIGHTS))
-    if weights.compensates:
-        for outputs, inputs in set(sizes.linears.values()):
-            most = max(most, 5 * inputs**2, 2 * inputs**2 + 4 * outputs * inputs)
-    return 4 * most
+    return 4 * max(most, 5 * min(largest, _CLIP_WEIGHTS))
 
 
 def _attention_sample(sizes: LayerSizes, sequences: int, length: int) -> tuple[int, int]:

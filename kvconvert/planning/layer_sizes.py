@@ -25,6 +25,8 @@ class LayerSizes:
         parameters: numbers in it.
         linears: (outputs, inputs) of each Linear, by its name within the layer.
         stored_bytes: of the tensors that calibration makes of it.
+        mapped_parameters, mapped_stored_bytes: what of them is experts' and kept in files, see
+            `LayerRunner.maps_experts`.
     """
 
     structure: LayerStructure
@@ -32,6 +34,8 @@ class LayerSizes:
     parameters: int
     linears: Mapping[str, tuple[int, int]]
     stored_bytes: int
+    mapped_parameters: int = 0
+    mapped_stored_bytes: int = 0
 
     @classmethod
     def of(cls, runner: LayerRunner, index: int, weights: WeightsRecipe) -> LayerSizes:
@@ -45,18 +49,23 @@ class LayerSizes:
             if isinstance(layer.get_submodule(linear), nn.Module)
         }
         copied = () if weights.quantizes else expert_modules(layer)
-        stored = 0
+        stored = mapped_stored = 0
+        mapped = expert_modules(layer) if runner.maps_experts(index) else ()
         for key, tensor in layer.state_dict().items():
             module, _, part = key.rpartition(".")
             if key.startswith(copied):
                 continue
             if weights.quantizes and part == "weight" and module in linears:
                 bits = weights.bits_of(f"{name}.{module}", index)
-                stored += packed_bytes(*linears[module], bits, weights.group_size)
+                size = packed_bytes(*linears[module], bits, weights.group_size)
+                mapped_stored += size if key.startswith(mapped) else 0
             else:
-                stored += tensor.numel() * _itemsize(runner, f"{name}.{key}")
-        parameters = sum(parameter.numel() for parameter in layer.parameters())
-        return cls(structure, runner.config.hidden_size, parameters, linears, stored)
+                size = tensor.numel() * _itemsize(runner, f"{name}.{key}")
+            stored += size
+        numbers = {key: parameter.numel() for key, parameter in layer.named_parameters()}
+        in_files = sum(number for key, number in numbers.items() if key.startswith(mapped))
+        hidden = runner.config.hidden_size
+        return cls(structure, hidden, sum(numbers.values()), linears, stored, in_files, mapped_stored)
 
 
 def packed_bytes(outputs: int, inputs: int, bits: int, group_size: int) -> int:

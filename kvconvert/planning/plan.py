@@ -53,7 +53,8 @@ class Disk:
     Attributes:
         bundle: of the bundle's weight tensors, exactly; its KV plan, tokenizer and manifest are small.
         work: of the working directory when it is complete.
-        work_peak: while layers are calibrated, with the inputs of two layers.
+        work_peak: while layers are calibrated, with the inputs of two layers, and one layer's experts where they are
+            kept in files.
     """
 
     bundle: int
@@ -229,7 +230,8 @@ def _memory(
     for index, sizes in enumerate(layers):
         passes = _passes(runner, recipe, index)
         sampled = any(made.reads_sample for made in passes)
-        peaks.append(layer_memory(sizes, recipe.weights, samples, length, bool(passes), sampled))
+        batch = runner.batch_size(length)
+        peaks.append(layer_memory(sizes, recipe.weights, samples, length, batch, bool(passes), sampled))
     worst = max(peaks, key=lambda peak: peak.peak, default=None)
     needed = 0 if worst is None else worst.peak
     if device == "cuda":
@@ -256,7 +258,8 @@ def _memory(
 def _disk(layers: list[LayerSizes], kept: int, hidden_size: int, tokens: int) -> Disk:
     packed = sum(sizes.stored_bytes for sizes in layers)
     hidden = 4 * tokens * hidden_size * min(2, len(layers))
-    return Disk(bundle=kept + packed, work=packed, work_peak=packed + hidden)
+    mapped = max((4 * sizes.mapped_parameters + sizes.mapped_stored_bytes for sizes in layers), default=0)
+    return Disk(bundle=kept + packed, work=packed, work_peak=packed + hidden + mapped)
 
 
 def _cache(planned: CachePlan, context: int) -> Cache:

@@ -6,10 +6,12 @@ import pytest
 import torch
 from test_awq import GROUP, LENGTH, SAMPLES, STRUCTURE, Setting
 
+from kvconvert.calibration import hessians
 from kvconvert.calibration.awq import AwqPass
 from kvconvert.calibration.gptq import compensate, compensate_reference, output_error, rounding_order
 from kvconvert.calibration.gptq_pass import GptqPass
-from kvconvert.calibration.hessians import HessianRecorder, diagonal_blocks
+from kvconvert.calibration.hessian_factor import factorize
+from kvconvert.calibration.hessians import HessianRecorder, SquareSum
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
@@ -60,6 +62,46 @@ def test_a_grid_rounds_as_the_format_does(bits, clipped):
     assert torch.equal(((codes - grid.zero[..., None]) * grid.scale[..., None]).flatten(1), rounded)
 
 
+@pytest.mark.parametrize("size", [5, 32, 75])  # blocks of 16: a part of one, whole ones, and both
+def test_the_factor_is_the_inverse_s_and_keeps_the_hessian(size):
+    _, hessian = problem(1, size)
+    order = rounding_order(hessian)
+    found = factorize(hessian.clone(), order, 0.01, block=16)
+    upper, permuted = found.matrix.triu().double(), hessian[order][:, order].double()
+    damped = permuted + 0.01 * permuted.diagonal().diag()
+    torch.testing.assert_close(upper.T @ upper @ damped, torch.eye(size, dtype=torch.float64), rtol=0, atol=2e-4)
+    assert torch.equal(found.matrix.tril(-1), hessian[order][:, order].tril(-1))
+    weight, rounded = torch.randn(7, size), torch.randn(7, size)
+    assert found.output_error(weight, rounded) == pytest.approx(output_error(weight, rounded, hessian), rel=1e-4)
+
+
+def test_more_damping_begins_from_the_hessian_again():
+    _, hessian = problem(1, 40)
+    hessian -= 0.02 * hessian.diagonal().mean() * torch.eye(40)  # fails in a late block, after others were replaced
+    once, again = (factorize(hessian.clone(), torch.arange(40), damping, block=16) for damping in (0.1, 1e-5))
+    assert again.damping == pytest.approx(0.1)
+    torch.testing.assert_close(once.matrix, again.matrix, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [64, 20])
+def test_a_sum_of_squares_is_symmetric_and_stored_once(rows, monkeypatch):
+    monkeypatch.setattr(hessians, "ROWS", rows)
+    total, x = SquareSum(48, torch.device("cpu")), torch.randn(70, 48)
+    for batch in x.split(30):
+        total.add(batch)
+    expected = x.T @ x / 70
+    torch.testing.assert_close(total.mean(70), expected)
+    for start in (0, 12, 36):
+        torch.testing.assert_close(
+            total.square(start, start + 12, 70), expected[start : start + 12, start : start + 12]
+        )
+    assert sum(block.numel() for block in total.blocks.values()) == (
+        48 * 48 if rows > 48 else 20 * 48 + 20 * 28 + 8 * 8
+    )
+    assert torch.equal(total.mean(70), total.mean(70, release=True))
+    assert not total.blocks
+
+
 def test_independent_inputs_are_rounded_to_nearest():
     weight, _ = problem(4, 32)
     grid = WeightGrid.of(weight, 3, GROUP)
@@ -98,7 +140,7 @@ def test_hessians_are_the_inputs_second_moments_in_any_batches():
         for batch in setting.hidden.split([1, SAMPLES - 1]):
             setting.layer(batch, **setting.kwargs)
     for point, expected in setting.observed.second_moment.items():
-        blocks = diagonal_blocks(recorder.of(point), GROUP)
+        blocks = recorder.diagonal_blocks(point, GROUP)
         torch.testing.assert_close(blocks, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     scale = torch.rand(64) + 0.5
     name = "mlp.gate_proj"

@@ -283,3 +283,15 @@ def test_an_interrupted_command_says_so_and_fails(folder, tmp_path, monkeypatch)
 
     monkeypatch.setattr("kvconvert.convert.export.export", interrupt)
     assert "Interrupted" in refusal(1, "export", folder / "work", "-o", tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_torchrun_is_for_calibrate_alone(tmp_path, monkeypatch, rank):
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": rank}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "bundle").mkdir()
+    found = CliRunner().invoke(cli, ["export", str(tmp_path / "work"), "-o", str(tmp_path / "bundle"), "--force"])
+    assert found.exit_code == 2
+    said = "torchrun started 2 processes, and kvconvert export runs in one; start it without torchrun"
+    assert (said in found.stderr) == (rank == "0")
+    assert "torchrun" not in CliRunner().invoke(cli, ["calibrate", "--help"]).stderr

@@ -5,6 +5,8 @@ import torch
 from tiny.models import ARCHITECTURES, architectures
 from torch import nn
 
+from kvconvert.bundle import mapped
+from kvconvert.bundle.mapped import Mapped
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, rows_as_looked_up
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import HiddenStates
@@ -70,10 +72,16 @@ class Layer(nn.Module):
         return hidden + shift
 
 
-def test_what_differs_between_samples_is_kept_for_each_and_what_the_model_adds_is_added():
+@pytest.mark.parametrize("in_files", [False, True])
+def test_what_differs_between_samples_is_kept_for_each_and_what_the_model_adds_is_added(
+    tmp_path, monkeypatch, in_files
+):
+    monkeypatch.setattr(mapped, "_SMALLEST", 1)
+    place = Mapped(tmp_path) if in_files else None
     features = torch.zeros(1, 3, 4)
     features[0, 1] = 2.5
-    inputs = CalibrationInputs(torch.tensor([[1, 2, 3], [4, 5, 6], [1, 2, 3]]), ({}, {"features": features}, {}))
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6], [1, 2, 3]])
+    inputs = CalibrationInputs(ids, ({}, {"features": features}, {}), mapped=place)
     base = Base()
     expected = [base(**inputs.sample(index)) for index in range(3)]
     capture = InputCapture(inputs, "layers")

@@ -10,7 +10,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvconvert.data.text import HubSource, load_held_out_samples, load_token_samples
+from kvconvert.data.sources import HubSource
+from kvconvert.data.text import load_held_out_samples, load_token_samples
 from kvconvert.errors import DataError, UsageError
 
 CHAT = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {{ m.name if m.name is defined }} {% endfor %}"

@@ -16,6 +16,8 @@ from tiny.models import ARCHITECTURES
 from tiny.processors import LOADABLE, quick_and_full, write_vision_model
 from transformers.utils import is_torchvision_available
 
+from kvconvert.bundle.mapped import Mapped
+from kvconvert.data import image_samples
 from kvconvert.data.drawings import draw
 from kvconvert.data.image_samples import holds_images, load_image_samples
 from kvconvert.data.images import directory_documents, read_image
@@ -275,6 +277,20 @@ def test_a_processor_that_needs_torchvision_says_how_to_install_it(tmp_path):
         samples(tmp_path, None)
     (tmp_path / "book.txt").write_text("A long walk through the town. " * 40)
     assert samples(tmp_path, tmp_path / "book.txt", length=32).info.images == 0
+
+
+def test_images_that_are_too_many_for_memory_are_kept_in_files(model, tmp_path, monkeypatch):
+    source = open_source(str(model))
+    expected = load_samples(source, None, 3, 200, 0)
+    sizes = [sum(value.nbytes for value in extra.values()) for extra in expected.extras]
+    monkeypatch.setattr(image_samples, "IMAGE_BYTES", sizes[0] + 1)
+    copies, copy = [], Mapped.copy
+    monkeypatch.setattr(Mapped, "copy", lambda self, tensor: copies.append(tensor.nbytes) or copy(self, tensor))
+    found = load_samples(source, None, 3, 200, 0, Mapped.near(tmp_path / "work"))
+    assert sum(copies) == sum(sizes[1:]) > 0, "the first sample stays in memory"
+    assert found.info == expected.info
+    for one, other in zip(found.extras, expected.extras, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
 
 
 def test_a_processor_without_its_packages_says_which(model, monkeypatch):

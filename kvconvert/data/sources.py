@@ -1,0 +1,149 @@
+"""What a SOURCE of calibration data names: local files of one kind, source code, or a Hub data set."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvconvert.errors import DataError
+
+LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+# In a directory beside other data these are about it, as captions and settings are.
+BESIDE_DATA = (".json", ".csv")
+MARKDOWN = (".md", ".rst")
+CODE = (
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".jsx", ".ts", ".tsx", ".go", ".rs"),
+    *(".rb", ".php", ".swift", ".kt", ".scala", ".cs", ".sh", ".sql", ".lua", ".jl", ".r", ".html", ".css", ".toml"),
+    *(".yaml", ".yml", ".tex"),
+)
+_DATA_SUFFIXES = (".txt", *LOADERS)
+SUFFIXES = (*_DATA_SUFFIXES, *MARKDOWN, *CODE)
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A Hub data set id taken apart: `name[:config[:split[:column]]]`, empty parts meaning the default."""
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+    column: str | None = None
+
+    @classmethod
+    def parse(cls, source: str) -> HubSource:
+        """Take a SOURCE that is not a path apart; raises DataError where it cannot be a data set id."""
+        parts = source.split(":")
+        name = parts[0]
+        wellformed = all(re.fullmatch(r"[\w.-]+", part) for part in name.split("/"))
+        if len(parts) > 4 or name.count("/") > 1 or not wellformed:
+            raise DataError(
+                f"Data source {source!r} is neither a file or directory that exists nor a Hub data set id of the form "
+                "name:config:split:column; check the spelling."
+            )
+        parts += [""] * (4 - len(parts))
+        return cls(name, parts[1] or None, parts[2] or "train", parts[3] or None)
+
+
+def source_name(source: str | None, default: str) -> str:
+    """The source's name in the manifest: the last part of a local path, because bundles are shared, paths private."""
+    if source is None:
+        return f"kvconvert:{default}"
+    place, column = named_column(source)
+    path = Path(place).expanduser()
+    return path.resolve().name + (f"::{column}" if column else "") if path.exists() else source
+
+
+def named_column(source: str) -> tuple[str, str | None]:
+    """A local path and the column that `path::column` names; any other SOURCE as it is, and None."""
+    place, _, column = source.rpartition("::")
+    if place and column and not Path(source).expanduser().exists() and Path(place).expanduser().exists():
+        return place, column
+    return source, None
+
+
+def local_files(source: str) -> list[Path] | None:
+    """The files a local SOURCE stands for, all of one kind, sorted; None if it has to be a Hub id."""
+    if not source.strip():
+        raise DataError(
+            "The data source is empty text; name a file, a directory or a Hub data set id, or leave it out."
+        )
+    source, column = named_column(source)
+    path = Path(source).expanduser()
+    files = _files(path)
+    if files is not None and column is not None and is_plain_text(files):
+        raise DataError(f"Data source {source} is plain text, which has no column {column!r}; leave it out.")
+    if files is not None:
+        return files
+    head = source.partition(":")[0]
+    if Path(head).expanduser().exists():
+        raise DataError(
+            f"Data source {source} adds :config:split:column to a local path; only Hub data sets take that, and a "
+            "column of local files is named as in file.jsonl::column."
+        )
+    if head.startswith(("/", ".", "~")) or head.count("/") > 1 or Path(head).suffix in SUFFIXES:
+        raise DataError(f"Data source {source} does not exist; check the path.")
+    return None
+
+
+def _files(path: Path) -> list[Path] | None:
+    """The data files at a path, all of one kind, sorted; None if there is nothing."""
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise DataError(f"Data file {path} is not of a known kind; convert it to {listed(_DATA_SUFFIXES, 'or')}.")
+        if path.stat().st_size == 0:
+            raise DataError(f"Data file {path} is empty; give a file with text.")
+        return [path]
+    if path.is_dir():
+        found = [p for p in sorted(path.rglob("*")) if p.suffix in SUFFIXES and p.is_file()]
+        files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+        if any(p.suffix in {*_DATA_SUFFIXES, *CODE} - {*BESIDE_DATA} for p in files):
+            files = [p for p in files if p.suffix not in BESIDE_DATA]
+        if not files:
+            raise DataError(
+                f"Data directory {path} holds no {listed(_DATA_SUFFIXES, 'or')} file and no code; name the directory "
+                "that does."
+            )
+        return _of_one_kind(path, files)
+    return None
+
+
+def _of_one_kind(directory: Path, files: list[Path]) -> list[Path]:
+    """Tables or .txt files if there are some; with code everything that is plain text; else Markdown.
+
+    So a README.md beside data is not data, and a requirements.txt beside code is not all that is read.
+    """
+    kinds = {file.suffix for file in files}
+    if kinds & {*LOADERS}:
+        files = [file for file in files if file.suffix in _DATA_SUFFIXES]
+    elif ".txt" in kinds and not kinds & {*CODE}:
+        files = [file for file in files if file.suffix == ".txt"]
+    mixed = sorted({file.suffix for file in files} & {*_DATA_SUFFIXES})
+    if len(mixed) > 1:
+        raise DataError(f"Data directory {directory} mixes {listed(mixed, 'and')} files; keep one kind in it.")
+    return files
+
+
+def is_plain_text(files: list[Path] | None) -> bool:
+    """Whether local files are documents, each of one text, and not tables."""
+    return files is not None and files[0].suffix not in LOADERS
+
+
+def read_text(file: Path) -> str:
+    """A file's text (DataError where it is none, or empty)."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"Data file {file} is not UTF-8 text (byte {error.start}); convert it to UTF-8.") from error
+    except OSError as error:
+        raise DataError(f"Data file {file} cannot be read ({error.strerror}); check it and its permissions.") from error
+    if not text.strip():
+        raise DataError(f"Data file {file} holds no text; give a file with text.")
+    return text
+
+
+def listed(names: Iterable[str], word: str) -> str:
+    """Names in a sentence, `word` before the last."""
+    names = list(names)
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {word} {names[-1]}"
