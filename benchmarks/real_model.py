@@ -229,7 +229,9 @@ class Bench:
         prompt = (self.args.sealed_prompt or self.args.length // 2) if sealed else None
         row = text_figures(self.source, made.decoder, self.texts, prompt, self.batch)
         seconds["text"] = time.monotonic() - begun
-        row["size"] = cache_size(self.config, made.schemes, made.plan, self.args.length, self.args.device)
+        # What a whole prompt takes differs from length to length, most where tokens are evicted before pages are made.
+        tokens = self.args.length if prompt is None else prompt
+        row["size"] = cache_size(self.config, made.schemes, made.plan, tokens, self.args.device)
         seconds["size"] = time.monotonic() - begun - seconds["text"]
         if self.recall is not None and not name.endswith(SEALED):
             row["found"] = self.recall.of(made.decoder, name, self.batch)
@@ -255,24 +257,27 @@ class Bench:
             if "size" not in row or name.startswith("auto:") or name.endswith(SEALED):
                 continue
             sealed = row["protocol"] == "sealed prompt"
-            size = row["size"]
-            bits = size["bits_per_value"] if sealed else at_page_end(size["mean_bits_per_value"], self.args.length)
+            size, length = row["size"], self.args.length
+            if sealed:
+                bits = at_page_end(size["bits_per_value"], length, size["tokens"])
+            else:
+                bits = at_page_end(size["mean_bits_per_value"], length)
             # Rounded down: at the same bytes, and never a byte more.
             budget = math.floor(bits * 10000) / 10000
-            found.append(f"auto:kv_bits={budget},context={self.args.length}{options}{SEALED if sealed else ''}")
+            found.append(f"auto:kv_bits={budget},context={length}{options}{SEALED if sealed else ''}")
         return found
 
 
-def at_page_end(mean_bits: float, length: int) -> float:
-    """Bits of a cache that has only `auto`'s sink tokens in full precision at `length`, from its mean over 128 lengths.
+def at_page_end(bits: float, length: int, prompt: int | None = None) -> float:
+    """Bits at `length`, where a page ends, of the `auto` that takes as many as another cache was measured to take.
 
-    The lengths measured are 112, 96, ... 0 tokens shorter and have 16, 32, ... 112 and 0 tokens of a page that is being
-    filled: 56 in the mean, both.
+    That is after a prompt of so many tokens, where a page ends, too; or, without one, in the mean over 128 lengths,
+    which are 112, 96, ... 0 tokens shorter and have 16, 32, ... 112 and 0 tokens of a page that is being filled.
     """
     sinks = Recipe.load("auto").kv.sink_tokens
     filling = (PAGE_SIZE - STEP) / 2
-    exact = (filling + sinks) / (length - filling)
-    codes = (mean_bits - FLOAT_BITS * exact) / (1 - exact)
+    exact = (filling + sinks) / (length - filling) if prompt is None else sinks / prompt
+    codes = (bits - FLOAT_BITS * exact) / (1 - exact)
     return codes + (FLOAT_BITS - codes) * sinks / length
 
 

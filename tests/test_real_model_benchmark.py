@@ -35,6 +35,8 @@ def test_bits_at_a_pages_end_are_those_of_a_cache_that_was_measured_at_both():
     size = cache_size(tiny, schemes, {}, length, "cpu")
     # Not equal, because quotients are averaged.
     assert at_page_end(size["mean_bits_per_value"], length) == pytest.approx(size["bits_per_value"], abs=0.03)
+    longer = cache_size(tiny, schemes, {}, length + 128, "cpu")["bits_per_value"]
+    assert at_page_end(longer, length, length + 128) == pytest.approx(size["bits_per_value"], abs=1e-6)
 
 
 def row(mean, kl, protocol="pages", last=None):
