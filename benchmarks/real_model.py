@@ -12,10 +12,11 @@ token 160 on; caches that compress whole prompts read half of each segment, or -
 prompt and are scored on the rest, and the baseline beside them. Rows that the output holds already, measured in the
 same way, are kept.
 
---beside NAME,... (or `all`) searches `auto` at the measured bits of each of these caches. For one read page by page
-they are the mean over the last 128 lengths, for how full the last page is differs with the number of sink tokens; for
-one that compresses whole prompts they are those of such a prompt, and `auto` reads it in the same way: with a prompt of
-whole pages after 4 sink tokens, and at most 128 tokens scored, both keep what comes after it in full precision.
+--beside NAME,... (or `all`) searches `auto` at the measured bits of each of these caches, in one search. For one read
+page by page they are the mean over the last 128 lengths, for how full the last page is differs with the number of sink
+tokens; for one that compresses whole prompts they are those of such a prompt, and `auto` reads it in the same way: with
+a prompt of whole pages after 4 sink tokens, and at most 128 tokens scored, both keep what comes after it in full
+precision. --length has to be of whole pages after 4 sink tokens, too.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from real_model_docs import SEALED, write_page
 from real_model_measure import STEP, Recall, cache_size, is_sealed, text_figures
 from transformers import AutoConfig, AutoTokenizer
 
+from kvconvert.convert.recipe import Recipe
 from kvconvert.data.text import spaced_samples
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.fidelity.evaluate import versions
@@ -49,8 +51,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "real_model.json"
 PAGE = ROOT / "docs" / "real-model.md"
 BASELINE = "oscar-g128"
-# The mean over the last 128 lengths is that of the length with as many tokens less, where pages end with the longest.
-BEFORE_LAST = PAGE_SIZE // 2 + STEP // 2
+FLOAT_BITS = 16
 
 _bench: Bench | None = None  # of a process that measures some of the cases
 
@@ -228,7 +229,9 @@ class Bench:
         prompt = (self.args.sealed_prompt or self.args.length // 2) if sealed else None
         row = text_figures(self.source, made.decoder, self.texts, prompt, self.batch)
         seconds["text"] = time.monotonic() - begun
-        row["size"] = cache_size(self.config, made.schemes, made.plan, self.args.length, self.args.device)
+        # What a whole prompt takes differs from length to length, most where tokens are evicted before pages are made.
+        tokens = self.args.length if prompt is None else prompt
+        row["size"] = cache_size(self.config, made.schemes, made.plan, tokens, self.args.device)
         seconds["size"] = time.monotonic() - begun - seconds["text"]
         if self.recall is not None and not name.endswith(SEALED):
             row["found"] = self.recall.of(made.decoder, name, self.batch)
@@ -244,6 +247,9 @@ class Bench:
     def searched_beside(self) -> list[str]:
         """`auto` at the bytes of --beside's caches, after sealed prompts where those compress whole ones."""
         caches, found = self.report["caches"], []
+        over = (self.args.length - Recipe.load("auto").kv.sink_tokens) % PAGE_SIZE
+        if self.args.beside and over:
+            raise UsageError(f"--beside compares whole pages; --length {self.args.length - over} ends with one.")
         asked = caches if self.args.beside == "all" else _joined(list(filter(None, self.args.beside.split(","))))
         options = "" if self.args.auto_tokens is None else f",auto_tokens={self.args.auto_tokens}"
         for name in asked:
@@ -251,12 +257,28 @@ class Bench:
             if "size" not in row or name.startswith("auto:") or name.endswith(SEALED):
                 continue
             sealed = row["protocol"] == "sealed prompt"
-            bits = row["size"]["bits_per_value" if sealed else "mean_bits_per_value"]
+            size, length = row["size"], self.args.length
+            if sealed:
+                bits = at_page_end(size["bits_per_value"], length, size["tokens"])
+            else:
+                bits = at_page_end(size["mean_bits_per_value"], length)
             # Rounded down: at the same bytes, and never a byte more.
             budget = math.floor(bits * 10000) / 10000
-            context = self.args.length - (0 if sealed else BEFORE_LAST)
-            found.append(f"auto:kv_bits={budget},context={context}{options}{SEALED if sealed else ''}")
+            found.append(f"auto:kv_bits={budget},context={length}{options}{SEALED if sealed else ''}")
         return found
+
+
+def at_page_end(bits: float, length: int, prompt: int | None = None) -> float:
+    """Bits at `length`, where a page ends, of the `auto` that takes as many as another cache was measured to take.
+
+    That is after a prompt of so many tokens, where a page ends, too; or, without one, in the mean over 128 lengths,
+    which are 112, 96, ... 0 tokens shorter and have 16, 32, ... 112 and 0 tokens of a page that is being filled.
+    """
+    sinks = Recipe.load("auto").kv.sink_tokens
+    filling = (PAGE_SIZE - STEP) / 2
+    exact = (filling + sinks) / (length - filling) if prompt is None else sinks / prompt
+    codes = (bits - FLOAT_BITS * exact) / (1 - exact)
+    return codes + (FLOAT_BITS - codes) * sinks / length
 
 
 def main() -> None:

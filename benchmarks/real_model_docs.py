@@ -75,8 +75,9 @@ def _introduction(report: dict[str, Any]) -> str:
         "read page by page, pages beginning after the sink tokens, and scored from token 160 on; calibrated on "
         f"{calibrated['samples']} x {calibrated['length']} tokens of {calibrated['text']}. KL is to the source in nats "
         f"per token{perplexities}.{recalled} Bits per stored value and the share of tokens in full precision are "
-        f"measured at {s['length']:,} tokens: all that the cache holds in bf16, over all keys and values of the "
-        "sequence, and as a mean over the last 128 lengths, for how full the last page is differs."
+        f"measured at {s['length']:,} tokens, or after the prompt of caches that compress it as a whole: all that the "
+        "cache holds in bf16, over all keys and values of the sequence, and as a mean over the last 128 lengths, for "
+        "how full the last page is differs."
     )
 
 
@@ -89,7 +90,8 @@ def _table(report: dict[str, Any], table: str, protocol: str | None) -> str:
     }
     if not rows:
         return ""
-    heads = ["", f"bits per value at {s['length']:,}", "mean", "exact"]
+    tokens = sorted({row["size"]["tokens"] for row in rows.values()})
+    heads = ["", f"bits per value at {' and '.join(f'{n:,}' for n in tokens)}", "mean", "exact"]
     heads += [f"{name} {what}" for name in s["texts"] for what in ("KL", "perplexity")]
     heads += [f"found at {length:,}" for length in s["recall"]]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]

@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 import real_model_docs as docs
+from real_model import at_page_end
 from real_model_cases import Case
+from real_model_measure import cache_size
+from tiny.checkpoints import tiny_model
+
+from kvconvert.methods import PRESETS
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 FILES = ("ablations.txt", "baselines.txt")
@@ -21,6 +26,17 @@ def test_a_line_of_a_case_file_is_a_recipe_of_a_cache(case, tmp_path):
     recipe = Case.parse(case).recipe(True, tmp_path)
     assert recipe.kv is not None
     assert recipe.weights.method == "none"
+
+
+def test_bits_at_a_pages_end_are_those_of_a_cache_that_was_measured_at_both():
+    tiny = tiny_model("llama", 0).config
+    schemes = [PRESETS["oscar-g128"]] * tiny.num_hidden_layers
+    length = 4 + 4 * 128
+    size = cache_size(tiny, schemes, {}, length, "cpu")
+    # Not equal, because quotients are averaged.
+    assert at_page_end(size["mean_bits_per_value"], length) == pytest.approx(size["bits_per_value"], abs=0.03)
+    longer = cache_size(tiny, schemes, {}, length + 128, "cpu")["bits_per_value"]
+    assert at_page_end(longer, length, length + 128) == pytest.approx(size["bits_per_value"], abs=1e-6)
 
 
 def row(mean, kl, protocol="pages", last=None):

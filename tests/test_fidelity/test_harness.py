@@ -69,6 +69,27 @@ def test_likelihoods_are_those_of_tokens_read_one_by_one_through_the_cache(lm):
     assert all(abs(one[0] - two[0]) > 0.1 for one, two in zip(found, exact, strict=True))
 
 
+def test_a_long_text_is_scored_in_windows_of_the_models_positions(lm):
+    from lm_eval.api.instance import Instance
+
+    model = lm(KVScheme(key_bits=16, value_bits=16))
+    model.max_length = size = 48
+    text = "It was a dark night, and the old house stood still. " * 10
+    request = Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=0)
+    (found,) = model.loglikelihood_rolling([request], disable_tqdm=True)
+    ids, expected = [model.prefix_token_id, *model.tok_encode(text)], 0.0
+    assert len(ids) > 2 * size
+    assert (len(ids) - 1) % size, "the last window would be as long as the others"
+    for start in range(0, len(ids) - 1, size):
+        stop = min(start + size, len(ids) - 1)
+        window = ids[max(0, stop - size) : stop + 1]  # all of it is read, and what no window before it had is scored
+        with torch.no_grad():
+            scores = model.decoder.model(torch.tensor([window[:-1]])).logits[0].log_softmax(-1)
+        each = scores.gather(1, torch.tensor(window[1:])[:, None]).flatten()
+        expected += float(each[start - stop :].sum())
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
 def run(lm, tmp_path, task: str, **values):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
