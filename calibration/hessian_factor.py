@@ -17,7 +17,7 @@ from torch import Tensor
 from kvconvert.errors import NumericError
 
 _MOST_DAMPING = 1.0
-_BLOCK = 512  # rows and columns of a block
+_BLOCK = 1024  # rows and columns of a block
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Factor:
     def output_error(self, weight: Tensor, rounded: Tensor) -> float:
         """Mean squared error of the outputs, summed over them: trace of D H D^T for D = rounded - weight, [out, in]."""
         total = 0.0
-        for some, others in zip(weight.split(_BLOCK), rounded.split(_BLOCK), strict=True):
+        for some, others in zip(weight.split(256), rounded.split(256), strict=True):
             delta = (others - some)[:, self.order]
             total += float((delta.square() * self.diagonal).sum(dtype=torch.float64))
             for start, stop in _blocks(len(self.order), _BLOCK):

@@ -13,7 +13,7 @@ from kvconvert.calibration.protocol import LayerWork
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.convert.layer_runner import LayerRunner, PackedLinear
 from kvconvert.convert.recipe import Recipe
-from kvconvert.convert.workdir import LayerRecord
+from kvconvert.convert.work_records import LayerRecord
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, pack_bits, quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError

@@ -15,8 +15,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from kvconvert.bundle.mapped import Mapped
 from kvconvert.calibration.attention_capture import RECORDING_ATTENTION
 from kvconvert.calibration.structure import LayerStructure
+from kvconvert.convert.hidden_states import HiddenStates
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill, rows_as_looked_up
-from kvconvert.convert.workdir import HiddenStates
 from kvconvert.errors import NumericError, UnsupportedModelError
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.models.adapters import Adapter

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvconvert.calibration.protocol import MeasuredLayer
 from kvconvert.convert.passes import PASSES
 from kvconvert.convert.recipe import Recipe
-from kvconvert.convert.workdir import LayerRecord
+from kvconvert.convert.work_records import LayerRecord
 from kvconvert.methods import KVScheme
 
 

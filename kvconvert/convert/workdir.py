@@ -21,123 +21,30 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from safetensors.torch import load_file
 from torch import Tensor
 
 from kvconvert.bundle import disk
-from kvconvert.bundle.manifest import DataInfo, ModuleCoverage, SourceInfo, TensorInfo
+from kvconvert.bundle.manifest import TensorInfo
 from kvconvert.bundle.mapped import Mapped
 from kvconvert.bundle.tensorfile import read_header, replace_tensors
+from kvconvert.convert.disk_errors import disk_errors
+from kvconvert.convert.hidden_states import HiddenStates
 from kvconvert.convert.sealed_json import read_sealed, sealed_json
 from kvconvert.convert.work_lock import LOCK_NAME, check_free, work_lock
-from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.convert.work_records import WORK_FORMAT, LayerRecord, WorkState
+from kvconvert.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
-WORK_FORMAT = 1
 _STATE = "state.json"
 _TENSOR_FILES = ("safetensors", "plan.safetensors")
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class WorkState(_Record):
-    """What a calibration was started from.
-
-    Attributes:
-        format: of the working directory.
-        fingerprint: SHA-256 over `inputs()`.
-        versions: of kvconvert and the libraries that shape its results.
-        recipe: as plain values.
-        source, data: fingerprints of the model and of the calibration tokens.
-        model: the model as it was named, and `directory` where it was found; neither enters the fingerprint.
-        seed, device: of the calibration.
-        num_layers: decoder layers.
-        adapter: model type of the adapter, or None for an architecture without one.
-        kept_tensors: source tensors that no layer file replaces: an exporter copies them as they are.
-        kept_modules: coverage of the modules that own them.
-        transforms: changes to the weights, in the order in which they are applied.
-        complete: every layer is committed.
-    """
-
-    format: int = WORK_FORMAT
-    fingerprint: str = ""
-    versions: dict[str, str]
-    recipe: dict[str, Any]
-    source: SourceInfo
-    model: str
-    directory: str
-    data: DataInfo
-    seed: int
-    device: str
-    num_layers: int
-    adapter: str | None
-    kept_tensors: list[str]
-    kept_modules: list[ModuleCoverage]
-    transforms: list[str]
-    complete: bool = False
-
-    def inputs(self) -> dict[str, Any]:
-        """Everything that the result depends on, flattened, with readable keys."""
-        inputs: dict[str, Any] = {"the model's config.json": self.source.config_sha256}
-        inputs |= {f"the model's {file}": digest for file, digest in self.source.weights_sha256.items()}
-        inputs |= {
-            "the number of samples": self.data.samples,
-            "the sample length": self.data.length,
-            "the seed": self.seed,
-            "the calibration data": self.data.sha256,
-            "the device": self.device,
-        }
-        inputs |= {f"the version of {name}": version for name, version in self.versions.items()}
-        for table, values in self.recipe.items():
-            if isinstance(values, dict):
-                inputs |= {f"the recipe's {table}.{key}": value for key, value in values.items()}
-            else:
-                inputs[f"the recipe's {table}"] = values
-        return inputs
-
-    def sealed(self) -> WorkState:
-        """The same state with its fingerprint computed."""
-        text = json.dumps(self.inputs(), sort_keys=True)
-        return self.model_copy(update={"fingerprint": hashlib.sha256(text.encode()).hexdigest()})
-
-
-class LayerRecord(_Record):
-    """What happened to one decoder layer.
-
-    Attributes:
-        index: number of the layer.
-        modules: coverage of every module of the layer that owns tensors.
-        scheme: fields of the layer's `KVScheme` with rotations resolved, or None where the cache is left alone.
-        head_dim, num_key_value_heads, value_group_size: resolved numbers of the scheme; value_group_size is
-            `KVScheme.value_group_for(head_dim)`.
-        rotation: the Hadamard convention, or None without rotation.
-        reason: why the scheme differs from the recipe's, or "".
-        statistics: what the passes measured, by pass.
-        files: SHA-256 of the layer's files of tensors by suffix, filled in by `WorkDir.commit_layer`.
-    """
-
-    index: int
-    modules: list[ModuleCoverage]
-    scheme: dict[str, Any] | None
-    head_dim: int | None = None
-    num_key_value_heads: int | None = None
-    value_group_size: int | None = None
-    rotation: str | None = None
-    reason: str = ""
-    statistics: dict[str, Any] = {}
-    files: dict[str, str] = {}
 
 
 class WorkDir:
@@ -175,7 +82,7 @@ class WorkDir:
         path = Path(path)
         cls.check_place(path)
         with ExitStack() as stack:
-            with _disk_errors(path):
+            with disk_errors(path):
                 disk.make_directory(path)
                 stack.enter_context(work_lock(path))
             yield cls.create(path, state, restart)
@@ -188,7 +95,7 @@ class WorkDir:
         if not (path / _STATE).is_file():
             cls.open(path)  # says what is missing
         with ExitStack() as stack:
-            with _disk_errors(path):
+            with disk_errors(path):
                 stack.enter_context(work_lock(path, shared=True))
             yield cls.open(path)
 
@@ -227,7 +134,7 @@ class WorkDir:
                     f"{_changes(previous, state)}; calibrate {path} anew with `restart=True`, or choose another `work`."
                 )
             state = previous
-        with _disk_errors(path):
+        with disk_errors(path):
             if begun and restart:
                 cls._set_aside(path)
             if restart or not begun:
@@ -295,7 +202,7 @@ class WorkDir:
         self, index: int, tensors: dict[str, Tensor], plan: dict[str, Tensor], record: LayerRecord
     ) -> None:
         """Write a layer's result; once this returns it survives a kill."""
-        with _disk_errors(self.path):
+        with disk_errors(self.path):
             disk.remove(self._layer(index, "json"))  # a damaged layer's: what follows is not what it describes
             files = {
                 suffix: replace_tensors(self._layer(index, suffix), content)
@@ -307,7 +214,7 @@ class WorkDir:
     def replace_record(self, index: int, record: LayerRecord) -> None:
         """Write a committed layer's record again, if it changed."""
         if record != self.layer_record(index):
-            with _disk_errors(self.path):
+            with disk_errors(self.path):
                 _write(self._layer(index, "json"), _to_json(record))
 
     def layer_tensors(self, index: int) -> dict[str, Tensor]:
@@ -393,14 +300,14 @@ class WorkDir:
 
     def commit_measurement(self, name: str, values: dict[str, Any]) -> None:
         """Write a measurement of the search; once this returns it survives a kill."""
-        with _disk_errors(self.path):
+        with disk_errors(self.path):
             disk.make_directory(self.path / "auto")
             _write(self.path / "auto" / f"{name}.json", sealed_json(values))
 
     def finish(self) -> None:
         """Mark the calibration complete and remove what only a resume would need."""
         self.state = self.state.model_copy(update={"complete": True})
-        with _disk_errors(self.path):
+        with disk_errors(self.path):
             _write(self.path / _STATE, _to_json(self.state))
             disk.remove_tree(self.path / "hidden")
 
@@ -411,7 +318,7 @@ class WorkDir:
     def remove_other_hidden(self, shares: Sequence[tuple[int, int]]) -> None:
         """Remove hidden states that a run with another number of processes left."""
         kept = {self._hidden_name(share) for share in shares}
-        with _disk_errors(self.path):
+        with disk_errors(self.path):
             for file in (self.path / "hidden").glob("*.f32"):
                 if file.name.partition(".")[2] not in kept:
                     disk.remove(file)
@@ -433,67 +340,6 @@ class WorkDir:
 
     def _layer(self, index: int, suffix: str) -> Path:
         return self.path / "layers" / f"{index:05d}.{suffix}"
-
-
-class HiddenStates:
-    """One layer's input on disk: float32 [samples, length, hidden], read and written a few sequences at a time.
-
-    Of the samples from `first` on, where several processes share them; `read` counts from there.
-
-    Plain reads rather than a mapping of the file: the process's memory stays bounded by what it holds at the moment.
-    """
-
-    def __init__(self, path: Path, shape: tuple[int, int, int], first: int = 0) -> None:
-        self.path, self.shape, self.first = path, shape, first
-
-    def exists(self) -> bool:
-        """Whether the file is there and complete."""
-        samples, length, width = self.shape
-        return self.path.exists() and self.path.stat().st_size == samples * length * width * 4
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Sequences start to stop, float32 [stop - start, length, hidden]."""
-        _, length, width = self.shape
-        count = (stop - start) * length * width
-        values = np.fromfile(self.path, dtype="<f4", count=count, offset=start * length * width * 4)
-        return torch.from_numpy(values).view(stop - start, length, width)
-
-    @contextmanager
-    def writing(self) -> Iterator[HiddenWriter]:
-        """Append sequences in order; the file appears only when `HiddenWriter.commit` is called."""
-        writer = HiddenWriter(self.path, 4 * math.prod(self.shape))
-        try:
-            yield writer
-        finally:
-            writer.close()
-
-    def remove(self) -> None:
-        """Delete the file, if it is there."""
-        with _disk_errors(self.path):
-            disk.remove(self.path)
-
-
-class HiddenWriter:
-    """See `HiddenStates.writing`."""
-
-    def __init__(self, path: Path, size: int) -> None:
-        self._path = path
-        with _disk_errors(path):
-            self._file = disk.Replacement(path, size, hashed=False)
-
-    def append(self, sequences: Tensor) -> None:
-        """Write float32 [n, length, hidden]."""
-        with _disk_errors(self._path):
-            self._file.write(sequences.detach().cpu().contiguous().numpy().astype("<f4", copy=False).data)
-
-    def commit(self) -> None:
-        """Let the file appear, complete."""
-        with _disk_errors(self._path):
-            self._file.commit()
-
-    def close(self) -> None:
-        """Discard what was not committed."""
-        self._file.discard()
 
 
 def _changes(previous: WorkState, state: WorkState) -> str:
@@ -542,18 +388,3 @@ def _to_json(record: BaseModel) -> str:
 
 def _write(file: Path, text: str) -> None:
     disk.replace_bytes(file, text.encode())
-
-
-@contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    """Turn the system's refusal to write into one sentence."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:
-            raise
-        what = "The disk is full" if disk.is_full(error) else "Writing failed"
-        raise KvconvertError(
-            f"{what}: {error.filename or path} could not be written ({error.strerror}); calibrate again with the same "
-            f"arguments once that is mended, which goes on from the last finished layer."
-        ) from error

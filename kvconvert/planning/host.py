@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from kvconvert.calibration.activations import EXPERT_TOKENS, LOSS_TOKENS, input_points, point_of
 from kvconvert.calibration.attention_sample import SAMPLE_SEQUENCES, SAMPLE_TOKENS
 from kvconvert.calibration.clip_ratios import CLIP_RATIO_GRID, QUERY_BLOCK
-from kvconvert.calibration.hessians import ROWS
+from kvconvert.calibration.hessians import BLOCK_NUMBERS, block_rows
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.planning.layer_sizes import LayerSizes
 
@@ -116,14 +116,15 @@ def _gathered(sizes: LayerSizes, weights: WeightsRecipe, tokens: int) -> _Gather
         summed = observed + kept
     if weights.compensates:
         sums = sum(_hessian_sum(inputs) for inputs, _ in points)
-        product = 12 * ROWS * max(inputs for inputs, _ in points)  # float32, and float64 to add it
+        largest = max(inputs for inputs, _ in points)
+        product = 12 * min(largest**2, BLOCK_NUMBERS)  # float32, and float64 to add it
         observed, summed, kept = observed + sums + product, summed + sums, kept + sums
     return _Gathered(observed, summed, kept)
 
 
 def _hessian_sum(inputs: int) -> int:
     """Bytes of an input's sum of x x^T: float64, the upper triangle in blocks of rows."""
-    return 8 * sum(min(ROWS, inputs - start) * (inputs - start) for start in range(0, inputs, ROWS))
+    return 8 * sum(rows * (inputs - start) for start, rows in block_rows(inputs))
 
 
 def _compensation(sizes: LayerSizes) -> int:
@@ -134,11 +135,11 @@ def _compensation(sizes: LayerSizes) -> int:
     waiting, most = sum(_hessian_sum(shapes[0][1]) for shapes in readers.values()), 0
     for shapes in readers.values():
         inputs = shapes[0][1]
-        block = 4 * min(ROWS, inputs) * inputs
-        most = max(most, waiting + inputs**2 + block)  # rows of the Hessian are there before most sums are gone
+        block = 4 * min(1024, inputs) * inputs
+        most = max(most, waiting + inputs**2)  # rows of the Hessian are there before most sums are gone
         waiting -= _hessian_sum(inputs)
         weight = 4 * max(outputs for outputs, _ in shapes) * inputs
-        most = max(most, waiting + 4 * inputs**2 + max(2 * weight, weight + 8 * block))
+        most = max(most, waiting + 4 * inputs**2 + max(2 * weight, weight + 3 * block))
     return most
 
 

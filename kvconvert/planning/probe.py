@@ -23,9 +23,11 @@ from kvconvert.bundle.manifest import DataInfo, SourceInfo
 from kvconvert.calibration.activations import LOSS_TOKENS
 from kvconvert.convert.host_memory import anonymous_bytes
 from kvconvert.convert.input_capture import CalibrationInputs
-from kvconvert.convert.pipeline import calibrate_layer, make_runner
+from kvconvert.convert.layer_calibration import calibrate_layer
+from kvconvert.convert.pipeline import make_runner
 from kvconvert.convert.recipe import Recipe
-from kvconvert.convert.workdir import WorkDir, WorkState
+from kvconvert.convert.work_records import WorkState
+from kvconvert.convert.workdir import WorkDir
 from kvconvert.data.samples import load_samples
 from kvconvert.errors import KvconvertError
 from kvconvert.models.device import choose_device

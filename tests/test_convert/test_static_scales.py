@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
 from kvconvert.calibration.protocol import CalibrationPass
 from kvconvert.calibration.static_scales import RunningBounds
-from kvconvert.convert import pipeline
+from kvconvert.convert import layer_calibration, pipeline
 from kvconvert.convert.export import export
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import BundleError
@@ -105,8 +105,8 @@ class TripleValues(CalibrationPass):
 
 
 def test_channels_are_measured_on_the_finished_layer(place, model, text, monkeypatch):
-    original = pipeline.make_passes
-    monkeypatch.setattr(pipeline, "make_passes", lambda *args: [TripleValues(), *original(*args)])
+    original = layer_calibration.make_passes
+    monkeypatch.setattr(layer_calibration, "make_passes", lambda *args: [TripleValues(), *original(*args)])
     fields = "key_bits = 16\nvalue_bits = 8\ncalibrate_clip_ratios = false\n"
     plan = calibrated(model, place / "finished", text, fields).layer_plan(0)
     check(plan, 0, "value", seen(model, text, 0)[1] * 3, 8)

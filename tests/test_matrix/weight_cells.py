@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache
 from kvconvert.bundle.manifest import Manifest, ModuleCoverage
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.calibration import awq
-from kvconvert.convert import pipeline
+from kvconvert.convert import layer_calibration, pipeline
 from kvconvert.convert.export import export
 from kvconvert.convert.recipe import Recipe
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
@@ -70,7 +70,7 @@ class Layers:
     def watching(self) -> Iterator[None]:
         """Copy each layer as the pipeline finishes it."""
         before_clips: list[dict[str, Tensor]] = []
-        apply_clips, converted = awq.apply_clips, pipeline.converted_tensors
+        apply_clips, converted = awq.apply_clips, layer_calibration.converted_tensors
 
         def watch_clips(layer: nn.Module, *args: Any) -> None:
             before_clips.append(copy.deepcopy(layer.state_dict()))
@@ -84,7 +84,7 @@ class Layers:
 
         with (
             mock.patch.object(awq, "apply_clips", watch_clips),
-            mock.patch.object(pipeline, "converted_tensors", watch_layer),
+            mock.patch.object(layer_calibration, "converted_tensors", watch_layer),
         ):
             yield
 

@@ -118,9 +118,9 @@ def test_layers_are_freed_without_waiting_for_the_garbage_collector(tmp_path, mo
     layers = []
     read = LayerRunner.layer
 
-    def watched(self, index):
+    def watched(self, index, mapped=None):
         assert not any(layer() is not None for layer in layers), "an earlier layer is still in memory"
-        layer, dtypes = read(self, index)
+        layer, dtypes = read(self, index, mapped)
         layers.append(weakref.ref(layer))
         return layer, dtypes
 

@@ -1,0 +1,25 @@
+"""What a working directory says when the system refuses to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvconvert.bundle import disk
+from kvconvert.errors import KvconvertError
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn the system's refusal to write into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        what = "The disk is full" if disk.is_full(error) else "Writing failed"
+        raise KvconvertError(
+            f"{what}: {error.filename or path} could not be written ({error.strerror}); calibrate again with the same "
+            f"arguments once that is mended, which goes on from the last finished layer."
+        ) from error
