@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -93,7 +94,7 @@ def export_onnx(
 
 def _source(source: str | Path) -> Path:
     """A working directory or a bundle; what is no path, and can be the id of a bundle on the Hub, is fetched."""
-    return locate(source) if is_hub_id(source) else Path(source)
+    return Path(source) if os.path.exists(source) or not is_hub_id(source) else locate(source)
 
 
 @contextmanager
