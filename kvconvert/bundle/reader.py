@@ -416,7 +416,7 @@ def _check_modules(manifest: Manifest) -> None:
 
 def _check_config(directory: Path, manifest: Manifest, settings_files: Iterable[str]) -> dict[str, Any]:
     config = read_object(directory / "config.json")
-    expected = quantization_config(manifest.weights, manifest.modules)
+    expected = quantization_config(manifest.weights, manifest.modules, manifest.format_version)
     found = config.get("quantization_config")
     if not isinstance(found, dict):
         raise mismatch("config.json", "quantization_config", "an object", found)

@@ -143,7 +143,7 @@ def test_a_bundle_that_does_not_verify_is_not_pushed(hub, golden):
     assert "sha256" in refusal(1, "push", golden, NAME)
     assert hub.requests == []
     assert "no such directory" in refusal(1, "push", golden / "missing", NAME)
-    assert "no id of a repository" in refusal(2, "push", Path(__file__).parents[1] / "golden" / "format-0", "a/b/c")
+    assert "no id of a repository" in refusal(2, "push", Path(__file__).parents[1] / "golden" / "format-1", "a/b/c")
 
 
 def test_files_of_an_earlier_bundle_are_removed_and_other_models_are_left_alone(hub, tmp_path):

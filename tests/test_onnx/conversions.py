@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvconvert.bundle.manifest import (
+    FORMAT_VERSION,
     PLAN_NAME,
     LayerPlan,
     Manifest,
@@ -156,7 +157,7 @@ def _write(
     layer |= {"value_group_size": min(size, stored.value_group_size), "rotation": None}
     infos = {name: tensor_info(tensor) for name, tensor in tensors.items()}
     manifest = Manifest(
-        format_version=0,
+        format_version=FORMAT_VERSION,
         kvconvert_version="0.1.0",
         versions={},
         source=SourceInfo(id="tiny", config_sha256="0" * 64, weights_sha256={}),
