@@ -2,8 +2,8 @@
 
     python benchmarks/interop.py --environments /tmp/environments --find-links DIRECTORY
 
-Readers: transformers alone, with gptqmodel, and with compressed-tensors, gptqmodel, and vLLM's CPU build. `--find-links` is
-a directory or page that has PyTorch's CPU build. An environment that exists is used as it is. Writes
+Readers: transformers alone, with gptqmodel, and with compressed-tensors, gptqmodel, and vLLM's CPU build.
+`--find-links` is a directory or page that has PyTorch's CPU build. An environment that exists is used as it is. Writes
 benchmarks/results/interop.json, from which `--table` prints the table of docs/interop.md.
 """
 

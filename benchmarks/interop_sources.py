@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,8 @@ def bundle_of(checkpoint: Path, folder: Path) -> Path:
     from kvconvert.convert.export import export
     from kvconvert.convert.pipeline import calibrate
 
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # which AutoAWQ and llm-compressor leave to the user
+        shutil.copyfile(MODEL / name, checkpoint / name)
     calibrate(str(checkpoint), folder / "work", recipe="kv-only", samples=4, seq_len=256, progress=False)
     return export(folder / "work", folder / "bundle", progress=False)
 

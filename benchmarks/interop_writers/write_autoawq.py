@@ -32,7 +32,7 @@ def main(source: str, output: str, ids: str) -> None:
     weights = {}
     for name, module in model.model.named_modules():
         if isinstance(module, WQLinear_GEMM):
-            packed = (module.qweight, module.qzeros, module.scales)
+            packed = (module.qweight, module.qzeros, module.scales.float())  # so that nothing is rounded
             weights[name] = dequantize_gemm(*packed, module.w_bit, module.group_size).T.contiguous()
     torch.save(weights, Path(output, "weights.pt"))
     print("\n" + json.dumps({"versions": {name: version(name) for name in ("autoawq", "transformers", "torch")}}))

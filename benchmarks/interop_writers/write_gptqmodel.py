@@ -24,12 +24,13 @@ def main(source: str, output: str, ids: str) -> None:
     model = GPTQModel.load(source, settings, device="cpu")
     model.quantize(rows, batch_size=1)
     model.save(output)
-    loaded = GPTQModel.load(output, device="cpu", backend=BACKEND.TORCH)
-    weights = {
-        name: module.dequantize_weight().T.contiguous()
-        for name, module in loaded.model.named_modules()
-        if hasattr(module, "dequantize_weight")
-    }
+    # float16 is the scales' own type; after that nothing is to be rounded.
+    loaded = GPTQModel.load(output, device="cpu", backend=BACKEND.TORCH, dtype=torch.float16)
+    weights = {}
+    for name, module in loaded.model.named_modules():
+        if hasattr(module, "dequantize_weight"):
+            module.scales = module.scales.float()
+            weights[name] = module.dequantize_weight().T.contiguous()
     torch.save(weights, Path(output, "weights.pt"))
     print("\n" + json.dumps({"versions": {name: version(name) for name in ("gptqmodel", "transformers", "torch")}}))
 
