@@ -150,7 +150,7 @@ def table(results: dict[str, Any]) -> str:
         tokens = {True: "equal", False: "differ"}.get(found.get("tokens_equal"), "")
         lines.append(f"| {name} | {versions} | {'loaded' if loaded else 'refused'}{kernel} | {error} | {tokens} |")
     errors = [
-        f"- {name}: `{' '.join(found['error'].split())[:300]}`" for name, found in results.items() if "error" in found
+        f"- {name}: `{' '.join(found['error'].split())[:170]}`" for name, found in results.items() if "error" in found
     ]
     return "\n".join([*lines, "", *errors])
 

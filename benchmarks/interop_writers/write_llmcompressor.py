@@ -32,10 +32,10 @@ def main(source: str, output: str, ids: str, scheme: str) -> None:
     for name, module in model.named_modules():
         settings = getattr(getattr(module, "quantization_scheme", None), "weights", None)
         if settings is not None:
-            grid = {"scale": module.weight_scale, "zero_point": module.weight_zero_point, "args": settings}
-            codes = quantize(x=module.weight, dtype=torch.int8, **grid)
-            grid.pop("args")
-            weights[name] = dequantize(codes, **grid, args=settings, dtype=torch.float32).detach().clone()
+            # In float32, so that nothing is rounded after quantizing.
+            grid = {"scale": module.weight_scale.float(), "zero_point": module.weight_zero_point, "args": settings}
+            codes = quantize(x=module.weight.float(), dtype=torch.int8, **grid)
+            weights[name] = dequantize(codes, dtype=torch.float32, **grid).detach().clone()
     model.save_pretrained(output, save_compressed=True)
     torch.save(weights, Path(output, "weights.pt"))
     packages = ("llmcompressor", "compressed-tensors", "transformers", "torch")
