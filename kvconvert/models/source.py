@@ -208,13 +208,14 @@ class SourceModel:
         )
 
 
-def open_source(model: str) -> SourceModel:
+def open_source(model: str, *, was_fetched: bool = False) -> SourceModel:
     """Open and validate a model: files complete and consistent with their index, headers sound, weights of known form.
 
     Args:
         model: a directory, a GGUF file or a directory with one, or a Hub id (fetched into the Hub's cache: safetensors,
             configuration and tokenizer only). What exists is a path, and so is user/name where there is a local
             directory `user`.
+        was_fetched: the name was recorded of a model that came from the Hub, so that a directory `user` means nothing.
 
     Raises:
         HubError: the Hub cannot be asked, or has no such model.
@@ -224,7 +225,7 @@ def open_source(model: str) -> SourceModel:
     gguf = find_gguf(Path(model))
     if gguf is not None:
         return _open_gguf(gguf)
-    directory, model_id, revision = _locate(model)
+    directory, model_id, revision = _locate(model, was_fetched)
     if not any(directory.iterdir()):
         raise CheckpointError(
             f"The model directory {directory} is empty; give one with config.json and safetensors files."
@@ -308,7 +309,7 @@ def _read_safetensors(file: Path, names: list[str]) -> dict[str, Tensor]:
         raise CheckpointError(f"{file} cannot be read ({error}); fetch the file again.") from error
 
 
-def _locate(model: str) -> tuple[Path, str, str | None]:
+def _locate(model: str, was_fetched: bool) -> tuple[Path, str, str | None]:
     """Directory, id and revision."""
     path = Path(model)
     if path.is_dir():
@@ -321,7 +322,7 @@ def _locate(model: str) -> tuple[Path, str, str | None]:
         raise CheckpointError(
             f"There is no model directory {model}; check the path, or give the id of a model on the Hub, user/name."
         )
-    if (owner := missing_below(model)) is not None:
+    if not was_fetched and (owner := missing_below(model)) is not None:
         raise CheckpointError(
             f"There is no model directory {model}, and as {owner} is a directory here, the Hub was not asked; if you "
             f"mean its model {model}, fetch it with `hf download {model} --local-dir DIR`."

@@ -274,6 +274,11 @@ def test_what_looks_like_a_path_never_reaches_the_hub(hub, tmp_path, monkeypatch
         open_source(NAME)
     with pytest.raises(CheckpointError, match="There is no model directory gpt2"):
         open_source("gpt2")
+    asked = len(hub.requests)
+    with pytest.raises(HubError, match="neither a path"):  # recorded with a commit, it can only be an id
+        open_source(NAME, was_fetched=True)
+    assert len(hub.requests) > asked
+    hub.requests.clear()
     (tmp_path / "somebody" / "tiny").mkdir()
     assert locate(NAME) == Path(NAME)  # what exists is a path
     assert hub.requests == []
