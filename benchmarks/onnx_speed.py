@@ -158,8 +158,8 @@ def main() -> None:
             kl = f"{row['kl']:.5f}" if "kl" in row else ""
             speed = row["tokens_per_second"]
             print(f"| {name} | {row['ms']:.2f} | {speed:.1f} | {speed / best:.2f} | {kl} |", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

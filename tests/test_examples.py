@@ -13,10 +13,12 @@ import own_data
 import own_recipe
 import production
 import pytest
+import share
 import torch
 import vision_language
 from PIL import Image
 from tiny.checkpoints import REFERENCE, save_checkpoint
+from tiny.hub import standing_in
 from tiny.mixtures import tiny_mixture
 
 from kvconvert import calibrate, export
@@ -24,7 +26,13 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.drawings import draw
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = (production, own_recipe, own_data, vision_language, mixture, long_context)
+SCRIPTS = (production, own_recipe, own_data, vision_language, mixture, long_context, share)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with standing_in(monkeypatch, tmp_path) as hub:
+        yield hub
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +62,18 @@ def test_long_context_reads_a_text_in_chunks_beside_other_requests(folder, tmp_p
     texts = long_context.main(str(folder / "bundle"), str(tmp_path / "text.txt"), 2**22, 64)
     assert len(texts) == 3
     assert "finished=3" in capsys.readouterr().out
+
+
+def test_share_pushes_fetches_and_loads_the_commit(folder, hub, tmp_path, capsys):
+    text = share.main(str(folder / "bundle"), "somebody/tiny", str(tmp_path))
+    assert text.startswith(share.PROMPT)
+    (commit,) = hub.repositories["somebody/tiny"].branches.values()
+    assert f"somebody/tiny at {commit}" in capsys.readouterr().out
+    assert hub.repositories["somebody/tiny"].private
+    assert open_bundle(tmp_path / "copy").manifest == open_bundle(folder / "bundle").manifest
+    hub.status = 403
+    with pytest.raises(SystemExit, match="The Hub refuses access"):
+        share.main(str(folder / "bundle"), "somebody/tiny", str(tmp_path / "other"))
 
 
 @pytest.mark.full

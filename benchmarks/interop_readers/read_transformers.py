@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 def main(bundle: str, ids: str) -> None:
     """Load, and print the logits of the last token and 16 greedy tokens, or the error."""
     found: dict = {"versions": {}}
-    for package in ("transformers", "gptqmodel", "torch"):
+    for package in ("transformers", "gptqmodel", "compressed-tensors", "torch"):
         try:
             found["versions"][package] = version(package)
         except PackageNotFoundError:

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvconvert.bundle.manifest import MANIFEST_NAME
+from kvconvert.bundle.manifest import MANIFEST_NAME, PLAN_NAME
 from kvconvert.bundle.tensorfile import printable
 from kvconvert.errors import BundleError, HubError
 
 Result = TypeVar("Result")
+DESCRIPTION = (MANIFEST_NAME, "config.json", PLAN_NAME)  # what a bundle does, without its weights
 _MAX_REASON = 300
 
 
@@ -36,9 +37,20 @@ def is_hub_id(name: str | Path) -> bool:
     return True
 
 
+def missing_below(name: str) -> Path | None:
+    """The local directory that the first part of owner/name is, without a second part in it.
+
+    Such a name is taken for a path with a mistake in it, not for an id: asking the Hub would tell it what directories
+    are called here, and could fetch something else than was meant.
+    """
+    owner = Path(name).parent
+    return owner if owner.is_dir() and not os.path.lexists(name) else None
+
+
 def locate(
     bundle: str | Path,
     *,
+    weights: bool = True,
     revision: str | None = None,
     token: str | bool | None = None,
     local_files_only: bool = False,
@@ -46,7 +58,9 @@ def locate(
     """The bundle's directory; a repository is fetched into the Hub's cache. Nothing is verified here.
 
     Args:
-        bundle: a path, or the id of a repository; what exists is a path, and what looks like one is never asked for.
+        bundle: a path, or the id of a repository; what exists is a path, and what looks like one is never asked for,
+            nor is owner/name where there is a local directory `owner`.
+        weights: fetch the whole repository, and not just the files that `open_bundle(..., verify="plan")` reads.
         revision: branch, tag or commit of a repository.
         token: as in `kvconvert.runtime.load`.
         local_files_only: use the Hub's cache alone, as HF_HUB_OFFLINE=1 does.
@@ -59,19 +73,33 @@ def locate(
         return Path(bundle)
     if not is_hub_id(bundle):
         raise BundleError(f"{bundle} is not a kvconvert bundle: there is no such directory.")
+    if (owner := missing_below(bundle)) is not None:
+        raise BundleError(
+            f"{bundle} is not a kvconvert bundle: there is no such directory, and as {owner} is one here, the Hub was "
+            f"not asked; if you mean its repository {bundle}, fetch it with `kvconvert pull {bundle} -o DIR`."
+        )
+    return _fetch(bundle, weights, {"revision": revision, "token": token, "local_files_only": local_files_only})
+
+
+def fetch_repository(repository: str, *, revision: str | None = None) -> Path:
+    """The directory of a bundle in the Hub's cache, whatever exists locally; raises as `locate` does."""
+    return _fetch(repository, True, {"revision": revision, "token": None, "local_files_only": False})
+
+
+def _fetch(bundle: str, weights: bool, options: dict[str, Any]) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
-    options: dict[str, Any] = {"revision": revision, "token": token, "local_files_only": local_files_only}
-
     def fetch() -> str | None:
         try:  # the smallest file first: other models are large
-            hf_hub_download(bundle, MANIFEST_NAME, **options)
+            manifest = Path(hf_hub_download(bundle, MANIFEST_NAME, **options))
         except RemoteEntryNotFoundError:
             return None
-        return snapshot_download(bundle, **options)
+        # Of the manifest's commit: the branch may have moved on.
+        commit = options | {"revision": manifest.parent.name}
+        return snapshot_download(bundle, **commit, **({} if weights else {"allow_patterns": list(DESCRIPTION)}))
 
-    found = ask_hub(bundle, fetch, revision=revision, token=token)
+    found = ask_hub(bundle, fetch, revision=options["revision"], token=options["token"])
     if found is None:
         raise HubError(f"{bundle} on the Hub is not a kvconvert bundle: it has no {MANIFEST_NAME}; give another id.")
     return Path(found)
@@ -149,7 +177,10 @@ def _sentence(error: Exception, repository: str, revision: str | None, token: st
             f"the name, and log in ({login}) if it is private."
         )
     if find(OfflineModeIsEnabled):
-        return f"The Hub cannot be asked about {repository}, because HF_HUB_OFFLINE is set, and its cache lacks it."
+        return (
+            f"There is no path {repository}, and the Hub cannot be asked about a repository of that name, because "
+            "HF_HUB_OFFLINE is set, and its cache lacks it."
+        )
     response = getattr(find(HfHubHTTPError), "response", None)
     if response is not None:
         status, said = response.status_code, _reason(find(HfHubHTTPError), token)

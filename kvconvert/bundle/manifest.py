@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvconvert.methods import KVScheme, LayerShape
 from kvconvert.methods.awq import AWQ_BITS, QuantizedBy, StoredMethod
 
-FORMAT_VERSION = 0
+FORMAT_VERSION = 1  # format 0 differs in this number alone
 MANIFEST_NAME = "kvconvert.json"
 # In a folder, for engines read every *.safetensors file that lies beside config.json as weights.
 PLAN_NAME = "kvconvert/plan.safetensors"
@@ -349,13 +349,15 @@ class Manifest(_Record):
         return sealed(self.model_dump(mode="json"))
 
 
-def quantization_config(weights: WeightsInfo, modules: list[ModuleCoverage]) -> dict[str, Any]:
+def quantization_config(
+    weights: WeightsInfo, modules: list[ModuleCoverage], format_version: int = FORMAT_VERSION
+) -> dict[str, Any]:
     """The `quantization_config` of the bundle's config.json, which writer and reader derive alike.
 
     Weights of 4 bits are declared the way every AWQ engine reads them, and the key `kvconvert` marks the rest. Where
     any module has another width the weights are no AWQ checkpoint, and are not said to be one.
     """
-    mark = {"format_version": FORMAT_VERSION}
+    mark = {"format_version": format_version}
     if weights.method == "none":
         return {"quant_method": "awq", "version": OWN_VERSION, "weights": "none", "kvconvert": mark}
     if widths(modules) != AWQ_BITS:

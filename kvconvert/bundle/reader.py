@@ -7,7 +7,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -89,7 +89,7 @@ class Bundle:
         return self  # nothing in it is ever changed, and configurations that refer to it are copied
 
 
-def open_bundle(path: str | Path, verify: Literal["full", "headers"] = "full") -> Bundle:
+def open_bundle(path: str | Path, verify: Literal["full", "headers", "plan"] = "full") -> Bundle:
     """Open a bundle after validating it.
 
     Checked: the manifest's version, schema and seal; names, kinds, sizes and, with "full", SHA-256 of every
@@ -101,26 +101,31 @@ def open_bundle(path: str | Path, verify: Literal["full", "headers"] = "full") -
 
     Args:
         path: the bundle's directory.
-        verify: "full" hashes every load-critical file and reads every tensor; "headers" skips only that.
+        verify: "full" hashes every load-critical file and reads every tensor; "headers" skips only that; "plan" checks
+            the manifest, config.json and the KV plan, and needs no other file: `weight_files` is empty then.
 
     Raises:
         BundleError: naming file, field, what was expected and what was found.
     """
-    if verify not in ("full", "headers"):
-        raise BundleError(f'A bundle is verified with "full" or "headers", not {verify!r}.')
+    if verify not in ("full", "headers", "plan"):
+        raise BundleError(f'A bundle is verified with "full", "headers" or "plan", not {verify!r}.')
     directory = Path(path)
     checks: list[str] = []
     try:
         manifest = _read_manifest(directory)
         checks.append(f"manifest: format {manifest.format_version}, schema and seal")
+        _check_names(directory, manifest)
+        if verify == "plan":
+            return _described(directory, manifest, checks)
         _check_files(directory, manifest, full=verify == "full")
         total = sum(info.size for info in manifest.files.values())
         how = "sizes and SHA-256" if verify == "full" else "sizes (not SHA-256)"
         checks.append(f"files: {how} of {len(manifest.files)} files, {total:,} bytes")
+        _check_plan_header(directory, manifest)
         weight_files = _check_tensors(directory, manifest)
         checks.append(f"tensors: {len(manifest.tensors)} of the model, {len(manifest.plan)} of the KV plan")
         _check_modules(manifest)
-        config = _check_config(directory, manifest)
+        config = _check_config(directory, manifest, filter(is_settings, manifest.files))
         quantized = [module for module in manifest.modules if module.method != "kept"]
         checks.append(f"coverage: {len(quantized)} modules quantized, {len(manifest.modules) - len(quantized)} kept")
         _check_layers(manifest, config)
@@ -140,6 +145,18 @@ def open_bundle(path: str | Path, verify: Literal["full", "headers"] = "full") -
             f"The bundle {directory} cannot be read ({error}); check the path and its permissions."
         ) from error
     return Bundle(directory, manifest, config, plan, weight_files, tuple(checks))
+
+
+def _described(directory: Path, manifest: Manifest, checks: list[str]) -> Bundle:
+    """What can be said of a bundle without its weights."""
+    for name in ("config.json", PLAN_NAME):
+        _check_file(directory, name, manifest.files[name], full=True)
+    _check_plan_header(directory, manifest)
+    _check_modules(manifest)
+    config = _check_config(directory, manifest, ["config.json"])
+    _check_layers(manifest, config)
+    checks.append(f"KV plan: {len(manifest.layers)} layers; weights were not looked at")
+    return Bundle(directory, manifest, config, _read_plan(directory, manifest), {}, tuple(checks))
 
 
 def _read_manifest(directory: Path) -> Manifest:
@@ -175,7 +192,8 @@ def _read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def _check_files(directory: Path, manifest: Manifest, full: bool) -> None:
+def _check_names(directory: Path, manifest: Manifest) -> None:
+    """That of the files in the manifest, looking at none of them."""
     for name in (*manifest.files, *manifest.informative):
         _check_name(name)
         if Path(name).suffix in _CODE_SUFFIXES:
@@ -196,13 +214,11 @@ def _check_files(directory: Path, manifest: Manifest, full: bool) -> None:
     for required in ("config.json", PLAN_NAME):
         if required not in manifest.files:
             raise mismatch(MANIFEST_NAME, "files", f"an entry for {required}", "none")
+
+
+def _check_files(directory: Path, manifest: Manifest, full: bool) -> None:
     for name, info in manifest.files.items():
-        path = directory / name
-        for part in [*path.relative_to(directory).parents][:-1]:
-            if (directory / part).is_symlink():
-                raise mismatch(name, "its directory", "a directory", "a symbolic link")
-        _check_regular(path, name)
-        _check_content(path, name, info, full)
+        _check_file(directory, name, info, full)
     for folder, folders, names in os.walk(directory):
         # Programs' own folders (.git, .cache) are no part of the bundle; links to folders are not followed.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -268,7 +284,12 @@ def _is_hub_blob(path: Path) -> bool:
     return snapshots is not None and target.parent == snapshots.parent / "blobs" and not target.is_symlink()
 
 
-def _check_content(path: Path, name: str, info: FileInfo, full: bool) -> None:
+def _check_file(directory: Path, name: str, info: FileInfo, full: bool) -> None:
+    path = directory / name
+    for part in [*path.relative_to(directory).parents][:-1]:
+        if (directory / part).is_symlink():
+            raise mismatch(name, "its directory", "a directory", "a symbolic link")
+    _check_regular(path, name)
     size = path.stat().st_size
     if size != info.size:
         raise mismatch(name, "size", f"{info.size} bytes", f"{size} bytes")
@@ -279,11 +300,14 @@ def _check_content(path: Path, name: str, info: FileInfo, full: bool) -> None:
             raise mismatch(name, "sha256", info.sha256, digest)
 
 
-def _check_tensors(directory: Path, manifest: Manifest) -> dict[str, Path]:
+def _check_plan_header(directory: Path, manifest: Manifest) -> None:
     def refuse(_: str, field: str, expected: object, found: object) -> BundleError:
         return mismatch(PLAN_NAME, field, expected, found)
 
     _compare(PLAN_NAME, manifest.plan, read_header(directory / PLAN_NAME, refuse))
+
+
+def _check_tensors(directory: Path, manifest: Manifest) -> dict[str, Path]:
     files = manifest.weight_files()
     for name in files:
         if "/" in name:
@@ -390,11 +414,9 @@ def _check_modules(manifest: Manifest) -> None:
             raise mismatch(MANIFEST_NAME, "modules", f"an entry for {module_name}", "none")
 
 
-def _check_config(directory: Path, manifest: Manifest) -> dict[str, Any]:
-    if "config.json" not in manifest.files:
-        raise mismatch(MANIFEST_NAME, "files", "an entry for config.json", "none")
+def _check_config(directory: Path, manifest: Manifest, settings_files: Iterable[str]) -> dict[str, Any]:
     config = read_object(directory / "config.json")
-    expected = quantization_config(manifest.weights, manifest.modules)
+    expected = quantization_config(manifest.weights, manifest.modules, manifest.format_version)
     found = config.get("quantization_config")
     if not isinstance(found, dict):
         raise mismatch("config.json", "quantization_config", "an object", found)
@@ -403,7 +425,7 @@ def _check_config(directory: Path, manifest: Manifest) -> dict[str, Any]:
             raise mismatch(
                 "config.json", f"quantization_config.{key}", expected.get(key, "no such key"), found.get(key, "nothing")
             )
-    for name in filter(is_settings, manifest.files):
+    for name in settings_files:
         settings = config | {"quantization_config": None} if name == "config.json" else read_settings(directory / name)
         for path, allowed, entry in unsafe_settings(settings):
             raise mismatch(name, path, allowed, repr(entry)[:80])

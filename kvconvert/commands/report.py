@@ -30,12 +30,9 @@ from kvconvert.commands.quiet import quiet
 def report(bundle: str, output: Path | None, fidelity: Path | None, model: str | None) -> None:
     """Write what BUNDLE is and costs as one HTML page, and its figures as PNG.
 
-    Needs matplotlib: pip install 'kvconvert[report]'.
+    Of a repository on the Hub, no weights are fetched. Needs matplotlib: pip install 'kvconvert[report]'.
     """
-    from kvconvert.bundle.locate import is_hub_id, locate
     from kvconvert.report import write_report
 
     quiet()
-    if output is None and is_hub_id(bundle):  # not into the Hub's cache
-        output = Path(f"{bundle.rpartition('/')[2]}-report")
-    click.echo(f"Wrote {write_report(locate(bundle), output, fidelity=fidelity, model=model)}")
+    click.echo(f"Wrote {write_report(bundle, output, fidelity=fidelity, model=model)}")

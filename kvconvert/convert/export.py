@@ -163,7 +163,7 @@ def _export(
 ) -> Path:
     # A Hub id may have moved on since; the directory that was calibrated is then still in the Hub's cache.
     location = store.state.directory if Path(store.state.directory).exists() else store.state.model
-    source = open_source(location)
+    source = open_source(location, was_fetched=store.state.source.revision is not None)
     recipe = Recipe.from_dict(store.state.recipe)
     contents = _Contents.gather(store, source)
     _check_source(source, store.state.source, contents.copied)

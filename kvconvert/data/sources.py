@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvconvert.bundle.locate import missing_below
 from kvconvert.errors import DataError
 
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -84,6 +85,11 @@ def local_files(source: str) -> list[Path] | None:
         )
     if head.startswith(("/", ".", "~")) or head.count("/") > 1 or Path(head).suffix in SUFFIXES:
         raise DataError(f"Data source {source} does not exist; check the path.")
+    if "/" in head and (owner := missing_below(head)) is not None:
+        raise DataError(
+            f"Data source {source} does not exist, and as {owner} is a directory here, the Hub was not asked; check "
+            "the path, or run from another directory if you mean a data set of the Hub."
+        )
     return None
 
 

@@ -114,7 +114,8 @@ def evaluate(
     directory = locate(bundle)
     opened = open_bundle(directory)
     manifest = opened.manifest
-    checkpoint = open_source(_source_of(manifest, against))
+    was_fetched = against is None and manifest.source.revision is not None
+    checkpoint = open_source(_source_of(manifest, against), was_fetched=was_fetched)
     computed_in = compute_dtype(dtype, place, checkpoint.config.dtype)
     _check_context(checkpoint, context)
     info = checkpoint.info(progress)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 
+from kvconvert.bundle.locate import ask_hub, is_hub_id, missing_below
 from kvconvert.bundle.manifest import SourceInfo, TensorInfo
 from kvconvert.bundle.tensorfile import read_header
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
@@ -219,21 +220,24 @@ class SourceModel:
         )
 
 
-def open_source(model: str) -> SourceModel:
+def open_source(model: str, *, was_fetched: bool = False) -> SourceModel:
     """Open and validate a model: files complete and consistent with their index, headers sound, weights of known form.
 
     Args:
         model: a directory, a GGUF file or a directory with one, or a Hub id (fetched into the Hub's cache: safetensors,
-            configuration and tokenizer only).
+            configuration and tokenizer only). What exists is a path, and so is user/name where there is a local
+            directory `user`.
+        was_fetched: the name was recorded of a model that came from the Hub, so that a directory `user` means nothing.
 
     Raises:
+        HubError: the Hub cannot be asked, or has no such model.
         CheckpointError: files missing, damaged, pickled, or of a kind that is refused.
         UnsupportedModelError: transformers does not know the architecture without running its own code.
     """
     gguf = find_gguf(Path(model))
     if gguf is not None:
         return _open_gguf(gguf)
-    directory, model_id, revision = _locate(model)
+    directory, model_id, revision = _locate(model, was_fetched)
     if not any(directory.iterdir()):
         raise CheckpointError(
             f"The model directory {directory} is empty; give one with config.json and safetensors files."
@@ -317,7 +321,7 @@ def _read_safetensors(file: Path, names: list[str]) -> dict[str, Tensor]:
         raise CheckpointError(f"{file} cannot be read ({error}); fetch the file again.") from error
 
 
-def _locate(model: str) -> tuple[Path, str, str | None]:
+def _locate(model: str, was_fetched: bool) -> tuple[Path, str, str | None]:
     """Directory, id and revision."""
     path = Path(model)
     if path.is_dir():
@@ -326,21 +330,19 @@ def _locate(model: str) -> tuple[Path, str, str | None]:
         raise CheckpointError(
             f"{model} is a file; give the directory that holds config.json and the weights, or a .gguf file."
         )
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
-        raise CheckpointError(f"There is no model directory {model}; check the path.")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        snapshot = snapshot_download(
-            model, allow_patterns=_HUB_FILES, ignore_patterns=["original/*", "consolidated*", "*/*.safetensors"]
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().split("\n")[0]
+    if not is_hub_id(model):
         raise CheckpointError(
-            f"{model} is neither a directory nor a model that could be fetched from the Hub ({reason}); check the "
-            "name, the network, and that you are logged in if the model is gated."
-        ) from error
+            f"There is no model directory {model}; check the path, or give the id of a model on the Hub, user/name."
+        )
+    if not was_fetched and (owner := missing_below(model)) is not None:
+        raise CheckpointError(
+            f"There is no model directory {model}, and as {owner} is a directory here, the Hub was not asked; if you "
+            f"mean its model {model}, fetch it with `hf download {model} --local-dir DIR`."
+        )
+    from huggingface_hub import snapshot_download
+
+    ignored = ["original/*", "consolidated*", "*/*.safetensors"]
+    snapshot = ask_hub(model, lambda: snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=ignored))
     return Path(snapshot), model, Path(snapshot).name
 
 

@@ -13,7 +13,7 @@ from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.onnx.architecture import Decoder
 from kvconvert.onnx.graph import MICROSOFT, Graph
 from kvconvert.onnx.static_cache import StaticCache, StaticLayer, StaticSide
-from kvconvert.onnx.weights import repack
+from kvconvert.onnx.weights import repack, stored_bits
 
 Shapes = dict[str, tuple[int, list[int | str]]]
 
@@ -233,7 +233,7 @@ class DecoderGraph:
             MICROSOFT,
             K=inputs,
             N=outputs,
-            bits=4,
+            bits=stored_bits(packed),
             block_size=block_size,
             accuracy_level=self.weights.accuracy_level,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import check_output, replacing, write_json
 from kvconvert.convert.export import COPIED_FILES, LICENCE_FILES, copy_files, export
-from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.errors import UsageError
 from kvconvert.onnx.architecture import Decoder
 from kvconvert.onnx.genai import genai_config
 from kvconvert.onnx.static_cache import StaticCache, has_plan, static_cache
@@ -93,7 +94,7 @@ def export_onnx(
 
 def _source(source: str | Path) -> Path:
     """A working directory or a bundle; what is no path, and can be the id of a bundle on the Hub, is fetched."""
-    return locate(source) if is_hub_id(source) else Path(source)
+    return Path(source) if os.path.exists(source) or not is_hub_id(source) else locate(source)
 
 
 @contextmanager
@@ -112,12 +113,6 @@ def _bundle(source: Path, output: Path, force: bool, device: str | None, progres
 def _plan(bundle: Bundle, kv_cache: str) -> tuple[Decoder, StaticCache | None]:
     """What is to be built, after all refusals."""
     decoder = Decoder.of(AutoConfig.from_pretrained(bundle.directory, trust_remote_code=False))
-    weights = bundle.manifest.weights
-    if weights.bits != 4 and weights.method != "none":
-        raise UnsupportedModelError(
-            f"The ONNX export serves weights of 4 bits, and this bundle has {weights.bits} ({weights.method}); "
-            "calibrate with bits = 4."
-        )
     quantized = kv_cache == "plan" and has_plan(bundle)
     return decoder, static_cache(bundle, decoder.attention_softcap) if quantized else None
 

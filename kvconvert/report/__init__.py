@@ -6,12 +6,14 @@ Needs matplotlib (`pip install kvconvert[report]`). docs/report.md shows the fig
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvconvert.bundle import disk
+from kvconvert.bundle.locate import locate
 from kvconvert.bundle.manifest import MANIFEST_NAME, Manifest
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.summary import estimate_kv, printable_manifest
@@ -35,9 +37,10 @@ def write_report(
     """Write `report.html`, which holds everything, and each of its figures as PNG.
 
     Args:
-        bundle: directory of the bundle; it is verified and stays as it is.
-        output: directory for the files, `BUNDLE-report` beside the bundle by default; an earlier report there is
-            replaced.
+        bundle: directory of the bundle, which is verified and stays as it is; or the id of one on the Hub, of which no
+            weights are fetched.
+        output: directory for the files, `BUNDLE-report` beside the bundle by default, or in the current directory for
+            one on the Hub; an earlier report there is replaced.
         fidelity: file that `kvconvert eval --json` wrote of this bundle, which takes the place of what was measured at
             export.
         model: directory or Hub id of the source, on which a short text is run on the CPU for the figures of keys.
@@ -56,8 +59,11 @@ def write_report(
     from kvconvert.report.fidelity import read_fidelity
     from kvconvert.runtime.hf.fit import read_config
 
-    directory = Path(bundle)
-    opened = open_bundle(directory, verify="full")
+    local = os.path.exists(bundle)
+    directory = locate(bundle, weights=False)
+    opened = open_bundle(directory, verify="full" if local else "plan")
+    if output is None and not local:  # not into the Hub's cache
+        output = f"{Path(bundle).name}-report"
     target = _target(directory, output)
     stored = opened.manifest.fidelity
     if fidelity is not None:

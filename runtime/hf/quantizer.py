@@ -18,7 +18,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kvconvert.bundle.locate import locate
+from kvconvert.bundle.locate import fetch_repository
 from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.errors import BundleError, UsageError
@@ -183,7 +183,7 @@ def _directory(model: PreTrainedModel, checkpoint_files: list[str]) -> Path:
     directory = Path(checkpoint_files[0]).parent
     if (directory / MANIFEST_NAME).exists() or Path(model.config._name_or_path).exists():
         return directory
-    return locate(model.config._name_or_path, revision=getattr(model.config, "_commit_hash", None))
+    return fetch_repository(model.config._name_or_path, revision=getattr(model.config, "_commit_hash", None))
 
 
 def register() -> None:

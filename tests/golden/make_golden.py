@@ -1,8 +1,8 @@
 """Make the golden bundle of the present format version anew: `python tests/golden/make_golden.py`.
 
-The bundle in `format-0` is committed and has to keep loading. It is a random Llama of four small layers with a
+The bundle in `format-1` is committed and has to keep loading. It is a random Llama of four small layers with a
 tokenizer of bytes, AWQ weights, and in each layer another kind of plan: OScaR's fold, Kitty's calibrated boost,
-CalibQuant's taus, and error feedback. `format-0.json` beside it holds what it computed when it was made.
+CalibQuant's taus, and error feedback. `format-1.json` beside it holds what it computed when it was made.
 """
 
 from __future__ import annotations

@@ -126,17 +126,17 @@ class Fuzzer:
 
     def _settings(self, files: dict[str, bytes], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         name = rng.choice([name for name in files if name.endswith(".json") and name != MANIFEST_NAME])
-        with contextlib.suppress(ValueError):  # changed before, and no JSON now
+        with contextlib.suppress(ValueError, RecursionError):  # changed before, and no JSON now, or nested too deeply
             files[name] = _text(mutated(json.loads(files[name]), rng), rng)
         return manifest
 
     def _header(self, files: dict[str, bytes], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         """Entries of a safetensors header; in half of the cases the manifest then says the same."""
         name = rng.choice([*self.weights, PLAN_NAME])
-        (length,) = struct.unpack("<Q", files[name][:8])
         try:
+            (length,) = struct.unpack("<Q", files[name][:8])
             header = mutated(json.loads(files[name][8 : 8 + length]), rng)
-        except ValueError:
+        except (struct.error, ValueError, RecursionError):  # changed before, as above
             return manifest
         text = _text(header, rng)
         files[name] = struct.pack("<Q", len(text)) + text + files[name][8 + length :]

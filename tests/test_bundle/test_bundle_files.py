@@ -203,9 +203,9 @@ def test_files_for_people_may_be_added_or_removed(bundle):
 
 
 def test_a_newer_format_version_is_refused_and_says_what_to_do(bundle):
-    reseal(bundle, format_version=1)
+    reseal(bundle, format_version=2)
     message = refusal(bundle)
-    assert "format_version 1" in message
+    assert "format_version 2" in message
     assert "newer kvconvert" in message
 
 

@@ -13,7 +13,7 @@ from kvconvert.cli import cli
 from kvconvert.commands.generate import _lines
 from kvconvert.errors import UsageError
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "format-0"
+GOLDEN = Path(__file__).parents[1] / "golden" / "format-1"
 
 
 def refusal(arguments, **options):

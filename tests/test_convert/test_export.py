@@ -99,7 +99,7 @@ def test_config_is_the_sources_own_plus_how_engines_read_the_weights(source, exp
         "zero_point": True,
         "version": "gemm",
         "modules_to_not_convert": ["lm_head"],
-        "kvconvert": {"format_version": 0},
+        "kvconvert": {"format_version": 1},
     }
     assert config == own
 

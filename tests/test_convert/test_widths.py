@@ -80,7 +80,7 @@ def test_the_last_rule_that_applies_gives_a_linear_its_width(bundle):
         "bits": [2, 3, 4, 8],
         "group_size": 16,
         "modules_to_not_convert": ["lm_head"],
-        "kvconvert": {"format_version": 0},
+        "kvconvert": {"format_version": 1},
     }
     card = (bundle / "README.md").read_text()
     assert "2, 3, 4 and 8 bits" in card

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvconvert.data.sources import HubSource
+from kvconvert.data.sources import HubSource, local_files
 from kvconvert.data.text import load_held_out_samples, load_token_samples
 from kvconvert.errors import DataError, UsageError
 
@@ -165,6 +165,15 @@ def test_bad_sources_are_one_sentence_each(tmp_path):
             load_token_samples(source, word_tokenizer(), 1, 4, seed=0)
     with pytest.raises(UsageError):
         load_token_samples(None, word_tokenizer(), 0, 4, seed=0)
+
+
+def test_what_is_below_a_local_directory_is_no_hub_source(tmp_path, monkeypatch):
+    (tmp_path / "owner").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for source in ("owner/name", "owner/name:config:train:text"):
+        with pytest.raises(DataError, match="as owner is a directory here, the Hub was not asked"):
+            local_files(source)
+    assert local_files("somebody/name") is None
 
 
 def test_hub_sources_are_taken_apart():

@@ -13,7 +13,8 @@ from kvconvert.bundle.hub import fetch, upload
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.cli import cli
-from kvconvert.errors import BundleError, HubError, UsageError
+from kvconvert.errors import BundleError, CheckpointError, HubError, UsageError
+from kvconvert.models.source import open_source
 
 NAME = "somebody/tiny"
 
@@ -142,7 +143,7 @@ def test_a_bundle_that_does_not_verify_is_not_pushed(hub, golden):
     assert "sha256" in refusal(1, "push", golden, NAME)
     assert hub.requests == []
     assert "no such directory" in refusal(1, "push", golden / "missing", NAME)
-    assert "no id of a repository" in refusal(2, "push", Path(__file__).parents[1] / "golden" / "format-0", "a/b/c")
+    assert "no id of a repository" in refusal(2, "push", Path(__file__).parents[1] / "golden" / "format-1", "a/b/c")
 
 
 def test_files_of_an_earlier_bundle_are_removed_and_other_models_are_left_alone(hub, tmp_path):
@@ -234,12 +235,50 @@ def test_the_token_is_nowhere_in_output_files_or_exceptions(hub, golden, tmp_pat
         assert not path.is_file() or TOKEN.encode() not in path.read_bytes(), path
 
 
+def test_a_source_that_is_nowhere_names_both_places_in_one_sentence(hub, monkeypatch):
+    with pytest.raises(HubError, match=f"neither a path {NAME} nor a repository"):
+        open_source(NAME)
+    asked = len(hub.requests)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.utils._http._GLOBAL_CLIENT", None)
+    with pytest.raises(HubError, match=f"no path {NAME}, and the Hub cannot be asked.*HF_HUB_OFFLINE"):
+        open_source(NAME)
+    assert len(hub.requests) == asked
+
+
+def test_inspect_and_report_fetch_no_weights(hub, golden, tmp_path, monkeypatch):
+    publish(hub, golden)
+    monkeypatch.chdir(tmp_path)
+    shown = kvconvert("inspect", NAME).stdout
+    assert shown == kvconvert("inspect", golden).stdout
+    described = {"kvconvert.json", "config.json", "kvconvert/plan.safetensors"}
+    assert set(hub.fetched()) == described
+    assert "Wrote tiny-report/report.html" in kvconvert("report", NAME).stdout
+    assert len(hub.fetched()) == len(described)
+    plan = bytearray(hub.repositories[NAME].files()["kvconvert/plan.safetensors"])
+    plan[-1] ^= 1
+    publish(hub, golden)
+    hub.repositories[NAME].commit("main", hub.repositories[NAME].files() | {"kvconvert/plan.safetensors": bytes(plan)})
+    assert "sha256" in refusal(1, "inspect", NAME)
+
+
 def test_what_looks_like_a_path_never_reaches_the_hub(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("./a/b", "../a", "/a/b", "~/a", "a/b/", "a\\b", "a/b/c", "missing"):
         with pytest.raises(BundleError, match="there is no such directory"):
             locate(name)
     (tmp_path / "somebody").mkdir()
+    with pytest.raises(BundleError, match=f"as somebody is one here, the Hub was not asked.*kvconvert pull {NAME}"):
+        locate(NAME)
+    with pytest.raises(CheckpointError, match=f"as somebody is a directory here.*hf download {NAME}"):
+        open_source(NAME)
+    with pytest.raises(CheckpointError, match="There is no model directory gpt2"):
+        open_source("gpt2")
+    asked = len(hub.requests)
+    with pytest.raises(HubError, match="neither a path"):  # recorded with a commit, it can only be an id
+        open_source(NAME, was_fetched=True)
+    assert len(hub.requests) > asked
+    hub.requests.clear()
     (tmp_path / "somebody" / "tiny").mkdir()
     assert locate(NAME) == Path(NAME)  # what exists is a path
     assert hub.requests == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvconvert.bundle.manifest import (
+    FORMAT_VERSION,
     PLAN_NAME,
     LayerPlan,
     Manifest,
@@ -78,10 +80,17 @@ def static_plan(model: PreTrainedModel, bits: int, ids: Tensor) -> dict[str, Ten
 
 
 def converted_tiny(
-    name: str, directory: Path, bits: int = 8, scheme: dict[str, Any] | None = None, **settings: Any
+    name: str,
+    directory: Path,
+    bits: int = 8,
+    scheme: dict[str, Any] | None = None,
+    widths: Sequence[int] = (4,),
+    **settings: Any,
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """`converted` of a tiny architecture; `settings` are configuration values."""
-    return converted(ARCHITECTURES[name].build(**settings), directory, random_ids(1, 96, seed=5), bits, scheme)
+    return converted(
+        ARCHITECTURES[name].build(**settings), directory, random_ids(1, 96, seed=5), bits, scheme, widths=widths
+    )
 
 
 def converted(
@@ -91,6 +100,7 @@ def converted(
     bits: int = 8,
     scheme: dict[str, Any] | None = None,
     group: int = GROUP,
+    widths: Sequence[int] = (4,),
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """Write a bundle with rounded weights and static scales.
 
@@ -101,6 +111,7 @@ def converted(
         bits: of the cache.
         scheme: fields of the KV scheme besides those of static scales.
         group: inputs that share a scale of weights.
+        widths: of the Linears' weights, in turn.
 
     Returns:
         the torch model with the bundle's weights, and the KV plan.
@@ -109,14 +120,15 @@ def converted(
     tensors, modules = {}, []
     for module_name, module in model.named_modules():
         if isinstance(module, nn.Linear) and ".layers." in module_name:
-            packed = quantize_weight(module.weight, 4, group)
+            width = widths[len(modules) % len(widths)]
+            packed = quantize_weight(module.weight, width, group)
             module.weight.copy_(dequantize_weight(packed))
             tensors |= {f"{module_name}.{part}": tensor for part, tensor in packed._asdict().items()}
             modules.append(
                 ModuleCoverage(
                     name=module_name,
                     method="rtn",
-                    bits=4,
+                    bits=width,
                     group_size=group,
                     in_features=module.in_features,
                     out_features=module.out_features,
@@ -149,6 +161,8 @@ def _write(
 ) -> None:
     directory.mkdir(parents=True)
     config = model.config
+    found = {module.bits for module in modules if module.method != "kept"}
+    common = found.pop() if len(found) == 1 else None
     fields = {"key_bits": bits, "value_bits": bits, "static_scales": "calibrated"} | scheme
     heads, size = plan["layers.0.static_key_scale"].shape
     stored = KVScheme(**fields)
@@ -156,7 +170,7 @@ def _write(
     layer |= {"value_group_size": min(size, stored.value_group_size), "rotation": None}
     infos = {name: tensor_info(tensor) for name, tensor in tensors.items()}
     manifest = Manifest(
-        format_version=0,
+        format_version=FORMAT_VERSION,
         kvconvert_version="0.1.0",
         versions={},
         source=SourceInfo(id="tiny", config_sha256="0" * 64, weights_sha256={}),
@@ -166,7 +180,7 @@ def _write(
         conventions={},
         layers=[LayerPlan(index=index, **layer) for index in range(config.num_hidden_layers)],
         modules=modules,
-        weights=WeightsInfo(method="rtn", bits=4, group_size=group, bytes=1, parameters=1, bits_per_weight=8.0),
+        weights=WeightsInfo(method="rtn", bits=common, group_size=group, bytes=1, parameters=1, bits_per_weight=8.0),
         tensors=infos,
         plan={name: tensor_info(tensor) for name, tensor in plan.items()},
         files={},

@@ -57,6 +57,13 @@ def test_a_float_cache_gives_the_torch_models_tokens(tmp_path, name):
     check(model, DynamicCache(), tmp_path / "onnx", random_ids(1, PROMPT)[0].tolist())
 
 
+@pytest.mark.parametrize("widths", [(2, 3, 8), pytest.param((2,), marks=FULL), pytest.param((8,), marks=FULL)], ids=str)
+def test_weights_of_other_widths_are_the_same_numbers(tmp_path, widths):
+    model, _ = converted_tiny("llama", tmp_path / "bundle", widths=widths)
+    export_onnx(tmp_path / "bundle", tmp_path / "onnx", kv_cache="float")
+    check(model, DynamicCache(), tmp_path / "onnx", random_ids(1, PROMPT)[0].tolist())
+
+
 @pytest.mark.parametrize(("name", "bits"), CACHES)
 def test_a_quantized_cache_gives_the_tokens_of_the_same_codes(tmp_path, name, bits):
     model, plan = converted_tiny(name, tmp_path / "bundle", bits=bits)

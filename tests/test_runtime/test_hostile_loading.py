@@ -18,7 +18,7 @@ from kvconvert.errors import BundleError, RecipeError, UsageError
 from kvconvert.runtime import KVCache, load
 from kvconvert.runtime.hf.model_check import check_fits
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "format-0"
+GOLDEN = Path(__file__).parents[1] / "golden" / "format-1"
 
 
 @pytest.fixture

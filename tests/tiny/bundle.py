@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.bundle.manifest import (
+    FORMAT_VERSION,
     MANIFEST_NAME,
     PLAN_NAME,
     DataInfo,
@@ -70,7 +71,7 @@ def tiny_manifest(tensors: dict[str, Tensor], plan: dict[str, Tensor]) -> Manife
     ]
     scheme = KVScheme.preset("oscar")
     return Manifest(
-        format_version=0,
+        format_version=FORMAT_VERSION,
         kvconvert_version="0.1.0",
         versions={"torch": "2.13.0"},
         source=SourceInfo(id="somebody/tiny", config_sha256="0" * 64, weights_sha256={"model.safetensors": "1" * 64}),

@@ -9,7 +9,11 @@ import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
 
 TOKEN = "hf_standInTokenThatNobodyMaySee"
 
@@ -217,3 +221,17 @@ def serving():
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def standing_in(monkeypatch: pytest.MonkeyPatch, folder: Path):
+    """A `Hub` that the client asks while the block runs; it reads its environment when imported, which was long ago."""
+    with serving() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub-cache"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no-token"))
+        template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield hub

@@ -1,0 +1,33 @@
+"""Share a bundle on the Hugging Face Hub, and use one that is there by the commit that was tested.
+
+    python examples/share.py BUNDLE USER/NAME FOLDER
+
+Needs a token of the Hub with the right to write: `hf auth login`, or HF_TOKEN.
+"""
+
+import sys
+from pathlib import Path
+
+from kvconvert import KvconvertError, load
+from kvconvert.hub import pull, push
+
+PROMPT = "Once upon a time"
+
+
+def main(bundle: str, repository: str, folder: str) -> str:
+    """Push, fetch the same commit into a directory, and load it by its id; returns a text."""
+    try:
+        commit = push(bundle, repository, private=True)  # verified here, and compared with what the Hub then holds
+        copy = pull(repository, Path(folder) / "copy", revision=commit)  # verified again
+        # Everything lies in the Hub's cache afterwards, and HF_HUB_OFFLINE=1 works. A branch may move; a commit cannot.
+        model, tokenizer = load(repository, revision=commit)
+    except KvconvertError as error:  # one sentence, never with the token in it
+        sys.exit(str(error))
+    print(f"{repository} at {commit} is in {copy}")
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    return tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+if __name__ == "__main__":
+    print(main(*sys.argv[1:]))
