@@ -76,7 +76,7 @@ def locate(
     if (owner := missing_below(bundle)) is not None:
         raise BundleError(
             f"{bundle} is not a kvconvert bundle: there is no such directory, and as {owner} is one here, the Hub was "
-            f"not asked; if you mean its repository {bundle}, fetch it with `kvconvert pull {bundle} -o DIR`."
+            f"not asked; if you mean its repository {bundle}, pull it into a directory first (`kvconvert pull`)."
         )
     return _fetch(bundle, weights, {"revision": revision, "token": token, "local_files_only": local_files_only})
 

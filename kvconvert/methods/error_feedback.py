@@ -98,13 +98,17 @@ class KeyRoundingSearch:
     paper = {"calibrate_key_rounding": False}
 
     calibrate_key_rounding: bool = option(
-        True, "true or false", "round keys of 1 to 3 bits with error feedback, unless key_rounding is given"
+        True,
+        "true or false",
+        "round keys of 1 to 3 bits with error feedback, but for 1-bit keys of images, unless key_rounding is given",
     )
 
     def chooses_error_feedback(self, scheme: Any) -> bool:
         """Whether calibration is to choose error feedback for the keys of a scheme that leaves it open."""
         is_open = self.calibrate_key_rounding and "key_rounding" not in self.given
-        return is_open and scheme.key_bits in CHOSEN_BITS
+        # It does harm to drawings at one bit (docs/images.md).
+        harms = scheme.key_bits == 1 and scheme.modality == "visual"
+        return is_open and scheme.key_bits in CHOSEN_BITS and not harms
 
     def searched(self, scheme: Any) -> list[str]:
         """The fields that are to be chosen, for messages."""

@@ -110,8 +110,9 @@ def test_a_pull_that_was_cut_off_goes_on_with_what_is_missing(hub, golden, tmp_p
 
 
 def test_a_connection_that_breaks_inside_a_file_is_continued_there(hub, golden, tmp_path, monkeypatch):
-    def mend(_):
-        hub.cut.clear()
+    def mend(_):  # other threads may sleep as well
+        if any(path.endswith("model.safetensors") and method == "GET" for method, path, _ in hub.requests):
+            hub.cut.clear()
 
     monkeypatch.setattr("time.sleep", mend)
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
@@ -268,7 +269,9 @@ def test_what_looks_like_a_path_never_reaches_the_hub(hub, tmp_path, monkeypatch
         with pytest.raises(BundleError, match="there is no such directory"):
             locate(name)
     (tmp_path / "somebody").mkdir()
-    with pytest.raises(BundleError, match=f"as somebody is one here, the Hub was not asked.*kvconvert pull {NAME}"):
+    with pytest.raises(
+        BundleError, match=f"as somebody is one here, the Hub was not asked.*{NAME}, pull it"
+    ):
         locate(NAME)
     with pytest.raises(CheckpointError, match=f"as somebody is a directory here.*hf download {NAME}"):
         open_source(NAME)

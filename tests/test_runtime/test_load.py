@@ -259,14 +259,15 @@ def test_a_repository_on_the_hub_is_fetched_with_the_arguments_given(bundle, mon
 
     def download(name, *file, **arguments):
         calls.append((name, *file, arguments))
-        return str(bundle)
+        return str(bundle.joinpath(*file))
 
     for function in ("snapshot_download", "hf_hub_download"):
         monkeypatch.setattr(huggingface_hub, function, download)
     model, _ = load("owner/name", verify="headers", revision="v1", token="secret", local_files_only=True)
     assert isinstance(model, LlamaForCausalLM)
     arguments = {"revision": "v1", "token": "secret", "local_files_only": True}
-    assert calls == [("owner/name", "kvconvert.json", arguments), ("owner/name", arguments)]
+    commit = {"revision": bundle.name}  # the manifest's, in whose snapshot it lies
+    assert calls == [("owner/name", "kvconvert.json", arguments), ("owner/name", arguments | commit)]
 
 
 def test_a_repository_that_cannot_be_fetched_is_one_sentence(tmp_path, monkeypatch):
