@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.calibration.activations import ActivationRecorder
-from kvconvert.calibration.awq import apply_clips, apply_scales, search_clips, search_scales
+from kvconvert.calibration.awq_clips import apply_clips, search_clips
+from kvconvert.calibration.awq_scales import apply_scales, search_scales
 from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
 from kvconvert.data.text import load_token_samples
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight

@@ -24,8 +24,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from kvconvert.calibration.activations import ActivationRecorder, ActivationStatistics
-from kvconvert.calibration.awq import apply_scales, reader_scales, search_scales
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
+from kvconvert.calibration.awq_scales import apply_scales, reader_scales, search_scales
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.bootstrap import bootstrap_mean

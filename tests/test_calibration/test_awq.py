@@ -10,8 +10,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from kvconvert.calibration.activations import LOSS_TOKENS, ActivationRecorder
-from kvconvert.calibration.awq import (
-    AwqPass,
+from kvconvert.calibration.awq import AwqPass
+from kvconvert.calibration.awq_clips import apply_clips, search_clips
+from kvconvert.calibration.awq_scales import (
     _best_ratio,
     _linear_loss,
     _Losses,
@@ -21,7 +22,6 @@ from kvconvert.calibration.awq import (
     representable_scale,
     search_scales,
 )
-from kvconvert.calibration.awq_clips import apply_clips, search_clips
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.calibration.ranks import ALONE
 from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair

@@ -269,9 +269,7 @@ def test_what_looks_like_a_path_never_reaches_the_hub(hub, tmp_path, monkeypatch
         with pytest.raises(BundleError, match="there is no such directory"):
             locate(name)
     (tmp_path / "somebody").mkdir()
-    with pytest.raises(
-        BundleError, match=f"as somebody is one here, the Hub was not asked.*{NAME}, pull it"
-    ):
+    with pytest.raises(BundleError, match=f"as somebody is one here, the Hub was not asked.*{NAME}, pull it"):
         locate(NAME)
     with pytest.raises(CheckpointError, match=f"as somebody is a directory here.*hf download {NAME}"):
         open_source(NAME)
