@@ -61,7 +61,7 @@ def _differences(model: dict[str, Any]) -> str:
     lines = []
     for better in rows:
         for worse in rows:
-            same = all(better["case"].get(f) == worse["case"].get(f) for f in SAME)
+            same = all((better["case"].get(f) or []) == (worse["case"].get(f) or []) for f in SAME)
             pair = (better["case"]["method"], worse["case"]["method"])
             if same and pair in (("awq+gptq", "awq"), ("awq+gptq", "gptq"), ("gptq", "awq"), ("awq", "rtn")):
                 delta = torch.tensor(better["kl_by_segment"]) - torch.tensor(worse["kl_by_segment"])
