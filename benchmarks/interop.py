@@ -1,6 +1,6 @@
 """What other programs make of a bundle: each reads bundles of the reference model in an environment of its own.
 
-    python benchmarks/interop.py --environments /tmp/environments --find-links DIRECTORY
+    python benchmarks/interop.py --environments DIR --find-links DIRECTORY
 
 Readers: transformers alone, with gptqmodel, and with compressed-tensors, gptqmodel, and vLLM's CPU build.
 `--find-links` is a directory or page that has PyTorch's CPU build. An environment that exists is used as it is. Writes

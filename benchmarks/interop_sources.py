@@ -1,6 +1,6 @@
 """Other programs' quantized checkpoints as sources: made by the real package, given a KV plan, and compared with it.
 
-    python benchmarks/interop_sources.py --environments /tmp/environments --find-links DIRECTORY
+    python benchmarks/interop_sources.py --environments DIR --find-links DIRECTORY
 
 Each program quantizes the reference model in an environment of its own and writes down the weights that its checkpoint
 stands for. A bundle is then made of the checkpoint with a KV plan (recipe kv-only), and every weight of the bundle is
