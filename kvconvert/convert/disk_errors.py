@@ -9,10 +9,13 @@ from pathlib import Path
 from kvconvert.bundle import disk
 from kvconvert.errors import KvconvertError
 
+GO_ON = "calibrate again with the same arguments once that is mended, which goes on from the last finished layer"
+REPEAT = "nothing was left behind; repeat this once that is mended"
+
 
 @contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turn the system's refusal to write into one sentence."""
+def disk_errors(path: Path, remedy: str = GO_ON) -> Iterator[None]:
+    """Turn the system's refusal to write into one sentence, which says what to do."""
     try:
         yield
     except OSError as error:
@@ -20,6 +23,5 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise
         what = "The disk is full" if disk.is_full(error) else "Writing failed"
         raise KvconvertError(
-            f"{what}: {error.filename or path} could not be written ({error.strerror}); calibrate again with the same "
-            f"arguments once that is mended, which goes on from the last finished layer."
+            f"{what}: {error.filename or path} could not be written ({error.strerror}); {remedy}."
         ) from error

@@ -34,7 +34,7 @@ from kvconvert.bundle import disk
 from kvconvert.bundle.manifest import TensorInfo
 from kvconvert.bundle.mapped import Mapped
 from kvconvert.bundle.tensorfile import read_header, replace_tensors
-from kvconvert.convert.disk_errors import disk_errors
+from kvconvert.convert.disk_errors import REPEAT, disk_errors
 from kvconvert.convert.hidden_states import HiddenStates
 from kvconvert.convert.sealed_json import read_sealed, sealed_json
 from kvconvert.convert.work_lock import LOCK_NAME, check_free, work_lock
@@ -95,7 +95,7 @@ class WorkDir:
         if not (path / _STATE).is_file():
             cls.open(path)  # says what is missing
         with ExitStack() as stack:
-            with disk_errors(path):
+            with disk_errors(path, REPEAT):
                 stack.enter_context(work_lock(path, shared=True))
             yield cls.open(path)
 
