@@ -1,6 +1,6 @@
 """How much calibration data AWQ needs, and what text unlike the one that is served costs: AWQ's figure 8.
 
-    python benchmarks/calibration_data.py --text DIR [--samples 4 16 64 128] [--segments 8] [--tokens 512]
+    python benchmarks/calibration_data.py --text DIR [--samples 4 16 64 128] [--segments 6] [--tokens 512]
 
 DIR holds books-calib.txt (novels), wikitext2-valid.txt and tinystories-val.txt, on which the reference model's weights
 are quantized to 4 bits by AWQ, and wikitext2-test.txt and books-val.txt, on which the result is reported. Sizes vary on
@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, metavar="DIR")
     parser.add_argument("--samples", type=int, nargs="+", default=[4, 8, 16, 32, 64, 128])
-    parser.add_argument("--segments", type=int, default=8, help="of each text reported on")
+    parser.add_argument("--segments", type=int, default=6, help="of each text reported on")
     parser.add_argument("--tokens", type=int, default=512, help="scored in a segment")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     return parser.parse_args()
@@ -64,8 +64,8 @@ def main() -> None:
             ids = spaced_samples(str(args.text / f"{file}.txt"), tokenizer, args.segments, args.tokens + 1)
             scores[name] = SourceScores(MODEL, ids, Path(work), "cpu")
         wanted = [("rtn", "none: rounded to nearest", None, 0)]
-        wanted += [("awq", name, file, DEFAULT_SAMPLES) for name, file in CALIBRATION.items()]
-        wanted += [("awq", "novels", CALIBRATION["novels"], n) for n in args.samples if n != DEFAULT_SAMPLES]
+        wanted += [("awq", "novels", CALIBRATION["novels"], n) for n in sorted({*args.samples, DEFAULT_SAMPLES})]
+        wanted += [("awq", name, file, DEFAULT_SAMPLES) for name, file in CALIBRATION.items() if name != "novels"]
         for method, name, file, samples in wanted:
             case = Case.parse(f"{method}:samples={samples or DEFAULT_SAMPLES}", 64)
             calibration = None if file is None else str(args.text / f"{file}.txt")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import real_model_docs as docs
-from real_model import at_page_end
+from real_model_bench import at_page_end
 from real_model_cases import Case
 from real_model_measure import cache_size
 from tiny.checkpoints import tiny_model

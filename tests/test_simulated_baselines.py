@@ -1,7 +1,8 @@
 """What the simulated baselines do to keys and values."""
 
-import simulated_baselines as simulated
+import simulated_baselines
 import simulated_feedback
+import simulated_methods as simulated
 import torch
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -10,7 +11,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 def layer(tokens=300, heads=2, size=16):
     x = [torch.randn(n, tokens, size, generator=GENERATOR) for n in (2 * heads, heads, heads)]
     found = simulated.Layer(*x)
-    (found.known,) = simulated.calibrated([found])
+    (found.known,) = simulated_baselines.calibrated([found])
     return found
 
 
@@ -44,7 +45,7 @@ def test_error_feedback_lowers_the_expected_error_of_scores_in_either_rotation()
     given = layer()
     # Queries that look mostly along one direction, as real ones do.
     given.queries += 3 * torch.randn(1, 16, generator=GENERATOR) * torch.randn(300, 1, generator=GENERATOR)
-    (known,) = simulated.calibrated([given])
+    (known,) = simulated_baselines.calibrated([given])
     for calibrated in (False, True):
         error = []
         for feedback in (False, True):

@@ -1,0 +1,251 @@
+"""What all cases of `benchmarks/real_model.py` have in common, and the report that grows row by row."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import multiprocessing
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+from real_model_cases import LENGTH, SAMPLES, Calibrated, Case, Workshop
+from real_model_docs import SEALED
+from real_model_measure import STEP, Recall, cache_size, is_sealed, text_figures
+from transformers import AutoConfig, AutoTokenizer
+
+from kvconvert.convert.recipe import Recipe
+from kvconvert.data.text import spaced_samples
+from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.fidelity.evaluate import versions
+from kvconvert.fidelity.scoring import Decoder
+from kvconvert.kernels.pages import PAGE_SIZE
+
+FLOAT_BITS = 16
+
+_bench: Bench | None = None  # of a process that measures some of the cases
+
+
+class Bench:
+    """What all cases have in common, and the report that grows row by row."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        on_gpu = args.device.startswith("cuda")
+        dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+        self.batch = args.batch or (32 if on_gpu else 4)
+        self.shop = Workshop(
+            args.model, args.calibration, args.work, torch.device(args.device), getattr(torch, dtype), args.again
+        )
+        self.jobs = args.jobs or (4 if on_gpu else 1)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        self.config = AutoConfig.from_pretrained(args.model)
+        names = args.texts.split(",")
+        files = {name: str(args.text / f"{name}.txt") for name in names}
+        self.texts = {n: spaced_samples(file, tokenizer, args.segments, args.length) for n, file in files.items()}
+        lengths = [int(length) for length in filter(None, args.recall.split(","))]
+        prose = spaced_samples(files[names[-1]], tokenizer, 1, max([args.length, *lengths]) * 4).flatten().tolist()
+        self.recall = Recall(tokenizer, self.config, prose, lengths, args.prompts, args.seed) if lengths else None
+        self.source = Decoder.plain(self.shop.source())
+        # Rows are comparable, and kept, only while these are the same.
+        self.settings = {
+            "model": args.model.name,
+            "texts": names,
+            "segments": args.segments,
+            "length": args.length,
+            "recall": lengths,
+            "prompts": args.prompts,
+            "seed": args.seed,
+            "dtype": dtype,
+            "calibrated_on": {
+                "text": Path(args.calibration or "books-calib").name,
+                "samples": SAMPLES,
+                "length": LENGTH,
+            },
+        }
+        if args.sealed_prompt is not None:
+            self.settings["sealed_prompt"] = args.sealed_prompt
+        if on_gpu:
+            self.settings["device"] = torch.cuda.get_device_name(self.shop.device)
+        self.report = self._begin()
+
+    def _begin(self) -> dict[str, Any]:
+        report: dict[str, Any] = {"settings": self.settings, "versions": versions(), "source": {}}
+        report |= {"caches": {}, "bundles": {}}
+        if self.args.output.is_file():
+            old = json.loads(self.args.output.read_text(encoding="utf-8"))
+            prompts = [settings.get("sealed_prompt") for settings in (old["settings"], self.settings)]
+            if {**old["settings"], "sealed_prompt": None} == {**self.settings, "sealed_prompt": None}:
+                report |= {key: old[key] for key in ("source", "caches", "bundles")}
+                if prompts[0] != prompts[1]:
+                    print("Sealed prompts had another length; rows of such caches are measured anew.", file=sys.stderr)
+                    for table in ("caches", "bundles"):
+                        rows = report[table].items()
+                        report[table] = {name: row for name, row in rows if row.get("protocol") != "sealed prompt"}
+            else:
+                print(f"{self.args.output} was measured otherwise; all of its rows are replaced.", file=sys.stderr)
+        return report
+
+    def save(self) -> None:
+        self.report["baseline"] = self.args.baseline
+        self.args.output.parent.mkdir(parents=True, exist_ok=True)
+        self.args.output.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+
+    def measure_source(self) -> None:
+        if self.recall is not None and ("found" not in self.report["source"] or self.args.again):
+            self.report["source"] = {"found": self.recall.of(self.source, "source", self.batch)}
+            self.save()
+
+    def missing(self, names: Sequence[str], table: str) -> list[str]:
+        """Those that have no row yet."""
+        rows = self.report[table]
+        return [n for n in dict.fromkeys(names) if self.args.again or n not in rows or "failure" in rows[n]]
+
+    def calibrate(self, names: Sequence[str]) -> None:
+        """Calibrate the caches of several cases at a time, in processes of their own: most of it is launching."""
+        if self.jobs < 2 or len(names) < 2:
+            return
+        begun = time.monotonic()
+        cases = [Case.parse(name) for name in dict.fromkeys(name.removesuffix(SEALED) for name in names)]
+        first = self.shop.first_of_searches(cases)
+        self._calibrate_together(first)
+        self.shop.restart = False
+        for case in first:
+            if case.preset == "auto":
+                with contextlib.suppress(KvconvertError):
+                    self.shop.calibrate(case, keep_weights=True)
+        self._calibrate_together([case for case in cases if case not in first])
+        print(f"{len(names)} calibrations: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+
+    def _calibrate_together(self, cases: Sequence[Case]) -> None:
+        if cases:
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(min(self.jobs, len(cases)), mp_context=context) as pool:
+                # What fails says so when its row is measured.
+                list(pool.map(_calibrate, [(self.shop, case) for case in cases]))
+
+    def measure(self, name: str, table: str) -> None:
+        """One row of a table; a case that cannot be measured gets the reason."""
+        self.report[table][name] = self.row(name, table)
+        self.save()
+
+    def row(self, name: str, table: str) -> dict[str, Any]:
+        """The same, not yet in the report."""
+        begun = time.monotonic()
+        try:
+            case = Case.parse(name.removesuffix(SEALED))
+            calibrated = self.shop.cache_of(case) if table == "caches" else self.shop.bundle_of(case)
+            seconds = {"calibration": time.monotonic() - begun}
+            row = self._row(calibrated, name, seconds)
+        except KvconvertError as error:
+            row = {"failure": str(error)}
+            print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+        return row
+
+    def measure_caches(self, names: Sequence[str]) -> None:
+        """Rows of several calibrated caches, at a time in processes of their own: most of it is compilation."""
+        if self.jobs < 2 or len(names) < 2:
+            for name in names:
+                self.measure(name, "caches")
+            return
+        context = multiprocessing.get_context("spawn")
+        count = min(self.jobs, len(names))
+        with ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(self.args,)) as pool:
+            rows = {pool.submit(_row_of_cache, name): name for name in names}
+            for done in as_completed(rows):
+                self.report["caches"][rows[done]] = done.result()
+                self.save()
+
+    def _row(self, made: Calibrated, name: str, seconds: dict[str, float]) -> dict[str, Any]:
+        begun = time.monotonic()
+        sealed = is_sealed(made.decoder) or name.endswith(SEALED)
+        prompt = (self.args.sealed_prompt or self.args.length // 2) if sealed else None
+        row = text_figures(self.source, made.decoder, self.texts, prompt, self.batch)
+        seconds["text"] = time.monotonic() - begun
+        # What a whole prompt takes differs from length to length, most where tokens are evicted before pages are made.
+        tokens = self.args.length if prompt is None else prompt
+        row["size"] = cache_size(self.config, made.schemes, made.plan, tokens, self.args.device)
+        seconds["size"] = time.monotonic() - begun - seconds["text"]
+        if self.recall is not None and not name.endswith(SEALED):
+            row["found"] = self.recall.of(made.decoder, name, self.batch)
+            seconds["recall"] = time.monotonic() - begun - seconds["text"] - seconds["size"]
+        distinct = {json.dumps(s and s.to_dict(), sort_keys=True) for s in made.schemes}
+        return row | {"seconds": {k: round(v, 1) for k, v in seconds.items()}, "schemes": sorted(distinct)}
+
+    def sealed_beside(self) -> list[str]:
+        """Page by page caches that are measured after sealed prompts, too: the baseline, if anything needs one."""
+        needed = any(row.get("protocol") == "sealed prompt" for row in self.report["caches"].values())
+        return [self.args.baseline + SEALED] if needed else []
+
+    def searched_beside(self) -> list[str]:
+        """`auto` at the bytes of --beside's caches, after sealed prompts where those compress whole ones."""
+        caches, found = self.report["caches"], []
+        over = (self.args.length - Recipe.load("auto").kv.sink_tokens) % PAGE_SIZE
+        if self.args.beside and over:
+            raise UsageError(f"--beside compares whole pages; --length {self.args.length - over} ends with one.")
+        asked = caches if self.args.beside == "all" else joined(list(filter(None, self.args.beside.split(","))))
+        options = "" if self.args.auto_tokens is None else f",auto_tokens={self.args.auto_tokens}"
+        for name in asked:
+            row = caches.get(name, {})
+            if "size" not in row or name.startswith("auto:") or name.endswith(SEALED):
+                continue
+            sealed = row["protocol"] == "sealed prompt"
+            size, length = row["size"], self.args.length
+            if sealed:
+                bits = at_page_end(size["bits_per_value"], length, size["tokens"])
+            else:
+                bits = at_page_end(size["mean_bits_per_value"], length)
+            # Rounded down: at the same bytes, and never a byte more.
+            budget = math.floor(bits * 10000) / 10000
+            found.append(f"auto:kv_bits={budget},context={length}{options}{SEALED if sealed else ''}")
+        return found
+
+
+def at_page_end(bits: float, length: int, prompt: int | None = None) -> float:
+    """Bits at `length`, where a page ends, of the `auto` that takes as many as another cache was measured to take.
+
+    That is after a prompt of so many tokens, where a page ends, too; or, without one, in the mean over 128 lengths,
+    which are 112, 96, ... 0 tokens shorter and have 16, 32, ... 112 and 0 tokens of a page that is being filled.
+    """
+    sinks = Recipe.load("auto").kv.sink_tokens
+    filling = (PAGE_SIZE - STEP) / 2
+    exact = (filling + sinks) / (length - filling) if prompt is None else sinks / prompt
+    codes = (bits - FLOAT_BITS * exact) / (1 - exact)
+    return codes + (FLOAT_BITS - codes) * sinks / length
+
+
+def _calibrate(task: tuple[Workshop, Case]) -> None:
+    shop, case = task
+    torch.set_num_threads(2)
+    with contextlib.suppress(KvconvertError):
+        shop.calibrate(case, keep_weights=True)
+
+
+def _begin(args: argparse.Namespace) -> None:
+    global _bench
+    torch.set_num_threads(2)
+    args.again = False  # it was calibrated anew a moment ago
+    _bench = Bench(args)
+
+
+def _row_of_cache(name: str) -> dict[str, Any]:
+    assert _bench is not None
+    return _bench.row(name, "caches")
+
+
+def joined(parts: list[str]) -> list[str]:
+    """Names cut at commas, put together where a part is a change of the name before it."""
+    names: list[str] = []
+    for part in parts:
+        if names and "=" in part and ":" not in part:
+            names[-1] += f",{part}"
+        else:
+            names.append(part)
+    return names
