@@ -1,4 +1,4 @@
-"""The tables of docs/choosing.md: the best cache for each number of bits, and what else there is.
+"""The tables of docs/choosing.md: the best caches of every size, and what else there is.
 
     python benchmarks/choosing.py [--report FILE] [--simulated FILE] [--page docs/choosing.md]
 
@@ -10,90 +10,94 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from real_model_docs import BASELINES, SEALED, cases_of
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "benchmarks" / "results" / "real_model.json"
 SIMULATED = ROOT / "benchmarks" / "results" / "simulated_baselines.json"
-BASELINES = ROOT / "benchmarks" / "baselines.txt"
 PAGE = ROOT / "docs" / "choosing.md"
-BEGIN, END = "<!-- written by benchmarks/choosing.py -->", "<!-- end -->"
-SAME_SIZE = 0.005  # bits per value
-# Upper ends of the bands of average stored bits per value.
-BANDS = (1.6, 2.2, 2.5, 2.8, 3.2, 4.3, 8.6)
+BEST = "<!-- written by benchmarks/choosing.py -->", "<!-- end -->"
+OTHERS = "<!-- also written by benchmarks/choosing.py -->", "<!-- end of the others -->"
+SAME_SIZE = 1.02  # times the bits per value
 
 
-def best_in_bands(report: dict[str, Any], text: str) -> list[tuple[float, str, dict[str, Any]]]:
-    """(band, name, row) of the cache with the smallest KL on a text among those of at most so many bits.
-
-    Only caches that were read page by page are compared; a band whose best cache is that of the band below is left out,
-    for its bits buy nothing.
-    """
-    rows = {
-        name: row
-        for name, row in report["caches"].items()
-        if row.get("protocol") == "pages" and text in row.get("texts", {})
-    }
-    found: list[tuple[float, str, dict[str, Any]]] = []
-    for band in BANDS:
-        within = {name: row for name, row in rows.items() if row["size"]["mean_bits_per_value"] <= band}
-        if not within:
-            continue
-        name = min(within, key=lambda each: within[each]["texts"][text]["kl"])
-        if not found or found[-1][1] != name:
-            found.append((band, name, within[name]))
-    return found
+def label(name: str, labels: Mapping[str, str]) -> str:
+    """How a user asks for a case: a preset's name, `auto` with its bits, or what a case file calls it."""
+    if name.startswith("auto:"):
+        options = name.removeprefix("auto:").removesuffix(SEALED)
+        bits = dict(option.split("=") for option in options.split(","))["kv_bits"]
+        return f"`auto --kv-bits {bits}`"
+    return labels.get(name, f"`{name.removesuffix(SEALED)}`")
 
 
-def table(report: dict[str, Any]) -> str:
-    """The bands in Markdown: bits, cache, KL on each text, numbers found at the longest length."""
-    texts = report["settings"]["texts"]
-    lengths = [int(length) for length in report["settings"]["recall"]]
-    heads = ["at most, bits per value", "cache", "measured", *(f"KL, {text}" for text in texts)]
-    heads += [f"found at {max(lengths):,}"] if lengths else []
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for band, name, row in best_in_bands(report, next(iter(texts))):
-        cells = [f"{band:g}", f"`{name}`", f"{row['size']['mean_bits_per_value']:.2f}"]
-        cells += [f"{row['texts'][text]['kl']:.4f}" if text in row["texts"] else "" for text in texts]
-        if lengths:
-            hits = row.get("found", {}).get(str(max(lengths)))
-            cells.append("" if hits is None else f"{sum(hits) / len(hits):.0%}")
-        lines.append(f"| {' | '.join(cells)} |")
+def bits_of(row: dict[str, Any]) -> float:
+    """Stored bits per value: in the mean over how full the last page is, or after a whole prompt."""
+    return row["size"]["mean_bits_per_value" if row["protocol"] == "pages" else "bits_per_value"]
+
+
+def frontier(report: dict[str, Any], text: str) -> list[str]:
+    """Names of the caches read page by page that have a smaller KL on a text than all of about their size or less."""
+    rows = _rows(report, "pages")
+    divergence = {name: row["texts"][text]["kl"] for name, row in rows.items()}
+    return sorted(
+        (
+            name
+            for name in rows
+            if all(
+                divergence[name] < divergence[other] or bits_of(rows[other]) > SAME_SIZE * bits_of(rows[name])
+                for other in rows.keys() - {name}
+            )
+        ),
+        key=lambda name: bits_of(rows[name]),
+    )
+
+
+def _rows(report: dict[str, Any], protocol: str) -> dict[str, dict[str, Any]]:
+    return {name: row for name, row in report["caches"].items() if row.get("protocol") == protocol}
+
+
+def table(report: dict[str, Any], labels: Mapping[str, str]) -> str:
+    """The best caches of every size in Markdown."""
+    heads, figures = _figures(report)
+    lines = [f"| cache | bits per value | {' | '.join(heads)} |", "|---|---|" + "---|" * len(heads)]
+    for name in frontier(report, report["settings"]["texts"][0]):
+        row = report["caches"][name]
+        lines.append(f"| {' | '.join([label(name, labels), f'{bits_of(row):.2f}', *figures(row)])} |")
     return "\n".join(lines)
 
 
-def baselines(report: dict[str, Any], cases: str) -> str:
-    """The measured cases of a case file in Markdown, by bytes, with the smallest KL among page caches of their size.
+def _figures(report: dict[str, Any]) -> tuple[list[str], Callable[[dict[str, Any]], list[str]]]:
+    """Heads of the columns of quality, and what a row has there."""
+    texts, lengths = report["settings"]["texts"], report["settings"]["recall"]
+    heads = [f"KL, {text}" for text in texts] + ([f"found at {max(lengths):,}"] if lengths else [])
 
-    Whole-prompt caches are scored on the tokens after a sealed prompt, and nothing is put beside them here.
-    """
-    texts, lengths = report["settings"]["texts"], [int(length) for length in report["settings"]["recall"]]
-    rows = report["caches"]
-    pages = {name: row for name, row in rows.items() if row.get("protocol") == "pages"}
-    found = []
-    for line in cases.splitlines():
-        name, _, label = (part.strip() for part in line.partition("#"))
-        row = rows.get(name, {})
-        if "size" not in row:
-            continue
-        in_pages = row["protocol"] == "pages"
-        bits = row["size"]["mean_bits_per_value" if in_pages else "bits_per_value"]
-        within = {n: r for n, r in pages.items() if r["size"]["mean_bits_per_value"] < bits + SAME_SIZE}
-        best = min(within, key=lambda each: within[each]["texts"][texts[0]]["kl"], default=None) if in_pages else None
-        cells = [label or name, f"{bits:.2f}", "page by page" if in_pages else "after a prompt"]
-        cells += [f"{row['texts'][text]['kl']:.4f}" for text in texts]
-        hits = row.get("found", {}).get(str(max(lengths))) if lengths else None
-        cells += ["" if hits is None else f"{sum(hits) / len(hits):.0%}"] if lengths else []
-        cells.append("" if best in (None, name) else f"`{best}`: {within[best]['texts'][texts[0]]['kl']:.4f}")
-        found.append((bits, cells))
-    if not found:
-        return ""
-    heads = ["baseline", "bits per value", "read", *(f"KL, {text}" for text in texts)]
-    heads += [f"found at {max(lengths):,}"] if lengths else []
-    heads.append(f"best of at most its size: KL, {texts[0]}")
-    lines = ["| " + " | ".join(cells) + " |" for _, cells in sorted(found, key=lambda each: each[0])]
-    return "\n".join([f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *lines])
+    def figures(row: dict[str, Any]) -> list[str]:
+        cells = [f"{row['texts'][text]['kl']:.4f}" for text in texts]
+        if lengths:
+            hits = row.get("found", {}).get(str(max(lengths)))
+            cells.append("" if hits is None else f"{100 * sum(hits) / len(hits):.0f} %")
+        return cells
+
+    return heads, figures
+
+
+def others(report: dict[str, Any], labels: Mapping[str, str], protocol: str) -> str:
+    """All measured caches of a protocol in Markdown, each with the smallest KL among those of at most its size."""
+    rows, text = _rows(report, protocol), report["settings"]["texts"][0]
+    heads, figures = _figures(report)
+    heads.append(f"best of at most its size: KL, {text}")
+    lines = [f"| cache | bits per value | {' | '.join(heads)} |", "|---|---|" + "---|" * len(heads)]
+    for name, row in sorted(rows.items(), key=lambda item: bits_of(item[1])):
+        within = [other for other in rows if bits_of(rows[other]) <= SAME_SIZE * bits_of(row)]
+        best = min(within, key=lambda other: rows[other]["texts"][text]["kl"])
+        beside = "" if best == name else f"{label(best, labels)}: {rows[best]['texts'][text]['kl']:.4f}"
+        if protocol == "sealed prompt" or not name.startswith("auto:"):
+            lines.append(f"| {' | '.join([label(name, labels), f'{bits_of(row):.2f}', *figures(row), beside])} |")
+    return "\n".join(lines) if rows else ""
 
 
 def simulated(report: dict[str, Any]) -> str:
@@ -110,30 +114,40 @@ def simulated(report: dict[str, Any]) -> str:
     return f"{about}\n\n" + "\n".join(lines)
 
 
-def with_table(page: str, text: str) -> str:
-    """A page with the table between its markers."""
-    head, begin, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+def with_table(page: str, text: str, markers: tuple[str, str]) -> str:
+    """A page with the table between two markers."""
+    head, begin, rest = page.partition(markers[0])
+    _, end, tail = rest.partition(markers[1])
     if not begin or not end:
-        raise ValueError(f"the page has no place for the table: {BEGIN} ... {END}")
-    return f"{head}{BEGIN}\n{text}\n{END}{tail}"
+        raise ValueError(f"the page has no place for the table: {' ... '.join(markers)}")
+    return f"{head}{begin}\n{text}\n{end}{tail}"
+
+
+def written(page: str, report_file: Path, simulated_file: Path) -> str:
+    """The page with the tables of two reports, of which the second may be missing."""
+    report, labels = json.loads(report_file.read_text(encoding="utf-8")), cases_of(BASELINES)
+    settings = report["settings"]
+    parts = []
+    if pages := others(report, labels, "pages"):
+        parts += ["Read page by page:", pages]
+    if sealed := others(report, labels, "sealed prompt"):
+        prompt = settings.get("sealed_prompt", settings["length"] // 2)
+        scored = settings["length"] - prompt
+        parts += [f"Read and compressed as one prompt of {prompt:,} tokens, the next {scored} scored:", sealed]
+    if simulated_file.is_file():
+        parts.append(simulated(json.loads(simulated_file.read_text(encoding="utf-8"))))
+    return with_table(with_table(page, table(report, labels), BEST), "\n\n".join(parts), OTHERS)
 
 
 def main() -> None:
-    """Write the table."""
+    """Write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", type=Path, default=REPORT)
     parser.add_argument("--simulated", type=Path, default=SIMULATED)
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args()
-    report = json.loads(options.report.read_text(encoding="utf-8"))
-    parts = [table(report)]
-    if others := baselines(report, BASELINES.read_text(encoding="utf-8")):
-        parts += ["Baselines, and what is better at their bytes:", others]
-    if options.simulated.is_file():
-        parts.append(simulated(json.loads(options.simulated.read_text(encoding="utf-8"))))
-    page = with_table(options.page.read_text(encoding="utf-8"), "\n\n".join(parts))
-    options.page.write_text(page, encoding="utf-8")
+    page = options.page.read_text(encoding="utf-8")
+    options.page.write_text(written(page, options.report, options.simulated), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 from real_model_bench import Bench, joined
-from real_model_docs import write_page
+from real_model_docs import BASELINES, cases_of, write_page
 
 from kvconvert.errors import UsageError
 from kvconvert.methods import PRESETS
@@ -69,7 +69,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="calibrate and measure anew what is there already")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument(
-        "--page", type=Path, help=f"Markdown to write; {PAGE.relative_to(ROOT)} with --output's default"
+        "--page",
+        type=Path,
+        help=f"Markdown to write; {PAGE.relative_to(ROOT)} with --output's default, "
+        "without the rows of benchmarks/baselines.txt, which docs/choosing.md shows",
     )
     return parser.parse_args()
 
@@ -83,8 +86,7 @@ def main() -> None:
             # Changes are separated by commas, too: a part without a preset of its own goes on with the one before.
             wanted = joined(wanted) + list(args.cases)
         if args.file is not None:
-            lines = args.file.read_text(encoding="utf-8").splitlines()
-            wanted += filter(None, (line.partition("#")[0].strip() for line in lines))
+            wanted += cases_of(args.file)
         bench = Bench(args)
         bench.measure_source()
         for names in (lambda: [args.baseline, *wanted], bench.sealed_beside, bench.searched_beside):
@@ -97,8 +99,7 @@ def main() -> None:
     except UsageError as error:
         sys.exit(f"Error: {error}")
     page = args.page or (PAGE if args.output == RESULTS else None)
-    text = write_page(bench.report, page)
-    print(text)
+    print(write_page(bench.report, page, cases_of(BASELINES) if page == PAGE else ()))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,28 @@ from kvconvert.fidelity.bootstrap import Interval, bootstrap_mean
 
 SAME_SIZE = 0.005  # bits per value
 SEALED = ", sealed prompt"  # after the name of a cache that treats no whole prompts, measured as those that do
+BASELINES = Path(__file__).resolve().parent / "baselines.txt"  # their rows are on docs/choosing.md
 BEGIN, END = "<!-- written by benchmarks/real_model.py -->", "<!-- end -->"
 
 
-def write_page(report: dict[str, Any], page: Path | None) -> str:
-    """The tables; put between the markers of `page`, which is made if it is missing."""
-    text = markdown(report)
+def write_page(report: dict[str, Any], page: Path | None, elsewhere: Collection[str] = ()) -> str:
+    """The tables, and the same between the markers of `page`, without rows that another page shows.
+
+    A page that is missing is made.
+    """
     if page is not None:
+        caches = {name: row for name, row in report["caches"].items() if name not in elsewhere}
+        text = markdown(report | {"caches": caches})
         old = page.read_text(encoding="utf-8") if page.is_file() else f"# A real model\n\n{BEGIN}\n{END}\n"
         head, _, rest = old.partition(BEGIN)
         page.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
-    return text
+    return markdown(report)
+
+
+def cases_of(file: Path) -> dict[str, str]:
+    """The cases of a file, one a line, with the names that follow #; without one a case is its own name."""
+    lines = [line.partition("#") for line in file.read_text(encoding="utf-8").splitlines()]
+    return {case.strip(): label.strip() or case.strip() for case, _, label in lines if case.strip()}
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -33,7 +46,8 @@ def markdown(report: dict[str, Any]) -> str:
         parts += [
             (
                 f"Caches that compress a prompt as a whole, scored on the {s['length'] - prompt:,} tokens after one of "
-                f"{prompt:,}, and page caches beside them that read it in the same way:"
+                f"{prompt:,}{_source_perplexity(report, 'sealed prompt')}, and page caches beside them that read it in "
+                "the same way. Numbers are asked for after all of the prose was compressed as one prompt:"
             ),
             _table(report, "caches", "sealed prompt"),
         ]
@@ -53,20 +67,14 @@ def markdown(report: dict[str, Any]) -> str:
 
 def _introduction(report: dict[str, Any]) -> str:
     s = report["settings"]
-    first = next((row for row in report["caches"].values() if "texts" in row), None)
-    perplexities = (
-        ""
-        if first is None
-        else "; the source's perplexity is "
-        + " and ".join(f"{row['source_perplexity']:.2f} ({name})" for name, row in first["texts"].items())
-    )
+    perplexities = _source_perplexity(report, "pages")
     found = report["source"].get("found", {})
     recalled = (
         ""
         if not found
         else " Of numbers hidden in prose the source finds "
         + ", ".join(f"{_percent(hits)} at {int(length):,} tokens" for length, hits in found.items())
-        + f" ({s['prompts']} prompts each; all prose is read page by page through the cache first)."
+        + f" ({s['prompts']} prompts each; all prose is read through the cache first, page by page)."
     )
     where = s.get("device", "a CPU")
     calibrated = s["calibrated_on"]
@@ -77,8 +85,33 @@ def _introduction(report: dict[str, Any]) -> str:
         f"per token{perplexities}.{recalled} Bits per stored value and the share of tokens in full precision are "
         f"measured at {s['length']:,} tokens, or after the prompt of caches that compress it as a whole: all that the "
         "cache holds in bf16, over all keys and values of the sequence, and as a mean over the last 128 lengths, for "
-        "how full the last page is differs."
+        f"how full the last page is differs.{_options(report)}"
     )
+
+
+def _source_perplexity(report: dict[str, Any], protocol: str) -> str:
+    first = next((row for row in _measured(report).values() if row["protocol"] == protocol), None)
+    if first is None:
+        return ""
+    texts = " and ".join(f"{row['source_perplexity']:.2f} ({name})" for name, row in first["texts"].items())
+    return f"; the source's perplexity is {texts}" if protocol == "pages" else f" (source perplexity {texts})"
+
+
+def _shared_options(report: dict[str, Any]) -> str:
+    """What the names of all searched caches say after their bits, if it is the same in all."""
+    found = {name.removesuffix(SEALED).partition(",")[2] for name in report["caches"] if name.startswith("auto:")}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _options(report: dict[str, Any]) -> str:
+    shared = _shared_options(report)
+    return f" The names of `auto` leave out what is the same for all: {shared}." if shared else ""
+
+
+def _label(name: str, report: dict[str, Any]) -> str:
+    """A case's name as tables show it."""
+    shared = _shared_options(report)
+    return re.sub(f",{re.escape(shared)}(?={SEALED}|$)", "", name) if shared and name.startswith("auto:") else name
 
 
 def _table(report: dict[str, Any], table: str, protocol: str | None) -> str:
@@ -91,13 +124,16 @@ def _table(report: dict[str, Any], table: str, protocol: str | None) -> str:
     if not rows:
         return ""
     tokens = sorted({row["size"]["tokens"] for row in rows.values()})
-    heads = ["", f"bits per value at {' and '.join(f'{n:,}' for n in tokens)}", "mean", "exact"]
+    heads = ["", f"bits per value at {' and '.join(f'{n:,}' for n in tokens)}"]
+    # After a whole prompt no page is being filled.
+    heads += ["exact"] if protocol == "sealed prompt" else ["mean", "exact"]
     heads += [f"{name} {what}" for name in s["texts"] for what in ("KL", "perplexity")]
     heads += [f"found at {length:,}" for length in s["recall"]]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for name, row in sorted(rows.items(), key=lambda item: item[1]["size"]["bits_per_value"]):
         size = row["size"]
-        cells = [name, f"{size['bits_per_value']:.2f}", f"{size['mean_bits_per_value']:.2f}"]
+        cells = [_label(name, report), f"{size['bits_per_value']:.2f}"]
+        cells += [] if protocol == "sealed prompt" else [f"{size['mean_bits_per_value']:.2f}"]
         cells += [f"{size['full_precision_tokens'] / size['tokens']:.1%}"]
         for text in s["texts"]:
             cells += [_kl(row["texts"][text]["kl"]), f"{row['texts'][text]['perplexity']:.2f}"]
@@ -107,7 +143,7 @@ def _table(report: dict[str, Any], table: str, protocol: str | None) -> str:
 
 
 def _auto(report: dict[str, Any]) -> str:
-    """Paired differences in KL of `auto` from every other cache that takes at least its bytes, and what they say."""
+    """Paired differences in KL of `auto` from every other cache, at most at its bytes, and what they say."""
     caches, texts = _measured(report), report["settings"]["texts"]
     lines, better, worse = [], 0, 0
     for name, beside in _same_size(caches):
@@ -123,9 +159,9 @@ def _auto(report: dict[str, Any]) -> str:
     return "\n".join(
         [
             (
-                "`auto` less each cache of the same size, with 95 % bootstrap intervals over segments; negative: "
-                f"`auto` is better. Of {count} differences {better} are significantly better and {worse} "
-                "significantly worse:"
+                "The largest `auto` of at most a cache's bits less that cache, with 95 % bootstrap intervals over "
+                f"segments; negative: `auto` is better. Of {count} differences {better} are significantly better and "
+                f"{worse} significantly worse:"
             ),
             "",
             "| " + " | ".join(heads) + " |",
@@ -136,12 +172,12 @@ def _auto(report: dict[str, Any]) -> str:
 
 
 def _differences(report: dict[str, Any]) -> str:
-    """Paired differences in KL from the baseline."""
+    """Paired differences in KL from the baseline, of caches that are not searched."""
     caches, baseline = _measured(report), report["baseline"]
     lines = []
-    for name, row in caches.items():
+    for name, row in sorted(caches.items(), key=lambda item: _mean_bits(item[1])):
         beside = baseline + SEALED if row["protocol"] == "sealed prompt" else baseline
-        if beside not in caches or name == beside:
+        if beside not in caches or name == beside or name.startswith("auto:"):
             continue
         cells = [name, beside]
         for text in report["settings"]["texts"]:

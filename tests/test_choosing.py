@@ -1,4 +1,4 @@
-"""The table of docs/choosing.md: the best cache for each number of bits."""
+"""The table of docs/choosing.md: the best caches of every size."""
 
 import choosing
 import pytest
@@ -6,19 +6,25 @@ import pytest
 
 def row(bits, kl, protocol="pages"):
     texts = {"wikitext": {"kl": kl, "perplexity": 20.0}}
-    return {"protocol": protocol, "size": {"mean_bits_per_value": bits}, "texts": texts, "found": {"64": [True, False]}}
+    return {
+        "protocol": protocol,
+        "size": {"mean_bits_per_value": bits, "bits_per_value": bits},
+        "texts": texts,
+        "found": {"64": [True, False]},
+    }
 
 
 def report(**rows):
     return {"settings": {"texts": ["wikitext"], "recall": [16, 64]}, "caches": rows}
 
 
-def test_a_band_has_its_best_cache_and_is_left_out_where_more_bits_buy_nothing():
-    found = choosing.best_in_bands(
+def test_the_best_are_those_that_nothing_of_their_size_or_less_beats():
+    found = choosing.frontier(
         report(
             small=row(1.5, 0.5),
             worse=row(2.4, 0.2),
             better=row(2.3, 0.1),
+            as_large=row(2.28, 0.101),
             wasteful=row(3.0, 0.3),
             wide=row(4.0, 0.01),
             sealed=row(2.0, 0.001, "sealed prompt"),
@@ -26,19 +32,25 @@ def test_a_band_has_its_best_cache_and_is_left_out_where_more_bits_buy_nothing()
         ),
         "wikitext",
     )
-    assert [(band, name) for band, name, _ in found] == [(1.6, "small"), (2.5, "better"), (4.3, "wide")]
+    assert found == ["small", "better", "wide"]
 
 
-def test_a_baseline_stands_beside_the_best_cache_of_its_size():
-    found = choosing.baselines(
-        report(
-            a=row(2.5, 0.1), b=row(2.5, 0.2), evicts=row(2.0, 0.3, "sealed prompt") | {"size": {"bits_per_value": 2}}
-        ),
-        "# Comment\nb # the plain one\nevicts # H2O-like\nnever # measured\n",
-    ).splitlines()
-    assert found[2] == "| H2O-like | 2.00 | after a prompt | 0.3000 | 50% |  |"
-    assert found[3] == "| the plain one | 2.50 | page by page | 0.2000 | 50% | `a`: 0.1000 |"
-    assert len(found) == 4
+def test_every_cache_stands_beside_the_best_of_its_size_that_is_read_in_the_same_way():
+    auto = "auto:kv_bits=2.5,context=64"
+    given = report(
+        b=row(2.5, 0.2),
+        evicts=row(2.0, 0.3, "sealed prompt"),
+        large=row(3.0, 0.4, "sealed prompt"),
+        **{auto: row(2.5, 0.1), auto + ", sealed prompt": row(2.5, 0.05, "sealed prompt")},
+    )
+    labels = {"b": "the plain one", "evicts": "H2O-like", "never": "measured"}
+    pages = choosing.others(given, labels, "pages").splitlines()
+    assert pages[2:] == ["| the plain one | 2.50 | 0.2000 | 50 % | `auto --kv-bits 2.5`: 0.1000 |"]
+    assert choosing.others(given, labels, "sealed prompt").splitlines()[2:] == [
+        "| H2O-like | 2.00 | 0.3000 | 50 % |  |",
+        "| `auto --kv-bits 2.5` | 2.50 | 0.0500 | 50 % |  |",
+        "| `large` | 3.00 | 0.4000 | 50 % | `auto --kv-bits 2.5`: 0.0500 |",
+    ]
 
 
 def test_simulated_rows_are_sorted_by_bits():
@@ -52,9 +64,17 @@ def test_simulated_rows_are_sorted_by_bits():
 
 
 def test_the_table_is_put_between_the_pages_markers():
-    page = choosing.with_table(choosing.PAGE.read_text(encoding="utf-8"), choosing.table(report(a=row(2.3, 0.1234))))
-    assert "| 2.5 | `a` | 2.30 | 0.1234 | 50% |" in page
+    page = choosing.PAGE.read_text(encoding="utf-8")
+    page = choosing.with_table(page, choosing.table(report(a=row(2.3, 0.1234)), {}), choosing.BEST)
+    page = choosing.with_table(page, "nothing else", choosing.OTHERS)
+    assert "| `a` | 2.30 | 0.1234 | 50 % |" in page
     assert page.startswith("# Which cache to choose")
-    assert page.rstrip().endswith("a paper describes.")
+    assert f"{choosing.OTHERS[0]}\nnothing else\n" in page
     with pytest.raises(ValueError, match="no place"):
-        choosing.with_table("nothing", "")
+        choosing.with_table("nothing", "", choosing.BEST)
+
+
+def test_the_page_shows_what_the_reports_hold():
+    """Of a report that changed, the page has to be written again."""
+    page = choosing.PAGE.read_text(encoding="utf-8")
+    assert choosing.written(page, choosing.REPORT, choosing.SIMULATED) == page

@@ -1,24 +1,22 @@
 """benchmarks/real_model.py: its case files are recipes of this version, and `auto` is compared at equal bytes."""
 
+import json
 from pathlib import Path
 
 import pytest
 import real_model_docs as docs
+import real_model_merge as merge
 from real_model_bench import at_page_end
 from real_model_cases import Case
 from real_model_measure import cache_size
 from tiny.checkpoints import tiny_model
 
+from kvconvert.errors import UsageError
 from kvconvert.methods import PRESETS
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 FILES = ("ablations.txt", "baselines.txt")
-CASES = [
-    case
-    for file in FILES
-    for line in (BENCHMARKS / file).read_text(encoding="utf-8").splitlines()
-    if (case := line.partition("#")[0].strip())
-]
+CASES = [case for file in FILES for case in docs.cases_of(BENCHMARKS / file)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -74,3 +72,40 @@ def test_the_verdict_counts_significant_differences():
     assert "Of 3 differences 1 are significantly better and 1 significantly worse" in text
     assert "| kivi | 3.000 | 2.900 | -0.1000 (-0.1000 to -0.1000) |" in text
     assert "| minikv | 2.000 | 2.000 | +0.0500 (+0.0000 to +0.1000) |" in text
+
+
+def test_options_that_every_search_has_are_said_once():
+    caches = {"auto:kv_bits=2,context=64": {}, "auto:kv_bits=3,context=64, sealed prompt": {}, "kivi": {}}
+    labels = [docs._label(name, {"caches": caches}) for name in caches]
+    assert labels == ["auto:kv_bits=2", "auto:kv_bits=3, sealed prompt", "kivi"]
+    assert "for all: context=64." in docs._options({"caches": caches})
+    caches["auto:kv_bits=2"] = {}
+    assert [docs._label(name, {"caches": caches}) for name in caches] == [*caches]
+    assert docs._options({"caches": caches}) == ""
+
+
+def part(rows, length=64):
+    return {"settings": {"length": length}, "source": {}, "baseline": "a", "caches": rows, "bundles": {}}
+
+
+def test_rows_of_several_runs_are_one_report_if_they_were_measured_in_the_same_way():
+    first, second = part({"a": {"kl": 1, "seconds": 5}}), part({"a": {"kl": 1, "seconds": 6}, "b": {"kl": 2}})
+    found = merge.merged([first, second], ["1.json", "2.json"])
+    assert found["caches"] == {"a": {"kl": 1, "seconds": 5}, "b": {"kl": 2}}
+    assert first["caches"].keys() == {"a"}
+    with pytest.raises(UsageError, match=r"2\.json was measured otherwise than 1\.json: length"):
+        merge.merged([first, part({}, length=65)], ["1.json", "2.json"])
+    with pytest.raises(UsageError, match=r"2\.json has other figures of a "):
+        merge.merged([first, part({"a": {"kl": 2}})], ["1.json", "2.json"])
+
+
+@pytest.mark.parametrize(
+    ("report", "page"), [("real_model", "real-model"), ("real_model_reference", "reference-model")]
+)
+def test_a_page_shows_what_its_report_holds(report, page, tmp_path):
+    shown = BENCHMARKS.parent / "docs" / f"{page}.md"
+    copy = tmp_path / "page.md"
+    copy.write_text(shown.read_text(encoding="utf-8"), encoding="utf-8")
+    rows = json.loads((BENCHMARKS / "results" / f"{report}.json").read_text(encoding="utf-8"))
+    docs.write_page(rows, copy, docs.cases_of(docs.BASELINES))
+    assert copy.read_text(encoding="utf-8") == shown.read_text(encoding="utf-8")
