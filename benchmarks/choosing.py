@@ -26,11 +26,10 @@ SAME_SIZE = 1.02  # times the bits per value
 
 
 def label(name: str, labels: Mapping[str, str]) -> str:
-    """How a user asks for a case: a preset's name, `auto` with its bits, or what a case file calls it."""
+    """How a user asks for a case: a preset's name, `auto` with its budget, or what a case file calls it."""
     if name.startswith("auto:"):
-        options = name.removeprefix("auto:").removesuffix(SEALED)
-        bits = dict(option.split("=") for option in options.split(","))["kv_bits"]
-        return f"`auto --kv-bits {bits}`"
+        option, _, value = name.removeprefix("auto:").removesuffix(SEALED).partition(",")[0].partition("=")
+        return f"`auto --{option.replace('_', '-')} {value}`"
     return labels.get(name, f"`{name.removesuffix(SEALED)}`")
 
 
