@@ -26,7 +26,7 @@ HEADS, HEAD_DIM = 8, 128  # of the layer for which sizes are stated
 # What each preset is for.
 USES = {
     "default": "a good start: the same as oscar",
-    "auto": "the best cache of a given size; measures every layer (needs --kv-bits)",
+    "auto": "the best pages for a given size; measures every layer (needs --kv-bits)",
     "kv-only": "weights stay as they are",
     "weights-only": "the cache stays as it is",
     "rtn": "quick, without a search of weights; what AWQ is compared with",
