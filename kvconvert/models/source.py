@@ -8,10 +8,9 @@ Pickled weights are refused, not converted: loading one runs whatever code it ca
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from kvconvert.bundle.manifest import SourceInfo, TensorInfo
 from kvconvert.bundle.tensorfile import read_header
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
 from kvconvert.kernels.linear.awq_format import AwqWeight
+from kvconvert.models.checksums import begin, sha256
 from kvconvert.models.file_stamps import FileStamps
 from kvconvert.models.formats import Encoded, Packing, find_format
 from kvconvert.models.formats.gguf import find_gguf, open_gguf
@@ -183,10 +183,11 @@ class SourceModel:
             **options,
         )
 
-    def read_finite(self, names: str | Iterable[str]) -> dict[str, Tensor]:
-        """`read`, refusing NaN and infinity with the tensor's name (NumericError)."""
+    def read_finite(self, names: str | Iterable[str], device: torch.device | None = None) -> dict[str, Tensor]:
+        """`read`, onto a device if one is given, refusing NaN and infinity with the tensor's name (NumericError)."""
         tensors = self.read(names)
-        for name, tensor in tensors.items():
+        for name in tensors:
+            tensor = tensors[name] = tensors[name].to(device)
             if tensor.is_floating_point() and not _is_finite(tensor):
                 stored = self.tensor_names.stored[name]
                 file = self.weights / min(self.files_of([stored]))
@@ -203,18 +204,22 @@ class SourceModel:
             plain.read_finite([name])
 
     def info(self, progress: bool = False) -> SourceInfo:
-        """Hashes of config and weights, revision, licence and languages; reads every weight file once."""
+        """Checksums of config and weights, revision, licence and languages; reads every weight file once.
+
+        Those of weights that `checksums.begin` was given by the same paths are only waited for.
+        """
         files = sorted(set(self.weight_map.values()))
         total = sum(self.file(file).stat().st_size for file in files)
         with tqdm(
             total=total, unit="B", unit_scale=True, desc="checksums", disable=not progress or total < _PROGRESS_FROM
         ) as bar:
-            hashes = {file: _sha256(self.file(file), bar) for file in files}
+            begin(map(self.file, files))
+            hashes = {file: sha256(self.file(file), bar.update) for file in files}
         return SourceInfo(
             id=self.id,
             revision=self.revision,
             **_card_facts(self.directory),
-            config_sha256=_sha256(self.directory / "config.json"),
+            config_sha256=sha256(self.directory / "config.json"),
             weights_sha256=hashes,
             stored_as=self.stored_as,
         )
@@ -448,21 +453,6 @@ def _is_finite(tensor: Tensor) -> bool:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0].rstrip(".")
-
-
-def _sha256(file: Path, bar: tqdm | None = None) -> str:
-    digest = hashlib.sha256()
-    for block in _blocks(file):
-        digest.update(block)
-        if bar is not None:
-            bar.update(len(block))
-    return digest.hexdigest()
-
-
-def _blocks(file: Path, size: int = 2**22) -> Iterator[bytes]:
-    with file.open("rb") as stream:
-        while block := stream.read(size):
-            yield block
 
 
 def _card_facts(directory: Path) -> dict[str, Any]:
