@@ -29,6 +29,7 @@ class _Checksum(Future[str]):
 
 
 _begun: dict[tuple[Path, int, int], _Checksum] = {}
+_found: dict[tuple[Path, int, int], str] = {}
 
 
 def begin(files: Iterable[Path]) -> None:
@@ -68,9 +69,20 @@ def sha256(file: Path, read: Callable[[int], Any] = lambda count: None) -> str:
             read(count - told)
             told = count
         read(checksum.read - told)
-        return checksum.result()
+        _found[key] = checksum.result()
+        return _found[key]
     except (OSError, KeyError) as error:  # KeyError: it changed between two looks at it
         raise CheckpointError(f"{file} cannot be read ({error}); fetch the file again.") from error
+
+
+def known_sha256(files: Iterable[Path]) -> dict[Path, str]:
+    """`sha256` of several files; those that it gave in this process, and that seem unchanged, are not read again."""
+    found: dict[Path, str | None] = dict.fromkeys(files)
+    for file in found:
+        with suppress(OSError):
+            found[file] = _found.get(_key(file))
+    begin(file for file, checksum in found.items() if checksum is None)
+    return {file: checksum or sha256(file) for file, checksum in found.items()}
 
 
 def _key(file: Path) -> tuple[Path, int, int]:
