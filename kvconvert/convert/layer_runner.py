@@ -19,6 +19,7 @@ from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.hidden_states import HiddenStates
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill, rows_as_looked_up
 from kvconvert.errors import NumericError, UnsupportedModelError
+from kvconvert.kernels.finite import all_finite
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.models.adapters import Adapter
 from kvconvert.models.auto_class import model_class
@@ -229,7 +230,7 @@ class LayerRunner:
             with tf32_products(self.device):
                 output = layer(batch, **arguments)
             output = output[0] if isinstance(output, tuple) else output
-            if not output.isfinite().all():
+            if not all_finite(output):
                 place = f"{self.layer_name(index)}.{_first_overflow(layer, batch, arguments)}".rstrip(".")
                 raise NumericError(
                     f"{place} computes NaN or infinity on the calibration data; check that the source model generates "

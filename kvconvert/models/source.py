@@ -27,6 +27,7 @@ from kvconvert.bundle.locate import ask_hub, is_hub_id, missing_below
 from kvconvert.bundle.manifest import SourceInfo, TensorInfo
 from kvconvert.bundle.tensorfile import read_header
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.kernels.finite import all_finite
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.models.checksums import begin, sha256
 from kvconvert.models.file_stamps import FileStamps
@@ -44,7 +45,6 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*"]
 _PROGRESS_FROM = 256 * 2**20  # bytes
-_FINITE_AT_ONCE = 2**22  # values
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class SourceModel:
         tensors = self.read(names)
         for name in tensors:
             tensor = tensors[name] = tensors[name].to(device)
-            if tensor.is_floating_point() and not _is_finite(tensor):
+            if tensor.is_floating_point() and not all_finite(tensor):
                 stored = self.tensor_names.stored[name]
                 file = self.weights / min(self.files_of([stored]))
                 raise NumericError(
@@ -444,11 +444,6 @@ def _load_config(directory: Path) -> PretrainedConfig:
             f"kvconvert never does ({_first_line(error)})."
         ) from error
     return config
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether all values are, looked at a part at a time: an embedding may be the largest tensor of all."""
-    return all(bool(part.isfinite().all()) for part in tensor.reshape(-1).split(_FINITE_AT_ONCE))
 
 
 def _first_line(error: Exception) -> str:
