@@ -3,12 +3,13 @@
     python benchmarks/calibrate.py MODEL --peer-python PYTHON --text DIR [--samples 32 --length 512] [--rounds 1]
     python benchmarks/calibrate.py --shape 8b --layers 4 --samples 64 --peer-python PYTHON --device cuda
 
-PYTHON is the interpreter of an environment with llm-compressor. Both programs quantize weights alone, asymmetrically in
-the same groups and on the same token ids, with their defaults otherwise; llm-compressor's batches and dtype can be
-chosen. Each run is a fresh process, imports, reading and saving included (kvconvert: calibrate, then export), and the
+PYTHON is the interpreter of an environment with llm-compressor. Both programs quantize weights alone, asymmetrically
+in the same groups and on the same token ids, with their defaults otherwise; llm-compressor's batches and dtype can be
+chosen. Each run is a fresh process, imports, reading and saving included (kvconvert: `calibrate --export`), and the
 programs take turns. Recorded are wall and processor time and the largest anonymous resident memory, as in
-benchmarks/memory.py. With --text, what each has saved is read back, dequantized in float32, and compared with the
-source in float32. --shape makes random weights instead, of which only time and memory mean something.
+benchmarks/memory.py, and what the imports alone take; files of both programs are in memory before the first round.
+With --text, what each has saved is read back, dequantized in float32, and compared with the source in float32.
+--shape makes random weights instead, of which only time and memory mean something.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 from calibrate_docs import write_page
-from calibrate_measure import Settings, run, saved_model
+from calibrate_measure import Settings, import_seconds, run, saved_model
 from memory import SHAPES, write_checkpoint
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
@@ -99,6 +100,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     data = load_token_samples(args.calibration, tokenizer, args.samples, args.length, args.seed)
     save_file({"ids": data.ids}, ids)
     cases: dict[str, dict[str, Any]] = {case: {"rounds": []} for case in args.cases}
+    programs = dict.fromkeys(case.partition(":")[0] for case in cases)
+    imports = {program: import_seconds(program, settings, folder) for program in programs}
     for number in range(args.rounds):
         for case, found in cases.items():
             program, _, method = case.partition(":")
@@ -124,7 +127,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     for private in ("peer_python", "timeout"):
         del named[private]
-    found = {"settings": named, "versions": versions(), "cases": cases}
+    found = {"settings": named, "versions": versions(), "import_s": imports, "cases": cases}
     return found | ({"source_perplexity": source.perplexity} if args.text else {})
 
 

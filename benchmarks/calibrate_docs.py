@@ -36,7 +36,8 @@ def _section(label: str, found: dict[str, Any]) -> str:
         f"dtype `{s['peer_dtype']}`"
         + (f"; medians of {rounds} rounds" if rounds > 1 else "")
         + (f"; KL on {s['segments']} segments of {s['scored_per_segment']:,} tokens of {s['text']}" if quality else "")
-        + ".",
+        + "."
+        + _imports(found.get("import_s", {})),
         "",
         "| | wall time, s | processor time, s | peak memory, GB |" + (" KL | perplexity |" if quality else ""),
         "|---|---|---|---|" + ("---|---|" if quality else ""),
@@ -53,6 +54,12 @@ def _section(label: str, found: dict[str, Any]) -> str:
             row += f" {kl['mean']:.4f} ({kl['low']:.4f} to {kl['high']:.4f}) | {case['quality']['perplexity']:.2f} |"
         lines.append(row)
     return "\n".join([*lines, "", _ratios(cases, quality)])
+
+
+def _imports(seconds: dict[str, float]) -> str:
+    """How long each program takes to begin, where that was measured."""
+    listed = " and ".join(f"{value:.1f} s for {program}" for program, value in seconds.items())
+    return f" Of the wall time imports take {listed}." if listed else ""
 
 
 def _ratios(cases: dict[str, Any], quality: bool) -> str:

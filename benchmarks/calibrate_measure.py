@@ -20,6 +20,7 @@ from kvconvert.convert.host_memory import anonymous_bytes
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
 
 PEER = Path(__file__).resolve().parent / "calibrate_peers" / "llm_compressor.py"
+_PEER_IMPORTS = "from llmcompressor import oneshot; from llmcompressor.modifiers.transform.awq import AWQModifier"
 _LOOK_S = 0.01
 
 
@@ -79,11 +80,17 @@ def run(program: str, method: str, settings: Settings, ids: Path, folder: Path) 
     source = [] if settings.calibration is None else ["--data", settings.calibration]
     options = ["--recipe", str(recipe), "--device", settings.device, *sizes, *source]
     work, bundle = str(folder / "work"), str(folder / "model")
-    calibrated, _ = _process([*command, "calibrate", str(settings.model), "-o", work, *options], settings, folder)
-    exported, _ = _process([*command, "export", work, "-o", bundle], settings, folder)
-    total = {name: round(calibrated[name] + exported[name], 1) for name in ("wall_s", "processor_s")}
-    peak = max(calibrated["peak_anonymous_bytes"], exported["peak_anonymous_bytes"])
-    return total | {"peak_anonymous_bytes": peak, "calibrate": calibrated, "export": exported}
+    command += ["calibrate", str(settings.model), "-o", work, *options, "--export", bundle]
+    return _process(command, settings, folder)[0]
+
+
+def import_seconds(program: str, settings: Settings, folder: Path) -> float:
+    """What a program's imports alone take in a process that finds their files in memory."""
+    ours = [sys.executable, "-c", "import kvconvert.convert.pipeline, kvconvert.convert.export"]
+    theirs = [str(settings.peer_python), "-c", f"{_PEER_IMPORTS}; from transformers import AutoModelForCausalLM"]
+    for _ in range(2):
+        measured, _ = _process(theirs if program == "llm-compressor" else ours, settings, folder)
+    return measured["wall_s"]
 
 
 def saved_model(program: str, settings: Settings, folder: Path) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Write the table of docs/performance.md that shows what benchmarks/results/linear_shapes.json holds.
+"""Write the tables of docs/performance.md that show linear_shapes.json and linear_widths.json of benchmarks/results.
 
 python benchmarks/linear_docs.py
 """
@@ -16,7 +16,7 @@ from kvconvert.kernels.linear.packed_layout import TILE
 from kvconvert.kernels.linear.triton.prompt_shapes import split_shape
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- many rows: written by benchmarks/linear_docs.py -->", "<!-- end of many rows -->"
+RESULTS = ROOT / "benchmarks" / "results"
 GROUP_SIZE = 128
 # Of the GPU that the results are from.
 MULTIPROCESSORS, CAPABILITY = 132, (9, 0)
@@ -24,19 +24,19 @@ MULTIPROCESSORS, CAPABILITY = 132, (9, 0)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "linear_shapes.json")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs" / "performance.md")
     arguments = parser.parse_args()
-    results = json.loads(arguments.json.read_text(encoding="utf8"))
-    text = arguments.docs.read_text(encoding="utf8")
-    arguments.docs.write_text(with_table(text, results), encoding="utf8")
+    arguments.docs.write_text(with_tables(arguments.docs.read_text(encoding="utf8")), encoding="utf8")
 
 
-def with_table(text: str, results: dict[str, Any]) -> str:
-    """The document with these results between its marks."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return "\n".join([before + BEGIN, "", *lines(results), END + after])
+def with_tables(text: str) -> str:
+    """The document with the results between its marks."""
+    for name, file, table in (("many rows", "linear_shapes", lines), ("widths", "linear_widths", width_lines)):
+        results = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf8"))
+        begin, end = f"<!-- {name}: written by benchmarks/linear_docs.py -->", f"<!-- end of {name} -->"
+        before, rest = text.split(begin)
+        text = "\n".join([before + begin, "", *table(results), end + rest.split(end)[1]])
+    return text
 
 
 def lines(results: dict[str, Any]) -> Iterator[str]:
@@ -54,6 +54,24 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
             path, time = ours(row)
             cells.append(f"{path}: {time:.1f} / {row['times']['bf16']:.1f} / {row['times']['humming']:.1f}")
         yield f"| {rows} | {' | '.join(cells)} |"
+
+
+def width_lines(results: dict[str, Any]) -> Iterator[str]:
+    """The GPU, and a line per weight with a column per width."""
+    cases = list(dict.fromkeys(row["case"] for row in results["rows"]))
+    table = {(row["case"], row["bits"]): row for row in results["rows"]}
+    widths = sorted({row["bits"] for row in results["rows"]})
+    yield (
+        f"{results['gpu']}, Triton {results['triton']}; microseconds (share of the time at 4 bits / of its bytes); of "
+        f"{results['checks']} products compared with float64 {len(results['failed'])} were wrong."
+    )
+    yield ""
+    yield f"| | {' | '.join(f'{bits} bits' if bits != 16 else 'bf16' for bits in widths)} |"
+    yield "|---" * (len(widths) + 1) + "|"
+    for case in cases:
+        rows = [table[case, bits] for bits in widths]
+        cells = [f"{row['us']:.1f} ({row['to_4_bits']:.2f} / {row['bytes_to_4_bits']:.2f})" for row in rows]
+        yield f"| {case} | {' | '.join(cells)} |"
 
 
 def ours(row: dict[str, Any]) -> tuple[str, float]:

@@ -9,11 +9,13 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationRecorder
 from kvconvert.calibration.awq_clips import Widths, apply_clips, search_clips
 from kvconvert.calibration.awq_scales import apply_scales, reader_scales, search_scales
+from kvconvert.calibration.matmul_precision import tf32_products
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult
 from kvconvert.calibration.value_cache import value_rounding
 from kvconvert.errors import NumericError
@@ -23,6 +25,10 @@ def _short(label: str) -> str:
     """A label without the hundreds of readers that a layer of experts has."""
     readers = label.split(", ")
     return label if len(readers) <= 8 else f"{readers[0]} and {len(readers) - 1} more"
+
+
+def _device(layer: nn.Module) -> torch.device:
+    return next(layer.parameters()).device
 
 
 class AwqPass(CalibrationPass):
@@ -82,16 +88,17 @@ class AwqPass(CalibrationPass):
         try:
             self._statistics = self._recorder.result()
             self._recorder = None
-            self._scalings, self._skipped = search_scales(
-                work.layer,
-                work.structure,
-                self._statistics,
-                self._widths(work),
-                self.group_size,
-                dtype=work.dtype,
-                quantize_values=self.quantize_values or value_rounding(work.cache),
-                ranks=work.ranks,
-            )
+            with tf32_products(_device(work.layer)):
+                self._scalings, self._skipped = search_scales(
+                    work.layer,
+                    work.structure,
+                    self._statistics,
+                    self._widths(work),
+                    self.group_size,
+                    dtype=work.dtype,
+                    quantize_values=self.quantize_values or value_rounding(work.cache),
+                    ranks=work.ranks,
+                )
         except NumericError as error:
             raise NumericError(f"AWQ cannot quantize {work.name}: {error}") from error
 
@@ -99,15 +106,16 @@ class AwqPass(CalibrationPass):
         """Scale the layer, search the clips on the scaled weights, and clamp them."""
         apply_scales(work.layer, work.structure, self._scalings, work.dtype)
         self.input_scales = reader_scales(self._scalings)
-        clips = self.clips = search_clips(
-            work.layer,
-            work.structure,
-            self._statistics,
-            self.input_scales,
-            self._widths(work),
-            self.group_size,
-            work.ranks,
-        )
+        with tf32_products(_device(work.layer)):
+            clips = self.clips = search_clips(
+                work.layer,
+                work.structure,
+                self._statistics,
+                self.input_scales,
+                self._widths(work),
+                self.group_size,
+                work.ranks,
+            )
         if self.clamps:
             apply_clips(work.layer, clips, self.group_size)
         statistics = {

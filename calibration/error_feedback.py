@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvconvert.calibration.attention_capture import attention_observed
 from kvconvert.calibration.attention_sample import as_cached
+from kvconvert.calibration.matmul_precision import float32_products
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult, require_finite
 from kvconvert.calibration.ranks import ALONE, Ranks
 
@@ -41,7 +42,8 @@ class QueryMoments:
         grouped = queries.float().unflatten(1, (num_key_value_heads, -1))
         for sequence in grouped:
             rows = sequence.flatten(1, 2)
-            total = (rows.transpose(1, 2) @ rows).double()
+            with float32_products(rows.device):
+                total = (rows.transpose(1, 2) @ rows).double()
             self._sum = total if self._sum is None else self._sum + total
             self._count += rows.shape[1]
 

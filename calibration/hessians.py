@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.calibration.activations import input_points
+from kvconvert.calibration.matmul_precision import float32_products
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.errors import NumericError
@@ -46,8 +47,9 @@ class SquareSum:
 
     def add(self, x: Tensor) -> None:
         """Count tokens [n, width], float32."""
-        for start, block in self.blocks.items():
-            block += x[:, start : start + len(block)].T @ x[:, start:]
+        with float32_products(x.device):
+            for start, block in self.blocks.items():
+                block += x[:, start : start + len(block)].T @ x[:, start:]
 
     def mean(self, count: int, release: bool = False) -> Tensor:
         """The sum over `count`, float32 [width, width]; its own memory is given up where `release` is set.

@@ -31,6 +31,7 @@ ALLOWED = {
         "kvconvert.models",
         "kvconvert.bundle",
         "kvconvert.calibration.structure",
+        "kvconvert.kernels.finite",
         "kvconvert.kernels.linear.awq_format",
         "kvconvert.kernels.linear.word_format",
         "kvconvert.methods.awq",

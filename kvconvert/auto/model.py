@@ -16,6 +16,7 @@ from kvconvert.calibration.protocol import CacheFormat
 from kvconvert.calibration.simulated_attention import AttentionCall, attention_calls, simulated_caches
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import NumericError
+from kvconvert.kernels.finite import all_finite
 from kvconvert.models.source import float_dtype
 
 # Tokens that run through the model at once, and bytes for the exact model's log-probabilities.
@@ -154,7 +155,7 @@ class SimulatedModel:
             self._logits(ids, torch.arange(1, device=self.device))
             return torch.empty(len(ids), 0, 0)
         scores = torch.stack([row.float().log_softmax(-1) for row in self._logits(ids, positions)])
-        if not scores.isfinite().all():
+        if not all_finite(scores):
             raise NumericError("The model computes NaN or infinity on the calibration text; check the source model.")
         return scores
 

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kvconvert.commands.recipe_options import changes_of, recipe_changes
+from kvconvert.errors import UsageError
 
 
 @click.command()
@@ -27,6 +28,13 @@ from kvconvert.commands.recipe_options import changes_of, recipe_changes
 )
 @click.option("--seed", metavar="S", type=int, default=0, show_default=True, help="Seed of the choice of samples.")
 @click.option("--device", metavar="D", help="cpu or cuda, where layers are computed; a GPU by default if there is one.")
+@click.option(
+    "--export",
+    "bundle",
+    metavar="BUNDLE",
+    type=click.Path(path_type=Path),
+    help="Then write the bundle, as kvconvert export WORK -o BUNDLE does.",
+)
 @click.option("--restart", is_flag=True, help="Discard what WORK holds instead of going on from there.")
 @click.option("--weight-bits", metavar="B", type=float, help="Average stored bits per weight, spent by measuring.")
 @click.option("--kv-bits", metavar="B", type=float, help="Recipe auto: average stored bits per value of the cache.")
@@ -45,6 +53,7 @@ def calibrate(
     seq_len: int | None,
     seed: int,
     device: str | None,
+    bundle: Path | None,
     restart: bool,
     weight_bits: float | None,
     kv_bits: float | None,
@@ -72,15 +81,28 @@ def calibrate(
     --set and the options before it change single values of the recipe, as if its file said so; kvconvert recipes NAME
     shows them all.
     """
+    from kvconvert.models.checksums import begin
+
+    # Hashing the model, which takes long, begins before the imports, which take seconds.
+    begin(sorted(Path(model).glob("*.safetensors")))
     from kvconvert.convert.recipe import Recipe
 
     # A wrong recipe is refused before anything slow is imported.
     loaded = Recipe.load(recipe, changes_of(**changes)).with_search(
         kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, context=context, auto_tokens=auto_tokens
     )
+    from kvconvert.bundle.writer import check_output
     from kvconvert.calibration.ranks import is_first_process
     from kvconvert.convert.pipeline import calibrate as run
 
+    if bundle is not None and is_first_process():
+        try:
+            check_output(bundle, force=False)
+        except UsageError as error:
+            again = f"kvconvert export {work} -o {bundle} --force"
+            raise UsageError(
+                f"{bundle} is there already; choose another --export, or replace it with {again}."
+            ) from error
     run(
         model,
         work,
@@ -94,5 +116,14 @@ def calibrate(
         auto_from=auto_from,
         weight_bits=weight_bits,
     )
-    if is_first_process():
+    if not is_first_process():
+        return
+    if bundle is None:
         click.echo(f"Calibrated {model} in {work}; next: kvconvert export {work} -o BUNDLE")
+        return
+    click.echo(f"Calibrated {model} in {work}.")
+    from kvconvert.commands.export import exported
+    from kvconvert.convert.export import export
+
+    export(work, bundle, device=device)
+    click.echo(exported(bundle))

@@ -84,7 +84,12 @@ def export(
     from kvconvert.convert.export import export as run
 
     run(work, bundle, force=force, device=device, **stated)
-    click.echo(f"Exported {bundle}, {_size(bundle):,} bytes; next: kvconvert generate {bundle} --prompt TEXT")
+    click.echo(exported(bundle))
+
+
+def exported(bundle: Path) -> str:
+    """What is said of a bundle that has been written."""
+    return f"Exported {bundle}, {_size(bundle):,} bytes; next: kvconvert generate {bundle} --prompt TEXT"
 
 
 def _export_onnx(source: str, output: Path, kv_cache: str | None, **options: Any) -> None:

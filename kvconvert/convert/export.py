@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -48,6 +47,7 @@ from kvconvert.bundle.writer import (
 from kvconvert.convert.recipe import Limits, Recipe
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageError
+from kvconvert.models.checksums import known_sha256
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.version import __version__
 
@@ -273,9 +273,9 @@ def _check_source(source: SourceModel, recorded: SourceInfo, copied: list[str]) 
     expected = {"config.json": recorded.config_sha256} | {
         file: recorded.weights_sha256.get(file, "not recorded") for file in source.files_of(copied)
     }
+    checksums = known_sha256(map(source.file, sorted(expected)))
     for file, sha256 in sorted(expected.items()):
-        with source.file(file).open("rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        found = checksums[source.file(file)]
         if found != sha256:
             raise CheckpointError(
                 f"{source.file(file)} changed since it was calibrated (sha256 {sha256} then, {found} now); "

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from kvconvert.bundle.mapped import Mapped
 from kvconvert.calibration.activations import same_arguments
 from kvconvert.errors import NumericError, UnsupportedModelError
+from kvconvert.kernels.finite import all_finite
 
 _UNSET = -(2**31) + 1  # stands in integer buffers that the model has not filled
 
@@ -92,7 +93,7 @@ class InputCapture:
                     'it can be converted with [weights] method = "none" only.'
                 )
             for layer, (hidden, kwargs) in enumerate(captured):
-                if not hidden.isfinite().all():
+                if not all_finite(hidden):
                     raise NumericError(
                         f"The input of {self.name}.{layer} holds NaN or infinity on the calibration data; check the "
                         "source model's weights."

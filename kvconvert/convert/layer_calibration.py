@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kvconvert.calibration.activations import count_routed
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork
 from kvconvert.calibration.ranks import ALONE, Ranks
-from kvconvert.convert.hidden_states import HiddenStates
+from kvconvert.convert.hidden_states import HiddenStates, HiddenWriter
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_records import converted_tensors, layer_coverage, layer_scheme, resolved_fields
 from kvconvert.convert.layer_runner import LayerRunner
@@ -48,7 +48,7 @@ def calibrate_layer(
             if ranks.size > 1 and work.structure.experts is not None and recipe.weights.scales:
                 work.routed = count_routed(work.layer, work.structure, replay, ranks)
             if index + 1 < runner.num_layers:
-                writer = stack.enter_context(directory.hidden(index + 1, runner.config.hidden_size).writing())
+                writer = stack.enter_context(_writing(runner, directory, index + 1))
             with ExitStack() as hooks:
                 for calibration_pass in passes:
                     hooks.enter_context(calibration_pass.observe(work))
@@ -64,8 +64,9 @@ def calibrate_layer(
         # Only now: a kill in between leaves the layer committed and its input in place, from which `_hidden_input`
         # goes on.
         if writer is not None:
-            writer.commit()
-    directory.hidden(index, runner.config.hidden_size).remove()
+            directory.commit_hidden(index + 1, writer)
+    if writer is None:
+        directory.drop_hidden(index)
 
 
 def _commit(
@@ -151,17 +152,23 @@ def _hidden_input(
     if available is None:
         available, hidden = 0, directory.hidden(0, width)
         own = range(hidden.first, hidden.first + hidden.shape[0])
-        with hidden.writing() as writer:
+        with _writing(runner, directory, 0) as writer:
             for number, sample in enumerate(runner.first_input()):
                 if number in own:
                     writer.append(sample)
-            writer.commit()
+            directory.commit_hidden(0, writer)
     for i in range(available, index):
         work, _ = _prepared(runner, recipe, inputs, i, _passes(runner, recipe, i), directory)
-        with directory.hidden(i + 1, width).writing() as writer:
+        with _writing(runner, directory, i + 1) as writer:
             for *_, output in runner.forward(work.layer, directory.hidden(i, width), i):
                 writer.append(output)
-            writer.commit()
+            directory.commit_hidden(i + 1, writer)
         del work
-        directory.hidden(i, width).remove()
     return directory.hidden(index, width)
+
+
+def _writing(runner: LayerRunner, directory: WorkDir, index: int) -> AbstractContextManager[HiddenWriter]:
+    """Write the input of layer `index`."""
+    width = runner.config.hidden_size
+    hold = runner.device if runner.has_room(directory.hidden(index, width).shape) else None
+    return directory.writing_hidden(index, width, hold)

@@ -14,10 +14,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from kvconvert.bundle.mapped import Mapped
 from kvconvert.calibration.attention_capture import RECORDING_ATTENTION
+from kvconvert.calibration.matmul_precision import tf32_products
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.hidden_states import HiddenStates
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill, rows_as_looked_up
 from kvconvert.errors import NumericError, UnsupportedModelError
+from kvconvert.kernels.finite import all_finite
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.models.adapters import Adapter
 from kvconvert.models.auto_class import model_class
@@ -118,7 +120,8 @@ class LayerRunner:
         stored = {key: full for key, full in stored.items() if key in own or not is_derived(self.model, full)}
         mapped = mapped if mapped is not None and self.maps_experts(index) else None
         if mapped is None:
-            tensors = dict(zip(stored, self.source.read_finite(stored.values()).values(), strict=True))
+            # Moved first and checked there: a GPU reads them sooner than they are read from memory once.
+            tensors = dict(zip(stored, self.source.read_finite(stored.values(), self.device).values(), strict=True))
         else:
             tensors = self._read_mapped(stored, mapped)
         tensors = fitting(layer, name, tensors, self.model)
@@ -177,7 +180,7 @@ class LayerRunner:
             if isinstance(embedding, nn.Embedding) and paths[embedding] in outside:
                 table = f"{name}.{paths[embedding]}"
                 outside.remove(paths[embedding])
-                rows = self.source.read_finite([table])[table]
+                rows = self.source.read([table])[table]  # a NaN among the rows shows in the layer's input
                 stack.enter_context(rows_as_looked_up(embedding, rows, self.device))
             tensors = self.source.read_finite([f"{name}.{key}" for key in outside])
             fill(base, base, dict(zip(outside, tensors.values(), strict=True)), self.device)
@@ -191,6 +194,18 @@ class LayerRunner:
             hidden, intermediate = (size if isinstance(size, int) else 0 for size in sizes)
             tokens = min(tokens, BATCH_BYTES // (4 * (4 * hidden + 3 * intermediate)))
         return max(1, tokens // length)
+
+    def has_room(self, shape: tuple[int, int, int]) -> bool:
+        """Whether a GPU can hold the inputs of two layers, float32 of this shape, besides what a search takes.
+
+        Half of its memory has to be enough for them and four times the weights of a layer in float32.
+        """
+        if self.device.type != "cuda" or self.adapter is None:
+            return False
+        layers = (self.model.get_submodule(self.layer_name(index)) for index in range(self.num_layers))
+        weights = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        return 4 * (2 * math.prod(shape) + 4 * weights) <= total // 2
 
     def forward(
         self, layer: nn.Module, inputs: HiddenStates, index: int
@@ -212,9 +227,10 @@ class LayerRunner:
             stop = min(start + size, samples)
             batch = inputs.read(start, stop).to(self.device)
             arguments = self._capture.arguments(index, inputs.first + start)
-            output = layer(batch, **arguments)
+            with tf32_products(self.device):
+                output = layer(batch, **arguments)
             output = output[0] if isinstance(output, tuple) else output
-            if not output.isfinite().all():
+            if not all_finite(output):
                 place = f"{self.layer_name(index)}.{_first_overflow(layer, batch, arguments)}".rstrip(".")
                 raise NumericError(
                     f"{place} computes NaN or infinity on the calibration data; check that the source model generates "

@@ -7,7 +7,9 @@
                                          once all are, it is replaced where decisions on all layers change it
     WORK/auto/NAME.json                  measurements of a search over the layers' schemes, and what it chose
     WORK/hidden/00000.f32                input of a layer, raw float32 [samples, length, hidden], while it is needed;
-                                         00000.8-16.f32: of samples 8 to 15, where several processes share them
+                                         00000.8-16.f32: of samples 8 to 15, where several processes share them;
+                                         where a GPU holds inputs, one a minute is written, and a resume computes
+                                         those that follow it again
     WORK/lock                            empty; locked while a command uses the directory (`work_lock`)
 
 Every file is written under a temporary name, flushed to the disk and renamed, so that after a kill at any moment each
@@ -21,11 +23,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -35,13 +39,15 @@ from kvconvert.bundle.manifest import TensorInfo
 from kvconvert.bundle.mapped import Mapped
 from kvconvert.bundle.tensorfile import read_header, replace_tensors
 from kvconvert.convert.disk_errors import REPEAT, disk_errors
-from kvconvert.convert.hidden_states import HiddenStates
+from kvconvert.convert.hidden_states import HiddenStates, HiddenWriter
 from kvconvert.convert.sealed_json import read_sealed, sealed_json
 from kvconvert.convert.work_lock import LOCK_NAME, check_free, work_lock
 from kvconvert.convert.work_records import WORK_FORMAT, LayerRecord, WorkState
 from kvconvert.errors import UsageError
 
 logger = logging.getLogger(__name__)
+
+SAVED_EVERY_S = 60.0  # inputs of layers that are in memory: about what a kill costs at most
 
 _STATE = "state.json"
 _TENSOR_FILES = ("safetensors", "plan.safetensors")
@@ -54,6 +60,8 @@ class WorkDir:
         self.path, self.state = path, state
         self._verified: set[int] = set()
         self._samples: tuple[int, int] | None = None
+        self._held: dict[int, Tensor] = {}
+        self._saved = time.monotonic()
 
     @staticmethod
     def check_place(path: Path | str) -> None:
@@ -332,7 +340,39 @@ class WorkDir:
         first, stop = self._samples or (0, self.state.data.samples)
         shape = (stop - first, self.state.data.length, hidden_size)
         name = f"{index:05d}.{self._hidden_name(self._samples)}"
-        return HiddenStates(self.path / "hidden" / name, shape, first)
+        return HiddenStates(self.path / "hidden" / name, shape, first, self._held.get(index))
+
+    @contextmanager
+    def writing_hidden(self, index: int, hidden_size: int, hold: torch.device | None) -> Iterator[HiddenWriter]:
+        """Write the input of layer `index`, which appears with `commit_hidden`.
+
+        Args:
+            index: of the layer.
+            hidden_size: numbers of a token.
+            hold: device that has room for it; its file is then written only if the last one is `SAVED_EVERY_S` old.
+        """
+        file = hold is None or time.monotonic() - self._saved >= SAVED_EVERY_S
+        with self.hidden(index, hidden_size).writing(hold, file) as writer:
+            yield writer
+
+    def commit_hidden(self, index: int, writer: HiddenWriter) -> None:
+        """Take what was written as the input of layer `index`; those of the layers before are no longer needed."""
+        writer.commit()
+        if writer.held is not None:
+            self._held[index] = writer.held
+        if writer.has_file:
+            self._saved = time.monotonic()
+        self.drop_hidden(index - 1, keep_files=not writer.has_file)
+
+    def drop_hidden(self, index: int, keep_files: bool = False) -> None:
+        """Remove the inputs of layers up to `index`; their files stay where a resume has no later one."""
+        self._held = {layer: held for layer, held in self._held.items() if layer > index}
+        own = f"?????.{self._hidden_name(self._samples)}"
+        files = () if keep_files else sorted((self.path / "hidden").glob(own))
+        with disk_errors(self.path):
+            for file in files:
+                if int(file.name.partition(".")[0]) <= index:
+                    disk.remove(file)
 
     def mapped(self) -> Mapped:
         """Room beside the inputs of layers for what memory does not hold."""

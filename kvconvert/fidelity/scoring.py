@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvconvert.errors import NumericError
+from kvconvert.kernels.finite import all_finite
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
@@ -194,7 +195,7 @@ class Reader:
     def _logits(self, ids: torch.Tensor, **kwargs) -> torch.Tensor:
         logits = feed(self.decoder, self.cache, ids, **kwargs).logits
         self.length += ids.shape[1]
-        if not logits.isfinite().all():
+        if not all_finite(logits):
             raise NumericError(
                 f"The {self.name} answers with NaN or infinity before token {self.length} of the evaluation text; its "
                 "fidelity cannot be measured."

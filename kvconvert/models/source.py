@@ -8,17 +8,14 @@ Pickled weights are refused, not converted: loading one runs whatever code it ca
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -26,25 +23,23 @@ from transformers import AutoConfig, PretrainedConfig
 
 from kvconvert.bundle.locate import ask_hub, is_hub_id, missing_below
 from kvconvert.bundle.manifest import SourceInfo, TensorInfo
-from kvconvert.bundle.tensorfile import read_header
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.kernels.finite import all_finite
 from kvconvert.kernels.linear.awq_format import AwqWeight
+from kvconvert.models.card_facts import card_facts
+from kvconvert.models.checksums import begin, sha256
 from kvconvert.models.file_stamps import FileStamps
 from kvconvert.models.formats import Encoded, Packing, find_format
 from kvconvert.models.formats.gguf import find_gguf, open_gguf
 from kvconvert.models.names import TensorNames
+from kvconvert.models.weight_files import read_weight_header, tensor_files, weight_files
 
 if TYPE_CHECKING:  # transformers' modeling code takes seconds to import, and `export` runs without it
     from transformers import PreTrainedModel
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
-_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*"]
 _PROGRESS_FROM = 256 * 2**20  # bytes
-_FINITE_AT_ONCE = 2**22  # values
 
 
 @dataclass(frozen=True)
@@ -183,11 +178,12 @@ class SourceModel:
             **options,
         )
 
-    def read_finite(self, names: str | Iterable[str]) -> dict[str, Tensor]:
-        """`read`, refusing NaN and infinity with the tensor's name (NumericError)."""
+    def read_finite(self, names: str | Iterable[str], device: torch.device | None = None) -> dict[str, Tensor]:
+        """`read`, onto a device if one is given, refusing NaN and infinity with the tensor's name (NumericError)."""
         tensors = self.read(names)
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not _is_finite(tensor):
+        for name in tensors:
+            tensor = tensors[name] = tensors[name].to(device)
+            if tensor.is_floating_point() and not all_finite(tensor):
                 stored = self.tensor_names.stored[name]
                 file = self.weights / min(self.files_of([stored]))
                 raise NumericError(
@@ -203,18 +199,22 @@ class SourceModel:
             plain.read_finite([name])
 
     def info(self, progress: bool = False) -> SourceInfo:
-        """Hashes of config and weights, revision, licence and languages; reads every weight file once."""
+        """Checksums of config and weights, revision, licence and languages; reads every weight file once.
+
+        Those of weights that `checksums.begin` was given by the same paths are only waited for.
+        """
         files = sorted(set(self.weight_map.values()))
         total = sum(self.file(file).stat().st_size for file in files)
         with tqdm(
             total=total, unit="B", unit_scale=True, desc="checksums", disable=not progress or total < _PROGRESS_FROM
         ) as bar:
-            hashes = {file: _sha256(self.file(file), bar) for file in files}
+            begin(map(self.file, files))
+            hashes = {file: sha256(self.file(file), bar.update) for file in files}
         return SourceInfo(
             id=self.id,
             revision=self.revision,
-            **_card_facts(self.directory),
-            config_sha256=_sha256(self.directory / "config.json"),
+            **card_facts(self.directory),
+            config_sha256=sha256(self.directory / "config.json"),
             weights_sha256=hashes,
             stored_as=self.stored_as,
         )
@@ -249,10 +249,10 @@ def open_source(model: str, *, was_fetched: bool = False) -> SourceModel:
         )
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json; give the directory of a transformers model.")
-    files = _weight_files(directory)
+    files = weight_files(directory)
     stamps = FileStamps(directory, files)
-    headers = {file: _read_header(directory / file) for file in files}
-    weight_map = _weight_map(directory, headers)
+    headers = {file: read_weight_header(directory / file) for file in files}
+    weight_map = tensor_files(directory, headers)
     stored = {name: headers[file][name] for name, file in weight_map.items()}
     config = _load_config(directory)
     form, encoded, stored_as, unused = None, {}, None, set()
@@ -346,86 +346,6 @@ def _locate(model: str, was_fetched: bool) -> tuple[Path, str, str | None]:
     return Path(snapshot), model, Path(snapshot).name
 
 
-def _weight_files(directory: Path) -> list[str]:
-    """The safetensors files that make up the model, from the index if there is one."""
-    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
-    shards = sorted(file.name for file in directory.iterdir() if _SHARD.fullmatch(file.name))
-    if index.exists():
-        if single.exists():
-            raise CheckpointError(
-                f"{directory} holds both {SINGLE_FILE} and {INDEX_FILE}, which may disagree; remove the wrong one."
-            )
-        named = sorted(set(_read_index(index).values()))
-        for file in named:
-            if not (directory / file).is_file():
-                raise CheckpointError(f"The shard {file} that {index} names is missing; fetch it again.")
-        extra = sorted(set(shards) - set(named))
-        if extra:
-            raise CheckpointError(
-                f"{directory} holds shard {extra[0]} that {INDEX_FILE} does not name; remove it or repair the index."
-            )
-        return named
-    if shards:
-        missing = f"; remove the shard {shards[0]}" if single.exists() else f" but no {INDEX_FILE}; fetch the index"
-        raise CheckpointError(f"{directory} holds shards{missing}.")
-    if single.exists():
-        return [SINGLE_FILE]
-    pickles = sorted(file.name for file in directory.iterdir() if file.suffix in _PICKLES)
-    if pickles:
-        raise CheckpointError(
-            f"{directory} holds pickled weights ({pickles[0]}), which are refused because loading them runs code; "
-            "convert them where you trust them, with AutoModelForCausalLM.from_pretrained(old).save_pretrained(new)."
-        )
-    raise CheckpointError(
-        f"{directory} holds no weights ({SINGLE_FILE} or {INDEX_FILE} with its shards); fetch the model again."
-    )
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        entries = list(weight_map.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not an index of safetensors files ({error!r}); fetch it again.") from error
-    for name, file in entries:
-        if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file:
-            raise CheckpointError(f"{index} places {name} in {file!r}, which is not a safetensors file beside it.")
-    return dict(weight_map)
-
-
-def _weight_map(directory: Path, headers: dict[str, dict[str, TensorInfo]]) -> dict[str, str]:
-    """Tensor to file, from the headers, checked against the index."""
-    found: dict[str, str] = {}
-    for file, header in headers.items():
-        for name in header:
-            if name in found:
-                raise CheckpointError(
-                    f"{directory} holds {name} twice, in {found[name]} and {file}; remove one of them."
-                )
-            found[name] = file
-    index = directory / INDEX_FILE
-    if index.exists():
-        stated = _read_index(index)
-        for name, file in stated.items():
-            if found.get(name) != file:
-                raise CheckpointError(f"{index} says that {file} holds {name}, but it does not; fetch the shard again.")
-        extra = sorted(set(found) - set(stated))
-        if extra:
-            raise CheckpointError(f"{directory / found[extra[0]]} holds {extra[0]}, which {INDEX_FILE} does not name.")
-    return dict(sorted(found.items()))
-
-
-def _read_header(path: Path) -> dict[str, TensorInfo]:
-    """A safetensors header; types that bundles do not hold pass, for not every tensor is copied into one."""
-
-    def refuse(file: str, field: str, expected: object, found: object) -> CheckpointError:
-        return CheckpointError(
-            f"{path} is truncated or damaged: {field} should be {expected}, found {found}; fetch it again."
-        )
-
-    return read_header(path, refuse, any_dtype=True)
-
-
 def _load_config(directory: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -441,55 +361,8 @@ def _load_config(directory: Path) -> PretrainedConfig:
     return config
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether all values are, looked at a part at a time: an embedding may be the largest tensor of all."""
-    return all(bool(part.isfinite().all()) for part in tensor.reshape(-1).split(_FINITE_AT_ONCE))
-
-
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0].rstrip(".")
-
-
-def _sha256(file: Path, bar: tqdm | None = None) -> str:
-    digest = hashlib.sha256()
-    for block in _blocks(file):
-        digest.update(block)
-        if bar is not None:
-            bar.update(len(block))
-    return digest.hexdigest()
-
-
-def _blocks(file: Path, size: int = 2**22) -> Iterator[bytes]:
-    with file.open("rb") as stream:
-        while block := stream.read(size):
-            yield block
-
-
-def _card_facts(directory: Path) -> dict[str, Any]:
-    """Licence and languages that the front matter of the model card states, as fields of `SourceInfo`."""
-    card = directory / "README.md"
-    if not card.is_file():
-        return {}
-    text = card.read_text(encoding="utf-8", errors="replace")
-    front = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
-    if front is None:
-        return {}
-    licence = re.search(r"^license:\s*[\"']?([\w.-]+)", front[1], re.MULTILINE)
-    try:
-        stated = yaml.safe_load(front[1])
-    except yaml.YAMLError:  # a card is for people; its line about the licence is read all the same
-        stated = None
-    stated = stated if isinstance(stated, dict) else {}
-    named = {key: stated.get(f"license_{key}") for key in ("name", "link")}
-    language = stated.get("language")
-    # Norwegian is `no`, which YAML takes for false.
-    codes = ["no" if code is False else code for code in (language if isinstance(language, list) else [language])]
-    return {
-        "licence": licence[1] if licence else None,
-        "licence_name": named["name"] if isinstance(named["name"], str) else None,
-        "licence_link": named["link"] if isinstance(named["link"], str) else None,
-        "language": [code for code in codes if isinstance(code, str)],
-    }
 
 
 def float_dtype(source: SourceModel) -> torch.dtype:

@@ -49,6 +49,22 @@ def folder(tmp_path_factory):
     return folder
 
 
+def test_calibrate_can_export_at_once_and_refuses_an_output_that_is_there_first(folder, tmp_path):
+    options = ["--recipe", folder / "tiny.toml", "--samples", "2", "--seq-len", "32"]
+    result = kvconvert(
+        "calibrate", folder / "model", "-o", tmp_path / "work", *options, "--export", tmp_path / "bundle"
+    )
+    assert result.exit_code == 0, result.output
+    assert "Exported" in result.stdout
+    for file in ("model.safetensors", "kvconvert/plan.safetensors", "kvconvert.json", "config.json"):
+        assert (tmp_path / "bundle" / file).read_bytes() == (folder / "bundle" / file).read_bytes()
+    said = refusal(
+        2, "calibrate", folder / "model", "-o", tmp_path / "again", *options, "--export", tmp_path / "bundle"
+    )
+    assert f"or replace it with kvconvert export {tmp_path / 'again'} -o {tmp_path / 'bundle'} --force" in said
+    assert not (tmp_path / "again").exists()
+
+
 def test_help_and_wrong_usage_answer_without_importing_torch():
     code = (
         "import sys; from kvconvert.cli import cli\n"

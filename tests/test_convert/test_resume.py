@@ -11,6 +11,8 @@ from calibrations import KV_ONLY, contents, killed_at_every_rename, run
 from safetensors.torch import load_file, save_file
 from tiny.checkpoints import save_checkpoint
 
+from kvconvert.convert import workdir
+from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import UsageError
 
@@ -133,3 +135,26 @@ def test_other_peoples_files_are_left_alone(tmp_path, model, text):
         with pytest.raises(UsageError, match="holds files that are not kvconvert's"):
             run(model, tmp_path, text, restart=restart)
     assert contents(tmp_path) == {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize(("every", "left"), [(0.0, ["00001.f32"]), (1e9, [])], ids=["saved", "never saved"])
+def test_inputs_held_in_memory_give_the_same_bytes_and_resume(
+    tmp_path, model, text, finished, monkeypatch, every, left
+):
+    """As on a GPU with room for them."""
+    monkeypatch.setattr(LayerRunner, "has_room", lambda self, shape: True)
+    monkeypatch.setattr(workdir, "SAVED_EVERY_S", every)
+    work, commit_layer = tmp_path / "work", WorkDir.commit_layer
+
+    def stop_at_the_second(self, index, *rest):
+        if index == 1:
+            raise KeyboardInterrupt
+        commit_layer(self, index, *rest)
+
+    with monkeypatch.context() as stopping:
+        stopping.setattr(WorkDir, "commit_layer", stop_at_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, work, text)
+    assert [file.name for file in (work / "hidden").iterdir()] == left
+    run(model, work, text)
+    assert contents(work) == contents(finished.path)

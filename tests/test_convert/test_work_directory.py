@@ -19,7 +19,7 @@ from kvconvert.convert.export import export
 from kvconvert.convert.sealed_json import read_sealed, sealed_json
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import CheckpointError, UsageError
-from kvconvert.models import source as sources
+from kvconvert.models.weight_files import SINGLE_FILE
 
 SHORT = {"samples": 1, "seq_len": 16}
 
@@ -156,7 +156,7 @@ def test_a_shard_that_changes_during_the_run_stops_it_and_what_is_done_stays(
 
     def change(self, index, *arguments):
         commit(self, index, *arguments)
-        os.utime(moved / sources.SINGLE_FILE, (1, 1))
+        os.utime(moved / SINGLE_FILE, (1, 1))
 
     with monkeypatch.context() as patch:
         patch.setattr(WorkDir, "commit_layer", change)

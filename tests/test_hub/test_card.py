@@ -14,7 +14,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.export import described
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.record import check_recordable, record
-from kvconvert.models.source import _card_facts
+from kvconvert.models.card_facts import card_facts
 
 STATED = {"base_model": None, "license": None, "license_name": None, "license_link": None}
 
@@ -48,9 +48,9 @@ def test_the_source_s_card_gives_licence_and_languages(tmp_path):
     header = {"license": "other", "license_name": "n", "license_link": "https://l", "language": ["en", False]}
     (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump(header)}---\n# x\n")
     facts = {"licence": "other", "licence_name": "n", "licence_link": "https://l", "language": ["en", "no"]}
-    assert _card_facts(tmp_path) == facts
+    assert card_facts(tmp_path) == facts
     (tmp_path / "README.md").write_text("---\nlicense: mit\nlanguage: {a: [}\n---\n")
-    assert _card_facts(tmp_path) == {"licence": "mit", "licence_name": None, "licence_link": None, "language": []}
+    assert card_facts(tmp_path) == {"licence": "mit", "licence_name": None, "licence_link": None, "language": []}
 
 
 def test_what_the_user_says_of_a_local_source_is_recorded():

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from tiny.checkpoints import save_checkpoint
 
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
-from kvconvert.models.source import INDEX_FILE, open_source
+from kvconvert.models.source import open_source
+from kvconvert.models.weight_files import INDEX_FILE
 
 WEIGHTS = "model.safetensors"
 
