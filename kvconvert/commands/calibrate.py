@@ -72,8 +72,10 @@ def calibrate(
     --set and the options before it change single values of the recipe, as if its file said so; kvconvert recipes NAME
     shows them all.
     """
+    from kvconvert.convert.host_memory import return_large_blocks
     from kvconvert.convert.recipe import Recipe
 
+    return_large_blocks()
     # A wrong recipe is refused before anything slow is imported.
     loaded = Recipe.load(recipe, changes_of(**changes)).with_search(
         kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, context=context, auto_tokens=auto_tokens
