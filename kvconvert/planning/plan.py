@@ -231,7 +231,7 @@ def _memory(
         passes = _passes(runner, recipe, index)
         sampled = any(made.reads_sample for made in passes)
         batch = runner.batch_size(length)
-        peaks.append(layer_memory(sizes, recipe.weights, samples, length, batch, bool(passes), sampled))
+        peaks.append(layer_memory(sizes, recipe.weights, samples, length, batch, bool(passes), sampled, device))
     worst = max(peaks, key=lambda peak: peak.peak, default=None)
     needed = 0 if worst is None else worst.peak
     if device == "cuda":
