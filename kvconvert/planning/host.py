@@ -5,11 +5,12 @@ one. Beside its weights in float32, but for those of experts that are kept in fi
 
     forward   activations of one batch, what the passes have gathered so far
     search    what they gathered, and candidates of the weights that are searched at once (AWQ), or one input's Hessian
-              in full, the others' in half, and one Linear's working copies (GPTQ)
+              in full, the others' in half, and working copies of some outputs of one Linear (GPTQ)
     sample    queries, keys and values of a few sequences, and all candidates of a clip ratio (KV passes)
     pack      the packed weights, and one Linear's codes on the way there
 
-What the process itself takes (libraries, tokenizer, the model without weights) is measured, not computed.
+What the process itself takes (libraries, tokenizer, the model without weights) is measured, not computed. The sum holds
+for `kvconvert calibrate`, which has freed blocks given back: see `convert.host_memory.return_large_blocks`.
 """
 
 from __future__ import annotations
