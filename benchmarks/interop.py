@@ -155,16 +155,21 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *errors])
 
 
+def parser(description: str, made: str, timeout: int) -> argparse.ArgumentParser:
+    """Options of a comparison with other programs, whose directory of what was made is --`made`."""
+    options = argparse.ArgumentParser(description=description.splitlines()[0])
+    options.add_argument("cases", nargs="*", help="run only the cases whose names contain one of these")
+    options.add_argument("--environments", help="directory of the environments; a temporary one if not given")
+    options.add_argument(f"--{made}", help=f"directory of the {made}; those in it are used as they are")
+    options.add_argument("--find-links", help="where PyTorch's CPU build is")
+    options.add_argument("--timeout", type=int, default=timeout, help="seconds for one case")
+    options.add_argument("--table", action="store_true", help="print the table of the committed results")
+    return options
+
+
 def main() -> None:
     """Run, or print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", help="run only the cases whose names contain one of these")
-    parser.add_argument("--environments", help="directory of the environments; a temporary one if not given")
-    parser.add_argument("--bundles", help="directory of the bundles; a temporary one if not given")
-    parser.add_argument("--find-links", help="where PyTorch's CPU build is")
-    parser.add_argument("--timeout", type=int, default=1200, help="seconds for one case")
-    parser.add_argument("--table", action="store_true", help="print the table of the committed results")
-    arguments = parser.parse_args()
+    arguments = parser(__doc__, "bundles", 1200).parse_args()
     print(table(json.loads(RESULTS.read_text())) if arguments.table else json.dumps(run(arguments), indent=1))
 
 

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from interop import ROOT, TORCH, environment
+from interop import ROOT, TORCH, environment, parser
 
 RESULTS = ROOT / "benchmarks" / "results" / "interop_sources.json"
 WRITERS = ROOT / "benchmarks" / "interop_writers"
@@ -130,14 +130,7 @@ def table(results: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run, or print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", help="run only the cases whose names contain one of these")
-    parser.add_argument("--environments", help="directory of the environments; a temporary one if not given")
-    parser.add_argument("--checkpoints", help="directory of the checkpoints; those in it are used as they are")
-    parser.add_argument("--find-links", help="where PyTorch's CPU build is")
-    parser.add_argument("--timeout", type=int, default=1800, help="seconds for one case")
-    parser.add_argument("--table", action="store_true", help="print the table of the committed results")
-    arguments = parser.parse_args()
+    arguments = parser(__doc__, "checkpoints", 1800).parse_args()
     if arguments.table:
         print(table(json.loads(RESULTS.read_text())))
     else:

@@ -18,11 +18,22 @@ from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationStati
 from kvconvert.calibration.awq import AwqPass
 from kvconvert.calibration.awq_clips import search_clips
 from kvconvert.calibration.gptq import DAMPING, compensate_by, rounding_order
-from kvconvert.calibration.hessian_factor import Factor, factorize
+from kvconvert.calibration.hessian_factor import ERROR_ROWS, Factor, factorize
 from kvconvert.calibration.hessians import HessianRecorder
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
+
+_CHUNK_WEIGHTS = 2**24
+
+
+def outputs_at_once(outputs: int, inputs: int, device: str) -> int:
+    """How many outputs of a weight are compensated together: none depends on another.
+
+    On a CPU so many as bounds what is beside the Hessian; on a GPU all, where every column costs a few launches.
+    """
+    bounded = max(1, _CHUNK_WEIGHTS // inputs // ERROR_ROWS) * ERROR_ROWS
+    return min(outputs, bounded) if device == "cpu" else outputs
 
 
 class GptqPass(CalibrationPass):
@@ -82,8 +93,7 @@ class GptqPass(CalibrationPass):
                 grid = WeightGrid.of(linear.weight, work.bits.get(name, self.bits), self.group_size, bound)
                 if self._has_tokens(work, name):
                     if work.ranks.owner(number) == work.ranks.rank:
-                        found, losses[name] = self._compensated(work, name, grid, scales.get(name))
-                        linear.weight.data.copy_(found)
+                        losses[name] = self._compensate_(work, name, grid, scales.get(name))
                 else:
                     linear.weight.data.copy_(grid.round(linear.weight))
                     note = f"its expert saw fewer than {MIN_EXPERT_TOKENS} calibration tokens and is rounded to nearest"
@@ -138,12 +148,19 @@ class GptqPass(CalibrationPass):
             self._last = point, factorize(hessian, rounding_order(hessian), DAMPING)
         return self._last[1]
 
-    def _compensated(
+    def _compensate_(
         self, work: LayerWork, name: str, grid: WeightGrid, input_scale: Tensor | None
-    ) -> tuple[Tensor, dict[str, float]]:
-        factor = self._factor(work, name, input_scale)
-        weight = work.layer.get_submodule(name).weight
-        before = factor.output_error(weight, grid.round(weight))
-        found = compensate_by(weight, factor, grid)
-        losses = {"loss_before": before, "loss_after": factor.output_error(weight, found)}
-        return found, losses if factor.damping == DAMPING else losses | {"damping": factor.damping}
+    ) -> dict[str, float]:
+        """Replace a Linear's weight by values of its grid, some outputs at a time; the error before and after."""
+        factor, weight = self._factor(work, name, input_scale), work.layer.get_submodule(name).weight.data
+        losses = {"loss_before": 0.0, "loss_after": 0.0}
+        size = outputs_at_once(*weight.shape, weight.device.type)
+        for start in range(0, len(weight), size):
+            rows = slice(start, start + size)
+            part, some = weight[rows], grid.of_rows(rows)
+            losses["loss_before"] += factor.output_error(part, some.round(part))
+            found = compensate_by(part, factor, some)
+            losses["loss_after"] += factor.output_error(part, found)
+            part.copy_(found)
+            found = None  # frees it before there is another
+        return losses if factor.damping == DAMPING else losses | {"damping": factor.damping}

@@ -17,7 +17,8 @@ from torch import Tensor
 from kvconvert.errors import NumericError
 
 _MOST_DAMPING = 1.0
-_BLOCK = 1024  # rows and columns of a block
+FACTOR_BLOCK = 1024  # rows and columns of a block
+ERROR_ROWS = 256  # of a weight, whose error is worked out together
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class Factor:
     def output_error(self, weight: Tensor, rounded: Tensor) -> float:
         """Mean squared error of the outputs, summed over them: trace of D H D^T for D = rounded - weight, [out, in]."""
         total = 0.0
-        for some, others in zip(weight.split(256), rounded.split(256), strict=True):
+        for some, others in zip(weight.split(ERROR_ROWS), rounded.split(ERROR_ROWS), strict=True):
             delta = (others - some)[:, self.order]
             total += float((delta.square() * self.diagonal).sum(dtype=torch.float64))
-            for start, stop in _blocks(len(self.order), _BLOCK):
+            for start, stop in _blocks(len(self.order), FACTOR_BLOCK):
                 below = self.matrix[start:stop, :stop].tril(start - 1)
                 total += 2 * float(((delta[:, start:stop] @ below) * delta[:, :stop]).sum(dtype=torch.float64))
         return total
@@ -56,7 +57,7 @@ def damped_diagonal(diagonal: Tensor, damping: float) -> Tensor:
 
 
 @torch.no_grad()
-def factorize(hessian: Tensor, order: Tensor, damping: float, block: int = _BLOCK) -> Factor:
+def factorize(hessian: Tensor, order: Tensor, damping: float, block: int = FACTOR_BLOCK) -> Factor:
     """The factor of a Hessian's inverse; tries ten times the damping for as long as float32 needs more.
 
     Args:

@@ -17,6 +17,7 @@ from kvconvert.errors import NumericError
 # Numbers of a stored block, which bound what a product takes beside the sum. All blocks are of about 64 MiB: the C
 # library keeps smaller ones when they are freed.
 BLOCK_NUMBERS = 2**23
+_ADDED_ROWS = 64  # of a block, added at a time
 
 
 def block_rows(width: int) -> Iterator[tuple[int, int]]:
@@ -47,9 +48,12 @@ class SquareSum:
 
     def add(self, x: Tensor) -> None:
         """Count tokens [n, width], float32."""
-        with float32_products(x.device):
-            for start, block in self.blocks.items():
-                block += x[:, start : start + len(block)].T @ x[:, start:]
+        for start, block in self.blocks.items():
+            with float32_products(x.device):
+                product = x[:, start : start + len(block)].T @ x[:, start:]
+            for total, some in zip(block.split(_ADDED_ROWS), product.split(_ADDED_ROWS), strict=True):
+                total += some  # which makes a float64 copy of it
+            product = None
 
     def mean(self, count: int, release: bool = False) -> Tensor:
         """The sum over `count`, float32 [width, width]; its own memory is given up where `release` is set.

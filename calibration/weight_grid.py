@@ -6,7 +6,7 @@ nearest this is when nothing moves the weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,6 +59,10 @@ class WeightGrid:
                 index,
             )
         return cls(scale, (-low / scale).round().clamp(0, 2**bits - 1), bits, group_size)
+
+    def of_rows(self, rows: slice) -> WeightGrid:
+        """The grid of some outputs."""
+        return replace(self, scale=self.scale[rows], zero=self.zero[rows])
 
     def of_columns(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero of inputs [n], each float32 [n, out] and contiguous."""

@@ -7,13 +7,11 @@ from kvconvert.bundle.manifest import Allocation, WeightAllocation
 
 def allocation_line(found: Allocation) -> str:
     """The budget and the outcome in one sentence."""
-    text = found.data
-    return (
+    size = (
         f"{found.bits_per_value:.3f} bits per value at {found.context:,} tokens, {found.bytes_per_token:,.1f} bytes "
-        f"per token of {found.budget_bytes_per_token:,.1f} allowed; KL {found.measured_kl:.3g} measured for the whole "
-        f"plan, {found.predicted_kl:.3g} as the sum of its parts ({found.plans} plans measured, {text.samples} x "
-        f"{text.length} tokens of {text.source}, {found.dtype})"
+        f"per token of {found.budget_bytes_per_token:,.1f} allowed"
     )
+    return f"{size}; {_divergence(found, 'for the whole plan', f'{found.plans} plans')}"
 
 
 def sensitivity_rows(found: Allocation) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -28,13 +26,8 @@ def sensitivity_rows(found: Allocation) -> tuple[tuple[str, ...], list[tuple[str
 
 def weight_allocation_line(found: WeightAllocation) -> str:
     """The budget of the weights and the outcome in one sentence."""
-    text = found.data
-    return (
-        f"{found.bits_per_weight:.3f} bits per weight of {found.budget_bits_per_weight:g} allowed; KL "
-        f"{found.measured_kl:.3g} measured with all weights rounded so, {found.predicted_kl:.3g} as the sum of its "
-        f"parts ({found.allocations} allocations measured, {text.samples} x {text.length} tokens of {text.source}, "
-        f"{found.dtype})"
-    )
+    size = f"{found.bits_per_weight:.3f} bits per weight of {found.budget_bits_per_weight:g} allowed"
+    return f"{size}; {_divergence(found, 'with all weights rounded so', f'{found.allocations} allocations')}"
 
 
 def weight_sensitivity_rows(found: WeightAllocation) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -45,6 +38,15 @@ def weight_sensitivity_rows(found: WeightAllocation) -> tuple[tuple[str, ...], l
         names = ", ".join(name.rpartition(".")[2] for name in unit.linears[:4]) + (", ..." if unit.linears[4:] else "")
         rows.append((str(unit.layer), names, *(_cell(unit.kl.get(b), b == str(unit.bits)) for b in widths)))
     return ("layer", "Linears", *(f"{bits} bits" for bits in widths)), rows
+
+
+def _divergence(found: Allocation | WeightAllocation, of: str, tried: str) -> str:
+    """What was measured and predicted, on which text."""
+    text = found.data
+    return (
+        f"KL {found.measured_kl:.3g} measured {of}, {found.predicted_kl:.3g} as the sum of its parts ({tried} "
+        f"measured, {text.samples} x {text.length} tokens of {text.source}, {found.dtype})"
+    )
 
 
 def _cell(kl: float | None, chosen: bool) -> str:

@@ -81,8 +81,10 @@ def calibrate(
     --set and the options before it change single values of the recipe, as if its file said so; kvconvert recipes NAME
     shows them all.
     """
+    from kvconvert.convert.host_memory import return_large_blocks
     from kvconvert.models.checksums import begin
 
+    return_large_blocks()
     # Hashing the model, which takes long, begins before the imports, which take seconds.
     begin(sorted(Path(model).glob("*.safetensors")))
     from kvconvert.convert.recipe import Recipe

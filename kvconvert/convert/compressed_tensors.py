@@ -24,7 +24,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvconvert.bundle.manifest import Manifest, ModuleCoverage, TensorInfo
-from kvconvert.bundle.reader import INDEX_NAME, Bundle, open_bundle
+from kvconvert.bundle.reader import Bundle, open_bundle
+from kvconvert.bundle.weight_files import INDEX_NAME
 from kvconvert.bundle.writer import MAX_SHARD_BYTES, check_output, replacing, write_json, write_weights
 from kvconvert.convert.export import export
 from kvconvert.errors import UsageError

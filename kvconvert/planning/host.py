@@ -5,11 +5,12 @@ one. Beside its weights in float32, but for those of experts that are kept in fi
 
     forward   activations of one batch, what the passes have gathered so far
     search    what they gathered, and candidates of the weights that are searched at once (AWQ), or one input's Hessian
-              in full, the others' in half, and one Linear's working copies (GPTQ)
+              in full, the others' in half, and working copies of some outputs of one Linear (GPTQ)
     sample    queries, keys and values of a few sequences, and all candidates of a clip ratio (KV passes)
     pack      the packed weights, and one Linear's codes on the way there
 
-What the process itself takes (libraries, tokenizer, the model without weights) is measured, not computed.
+What the process itself takes (libraries, tokenizer, the model without weights) is measured, not computed. The sum holds
+for `kvconvert calibrate`, which has freed blocks given back: see `convert.host_memory.return_large_blocks`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from kvconvert.calibration.activations import EXPERT_TOKENS, LOSS_TOKENS, input_points, point_of
 from kvconvert.calibration.attention_sample import SAMPLE_SEQUENCES, SAMPLE_TOKENS
 from kvconvert.calibration.clip_ratios import CLIP_RATIO_GRID, QUERY_BLOCK
+from kvconvert.calibration.gptq_pass import outputs_at_once
+from kvconvert.calibration.hessian_factor import FACTOR_BLOCK
 from kvconvert.calibration.hessians import BLOCK_NUMBERS, block_rows
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.planning.layer_sizes import LayerSizes
@@ -56,6 +59,7 @@ def layer_memory(
     batch: int,
     observes: bool,
     samples_attention: bool,
+    device: str = "cpu",
 ) -> LayerMemory:
     """Memory of one layer's calibration in bytes, by arithmetic.
 
@@ -66,6 +70,7 @@ def layer_memory(
         batch: sequences that run through the layer at once.
         observes: whether some pass watches data run through the layer; without one nothing runs.
         samples_attention: whether some pass evaluates a sample of the layer's attention.
+        device: "cpu" or "cuda", where the layer is.
     """
     layer = 4 * (sizes.parameters - sizes.mapped_parameters)
     gathered = _gathered(sizes, weights, samples * length)
@@ -76,9 +81,10 @@ def layer_memory(
     if weights.scales or weights.compensates:
         search = max(gathered.summed, gathered.kept + _search(sizes, weights, samples * length))
     if weights.compensates:
-        search = max(search, _compensation(sizes))
+        search = max(search, _compensation(sizes, weights.group_size, device))
+    running = max(_activations(sizes, tokens), gathered.adding + _hidden_activations(sizes, tokens))
     return LayerMemory(
-        forward=layer + (_activations(sizes, tokens) + gathered.observed if observes else 0),
+        forward=layer + (gathered.observed + running if observes else 0),
         search=layer + search,
         sample=layer + sampled[0] + sampled[1],
         pack=layer + sizes.stored_bytes - sizes.mapped_stored_bytes + (_packing(sizes) if weights.quantizes else 0),
@@ -87,9 +93,10 @@ def layer_memory(
 
 @dataclass(frozen=True)
 class _Gathered:
-    """Bytes of statistics: while data runs, while they are summed up, and afterwards."""
+    """Bytes of statistics: while data runs, beside them to add one input, while they are summed up, and afterwards."""
 
     observed: int
+    adding: int
     summed: int
     kept: int
 
@@ -105,7 +112,7 @@ def _points(sizes: LayerSizes) -> list[tuple[int, bool]]:
 
 
 def _gathered(sizes: LayerSizes, weights: WeightsRecipe, tokens: int) -> _Gathered:
-    observed = summed = kept = 0
+    observed = adding = summed = kept = 0
     points = _points(sizes)
     if weights.scales:
         moments = sum(inputs * weights.group_size for inputs, _ in points)
@@ -116,10 +123,9 @@ def _gathered(sizes: LayerSizes, weights: WeightsRecipe, tokens: int) -> _Gather
         summed = observed + kept
     if weights.compensates:
         sums = sum(_hessian_sum(inputs) for inputs, _ in points)
-        largest = max(inputs for inputs, _ in points)
-        product = 12 * min(largest**2, BLOCK_NUMBERS)  # float32, and float64 to add it
-        observed, summed, kept = observed + sums + product, summed + sums, kept + sums
-    return _Gathered(observed, summed, kept)
+        adding = 4 * min(max(inputs for inputs, _ in points) ** 2, BLOCK_NUMBERS)  # a block's product
+        observed, summed, kept = observed + sums, summed + sums, kept + sums
+    return _Gathered(observed, adding, summed, kept)
 
 
 def _hessian_sum(inputs: int) -> int:
@@ -127,19 +133,22 @@ def _hessian_sum(inputs: int) -> int:
     return 8 * sum(rows * (inputs - start) for start, rows in block_rows(inputs))
 
 
-def _compensation(sizes: LayerSizes) -> int:
+def _compensation(sizes: LayerSizes, group_size: int, device: str) -> int:
     """Bytes of GPTQ's search: inputs one after another, each of whose sums becomes a Hessian that is then forgotten."""
     readers: dict[str, list[tuple[int, int]]] = {}
     for name, shape in sizes.linears.items():
         readers.setdefault(point_of(sizes.structure, name), []).append(shape)
-    waiting, most = sum(_hessian_sum(shapes[0][1]) for shapes in readers.values()), 0
+    grids = 8 * sum(outputs * inputs for outputs, inputs in sizes.linears.values()) // group_size
+    waiting, most = grids + sum(_hessian_sum(shapes[0][1]) for shapes in readers.values()), 0
     for shapes in readers.values():
         inputs = shapes[0][1]
-        block = 4 * min(1024, inputs) * inputs
+        block = 4 * min(FACTOR_BLOCK, inputs) * inputs
         most = max(most, waiting + inputs**2)  # rows of the Hessian are there before most sums are gone
         waiting -= _hessian_sum(inputs)
-        weight = 4 * max(outputs for outputs, _ in shapes) * inputs
-        most = max(most, waiting + 4 * inputs**2 + max(2 * weight, weight + 3 * block))
+        # Some outputs' weights as they are rounded and as columns move; blocks of rows on the way to the factor, and of
+        # the Hessian where an error is computed.
+        weight = 4 * outputs_at_once(max(outputs for outputs, _ in shapes), inputs, device) * inputs
+        most = max(most, waiting + 4 * inputs**2 + max(2 * weight, weight + 2 * block, 3 * block))
     return most
 
 
@@ -152,6 +161,12 @@ def _activations(sizes: LayerSizes, tokens: int) -> int:
     mlp = 3 * widest + 4 * hidden
     attention = 5 * heads + 4 * hidden
     return 4 * tokens * max(mlp, attention)
+
+
+def _hidden_activations(sizes: LayerSizes, tokens: int) -> int:
+    """Bytes of activations where the layer's widest input is at its Linear: that input, and what the layer carries."""
+    dense = [inputs for name, (_, inputs) in sizes.linears.items() if not _routed(sizes, name)]
+    return 4 * tokens * (max(dense, default=sizes.hidden_size) + 4 * sizes.hidden_size)
 
 
 def _routed(sizes: LayerSizes, name: str) -> bool:

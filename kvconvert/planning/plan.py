@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,7 +232,7 @@ def _memory(
         passes = _passes(runner, recipe, index)
         sampled = any(made.reads_sample for made in passes)
         batch = runner.batch_size(length)
-        peaks.append(layer_memory(sizes, recipe.weights, samples, length, batch, bool(passes), sampled))
+        peaks.append(layer_memory(sizes, recipe.weights, samples, length, batch, bool(passes), sampled, device))
     worst = max(peaks, key=lambda peak: peak.peak, default=None)
     needed = 0 if worst is None else worst.peak
     if device == "cuda":
@@ -246,6 +247,9 @@ def _memory(
     on_device = None if device != "cuda" else needed
     if probed is not None and probed.peak_device_bytes is not None:
         on_device = probed.peak_device_bytes
+    shape = (samples, length, runner.config.hidden_size)
+    if on_device is not None and runner.has_room(shape):
+        on_device += 2 * 4 * math.prod(shape)  # the inputs of two layers, of which the probe has a few sequences
     return Memory(
         calibrate=host if measured is None else measured,
         export=own,

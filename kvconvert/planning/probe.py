@@ -9,6 +9,7 @@ first layer's. Times of all layers follow: what does not depend on the number of
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ import torch
 
 from kvconvert.bundle.manifest import DataInfo, SourceInfo
 from kvconvert.calibration.activations import LOSS_TOKENS
-from kvconvert.convert.host_memory import anonymous_bytes
+from kvconvert.convert.host_memory import HUGE_PAGES, anonymous_bytes, return_large_blocks
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_calibration import calibrate_layer
 from kvconvert.convert.pipeline import make_runner
@@ -84,7 +85,10 @@ def run_probe(request: dict[str, Any], progress: bool) -> Probe:
         file, output = Path(folder) / "request.json", Path(folder) / "probe.json"
         file.write_text(json.dumps(request | {"folder": folder, "output": str(output)}), encoding="utf-8")
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvconvert.planning.probe", str(file)], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "kvconvert.planning.probe", str(file)],
+            env=HUGE_PAGES | os.environ,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         peak: int | None = None
         begun = time.perf_counter()
@@ -164,6 +168,7 @@ def _state(request: dict[str, Any], data: DataInfo, num_layers: int) -> WorkStat
 
 def main() -> None:
     """Entry point of the process."""
+    return_large_blocks()
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:
         found = measure(request)

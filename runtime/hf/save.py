@@ -7,8 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from kvconvert.bundle.files import own_files
 from kvconvert.bundle.hub import upload
-from kvconvert.bundle.reader import open_bundle, own_files
+from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.writer import copy_file, replacing
 from kvconvert.errors import BundleError, UsageError
 

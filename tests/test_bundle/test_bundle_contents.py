@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from tiny.bundle import edit_json, refusal, replace_tensors, reseal
 
 from kvconvert.bundle.manifest import MANIFEST_NAME, PLAN_NAME
-from kvconvert.bundle.reader import INDEX_NAME, open_bundle
+from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.tensorfile import read_header
+from kvconvert.bundle.weight_files import INDEX_NAME
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 Q = "model.layers.0.q_proj"

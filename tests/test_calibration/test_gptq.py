@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_awq import GROUP, LENGTH, SAMPLES, STRUCTURE, Setting
 
-from kvconvert.calibration import hessians
+from kvconvert.calibration import gptq_pass, hessians
 from kvconvert.calibration.awq import AwqPass
 from kvconvert.calibration.gptq import compensate, compensate_reference, output_error, rounding_order
 from kvconvert.calibration.gptq_pass import GptqPass
@@ -188,6 +188,26 @@ def test_the_pass_says_what_it_gained():
     assert set(losses) == set(STRUCTURE.linears)
     assert all(loss["loss_after"] < loss["loss_before"] for loss in losses.values())
     assert passed.result().reasons == {}
+
+
+def test_outputs_compensated_in_parts_are_those_compensated_together(monkeypatch):
+    whole, parts = Setting(), Setting()
+    passes = GptqPass(3, GROUP), GptqPass(3, GROUP)
+    converted(whole, passes[0])
+    monkeypatch.setattr(gptq_pass, "outputs_at_once", lambda outputs, inputs, device: 5)
+    converted(parts, passes[1])
+    for name in STRUCTURE.linears:
+        weight, other = whole.layer.get_submodule(name).weight, parts.layer.get_submodule(name).weight
+        assert len(weight) > 5
+        assert torch.equal(weight, other)
+        loss, of_parts = (made.result().statistics["compensation"][name] for made in passes)
+        assert of_parts == pytest.approx(loss, rel=1e-5)
+
+
+def test_outputs_at_once_bound_their_weights():
+    assert gptq_pass.outputs_at_once(4096, 14336, "cpu") * 14336 <= 2**24
+    assert gptq_pass.outputs_at_once(40, 14336, "cpu") == 40
+    assert gptq_pass.outputs_at_once(4096, 14336, "cuda") == 4096
 
 
 @pytest.mark.parametrize(("method", "scales"), [("awq", None), ("rtn", None), ("gptq", False), ("awq+gptq", True)])

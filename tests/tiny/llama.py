@@ -12,26 +12,22 @@ TOKENIZER = Path(__file__).parents[2] / "examples" / "reference-lm"
 RECIPE = '[weights]\nmethod = "{method}"\ngroup_size = 16\n\n[kv]\npreset = "{kv}"\n'
 
 
-def write_tiny_llama(directory: Path, tied: bool = False) -> Path:
-    """Save a two-layer model with its tokenizer into `directory`."""
+def save_llama(directory: Path, **sizes: int | bool) -> LlamaForCausalLM:
+    """Save a random two-layer model in bfloat16 with the reference model's tokenizer; `sizes` are of its config."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        bos_token_id=0,
-        eos_token_id=0,
-        dtype="bfloat16",
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    common = {"vocab_size": 4096, "num_hidden_layers": 2, "head_dim": 16, "bos_token_id": 0, "eos_token_id": 0}
+    model = LlamaForCausalLM(LlamaConfig(**common, **sizes, dtype="bfloat16")).to(torch.bfloat16)
+    model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(TOKENIZER / name, directory / name)
+    return model
+
+
+def write_tiny_llama(directory: Path, tied: bool = False) -> Path:
+    """Save a two-layer model with its tokenizer into `directory`."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 512, **heads}
+    save_llama(directory, tie_word_embeddings=tied, **sizes)
     return directory
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from tiny.llama import TOKENIZER
+from tiny.llama import save_llama
 
 GROUP = 16
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -102,25 +101,9 @@ def write_packed(directory: Path, kind: str, bits: int = 4) -> LlamaForCausalLM:
 
     Scales are bfloat16 numbers, as llm-compressor stores them; all but compressed-tensors' are stored as float16.
     """
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        dtype="bfloat16",
-    )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(directory)
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copyfile(TOKENIZER / name, directory / name)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 256, **heads}
+    model = save_llama(directory, tie_word_embeddings=False, **sizes)
     store, quantization = KINDS[kind]
     tensors, middle = load_file(directory / "model.safetensors"), 2 ** (bits - 1)
     state, lowest = {name: tensor.float() for name, tensor in tensors.items()}, int(kind == "gptq")
@@ -138,6 +121,8 @@ def write_packed(directory: Path, kind: str, bits: int = 4) -> LlamaForCausalLM:
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     settings = json.loads((directory / "config.json").read_text()) | {"quantization_config": quantization(bits)}
     (directory / "config.json").write_text(json.dumps(settings))
-    expected = LlamaForCausalLM(config).float().eval()  # anew, for rounding to bfloat16 changed RoPE's frequencies too
+    expected = (
+        LlamaForCausalLM(model.config).float().eval()
+    )  # anew, for rounding to bfloat16 changed RoPE's frequencies too
     expected.load_state_dict(state)
     return expected

@@ -1,0 +1,149 @@
+"""The files of a bundle: those that the manifest lists, as it says, and beside them none that loaders might read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+from pathlib import Path
+
+from kvconvert.bundle.manifest import FORMER_PLAN_NAME, MANIFEST_NAME, PLAN_NAME, FileInfo, Manifest
+from kvconvert.bundle.tensorfile import mismatch
+from kvconvert.errors import BundleError
+
+# Files of these kinds are read by model and tokenizer loaders when they merely lie in the directory, so an unlisted one
+# could replace what was verified.
+_LOADED_SUFFIXES = {
+    ".json",
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".pkl",
+    ".pickle",
+    ".ckpt",
+    ".py",
+    ".jinja",
+    ".model",
+    ".tiktoken",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+}
+# Of these, the ones that run code when they are loaded; a bundle holds none, listed or not.
+_CODE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".py"}
+_LOADED_NAMES = {"vocab.txt", "merges.txt"}
+# Files that make loaders take weights, or a whole model, from elsewhere.
+_REDIRECTIONS = {"adapter_config.json", "audio_tokenizer_config.json"}
+
+
+def check_names(directory: Path, manifest: Manifest) -> None:
+    """That of the files in the manifest, looking at none of them."""
+    for name in (*manifest.files, *manifest.informative):
+        _check_name(name)
+        if Path(name).suffix in _CODE_SUFFIXES:
+            raise BundleError(
+                f"{MANIFEST_NAME} lists {name}: expected safetensors, JSON and text only, found a file that loading "
+                "could execute; do not use this bundle."
+            )
+        if Path(name).name in _REDIRECTIONS:
+            raise BundleError(
+                f"{MANIFEST_NAME} lists {name}: expected a bundle's own files, found one that names a model elsewhere; "
+                "do not use this bundle."
+            )
+    if FORMER_PLAN_NAME in manifest.files:
+        raise BundleError(
+            f"The bundle {directory} has its KV plan in {FORMER_PLAN_NAME}, where an earlier kvconvert wrote it and "
+            "other engines take it for weights; export the bundle again."
+        )
+    for required in ("config.json", PLAN_NAME):
+        if required not in manifest.files:
+            raise mismatch(MANIFEST_NAME, "files", f"an entry for {required}", "none")
+
+
+def check_files(directory: Path, manifest: Manifest, full: bool) -> None:
+    """Listed files, see `check_file`, and none beside them that loaders might read or run (BundleError)."""
+    for name, info in manifest.files.items():
+        check_file(directory, name, info, full)
+    for folder, folders, names in os.walk(directory):
+        # Programs' own folders (.git, .cache) are no part of the bundle; links to folders are not followed.
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if Path(folder) != directory and Path(name).suffix in _CODE_SUFFIXES:
+                raise BundleError(
+                    f"{Path(folder, name).relative_to(directory)} lies in the bundle {directory}, and loading could "
+                    "execute it; remove it."
+                )
+    known = own_files(manifest)
+    for path in sorted(
+        [*directory.iterdir(), *directory.glob("additional_chat_templates/*"), *directory.glob("kvconvert/*")]
+    ):
+        name = path.relative_to(directory).as_posix()
+        if name not in known and may_be_loaded(name):
+            raise BundleError(
+                f"{name} lies in the bundle {directory} but is not listed in {MANIFEST_NAME}, and loaders might read "
+                "it; remove it."
+            )
+
+
+def own_files(manifest: Manifest) -> set[str]:
+    """Names of all files of a bundle; informative ones may be absent."""
+    return {*manifest.files, *manifest.informative, MANIFEST_NAME}
+
+
+def may_be_loaded(name: str) -> bool:
+    """Whether loaders might read a file for its name alone, so that a bundle may hold it only if it is listed."""
+    return Path(name).suffix in _LOADED_SUFFIXES or name in _LOADED_NAMES
+
+
+def _check_name(name: str) -> None:
+    parts = name.split("/")
+    unsafe = any(part in ("", ".", "..") for part in parts) or not re.fullmatch(r"[\w.+@ -]+(/[\w.+@ -]+)*", name)
+    if unsafe or name == MANIFEST_NAME:
+        raise BundleError(
+            f"{MANIFEST_NAME} lists the file name {name!r}: expected a plain relative name inside the bundle, found "
+            "one that is not; do not use this bundle."
+        )
+
+
+def check_regular(path: Path, name: str) -> None:
+    """Refuse (BundleError) what is not a regular file; links within the Hub's own cache are followed."""
+    if not os.path.lexists(path):
+        raise mismatch(name, "the file", "present", "no such file")
+    mode = path.stat().st_mode if _is_hub_blob(path) else path.lstat().st_mode
+    if stat.S_ISLNK(mode):
+        raise BundleError(
+            f"{name} does not fit the bundle: the file should be a regular file, found a symbolic link; copy the "
+            "bundle with links followed (cp -rL)."
+        )
+    if not stat.S_ISREG(mode):
+        raise mismatch(name, "the file", "a regular file", "something else")
+
+
+def _is_hub_blob(path: Path) -> bool:
+    """Whether a link is one of the Hub's cache: from snapshots/{commit} to blobs of the same repository."""
+    if not path.is_symlink():
+        return False
+    # Unlike Path.resolve, realpath gives an answer for links that lead in a circle: a path that is still a link.
+    target = Path(os.path.realpath(path))
+    parents = Path(os.path.realpath(path.parent)).parents
+    snapshots = next((parent for parent in parents if parent.name == "snapshots"), None)
+    return snapshots is not None and target.parent == snapshots.parent / "blobs" and not target.is_symlink()
+
+
+def check_file(directory: Path, name: str, info: FileInfo, full: bool) -> None:
+    """Refuse (BundleError) a file of another size than listed or, with `full`, of other contents."""
+    path = directory / name
+    for part in [*path.relative_to(directory).parents][:-1]:
+        if (directory / part).is_symlink():
+            raise mismatch(name, "its directory", "a directory", "a symbolic link")
+    check_regular(path, name)
+    size = path.stat().st_size
+    if size != info.size:
+        raise mismatch(name, "size", f"{info.size} bytes", f"{size} bytes")
+    if full:
+        with path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if digest != info.sha256:
+            raise mismatch(name, "sha256", info.sha256, digest)

@@ -1,0 +1,97 @@
+"""benchmarks/calibrate.py: what is measured is kvconvert's own conversion, and the page says what the report holds."""
+
+import sys
+
+import calibrate_docs as docs
+import calibrate_measure
+import pytest
+import torch
+from calibrate_measure import Settings
+from click.testing import CliRunner
+from tiny.checkpoints import save_checkpoint, save_text
+from transformers import AutoModelForCausalLM
+
+from kvconvert.cli import cli
+from kvconvert.runtime import load
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return Settings(
+        model=save_checkpoint(tmp_path / "source"),
+        samples=4,
+        length=32,
+        seed=0,
+        calibration=save_text(tmp_path),
+        bits=4,
+        group_size=32,
+        device="cpu",
+        threads=1,
+        peer_python=tmp_path / "none",
+        peer_batch=1,
+        peer_dtype="auto",
+        timeout=60,
+    )
+
+
+def test_what_kvconvert_saved_is_read_back_as_its_bundle(settings, tmp_path, monkeypatch):
+    peaks = {"calibrate": 300, "export": 200}
+
+    def here(command, settings, folder):
+        """The same command in this process, which spares its start."""
+        assert command[:3] == [sys.executable, "-m", "kvconvert"]
+        done = CliRunner().invoke(cli, command[3:], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return {"wall_s": 1.0, "processor_s": 2.0, "peak_anonymous_bytes": peaks[command[3]]}, done.stdout
+
+    monkeypatch.setattr(calibrate_measure, "_process", here)
+    place = tmp_path / "case"
+    found = calibrate_measure.run("kvconvert", "awq", settings, tmp_path / "ids", place)
+    assert (found["wall_s"], found["processor_s"], found["peak_anonymous_bytes"]) == (2.0, 4.0, 300)
+    saved = calibrate_measure.saved_model("kvconvert", settings, place)
+    served, _ = load(place / "model", dtype=torch.float32)
+    ids = torch.arange(2, 34)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(saved(ids).logits, served(ids).logits, atol=2e-3, rtol=1e-3)
+        source = AutoModelForCausalLM.from_pretrained(settings.model)(ids).logits
+    assert not torch.allclose(saved(ids).logits, source, atol=0.05)
+
+
+def test_a_process_is_measured_and_its_failure_told(settings, tmp_path):
+    measured, said = calibrate_measure._process([sys.executable, "-c", "print('done')"], settings, tmp_path)
+    assert said == "done\n"
+    assert measured["wall_s"] >= 0
+    with pytest.raises(SystemExit, match="no such thing"):
+        calibrate_measure._process([sys.executable, "-c", "raise OSError('no such thing')"], settings, tmp_path)
+    command = [sys.executable, "-c", "import time; time.sleep(30)"]
+    with pytest.raises(SystemExit, match="took longer than 0 s"):
+        calibrate_measure._process(command, settings._replace(timeout=0.1), tmp_path)
+
+
+def case(seconds, kl, **more):
+    rounds = [
+        {"wall_s": wall, "processor_s": 2 * wall, "peak_anonymous_bytes": peak, **more}
+        for wall, peak in zip(seconds, (2e9, 1e9, 1e9), strict=True)
+    ]
+    mean = sum(kl) / len(kl)
+    quality = {"kl": {"mean": mean, "low": mean, "high": mean}, "perplexity": 20.0, "kl_by_segment": kl}
+    return {"rounds": rounds, "quality": quality}
+
+
+def test_the_page_holds_medians_and_the_difference_of_each_pair(tmp_path):
+    peer = case((20.0, 80.0, 40.0), [0.30, 0.30], versions={"llmcompressor": "1.2"})
+    cases = {"kvconvert:awq": case((10.0, 20.0, 90.0), [0.10, 0.10]), "llm-compressor:gptq": peer}
+    settings = {"samples": 4, "length": 32, "calibration": "text", "bits": 4, "group_size": 32, "peer_batch": 1}
+    settings |= {"peer_dtype": "auto", "segments": 2, "scored_per_segment": 1024, "text": "wikitext2-test"}
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{docs.BEGIN}\nold\n{docs.END}\nafter\n")
+    text = docs.write_page({"tiny": {"settings": settings, "cases": cases, "source_perplexity": 19.0}}, page)
+    assert page.read_text() == f"before\n{docs.BEGIN}\n{text}\n{docs.END}\nafter\n"
+    assert "| kvconvert AWQ | 20.0 | 40.0 | 2.00 | 0.1000 (0.1000 to 0.1000) | 20.00 |" in text
+    # Of each round's quotient, 2, 4 and 0.44, the median.
+    assert "llm-compressor's GPTQ: 2.00 times as fast, 2.00 times by processor time, 1.00 times the memory" in text
+    assert "KL -0.2000 (-0.2000 to -0.2000)" in text
+    assert "llm-compressor 1.2" in text
+    page.write_text("nothing")
+    with pytest.raises(SystemExit, match="has no line"):
+        docs.write_page({}, page)
