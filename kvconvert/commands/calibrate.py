@@ -93,18 +93,11 @@ def calibrate(
     loaded = Recipe.load(recipe, changes_of(**changes)).with_search(
         kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, context=context, auto_tokens=auto_tokens
     )
-    from kvconvert.bundle.writer import check_output
     from kvconvert.calibration.ranks import is_first_process
     from kvconvert.convert.pipeline import calibrate as run
 
     if bundle is not None and is_first_process():
-        try:
-            check_output(bundle, force=False)
-        except UsageError as error:
-            again = f"kvconvert export {work} -o {bundle} --force"
-            raise UsageError(
-                f"{bundle} is there already; choose another --export, or replace it with {again}."
-            ) from error
+        _check_export(bundle, work)
     run(
         model,
         work,
@@ -129,3 +122,19 @@ def calibrate(
 
     export(work, bundle, device=device)
     click.echo(exported(bundle))
+
+
+def _check_export(bundle: Path, work: Path) -> None:
+    """Refuse, before anything is computed, a bundle that could not be written afterwards."""
+    from kvconvert.bundle.disk import check_writable
+    from kvconvert.bundle.writer import check_output
+
+    if bundle.resolve() == work.resolve():
+        raise UsageError(f"--export and -o are both {work}; give the bundle a directory of its own.")
+    check_output(bundle, force=True)
+    try:
+        check_output(bundle, force=False)
+    except UsageError as error:
+        again = f"kvconvert export {work} -o {bundle} --force"
+        raise UsageError(f"{bundle} is there already; choose another --export, or replace it with {again}.") from error
+    check_writable(bundle.absolute().parent, "bundle")

@@ -62,6 +62,9 @@ def test_calibrate_can_export_at_once_and_refuses_an_output_that_is_there_first(
         2, "calibrate", folder / "model", "-o", tmp_path / "again", *options, "--export", tmp_path / "bundle"
     )
     assert f"or replace it with kvconvert export {tmp_path / 'again'} -o {tmp_path / 'bundle'} --force" in said
+    for place, why in ((tmp_path / "again", "are both"), (folder / "model", "is not a bundle, so it is not replaced")):
+        command = ("calibrate", folder / "model", "-o", tmp_path / "again", *options, "--export", place)
+        assert why in refusal(2, *command)
     assert not (tmp_path / "again").exists()
 
 
