@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from aot_variants.linear_few_rows import signature
+from aot_variants.linear_few_rows import SPILLS, signature
 from aot_variants.variant import Variant
 from kvconvert.kernels.linear.packed_layout import TILE
 from kvconvert.kernels.linear.triton.few_rows import FEW_ROWS_SHAPES, few_rows_kernel
@@ -48,6 +48,9 @@ def _few(dtype: str, sizes: dict[str, int], axes: dict[str, int]) -> Iterator[Va
             tensor_cores=True,
             wide_loads=True,
             most_per_code=MOST_PER_CODE[sizes["K_BLOCK"]],
+            spills=SPILLS
+            if dtype == "fp16" and (axes["bits"], sizes["K_BLOCK"], rows, fills) == (3, 64, 32, True)
+            else "",
         )
 
 
