@@ -6,6 +6,7 @@ take turns, so that none is still in the cache.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -59,7 +60,7 @@ def check(device: torch.device) -> list[dict]:
     ):
         weight = random_weight(inputs, outputs, group_size, device)
         packed, exact_weight = pack_weight(weight), dequantize_weight(weight, torch.float64)
-        intact = torch.equal(unpack_codes(packed.lanes, outputs), weight.qweight)
+        intact = torch.equal(unpack_codes(packed), weight.qweight)
         for dtype in dtypes:
             case = f"{inputs} x {outputs}, groups of {group_size}, {DTYPES[dtype]}"
             for rows in row_counts:
@@ -92,7 +93,9 @@ def measure(device: torch.device) -> list[dict]:
         for copies, one_bytes in ((packed, nbytes), (dense, dense[0].nbytes)):
             while len(copies) < buffers_beyond_cache(one_bytes):
                 one = copies[0]
-                again = PackedWeight(one.lanes.clone(), one.grid.clone(), outputs) if copies is packed else one.clone()
+                again = (
+                    replace(one, lanes=one.lanes.clone(), grid=one.grid.clone()) if copies is packed else one.clone()
+                )
                 copies.append(again)
         for rows in ROWS if outputs == 14336 else ROWS[::2]:
             x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)

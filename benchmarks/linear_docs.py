@@ -57,7 +57,7 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
 
 
 def width_lines(results: dict[str, Any]) -> Iterator[str]:
-    """The GPU, and a line per weight with a column per width."""
+    """The GPU, a line per weight with a column per width, and one per weight and number of rows."""
     cases = list(dict.fromkeys(row["case"] for row in results["rows"]))
     table = {(row["case"], row["bits"]): row for row in results["rows"]}
     widths = sorted({row["bits"] for row in results["rows"]})
@@ -72,6 +72,15 @@ def width_lines(results: dict[str, Any]) -> Iterator[str]:
         rows = [table[case, bits] for bits in widths]
         cells = [f"{row['us']:.1f} ({row['to_4_bits']:.2f} / {row['bytes_to_4_bits']:.2f})" for row in rows]
         yield f"| {case} | {' | '.join(cells)} |"
+    yield ""
+    yield f"| more rows | {' | '.join(f'{bits} bits' if bits != 16 else 'bf16' for bits in widths)} |"
+    yield "|---" * (len(widths) + 1) + "|"
+    for case in cases:
+        rows = [table[case, bits] for bits in widths]
+        # The layout that the package takes is the first word of its launch shape.
+        times = [row["more_rows"][row["shape"].split()[0]] if "shape" in row else row["more_rows"] for row in rows]
+        for count in times[0]:
+            yield f"| {count} x {case} | {' | '.join(f'{one[count]:.1f}' for one in times)} |"
 
 
 def ours(row: dict[str, Any]) -> tuple[str, float]:

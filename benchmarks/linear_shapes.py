@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -99,7 +100,7 @@ class Case:
         self.awq = random_weight(inputs, outputs, GROUP_SIZE, device)
         packed = pack_weight(self.awq)
         copies = buffers_beyond_cache(packed.lanes.nbytes, 16)
-        again = [PackedWeight(packed.lanes.clone(), packed.grid.clone(), outputs) for _ in range(copies - 1)]
+        again = [replace(packed, lanes=packed.lanes.clone(), grid=packed.grid.clone()) for _ in range(copies - 1)]
         self.packed = [packed, *again]
         dense = dequantize(packed, DTYPE)
         self.dense = [dense, *(dense.clone() for _ in range(buffers_beyond_cache(dense.nbytes, 8) - 1))]

@@ -1,12 +1,12 @@
-"""Decoding one row with weights of 2, 3, 4 and 8 bits on a GPU: times against bytes and torch's bf16 product.
+"""One row and more times weights of 2, 3, 4 and 8 bits on a GPU: times against bytes and torch's bf16 product.
 
     python benchmarks/linear_widths.py --json benchmarks/results/linear_widths.json
 
 Takes less than a minute on one GPU with 16 cores beside it, compilation included. Every figure is of a product that was
 first compared with float64, and every kernel over awkward shapes with it. `share` is the time over that of the bytes at
 the bandwidth of a copy; `to_4_bits` and `bytes_to_4_bits` are the ratios of times and of bytes to those of 4 bits. Of
-several launch shapes the dispatch's is in `us`, all others are in `candidates`: what FEW_ROWS_SHAPES and k blocks of 2
-and 3 bits are to be chosen from.
+several launch shapes for one row the dispatch's is in `us`, all others are in `candidates`: what FEW_ROWS_SHAPES and k
+blocks of 2 and 3 bits are to be chosen from. `more_rows` has the dispatch's times by length of k blocks and rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -26,8 +28,10 @@ import triton
 from gpu_linear import TOLERANCE
 from gpu_timing import buffers_beyond_cache, copy_bandwidth, graph_time
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from kvconvert.kernels.device import multiprocessors
+from kvconvert.kernels.linear import packed_product
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
 from kvconvert.kernels.linear.packed_layout import PackedWeight, pack_weight, unpack_codes
 from kvconvert.kernels.linear.triton.few_rows import FewRowsShape, few_rows, few_rows_shape
@@ -40,11 +44,10 @@ DTYPE = torch.bfloat16
 # Inputs, outputs and group size of what is compared with float64.
 CHECKED = [(576, 200, 64), (1024, 72, 32), (1536, 264, 128), (1024, 520, 512)]
 CHECKED_ROWS = (1, 5, 33, 200)
-# k block (None: the usual one), tiles per program, warps and stages that are tried for one row.
+MORE_ROWS = (2, 8, 16, 64, 256)
+# Rows, tiles per program, warps and stages that are tried.
 CANDIDATES = [
-    (k_block, *shape)
-    for k_block in (None, 256)
-    for shape in ((1, 4, 4), (1, 4, 6), (1, 8, 4), (2, 2, 4), (2, 2, 6), (2, 4, 4))
+    FewRowsShape(*shape) for shape in product((2, 8), (1, 2), (1, 2, 4, 8), (2, 3, 4)) if shape[1] * shape[2] < 9
 ]
 
 
@@ -61,28 +64,37 @@ def random_weight(inputs: int, outputs: int, group_size: int, bits: int, device:
     return AwqWeight(stored(inputs), stored(inputs // group_size), (scales * 0.01 + 0.001).half())
 
 
-def takes(bits: int, k_block: int | None) -> bool:
-    """Whether a width has such k blocks of groups of 128: two groups at 2 and 3 bits."""
-    return k_block is None or bits in (2, 3)
+# Lengths of k blocks that are tried.
+K_BLOCKS = {2: (128, 256), 3: (128, 256), 4: (128,), 8: (64, 128)}
 
 
-def compile_one(task: tuple[int, tuple[int, int, int, int] | None]) -> None:
-    """Leave one kernel in Triton's cache."""
-    bits, candidate = task
+def launched(x: Tensor, packed: PackedWeight, shape: FewRowsShape | None = None) -> Tensor:
+    """What the dispatch or a launch shape computes; NaN where that does not fit into shared memory."""
+    try:
+        return packed_product(x, packed) if shape is None else few_rows(x, packed, shape)
+    except OutOfResources:
+        return x.new_full((len(x), packed.outputs), float("nan"))
+
+
+def compile_one(task: tuple) -> None:
+    """Leave the kernels of one launch shape, of the checks or of one weight's rows in Triton's cache."""
+    bits, k_block, shape, size = task
     device = torch.device("cuda")
-    if candidate is not None:
-        k_block, tiles, warps, stages = candidate
-        packed = pack_weight(random_weight(2048, 512, GROUP_SIZE, bits, device), k_block=k_block)
-        few_rows(torch.ones(1, 2048, device=device, dtype=DTYPE), packed, FewRowsShape(8, tiles, warps, stages))
+    if k_block is None:
+        for inputs, outputs, group_size in CHECKED:
+            check(inputs, outputs, group_size, bits, device)
         return
-    for inputs, outputs, group_size in CHECKED:
-        check(inputs, outputs, group_size, bits, device)
+    packed = pack_weight(random_weight(*size, GROUP_SIZE, bits, device), k_block=k_block)
+    for rows in MORE_ROWS if shape is None else (1,):
+        launched(torch.ones(rows, size[0], device=device, dtype=DTYPE), packed, shape)
 
 
 def compiled(jobs: int) -> None:
     """Compile everything, in processes of their own."""
-    tasks = [(bits, None) for bits in BITS]
-    tasks += [(bits, one) for bits in BITS for one in CANDIDATES if takes(bits, one[0])]
+    tasks = [(bits, None, None, None) for bits in BITS]
+    layouts = [(bits, k_block) for bits in BITS for k_block in K_BLOCKS[bits]]
+    tasks += [(*one, None, size) for one in layouts for size in SHAPES]
+    tasks += [(*one, shape, (2048, 512)) for one in layouts for shape in CANDIDATES]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         list(pool.map(compile_one, tasks))
 
@@ -91,7 +103,7 @@ def check(inputs: int, outputs: int, group_size: int, bits: int, device: torch.d
     """Every kernel against float64, and the layout turned back."""
     weight = random_weight(inputs, outputs, group_size, bits, device)
     packed, exact_weight, results = pack_weight(weight), dequantize_weight(weight, torch.float64), []
-    intact = torch.equal(unpack_codes(packed.lanes, outputs, bits=bits), weight.qweight)
+    intact = torch.equal(unpack_codes(packed), weight.qweight)
     for dtype in (torch.float16, torch.bfloat16):
         rounded = torch.equal(dequantize(packed, dtype), dequantize_weight(weight, dtype))
         for rows in CHECKED_ROWS:
@@ -108,10 +120,11 @@ def check(inputs: int, outputs: int, group_size: int, bits: int, device: torch.d
 
 
 class Timer:
-    """Times of one row over copies of a weight, none of which is still in the L2 cache."""
+    """Times over copies of a weight, none of which is still in the L2 cache."""
 
-    def __init__(self, x: Tensor, exact: Tensor) -> None:
-        self.x, self.exact = x, exact
+    def __init__(self, rows: int, dense: Tensor) -> None:
+        self.x = torch.randn(rows, dense.shape[1], device=dense.device).to(DTYPE)
+        self.exact = self.x.double() @ dense.T
 
     def __call__(self, function: Callable[..., Tensor], weights: list, *arguments: object) -> float:
         """Microseconds per call, NaN if the first one is wrong."""
@@ -122,33 +135,37 @@ class Timer:
 
 def measure(inputs: int, outputs: int, device: torch.device, bandwidth: float) -> list[dict]:
     """All widths of one shape."""
-    x, rows = torch.randn(1, inputs, device=device).to(DTYPE), []
+    rows = []
     for bits in BITS:
         weight = random_weight(inputs, outputs, GROUP_SIZE, bits, device)
         dense = dequantize_weight(weight, torch.float64)
-        timer, packed = Timer(x, x.double() @ dense.T), pack_weight(weight)
+        timer, packed = Timer(1, dense), pack_weight(weight)
+        more = {count: Timer(count, dense) for count in MORE_ROWS}
         if not rows:
             plain = [dense.to(DTYPE) for _ in range(buffers_beyond_cache(2 * dense.numel(), 8))]
             nbytes = plain[0].nbytes
             bf16 = timer(lambda x, one: x @ one.T, plain)
             rows.append({"case": f"{inputs} x {outputs}", "bits": 16, "bytes": nbytes, "us": bf16})
+            rows[0]["more_rows"] = {count: timed(lambda x, one: x @ one.T, plain) for count, timed in more.items()}
             del plain
         del dense
-        nbytes, candidates = packed.lanes.nbytes + packed.grid.nbytes, {}
-        for k_block in dict.fromkeys(candidate[0] for candidate in CANDIDATES if takes(bits, candidate[0])):
-            one = packed if k_block is None else pack_weight(weight, k_block=k_block)
+        nbytes, candidates, more_rows = packed.lanes.nbytes + packed.grid.nbytes, {}, {}
+        for k_block in K_BLOCKS[bits]:
+            one = pack_weight(weight, k_block=k_block)
             copies = [
-                PackedWeight(one.lanes.clone(), one.grid.clone(), outputs, bits)
+                replace(one, lanes=one.lanes.clone(), grid=one.grid.clone())
                 for _ in range(buffers_beyond_cache(nbytes, 16))
             ]
-            if k_block is None:
+            if k_block == packed.k_block:
                 us = timer(few_rows, copies)
-            for _, tiles, warps, stages in (c for c in CANDIDATES if c[0] == k_block):
-                name = f"k{one.k_block} {tiles}t {warps}w {stages}s"
-                candidates[name] = timer(few_rows, copies, FewRowsShape(8, tiles, warps, stages))
-        shape = few_rows_shape(1, packed.lanes.shape[0], multiprocessors(device))
+            for shape in CANDIDATES:
+                name = f"k{k_block} {shape.rows}r {shape.tiles}t {shape.warps}w {shape.stages}s"
+                candidates[name] = timer(launched, copies, shape)
+            more_rows[f"k{k_block}"] = {count: timed(launched, copies) for count, timed in more.items()}
+        shape = few_rows_shape(1, packed.lanes.shape[0], packed, multiprocessors(device))
+        name = f"k{packed.k_block} {shape.rows}r {shape.tiles}t {shape.warps}w {shape.stages}s"
         row = {"case": f"{inputs} x {outputs}", "bits": bits, "bytes": nbytes, "us": us, "to_bf16": bf16 / us}
-        row |= {"shape": f"k{packed.k_block} {shape.tiles}t {shape.warps}w {shape.stages}s", "candidates": candidates}
+        row |= {"shape": name, "candidates": candidates, "more_rows": more_rows}
         rows.append(row | {"share": us * 1e-6 * bandwidth / nbytes})
     four = next(row for row in rows if row["bits"] == 4)
     for row in rows:
@@ -157,12 +174,15 @@ def measure(inputs: int, outputs: int, device: torch.device, bandwidth: float) -
 
 
 def line(row: dict) -> str:
-    """One line of the printed table, with the best three launch shapes."""
-    best = sorted((time, name) for name, time in row.get("candidates", {}).items() if time == time)[:3]
+    """One line of the printed table, with the best three launch shapes of two rows and of eight."""
     ratios = f"{row['to_4_bits']:.2f} of 4 bits' time, {row['bytes_to_4_bits']:.2f} of its bytes"
-    return f"{row['case']:>13}, {row['bits']:>2} bits: {row['us']:7.2f} us, {ratios} | " + "; ".join(
-        f"{name} {time:.2f}" for time, name in best
-    )
+    parts = [f"{row['case']:>13}, {row['bits']:>2} bits: {row['us']:7.2f} us, {ratios}"]
+    for rows in (2, 8):
+        found = [(time, name) for name, time in row.get("candidates", {}).items() if f" {rows}r " in name]
+        parts.append(
+            "; ".join(f"{name} {time:.2f}" for time, name in sorted(one for one in found if one[0] == one[0])[:3])
+        )
+    return " | ".join(parts) + f" | {row['more_rows']}"
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from kvconvert.kernels.experts.triton.kernels import (
 )
 from kvconvert.kernels.experts.triton.launch import COMBINE_COLUMNS, SORT_CHUNK
 from kvconvert.kernels.linear.packed_layout import TILE
-from kvconvert.kernels.linear.triton.few_rows import FEW_ROWS_SHAPES
+from kvconvert.kernels.linear.triton.few_rows import few_rows_shapes
 from kvconvert.kernels.linear.triton.prompt_shapes import prompt_shape
 
 
@@ -45,30 +45,33 @@ def _signature(dtype: str) -> dict[str, str]:
 
 
 def _few(dtype: str, sizes: dict[str, int], bias: bool) -> Iterator[Variant]:
-    for (rows, fills), shape in FEW_ROWS_SHAPES.items():
-        for is_sorted in (True, False) if rows == 8 else (True,):
-            yield Variant(
-                name=f"few_pairs-{dtype}-{sizes['K_BLOCK']}-{rows}{'-fills' * fills}{'-sorted' * is_sorted}"
-                f"{'-bias' * bias}",
-                function=few_pairs_kernel,
-                signature=_signature(dtype),
-                constants=sizes
-                | {"ROWS": rows, "TILES": shape.tiles, "WARPS": shape.warps, "EVEN": True, "STAGES": shape.stages}
-                | {"HAS_BIAS": bias, "SORTED": is_sorted},
-                num_warps=shape.warps,
-                num_stages=shape.stages,
-                axes={"dtype": dtype, "k_block": sizes["K_BLOCK"], "rows": rows, "fills": fills, "bias": bias}
-                | {"sorted": is_sorted},
-                codes=TILE * shape.tiles * shape.warps * sizes["K_BLOCK"],
-                tensor_cores=True,
-                wide_loads=True,
-                # A scale and a zero for only 32 codes.
-                most_per_code=8.6 if sizes["K_BLOCK"] == 32 else 6.0,
-            )
+    for shape in dict.fromkeys(few_rows_shapes(sizes["K_BLOCK"]).values()):
+        # Pairs by themselves are single rows, sorted ones eight at least.
+        is_sorted = shape.rows > 2
+        yield Variant(
+            name=f"few_pairs-{dtype}-{sizes['K_BLOCK']}-{shape.rows}-{shape.tiles}t{shape.warps}w"
+            + "-sorted" * is_sorted
+            + "-bias" * bias,
+            function=few_pairs_kernel,
+            signature=_signature(dtype),
+            constants=sizes
+            | {"ROWS": shape.rows, "TILES": shape.tiles, "WARPS": shape.warps, "EVEN": True, "STAGES": shape.stages}
+            | {"HAS_BIAS": bias, "SORTED": is_sorted},
+            num_warps=shape.warps,
+            num_stages=shape.stages,
+            axes={"dtype": dtype, "k_block": sizes["K_BLOCK"], "rows": shape.rows, "bias": bias}
+            | {"tiles": shape.tiles, "warps": shape.warps, "sorted": is_sorted},
+            codes=TILE * shape.tiles * shape.warps * sizes["K_BLOCK"],
+            tensor_cores=True,
+            wide_loads=True,
+            # A scale and a zero for only 32 codes.
+            most_per_code=8.6 if sizes["K_BLOCK"] == 32 else 6.0,
+        )
 
 
 def _many(dtype: str, sizes: dict[str, int], bias: bool, capability: int) -> Iterator[Variant]:
-    for shape in dict.fromkeys(prompt_shape(rows, (capability // 10, capability % 10)) for rows in (128, 256)):
+    major_minor = (capability // 10, capability % 10)
+    for shape in dict.fromkeys(prompt_shape(rows, major_minor, sizes["K_BLOCK"]) for rows in (128, 256)):
         yield Variant(
             name=f"many_pairs-{dtype}-{sizes['K_BLOCK']}-{shape.rows}{'-bias' * bias}",
             function=many_pairs_kernel,

@@ -7,7 +7,7 @@ from itertools import product
 
 from aot_variants.variant import Variant
 from kvconvert.kernels.linear.packed_layout import TILE
-from kvconvert.kernels.linear.triton.few_rows import FEW_ROWS_SHAPES, few_rows_kernel
+from kvconvert.kernels.linear.triton.few_rows import few_rows_kernel, few_rows_shapes
 
 SPILLS = "two registers, on some architectures"
 
@@ -22,11 +22,11 @@ def variants(device_capability: int) -> Iterator[Variant]:
     """Every specialisation that the dispatch can choose, the same on all devices."""
     for dtype in ("fp16", "bf16"):
         for k_block, group_k_blocks in ((32, 1), (64, 1), (128, 1), (128, 2)):
-            for (rows, fills), shape in FEW_ROWS_SHAPES.items():
+            for shape in dict.fromkeys(few_rows_shapes(k_block).values()):
                 for even, biased in product((True, False), (False, True)):
-                    options = "-fills" * fills + "-even" * even + "-bias" * biased
+                    options = f"-{shape.tiles}t{shape.warps}w" + "-even" * even + "-bias" * biased
                     yield Variant(
-                        name=f"few_rows-{dtype}-{k_block}x{group_k_blocks}-{rows}{options}",
+                        name=f"few_rows-{dtype}-{k_block}x{group_k_blocks}-{shape.rows}{options}",
                         function=few_rows_kernel,
                         signature=signature(dtype),
                         constants={
@@ -34,7 +34,7 @@ def variants(device_capability: int) -> Iterator[Variant]:
                             "BITS": 4,
                             "GROUPS": 1,
                             "GROUP_K_BLOCKS": group_k_blocks,
-                            "ROWS": rows,
+                            "ROWS": shape.rows,
                             "TILES": shape.tiles,
                             "WARPS": shape.warps,
                             "EVEN": even,
@@ -48,8 +48,9 @@ def variants(device_capability: int) -> Iterator[Variant]:
                             "dtype": dtype,
                             "k_block": k_block,
                             "group_k_blocks": group_k_blocks,
-                            "rows": rows,
-                            "fills": fills,
+                            "rows": shape.rows,
+                            "tiles": shape.tiles,
+                            "warps": shape.warps,
                             "even": even,
                             "bias": biased,
                         },
@@ -58,5 +59,5 @@ def variants(device_capability: int) -> Iterator[Variant]:
                         wide_loads=True,
                         # A scale and a zero for only 32 codes.
                         most_per_code=8.6 if k_block == 32 else 6.0,
-                        spills=SPILLS if dtype == "fp16" and k_block == 64 and (rows, fills) == (16, True) else "",
+                        spills=SPILLS if dtype == "fp16" and k_block == 64 else "",
                     )

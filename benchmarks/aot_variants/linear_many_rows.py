@@ -25,7 +25,7 @@ def variants(device_capability: int) -> Iterator[Variant]:
         for k_block, group_k_blocks in ((32, 1), (64, 1), (128, 1), (128, 2)):
             axes = {"dtype": dtype, "k_block": k_block, "group_k_blocks": group_k_blocks}
             sizes = {"K_BLOCK": k_block, "BITS": 4, "GROUPS": 1, "GROUP_K_BLOCKS": group_k_blocks}
-            for shape, split in product(prompt_shapes(major_minor), (False, True)):
+            for shape, split in product(prompt_shapes(major_minor, k_block), (False, True)):
                 yield Variant(
                     name=f"prompt-{dtype}-{k_block}x{group_k_blocks}-{shape.rows}" + "-split" * split,
                     function=prompt_kernel,

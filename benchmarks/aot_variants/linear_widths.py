@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from aot_variants.linear_few_rows import SPILLS, signature
+from aot_variants.linear_few_rows import signature
 from aot_variants.variant import Variant
 from kvconvert.kernels.linear.packed_layout import TILE
-from kvconvert.kernels.linear.triton.few_rows import FEW_ROWS_SHAPES, few_rows_kernel
+from kvconvert.kernels.linear.triton.few_rows import few_rows_kernel, few_rows_shapes
 from kvconvert.kernels.linear.triton.many_rows import dequantize_kernel, k_blocks_per_program, prompt_kernel
 from kvconvert.kernels.linear.triton.prompt_shapes import prompt_shapes
 
-# Bits with the k blocks of groups of 128 inputs and of 32: K_BLOCK, GROUPS, GROUP_K_BLOCKS.
+# Bits with k blocks of groups of 128 inputs and of 32, and of 32 where the inputs fill no longer ones: K_BLOCK, GROUPS,
+# GROUP_K_BLOCKS.
 LAYOUTS = {
-    2: ((128, 1, 1), (64, 2, 1)),
-    3: ((128, 1, 1), (64, 2, 1)),
-    8: ((64, 1, 2), (32, 1, 1)),
+    2: ((256, 2, 1), (128, 4, 1), (64, 2, 1)),
+    3: ((256, 2, 1), (256, 8, 1), (128, 4, 1)),
+    8: ((128, 1, 1), (32, 1, 1)),
 }
 # What one program handles per code, beside converting it, is shared by fewer codes in small k blocks.
-MOST_PER_CODE = {32: 12.0, 64: 12.0, 128: 8.0}
+MOST_PER_CODE = {32: 12.0, 64: 12.0, 128: 8.0, 256: 8.0}
+SPILLS = "at most ten registers, on one architecture or another"
 
 
 def variants(device_capability: int) -> Iterator[Variant]:
@@ -32,32 +34,34 @@ def variants(device_capability: int) -> Iterator[Variant]:
                 yield from _many(dtype, sizes, axes, device_capability)
 
 
+def _layout(sizes: dict[str, int]) -> str:
+    return str(sizes["K_BLOCK"]) + f"by{sizes['GROUPS']}" * (sizes["GROUPS"] > 1)
+
+
 def _few(dtype: str, sizes: dict[str, int], axes: dict[str, int]) -> Iterator[Variant]:
-    for (rows, fills), shape in FEW_ROWS_SHAPES.items():
+    for shape in dict.fromkeys(few_rows_shapes(sizes["K_BLOCK"]).values()):
         yield Variant(
-            name=f"few_rows-{axes['bits']}bit-{dtype}-{sizes['K_BLOCK']}-{rows}{'-fills' * fills}",
+            name=f"few_rows-{axes['bits']}bit-{dtype}-{_layout(sizes)}-{shape.rows}-{shape.tiles}t{shape.warps}w",
             function=few_rows_kernel,
             signature=signature(dtype),
             constants=sizes
-            | {"ROWS": rows, "TILES": shape.tiles, "WARPS": shape.warps, "EVEN": True, "STAGES": shape.stages}
+            | {"ROWS": shape.rows, "TILES": shape.tiles, "WARPS": shape.warps, "EVEN": True, "STAGES": shape.stages}
             | {"HAS_BIAS": False, "INLINE_ASM": True},
             num_warps=shape.warps,
             num_stages=shape.stages,
-            axes=axes | {"dtype": dtype, "rows": rows, "fills": fills},
+            axes=axes | {"dtype": dtype, "rows": shape.rows, "tiles": shape.tiles},
             codes=TILE * shape.tiles * shape.warps * sizes["K_BLOCK"],
             tensor_cores=True,
             wide_loads=True,
             most_per_code=MOST_PER_CODE[sizes["K_BLOCK"]],
-            spills=SPILLS
-            if dtype == "fp16" and (axes["bits"], sizes["K_BLOCK"], rows, fills) == (3, 64, 32, True)
-            else "",
+            spills=SPILLS,
         )
 
 
 def _many(dtype: str, sizes: dict[str, int], axes: dict[str, int], capability: int) -> Iterator[Variant]:
-    for shape in prompt_shapes((capability // 10, capability % 10)):
+    for shape in prompt_shapes((capability // 10, capability % 10), sizes["K_BLOCK"]):
         yield Variant(
-            name=f"prompt-{axes['bits']}bit-{dtype}-{sizes['K_BLOCK']}-{shape.rows}",
+            name=f"prompt-{axes['bits']}bit-{dtype}-{_layout(sizes)}-{shape.rows}",
             function=prompt_kernel,
             signature=signature(dtype) | {"split_k_blocks": "i32"},
             constants=sizes | {"ROWS": shape.rows, "TILES": shape.tiles, "STAGES": shape.stages, "INLINE_ASM": True},
@@ -68,9 +72,10 @@ def _many(dtype: str, sizes: dict[str, int], axes: dict[str, int], capability: i
             tensor_cores=True,
             wide_loads=True,
             most_per_code=MOST_PER_CODE[sizes["K_BLOCK"]],
+            spills=SPILLS,
         )
     yield Variant(
-        name=f"dequantize-{axes['bits']}bit-{dtype}-{sizes['K_BLOCK']}",
+        name=f"dequantize-{axes['bits']}bit-{dtype}-{_layout(sizes)}",
         function=dequantize_kernel,
         signature={"lanes": "*i16", "grid": "*i32", "weights": f"*{dtype}"}
         | dict.fromkeys(("first_tile", "tiles", "k_blocks"), "i32"),

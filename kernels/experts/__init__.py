@@ -63,7 +63,7 @@ def unsupported(x: Tensor, stored: ExpertLinears | str, kind: Gate | None) -> st
         return stored
     for storage in (stored.gate_up, stored.down):
         first = storage.linears[0]
-        reason = linear.unsupported(x.device, x.dtype, first.group_size, first.bits, first.in_features)
+        reason = linear.unsupported(x.device, x.dtype, first.group_size)
         if reason is None and first.scales.device != x.device:
             reason = f"weights are on {first.scales.device}, tokens on {x.device}"
         if reason is not None:

@@ -63,13 +63,8 @@ GPU_FEW_ROWS = {4096 * 6144: 16, 4096 * 4096: 16, 0: 64}
 GPU_FUSED_ROWS = {4096 * 6144: 512, 4096 * 4096: 256, 0: 0}
 
 
-def unsupported(
-    device: torch.device, dtype: torch.dtype, group_size: int, bits: int = 4, inputs: int = 0
-) -> str | None:
-    """Why the Triton kernels cannot serve activations of this dtype over such a weight; None if they can.
-
-    Without `inputs`, of a weight with some number of them.
-    """
+def unsupported(device: torch.device, dtype: torch.dtype, group_size: int) -> str | None:
+    """Why the Triton kernels cannot serve activations of this dtype over such a weight; None if they can."""
     reason = devices.unsupported(device)
     if reason is not None:
         return reason
@@ -77,8 +72,6 @@ def unsupported(
         return f"there are kernels for fp16 and bf16 activations, not for {dtype}"
     if not has_layout(group_size):
         return f"there are kernels for groups of 32, 64 or a multiple of 128 inputs, not of {group_size}"
-    if not has_layout(group_size, bits, inputs):
-        return f"{bits}-bit kernels take groups of {group_size} inputs in pairs, and {inputs} inputs make an odd number"
     return None
 
 
@@ -216,15 +209,15 @@ class QuantizedLinear(nn.Module):
 
     def unsupported(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why the Triton kernels cannot serve this Linear; None if they can."""
-        return unsupported(device, dtype, self.group_size, self.bits, self.in_features)
+        return unsupported(device, dtype, self.group_size)
 
     def awq_weight(self) -> AwqWeight:
         """The weight as it is stored, whichever layout is in memory."""
-        qweight, packed, lanes = self.qweight, self.int4pack, self.gpu_lanes
+        qweight, packed = self.qweight, self.int4pack
         if qweight is None and packed is not None:
             qweight = pack_bits(unpack_int4pack(packed).T - INT4PACK_SHIFT[self.bits], self.bits)
         elif qweight is None:
-            qweight = unpack_codes(lanes, self.out_features, bits=self.bits)
+            qweight = unpack_codes(self.gpu_weight())
         return AwqWeight(qweight, self.qzeros, self.scales)
 
     def extra_repr(self) -> str:
@@ -237,7 +230,9 @@ class QuantizedLinear(nn.Module):
     def gpu_weight(self) -> PackedWeight | None:
         """The weight in the GPU's layout, if that is in memory."""
         lanes = self.gpu_lanes
-        return None if lanes is None else PackedWeight(lanes, self.gpu_grid, self.out_features, self.bits)
+        if lanes is None:
+            return None
+        return PackedWeight(lanes, self.gpu_grid, self.in_features, self.out_features, self.bits)
 
     def adopt_gpu_weight(self, packed: PackedWeight) -> None:
         """Take this weight's tensors of the GPU's layout in the place of whatever is in memory."""

@@ -7,19 +7,24 @@ weight is repacked, code by code and therefore exactly, into int16 lanes of 16 /
     grid int32 [tiles, groups, 2, 16] = zero << 16 | fp16 bits of scale
 
 A tile is 32 outputs, a k block `k_block` of the inputs, over which is summed, cut in parts of K inputs: 2 parts at 4
-bits, 4 at 2 and 3 bits, 1 at 8 bits. Lane [t, s, m, k] holds the codes of the outputs 32 t + 16 c + m for the inputs
-s k_block + p K + k, of two classes c of outputs and all parts p, as fields of `bits` bits: number 2 p + c from the low
-end. Each field of a block of lanes is thus a matrix operand [16, K], and no code has to move to another thread.
+bits, 4 at 2 bits, 8 at 3 bits, 1 at 8 bits. At 2, 4 and 8 bits lane [t, s, m, k] holds the codes of the outputs
+32 t + 16 c + m for the inputs s k_block + p K + k, of two classes c of outputs and all parts p, as fields of `bits`
+bits: number 2 p + c from the low end. Each field of a block of lanes is thus a matrix operand [16, K], and no code has
+to move to another thread.
 
-At 3 bits a block has its upper two bits first, 16 K lanes as at 2 bits, and then 16 K bytes with the lowest bits: byte
-[m, k] has that of part p and class c in bit (0, 1, 4, 5)[p] + 2 c, so that one shift brings both classes in place.
+At 3 bits a block is three such matrices of lanes [16, K], one behind the other, which have five fields each: those of
+parts 0 to 2 and 3 to 5 in bits 0 to 5 and 6 to 11 of the three, those of parts 6 and 7 in bits 12 to 14. The sixteenth,
+of part 7 and the second class, has a bit in bit 15 of each matrix. With one shift a part's fields are in place, as at 2
+bits.
 
-A k block lies within a group; but at 2 and 3 bits it may be two groups, whose parts are summed apart.
+A k block lies within a group, or is several of them, whose parts are summed apart. Inputs that do not fill the last one
+are padded with zeros, the activations too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -28,15 +33,29 @@ from kvconvert.errors import UsageError
 from kvconvert.kernels.linear.awq_format import AwqWeight, pack_bits, unpack_bits, unpack_channels
 
 TILE = 32
-# Most inputs of a k block within a group. At 8 bits it has as many bytes as at 4.
-LONGEST_K_BLOCK = {2: 128, 3: 128, 4: 128, 8: 64}
-PARTS = {2: 4, 3: 4, 4: 2, 8: 1}
+# Most inputs of a k block.
+LONGEST_K_BLOCK = {2: 256, 3: 256, 4: 128, 8: 128}
+PARTS = {2: 4, 3: 8, 4: 2, 8: 1}
 # An operand of a matrix product has at least so many inputs.
 LEAST_PART = 16
-# Bits of the lowest bits' bytes that belong to each part's first class, at 3 bits.
-LOWEST_BIT = (0, 1, 4, 5)
 # Codes repacked at a time, which bounds the memory that repacking needs beside the weight.
 CHUNK_CODES = 1 << 24
+
+
+def _places(bits: int, part: int, number: int) -> list[tuple[int, int, int, int]]:
+    if bits != 3:
+        return [(0, bits * (2 * part + number), 0, bits)]
+    if part < 6:
+        return [(part % 3, 6 * (part // 3) + 3 * number, 0, 3)]
+    if (part, number) == (7, 1):
+        return [(matrix, 15, matrix, 1) for matrix in range(3)]
+    return [(2 * part - 12 + number, 12, 0, 3)]
+
+
+# Where codes lie, by width, part and class: matrix of a block, first bit there, first bit of the code, how many bits.
+PLACES = {
+    bits: [[_places(bits, part, number) for number in (0, 1)] for part in range(parts)] for bits, parts in PARTS.items()
+}
 
 
 @dataclass(frozen=True)
@@ -46,12 +65,13 @@ class PackedWeight:
     Attributes:
         lanes: int16 [tiles, k_blocks, 16, k_block * bits / 8].
         grid: int32 [tiles, groups, 2, 16].
-        outputs: how many are not padding.
+        inputs, outputs: how many are not padding.
         bits: width of a code.
     """
 
     lanes: Tensor
     grid: Tensor
+    inputs: int
     outputs: int
     bits: int = 4
 
@@ -61,14 +81,14 @@ class PackedWeight:
         return self.lanes.shape[3] * 8 // self.bits
 
     @property
-    def inputs(self) -> int:
-        """Inputs of the Linear."""
+    def padded_inputs(self) -> int:
+        """Inputs of all k blocks."""
         return self.lanes.shape[1] * self.k_block
 
     @property
     def group_size(self) -> int:
         """Inputs that share one scale and zero."""
-        return self.inputs // self.grid.shape[1]
+        return self.padded_inputs // self.grid.shape[1]
 
     @property
     def constants(self) -> dict[str, int]:
@@ -81,21 +101,25 @@ class PackedWeight:
         }
 
 
-def k_block_for(group_size: int, bits: int, inputs: int) -> int | None:
-    """Inputs of a k block; None where this layout does not exist.
+def k_block_for(group_size: int, bits: int, inputs: int) -> int:
+    """Inputs of a k block: of those lengths whose padding is least, the longest. `has_layout` says of which groups.
 
-    Groups have 32, 64 or a multiple of 128 inputs. Groups of 32 at 2 or 3 bits are taken in pairs, for which the number
-    of inputs has to be a multiple of 64.
+    A k block of 4 or 8 bits lies within a group; of 2 and 3 bits each part does.
     """
-    if group_size not in (32, 64) and (group_size < 1 or group_size % 128):
-        return None
-    k_block = max(min(group_size, LONGEST_K_BLOCK[bits]), LEAST_PART * PARTS[bits])
-    return None if inputs % k_block else k_block
+    parts = PARTS[bits] if bits < 4 else 1
+    lengths = [1 << power for power in range(4, 9)]
+    found = [
+        length
+        for length in lengths
+        if LEAST_PART * PARTS[bits] <= length <= min(LONGEST_K_BLOCK[bits], group_size * parts)
+        and (length % group_size == 0 or group_size % length == 0)
+    ]
+    return min(found, key=lambda length: (-inputs % length, -length))
 
 
-def has_layout(group_size: int, bits: int = 4, inputs: int = 0) -> bool:
-    """Whether this layout exists for a weight: see `k_block_for`. Without `inputs`, for some number of them."""
-    return k_block_for(group_size, bits, inputs) is not None
+def has_layout(group_size: int) -> bool:
+    """Whether this layout exists: groups have 32, 64 or a multiple of 128 inputs."""
+    return group_size in (32, 64) or (group_size > 0 and group_size % 128 == 0)
 
 
 def pack_weight(weight: AwqWeight, chunk_codes: int = CHUNK_CODES, k_block: int | None = None) -> PackedWeight:
@@ -104,41 +128,39 @@ def pack_weight(weight: AwqWeight, chunk_codes: int = CHUNK_CODES, k_block: int 
     Args:
         weight: to be repacked.
         chunk_codes: bounds the memory that is needed.
-        k_block: another length of k blocks than that of `k_block_for`: at most two groups.
+        k_block: another length of k blocks than that of `k_block_for`.
     """
     groups, outputs = weight.scales.shape
     inputs, bits = weight.qweight.shape[0], weight.bits
     group_size = inputs // groups
-    k_block = k_block or k_block_for(group_size, bits, inputs)
-    if k_block is None:
+    if not has_layout(group_size):
         raise UsageError(
-            f"The GPU layout has groups of 32, 64 or a multiple of 128 inputs, not {inputs} inputs of {bits} bits in "
-            f"groups of {group_size}."
+            f"The GPU layout has groups of 32, 64 or a multiple of 128 inputs, not {inputs} inputs in groups of "
+            f"{group_size}."
         )
-    tiles = -(-outputs // TILE)
-    lanes = weight.qweight.new_zeros(tiles, inputs // k_block, 16, k_block * bits // 8, dtype=torch.int16)
+    k_block = k_block or k_block_for(group_size, bits, inputs)
+    tiles, k_blocks = -(-outputs // TILE), -(-inputs // k_block)
+    lanes = weight.qweight.new_zeros(tiles, k_blocks, 16, k_block * bits // 8, dtype=torch.int16)
     step = max(1, chunk_codes // (inputs * TILE))
     for start in range(0, tiles, step):
-        codes = _padded(unpack_channels(weight, start * TILE, min((start + step) * TILE, outputs)))
+        codes = _padded(unpack_channels(weight, start * TILE, min((start + step) * TILE, outputs)), k_blocks * k_block)
         # [k_blocks, parts, K, tiles, classes, 16] to [tiles, k_blocks, 16, K] for each part and class.
-        codes = codes.view(inputs // k_block, PARTS[bits], -1, codes.shape[1] // TILE, 2, 16).permute(1, 4, 3, 0, 5, 2)
+        codes = codes.reshape(k_blocks, PARTS[bits], -1, codes.shape[1] // TILE, 2, 16).permute(1, 4, 3, 0, 5, 2)
         lanes[start : start + step] = _lanes_of(codes, bits).view(-1, *lanes.shape[1:])
-    zeros = _padded(unpack_bits(weight.qzeros, bits)).int()
-    scales = _padded(weight.scales.view(torch.int16)).int() & 0xFFFF
-    grid = (zeros << 16 | scales).view(groups, tiles, 2, 16).transpose(0, 1).contiguous()
-    return PackedWeight(lanes, grid, outputs, bits)
+    zeros, scales = unpack_bits(weight.qzeros, bits).int(), weight.scales.view(torch.int16).int() & 0xFFFF
+    grid = _padded(zeros << 16 | scales, k_blocks * k_block // group_size)
+    return PackedWeight(lanes, grid.view(-1, tiles, 2, 16).transpose(0, 1).contiguous(), inputs, outputs, bits)
 
 
-def unpack_codes(lanes: Tensor, outputs: int, chunk_codes: int = CHUNK_CODES, bits: int = 4) -> Tensor:
-    """The stored qweight from the lanes of `pack_weight`."""
-    tiles, k_blocks, _, width = lanes.shape
-    inputs = k_blocks * width * 8 // bits
-    parts = []
-    step = max(1, chunk_codes // (inputs * TILE))
-    for start in range(0, tiles, step):
+def unpack_codes(packed: PackedWeight, chunk_codes: int = CHUNK_CODES) -> Tensor:
+    """The stored qweight of a weight from `pack_weight`."""
+    bits, parts = packed.bits, []
+    step = max(1, chunk_codes // (packed.padded_inputs * TILE))
+    for start in range(0, len(packed.lanes), step):
         # [parts, classes, tiles, k_blocks, 16, K] to [inputs, outputs].
-        codes = _codes_in(lanes[start : start + step], bits).permute(3, 0, 5, 2, 1, 4).reshape(inputs, -1)
-        parts.append(pack_bits(codes[:, : outputs - start * TILE], bits))
+        codes = _codes_in(packed.lanes[start : start + step], bits).permute(3, 0, 5, 2, 1, 4)
+        codes = codes.reshape(packed.padded_inputs, -1)[: packed.inputs, : packed.outputs - start * TILE]
+        parts.append(pack_bits(codes, bits))
     if bits != 3 or len(parts) == 1:
         return torch.cat(parts, 1)
     # Each part has both planes.
@@ -148,36 +170,24 @@ def unpack_codes(lanes: Tensor, outputs: int, chunk_codes: int = CHUNK_CODES, bi
 
 def _lanes_of(codes: Tensor, bits: int) -> Tensor:
     """Lanes from codes uint8 [parts, classes, tiles, k_blocks, 16, K], block by block."""
-    fields = (codes >> 1 if bits == 3 else codes).to(torch.int16)
-    width = 2 if bits == 3 else bits
-    lanes = torch.zeros_like(fields[0, 0])
-    for number, field in enumerate(fields.flatten(0, 1)):
-        lanes |= field << width * number
-    lanes = lanes.flatten(2)
-    if bits != 3:
-        return lanes
-    lowest = torch.zeros_like(codes[0, 0])
-    for part, first in enumerate(LOWEST_BIT):
-        lowest |= (codes[part, 0] & 1) << first | (codes[part, 1] & 1) << first + 2
-    return torch.cat([lanes, lowest.flatten(2).view(torch.int16)], 2)
+    lanes = codes.new_zeros(3 if bits == 3 else 1, *codes.shape[2:], dtype=torch.int16)
+    for part, number in product(range(PARTS[bits]), range(2)):
+        for matrix, first, code_bit, count in PLACES[bits][part][number]:
+            lanes[matrix] |= (codes[part, number].to(torch.int16) >> code_bit & 2**count - 1) << first
+    # The matrices of a block lie behind each other.
+    return lanes.permute(1, 2, 0, 3, 4).contiguous()
 
 
 def _codes_in(lanes: Tensor, bits: int) -> Tensor:
     """The inverse of `_lanes_of` for lanes [tiles, k_blocks, 16, k_block * bits / 8]."""
-    width, parts = (2 if bits == 3 else bits), PARTS[bits]
-    block = lanes.flatten(2)
-    if bits == 3:
-        block, lowest = block.split((block.shape[2] // 3 * 2, block.shape[2] // 3), 2)
-        lowest = lowest.contiguous().view(torch.uint8).unflatten(2, (16, -1))
-    block = block.unflatten(2, (16, -1))
-    fields = [block >> width * number & 2**width - 1 for number in range(2 * parts)]
-    codes = torch.stack(fields).to(torch.uint8).unflatten(0, (parts, 2))
-    if bits == 3:
-        bit = torch.stack([lowest >> first + 2 * c & 1 for first in LOWEST_BIT for c in (0, 1)])
-        codes = codes.mul_(2).add_(bit.unflatten(0, (parts, 2)))
+    matrices = lanes.flatten(2).unflatten(2, (3 if bits == 3 else 1, 16, -1)).permute(2, 0, 1, 3, 4)
+    codes = lanes.new_zeros(PARTS[bits], 2, *matrices.shape[1:], dtype=torch.uint8)
+    for part, number in product(range(PARTS[bits]), range(2)):
+        for matrix, first, code_bit, count in PLACES[bits][part][number]:
+            codes[part, number] |= ((matrices[matrix] >> first & 2**count - 1) << code_bit).to(torch.uint8)
     return codes
 
 
-def _padded(rows: Tensor) -> Tensor:
-    """Zeros appended to the last dimension up to a whole tile."""
-    return torch.nn.functional.pad(rows, (0, -rows.shape[-1] % TILE))
+def _padded(table: Tensor, rows: int) -> Tensor:
+    """Zeros appended to [n, outputs], up to so many rows and to whole tiles."""
+    return torch.nn.functional.pad(table, (0, -table.shape[1] % TILE, 0, rows - len(table)))

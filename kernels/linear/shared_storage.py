@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -46,8 +47,8 @@ def unsupported(linears: Sequence[PackedLinear]) -> str | None:
         return "numbers of inputs or group sizes differ"
     if any(other.bits != first.bits for other in linears):
         return "widths of weights differ"
-    if not has_layout(first.group_size, first.bits, first.in_features):
-        return f"the GPU layout has no {first.in_features} inputs of {first.bits} bits in groups of {first.group_size}"
+    if not has_layout(first.group_size):
+        return f"the GPU layout has no groups of {first.group_size} inputs"
     if any(linear.out_features % TILE for linear in linears[:-1]):
         return f"outputs of a Linear are no multiple of {TILE}"
     if len({linear.scales.device for linear in linears}) > 1:
@@ -99,19 +100,18 @@ class SharedStorage:
 
     def _pack(self) -> PackedWeight:
         first, tiles = self.linears[0], -(-self.outputs // TILE)
-        groups = first.in_features // first.group_size
         lanes = grid = None
         start = 0
         for linear in self.linears:
             part = linear.gpu_weight() or pack_weight(linear.awq_weight())
             if lanes is None:
                 lanes = part.lanes.new_empty(tiles, *part.lanes.shape[1:])
-                grid = part.grid.new_empty(tiles, groups, 2, 16)
+                grid = part.grid.new_empty(tiles, *part.grid.shape[1:])
             here = slice(start, start + part.lanes.shape[0])
             lanes[here], grid[here] = part.lanes, part.grid
-            linear.adopt_gpu_weight(PackedWeight(lanes[here], grid[here], linear.out_features, linear.bits))
+            linear.adopt_gpu_weight(replace(part, lanes=lanes[here], grid=grid[here]))
             start = here.stop
-        return PackedWeight(lanes, grid, self.outputs, first.bits)
+        return PackedWeight(lanes, grid, first.in_features, self.outputs, first.bits)
 
     def _pack_biases(self) -> Tensor | None:
         present = next((linear.bias for linear in self.linears if linear.bias is not None), None)

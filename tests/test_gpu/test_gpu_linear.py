@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from kvconvert.kernels import linear as dispatch
 from kvconvert.kernels.device import capability, fallbacks, multiprocessors
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
-from kvconvert.kernels.linear.packed_layout import PackedWeight, pack_weight, unpack_codes
+from kvconvert.kernels.linear.packed_layout import pack_weight, unpack_codes
 from kvconvert.kernels.linear.triton.few_rows import few_rows
 from kvconvert.kernels.linear.triton.many_rows import dequantize, prompt, unpacked
 from kvconvert.kernels.linear.triton.prompt_shapes import PromptShape, split_shape
@@ -57,7 +58,7 @@ def test_the_layout_is_turned_back_exactly(inputs: int, outputs: int, group_size
     weight = random_weight(inputs, outputs, group_size, torch.device("cpu"))
     packed = pack_weight(weight)
     assert (packed.inputs, packed.group_size) == (inputs, group_size)
-    assert torch.equal(unpack_codes(packed.lanes, outputs), weight.qweight)
+    assert torch.equal(unpack_codes(packed), weight.qweight)
 
 
 def test_the_layout_is_made_in_pieces_without_a_seam() -> None:
@@ -65,7 +66,7 @@ def test_the_layout_is_made_in_pieces_without_a_seam() -> None:
     whole = pack_weight(weight)
     pieces = pack_weight(weight, chunk_codes=64 * 64)
     assert torch.equal(pieces.lanes, whole.lanes)
-    assert torch.equal(unpack_codes(pieces.lanes, 200, chunk_codes=64 * 64), weight.qweight)
+    assert torch.equal(unpack_codes(pieces, chunk_codes=64 * 64), weight.qweight)
 
 
 @pytest.mark.each_value
@@ -280,7 +281,7 @@ def test_padding_never_reaches_the_output(device: torch.device) -> None:
     lanes = packed.lanes.clone()
     # Rows 8 to 15 of the last tile's lanes are padding in both classes.
     lanes[1, :, 8:] = -1
-    spoilt = PackedWeight(lanes, packed.grid, 40)
+    spoilt = replace(packed, lanes=lanes)
     x = random_rows(3, 64, torch.float16, device)
     for kernel in (few_rows, prompt):
         assert torch.equal(kernel(x, spoilt), kernel(x, packed))

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvconvert.kernels import linear as dispatch
 from kvconvert.kernels.device import fallbacks
 from kvconvert.kernels.elementwise import Gate
 from kvconvert.kernels.experts import experts_reference, routed_experts, store_experts, unsupported
 from kvconvert.kernels.linear import QuantizedLinear, share_input
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
-from kvconvert.kernels.linear.packed_layout import pack_weight, unpack_codes
+from kvconvert.kernels.linear.packed_layout import LEAST_PART, PARTS, k_block_for, pack_weight, unpack_codes
 from kvconvert.kernels.linear.triton.few_rows import few_rows
 from kvconvert.kernels.linear.triton.many_rows import dequantize, prompt, unpacked
 
 BITS = (2, 3, 8)
 # The interpreter truncates to bfloat16, where a GPU rounds.
 TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 1e-2}
-# Inputs, outputs, group size, length of k blocks if another than usual: groups in pairs, outputs that do not fill a
-# tile, groups of several k blocks, k blocks of two groups of 128.
-SHAPES = [(128, 40, 32, None), (64, 8, 64, None), (384, 72, 128, None), (512, 96, 256, None), (512, 40, 128, 256)]
+# Inputs, outputs, group size, length of k blocks if another than usual: k blocks of several groups, outputs that do not
+# fill a tile and inputs that do not fill a k block, groups of several k blocks, k blocks of two groups of 128.
+SHAPES = [(160, 40, 32, None), (64, 8, 64, None), (384, 72, 128, None), (512, 96, 256, None), (384, 40, 128, 256)]
 every_shape = [SHAPES[0], *(pytest.param(*shape, marks=pytest.mark.full) for shape in SHAPES[1:])]
 
 
@@ -57,7 +57,26 @@ def test_the_layout_is_turned_back_exactly(bits, inputs, outputs, group_size, k_
     for chunk_codes in (1 << 24, 64 * inputs):
         packed = pack_weight(weight, chunk_codes, k_block if bits < 8 else None)
         assert (packed.inputs, packed.group_size, packed.bits) == (inputs, group_size, bits)
-        assert torch.equal(unpack_codes(packed.lanes, outputs, chunk_codes, bits), weight.qweight)
+        assert torch.equal(unpack_codes(packed, chunk_codes), weight.qweight)
+
+
+def test_k_blocks_are_the_longest_that_need_least_padding() -> None:
+    lengths = {(3, 128, 4096): 256, (3, 64, 576): 128, (3, 32, 32): 128, (2, 32, 576): 64, (2, 32, 4096): 128}
+    lengths |= {(2, 384, 768): 128, (4, 512, 1024): 128, (8, 64, 576): 64, (8, 128, 4096): 128}
+    for (bits, group_size, inputs), length in lengths.items():
+        assert k_block_for(group_size, bits, inputs) == length
+        part = length // PARTS[bits]
+        assert part >= LEAST_PART
+        assert group_size % part == 0
+
+
+def test_padded_inputs_never_reach_the_output(device: torch.device) -> None:
+    packed = pack_weight(random_weight(160, 40, 32, 3, device))
+    # Inputs 160 to 255 are parts 5 to 7 of the only k block, of which 6 and 7 have bits 12 to 15 of all lanes.
+    lanes = packed.lanes | -4096
+    x = random_rows(3, 160, torch.float16, device)
+    for kernel in (few_rows, prompt, unpacked):
+        assert torch.equal(kernel(x, replace(packed, lanes=lanes)), kernel(x, packed)), kernel.__name__
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -84,14 +103,6 @@ def test_the_linear_takes_the_kernels_and_keeps_what_is_stored(device: torch.dev
     assert module.qweight is None
     assert torch.equal(module.state_dict()["qweight"], weight.qweight)
     assert not fallbacks
-    # Three groups of 32 are no pairs.
-    odd, x = QuantizedLinear.from_weight(random_weight(96, 32, 32, 3, device)), random_rows(2, 96, x.dtype, device)
-    assert odd.path(2, torch.float16, device) == "reference"
-    assert relative_error(odd(x), x, odd.awq_weight()) < TOLERANCE[torch.float16]
-    assert [reason for _, reason in fallbacks] == [
-        "3-bit kernels take groups of 32 inputs in pairs, and 96 inputs make an odd number"
-    ]
-    assert dispatch.unsupported(device, torch.float16, 32, 8, 96) is None
 
 
 def test_linears_of_one_width_share_a_product_and_others_do_not(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The rule for shapes and splits of the fused 4-bit product is legal on every GPU."""
+"""The rule for shapes and splits of the fused product is legal on every GPU."""
 
 from itertools import product
 
@@ -23,9 +23,12 @@ MOST_PARTIALS = 20 << 20
 @pytest.mark.parametrize(("multiprocessors", "device_capability"), GPUS)
 def test_the_rule_is_legal_for_odd_weights(multiprocessors: int, device_capability: tuple[int, int]) -> None:
     inputs = [(1, 32), (5, 32), (129, 32), (37, 64), (1, 128), (3, 128), (32, 128), (112, 128), (7, 256), (1, 4096)]
-    for rows, tiles, (groups, group_size) in product([1, 17, 32, 33, 65, 300, 5000], [1, 3, 128, 4008], inputs):
-        shape = split_shape(rows, tiles, groups, group_size, multiprocessors, device_capability)
-        assert PromptShape(shape.rows, shape.tiles, shape.warps, shape.stages) in prompt_shapes(device_capability)
+    layouts = [(128, 4), (128, 8), (256, 2)]
+    every = product([1, 17, 32, 33, 65, 300, 5000], [1, 3, 128, 4008], inputs, layouts)
+    for rows, tiles, (groups, group_size), (k_block, bits) in every:
+        shape = split_shape(rows, tiles, groups, group_size, multiprocessors, device_capability, k_block, bits)
+        one = PromptShape(shape.rows, shape.tiles, shape.warps, shape.stages)
+        assert one in prompt_shapes(device_capability, k_block)
         assert 1 <= shape.splits <= groups
         # No split is empty: whole groups, the same number in all but the last.
         split_groups = -(-groups // shape.splits)
@@ -33,7 +36,7 @@ def test_the_rule_is_legal_for_odd_weights(multiprocessors: int, device_capabili
         if shape.splits > 1:
             assert split_groups * group_size >= LEAST_SPLIT_INPUTS
             programs = -(-rows // shape.rows) * -(-tiles // shape.tiles) * shape.splits
-            assert programs <= multiprocessors * programs_at_a_time(shape, device_capability)
+            assert programs <= multiprocessors * programs_at_a_time(shape, device_capability, bits)
             assert shape.splits * rows * tiles * TILE * 4 <= MOST_PARTIALS * multiprocessors / 132
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, warp_sums
 from kvconvert.kernels.linear.triton.many_rows import tile_sums
-from kvconvert.kernels.linear.triton.widths import lowest_pointer, parts_of
+from kvconvert.kernels.linear.triton.widths import parts_of
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -114,15 +114,10 @@ def few_pairs_kernel(
     else:
         pair = first_pair + row * 0
     lane_pointers = lane_block + tile * (k_blocks * LANES) + line % 16 * PART + column
-    lowest_pointers = lane_pointers
-    if BITS == 3:
-        lowest_pointers = (
-            lowest_pointer(lane_block, K_BLOCK) + tile * (k_blocks * 2 * LANES) + line % 16 * PART + column
-        )
     grid_pointers = grid_block + tile * (groups * OUTPUTS) + line % 16
     x_pointers = x + (pair // divisor).to(tl.int64) * inputs + inner
     low, high = warp_sums(
-        lane_pointers, lowest_pointers, grid_pointers, x_pointers, tile < tiles, row < left, warp, k_blocks,
+        lane_pointers, grid_pointers, x_pointers, tile < tiles, row < left, warp, k_blocks,
         K_BLOCK, BITS, GROUPS, GROUP_K_BLOCKS, ROWS, BLOCK, WARPS, EVEN, STAGES, INLINE_ASM,
     )  # fmt: skip
     line = tl.arange(0, BLOCK)[:, None]
@@ -190,15 +185,13 @@ def many_pairs_kernel(
     column = tl.arange(0, PART)
     tile_offset = expert.to(tl.int64) * tiles + first_tile
     lane_block = lanes + tile_offset * (k_blocks * LANES)
-    line_offsets = (line % 16 * PART)[:, None] + column[None, :]
-    lane_offsets = (tile * (k_blocks * LANES))[:, None] + line_offsets
-    lowest_offsets = (tile * (k_blocks * 2 * LANES))[:, None] + line_offsets
+    lane_offsets = (tile * (k_blocks * LANES) + line % 16 * PART)[:, None] + column[None, :]
     grid_block = grid + tile_offset * (groups * OUTPUTS)
     grid_offsets = tile * (groups * OUTPUTS) + line % 16
     pair = tl.load(order + first_pair + tl.minimum(row, left - 1))
     x_offsets = (pair // divisor).to(tl.int64)[None, :] * inputs + column[:, None]
     low, high = tile_sums(
-        lane_block, lane_offsets, lowest_offsets, grid_block, grid_offsets, x, x_offsets, k_blocks,
+        lane_block, lane_offsets, grid_block, grid_offsets, x, x_offsets, k_blocks,
         K_BLOCK, BITS, GROUPS, GROUP_K_BLOCKS, ROWS, BLOCK, STAGES, INLINE_ASM,
     )  # fmt: skip
     line, row = tl.arange(0, BLOCK)[:, None], tl.arange(0, ROWS)[None, :]

@@ -92,7 +92,7 @@ def expert_products(x: Tensor, weight: PackedWeight, bias: Tensor | None, routin
     usual = min(routing.most, max(1, int(2 * routing.mean)))
     is_sorted = routing.order is not None
     if is_sorted and routing.mean > FEW_PAIRS:
-        shape = prompt_shape(int(routing.mean), capability(x.device))
+        shape = prompt_shape(int(routing.mean), capability(x.device), weight.k_block)
         blocks = triton.cdiv(routing.most, shape.rows)
         many_pairs_kernel[(experts * triton.cdiv(tiles, shape.tiles) * blocks,)](
             rows, weight.lanes, weight.grid, bias, y, routing.order, routing.starts, routing.counts,
@@ -102,13 +102,13 @@ def expert_products(x: Tensor, weight: PackedWeight, bias: Tensor | None, routin
         )  # fmt: skip
         return y
     active = min(experts, pairs)
-    shape = few_rows_shape(usual if is_sorted else 1, tiles * active, multiprocessors(x.device))
+    # Sorted pairs are taken by eight at least: of smaller blocks more would be empty.
+    shape = few_rows_shape(max(8, usual) if is_sorted else 1, tiles * active, weight, multiprocessors(x.device))
     blocks = triton.cdiv(routing.most, shape.rows)
     few_pairs_kernel[(triton.cdiv(tiles, shape.tiles), experts * blocks if is_sorted else pairs)](
         rows, weight.lanes, weight.grid, bias, y, routing.chosen, routing.order if is_sorted else routing.chosen,
         routing.starts, routing.counts, experts, blocks, divisor, outputs // 8, k_blocks,
-        ROWS=shape.rows, TILES=shape.tiles, WARPS=shape.warps, EVEN=k_blocks % shape.warps == 0, STAGES=shape.stages,
-        SORTED=is_sorted, num_warps=shape.warps, num_stages=shape.stages, **sizes,
+        SORTED=is_sorted, **shape.launch(k_blocks), **sizes,
     )  # fmt: skip
     return y
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,13 +26,10 @@ from kvconvert.kernels.linear.packed_layout import TILE, PackedWeight
 from kvconvert.kernels.linear.triton.widths import (
     codes_sum,
     fields,
-    lowest_pointer,
     multiply,
     multiply_codes,
-    ones_like,
     parts_of,
     product_exponent,
-    widened,
 )
 
 OUTPUTS = tl.constexpr(TILE)
@@ -115,7 +113,6 @@ def _corrected(product, sums, grid, CLASS: tl.constexpr, BF16: tl.constexpr):
 @triton.jit
 def warp_sums(
     lane_pointers,
-    lowest_pointers,
     grid_pointers,
     x_pointers,
     tile_mask,
@@ -135,8 +132,7 @@ def warp_sums(
 ):
     """Each warp's sums over its own inputs, of the outputs' two classes: two of [WARPS, BLOCK, ROWS] in float32.
 
-    Pointers are those of the first k block, `lowest_pointers` of a 3-bit weight's bytes; masks say which lines of tiles
-    and which rows there are.
+    Pointers are those of the first k block; masks say which lines of tiles and which rows there are.
     """
     DTYPE: tl.constexpr = x_pointers.dtype.element_ty
     BF16: tl.constexpr = x_pointers.dtype.element_ty == tl.bfloat16
@@ -167,11 +163,10 @@ def warp_sums(
             product = multiply(code_operand(packed, 3, BF16, INLINE_ASM), second, product, INLINE_ASM)
             high += _corrected(product, sums, grid_high, 1, BF16)
         else:
-            lowest, summing = packed, ones
+            second_lanes, third_lanes = packed, packed
             if BITS == 3:
-                lowest = widened(tl.load(lowest_pointers + k_block * (2 * LANES), mask=mask, other=0), INLINE_ASM)
-                if INLINE_ASM:
-                    summing = ones_like(lowest, BF16)
+                second_lanes = tl.load(lane_pointers + (k_block * LANES + 16 * PART), mask=mask, other=0)
+                third_lanes = tl.load(lane_pointers + (k_block * LANES + 32 * PART), mask=mask, other=0)
             for group in tl.static_range(GROUPS):
                 offset = (k_block // GROUP_K_BLOCKS * GROUPS + group) * OUTPUTS
                 grid_low = tl.load(grid_pointers + offset, mask=mask, other=0)
@@ -179,8 +174,10 @@ def warp_sums(
                 sums, low_product, high_product = none, none, none
                 for part in tl.static_range(group * GROUP_PARTS, (group + 1) * GROUP_PARTS):
                     inputs = tl.load(x_pointers + (k_block * K_BLOCK + part * PART), mask=x_mask, other=0.0)
-                    first, second = fields(packed, lowest, part, BITS, product_exponent(BITS, BF16), INLINE_ASM)
-                    sums = multiply(summing, inputs, sums, INLINE_ASM)
+                    first, second = fields(
+                        packed, second_lanes, third_lanes, part, BITS, product_exponent(BITS, BF16), INLINE_ASM
+                    )
+                    sums = multiply(ones, inputs, sums, INLINE_ASM)
                     low_product = multiply_codes(first, inputs, low_product, BITS, INLINE_ASM)
                     high_product = multiply_codes(second, inputs, high_product, BITS, INLINE_ASM)
                 zero_low, zero_high = (grid_low >> 16).to(tl.float32), (grid_high >> 16).to(tl.float32)
@@ -233,13 +230,10 @@ def few_rows_kernel(
     inputs = k_blocks * K_BLOCK
     groups = k_blocks * GROUPS // GROUP_K_BLOCKS
     lane_pointers = lanes + tile * (k_blocks * LANES) + line % 16 * PART + column
-    lowest_pointers = lane_pointers
-    if BITS == 3:
-        lowest_pointers = lowest_pointer(lanes, K_BLOCK) + tile * (k_blocks * 2 * LANES) + line % 16 * PART + column
     grid_pointers = grid + tile * (groups * OUTPUTS) + line % 16
     x_pointers = x + row * inputs + inner
     low, high = warp_sums(
-        lane_pointers, lowest_pointers, grid_pointers, x_pointers, tile < tiles, row < rows, warp, k_blocks,
+        lane_pointers, grid_pointers, x_pointers, tile < tiles, row < rows, warp, k_blocks,
         K_BLOCK, BITS, GROUPS, GROUP_K_BLOCKS, ROWS, BLOCK, WARPS, EVEN, STAGES, INLINE_ASM,
     )  # fmt: skip
     line = tl.arange(0, BLOCK)[:, None]
@@ -263,44 +257,72 @@ class FewRowsShape:
     warps: int
     stages: int
 
+    def launch(self, k_blocks: int) -> dict[str, int | bool]:
+        """The kernels' constants and options."""
+        sizes = {"ROWS": self.rows, "TILES": self.tiles, "WARPS": self.warps, "STAGES": self.stages}
+        return sizes | {"EVEN": k_blocks % self.warps == 0, "num_warps": self.warps, "num_stages": self.stages}
 
-# By rows, and whether two tiles per program are still enough programs for every multiprocessor.
+
+# By most rows, fewest tiles of a weight per multiprocessor, and fewest k blocks; the first that fits is taken. What one
+# or two rows need beside the weight is a fourth of what eight need, and counts.
 FEW_ROWS_SHAPES = {
-    (8, True): FewRowsShape(8, 2, 2, 4),
-    (8, False): FewRowsShape(8, 1, 4, 4),
-    (16, True): FewRowsShape(16, 2, 4, 3),
-    (16, False): FewRowsShape(16, 1, 4, 3),
-    (32, True): FewRowsShape(32, 1, 2, 3),
-    (32, False): FewRowsShape(32, 1, 4, 3),
+    (2, 3, 0): FewRowsShape(2, 2, 2, 3),
+    (2, 0, 96): FewRowsShape(2, 1, 8, 4),
+    (2, 0, 0): FewRowsShape(2, 1, 4, 4),
+    (8, 3, 0): FewRowsShape(8, 2, 2, 3),
+    (8, 0, 0): FewRowsShape(8, 1, 4, 4),
+    (16, 3, 0): FewRowsShape(16, 2, 2, 3),
+    (16, 0, 0): FewRowsShape(16, 1, 4, 3),
+    (32, 3, 0): FewRowsShape(32, 1, 2, 3),
+    (32, 0, 0): FewRowsShape(32, 1, 4, 3),
+}
+# The same for k blocks of 256 inputs.
+WIDE_FEW_ROWS_SHAPES = {
+    (2, 3, 0): FewRowsShape(2, 2, 1, 3),
+    (2, 1, 0): FewRowsShape(2, 2, 4, 3),
+    (2, 0, 0): FewRowsShape(2, 1, 4, 4),
+    (8, 3, 0): FewRowsShape(8, 2, 2, 3),
+    (8, 1, 0): FewRowsShape(8, 1, 2, 3),
+    (8, 0, 0): FewRowsShape(8, 1, 4, 3),
+    (16, 3, 0): FewRowsShape(16, 2, 2, 3),
+    (16, 1, 0): FewRowsShape(16, 1, 2, 3),
+    (16, 0, 0): FewRowsShape(16, 1, 4, 3),
+    (32, 0, 0): FewRowsShape(32, 1, 2, 2),
 }
 
 
 def few_rows(x: Tensor, weight: PackedWeight, shape: FewRowsShape | None = None, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias for x [rows, in] of fp16 or bf16: [rows, out] in its dtype, sums in float32; bias [out]."""
     rows, (tiles, k_blocks) = checked(x, weight), weight.lanes.shape[:2]
-    shape = shape or few_rows_shape(len(rows), tiles, multiprocessors(x.device))
+    shape = shape or few_rows_shape(len(rows), tiles, weight, multiprocessors(x.device))
     y = rows.new_empty(len(rows), weight.outputs)
     few_rows_kernel[(triton.cdiv(tiles, shape.tiles), triton.cdiv(rows.shape[0], shape.rows))](
         rows, weight.lanes, weight.grid, y if bias is None else bias, y, rows.shape[0], weight.outputs // 8, k_blocks,
-        **weight.constants, ROWS=shape.rows, TILES=shape.tiles,
-        WARPS=shape.warps, EVEN=k_blocks % shape.warps == 0, STAGES=shape.stages,
-        HAS_BIAS=bias is not None, INLINE_ASM=x.is_cuda,
-        num_warps=shape.warps, num_stages=shape.stages,
+        **weight.constants, **shape.launch(k_blocks), HAS_BIAS=bias is not None, INLINE_ASM=x.is_cuda,
     )  # fmt: skip
     return y
 
 
-def few_rows_shape(rows: int, tiles: int, multiprocessors: int) -> FewRowsShape:
-    """What measured best on an H200 for so many rows of a weight of so many tiles; benchmarks/gpu_linear.py."""
-    fills = tiles >= 3 * multiprocessors
-    if rows <= 8:
-        return FEW_ROWS_SHAPES[8, fills]
-    return FEW_ROWS_SHAPES[16 if rows <= 16 else 32, fills]
+def few_rows_shapes(k_block: int) -> dict[tuple[int, int, int], FewRowsShape]:
+    """All shapes for k blocks of so many inputs."""
+    return WIDE_FEW_ROWS_SHAPES if k_block > 128 else FEW_ROWS_SHAPES
+
+
+def few_rows_shape(rows: int, tiles: int, weight: PackedWeight, multiprocessors: int) -> FewRowsShape:
+    """What measured best on an H200 for so many rows of so many tiles of a weight; benchmarks/linear_widths.py."""
+    rows, k_blocks = min(rows, 32), weight.lanes.shape[1]
+    return next(
+        shape
+        for (most, least_tiles, least_k_blocks), shape in few_rows_shapes(weight.k_block).items()
+        if rows <= most and tiles >= least_tiles * multiprocessors and k_blocks >= least_k_blocks
+    )
 
 
 def checked(x: Tensor, weight: PackedWeight) -> Tensor:
-    """The rows, contiguous and aligned for 16-byte loads."""
+    """The rows [n, padded inputs], contiguous and aligned for 16-byte loads."""
     if x.dim() != 2 or x.shape[1] != weight.inputs:
         raise UsageError(f"The kernels of this weight take [rows, {weight.inputs}], not {list(x.shape)}.")
+    if weight.inputs < weight.padded_inputs:
+        return torch.nn.functional.pad(x, (0, weight.padded_inputs - weight.inputs))
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x

@@ -17,13 +17,11 @@ from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, checked, code_oper
 from kvconvert.kernels.linear.triton.prompt_shapes import PromptShape, split_shape
 from kvconvert.kernels.linear.triton.widths import (
     fields,
-    lowest_bit,
-    lowest_pointer,
     multiply,
     parts_of,
+    second_bit,
     value_exponent,
     values_of,
-    widened,
 )
 
 
@@ -88,7 +86,6 @@ def _values(field, grid, BITS: tl.constexpr, CLASS: tl.constexpr, BF16: tl.const
 def tile_sums(
     lane_block,
     lane_offsets,
-    lowest_offsets,
     grid_block,
     grid_offsets,
     x_block,
@@ -103,10 +100,7 @@ def tile_sums(
     STAGES: tl.constexpr,
     INLINE_ASM: tl.constexpr,
 ):
-    """Sums over all inputs of the outputs' two classes, two of [BLOCK, ROWS] in float32; offsets of the first block.
-
-    `lowest_offsets` are those of a 3-bit weight's bytes.
-    """
+    """Sums over all inputs of the outputs' two classes, two of [BLOCK, ROWS] in float32; offsets of the first block."""
     BF16: tl.constexpr = x_block.dtype.element_ty == tl.bfloat16
     PART: tl.constexpr = K_BLOCK // parts_of(BITS)
     GROUP_PARTS: tl.constexpr = parts_of(BITS) // GROUPS
@@ -125,17 +119,19 @@ def tile_sums(
             low = multiply(_weights(packed, grid_low, 2, BF16, INLINE_ASM), second, low, INLINE_ASM)
             high = multiply(_weights(packed, grid_high, 3, BF16, INLINE_ASM), second, high, INLINE_ASM)
         else:
-            lowest = packed
+            second_lanes, third_lanes = packed, packed
             if BITS == 3:
-                lowest = tl.load(lowest_pointer(lane_block, K_BLOCK) + k_block * (2 * LANES) + lowest_offsets)
-                lowest = widened(lowest, INLINE_ASM)
+                second_lanes = tl.load(lane_block + (k_block * LANES + 16 * PART) + lane_offsets)
+                third_lanes = tl.load(lane_block + (k_block * LANES + 32 * PART) + lane_offsets)
             for group in tl.static_range(GROUPS):
                 grid_pointers = grid_block + (k_block // GROUP_K_BLOCKS * GROUPS + group) * OUTPUTS + grid_offsets
                 grid_low = tl.load(grid_pointers)[:, None]
                 grid_high = tl.load(grid_pointers + 16)[:, None]
                 for part in tl.static_range(group * GROUP_PARTS, (group + 1) * GROUP_PARTS):
                     inputs = tl.load(x_block + (k_block * K_BLOCK + part * PART) + x_offsets)
-                    first, second = fields(packed, lowest, part, BITS, value_exponent(BITS, BF16), INLINE_ASM)
+                    first, second = fields(
+                        packed, second_lanes, third_lanes, part, BITS, value_exponent(BITS, BF16), INLINE_ASM
+                    )
                     low = multiply(_values(first, grid_low, BITS, 0, BF16, INLINE_ASM), inputs, low, INLINE_ASM)
                     high = multiply(_values(second, grid_high, BITS, 1, BF16, INLINE_ASM), inputs, high, INLINE_ASM)
     return low, high
@@ -184,15 +180,13 @@ def prompt_kernel(
     row = tl.arange(0, ROWS)
     column = tl.arange(0, PART)
     lane_block = lanes + (first_tile.to(tl.int64) * k_blocks + first_k_block) * LANES
-    line_offsets = (line % 16 * PART)[:, None] + column[None, :]
-    lane_offsets = (tile * (k_blocks * LANES))[:, None] + line_offsets
-    lowest_offsets = (tile * (k_blocks * 2 * LANES))[:, None] + line_offsets
+    lane_offsets = (tile * (k_blocks * LANES) + line % 16 * PART)[:, None] + column[None, :]
     grid_block = grid + (first_tile * groups + first_k_block * GROUPS // GROUP_K_BLOCKS) * OUTPUTS
     grid_offsets = tile * (groups * OUTPUTS) + line % 16
     x_block = x + first_row.to(tl.int64) * inputs + first_k_block * K_BLOCK
     x_offsets = tl.minimum(row, rows - first_row - 1)[None, :] * inputs + column[:, None]
     low, high = tile_sums(
-        lane_block, lane_offsets, lowest_offsets, grid_block, grid_offsets, x_block, x_offsets,
+        lane_block, lane_offsets, grid_block, grid_offsets, x_block, x_offsets,
         tl.minimum(split_k_blocks, k_blocks - first_k_block),
         K_BLOCK, BITS, GROUPS, GROUP_K_BLOCKS, ROWS, BLOCK, STAGES, INLINE_ASM,
     )  # fmt: skip
@@ -241,26 +235,28 @@ def dequantize_kernel(
     """Outputs of one tile and K_BLOCKS k blocks of inputs, dequantized to `weights` [outputs, inputs]."""
     PART: tl.constexpr = K_BLOCK // parts_of(BITS)
     LANES: tl.constexpr = 2 * BITS * K_BLOCK
-    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
     program = tl.program_id(0)
     tile, step = program % tiles, program // tiles
     k_block = step * K_BLOCKS + tl.arange(0, K_BLOCKS)[None, :, None]
     line, column = tl.arange(0, 16)[:, None, None], tl.arange(0, PART)[None, None, :]
     block = (first_tile + tile).to(tl.int64) * k_blocks + k_block
     mask = k_block < k_blocks
-    packed = tl.load(lanes + block * LANES + line * PART + column, mask=mask, other=0).to(tl.int32)
-    lowest = packed
+    pointers = lanes + block * LANES + line * PART + column
+    packed = tl.load(pointers, mask=mask, other=0)
+    second_lanes, third_lanes = packed, packed
     if BITS == 3:
-        pointers = lowest_pointer(lanes, K_BLOCK) + block * (2 * LANES) + line * PART + column
-        lowest = tl.load(pointers, mask=mask, other=0).to(tl.int32)
+        second_lanes = tl.load(pointers + 16 * PART, mask=mask, other=0)
+        third_lanes = tl.load(pointers + 32 * PART, mask=mask, other=0)
     first_group = (first_tile + tile) * (k_blocks * GROUPS // GROUP_K_BLOCKS) + k_block // GROUP_K_BLOCKS * GROUPS
     target = weights + (tile * OUTPUTS + line).to(tl.int64) * (k_blocks * K_BLOCK) + k_block * K_BLOCK + column
     for field in tl.static_range(2 * parts_of(BITS)):
         group = first_group + field // 2 * GROUPS // parts_of(BITS)
         pair = tl.load(grid + group * OUTPUTS + field % 2 * 16 + line, mask=mask, other=0)
-        codes = (packed >> (WIDTH * field)) & ((1 << WIDTH) - 1)
         if BITS == 3:
-            codes = codes * 2 + ((lowest >> (lowest_bit(field // 2) + field % 2 * 2)) & 1)
+            both = fields(packed, second_lanes, third_lanes, field // 2, BITS, "none", False)
+            codes = both[field % 2].to(tl.int32) >> (field % 2 * second_bit(BITS))
+        else:
+            codes = (packed.to(tl.int32) >> (BITS * field)) & ((1 << BITS) - 1)
         values = (codes.to(tl.float32) - (pair >> 16).to(tl.float32)) * scale_of(pair)
         pointers = target + field % 2 * 16 * (k_blocks * K_BLOCK).to(tl.int64) + field // 2 * PART
         tl.store(pointers, values.to(weights.dtype.element_ty), mask=mask)
@@ -281,8 +277,8 @@ def prompt(x: Tensor, weight: PackedWeight, shape: PromptShape | None = None, bi
     group_k_blocks = weight.constants["GROUP_K_BLOCKS"]
     if shape is None:
         gpu = multiprocessors(x.device), capability(x.device)
-        group_size = group_k_blocks * weight.k_block
-        shape = split_shape(len(x), tiles, weight.inputs // group_size, group_size, *gpu)
+        groups = k_blocks // group_k_blocks, group_k_blocks * weight.k_block
+        shape = split_shape(len(x), tiles, *groups, *gpu, weight.k_block, weight.bits)
     split_k_blocks = triton.cdiv(k_blocks // group_k_blocks, shape.splits) * group_k_blocks
     splits = triton.cdiv(k_blocks, split_k_blocks)
     y = rows.new_empty(rows.shape[0], weight.outputs)
@@ -306,18 +302,18 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: i
     """Outputs from tile `start` to tile `stop` of the weight, [outputs, in], computed in float32 and rounded once."""
     tiles, k_blocks = weight.lanes.shape[:2]
     stop = tiles if stop is None else stop
-    values = torch.empty((stop - start) * TILE, weight.inputs, dtype=dtype, device=weight.lanes.device)
+    values = torch.empty((stop - start) * TILE, weight.padded_inputs, dtype=dtype, device=weight.lanes.device)
     count = k_blocks_per_program(weight.k_block)
     dequantize_kernel[((stop - start) * triton.cdiv(k_blocks, count),)](
         weight.lanes, weight.grid, values, start, stop - start, k_blocks,
         **weight.constants, K_BLOCKS=count, num_warps=4,
     )  # fmt: skip
-    return values[: min(stop * TILE, weight.outputs) - start * TILE]
+    return values[: min(stop * TILE, weight.outputs) - start * TILE, : weight.inputs]
 
 
 def unpacked(x: Tensor, weight: PackedWeight, chunk: int = 1 << 26) -> Tensor:
     """x W^T by torch's matrix product over as many outputs at a time as have at most `chunk` weights, dequantized."""
-    rows = checked(x, weight)
+    rows = checked(x, weight)[:, : weight.inputs]
     tiles = weight.lanes.shape[0]
     step = max(1, chunk // (weight.inputs * TILE))
     if step >= tiles:

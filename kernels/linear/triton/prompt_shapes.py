@@ -1,4 +1,4 @@
-"""How the fused 4-bit product runs for many rows: rows and outputs per program, and splits of the inputs."""
+"""How the fused product runs for many rows: rows and outputs per program, and splits of the inputs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ class PromptShape:
 
 
 SHORT, MIDDLE, LONG = PromptShape(32, 4, 4, 3), PromptShape(64, 4, 4, 3), PromptShape(128, 8, 8, 3)
+# For k blocks of 256 inputs, the first of them where there are neither registers nor shared memory for the others.
+WIDE_SMALL, WIDE_MIDDLE, WIDE_LONG = PromptShape(64, 4, 4, 2), PromptShape(64, 8, 8, 3), PromptShape(128, 8, 8, 2)
 # Microseconds in which all programs that run at a time get 128 inputs further, and for each number of a split's partial
-# sums, from the times of benchmarks/linear_shapes.py on an H100.
+# sums, from the times of benchmarks/linear_shapes.py on an H100; of k blocks of 256 inputs on an H200.
 STEP_INPUTS = 128
-STEP_TIME = {SHORT: 1.6, MIDDLE: 1.6, LONG: 1.85}
+STEP_TIME = {SHORT: 1.6, MIDDLE: 1.6, LONG: 1.85, WIDE_SMALL: 1.6, WIDE_MIDDLE: 1.45, WIDE_LONG: 2.4}
 PARTIAL_TIME = 4e-6
 # Shorter splits do not pay for filling the pipeline and for the second launch.
 LEAST_SPLIT_INPUTS = 512
 
 
-def prompt_shape(rows: int, device_capability: tuple[int, int]) -> PromptShape:
+def prompt_shape(rows: int, device_capability: tuple[int, int], k_block: int) -> PromptShape:
     """What measured best on an H200 for so many rows without splits: benchmarks/gpu_linear.py; for experts."""
-    return LONG if rows > 128 and _takes_long(device_capability) else MIDDLE
+    shapes = prompt_shapes(device_capability, k_block)[1:]
+    return shapes[-1] if rows > 128 else shapes[0]
 
 
 def split_shape(
@@ -40,6 +43,8 @@ def split_shape(
     group_size: int,
     multiprocessors: int,
     device_capability: tuple[int, int],
+    k_block: int = 128,
+    bits: int = 4,
 ) -> PromptShape:
     """The shape and the splits of the inputs that should take least time for so many rows of a weight.
 
@@ -52,15 +57,17 @@ def split_shape(
         tiles: of 32 outputs.
         groups, group_size: of the inputs.
         multiprocessors, device_capability: of the GPU.
+        k_block, bits: of the layout; groups are no shorter than k blocks.
     """
-    if rows <= MIDDLE.rows:
-        shapes = (SHORT,) if rows <= SHORT.rows else (MIDDLE,)
+    short, middle, *longer = prompt_shapes(device_capability, k_block)
+    if rows <= middle.rows:
+        shapes = (short,) if rows <= short.rows else (middle,)
     else:
-        shapes = prompt_shapes(device_capability)[1:]
-    best, least = MIDDLE, float("inf")
+        shapes = (middle, *longer)
+    best, least = middle, float("inf")
     for shape in shapes:
         programs = -(-tiles // shape.tiles) * -(-rows // shape.rows)
-        at_a_time = multiprocessors * programs_at_a_time(shape, device_capability)
+        at_a_time = multiprocessors * programs_at_a_time(shape, device_capability, bits)
         most = min(at_a_time // programs, groups * group_size // LEAST_SPLIT_INPUTS)
         split_groups = -(-groups // max(1, most))
         splits = -(-groups // split_groups)
@@ -73,19 +80,24 @@ def split_shape(
     return best
 
 
-def prompt_shapes(device_capability: tuple[int, int]) -> tuple[PromptShape, ...]:
-    """All shapes that run on a GPU, apart from splits."""
-    return (SHORT, MIDDLE, LONG) if _takes_long(device_capability) else (SHORT, MIDDLE)
+def prompt_shapes(device_capability: tuple[int, int], k_block: int) -> tuple[PromptShape, ...]:
+    """All shapes that run on a GPU with k blocks of so many inputs, from few rows to many, apart from splits."""
+    large = _takes_long(device_capability)
+    if k_block > STEP_INPUTS:
+        return (SHORT, WIDE_MIDDLE, WIDE_LONG) if large else (SHORT, WIDE_SMALL)
+    return (SHORT, MIDDLE, LONG) if large else (SHORT, MIDDLE)
 
 
-def programs_at_a_time(shape: PromptShape, device_capability: tuple[int, int]) -> int:
+def programs_at_a_time(shape: PromptShape, device_capability: tuple[int, int], bits: int = 4) -> int:
     """How many programs of a shape a multiprocessor is to run at a time: what registers and shared memory hold.
 
     More of SHORT would fit, but that is no faster. Data-center GPUs have 164 KB of shared memory and more, in which
-    three of MIDDLE fit; others have 100 KB, of which MIDDLE takes half.
+    three of MIDDLE fit, or two at 8 bits; others have 100 KB, of which MIDDLE takes half.
     """
-    if shape.rows == LONG.rows:
+    if shape.warps == LONG.warps:
         return 1
+    if shape.stages == WIDE_SMALL.stages or (shape.rows == MIDDLE.rows and bits == 8):
+        return 2
     return 3 if device_capability == (8, 0) or _takes_long(device_capability) else 2
 
 

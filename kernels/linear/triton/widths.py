@@ -1,10 +1,10 @@
 """Weights of 2, 3 and 8 bits as operands of matrix products, in Triton; 4 bits are in few_rows.py and many_rows.py.
 
 The layout is that of kvconvert.kernels.linear.packed_layout. Two lanes at a time, as at 4 bits, codes are masked in
-place and become numbers by the bits of an exponent. At 2 and 3 bits those of the first class are at the low end of a
-lane and those of the second at bit 2: in bf16 128 + c and 32 + c, in fp16 the subnormals c 2^-24 and 4 c 2^-24. At 8
-bits they are at the low end in fp16, but are more than the 7 bits of bf16's mantissa: there a code is the sum of two
-operands, 128 + its low nibble and 256 + its high one.
+place and become numbers by the bits of an exponent. At 2 bits those of the first class are at the low end of a lane and
+those of the second at bit 2: in bf16 128 + c and 32 + c, in fp16 the subnormals c 2^-24 and 4 c 2^-24. At 3 bits the
+second class is at bit 3: 16 + c, and 8 c 2^-24. At 8 bits codes are at the low end in fp16, but are more than the 7
+bits of bf16's mantissa: there a code is the sum of two operands, 128 + its low nibble and 256 + its high one.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvconvert.kernels.linear.packed_layout import LOWEST_BIT, PARTS
-
-# What is put over the codes of each class to make numbers of them, twice, for two lanes.
-EXPONENTS = {"none": (0, 0), "bf16": (0x43004300, 0x42004200), "fp16": (0x64006400, 0x64006400)}
+from kvconvert.kernels.linear.packed_layout import PARTS, PLACES
 
 
 @triton.constexpr_function
@@ -25,9 +22,9 @@ def parts_of(bits):
 
 
 @triton.constexpr_function
-def lowest_bit(part):
-    """Where a byte of lowest bits has that of a part's first class."""
-    return LOWEST_BIT[part]
+def second_bit(bits):
+    """Where `fields` leaves the codes of the second class."""
+    return 0 if bits == 8 else bits
 
 
 @triton.constexpr_function
@@ -43,61 +40,65 @@ def value_exponent(bits, bf16):
 
 
 @triton.constexpr_function
-def exponent_of(kind, number):
-    """The exponent of one class, for one lane."""
-    return EXPONENTS[kind][number] & 0xFFFF
+def exponent_of(kind, bits, number):
+    """What is put over the codes of a class to make numbers of them, in one lane."""
+    if kind == "none":
+        return 0
+    # In bf16 the exponent for which a code's lowest bit is worth one.
+    return 0x6400 if kind == "fp16" else 0x4300 - 0x80 * (bits * number)
 
 
 @triton.constexpr_function
 def _fields_assembly(bits, part, kind):
-    """Both classes' fields of a part, two lanes at a time: $0 and $1 from the lanes $2 and the lowest bits $3."""
-    first, second = (f"0x{exponent:08X}" for exponent in EXPONENTS[kind])
-    if bits == 8:
-        return (
-            f"{{.reg .b32 t; shr.u32 t, $2, 8; lop3.b32 $0, $2, 0x00FF00FF, {first}, 0xEA; "
-            f"lop3.b32 $1, t, 0x00FF00FF, {second}, 0xEA;}}"
-        )
-    if bits == 2:
-        return (
-            f"{{.reg .b32 t; shr.u32 t, $2, {4 * part}; lop3.b32 $0, t, 0x00030003, {first}, 0xEA; "
-            f"lop3.b32 $1, t, 0x000C000C, {second}, 0xEA;}}"
-        )
-    shift = f"shr.u32 t, $2, {4 * part - 1}" if part else "shl.b32 t, $2, 1"
-    return (
-        f"{{.reg .b32 t, u, v, w; {shift}; shr.u32 u, $3, {LOWEST_BIT[part]}; "
-        f"lop3.b32 v, t, 0x00060006, {first}, 0xEA; lop3.b32 w, t, 0x00180018, {second}, 0xEA; "
-        "lop3.b32 $0, u, 0x00010001, v, 0xEA; lop3.b32 $1, u, 0x00040004, w, 0xEA;}"
-    )
+    """Both classes' fields of a part, two lanes at a time: $0 and $1 from the matrices of lanes $2, $3 and $4."""
+    lines = []
+    for number in (0, 1):
+        first = 0 if bits == 8 else bits * number
+        found = PLACES[bits][part][number]
+        if len(found) == 1:
+            matrix, place, _, _ = found[0]
+            source = f"${matrix + 2}"
+            if place > first:
+                lines.append(f"shr.u32 t, {source}, {place - first}")
+                source = "t"
+        else:
+            # Bits 3, 4 and 5 are each chosen from another matrix.
+            lines += [f"shr.u32 {name}, ${2 + matrix}, {12 - matrix}" for matrix, name in enumerate("tuv")]
+            lines += ["lop3.b32 t, t, u, 0x00080008, 0xE4", "lop3.b32 t, t, v, 0x00180018, 0xE4"]
+            source = "t"
+        mask, exponent = (2**bits - 1 << first) * 0x10001, exponent_of(kind, bits, number) * 0x10001
+        lines.append(f"lop3.b32 ${number}, {source}, 0x{mask:08X}, 0x{exponent:08X}, 0xEA")
+    return "{.reg .b32 t, u, v; " + "; ".join(lines) + ";}"
 
 
 @triton.jit
-def widened(lowest, INLINE_ASM: tl.constexpr):
-    """Bytes as int16, of which only the low byte means anything."""
-    if INLINE_ASM:
-        wide = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $2, 0, 0x4140; prmt.b32 $1, $2, 0, 0x4342;",
-            "=&r,=r,r", [lowest], dtype=tl.int16, is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        wide = lowest.to(tl.int16)
-    return wide
+def _masked(matrix, SHIFT: tl.constexpr, MASK: tl.constexpr):
+    return (matrix.to(tl.int32) >> SHIFT) & MASK
 
 
 @triton.jit
-def fields(lanes, lowest, PART: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, INLINE_ASM: tl.constexpr):
-    """Codes of a part in int16, of the first class from bit 0 and of the second from bit 2, or at 8 bits from bit 0.
+def fields(
+    lanes,
+    second_lanes,
+    third_lanes,
+    PART: tl.constexpr,
+    BITS: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    INLINE_ASM: tl.constexpr,
+):
+    """Codes of a part in int16, of the first class from bit 0 and of the second from bit `second_bit`.
 
     Args:
-        lanes: of one k block.
-        lowest: the bytes with the lowest bits, `widened`; at other widths than 3 anything of that shape.
+        lanes: of one k block; at 3 bits its first matrix.
+        second_lanes, third_lanes: the others at 3 bits, `lanes` again elsewhere.
         PART: which part.
-        EXPONENT: "none"; "bf16" for 128 + c and 32 + c; "fp16" for 1024 + c and 1024 + 4 c.
+        EXPONENT: "none"; "bf16" for 128 + c and 2^(7 - BITS) + c; "fp16" for 1024 + c and 1024 + 2^BITS c.
     """
     if INLINE_ASM:
         # The outputs share no register with an input still to be read.
         if BITS == 3:
             first, second = tl.inline_asm_elementwise(
-                _fields_assembly(BITS, PART, EXPONENT), "=&r,=&r,r,r", [lanes, lowest],
+                _fields_assembly(BITS, PART, EXPONENT), "=&r,=&r,r,r,r", [lanes, second_lanes, third_lanes],
                 dtype=(tl.int16, tl.int16), is_pure=True, pack=2,
             )  # fmt: skip
         else:
@@ -106,17 +107,20 @@ def fields(lanes, lowest, PART: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.c
                 dtype=(tl.int16, tl.int16), is_pure=True, pack=2,
             )  # fmt: skip
     else:
-        wide = lanes.to(tl.int32)
         if BITS == 8:
-            first, second = wide & 255, (wide >> 8) & 255
+            first, second = _masked(lanes, 0, 255), _masked(lanes, 8, 255)
         elif BITS == 2:
-            first, second = (wide >> (4 * PART)) & 3, (wide >> (4 * PART)) & 12
+            first, second = _masked(lanes, 4 * PART, 3), _masked(lanes, 4 * PART, 12)
+        elif PART == 6:
+            first, second = _masked(lanes, 12, 7), _masked(second_lanes, 9, 56)
+        elif PART == 7:
+            first = _masked(third_lanes, 12, 7)
+            second = _masked(lanes, 12, 8) | _masked(second_lanes, 11, 16) | _masked(third_lanes, 10, 32)
         else:
-            bits = lowest.to(tl.int32) >> lowest_bit(PART)
-            upper = (wide << 1) >> (4 * PART)
-            first, second = (upper & 6) | (bits & 1), (upper & 24) | (bits & 4)
-        first = (first | exponent_of(EXPONENT, 0)).to(tl.int16)
-        second = (second | exponent_of(EXPONENT, 1)).to(tl.int16)
+            matrix = lanes if PART % 3 == 0 else second_lanes if PART % 3 == 1 else third_lanes
+            first, second = _masked(matrix, PART // 3 * 6, 7), _masked(matrix, PART // 3 * 6, 56)
+        first = (first | exponent_of(EXPONENT, BITS, 0)).to(tl.int16)
+        second = (second | exponent_of(EXPONENT, BITS, 1)).to(tl.int16)
     return first, second
 
 
@@ -133,20 +137,6 @@ def nibbles(field, INLINE_ASM: tl.constexpr):
         low = ((field & 15) | 0x4300).to(tl.bfloat16, bitcast=True)
         high = (((field >> 1) & 0x78) | 0x4380).to(tl.bfloat16, bitcast=True)
     return low, high
-
-
-@triton.jit
-def ones_like(lowest, BF16: tl.constexpr):
-    """Ones in the layout that the compiler gives to operands made of bytes; the rows' sums then read the same x."""
-    if BF16:
-        ones = tl.inline_asm_elementwise(
-            "mov.b32 $0, 0x3F803F80;", "=r,r", [lowest], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        ones = tl.inline_asm_elementwise(
-            "mov.b32 $0, 0x3C003C00;", "=r,r", [lowest], dtype=tl.float16, is_pure=True, pack=2
-        )
-    return ones
 
 
 @triton.jit
@@ -174,19 +164,23 @@ def multiply_codes(field, x, total, BITS: tl.constexpr, INLINE_ASM: tl.constexpr
 
 
 @triton.jit
-def lowest_pointer(lanes, K_BLOCK: tl.constexpr):
-    """The bytes with the lowest bits of a 3-bit weight's first block."""
-    return (lanes + 4 * K_BLOCK).to(tl.pointer_type(tl.int8))
-
-
-@triton.jit
 def codes_sum(product, sums, zero, BITS: tl.constexpr, CLASS: tl.constexpr, BF16: tl.constexpr):
     """sum (c - z) x from the products of `multiply_codes` and the sums of x, in float32."""
     if BF16:
-        base = 384.0 if BITS == 8 else (32.0 if CLASS else 128.0)
+        base = 384.0 if BITS == 8 else 128.0 / 2 ** (BITS * CLASS)
         return product - (zero + base) * sums
     # fp16's subnormals back to codes.
-    return product * (2.0**22 if CLASS and BITS != 8 else 2.0**24) - zero * sums
+    return product * 2.0 ** (24 - CLASS * second_bit(BITS)) - zero * sums
+
+
+@triton.constexpr_function
+def _quotient_assembly(bits):
+    """$0 = ($1 / 2^bits + $2) $3 in fp16, two at a time."""
+    factor = 0x3C00 - 0x400 * bits
+    return (
+        f"{{.reg .b32 t, factor; mov.b32 factor, 0x{factor * 0x10001:08X}; fma.rn.f16x2 t, $1, factor, $2; "
+        "mul.rn.f16x2 $0, t, $3;}"
+    )
 
 
 @triton.jit
@@ -199,8 +193,7 @@ def values_of(
     which is therefore multiplied in two parts.
     """
     if not INLINE_ASM:
-        code = field.to(tl.int32) & (255 if BITS == 8 else 31)
-        code = code if BITS == 8 else ((code & 28) >> 2 if CLASS else code & 7)
+        code = (field.to(tl.int32) >> (CLASS * second_bit(BITS))) & (2**BITS - 1)
         values = ((code.to(tl.float32) - zero) * scale).to(tl.bfloat16 if BF16 else tl.float16)
     elif BF16:
         coarse = scale.to(tl.bfloat16)
@@ -219,18 +212,17 @@ def values_of(
                 dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
         else:
-            zeros = ((-32.0 if CLASS else -128.0) - zero).to(tl.bfloat16)
+            zeros = (-128.0 / 2 ** (BITS * CLASS) - zero).to(tl.bfloat16)
             values = tl.inline_asm_elementwise(
                 "{.reg .b32 d, one, none; mov.b32 one, 0x3F803F80; mov.b32 none, 0x80008000; "
                 "fma.rn.bf16x2 d, $1, one, $2; fma.rn.bf16x2 none, d, $4, none; fma.rn.bf16x2 $0, d, $3, none;}",
                 "=r,r,r,r,r", [field, zeros, coarse, fine], dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
     elif CLASS and BITS != 8:
-        # 1024 + 4 c, brought to c - z by one fused operation.
+        # 1024 + 2^BITS c, brought to c - z by one fused operation.
         values = tl.inline_asm_elementwise(
-            "{.reg .b32 t, factor; mov.b32 factor, 0x34003400; fma.rn.f16x2 t, $1, factor, $2; "
-            "mul.rn.f16x2 $0, t, $3;}",
-            "=r,r,r,r", [field, (-256.0 - zero).to(tl.float16), scale.to(tl.float16)],
+            _quotient_assembly(BITS),
+            "=r,r,r,r", [field, (-1024.0 / 2**BITS - zero).to(tl.float16), scale.to(tl.float16)],
             dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
