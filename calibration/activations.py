@@ -37,6 +37,8 @@ class ActivationStatistics:
             reader.
         second_moment: E[x x^T] within each group of inputs, float32 [in / group_size, group_size, group_size]; same
             keys.
+        remaining: where rounding is compensated, what a squared error of each input channel then costs, [in], same
+            keys: see `Factor.remaining`. Searches take it instead of tokens and second moments.
         sequences: inputs of the attention module, [n, T, hidden].
         tokens: inputs of other modules at sampled tokens, [n, in], under the same keys as `mean_abs`.
         attention_kwargs: the attention module's other arguments for each of these sequences, as a batch of one.
@@ -45,6 +47,7 @@ class ActivationStatistics:
 
     mean_abs: dict[str, Tensor] = field(default_factory=dict)
     second_moment: dict[str, Tensor] = field(default_factory=dict)
+    remaining: dict[str, Tensor] = field(default_factory=dict)
     sequences: Tensor | None = None
     tokens: dict[str, Tensor] = field(default_factory=dict)
     attention_kwargs: tuple[dict[str, Any], ...] = ()

@@ -42,6 +42,8 @@ class AwqPass(CalibrationPass):
     Attributes:
         input_scales: by Linear, what `apply` multiplied its input channels by.
         clips: see `search_clips`; from `apply` on.
+        remaining: `ActivationStatistics.remaining` for weights that another pass will compensate, which sets it before
+            `solve`.
     """
 
     name = "awq"
@@ -56,6 +58,7 @@ class AwqPass(CalibrationPass):
         self.bits, self.group_size, self.quantize_values, self.clamps = bits, group_size, quantize_values, clamps
         self.input_scales: dict[str, Tensor] = {}
         self.clips: dict[str, tuple[Tensor, float, float]] = {}
+        self.remaining: dict[str, Tensor] = {}
         self._recorder: ActivationRecorder | None = None
         self._result = PassResult()
 
@@ -87,6 +90,7 @@ class AwqPass(CalibrationPass):
         """Search the scales."""
         try:
             self._statistics = self._recorder.result()
+            self._statistics.remaining = self.remaining
             self._recorder = None
             with tf32_products(_device(work.layer)):
                 self._scalings, self._skipped = search_scales(

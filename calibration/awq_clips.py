@@ -2,7 +2,8 @@
 
 Each group of each output channel of every Linear but the query and key projections is clamped to +- max |w| (1 - i/20),
 i = 0..9, taking the i with the least squared error of that group's share of the output. The error needs no activations,
-only the group's second moment E[x x^T], so all calibration tokens count.
+only the group's second moment E[x x^T], so all calibration tokens count. Where rounding is compensated, the error is
+what compensation leaves, channel by channel: `ActivationStatistics.remaining`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def search_clips(
     """Search how far to clamp each group of each Linear but query and key, for weights that were scaled.
 
     Args:
-        statistics: of the activations BEFORE scaling. Linears whose input has no second moment are not clipped.
+        statistics: of the activations BEFORE scaling. Linears whose input has no second moment and no remaining error
+            are not clipped.
         bits: of the weights, of all Linears or of each by name.
         reader_scale: what each Linear's input channels were multiplied by, where they were.
         ranks: each searches some of the Linears.
@@ -53,12 +55,15 @@ def search_clips(
     """
 
     def search(name: str) -> tuple[Tensor, float, float] | None:
-        part = _clipped_part(structure, name)
-        moment = None if part is None else statistics.second_moment.get(point_of(structure, name))
+        part, point = _clipped_part(structure, name), point_of(structure, name)
+        moment = None if part is None else statistics.remaining.get(point, statistics.second_moment.get(point))
         if moment is None:
             return None
-        if name in reader_scale:
-            scale = reader_scale[name].unflatten(0, (-1, group_size))
+        scale = reader_scale.get(name)
+        if moment.dim() == 1:
+            moment = (moment if scale is None else moment / scale.square()).unflatten(0, (-1, group_size))
+        elif scale is not None:
+            scale = scale.unflatten(0, (-1, group_size))
             moment = moment / (scale.unsqueeze(2) * scale.unsqueeze(1))
         weight = layer.get_submodule(name).weight
         bound, before, after = _search_clip(part.rows(weight), moment, width_of(bits, name), group_size)
@@ -97,8 +102,12 @@ def _search_clip(weight: Tensor, moment: Tensor, bits: int, group_size: int) -> 
         for step in range(CLIP_STEPS):
             bound = largest * (1 - step / (2 * CLIP_STEPS))
             delta = fake_quantize_weight(rows, bits, group_size, bound) - rows
-            delta = delta.unflatten(-1, (-1, group_size)).transpose(0, 1)  # [groups, rows, group_size]
-            error = ((delta @ moment) * delta).sum(-1).T
+            delta = delta.unflatten(-1, (-1, group_size))  # [rows, groups, group_size]
+            if moment.dim() == 2:
+                error = delta.square_().mul_(moment).sum(-1)
+            else:
+                by_group = delta.transpose(0, 1)
+                error = ((by_group @ moment) * by_group).sum(-1).T
             if best_error is None:
                 best_error = error
                 before += float(error.double().sum())

@@ -19,6 +19,10 @@ Cost. Statistics use all tokens. The scale search evaluates its 21 candidates on
 spaced whole sequences for attention, which mixes tokens, and tokens at a constant stride otherwise. All candidates see
 a part of these, and the others only those whose error on it is close to the least: `_Losses`.
 
+Where rounding is compensated afterwards (GPTQ), candidates are compared by what compensation leaves of each Linear's
+error, sum over outputs o and inputs i of D_oi^2 r_i with r of `ActivationStatistics.remaining`, relative to that at
+r = 0 and added over the readers: no activations, and no forward pass.
+
 Rounding of norms. A scaled norm is stored in the model's dtype, at most 8 bits of precision in bfloat16. So every
 candidate s is first replaced by weight / round(weight / s): the norm's rounding is absorbed exactly by the readers'
 weights.
@@ -26,7 +30,7 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,6 +48,7 @@ from kvconvert.kernels.quantizer import GroupRangeError
 
 RATIO_STEPS = 20
 _CHUNK_TOKENS = 1024  # of a search's forward pass: bounds its memory
+_CHUNK_WEIGHTS = 2**22  # rounded at once where no forward pass is needed
 # What every candidate is tried on first: every n-th sampled token, or every n-th group of about so many tokens of whole
 # sequences; fewer tokens than `_LEAST_SPLIT` are not split. On layers 0, 3, 9, 15 and 21 of SmolLM2 the best candidate
 # lost on any such part at most 1.031 (tokens) and 1.167 (sequences) times what the part's own best one did.
@@ -60,7 +65,8 @@ class Scaling:
         producer: a norm, or a projection; readers: Linears.
         producer_scale: float32 [producer's outputs]; reader_scale: float32 [readers' inputs].
         ratio: the exponent r.
-        loss_before, loss_after: mean squared error of the inspected output at r = 0 and at `ratio`.
+        loss_before, loss_after: mean squared error of the inspected output at r = 0 and at `ratio`; with compensation
+            the number of readers, and the sum of what is left of each one's error.
     """
 
     producer: str | Projection
@@ -120,7 +126,7 @@ def search_scales(
         layer: decoder layer in float32.
         structure: its names.
         statistics: of its activations. Only `mean_abs` decides on the candidates, so statistics from elsewhere, or
-            shuffled ones, may be given.
+            shuffled ones, may be given. Those with `remaining` are for weights that will be compensated.
         bits: of the weights, 2 to 8, of all Linears or of each by name.
         group_size: of the weights.
         dtype: in which norms will be stored.
@@ -149,7 +155,7 @@ def search_scales(
         )
     for pair in structure.pairs:
         if pair.unsupported_reason is None:
-            scalings.append(_search_pair(layer, pair, statistics, bits, group_size, ranks))
+            scalings.append(_search_pair(layer, structure, pair, statistics, bits, group_size, ranks))
         else:
             skipped[_label(pair.up, (pair.down,))] = pair.unsupported_reason
     return scalings, skipped
@@ -245,7 +251,31 @@ def _search_norm_group(
     dtype: torch.dtype,
     ranks: Ranks,
 ) -> Scaling:
-    point = group.readers[0]
+    point, norm = group.readers[0], layer.get_submodule(group.norm)
+    quantized = [reader for reader in group.readers if reader not in structure.unquantized]
+
+    def scale_of(ratio: float) -> Tensor:
+        scale = candidate_scale(statistics.mean_abs[point], ratio)
+        return representable_scale(norm, scale, group.unit_offset, dtype) if ratio else scale
+
+    if statistics.remaining:
+        losses = _Losses([_remaining_loss(layer, structure, quantized, statistics.remaining, bits, group_size)])
+    else:
+        losses = _inspected_losses(layer, structure, group, quantized, statistics, bits, group_size)
+    scale, ratio, before, after = _best_ratio(scale_of, losses, ranks)
+    return Scaling(group.norm, group.readers, scale, scale, ratio, before, after)
+
+
+def _inspected_losses(
+    layer: nn.Module,
+    structure: LayerStructure,
+    group: NormGroup,
+    quantized: list[str],
+    statistics: ActivationStatistics,
+    bits: Widths,
+    group_size: int,
+) -> _Losses:
+    """Mean squared error of the output of the modules that read a norm, its quantized readers rounded."""
     inspected = [layer.get_submodule(name) for name in group.inspected]
     if structure.attention in group.inspected:
         chunks = list(statistics.sequence_chunks(_SEQUENCE_TOKENS))
@@ -253,14 +283,12 @@ def _search_norm_group(
         split = _first_and_others(chunks, _FIRST_SEQUENCES) if splits else (chunks,)
         close = _CLOSE_ON_SEQUENCES
     else:
-        tokens, close = _token_parts(statistics.tokens[point]), _CLOSE_ON_TOKENS
+        tokens, close = _token_parts(statistics.tokens[group.readers[0]]), _CLOSE_ON_TOKENS
         split = [[(chunk.unsqueeze(0), {}) for chunk in part.split(_CHUNK_TOKENS)] for part in tokens]
-    quantized = [reader for reader in group.readers if reader not in structure.unquantized]
     routed = structure.experts.owner if structure.experts is not None else lambda reader: None
     readers = [
         Reader(layer.get_submodule(reader), width_of(bits, reader), routed(reader) is not None) for reader in quantized
     ]
-    norm = layer.get_submodule(group.norm)
 
     def forward(chunk: Tensor, **kwargs: Any) -> Tensor:
         total = None
@@ -281,13 +309,7 @@ def _search_norm_group(
             ]
         return float(torch.stack(errors).sum()) / count
 
-    def scale_of(ratio: float) -> Tensor:
-        scale = candidate_scale(statistics.mean_abs[point], ratio)
-        return representable_scale(norm, scale, group.unit_offset, dtype) if ratio else scale
-
-    losses = _Losses([partial(loss, part) for part in parts], close)
-    scale, ratio, before, after = _best_ratio(scale_of, losses, ranks)
-    return Scaling(group.norm, group.readers, scale, scale, ratio, before, after)
+    return _Losses([partial(loss, part) for part in parts], close)
 
 
 def _search_value_output(
@@ -308,7 +330,10 @@ def _search_value_output(
     statistic = statistics.mean_abs[structure.output].view(kv_heads, -1, d).mean(1).flatten()
     output, width = structure.output, width_of(bits, structure.output)
     # In one part: which candidates the cache allows shows only later.
-    loss = _linear_loss(layer.get_submodule(output), statistics.tokens[output], width, group_size)
+    if statistics.remaining:
+        loss = _remaining_loss(layer, structure, [output], statistics.remaining, bits, group_size)
+    else:
+        loss = _linear_loss(layer.get_submodule(output), statistics.tokens[output], width, group_size)
     losses = _Losses([lambda scale: loss(per_query_head(scale))])
     passed_over: list[float] = []
     admissible: Callable[[Tensor], bool] = lambda scale: True  # noqa: E731
@@ -339,6 +364,7 @@ def _search_value_output(
 
 def _search_pair(
     layer: nn.Module,
+    structure: LayerStructure,
     pair: ScalingPair,
     statistics: ActivationStatistics,
     bits: Widths,
@@ -346,11 +372,14 @@ def _search_pair(
     ranks: Ranks,
 ) -> Scaling:
     statistic = statistics.mean_abs[pair.down]
-    width = width_of(bits, pair.down)
-    linear, tokens = layer.get_submodule(pair.down), statistics.tokens[pair.down]
-    # With fewer inputs than tokens no candidate needs the tokens, see `_linear_loss`.
-    parts = [tokens] if tokens.shape[1] < tokens.shape[0] else _token_parts(tokens)
-    losses = [_linear_loss(linear, part, width, group_size, tokens.shape[0]) for part in parts]
+    if statistics.remaining:
+        losses = [_remaining_loss(layer, structure, [pair.down], statistics.remaining, bits, group_size)]
+    else:
+        width = width_of(bits, pair.down)
+        linear, tokens = layer.get_submodule(pair.down), statistics.tokens[pair.down]
+        # With fewer inputs than tokens no candidate needs the tokens, see `_linear_loss`.
+        parts = [tokens] if tokens.shape[1] < tokens.shape[0] else _token_parts(tokens)
+        losses = [_linear_loss(linear, part, width, group_size, tokens.shape[0]) for part in parts]
     scale, ratio, before, after = _best_ratio(
         lambda r: candidate_scale(statistic, r), _Losses(losses, _CLOSE_ON_TOKENS), ranks
     )
@@ -385,5 +414,36 @@ def _linear_loss(
         delta = fake_quantize_weight(linear.weight * scale, bits, group_size).div_(scale).sub_(linear.weight)
         squares = (tokens @ delta.T).square_() if gram is None else (delta @ gram).mul_(delta)
         return float(squares.sum(dtype=torch.float64)) / (count * delta.shape[0])
+
+    return loss
+
+
+def _remaining_loss(
+    layer: nn.Module,
+    structure: LayerStructure,
+    readers: Sequence[str],
+    remaining: Mapping[str, Tensor],
+    bits: Widths,
+    group_size: int,
+) -> Callable[[Tensor], float]:
+    """The sum over readers of what compensation leaves of a Linear's error with a scale, relative to no scale.
+
+    Experts that had too few tokens, and are not compensated, do not count.
+    """
+    costs = {reader: remaining.get(point_of(structure, reader)) for reader in readers}
+
+    def left(reader: str, scale: Tensor | None) -> float:
+        weight, total = layer.get_submodule(reader).weight, 0.0
+        for rows in weight.split(max(1, _CHUNK_WEIGHTS // weight.shape[1])):
+            scaled = rows if scale is None else rows * scale
+            delta = fake_quantize_weight(scaled, width_of(bits, reader), group_size)
+            delta = (delta if scale is None else delta.div_(scale)).sub_(rows)
+            total += float(delta.square_().mul_(costs[reader]).sum(dtype=torch.float64))
+        return total
+
+    unscaled = {reader: left(reader, None) for reader, cost in costs.items() if cost is not None}
+
+    def loss(scale: Tensor) -> float:
+        return sum(left(reader, scale) / before if before else 0.0 for reader, before in unscaled.items())
 
     return loss

@@ -1,9 +1,10 @@
 """GPTQ as a calibration pass: alone, or on weights that AWQ scaled ("awq+gptq", table 9 of AWQ's paper).
 
-After AWQ's scales are in the weights, the Hessians of the unscaled inputs are divided by them, so one run over the data
-serves both. AWQ's clips, which both search, only bound the grids: weights are not clamped, and what a clip costs is an
-error like any other, which later columns make up for. Weights of an expert with too few tokens of its own are rounded
-to nearest.
+Each distinct input's Hessian is factorized once, before anything is chosen: scales and clips are searched by what
+compensation leaves of an error (`Factor.remaining`), and the factor for scaled weights is that factor scaled. Inputs
+are rounded in the order of their second moments in the unscaled model, whatever the scales. AWQ's clips, which both
+methods search, only bound the grids: weights are not clamped, and what a clip costs is an error like any other, which
+later columns make up for. Weights of an expert with too few tokens of its own are rounded to nearest.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationStatistics, point_of
@@ -49,7 +51,9 @@ class GptqPass(CalibrationPass):
     def __init__(self, bits: int, group_size: int, awq: AwqPass | None = None) -> None:
         self.bits, self.group_size, self.awq = bits, group_size, awq
         self._hessians: HessianRecorder | None = None
-        self._last: tuple[str, Factor] | None = None
+        self._factors: dict[str, Factor] = {}
+        self._remaining: dict[str, Tensor] = {}
+        self._inputs: dict[str | None, list[str]] = {}
         self._result = PassResult()
 
     @classmethod
@@ -72,8 +76,24 @@ class GptqPass(CalibrationPass):
             yield
 
     def solve(self, work: LayerWork) -> None:
-        """Search AWQ's scales."""
+        """Factorize the Hessians, and search AWQ's scales."""
+        self._inputs = self._by_input(work)
+        for number, point in enumerate(filter(None, self._inputs)):
+            owner = work.ranks.owner(number)
+            if owner == work.ranks.rank:
+                try:
+                    hessian = self._hessians.of(point, release=True)
+                    factor = self._factors[point] = factorize(hessian, rounding_order(hessian), DAMPING)
+                except NumericError as error:
+                    raise NumericError(f"GPTQ cannot quantize {work.name}.{point}: {error}") from error
+                remaining = factor.remaining()
+            else:
+                weight = work.layer.get_submodule(point).weight
+                remaining = weight.new_empty(weight.shape[1], dtype=torch.float32)
+            self._remaining[point] = work.ranks.broadcast_(remaining, owner)
+        self._hessians = None
         if self.awq is not None:
+            self.awq.remaining = self._remaining
             self.awq.solve(work)
 
     def apply(self, work: LayerWork) -> None:
@@ -86,46 +106,50 @@ class GptqPass(CalibrationPass):
             clips = self._search_clips(work)
         losses: dict[str, dict[str, float]] = {}
         reasons = {} if self.awq is None else dict(self.awq.result().reasons)
-        for number, name in self._by_input(work):
-            linear = work.layer.get_submodule(name)
-            bound = clips[name][0] if name in clips else None
-            try:
-                grid = WeightGrid.of(linear.weight, work.bits.get(name, self.bits), self.group_size, bound)
-                if self._has_tokens(work, name):
-                    if work.ranks.owner(number) == work.ranks.rank:
-                        losses[name] = self._compensate_(work, name, grid, scales.get(name))
-                else:
+        for point, names in self._inputs.items():
+            factor = self._factors.pop(point, None)
+            if factor is not None and names[0] in scales:
+                factor = factor.scaled_(scales[names[0]])
+            for name in names:
+                linear = work.layer.get_submodule(name)
+                bound = clips[name][0] if name in clips else None
+                try:
+                    grid = WeightGrid.of(linear.weight, work.bits.get(name, self.bits), self.group_size, bound)
+                except NumericError as error:
+                    raise NumericError(f"GPTQ cannot quantize {work.name}.{name}: {error}") from error
+                work.grids[name] = grid
+                if factor is not None:
+                    losses[name] = self._compensate_(linear.weight.data, factor, grid)
+                elif point is None:
                     linear.weight.data.copy_(grid.round(linear.weight))
                     note = f"its expert saw fewer than {MIN_EXPERT_TOKENS} calibration tokens and is rounded to nearest"
                     reasons[name] = "; ".join(filter(None, (reasons.get(name), note)))
-            except NumericError as error:
-                raise NumericError(f"GPTQ cannot quantize {work.name}.{name}: {error}") from error
-            work.grids[name] = grid
         losses = dict(work.ranks.gather_list(list(losses.items())))
-        for number, name in enumerate(work.structure.linears):
-            if name in losses:
+        for number, point in enumerate(filter(None, self._inputs)):
+            for name in self._inputs[point]:
                 work.ranks.broadcast_(work.layer.get_submodule(name).weight.data, work.ranks.owner(number))
         statistics: dict[str, Any] = {} if self.awq is None else dict(self.awq.result().statistics)
         self._result = PassResult(statistics=statistics | {"compensation": losses}, reasons=reasons)
-        self._hessians = self._last = None
 
     def result(self) -> PassResult:
         """AWQ's statistics, and for every compensated Linear its output's error when rounded and when compensated."""
         return self._result
 
-    def _has_tokens(self, work: LayerWork, name: str) -> bool:
-        count = self._hessians.tokens.get(point_of(work.structure, name), 0)
-        experts = work.structure.experts
-        routed = experts is not None and experts.owner(name) is not None
-        return count >= (MIN_EXPERT_TOKENS if routed else 1)
+    def _by_input(self, work: LayerWork) -> dict[str | None, list[str]]:
+        """The layer's Linears by the input that they read; None for those of experts with too few tokens."""
+        experts, found = work.structure.experts, {}
+        for name in work.structure.linears:
+            point = point_of(work.structure, name)
+            routed = experts is not None and experts.owner(name) is not None
+            enough = self._hessians.tokens.get(point, 0) >= (MIN_EXPERT_TOKENS if routed else 1)
+            found.setdefault(point if enough else None, []).append(name)
+        return found
 
     def _search_clips(self, work: LayerWork) -> dict[str, tuple[Tensor, float, float]]:
-        points = {point_of(work.structure, name) for name in work.structure.linears if self._has_tokens(work, name)}
-        moments = {point: self._hessians.diagonal_blocks(point, self.group_size) for point in points}
         return search_clips(
             work.layer,
             work.structure,
-            ActivationStatistics(second_moment=moments),
+            ActivationStatistics(remaining=self._remaining),
             {},
             dict.fromkeys(work.structure.linears, self.bits) | dict(work.bits),
             self.group_size,
@@ -133,26 +157,8 @@ class GptqPass(CalibrationPass):
         )
 
     @staticmethod
-    def _by_input(work: LayerWork) -> list[tuple[int, str]]:
-        """The layer's Linears with their numbers, those that read the same input one after another."""
-        linears = list(enumerate(work.structure.linears))
-        points = [point_of(work.structure, name) for _, name in linears]
-        return sorted(linears, key=lambda linear: points.index(points[linear[0]]))
-
-    def _factor(self, work: LayerWork, name: str, input_scale: Tensor | None) -> Factor:
-        """Of the Hessian of a Linear's input, kept until another one is asked for: it is the largest thing here."""
-        point = point_of(work.structure, name)
-        if self._last is None or self._last[0] != point:
-            self._last = None  # frees it before there is another
-            hessian = self._hessians.of(point, input_scale, release=True)
-            self._last = point, factorize(hessian, rounding_order(hessian), DAMPING)
-        return self._last[1]
-
-    def _compensate_(
-        self, work: LayerWork, name: str, grid: WeightGrid, input_scale: Tensor | None
-    ) -> dict[str, float]:
-        """Replace a Linear's weight by values of its grid, some outputs at a time; the error before and after."""
-        factor, weight = self._factor(work, name, input_scale), work.layer.get_submodule(name).weight.data
+    def _compensate_(weight: Tensor, factor: Factor, grid: WeightGrid) -> dict[str, float]:
+        """Replace a weight by values of its grid, some outputs at a time; the error before and after."""
         losses = {"loss_before": 0.0, "loss_after": 0.0}
         size = outputs_at_once(*weight.shape, weight.device.type)
         for start in range(0, len(weight), size):

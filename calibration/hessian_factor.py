@@ -9,7 +9,7 @@ inputs takes 0.8 GB.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,32 @@ class Factor:
     diagonal: Tensor
     order: Tensor
     damping: float
+
+    @torch.no_grad()
+    def remaining(self) -> Tensor:
+        """What a squared rounding error of each input costs when those rounded later make up for it, float32 [in].
+
+        1 / [H_FF^-1]_ii, the part of the input's second moment that no combination of the later ones has. The sum of
+        these costs over all inputs is the compensated weight's error (with the damped Hessian), so that a search can
+        compare scales and clips by it without compensating for each. 0 for an input that never occurs.
+        """
+        costs = torch.empty_like(self.diagonal)
+        costs[self.order] = torch.where(self.diagonal == 0, 0.0, self.matrix.diagonal().square().reciprocal_())
+        return costs
+
+    @torch.no_grad()
+    def scaled_(self, input_scale: Tensor, block: int = FACTOR_BLOCK) -> Factor:
+        """The factor for weights whose input channels were multiplied by a scale [in], in this one's memory.
+
+        The Hessian of inputs divided by s is S^-1 H S^-1, damped by a share of the diagonal too, and has U S. Inputs
+        stay in their order, which is that of what they weigh in the unscaled model.
+        """
+        scale = input_scale[self.order]
+        for start, stop in _blocks(len(scale), block):
+            rows = self.matrix[start:stop]
+            below = rows.tril(start - 1)
+            rows.sub_(below).mul_(scale).add_(below.div_(scale).div_(scale[start:stop, None]))
+        return replace(self, diagonal=self.diagonal / scale.square())
 
     @torch.no_grad()
     def output_error(self, weight: Tensor, rounded: Tensor) -> float:

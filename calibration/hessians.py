@@ -74,17 +74,6 @@ class SquareSum:
                 del self.blocks[start]
         return result
 
-    def square(self, start: int, stop: int, count: int) -> Tensor:
-        """Rows and columns start to stop of `mean`."""
-        result = torch.zeros(stop - start, stop - start, device=self.device)
-        for first, block in self.blocks.items():
-            low, high = max(start, first), min(stop, first + len(block))
-            if low < high:
-                part = block[low - first : high - first, low - first : stop - first].float().div_(count)
-                result[low - start : high - start, low - start :] = part
-                result[high - start :, low - start : high - start] = part[:, high - low :].T
-        return result
-
 
 class HessianRecorder:
     """Adds up x x^T for every distinct input of the layer's Linears; Linears that share one share it.
@@ -146,18 +135,6 @@ class HessianRecorder:
         for rows in hessian.split(512):
             _check_finite(rows, point)
         return hessian if input_scale is None else hessian.div_(input_scale).div_(input_scale[:, None])
-
-    def diagonal_blocks(self, point: str, group_size: int) -> Tensor:
-        """The second moments within each group of inputs, float32 [in / group_size, group_size, group_size].
-
-        Raises:
-            NumericError: they hold NaN or infinity.
-        """
-        total, count = self._sums[point], self.tokens[point]
-        starts = range(0, total.width, group_size)
-        blocks = torch.stack([total.square(start, start + group_size, count) for start in starts])
-        _check_finite(blocks, point)
-        return blocks
 
 
 def _check_finite(moments: Tensor, point: str) -> None:

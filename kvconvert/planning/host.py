@@ -4,8 +4,8 @@ Layers are calibrated one after another and share nothing but what is on disk, s
 one. Beside its weights in float32, but for those of experts that are kept in files, there are, in turn,
 
     forward   activations of one batch, what the passes have gathered so far
-    search    what they gathered, and candidates of the weights that are searched at once (AWQ), or one input's Hessian
-              in full, the others' in half, and working copies of some outputs of one Linear (GPTQ)
+    search    what they gathered, and candidates of the weights that are searched at once (AWQ), or factors of Hessians
+              and working copies of some outputs of one Linear (GPTQ)
     sample    queries, keys and values of a few sequences, and all candidates of a clip ratio (KV passes)
     pack      the packed weights, and one Linear's codes on the way there
 
@@ -81,7 +81,7 @@ def layer_memory(
     if weights.scales or weights.compensates:
         search = max(gathered.summed, gathered.kept + _search(sizes, weights, samples * length))
     if weights.compensates:
-        search = max(search, _compensation(sizes, weights.group_size, device))
+        search = max(search, _compensation(sizes, weights.group_size, device, gathered.observed))
     running = max(_activations(sizes, tokens), gathered.adding + _hidden_activations(sizes, tokens))
     return LayerMemory(
         forward=layer + (gathered.observed + running if observes else 0),
@@ -133,22 +133,27 @@ def _hessian_sum(inputs: int) -> int:
     return 8 * sum(rows * (inputs - start) for start, rows in block_rows(inputs))
 
 
-def _compensation(sizes: LayerSizes, group_size: int, device: str) -> int:
-    """Bytes of GPTQ's search: inputs one after another, each of whose sums becomes a Hessian that is then forgotten."""
+def _compensation(sizes: LayerSizes, group_size: int, device: str, observed: int) -> int:
+    """Bytes of GPTQ's search: sums become factors, beside all that was observed; then factors are used and given up."""
     readers: dict[str, list[tuple[int, int]]] = {}
     for name, shape in sizes.linears.items():
         readers.setdefault(point_of(sizes.structure, name), []).append(shape)
-    grids = 8 * sum(outputs * inputs for outputs, inputs in sizes.linears.values()) // group_size
-    waiting, most = grids + sum(_hessian_sum(shapes[0][1]) for shapes in readers.values()), 0
+    waiting = most = observed
+    for shapes in readers.values():
+        inputs = shapes[0][1]
+        most = max(most, waiting + inputs**2)  # rows of the Hessian are there before most sums are gone
+        waiting += 4 * inputs**2 - _hessian_sum(inputs)
+        # Blocks of rows on the way to the factor.
+        most = max(most, waiting + 3 * 4 * min(FACTOR_BLOCK, inputs) * inputs)
+    waiting = 4 * sum(shapes[0][1] ** 2 for shapes in readers.values())
+    waiting += 8 * sum(outputs * inputs for outputs, inputs in sizes.linears.values()) // group_size  # grids
     for shapes in readers.values():
         inputs = shapes[0][1]
         block = 4 * min(FACTOR_BLOCK, inputs) * inputs
-        most = max(most, waiting + inputs**2)  # rows of the Hessian are there before most sums are gone
-        waiting -= _hessian_sum(inputs)
-        # Some outputs' weights as they are rounded and as columns move; blocks of rows on the way to the factor, and of
-        # the Hessian where an error is computed.
+        # Some outputs' weights as they are rounded and as columns move; blocks of the Hessian for the error.
         weight = 4 * outputs_at_once(max(outputs for outputs, _ in shapes), inputs, device) * inputs
-        most = max(most, waiting + 4 * inputs**2 + max(2 * weight, weight + 2 * block, 3 * block))
+        most = max(most, waiting + max(2 * weight, weight + 2 * block))
+        waiting -= 4 * inputs**2
     return most
 
 
@@ -178,7 +183,7 @@ def _search(sizes: LayerSizes, weights: WeightsRecipe, tokens: int) -> int:
     """Bytes of the working copies of a search for weights."""
     numbers = {name: outputs * inputs for name, (outputs, inputs) in sizes.linears.items()}
     largest, most = max(numbers.values()), 0
-    if weights.scales:
+    if weights.scales and not weights.compensates:
         for group in sizes.structure.norm_groups:
             readers = [numbers[name] for name in group.readers if name in numbers and not _routed(sizes, name)]
             # An expert's weights are rounded while it computes, its first two projections at different times.

@@ -1,5 +1,8 @@
 """GPTQ: the blocked form against the definition, grids against the format's own rounding, and the pass on layers."""
 
+import math
+from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +10,13 @@ import torch
 from test_awq import GROUP, LENGTH, SAMPLES, STRUCTURE, Setting
 
 from kvconvert.calibration import gptq_pass, hessians
+from kvconvert.calibration.activations import point_of
 from kvconvert.calibration.awq import AwqPass
+from kvconvert.calibration.awq_clips import search_clips
+from kvconvert.calibration.awq_scales import search_scales
 from kvconvert.calibration.gptq import compensate, compensate_reference, output_error, rounding_order
 from kvconvert.calibration.gptq_pass import GptqPass
-from kvconvert.calibration.hessian_factor import factorize
+from kvconvert.calibration.hessian_factor import damped_diagonal, factorize
 from kvconvert.calibration.hessians import HessianRecorder, SquareSum
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.calibration.weight_grid import WeightGrid
@@ -91,15 +97,62 @@ def test_a_sum_of_squares_is_symmetric_and_stored_once(numbers, monkeypatch):
         total.add(batch)
     expected = x.T @ x / 70
     torch.testing.assert_close(total.mean(70), expected)
-    for start in (0, 12, 36):
-        torch.testing.assert_close(
-            total.square(start, start + 12, 70), expected[start : start + 12, start : start + 12]
-        )
     assert sum(block.numel() for block in total.blocks.values()) == (
         48 * 48 if numbers > 48 * 48 else 11 * 48 + 14 * 37 + 22 * 23 + 1
     )
     assert torch.equal(total.mean(70), total.mean(70, release=True))
     assert not total.blocks
+
+
+def test_what_remains_of_an_error_is_what_no_later_input_makes_up_for():
+    _, hessian = problem(4, 40)
+    hessian[7], hessian[:, 7] = 0, 0
+    order = rounding_order(hessian)
+    remaining = factorize(hessian.clone(), order, 0.3, block=16).remaining()
+    damped = hessian.double()
+    damped.diagonal().copy_(damped_diagonal(damped.diagonal(), 0.3))
+    for position, column in enumerate(order.tolist()):
+        rest = order[position:]
+        expected = 1 / torch.linalg.inv(damped[rest][:, rest])[0, 0] if column != 7 else torch.tensor(0.0)
+        assert float(remaining[column]) == pytest.approx(float(expected), rel=1e-3)
+
+
+def test_a_scaled_factor_is_that_of_the_scaled_inputs():
+    _, hessian = problem(4, 40)
+    order, scale = rounding_order(hessian), torch.rand(40) + 0.5
+    found = factorize(hessian.clone(), order, 0.3, block=16).scaled_(scale, block=16)
+    expected = factorize(hessian / scale / scale[:, None], order, 0.3, block=16)
+    torch.testing.assert_close(found.matrix, expected.matrix, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.diagonal, expected.diagonal)
+
+
+def test_searches_weigh_errors_by_what_remains_of_them():
+    setting = Setting(seed=1)
+    remaining = {point: torch.rand(moment.shape[0] * GROUP) for point, moment in setting.observed.second_moment.items()}
+    observed = replace(setting.observed, remaining=remaining)
+    moments = {point: torch.diag_embed(costs.unflatten(0, (-1, GROUP))) for point, costs in remaining.items()}
+    scale = {"mlp.down_proj": torch.rand(96) + 0.5}
+    clips = search_clips(setting.layer, STRUCTURE, observed, scale, 3, GROUP)
+    of_moments = search_clips(
+        setting.layer, STRUCTURE, replace(setting.observed, second_moment=moments), scale, 3, GROUP
+    )
+    for name, (bound, before, after) in clips.items():
+        assert torch.equal(bound, of_moments[name][0])
+        assert (before, after) == pytest.approx(of_moments[name][1:], rel=1e-4)
+    scalings, _ = search_scales(setting.layer, STRUCTURE, observed, 3, GROUP)
+    for scaling in scalings:
+        left = []
+        for scale in (torch.ones_like(scaling.reader_scale), scaling.reader_scale):
+            errors = []
+            for reader in scaling.readers:
+                weight = setting.layer.get_submodule(reader).weight
+                delta = fake_quantize_weight(weight * scale, 3, GROUP) / scale - weight
+                errors.append((delta.square() * remaining[point_of(STRUCTURE, reader)]).sum())
+            left.append(torch.stack(errors))
+        assert scaling.loss_before == pytest.approx(len(scaling.readers))
+        assert scaling.loss_after == pytest.approx(float((left[1] / left[0]).sum()), rel=1e-4)
+        assert scaling.loss_after <= scaling.loss_before
+    assert any(scaling.ratio for scaling in scalings)
 
 
 def test_independent_inputs_are_rounded_to_nearest():
@@ -140,7 +193,8 @@ def test_hessians_are_the_inputs_second_moments_in_any_batches():
         for batch in setting.hidden.split([1, SAMPLES - 1]):
             setting.layer(batch, **setting.kwargs)
     for point, expected in setting.observed.second_moment.items():
-        blocks = recorder.diagonal_blocks(point, GROUP)
+        whole = recorder.of(point).unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))
+        blocks = torch.stack([whole[group, :, group] for group in range(len(whole))])
         torch.testing.assert_close(blocks, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     scale = torch.rand(64) + 0.5
     name = "mlp.gate_proj"
@@ -160,10 +214,10 @@ def converted(setting, calibration_pass):
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_compensation_lowers_the_error_of_the_layer(bits):
-    """On the calibration data itself: below rounding alone, and AWQ's scales below that again."""
-    errors = {}
-    for name in ("rtn", "awq", "gptq", "awq+gptq"):
-        setting = Setting(seed=3)
+    """On the calibration data itself, in the geometric mean of several layers: AWQ's scales below it again."""
+    errors = {name: [] for name in ("rtn", "awq", "gptq", "awq+gptq")}
+    for seed, name in product(range(4), errors):
+        setting = Setting(seed=seed)
         expected = setting.run(setting.layer)
         awq = AwqPass(bits, GROUP, clamps=name == "awq") if "awq" in name else None
         found = {"rtn": None, "awq": awq}.get(name, GptqPass(bits, GROUP, awq))
@@ -175,9 +229,10 @@ def test_compensation_lowers_the_error_of_the_layer(bits):
                 assert torch.equal(grids[linear].round(weight), weight)
             else:
                 weight.copy_(fake_quantize_weight(weight, bits, GROUP))
-        errors[name] = float((setting.run(setting.layer) - expected).square().mean())
-    assert errors["gptq"] < errors["rtn"]
-    assert errors["awq+gptq"] < min(errors["awq"], errors["gptq"])
+        errors[name].append(float((setting.run(setting.layer) - expected).square().mean()))
+    means = {name: math.prod(found) for name, found in errors.items()}
+    assert means["gptq"] < means["rtn"]
+    assert means["awq+gptq"] < min(means["awq"], means["gptq"])
 
 
 def test_the_pass_says_what_it_gained():
