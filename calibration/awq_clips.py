@@ -3,7 +3,8 @@
 Each group of each output channel of every Linear but the query and key projections is clamped to +- max |w| (1 - i/20),
 i = 0..9, taking the i with the least squared error of that group's share of the output. The error needs no activations,
 only the group's second moment E[x x^T], so all calibration tokens count. Where rounding is compensated, the error is
-what compensation leaves, channel by channel: `ActivationStatistics.remaining`.
+what compensation leaves, channel by channel: `ActivationStatistics.remaining`; but not at 2 bits, where clips go so far
+that the errors of a group's channels, all towards zero, add up.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from kvconvert.calibration.structure import LayerStructure, Projection
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 
 CLIP_STEPS = 10
+# Fewest bits at which clips are searched by what compensation leaves of an error: docs/weights.md.
+COMPENSATED_CLIP_BITS = 3
 # Bits of all Linears' weights, or of each one's by name.
 Widths = int | Mapping[str, int]
 _CHUNK_WEIGHTS = 2**22  # bounds the search's memory
@@ -55,9 +58,11 @@ def search_clips(
     """
 
     def search(name: str) -> tuple[Tensor, float, float] | None:
-        part, point = _clipped_part(structure, name), point_of(structure, name)
-        moment = None if part is None else statistics.remaining.get(point, statistics.second_moment.get(point))
-        if moment is None:
+        part, point, width = _clipped_part(structure, name), point_of(structure, name), width_of(bits, name)
+        moment = statistics.second_moment.get(point)
+        if width >= COMPENSATED_CLIP_BITS:
+            moment = statistics.remaining.get(point, moment)
+        if part is None or moment is None:
             return None
         scale = reader_scale.get(name)
         if moment.dim() == 1:
@@ -66,7 +71,7 @@ def search_clips(
             scale = scale.unflatten(0, (-1, group_size))
             moment = moment / (scale.unsqueeze(2) * scale.unsqueeze(1))
         weight = layer.get_submodule(name).weight
-        bound, before, after = _search_clip(part.rows(weight), moment, width_of(bits, name), group_size)
+        bound, before, after = _search_clip(part.rows(weight), moment, width, group_size)
         if not part.is_whole:
             everything = weight.unflatten(-1, (-1, group_size)).abs().amax(-1)
             part.write(everything, bound)

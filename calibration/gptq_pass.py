@@ -53,6 +53,7 @@ class GptqPass(CalibrationPass):
         self._hessians: HessianRecorder | None = None
         self._factors: dict[str, Factor] = {}
         self._remaining: dict[str, Tensor] = {}
+        self._moments: dict[str, Tensor] = {}
         self._inputs: dict[str | None, list[str]] = {}
         self._result = PassResult()
 
@@ -77,12 +78,13 @@ class GptqPass(CalibrationPass):
 
     def solve(self, work: LayerWork) -> None:
         """Factorize the Hessians, and search AWQ's scales."""
-        self._inputs = self._by_input(work)
+        self._inputs, self._remaining, self._moments = self._by_input(work), {}, {}
         for number, point in enumerate(filter(None, self._inputs)):
             owner = work.ranks.owner(number)
             if owner == work.ranks.rank:
                 try:
                     hessian = self._hessians.of(point, release=True)
+                    moments = _diagonal_blocks(hessian, self.group_size)
                     factor = self._factors[point] = factorize(hessian, rounding_order(hessian), DAMPING)
                 except NumericError as error:
                     raise NumericError(f"GPTQ cannot quantize {work.name}.{point}: {error}") from error
@@ -90,7 +92,9 @@ class GptqPass(CalibrationPass):
             else:
                 weight = work.layer.get_submodule(point).weight
                 remaining = weight.new_empty(weight.shape[1], dtype=torch.float32)
+                moments = remaining.new_empty(len(remaining) // self.group_size, self.group_size, self.group_size)
             self._remaining[point] = work.ranks.broadcast_(remaining, owner)
+            self._moments[point] = work.ranks.broadcast_(moments, owner)
         self._hessians = None
         if self.awq is not None:
             self.awq.remaining = self._remaining
@@ -149,7 +153,7 @@ class GptqPass(CalibrationPass):
         return search_clips(
             work.layer,
             work.structure,
-            ActivationStatistics(remaining=self._remaining),
+            ActivationStatistics(second_moment=self._moments, remaining=self._remaining),
             {},
             dict.fromkeys(work.structure.linears, self.bits) | dict(work.bits),
             self.group_size,
@@ -170,3 +174,9 @@ class GptqPass(CalibrationPass):
             part.copy_(found)
             found = None  # frees it before there is another
         return losses if factor.damping == DAMPING else losses | {"damping": factor.damping}
+
+
+def _diagonal_blocks(hessian: Tensor, group_size: int) -> Tensor:
+    """The second moments within each group of inputs, a copy [in / group_size, group_size, group_size]."""
+    groups = range(0, len(hessian), group_size)
+    return torch.stack([hessian[start : start + group_size, start : start + group_size] for start in groups])

@@ -139,6 +139,9 @@ def test_searches_weigh_errors_by_what_remains_of_them():
     for name, (bound, before, after) in clips.items():
         assert torch.equal(bound, of_moments[name][0])
         assert (before, after) == pytest.approx(of_moments[name][1:], rel=1e-4)
+    at_two_bits = search_clips(setting.layer, STRUCTURE, observed, scale, 2, GROUP)
+    for name, (bound, *_) in search_clips(setting.layer, STRUCTURE, setting.observed, scale, 2, GROUP).items():
+        assert torch.equal(bound, at_two_bits[name][0])
     scalings, _ = search_scales(setting.layer, STRUCTURE, observed, 3, GROUP)
     for scaling in scalings:
         left = []
@@ -193,8 +196,7 @@ def test_hessians_are_the_inputs_second_moments_in_any_batches():
         for batch in setting.hidden.split([1, SAMPLES - 1]):
             setting.layer(batch, **setting.kwargs)
     for point, expected in setting.observed.second_moment.items():
-        whole = recorder.of(point).unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))
-        blocks = torch.stack([whole[group, :, group] for group in range(len(whole))])
+        blocks = gptq_pass._diagonal_blocks(recorder.of(point), GROUP)
         torch.testing.assert_close(blocks, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     scale = torch.rand(64) + 0.5
     name = "mlp.gate_proj"
