@@ -3,8 +3,8 @@
 Each group of each output channel of every Linear but the query and key projections is clamped to +- max |w| (1 - i/20),
 i = 0..9, taking the i with the least squared error of that group's share of the output. The error needs no activations,
 only the group's second moment E[x x^T], so all calibration tokens count. Where rounding is compensated, the error is
-what compensation leaves, channel by channel: `ActivationStatistics.remaining`; but not at 2 bits, where clips go so far
-that the errors of a group's channels, all towards zero, add up.
+what compensation leaves, channel by channel: `ActivationStatistics.remaining`; but not at 2 bits, where clips that were
+searched so lost more (docs/weights.md).
 """
 
 from __future__ import annotations
