@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvconvert.kernels import device
+from kvconvert.kernels.pages.center import KeyCenter, center_scores, page_centers, page_features, rope_matrix
 from kvconvert.kernels.pages.feedback import round_with_feedback, round_with_feedback_reference
 from kvconvert.kernels.pages.flag import new_flag, raise_if_flagged
 from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales, KeyFormat, LayerFormat, ValueFormat
@@ -48,6 +49,7 @@ from kvconvert.kernels.pages.reference import (
 __all__ = [
     "PAGE_SIZE",
     "ChannelScales",
+    "KeyCenter",
     "KeyFormat",
     "KeyPages",
     "LayerFormat",
@@ -55,6 +57,7 @@ __all__ = [
     "PageWrites",
     "ValueFormat",
     "ValuePages",
+    "center_scores",
     "dequantize_into",
     "dequantize_keys",
     "dequantize_values",
@@ -64,6 +67,8 @@ __all__ = [
     "key_scales",
     "new_flag",
     "normalised_keys",
+    "page_centers",
+    "page_features",
     "pages_of",
     "quantize_at",
     "quantize_in_place",
@@ -71,6 +76,7 @@ __all__ = [
     "quantize_values",
     "raise_if_flagged",
     "rank_channels",
+    "rope_matrix",
     "round_with_feedback",
     "round_with_feedback_reference",
     "token_norms",

@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from kvconvert.kernels.pages.center import KeyCenter
+
 # Tokens of a page in every preset, of a span's block, and of what the decode kernels read at a time.
 PAGE_SIZE = 128
 
@@ -79,6 +81,7 @@ class LayerFormat:
         static_keys, static_values: the scales of all pages, where the formats say that these are static.
         key_feedback: float16 [H, D, D], with which keys are rounded (`pages/feedback.py`); None rounds to nearest. It
             says how codes came about, not what they mean.
+        key_center: what pages of keys leave out and attention adds (`pages/center.py`); None for whole keys.
     """
 
     keys: KeyFormat
@@ -87,3 +90,4 @@ class LayerFormat:
     static_keys: ChannelScales | None = None
     static_values: ChannelScales | None = None
     key_feedback: torch.Tensor | None = None
+    key_center: KeyCenter | None = None

@@ -13,6 +13,7 @@ from kvconvert.errors import RecipeError
 from kvconvert.methods.calibquant import CalibQuant, TauSearch
 from kvconvert.methods.clip_ratio import ClipRatio, ClipRatioSearch
 from kvconvert.methods.error_feedback import ErrorFeedback, KeyRoundingSearch
+from kvconvert.methods.key_center import KeyCenter
 from kvconvert.methods.kitty import Kitty
 from kvconvert.methods.kivi import Kivi
 from kvconvert.methods.minikv import MiniKV
@@ -29,13 +30,14 @@ PARTS: tuple[type[Part], ...] = (
     StaticScales,
     ClipRatio,
     ErrorFeedback,
+    KeyCenter,
 )
 SEARCHES = (ClipRatioSearch, KeyRoundingSearch, TauSearch)
 
 
 # Python collects a dataclass's fields from its last base to its first.
 @dataclass(frozen=True, config=STRICT)
-class _Fields(ErrorFeedback, ClipRatio, StaticScales, MiniKV, CalibQuant, Kitty, Oscar, Kivi):
+class _Fields(KeyCenter, ErrorFeedback, ClipRatio, StaticScales, MiniKV, CalibQuant, Kitty, Oscar, Kivi):
     """The fields of all parts."""
 
     def __post_init__(self) -> None:

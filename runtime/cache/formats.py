@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 
 from kvconvert.errors import RecipeError
-from kvconvert.kernels.pages import ChannelScales, KeyFormat, LayerFormat, ValueFormat
-from kvconvert.kernels.rotate import Rotations
+from kvconvert.kernels.pages import ChannelScales, KeyCenter, KeyFormat, LayerFormat, ValueFormat, rope_matrix
+from kvconvert.kernels.rotate import Rotations, hadamard_transform
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVScheme
 
@@ -58,7 +58,7 @@ def with_plan(
     format: LayerFormat, scheme: KVScheme, plan: Mapping[str, torch.Tensor], device: torch.device
 ) -> LayerFormat:
     """A layer's formats with what its scheme needs of its part of the KV plan: fixed boosted channels, static scales,
-    error feedback.
+    error feedback, key centers.
 
     Raises:
         RecipeError: a tensor is missing or does not fit the layer's shape.
@@ -69,7 +69,40 @@ def with_plan(
         static_keys=_static_scales("key", format.keys, plan, device),
         static_values=_static_scales("value", format.values, plan, device),
         key_feedback=_key_feedback(format.keys, plan, device) if scheme.feeds_errors_back else None,
+        key_center=_key_center(format.keys, scheme, plan, device) if scheme.centers_keys else None,
     )
+
+
+def key_center(mean: torch.Tensor, frequencies: torch.Tensor, pairs: torch.Tensor, rotations: Rotations) -> KeyCenter:
+    """The constant part of a layer's keys in the coordinates in which they are stored.
+
+    Args:
+        mean: float32 [H, D], before RoPE; frequencies: float32 [D / 2]; pairs: int [D / 2, 2], see `rope_matrix`.
+        rotations: of the layer's cache.
+    """
+    matrix = rope_matrix(mean, frequencies.to(mean.device), pairs.to(mean.device))
+    if rotations.keys:
+        matrix = hadamard_transform(matrix.transpose(1, 2)).transpose(1, 2)
+    return KeyCenter(matrix.half().contiguous(), frequencies.to(mean.device, torch.float32).contiguous())
+
+
+def _key_center(f: KeyFormat, scheme: KVScheme, plan: Mapping[str, torch.Tensor], device: torch.device) -> KeyCenter:
+    """The center of a layer whose pages hold keys without it."""
+    tensors = []
+    for name, shape in (
+        ("key_mean", (f.heads, f.head_dim)),
+        ("rope_frequencies", (f.head_dim // 2,)),
+        ("rope_pairs", (f.head_dim // 2, 2)),
+    ):
+        tensor = plan.get(name)
+        found = None if tensor is None else tuple(tensor.shape)
+        if found != shape:
+            raise RecipeError(
+                f"[kv] key_center = 'calibrated' needs {name} of shape {shape} from a KV plan, and found "
+                f'{"none" if found is None else found}; use a bundle calibrated so, or key_center = "none".'
+            )
+        tensors.append(tensor.to(device))
+    return key_center(*tensors, rotations(scheme))
 
 
 def _key_feedback(f: KeyFormat, plan: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
