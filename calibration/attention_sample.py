@@ -107,6 +107,7 @@ class AttentionSampler(CalibrationPass):
 
     Attributes:
         sample: there from `solve` on.
+        position_embeddings: what the layer got under that name, or None.
     """
 
     name = "attention_sample"
@@ -114,6 +115,7 @@ class AttentionSampler(CalibrationPass):
     def __init__(self, sequences: int = SAMPLE_SEQUENCES) -> None:
         self.sequences = sequences
         self.sample: AttentionSample | None = None
+        self.position_embeddings: Any = None
         self._inputs: list[tuple[Tensor, dict[str, Any]]] = []
         self._chosen: list[int] = []
         self._seen = 0
@@ -164,6 +166,7 @@ class AttentionSampler(CalibrationPass):
             softcap=found.get("softcap"),
             sink_logits=None if found.get("s_aux") is None else found["s_aux"].float(),
         )
+        self.position_embeddings = self._inputs[0][1].get("position_embeddings")
         self._inputs.clear()
 
     def _gather(self, work: LayerWork) -> None:

@@ -33,7 +33,7 @@ from kvconvert.calibration.protocol import (
     require_finite,
 )
 from kvconvert.calibration.ranks import ALONE, Ranks
-from kvconvert.kernels.pages import dequantize_keys, dequantize_values, quantize_keys, quantize_values
+from kvconvert.kernels.pages import dequantize_keys, dequantize_values, page_centers, quantize_keys, quantize_values
 from kvconvert.methods import KVCalibration, KVScheme
 
 CLIP_RATIO_GRID = tuple(round(1 - 0.05 * i, 2) for i in range(17))  # 1.0, 0.95 ... 0.2
@@ -69,9 +69,13 @@ def stored_keys(keys: Tensor, cache: CacheFormat, clip_ratio: float) -> Tensor:
         return keys
     pages = keys[:, part].unflatten(1, (count, f.page_size)).transpose(0, 1)
     fixed = cache.pages.boosted, cache.static_keys(clip_ratio)
-    read = dequantize_keys(quantize_keys(pages, f, *fixed, cache.pages.key_feedback), f, *fixed)
+    constant: Tensor | float = 0.0
+    if cache.pages.key_center is not None:
+        starts = part.start + f.page_size * torch.arange(count, device=keys.device)
+        constant = page_centers(starts, f.page_size, cache.pages.key_center)
+    read = dequantize_keys(quantize_keys(pages - constant, f, *fixed, cache.pages.key_feedback), f, *fixed)
     result = keys.clone()
-    result[:, part] = read.permute(1, 0, 3, 2).flatten(1, 2)
+    result[:, part] = (read.transpose(2, 3) + constant).transpose(0, 1).flatten(1, 2)
     return result
 
 

@@ -101,6 +101,7 @@ class LayerWork:
         cache: how its cache will store keys and values, as far as passes have chosen; None where it stays as it is.
         replay: runs this process's calibration data once more through the layer in its current state.
         visual: which tokens stand for images, bool [num_samples, seq_len]; None where there are none.
+        changing_rope: why the angles of its RoPE are not the same at all lengths, as the end of a sentence, or None.
         bits: width of each quantized Linear's weights, by its name within the layer.
         grids: of Linears (names within the layer) whose weights a pass has replaced by values of these grids. Weights
             of experts may be mapped from files, so that passes write into them and never replace their memory.
@@ -115,6 +116,7 @@ class LayerWork:
     cache: CacheFormat | None = None
     replay: Callable[[], None] | None = None
     visual: Tensor | None = None
+    changing_rope: str | None = None
     grids: dict[str, WeightGrid] = field(default_factory=dict)
     bits: Mapping[str, int] = field(default_factory=dict)
     first_sample: int = 0

@@ -19,6 +19,7 @@ from kvconvert.convert.passes import cache_format, make_passes, plan_of
 from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.work_records import LayerRecord
 from kvconvert.convert.workdir import WorkDir
+from kvconvert.models.layer_types import changing_rope
 from kvconvert.models.source import float_dtype
 
 
@@ -130,6 +131,7 @@ def _prepared(
         dtype=float_dtype(runner.source),
         cache=None if scheme is None else cache_format(scheme, structure),
         visual=inputs.visual,
+        changing_rope=changing_rope(runner.config),
         bits={
             linear: recipe.weights.bits_of(f"{runner.layer_name(index)}.{linear}", index)
             for linear in structure.linears

@@ -12,6 +12,7 @@ from kvconvert.calibration.calibquant import CalibQuantPass
 from kvconvert.calibration.clip_ratios import ClipRatioPass
 from kvconvert.calibration.error_feedback import ErrorFeedbackPass
 from kvconvert.calibration.gptq_pass import GptqPass
+from kvconvert.calibration.key_treatments import KeyTreatmentPass
 from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
@@ -30,6 +31,7 @@ PASSES: tuple[type[CalibrationPass], ...] = (
     AwqPass,
     GptqPass,
     StaticScalesPass,
+    KeyTreatmentPass,
     ErrorFeedbackPass,
     ClipRatioPass,
     CalibQuantPass,

@@ -17,6 +17,7 @@ files in `kvconvert/convert/presets`; dropping one in extends the command line. 
     preset = "oscar"      # a preset of kvconvert.methods, or "none" for a cache left alone; "oscar-paper" is the
                           # paper's method to the letter, of which calibration chooses only what the paper does
     key_group_size = 128  # any field of KVScheme replaces the preset's; without a preset, plain groups
+    calibrate_keys = false        # compare treatments of keys by layer and take the best; the preset default does
     calibrate_clip_ratios = true  # choose both clip ratios of each layer, but for the one that is given here
     calibrate_key_rounding = true # error feedback for keys of 1 to 3 bits, unless key_rounding is given here
     tau_grid = [0, 1, 2, 3]       # values tried for both shifts of spans, unless one is given here
@@ -34,7 +35,7 @@ files in `kvconvert/convert/presets`; dropping one in extends the command line. 
     max_perplexity_increase = 0.05 # relative: 0.05 allows 5 %
     min_passkey = 0.9              # share of passkeys found
 
-A table that is left out takes the default recipe's values: AWQ at 4 bits, `oscar`, no limits.
+A table that is left out takes the default recipe's values: AWQ at 4 bits, the preset `default`, no limits.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from pydantic import Field, ValidationError
 from kvconvert.convert.recipe_changes import TABLES, changed, described
 from kvconvert.convert.recipe_tables import LayerOverride, Limits, Table, read_kv, read_options, read_table
 from kvconvert.errors import RecipeError, UsageError
-from kvconvert.methods import PRESETS, KVCalibration, KVScheme, check_layers
+from kvconvert.methods import PRESETS, KVCalibration, KVScheme, check_layers, preset_calibration
 from kvconvert.methods.auto import CHOSEN_FIELDS, AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
 
@@ -69,8 +70,8 @@ class Recipe(Table):
 
     name: str = "default"
     weights: WeightsRecipe = WeightsRecipe()
-    kv: KVScheme | None = PRESETS["oscar"]
-    calibration: KVCalibration = KVCalibration()
+    kv: KVScheme | None = PRESETS["default"]
+    calibration: KVCalibration = preset_calibration("default")
     layers: list[LayerOverride] = Field(default_factory=list)
     limits: Limits = Limits()
     auto: AutoSearch | None = None
@@ -191,7 +192,7 @@ class Recipe(Table):
             where, name = (f"{known} with {described(changes)}" for known in (where, name))
             tables = changed(tables, changes, where)
         weights = read_table(WeightsRecipe, tables.get("weights", {}), "weights", where)
-        kv, calibration, layers = read_kv(tables.get("kv", {"preset": "oscar"}), where)
+        kv, calibration, layers = read_kv(tables.get("kv", {"preset": "default"}), where)
         limits = read_table(Limits, tables.get("limits", {}), "limits", where)
         auto = read_table(AutoSearch, tables["auto"], "auto", where) if "auto" in tables else None
         chosen = sorted(CHOSEN_FIELDS & {*tables.get("kv", {})})

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from kvconvert.methods.part import STRICT, LayerShape, Part, PlanTensor, option
+from kvconvert.methods.part import PRESET_SINKS, STRICT, LayerShape, Part, PlanTensor, option
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -22,6 +22,17 @@ class KeyCenter(Part):
     method = "key centers"
     summary = "the mean of a head's keys before RoPE is kept exactly, and only the difference is quantized"
     source = "ours"
+    # Widths alone: calibration chooses how each layer's keys are treated (methods/key_treatments.py), and until then
+    # they are quantized as they are.
+    presets = {
+        "default": {
+            "key_bits": 3,
+            "key_group_size": 128,
+            "value_group_size": 128,
+            "rotate_values": "folded",
+            "sink_tokens": PRESET_SINKS,
+        }
+    }
     plan_tensors = {
         "key_mean": "float32 [KV heads, D]: mean of the keys before RoPE, times the factor by which RoPE scales",
         "rope_frequencies": "float32 [D / 2]: radians per token of each pair of channels; 0 where RoPE turns nothing",

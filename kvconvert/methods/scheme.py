@@ -14,6 +14,7 @@ from kvconvert.methods.calibquant import CalibQuant, TauSearch
 from kvconvert.methods.clip_ratio import ClipRatio, ClipRatioSearch
 from kvconvert.methods.error_feedback import ErrorFeedback, KeyRoundingSearch
 from kvconvert.methods.key_center import KeyCenter
+from kvconvert.methods.key_treatments import KeyTreatmentSearch
 from kvconvert.methods.kitty import Kitty
 from kvconvert.methods.kivi import Kivi
 from kvconvert.methods.minikv import MiniKV
@@ -32,7 +33,7 @@ PARTS: tuple[type[Part], ...] = (
     ErrorFeedback,
     KeyCenter,
 )
-SEARCHES = (ClipRatioSearch, KeyRoundingSearch, TauSearch)
+SEARCHES = (KeyTreatmentSearch, ClipRatioSearch, KeyRoundingSearch, TauSearch)
 
 
 # Python collects a dataclass's fields from its last base to its first.
@@ -189,7 +190,7 @@ SEARCHED_FIELDS: tuple[str, ...] = tuple(field for part in PARTS for field in pa
 
 
 @dataclass(frozen=True, config=STRICT)
-class KVCalibration(TauSearch, KeyRoundingSearch, ClipRatioSearch):
+class KVCalibration(TauSearch, KeyRoundingSearch, ClipRatioSearch, KeyTreatmentSearch):
     """What calibration chooses for the cache; it is no part of a `KVScheme`, which describes the outcome alone.
 
     Attributes:
@@ -208,9 +209,14 @@ class KVCalibration(TauSearch, KeyRoundingSearch, ClipRatioSearch):
 
 
 def preset_calibration(name: str) -> KVCalibration:
-    """What calibration chooses for a preset: everything, or for `NAME-paper` what some paper has."""
+    """What calibration chooses for a preset; for `NAME-paper` what some paper has."""
     if name not in PAPER_PRESETS:
-        return KVCalibration()
+        own = {
+            option: value
+            for search in SEARCHES
+            for option, value in getattr(search, "presets", {}).get(name, {}).items()
+        }
+        return KVCalibration(**own)
     return KVCalibration(**{option: value for search in SEARCHES for option, value in search.paper.items()})
 
 

@@ -44,6 +44,14 @@ def pages_unsupported(config: PretrainedConfig, layer_type: str) -> str | None:
     return None
 
 
+def changing_rope(config: PretrainedConfig) -> str | None:
+    """Why a model's RoPE turns the same position by different angles at different lengths, or None."""
+    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = [parameters, *(kind for kind in parameters.values() if isinstance(kind, dict))]
+    changing = next((k["rope_type"] for k in kinds if k.get("rope_type") in ("dynamic", "longrope")), None)
+    return None if changing is None else f"RoPE of type {changing} has other angles where sequences are longer"
+
+
 def _uses_attention_interface(config: PretrainedConfig) -> bool:
     """Whether a model of transformers uses the attention interface; models from elsewhere are assumed to."""
     name = type(config).__module__

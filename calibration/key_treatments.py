@@ -1,0 +1,249 @@
+"""How a layer's keys are to be stored, found by measuring: with or without their constant part, rotated, normalized.
+
+No treatment is best for every model. A Hadamard rotation evens out the channels of some, and spreads over all channels
+what RoPE makes of a constant in others; where a few channels have the variance, more bits for these are better. So
+every treatment of `kvconvert.methods.key_treatments` is tried on a sample of the layer's attention, each with its own
+error feedback and a clip ratio that suits its bits, and
+
+    argmin over treatments of  E || (o_s(t) - o(t)) W_O^T ||^2
+
+is taken: the error of the layer's output with keys stored so and exact values, as for clip ratios
+(`calibration/clip_ratios.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler
+from kvconvert.calibration.clip_ratios import key_clip_ratio_errors, pages_read
+from kvconvert.calibration.error_feedback import QueryMoments, feedback_matrices
+from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWork, PassRequest, PassResult
+from kvconvert.calibration.ranks import ALONE, Ranks
+from kvconvert.calibration.rope import Rope, constant_part, ropes_of
+from kvconvert.errors import UnsupportedModelError
+from kvconvert.kernels.rotate import hadamard_transform
+from kvconvert.methods import KVCalibration, KVScheme
+from kvconvert.methods.key_treatments import Treatment, treatments
+from kvconvert.runtime.cache.formats import key_center, layer_format, rotations
+
+# With which treatments are compared, by the bits of their keys, on so many sequences of the sample: they differ by more
+# than clip ratios do. The pass that follows chooses the ratio, on all of the sample.
+CLIP_RATIOS = {1: 0.5, 2: 0.85, 3: 0.95, 4: 1.0, 8: 1.0}
+SEQUENCES = 4
+_DIGITS = 6
+
+
+@dataclass(frozen=True, eq=False)
+class ConstantPart:
+    """The constant part of a layer's keys, not rotated.
+
+    Attributes:
+        rope: of the layer.
+        mean: float32 [H, D], before RoPE.
+        share: float64 [H], of the energy of each head's keys.
+    """
+
+    rope: Rope
+    mean: Tensor
+    share: Tensor
+
+    def plan(self) -> dict[str, Tensor]:
+        """The tensors of the KV plan."""
+        return {
+            "key_mean": self.mean.cpu(),
+            "rope_frequencies": self.rope.frequencies.cpu(),
+            "rope_pairs": self.rope.pairs.int().cpu().contiguous(),
+        }
+
+
+def measure_constant_part(
+    keys: Tensor, embeddings: object, sink_tokens: int, changing_rope: str | None
+) -> ConstantPart | str:
+    """The constant part of keys [n, H, T, D] after RoPE, at positions 0 to T - 1 and not rotated otherwise.
+
+    Args:
+        keys: of the sample.
+        embeddings: what the layer got as `position_embeddings`.
+        sink_tokens: first tokens, which are not quantized and left out.
+        changing_rope: see `LayerWork`.
+
+    Returns:
+        the constant part, or why the layer can have none, as the end of a sentence.
+    """
+    ropes = changing_rope or ropes_of(embeddings, keys.shape[-1])
+    if isinstance(ropes, str):
+        return ropes
+    return ConstantPart(*constant_part(keys, ropes, min(sink_tokens, keys.shape[2] - 1)))
+
+
+class TreatmentSearch:
+    """The treatments of one layer's keys on a sample of its attention.
+
+    Args:
+        sample: in coordinates in which keys are rotated or not, as `rotated` says, without a constant left out.
+        rotated: see there.
+        constant: of the layer's keys, or why there is none.
+        cache: formats over which a treatment's own are laid.
+        search: what calibration chooses, of which error feedback and clip ratios count here.
+    """
+
+    def __init__(
+        self,
+        sample: AttentionSample,
+        rotated: bool,
+        constant: ConstantPart | str,
+        cache: CacheFormat,
+        search: KVCalibration,
+    ) -> None:
+        self.constant, self.cache, self.search = constant, cache, search
+        self._samples = {rotated: sample}
+        self._feedback: dict[bool, Tensor] = {}
+
+    def sample(self, rotated: bool) -> AttentionSample:
+        """The sample with keys and queries rotated or not."""
+        if rotated not in self._samples:
+            other = self._samples[not rotated]
+            turned = (hadamard_transform(side, inverse=not rotated) for side in (other.queries, other.keys))
+            self._samples[rotated] = replace(other, **dict(zip(("queries", "keys"), turned, strict=True)))
+        return self._samples[rotated]
+
+    def format_of(self, scheme: KVScheme) -> CacheFormat:
+        """The cache of a scheme: its keys' format, feedback and center; everything else is that of `cache`."""
+        heads, dim = self._samples[next(iter(self._samples))].keys.shape[1::2]
+        turned = self.cache.rotations._replace(keys=rotations(scheme).keys)
+        pages = replace(
+            self.cache.pages,
+            keys=layer_format(replace(scheme, boost_select="dynamic"), heads, dim, dim).keys,
+            key_feedback=None,
+            key_center=None,
+        )
+        if scheme.feeds_errors_back or self.search.chooses_error_feedback(scheme):
+            pages = replace(pages, key_feedback=self._feedback_of(turned.keys))
+        if scheme.centers_keys:
+            part = self.constant
+            pages = replace(pages, key_center=key_center(part.mean, part.rope.frequencies, part.rope.pairs, turned))
+        return replace(
+            self.cache,
+            pages=pages,
+            rotations=turned,
+            sink_tokens=scheme.sink_tokens,
+            key_recent_tokens=scheme.key_recent_tokens,
+        )
+
+    def _feedback_of(self, rotated: bool) -> Tensor:
+        if rotated not in self._feedback:
+            moments, sample = QueryMoments(), self.sample(rotated)
+            moments.update(sample.queries, sample.keys.shape[1])
+            self._feedback[rotated] = feedback_matrices(moments.result())[0].half()
+        return self._feedback[rotated]
+
+    def error(self, scheme: KVScheme, ranks: Ranks = ALONE) -> float:
+        """Relative error of the layer's output with keys stored so."""
+        cache = self.format_of(scheme)
+        searched = self.search.searches_clip_ratio("key")
+        ratio = CLIP_RATIOS[scheme.key_bits] if searched else scheme.key_clip_ratio
+        whole = self.sample(cache.rotations.keys)
+        some = replace(whole, **{name: getattr(whole, name)[:SEQUENCES] for name in ("queries", "keys", "values")})
+        return float(key_clip_ratio_errors(some, cache, (ratio,), ranks))
+
+    def best(
+        self, scheme: KVScheme, choices: Sequence[Treatment], ranks: Ranks = ALONE
+    ) -> tuple[Treatment, dict[str, float]]:
+        """The best treatment of a scheme, the first of equal ones, and every treatment's error by its name."""
+        errors: dict[str, float] = {}
+        possible = [t for t in choices if not (t.centers and isinstance(self.constant, str))]
+        for treatment in possible:
+            errors[treatment.name] = self.error(treatment.over(scheme), ranks)
+        return min(possible, key=lambda treatment: errors[treatment.name]), errors
+
+
+class KeyTreatmentPass(CalibrationPass):
+    """Choose how the layer's keys are stored, or measure the constant part that its scheme wants kept.
+
+    Stands before the passes that fit error feedback and clip ratios to what it chose.
+
+    Args:
+        sampler: takes the sample, earlier in the list of passes.
+        scheme: of the layer.
+        search: what calibration chooses.
+    """
+
+    name = "key_treatments"
+    reads_sample = True
+
+    def __init__(self, sampler: AttentionSampler, scheme: KVScheme, search: KVCalibration) -> None:
+        self.sampler, self.scheme, self.search = sampler, scheme, search
+        self._constant: ConstantPart | str = ""
+        self._chosen: Treatment | None = None
+        self._errors: dict[str, float] = {}
+        self._cache: CacheFormat | None = None
+        self._note = ""
+
+    @classmethod
+    def of(cls, request: PassRequest) -> KeyTreatmentPass | None:
+        """Of a scheme that keeps a constant part, or whose keys' treatment is to be chosen."""
+        scheme = request.scheme
+        if scheme is None or not (scheme.centers_keys or request.search.chooses_treatment(scheme)):
+            return None
+        return cls(request.sampler, scheme, request.search)
+
+    def solve(self, work: LayerWork) -> None:
+        """Measure the constant part, and try the treatments.
+
+        Raises:
+            UnsupportedModelError: the scheme asks for a constant part and the layer can have none.
+        """
+        cache, sample = work.cache, self.sampler.sample
+        keys = hadamard_transform(sample.keys, inverse=True) if cache.rotations.keys else sample.keys
+        self._constant = measure_constant_part(
+            keys, self.sampler.position_embeddings, cache.sink_tokens, work.changing_rope
+        )
+        if self.scheme.centers_keys and isinstance(self._constant, str):
+            raise UnsupportedModelError(
+                f'[kv] key_center = "calibrated" is not possible in {work.name}: {self._constant}; set key_center = '
+                '"none" there.'
+            )
+        search = TreatmentSearch(sample, cache.rotations.keys, self._constant, cache, self.search)
+        if self.search.chooses_treatment(self.scheme):
+            if pages_read(work.seq_len, cache.sink_tokens, cache.key_recent_tokens, cache.pages.keys.page_size):
+                choices = treatments(self.scheme, work.structure.head_dim)
+                self._chosen, self._errors = search.best(self.scheme, choices, work.ranks)
+            else:
+                self._note = f"sequences of {work.seq_len} tokens are too short to choose a treatment of keys"
+        scheme = self.scheme if self._chosen is None else self._chosen.over(self.scheme)
+        self._cache = search.format_of(scheme)
+        self.sampler.sample = search.sample(self._cache.rotations.keys)
+
+    def apply(self, work: LayerWork) -> None:
+        """Store keys so from here on; feedback and clip ratio are for the passes that follow."""
+        pages = replace(
+            self._cache.pages,
+            keys=replace(self._cache.pages.keys, clip_ratio=work.cache.pages.keys.clip_ratio),
+            key_feedback=work.cache.pages.key_feedback,
+        )
+        work.cache = replace(work.cache, pages=pages, rotations=self._cache.rotations)
+
+    def result(self) -> PassResult:
+        """What was chosen, every treatment's error, and the constant part where it is kept."""
+        fields: dict[str, Any] = {} if self._chosen is None else dict(self._chosen.fields)
+        kept = self.scheme.centers_keys if self._chosen is None else self._chosen.centers
+        statistics: dict[str, Any] = {}
+        if not isinstance(self._constant, str):
+            statistics["constant_share_of_key_energy"] = [float(f"{float(x):.4g}") for x in self._constant.share]
+        if self._errors:
+            statistics["output_error"] = _rounded(self._errors)
+        notes = [self._note] if self._note else []
+        if isinstance(self._constant, str) and self._chosen is not None:
+            notes.append(f"keys are stored with their constant part: {self._constant}")
+        return PassResult(
+            plan=self._constant.plan() if kept else {}, statistics=statistics, scheme=fields, notes=tuple(notes)
+        )
+
+
+def _rounded(errors: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{error:.{_DIGITS}g}") for name, error in errors.items()}

@@ -1,0 +1,94 @@
+"""Treatments of keys among which calibration chooses for each layer, at equal bytes or nearly.
+
+No single one is right for every model family (docs/choosing.md), so that the preset `default` states widths and leaves
+the treatment to measurement. What stands in the scheme until then is the one that no family suffers from: keys as they
+are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from kvconvert.methods.part import STRICT, option
+
+# Fields of a scheme that a treatment states.
+TREATED_FIELDS = ("rotate_keys", "token_norm", "key_center", "key_bits", "key_group_size", "boost_fraction")
+# Where channels are boosted, fewer bits or larger groups pay for it: of (bits, group size), what costs as much or less.
+BOOSTED_INSTEAD = {(3, 128): (2, 128, 0.5), (2, 32): (2, 128, 0.375), (2, 64): (2, 128, 0.125)}
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """One way to store keys.
+
+    Attributes:
+        name: for statistics and tables.
+        fields: of the `KVScheme`.
+    """
+
+    name: str
+    fields: Mapping[str, Any] = field(hash=False)
+
+    @property
+    def centers(self) -> bool:
+        """Whether the constant part of keys is kept apart."""
+        return self.fields["key_center"] != "none"
+
+    def over(self, scheme: Any) -> Any:
+        """The scheme with keys stored so."""
+        return replace(scheme, **self.fields)
+
+
+def treatments(scheme: Any, head_dim: int) -> list[Treatment]:
+    """What keys of a scheme may become, the plainest first: they win where nothing is gained.
+
+    Args:
+        scheme: whose widths and groups count; a treatment may not take more bits than these and a norm per token.
+        head_dim: D, even where a constant can be kept.
+    """
+    boosted = BOOSTED_INSTEAD.get((scheme.key_bits, scheme.key_group_size))
+    own = {"key_bits": scheme.key_bits, "key_group_size": scheme.key_group_size, "boost_fraction": 0.0}
+    found = []
+    for center in ("none", "calibrated") if head_dim % 2 == 0 else ("none",):
+        before = "centered, " if center == "calibrated" else ""
+        for rotation, norm in (("none", "none"), ("hadamard", "none"), ("hadamard", "joint"), ("none", "joint")):
+            words = {("none", "none"): "plain", ("hadamard", "none"): "rotated"}
+            words |= {("hadamard", "joint"): "rotated, normalized", ("none", "joint"): "normalized"}
+            fields = {"rotate_keys": rotation, "token_norm": norm, "key_center": center} | own
+            found.append(Treatment(before + words[rotation, norm], fields))
+        if boosted is not None:
+            bits, group, share = boosted
+            fields = {"rotate_keys": "none", "token_norm": "none", "key_center": center}
+            fields |= {"key_bits": bits, "key_group_size": group, "boost_fraction": share}
+            found.append(Treatment(before + "boosted", fields))
+    return found
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class KeyTreatmentSearch:
+    """What calibration chooses of it."""
+
+    # No paper compares them; the preset `default` does.
+    paper = {"calibrate_keys": False}
+    presets = {"default": {"calibrate_keys": True}}
+
+    calibrate_keys: bool = option(
+        False,
+        "true or false",
+        "compare treatments of keys ([constant part kept or not] x [plain, rotated, boosted] x [norm or not]) by the "
+        "error of each layer's output, and take the best, in the place of what rotate_keys, token_norm, key_center and "
+        "boost_fraction say",
+    )
+
+    def chooses_treatment(self, scheme: Any) -> bool:
+        """Whether calibration is to choose how the keys of a scheme are stored."""
+        pages = not (scheme.compresses_prompts() or scheme.is_static)
+        return self.calibrate_keys and pages and scheme.key_bits < 16
+
+    def searched(self, scheme: Any) -> list[str]:
+        """The fields that are to be chosen, for messages."""
+        return ["rotate_keys", "token_norm", "key_center"] if scheme and self.chooses_treatment(scheme) else []
