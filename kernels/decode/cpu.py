@@ -12,6 +12,7 @@ import torch
 
 from kvconvert.kernels.decode.page_products import page_scores, weighted_page_values
 from kvconvert.kernels.decode.stored import PageTile, ResidualTokens, SpanTokens
+from kvconvert.kernels.pages.center import projected_scores
 from kvconvert.kernels.pages.formats import LayerFormat
 from kvconvert.kernels.spans.reference import shift_scores, span_scores, weighted_span_values
 
@@ -56,6 +57,8 @@ def paged_attention(
     grouped = queries.float().reshape(batch, heads, query_heads // heads * length, -1)
     # Soft caps need the scores themselves.
     scaled = grouped if softcap else grouped * scaling
+    center = format.key_center
+    projected = None if center is None else scaled @ center.matrix.float()
     state = _Softmax(grouped, format.values.head_dim)
 
     def weights_of(rows: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
@@ -65,7 +68,11 @@ def paged_attention(
 
     for tile in tiles:
         asking = scaled if batch == 1 else scaled[tile.rows]
-        weights = weights_of(tile.rows, page_scores(asking, tile.keys, format), tile.visible)
+        scores = page_scores(asking, tile.keys, format)
+        if projected is not None and not isinstance(tile.keys, torch.Tensor):
+            here = projected if batch == 1 else projected[tile.rows]
+            scores += projected_scores(here, tile.positions, format.keys.page_size, center)
+        weights = weights_of(tile.rows, scores, tile.visible)
         state.add(tile.rows, weighted_page_values(weights, tile.values, format))
     for part in residuals:
         asking = scaled if batch == 1 else scaled[part.rows]

@@ -100,12 +100,14 @@ class PageTile:
         values: N value pages, or full-precision values [N, H, P, E].
         rows: int64 [N], the batch row that each page belongs to.
         visible: bool [N, H or 1, T, P], which tokens each of the T queries may see; None when all may see all.
+        positions: int64 [N], of each page's first token, where key pages lack a constant part; else None.
     """
 
     keys: KeyPages | torch.Tensor
     values: ValuePages | torch.Tensor
     rows: torch.Tensor
     visible: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ import torch
 from kvconvert.errors import UsageError
 from kvconvert.kernels.pages import (
     ChannelScales,
+    KeyCenter,
     KeyFormat,
     KeyPages,
     PageAddresses,
     ValueFormat,
     ValuePages,
+    add_centers,
     dequantize_into,
 )
 
@@ -51,11 +53,15 @@ class HistoryPart:
     Attributes:
         tokens: n > 0.
         keys: of D channels; values: of E channels.
+        center: what pages of keys leave out, see `kernels/pages/center.py`; None for whole keys.
+        position: of the first token, where there is a center.
     """
 
     tokens: int
     keys: Source
     values: Source
+    center: KeyCenter | None = None
+    position: int = 0
 
     @property
     def step(self) -> int:
@@ -94,6 +100,9 @@ class Workspace:
         """Put `count` tokens of a part, from its token `start` on, at token `at` of the workspace."""
         for source, room in zip(part.sides, (self.keys, self.values), strict=True):
             _write(source, start, room[:, at : at + count])
+        if part.center is not None and not isinstance(part.keys, torch.Tensor):
+            size = part.keys.format.page_size
+            add_centers(self.keys[:, at : at + count], part.position + start, size, part.center)
 
     def tiles(self, parts: Sequence[HistoryPart]) -> Iterator[int]:
         """Fill the workspace again and again with what the parts hold; yields the number of tokens of each tile.

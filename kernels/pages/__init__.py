@@ -19,7 +19,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvconvert.kernels import device
-from kvconvert.kernels.pages.center import KeyCenter, center_scores, page_centers, page_features, rope_matrix
+from kvconvert.kernels.pages.center import (
+    KeyCenter,
+    add_centers_reference,
+    center_scores,
+    page_centers,
+    page_features,
+    projected_scores,
+    rope_matrix,
+)
 from kvconvert.kernels.pages.feedback import round_with_feedback, round_with_feedback_reference
 from kvconvert.kernels.pages.flag import new_flag, raise_if_flagged
 from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales, KeyFormat, LayerFormat, ValueFormat
@@ -57,6 +65,7 @@ __all__ = [
     "PageWrites",
     "ValueFormat",
     "ValuePages",
+    "add_centers",
     "center_scores",
     "dequantize_into",
     "dequantize_keys",
@@ -70,6 +79,7 @@ __all__ = [
     "page_centers",
     "page_features",
     "pages_of",
+    "projected_scores",
     "quantize_at",
     "quantize_in_place",
     "quantize_keys",
@@ -129,6 +139,19 @@ def quantize_at(
     from kvconvert.kernels.pages.triton.launch import quantize_addressed
 
     quantize_addressed(writes, like, pages, flag, channels, static)
+
+
+def add_centers(tokens: torch.Tensor, position: int, page_size: int, center: KeyCenter, sign: int = 1) -> None:
+    """Add what keys lack to their pages' tokens in place, or take it away before they are quantized.
+
+    Args:
+        tokens: [H, n, D] in any float dtype, of consecutive pages.
+        position: of the first of them.
+        page_size: tokens of a page.
+        center: of the layer.
+        sign: 1 or -1.
+    """
+    add_centers_reference(tokens, position, page_size, center, sign)
 
 
 def quantize_in_place(

@@ -22,10 +22,13 @@ with t w rounded to float32 once, so that every path that has to agree rounds al
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+# Pages whose constant parts are computed at a time: bounds the float32 copies that a long prompt's pages need.
+PAGES_AT_ONCE = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +42,15 @@ class KeyCenter:
 
     matrix: Tensor
     frequencies: Tensor
+    _steps: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def steps(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """phi of 0 ... count - 1: [count, 2F]; the same tensor at every call, whose address kernels may keep."""
+        if (count, dtype) not in self._steps:
+            with torch.inference_mode(False):
+                steps = page_features(self.frequencies.new_zeros(1), count, self.frequencies)
+                self._steps[count, dtype] = steps[0].to(dtype)
+        return self._steps[count, dtype]
 
 
 def rope_matrix(mean: Tensor, frequencies: Tensor, pairs: Tensor) -> Tensor:
@@ -86,5 +98,24 @@ def center_scores(queries: Tensor, starts: Tensor, count: int, center: KeyCenter
     Returns:
         float32 [N, H, R, count].
     """
-    features = page_features(starts, count, center.frequencies)
-    return (queries @ center.matrix.float()) @ features.unsqueeze(1).transpose(2, 3)
+    return projected_scores(queries @ center.matrix.float(), starts, count, center)
+
+
+def projected_scores(projected: Tensor, starts: Tensor, count: int, center: KeyCenter) -> Tensor:
+    """`center_scores` of q M, float32 [N or 1, H, R, 2F]: turned back by each page's first position, which is less work
+    than turning `count` tokens' features on, then multiplied with features that all pages share.
+    """
+    angle = (starts.float().unsqueeze(1) * center.frequencies)[:, None, None]
+    cos, sin = angle.cos(), angle.sin()
+    first, second = projected.chunk(2, -1)
+    turned = torch.cat([first * cos + second * sin, second * cos - first * sin], -1)
+    return turned @ center.steps(count).T
+
+
+def add_centers_reference(tokens: Tensor, position: int, page_size: int, center: KeyCenter, sign: int) -> None:
+    """Add sign * c(t) in place to tokens [H, n, D] of consecutive pages, the first of which begins at `position`."""
+    for first in range(0, tokens.shape[1], PAGES_AT_ONCE * page_size):
+        some = tokens[:, first : first + PAGES_AT_ONCE * page_size]
+        starts = torch.arange(0, some.shape[1], page_size, device=tokens.device) + (position + first)
+        centers = page_centers(starts, page_size, center).transpose(0, 1).flatten(1, 2)
+        some.copy_(some.float().add_(centers[:, : some.shape[1]], alpha=sign))

@@ -254,7 +254,12 @@ class StoredRows:
                 heads = max(x.shape[0] for x in seen)
                 visible = torch.stack([x.expand(heads, -1, -1) for x in seen])
             keys, values = _read(store, part, True), _read(store, part, False)
-            yield PageTile(keys, values, torch.tensor([row for row, _ in part], device=store.device), visible)
+            positions = None
+            if store.format.key_center is not None:
+                positions = [store.sequences[row].page_position(page, store.page_size) for row, page in part]
+                positions = torch.tensor(positions, device=store.device)
+            rows = torch.tensor([row for row, _ in part], device=store.device)
+            yield PageTile(keys, values, rows, visible, positions)
 
 
 def _read(store: LayerStore, part: list[tuple[int, int]], is_key: bool) -> KeyPages | ValuePages | torch.Tensor:

@@ -11,6 +11,7 @@ from kvconvert.errors import KvconvertError, NumericError
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import (
     PageWrites,
+    add_centers,
     new_flag,
     quantize_at,
     quantize_in_place,
@@ -197,7 +198,11 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
         for store, storage in zip(stores, storages, strict=True):
             tokens = [_tokens(_buffer(store, part, is_key), part, size) for part in pending]
             pages = [view for part in pending for view in storage.views(part.numbers)]
-            feedback = store.format.key_feedback if is_key else None
+            feedback, center = (store.format.key_feedback, store.format.key_center) if is_key else (None, None)
+            if center is not None:
+                # These tokens leave their buffers right after.
+                for part, some in zip(pending, tokens, strict=True):
+                    add_centers(some, part.position, size, center, sign=-1)
             with _NamedErrors([store], 1):
                 quantize_in_place(tokens, pages, first.flag, channels, static, store.fall_back, feedback)
         return

@@ -54,12 +54,14 @@ class PendingPages(NamedTuple):
         start: index of their first token.
         numbers: under which they will be stored.
         used: tokens in the buffer before the pages leave it.
+        position: of their first token among all of the sequence's, see `Sequence.page_position`.
     """
 
     row: int
     start: int
     numbers: tuple[int, ...]
     used: int
+    position: int
 
 
 class Discard(NamedTuple):
@@ -387,7 +389,8 @@ class LayerGroup(Generic[Store]):
             count = (side.buffered - sequence.sink_tokens - recent - held_back) // size
             if count > 0:
                 taken = numbers.reserve(count)
-                pending.append(PendingPages(row, sequence.sink_tokens, taken, side.buffered))
+                position = sequence.page_position(len(side.pages), size)
+                pending.append(PendingPages(row, sequence.sink_tokens, taken, side.buffered, position))
                 side = Side(side.buffered - count * size, side.pages + taken)
                 self.touch(row)
             sides.append(side)

@@ -123,14 +123,15 @@ def _parts(store: LayerStore, row: int, own: int, window: int | None) -> list[Hi
     starts = [sinks + (pages - len(side.pages)) * size for side in sides]
     residual = [buffer.tokens(start, stop) for buffer, start, stop in zip(buffers, starts, before, strict=True)]
     outside = window is not None and sequence.dropped
+    center = store.format.key_center
     found = [
-        (0 if outside else sinks, [buffer.tokens(0, sinks) for buffer in buffers]),
-        (both * size, source.pages(0, both)),
-        ((pages - both) * size, half_quantized),
-        (residual[0].shape[1], residual),
-        *source.spans(),
+        HistoryPart(0 if outside else sinks, *(buffer.tokens(0, sinks) for buffer in buffers)),
+        HistoryPart(both * size, *source.pages(0, both), center, sequence.page_position(0, size)),
+        HistoryPart((pages - both) * size, *half_quantized, center, sequence.page_position(both, size)),
+        HistoryPart(residual[0].shape[1], *residual),
+        *(HistoryPart(tokens, *sides) for tokens, sides in source.spans()),
     ]
-    return [HistoryPart(tokens, *parts) for tokens, parts in found if tokens]
+    return [part for part in found if part.tokens]
 
 
 class _Readers:

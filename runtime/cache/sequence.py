@@ -88,6 +88,10 @@ class Sequence:
         """Sink tokens and tokens after the last page of either side."""
         return self.keys.buffered - (self.pages - len(self.keys.pages)) * page_size
 
+    def page_position(self, page: int, page_size: int) -> int:
+        """How many tokens came before page `page`, 0 being the first one that is not dropped."""
+        return self.sink_tokens + (self.dropped + page) * page_size
+
     def before(self, position: int) -> int:
         """How many tokens have a position below `position`; kept ones all count."""
         return self.kept + self.positions.before(position)

@@ -271,7 +271,7 @@ class LayerStore:
         """Positions of the tokens of `residual`: int64 [n] or [H, n]."""
         sequence = self.sequences[row]
         first = self.positions(row, 0, sequence.sink_tokens)
-        after = sequence.sink_tokens + (sequence.dropped + sequence.pages) * self.page_size
+        after = sequence.page_position(sequence.pages, self.page_size)
         rest = self.positions(row, after, len(sequence))
         if first.dim() != rest.dim():
             heads = max(first, rest, key=torch.Tensor.dim).shape[0]
@@ -281,7 +281,7 @@ class LayerStore:
     def page_positions(self, row: int, page: int, count: int = 1) -> torch.Tensor:
         """Positions of the tokens of pages from page `page` on (0 is the first one not dropped): [n] or [H, n]."""
         sequence, size = self.sequences[row], self.page_size
-        first = sequence.sink_tokens + (sequence.dropped + page) * size
+        first = sequence.page_position(page, size)
         return self.positions(row, first, first + count * size)
 
     def residual(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -57,8 +57,10 @@ class Layer:
             del self.buffers[row][side][start:stop]
         for side, pending in enumerate((plan.keys, plan.values)):
             in_use = {n for s in self.sequences for n in (s.keys, s.values)[side].pages}
-            for row, start, numbers, used in pending:
+            for row, start, numbers, used, position in pending:
                 buffer = self.buffers[row][side]
+                after = plan.after[row]
+                assert after.evicted or buffer[start] == after.position(position)
                 assert len(buffer) == used
                 assert not in_use & set(numbers)
                 in_use |= set(numbers)
