@@ -13,7 +13,7 @@ is taken: the error of the layer's output with keys stored so and exact values, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,10 +26,10 @@ from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWo
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.rope import Rope, constant_part, ropes_of
 from kvconvert.errors import UnsupportedModelError
+from kvconvert.kernels.pages import key_center
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.key_treatments import Treatment, treatments
-from kvconvert.runtime.cache.formats import key_center, layer_format, rotations
 
 # With which treatments are compared, by the bits of their keys, on so many sequences of the sample: they differ by more
 # than clip ratios do. The pass that follows chooses the ratio, on all of the sample.
@@ -85,10 +85,10 @@ class TreatmentSearch:
     """The treatments of one layer's keys on a sample of its attention.
 
     Args:
-        sample: in coordinates in which keys are rotated or not, as `rotated` says, without a constant left out.
-        rotated: see there.
+        sample: of the layer's attention, in the coordinates of a cache that rotates keys or does not.
+        rotated: whether it does.
         constant: of the layer's keys, or why there is none.
-        cache: formats over which a treatment's own are laid.
+        formats: a scheme in the terms of kernels, without what calibration makes.
         search: what calibration chooses, of which error feedback and clip ratios count here.
     """
 
@@ -97,10 +97,10 @@ class TreatmentSearch:
         sample: AttentionSample,
         rotated: bool,
         constant: ConstantPart | str,
-        cache: CacheFormat,
+        formats: Callable[[KVScheme], CacheFormat],
         search: KVCalibration,
     ) -> None:
-        self.constant, self.cache, self.search = constant, cache, search
+        self.constant, self.formats, self.search = constant, formats, search
         self._samples = {rotated: sample}
         self._feedback: dict[bool, Tensor] = {}
 
@@ -113,27 +113,16 @@ class TreatmentSearch:
         return self._samples[rotated]
 
     def format_of(self, scheme: KVScheme) -> CacheFormat:
-        """The cache of a scheme: its keys' format, feedback and center; everything else is that of `cache`."""
-        heads, dim = self._samples[next(iter(self._samples))].keys.shape[1::2]
-        turned = self.cache.rotations._replace(keys=rotations(scheme).keys)
-        pages = replace(
-            self.cache.pages,
-            keys=layer_format(replace(scheme, boost_select="dynamic"), heads, dim, dim).keys,
-            key_feedback=None,
-            key_center=None,
-        )
+        """The cache of a scheme, with error feedback and a constant part where it has them."""
+        cache = self.formats(scheme)
+        rotated, pages = cache.rotations.keys, cache.pages
         if scheme.feeds_errors_back or self.search.chooses_error_feedback(scheme):
-            pages = replace(pages, key_feedback=self._feedback_of(turned.keys))
+            pages = replace(pages, key_feedback=self._feedback_of(rotated))
         if scheme.centers_keys:
             part = self.constant
-            pages = replace(pages, key_center=key_center(part.mean, part.rope.frequencies, part.rope.pairs, turned))
-        return replace(
-            self.cache,
-            pages=pages,
-            rotations=turned,
-            sink_tokens=scheme.sink_tokens,
-            key_recent_tokens=scheme.key_recent_tokens,
-        )
+            center = key_center(part.mean, part.rope.frequencies, part.rope.pairs, rotated)
+            pages = replace(pages, key_center=center)
+        return replace(cache, pages=pages)
 
     def _feedback_of(self, rotated: bool) -> Tensor:
         if rotated not in self._feedback:
@@ -171,13 +160,20 @@ class KeyTreatmentPass(CalibrationPass):
         sampler: takes the sample, earlier in the list of passes.
         scheme: of the layer.
         search: what calibration chooses.
+        formats: see `TreatmentSearch`.
     """
 
     name = "key_treatments"
     reads_sample = True
 
-    def __init__(self, sampler: AttentionSampler, scheme: KVScheme, search: KVCalibration) -> None:
-        self.sampler, self.scheme, self.search = sampler, scheme, search
+    def __init__(
+        self,
+        sampler: AttentionSampler,
+        scheme: KVScheme,
+        search: KVCalibration,
+        formats: Callable[[KVScheme], CacheFormat],
+    ) -> None:
+        self.sampler, self.scheme, self.search, self.formats = sampler, scheme, search, formats
         self._constant: ConstantPart | str = ""
         self._chosen: Treatment | None = None
         self._errors: dict[str, float] = {}
@@ -190,7 +186,7 @@ class KeyTreatmentPass(CalibrationPass):
         scheme = request.scheme
         if scheme is None or not (scheme.centers_keys or request.search.chooses_treatment(scheme)):
             return None
-        return cls(request.sampler, scheme, request.search)
+        return cls(request.sampler, scheme, request.search, request.formats)
 
     def solve(self, work: LayerWork) -> None:
         """Measure the constant part, and try the treatments.
@@ -208,7 +204,7 @@ class KeyTreatmentPass(CalibrationPass):
                 f'[kv] key_center = "calibrated" is not possible in {work.name}: {self._constant}; set key_center = '
                 '"none" there.'
             )
-        search = TreatmentSearch(sample, cache.rotations.keys, self._constant, cache, self.search)
+        search = TreatmentSearch(sample, cache.rotations.keys, self._constant, self.formats, self.search)
         if self.search.chooses_treatment(self.scheme):
             if pages_read(work.seq_len, cache.sink_tokens, cache.key_recent_tokens, cache.pages.keys.page_size):
                 choices = treatments(self.scheme, work.structure.head_dim)
@@ -221,12 +217,9 @@ class KeyTreatmentPass(CalibrationPass):
 
     def apply(self, work: LayerWork) -> None:
         """Store keys so from here on; feedback and clip ratio are for the passes that follow."""
-        pages = replace(
-            self._cache.pages,
-            keys=replace(self._cache.pages.keys, clip_ratio=work.cache.pages.keys.clip_ratio),
-            key_feedback=work.cache.pages.key_feedback,
-        )
-        work.cache = replace(work.cache, pages=pages, rotations=self._cache.rotations)
+        pages, chosen = work.cache.pages, self._cache.pages
+        keys = replace(pages, keys=chosen.keys, key_center=chosen.key_center)
+        work.cache = replace(work.cache, pages=keys, rotations=self._cache.rotations)
 
     def result(self) -> PassResult:
         """What was chosen, every treatment's error, and the constant part where it is kept."""

@@ -153,6 +153,7 @@ class PassRequest:
         search: what calibration chooses of it.
         structure: names of the layer's parts.
         sampler: takes a sample of the layer's attention for the passes that ask for one (`reads_sample`).
+        formats: a scheme of the layer's cache in the terms of kernels, as it stands before calibration.
     """
 
     weights: WeightsRecipe
@@ -160,6 +161,7 @@ class PassRequest:
     search: KVCalibration
     structure: LayerStructure
     sampler: CalibrationPass
+    formats: Callable[[KVScheme], CacheFormat]
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvconvert.kernels.rotate import hadamard_transform
+
 # Pages whose constant parts are computed at a time: bounds the float32 copies that a long prompt's pages need.
 PAGES_AT_ONCE = 32
 
@@ -69,6 +71,20 @@ def rope_matrix(mean: Tensor, frequencies: Tensor, pairs: Tensor) -> Tensor:
     matrix[:, first, each], matrix[:, first, count + each] = a, -b
     matrix[:, second, each], matrix[:, second, count + each] = b, a
     return matrix
+
+
+def key_center(mean: Tensor, frequencies: Tensor, pairs: Tensor, rotated: bool) -> KeyCenter:
+    """The constant part of a layer's keys in the coordinates in which they are stored.
+
+    Args:
+        mean, frequencies, pairs: see `rope_matrix`.
+        rotated: whether keys are stored after their Hadamard rotation.
+    """
+    frequencies = frequencies.to(mean.device, torch.float32).contiguous()
+    matrix = rope_matrix(mean, frequencies, pairs.to(mean.device))
+    if rotated:
+        matrix = hadamard_transform(matrix.transpose(1, 2)).transpose(1, 2)
+    return KeyCenter(matrix.half().contiguous(), frequencies)
 
 
 def page_features(starts: Tensor, count: int, frequencies: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -44,7 +45,7 @@ def make_passes(
 ) -> list[CalibrationPass]:
     """The passes that a recipe asks for in one layer, in order; the sampler stands before the first that needs it."""
     sampler = AttentionSampler()
-    request = PassRequest(weights, scheme, search, structure, sampler)
+    request = PassRequest(weights, scheme, search, structure, sampler, partial(cache_format, structure=structure))
     passes = [made for kind in PASSES if (made := kind.of(request)) is not None]
     first = next((i for i, made in enumerate(passes) if made.reads_sample), None)
     if first is not None:

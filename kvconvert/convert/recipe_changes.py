@@ -12,7 +12,7 @@ from kvconvert.errors import RecipeError, UsageError
 
 TABLES = ("weights", "kv", "auto", "limits")
 # What a table holds before a change, where the recipe leaves it out.
-_LEFT_OUT = {"kv": {"preset": "oscar"}}
+_LEFT_OUT = {"kv": {"preset": "default"}}
 # Means nothing where weights are kept.
 _OF_QUANTIZED_WEIGHTS = ("weights.bits", "weights.average_bits", "weights.group_size", "weights.modules")
 

@@ -25,12 +25,12 @@ from kvconvert.methods.awq import WeightsRecipe, describe
 HEADS, HEAD_DIM = 8, 128  # of the layer for which sizes are stated
 # What each preset is for.
 USES = {
-    "default": "a good start: the same as oscar",
+    "default": "a good start: 3-bit keys, 2-bit values, every layer measured",
     "auto": "the best pages for a given size; measures every layer (needs --kv-bits)",
     "kv-only": "weights stay as they are",
     "weights-only": "the cache stays as it is",
     "rtn": "quick, without a search of weights; what AWQ is compared with",
-    "oscar": "pages of rotated keys and values with token norms; a good start",
+    "oscar": "pages of rotated keys and values with token norms",
     "oscar-g128": "the smallest pages of these; with --key-bits 4 less error than oscar",
     "kivi": "plain pages, no change to the weights",
     "kitty": "pages, an eighth of the key channels at 4 bits",

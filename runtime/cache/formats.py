@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 
 from kvconvert.errors import RecipeError
-from kvconvert.kernels.pages import ChannelScales, KeyCenter, KeyFormat, LayerFormat, ValueFormat, rope_matrix
-from kvconvert.kernels.rotate import Rotations, hadamard_transform
+from kvconvert.kernels.pages import ChannelScales, KeyCenter, KeyFormat, LayerFormat, ValueFormat, key_center
+from kvconvert.kernels.rotate import Rotations
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVScheme
 
@@ -73,19 +73,6 @@ def with_plan(
     )
 
 
-def key_center(mean: torch.Tensor, frequencies: torch.Tensor, pairs: torch.Tensor, rotations: Rotations) -> KeyCenter:
-    """The constant part of a layer's keys in the coordinates in which they are stored.
-
-    Args:
-        mean: float32 [H, D], before RoPE; frequencies: float32 [D / 2]; pairs: int [D / 2, 2], see `rope_matrix`.
-        rotations: of the layer's cache.
-    """
-    matrix = rope_matrix(mean, frequencies.to(mean.device), pairs.to(mean.device))
-    if rotations.keys:
-        matrix = hadamard_transform(matrix.transpose(1, 2)).transpose(1, 2)
-    return KeyCenter(matrix.half().contiguous(), frequencies.to(mean.device, torch.float32).contiguous())
-
-
 def _key_center(f: KeyFormat, scheme: KVScheme, plan: Mapping[str, torch.Tensor], device: torch.device) -> KeyCenter:
     """The center of a layer whose pages hold keys without it."""
     tensors = []
@@ -102,7 +89,7 @@ def _key_center(f: KeyFormat, scheme: KVScheme, plan: Mapping[str, torch.Tensor]
                 f'{"none" if found is None else found}; use a bundle calibrated so, or key_center = "none".'
             )
         tensors.append(tensor.to(device))
-    return key_center(*tensors, rotations(scheme))
+    return key_center(*tensors, rotations(scheme).keys)
 
 
 def _key_feedback(f: KeyFormat, plan: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -11,6 +11,7 @@ from kvconvert.calibration.calibquant import CalibQuantPass
 from kvconvert.calibration.clip_ratios import ClipRatioPass
 from kvconvert.calibration.error_feedback import ErrorFeedbackPass
 from kvconvert.calibration.gptq_pass import GptqPass
+from kvconvert.calibration.key_treatments import KeyTreatmentPass
 from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
@@ -18,9 +19,11 @@ from kvconvert.calibration.protocol import CalibrationPass
 from kvconvert.calibration.static_scales import StaticScalesPass
 from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.spans import SpanFormat
+from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.calibquant import CalibQuant
 from kvconvert.methods.clip_ratio import ClipRatio
 from kvconvert.methods.error_feedback import ErrorFeedback
+from kvconvert.methods.key_center import KeyCenter
 from kvconvert.methods.kitty import Kitty
 from kvconvert.methods.minikv import MiniKV
 from kvconvert.methods.oscar import Oscar
@@ -36,6 +39,11 @@ def sampled(make):
     return [sampler, make(sampler)]
 
 
+def centering(sampler):
+    """A pass that keeps the constant part of keys."""
+    return KeyTreatmentPass(sampler, KVScheme(key_center="calibrated"), KVCalibration(), lambda scheme: cache_format())
+
+
 # The method of each pass, if it leaves tensors; the pass with every option on; and the format of the layer's cache.
 CASES = {
     AwqPass: (None, lambda: [AwqPass(4, 32)], {}),
@@ -43,6 +51,7 @@ CASES = {
     ClipRatioPass: (ClipRatio, lambda: sampled(ClipRatioPass), {}),
     ErrorFeedbackPass: (ErrorFeedback, lambda: [ErrorFeedbackPass()], {}),
     GptqPass: (None, lambda: [GptqPass(4, 32)], {}),
+    KeyTreatmentPass: (KeyCenter, lambda: sampled(centering), {}),
     KittyPass: (Kitty, lambda: [KittyPass("calibrated")], {"pages": BOOSTED}),
     MiniKVPass: (MiniKV, lambda: sampled(lambda s: MiniKVPass(s, 0.25)), {}),
     OscarPass: (Oscar, lambda: [OscarPass(True, 32)], {}),

@@ -312,7 +312,7 @@ def test_what_no_pass_changes_keeps_the_sources_bytes_and_dtype(tmp_path, text, 
 
 def test_head_sizes_that_the_value_group_does_not_divide_are_resolved(tmp_path, text):
     model = save_checkpoint(tmp_path / "model", head_dim=48)
-    record = run(model, tmp_path / "work", text).layer_record(0)
+    record = run(model, tmp_path / "work", text, recipe=Recipe.load("oscar")).layer_record(0)
     assert KVScheme.from_dict(record.scheme).rotate_values == "folded"
     assert (record.head_dim, record.num_key_value_heads, record.value_group_size) == (48, 2, 24)
     assert record.rotation == "paley(12) x sylvester(4)"

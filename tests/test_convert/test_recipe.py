@@ -20,7 +20,7 @@ def test_every_preset_loads_and_survives_being_recorded(name):
     assert Recipe.from_dict(recipe.to_dict()) == recipe
 
 
-def test_default_is_awq_4_bit_with_oscar():
+def test_default_is_awq_4_bit_with_a_cache_whose_keys_are_measured():
     recipe = Recipe.load("default")
     assert recipe.weights.model_dump() == {
         "method": "awq",
@@ -29,13 +29,15 @@ def test_default_is_awq_4_bit_with_oscar():
         "average_bits": None,
         "modules": [],
     }
-    assert recipe.kv == PRESETS["oscar"]
+    assert recipe.kv == PRESETS["default"]
+    assert recipe.calibration.calibrate_keys
     assert recipe.limits.as_set() == {}
 
 
 def test_a_table_that_is_left_out_takes_the_default(tmp_path):
     recipe = load(tmp_path, '[weights]\nmethod = "rtn"\n')
-    assert (recipe.name, recipe.weights.method, recipe.kv) == ("mine", "rtn", PRESETS["oscar"])
+    assert (recipe.name, recipe.weights.method, recipe.kv) == ("mine", "rtn", PRESETS["default"])
+    assert recipe.calibration.calibrate_keys
 
 
 def test_fields_replace_the_values_of_a_kv_preset(tmp_path):

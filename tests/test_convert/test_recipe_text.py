@@ -107,12 +107,13 @@ def test_every_preset_is_listed_with_its_bits_and_when_to_take_it():
 def test_a_change_is_as_if_the_file_said_so(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(
-        '[kv]\npreset = "oscar"\nkey_bits = 3\nkey_clip_ratio = 0.9\n[weights]\ngroup_size = 32\n[limits]\nmax_kl = 1\n'
+        '[kv]\npreset = "default"\nkey_bits = 4\nkey_clip_ratio = 0.9\n[weights]\ngroup_size = 32\n'
+        "[limits]\nmax_kl = 1\n"
     )
-    changes = {"kv.key_bits": 3, "kv.key_clip_ratio": 0.9, "weights.group_size": 32, "limits.max_kl": 1}
+    changes = {"kv.key_bits": 4, "kv.key_clip_ratio": 0.9, "weights.group_size": 32, "limits.max_kl": 1}
     assert meaning(Recipe.load("default", changes)) == meaning(Recipe.load(str(file)))
     file.write_text("[limits]\nmax_kl = 1\n")
-    assert Recipe.load(str(file), {"kv.key_bits": 4}).kv == Recipe.load("oscar", {"kv.key_bits": 4}).kv
+    assert Recipe.load(str(file), {"kv.key_bits": 4}).kv == Recipe.load("default", {"kv.key_bits": 4}).kv
 
 
 @pytest.mark.parametrize(
