@@ -124,6 +124,13 @@ class TreatmentSearch:
             pages = replace(pages, key_center=center)
         return replace(cache, pages=pages)
 
+    def drop_sample(self) -> None:
+        """Keep what `format_of` needs, and nothing of the sample's size."""
+        if self._samples:
+            for rotated in (False, True):
+                self._feedback_of(rotated)
+            self._samples.clear()
+
     def _feedback_of(self, rotated: bool) -> Tensor:
         if rotated not in self._feedback:
             moments, sample = QueryMoments(), self.sample(rotated)

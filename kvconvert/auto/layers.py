@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-from torch import Tensor
+from typing import Any
 
 from kvconvert.auto.allocation import Option
 from kvconvert.auto.sizes import stored_bytes
+from kvconvert.calibration.key_treatments import TreatmentSearch
 from kvconvert.calibration.protocol import CacheFormat
 from kvconvert.convert.layer_records import layer_scheme
 from kvconvert.convert.layer_runner import LayerRunner
@@ -35,6 +35,8 @@ class SearchedLayer:
         heads, head_dim: KV heads and channels.
         keys, values: candidates, those without any quantization last.
         costs: bytes of each candidate with `context` tokens read, by name.
+        context: tokens of the sequence that costs are stated for.
+        sliding_window: of the layer, or None.
     """
 
     index: int
@@ -45,6 +47,8 @@ class SearchedLayer:
     keys: tuple[Candidate, ...]
     values: tuple[Candidate, ...]
     costs: Mapping[str, int]
+    context: int = 0
+    sliding_window: int | None = None
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -56,34 +60,46 @@ class SearchedLayer:
         chosen = {candidate.side: candidate for candidate in (self.keys[-1], self.values[-1], *candidates)}
         return replace(self.scheme, **chosen["key"].fields, **chosen["value"].fields)
 
-    def feeds_errors_back(self, *candidates: Candidate) -> bool:
-        """Whether keys are rounded with error feedback, stated or chosen by calibration."""
-        scheme = self.scheme_of(*candidates)
-        return scheme.feeds_errors_back or self.search.chooses_error_feedback(scheme)
+    def formats(self, scheme: KVScheme) -> CacheFormat:
+        """A scheme in the terms of kernels, values being rotated at run time, without what calibration makes."""
+        scheme = scheme.with_online_rotation()
+        plain = replace(scheme, **scheme.before_calibration())
+        return CacheFormat.of(
+            scheme, layer_format(plain, self.heads, self.head_dim, self.head_dim), None, rotations(scheme)
+        )
 
     def cache(
         self,
         *candidates: Candidate,
         clip_ratios: Mapping[str, float] | None = None,
-        key_feedback: Tensor | None = None,
+        measured: TreatmentSearch | None = None,
     ) -> CacheFormat:
-        """The same in the terms of kernels, values being rotated at run time.
+        """The cache of these candidates; a side without one stays in full precision.
 
         Args:
             candidates: of one side or both.
             clip_ratios: by candidate's name; the scheme's own without one.
-            key_feedback: float16 [heads, head_dim, head_dim], taken where `feeds_errors_back`.
+            measured: makes error feedback and constant parts of keys; None for a cache without.
         """
         found = {
             f"{candidate.side}_clip_ratio": ratio
             for candidate in candidates
             if (ratio := (clip_ratios or {}).get(candidate.name)) is not None
         }
-        scheme = replace(self.scheme_of(*candidates), **found).with_online_rotation()
-        pages = layer_format(scheme, self.heads, self.head_dim, self.head_dim)
-        if self.feeds_errors_back(*candidates):
-            pages = replace(pages, key_feedback=key_feedback)
-        return CacheFormat.of(scheme, pages, None, rotations(scheme))
+        scheme = replace(self.scheme_of(*candidates), **found)
+        return self.formats(scheme) if measured is None else measured.format_of(scheme)
+
+    def treated(self, treatments: Mapping[str, Mapping[str, Any]]) -> SearchedLayer:
+        """The layer with keys treated so, by candidate's name."""
+        keys = tuple(replace(c, fields=c.fields | dict(treatments.get(c.name, {}))) for c in self.keys)
+        costs = {c.name: self.cost_of(c) for c in keys if c.name in treatments}
+        return replace(self, keys=keys, costs={**self.costs, **costs})
+
+    def cost_of(self, candidate: Candidate) -> int:
+        """Bytes of a candidate with `context` tokens read."""
+        own = self.scheme_of(candidate)
+        pages = self.formats(own).pages
+        return stored_bytes(own, pages, self.context, self.sliding_window)[0 if candidate.side == "key" else 1]
 
     def pairs(self) -> list[tuple[Candidate, Candidate]]:
         """Every way to store keys with every way to store values."""
@@ -118,23 +134,22 @@ def searched_layers(runner: LayerRunner, recipe: Recipe, context: int, text_leng
             continue
         config = layer_config(runner.config, index)
         heads, channels = key_value_heads(config), head_dim(config)
-        plain = SearchedLayer(index, scheme, recipe.calibration, heads, channels, KEY_CANDIDATES, VALUE_CANDIDATES, {})
+        every = (KEY_CANDIDATES, VALUE_CANDIDATES)
+        plain = SearchedLayer(index, scheme, recipe.calibration, heads, channels, *every, {}, context, windows[index])
         sides: dict[str, dict[object, Candidate]] = {"key": {}, "value": {}}
         costs: dict[str, int] = {}
         for candidate in plain.candidates:
             if candidate.recent_tokens * TEXT_PER_WINDOW > text_length:
                 continue
-            own = plain.scheme_of(candidate)
             try:
-                pages = layer_format(own, heads, channels, channels)
+                pages = plain.formats(plain.scheme_of(candidate)).pages
             except RecipeError:  # the head size cannot be packed so
                 continue
             # Groups that are larger than the head are the head's.
             meaning = (pages.keys if candidate.side == "key" else pages.values, candidate.recent_tokens)
             if meaning not in sides[candidate.side]:
                 sides[candidate.side][meaning] = candidate
-                sizes = stored_bytes(own, pages, context, windows[index])
-                costs[candidate.name] = sizes[0 if candidate.side == "key" else 1]
+                costs[candidate.name] = plain.cost_of(candidate)
         keys, values = (tuple(found.values()) for found in sides.values())
         layers.append(replace(plain, keys=keys, values=values, costs=costs))
     return layers

@@ -36,12 +36,14 @@ class ExactText:
         positions: int64 [scored], the tokens after which distributions are compared.
         log_probs: float32 [rows, scored, vocabulary]; empty where only layers' inputs are wanted.
         inputs: of each decoder layer, [rows, length, hidden], in the model's dtype.
+        embeddings: what each decoder layer got as `position_embeddings`, or None.
     """
 
     ids: Tensor
     positions: Tensor
     log_probs: Tensor
     inputs: list[Tensor] = field(repr=False)
+    embeddings: list[Any] = field(repr=False)
 
 
 class SimulatedModel:
@@ -76,15 +78,20 @@ class SimulatedModel:
         stride = max(1, -(-wanted // (GPU_REFERENCE_BYTES if self.device.type == "cuda" else REFERENCE_BYTES)))
         positions = torch.arange(first, length, stride, device=self.device)
         inputs: list[list[Tensor]] = [[] for _ in self.layers]
+        embeddings: list[Any] = [None] * len(self.layers)
         log_probs = []
         with ExitStack() as hooks:
             for index, layer in enumerate(self.layers):
-                hooks.callback(layer.register_forward_pre_hook(self._keeper(inputs[index]), with_kwargs=True).remove)
+                hooks.callback(
+                    layer.register_forward_pre_hook(
+                        self._keeper(inputs[index], embeddings, index), with_kwargs=True
+                    ).remove
+                )
             if self.layers:
                 hooks.callback(self.layers[0].register_forward_hook(self._note_kind).remove)
             for batch in self._batches(rows, length):
                 log_probs.append(self._log_probs(ids[batch], positions))
-        text = ExactText(ids, positions, torch.cat(log_probs), [torch.cat(parts) for parts in inputs])
+        text = ExactText(ids, positions, torch.cat(log_probs), [torch.cat(parts) for parts in inputs], embeddings)
         if self.layers and len(positions):
             self._try_late_start(text)
         return text
@@ -160,8 +167,9 @@ class SimulatedModel:
         return scores
 
     @staticmethod
-    def _keeper(into: list[Tensor]) -> Any:
+    def _keeper(into: list[Tensor], embeddings: list[Any], index: int) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            embeddings[index] = kwargs.get("position_embeddings")
             into.append(args[0] if args else kwargs["hidden_states"])
 
         return keep

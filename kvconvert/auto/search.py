@@ -11,18 +11,20 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from kvconvert.auto.clip_ratios import candidate_clip_ratios, candidate_feedback
+from kvconvert.auto.clip_ratios import candidate_clip_ratios, candidate_treatments, measured_layer
 from kvconvert.auto.layers import SearchedLayer, searched_layers
 from kvconvert.auto.model import ExactText, SimulatedModel, search_dtype
 from kvconvert.auto.plans import MeasuredPlan, Plan, PlanSearch
 from kvconvert.auto.record import NAME, read_allocation
 from kvconvert.bundle.manifest import Allocation, LayerAllocation
 from kvconvert.calibration.clip_ratios import searched_sides
+from kvconvert.calibration.key_treatments import TreatmentSearch
 from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.recipe import LayerOverride, Recipe
@@ -31,7 +33,8 @@ from kvconvert.data.mixture import Sources, load_held_out_mixture
 from kvconvert.data.text import TokenData, load_token_samples
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.methods.auto import DEFAULT_CONTEXT, AutoSearch, Candidate
+from kvconvert.methods.auto import DEFAULT_CONTEXT, KEY_CANDIDATES, VALUE_CANDIDATES, AutoSearch, Candidate
+from kvconvert.models.layer_types import changing_rope
 from kvconvert.models.processors import load_tokenizer
 
 TEXT_LENGTH = 4096  # tokens of a sequence at most
@@ -124,11 +127,13 @@ def allocated_recipe(recipe: Recipe, task: SearchTask, allocation: Allocation) -
     overrides = []
     for layer in task.layers:
         own = found[layer.index]
+        layer = layer.treated(own.treatments)
         chosen = [candidate for candidate in layer.candidates if candidate.name in (own.keys, own.values)]
         ratios = {f"{c.side}_clip_ratio": own.clip_ratios[c.name] for c in chosen if c.name in own.clip_ratios}
         fields = layer.scheme_of(*chosen).to_dict() | ratios | {"rotate_values": recipe.kv.rotate_values}
         scheme = type(recipe.kv).from_dict(fields)
-        overrides.append(LayerOverride(index=[layer.index], kv=scheme, calibration=recipe.calibration))
+        calibration = replace(recipe.calibration, calibrate_keys=False)
+        overrides.append(LayerOverride(index=[layer.index], kv=scheme, calibration=calibration))
     return recipe.model_copy(update={"layers": overrides})
 
 
@@ -190,10 +195,13 @@ class _Measuring:
     say: Callable[[str], None]
     text: ExactText | None = None
     clip_text: ExactText | None = None
-    feedback: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    measured: dict[int, TreatmentSearch] = field(default_factory=dict)
 
     def table(self, tokens: TokenData, ids: torch.Tensor, progress: bool) -> list[LayerAllocation]:
-        """Divergence and clip ratio of every candidate, layer by layer; `keys` and `values` are still empty."""
+        """Treatment, divergence and clip ratio of every candidate, layer by layer; `keys` and `values` are still empty.
+
+        The task's layers are treated from then on.
+        """
         layers = self.task.layers
         sides = dict(zip(("key", "value"), searched_sides(self.recipe.kv, self.recipe.calibration), strict=True))
         rows = tokens.ids[:CLIP_ROWS]
@@ -203,20 +211,22 @@ class _Measuring:
         done = []
         total = sum(len(layer.candidates) for layer in layers)
         with tqdm(total=total, desc="candidates", unit="", disable=not progress) as bar:
-            for layer in layers:
+            for number, layer in enumerate(layers):
                 name = f"layer-{layer.index:05d}"
                 committed = self.directory.measurement(name)
                 if committed is None:
-                    ratios = self._clip_ratios(layer, sides)
+                    treatments, layer, ratios = self._fitted(layer, sides)
                     kl = {}
                     for candidate in layer.candidates:
                         kl[candidate.name] = self._divergence({layer: (candidate,)}, {layer.index: ratios})
                         bar.update()
                     committed = {"index": layer.index, "keys": "", "values": "", "kl": kl, "clip_ratios": ratios}
+                    committed["treatments"] = treatments
                     self.directory.commit_measurement(name, committed)
                 else:
                     bar.update(len(layer.candidates))
                 done.append(LayerAllocation.model_validate(committed))
+                layers[number] = layer.treated(done[-1].treatments)
         return done
 
     def plan(self, table: list[LayerAllocation], progress: bool) -> MeasuredPlan:
@@ -241,27 +251,40 @@ class _Measuring:
         self, chosen: dict[SearchedLayer, tuple[Candidate, ...]], ratios: dict[int, dict[str, float]]
     ) -> float:
         caches = {
-            layer.index: layer.cache(*candidates, clip_ratios=ratios[layer.index], key_feedback=self._feedback(layer))
+            layer.index: layer.cache(*candidates, clip_ratios=ratios[layer.index], measured=self._fitting(layer))
             for layer, candidates in chosen.items()
             if not all(candidate.exact for candidate in candidates)
         }
         return _rounded(self.model.divergence(self.text, caches)) if caches else 0.0
 
-    def _feedback(self, layer: SearchedLayer) -> torch.Tensor | None:
-        if self.runner.adapter is None:  # calibration will not make the matrices either
-            return None
-        if layer.index not in self.feedback:
-            call = self.model.attention_call(self.clip_text, layer.index)
-            self.feedback[layer.index] = candidate_feedback(layer, call)
-        return self.feedback[layer.index]
+    def _fitting(self, layer: SearchedLayer) -> TreatmentSearch:
+        """What a layer's candidates are fitted with, without the sample that it was made from."""
+        if layer.index not in self.measured:
+            self.measured[layer.index] = self._measured(layer)
+            self.measured[layer.index].drop_sample()
+        return self.measured[layer.index]
 
-    def _clip_ratios(self, layer: SearchedLayer, sides: dict[str, bool]) -> dict[str, float]:
-        call = self.model.attention_call(self.clip_text, layer.index)
-        structure = self.runner.structure(layer.index)
-        weight = None
+    def _measured(self, layer: SearchedLayer) -> TreatmentSearch:
+        index, structure = layer.index, self.runner.structure(layer.index)
+        call = self.model.attention_call(self.clip_text, index)
+        weight = embeddings = None
         if structure is not None:
-            weight = self.model.layers[layer.index].get_submodule(structure.output).weight
-        return candidate_clip_ratios(layer, call, weight, sides, self._feedback(layer))
+            weight = self.model.layers[index].get_submodule(structure.output).weight
+            embeddings = self.clip_text.embeddings[index]
+        changing = changing_rope(self.runner.config)
+        return measured_layer(layer, call, weight, embeddings, changing)
+
+    def _fitted(
+        self, layer: SearchedLayer, sides: dict[str, bool]
+    ) -> tuple[dict[str, dict[str, Any]], SearchedLayer, dict[str, float]]:
+        """Treatments of keys, the layer with them, and clip ratios, by candidate's name."""
+        measured = self._measured(layer)
+        found = candidate_treatments(layer, measured)
+        layer = layer.treated(found)
+        ratios = candidate_clip_ratios(layer, measured, sides)
+        measured.drop_sample()
+        self.measured[layer.index] = measured
+        return found, layer, ratios
 
     def _announce(self, sides: dict[str, bool]) -> None:
         """Time one candidate and say how long all will take."""
@@ -271,9 +294,9 @@ class _Measuring:
         seconds = []
         for _ in range(2):  # the first run is slower than all others
             start = time.perf_counter()
-            ratios = self._clip_ratios(first, sides)
+            _, treated, ratios = self._fitted(first, sides)
             middle = time.perf_counter()
-            self._divergence({first: (first.keys[0],)}, {first.index: ratios})
+            self._divergence({treated: (treated.keys[0],)}, {first.index: ratios})
             seconds = [middle - start, time.perf_counter() - middle]
             if sum(seconds) > 10:
                 break
@@ -299,12 +322,13 @@ def _record(
         layer.costs[key.name] + layer.costs[value.name]
         for layer, (key, value) in zip(task.layers, best.plan, strict=True)
     )
+    fields = {candidate.name: candidate.fields for candidate in KEY_CANDIDATES + VALUE_CANDIDATES}
     return Allocation(
         context=task.context,
         budget_bytes_per_token=task.budget / task.context,
         bytes_per_token=size / task.context,
         bits_per_value=task.bits(size),
-        candidates={c.name: c.fields for layer in task.layers for c in layer.candidates},
+        candidates={name: fields[name] for layer in task.layers for name in layer.costs},
         layers=chosen,
         predicted_kl=_rounded(best.predicted),
         measured_kl=best.measured,

@@ -206,6 +206,7 @@ class LayerAllocation(_Record):
         kl: by candidate, mean KL divergence of the whole model in nats per token with this layer's keys, or values,
             alone stored so.
         clip_ratios: by candidate, the clip ratio that it was measured with.
+        treatments: by candidate for keys, the fields of the treatment that was measured to suit it best.
     """
 
     index: int
@@ -213,6 +214,7 @@ class LayerAllocation(_Record):
     values: str
     kl: dict[str, float]
     clip_ratios: dict[str, float]
+    treatments: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
 class Allocation(_Record):

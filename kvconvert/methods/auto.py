@@ -22,12 +22,13 @@ class Candidate:
     Attributes:
         name: short, for tables.
         side: which of the two.
-        fields: of the `KVScheme` that differ from the recipe's scheme.
+        fields: of the `KVScheme` that differ from the recipe's scheme; of layers whose treatment of keys is measured,
+            that as well (`kvconvert.methods.key_treatments`). Candidates of one name are the same choice.
     """
 
     name: str
     side: Literal["key", "value"]
-    fields: dict[str, Any] = field(hash=False)
+    fields: dict[str, Any] = field(compare=False)
 
     @property
     def exact(self) -> bool:
@@ -66,7 +67,7 @@ KEY_CANDIDATES: tuple[Candidate, ...] = (
     _keys("K2w512", 2, key_recent_tokens=512),
     _keys("K4g128", 4),
     _keys("K8g128", 8),
-    _keys("K16", 16, token_norm="none", rotate_keys="none", key_rounding="nearest"),
+    _keys("K16", 16, token_norm="none", rotate_keys="none", key_rounding="nearest", key_center="none"),
 )
 VALUE_CANDIDATES: tuple[Candidate, ...] = (
     _values("V1g128", 1),

@@ -15,10 +15,14 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from kvconvert.methods.part import STRICT, option
 
-# Fields of a scheme that a treatment states.
-TREATED_FIELDS = ("rotate_keys", "token_norm", "key_center", "key_bits", "key_group_size", "boost_fraction")
 # Where channels are boosted, fewer bits or larger groups pay for it: of (bits, group size), what costs as much or less.
 BOOSTED_INSTEAD = {(3, 128): (2, 128, 0.5), (2, 32): (2, 128, 0.375), (2, 64): (2, 128, 0.125)}
+_FORMS = (
+    ("plain", "none", "none"),
+    ("rotated", "hadamard", "none"),
+    ("rotated, normalized", "hadamard", "joint"),
+    ("normalized", "none", "joint"),
+)
 
 
 @dataclass(frozen=True)
@@ -50,21 +54,19 @@ def treatments(scheme: Any, head_dim: int) -> list[Treatment]:
         scheme: whose widths and groups count; a treatment may not take more bits than these and a norm per token.
         head_dim: D, even where a constant can be kept.
     """
-    boosted = BOOSTED_INSTEAD.get((scheme.key_bits, scheme.key_group_size))
-    own = {"key_bits": scheme.key_bits, "key_group_size": scheme.key_group_size, "boost_fraction": 0.0}
+    boosted = {}
+    if (scheme.key_bits, scheme.key_group_size) in BOOSTED_INSTEAD and not scheme.boost_fraction:
+        bits, group, share = BOOSTED_INSTEAD[scheme.key_bits, scheme.key_group_size]
+        boosted = {"key_bits": bits, "key_group_size": group, "boost_fraction": share}
     found = []
     for center in ("none", "calibrated") if head_dim % 2 == 0 else ("none",):
         before = "centered, " if center == "calibrated" else ""
-        for rotation, norm in (("none", "none"), ("hadamard", "none"), ("hadamard", "joint"), ("none", "joint")):
-            words = {("none", "none"): "plain", ("hadamard", "none"): "rotated"}
-            words |= {("hadamard", "joint"): "rotated, normalized", ("none", "joint"): "normalized"}
-            fields = {"rotate_keys": rotation, "token_norm": norm, "key_center": center} | own
-            found.append(Treatment(before + words[rotation, norm], fields))
-        if boosted is not None:
-            bits, group, share = boosted
-            fields = {"rotate_keys": "none", "token_norm": "none", "key_center": center}
-            fields |= {"key_bits": bits, "key_group_size": group, "boost_fraction": share}
-            found.append(Treatment(before + "boosted", fields))
+        for name, rotation, norm in _FORMS:
+            fields = {"rotate_keys": rotation, "token_norm": norm, "key_center": center}
+            found.append(Treatment(before + name, fields))
+        if boosted:
+            plain = {"rotate_keys": "none", "token_norm": "none", "key_center": center}
+            found.append(Treatment(before + "boosted", plain | boosted))
     return found
 
 

@@ -67,7 +67,7 @@ def test_the_bundle_takes_what_was_allowed_and_says_what_was_measured(place, fin
     assert found.bits_per_value <= BITS < found.bits_per_value + 2
     assert (found.context, found.data.samples, found.data.length) == (CONTEXT, 1, CONTEXT)
     for own, scheme in zip(found.layers, manifest.schemes(), strict=True):
-        stated = found.candidates[own.keys] | found.candidates[own.values]
+        stated = found.candidates[own.keys] | found.candidates[own.values] | own.treatments.get(own.keys, {})
         assert {field: getattr(scheme, field) for field in stated} == stated
         assert scheme.sink_tokens == 4
         assert own.kl["K16"] == own.kl["V16"] == 0 < own.kl["K4g128"] < own.kl["K1g128"]
@@ -275,7 +275,7 @@ def test_the_chosen_layers_become_the_recipe(model, text, finished):
     schemes = [KVScheme.from_dict(finished.layer_record(i).scheme) for i in range(2)]
     found = search.read_allocation(finished)
     for own, scheme in zip(found.layers, schemes, strict=True):
-        fields = found.candidates[own.keys] | found.candidates[own.values]
+        fields = found.candidates[own.keys] | found.candidates[own.values] | own.treatments.get(own.keys, {})
         clip = {"key_clip_ratio": scheme.key_clip_ratio, "value_clip_ratio": scheme.value_clip_ratio}
         rounding = "error_feedback" if scheme.key_bits < 4 else "nearest"
         assert scheme == replace(RECIPE.kv, **fields | {"key_rounding": rounding}, **clip)
