@@ -180,6 +180,7 @@ def rows_as_looked_up(embedding: nn.Embedding, table: Tensor, device: torch.devi
         module.weight = select(used)
         return places, *args[1:]
 
+    embedding.padding_idx = None  # matters to gradients alone, and has to be a row of the weight
     embedding.weight = select(torch.zeros(0, dtype=torch.long))  # models ask for its device and dtype
     handle = embedding.register_forward_pre_hook(look_up)
     try:

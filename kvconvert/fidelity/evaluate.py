@@ -323,10 +323,14 @@ def _check_context(checkpoint: SourceModel, context: int | None) -> None:
 
 
 def _segment_shape(checkpoint: SourceModel, context: int | None, cache: Cache) -> _Shape:
-    """A cache that compresses whole prompts reads half the segment first, at least four pages where there is room."""
+    """A cache that compresses whole prompts reads half the segment first, others a page and the sink tokens.
+
+    Short segments are halved, unless a page fits and leaves half a page to score.
+    """
     wanted, whole_prompts = context or CONTEXT, treats_whole_prompts(cache)
     length = min(wanted + 1 if whole_prompts else wanted, _positions(checkpoint) or wanted)
-    prefill = min(wanted // 2 if whole_prompts else before_chunks(cache), length // 2)
+    most = length // 2 if whole_prompts else max(length // 2, length - PAGE_SIZE // 2)
+    prefill = min(wanted // 2 if whole_prompts else before_chunks(cache), most)
     return _Shape(length, prefill, length - prefill - 1)
 
 

@@ -97,8 +97,12 @@ def read_flags(group: Group, wait: bool = True) -> None:
 
 
 def seal(group: Group) -> None:
-    """Compress the open prompts, which are complete: quantize them as spans, or evict; page methods have none."""
-    if group.error is None and any(sequence.open_from is not None for sequence in group.sequences):
+    """Compress the open prompts, which are complete: quantize them as spans, or evict.
+
+    Page methods have none, but pages that were kept for later layers of the pass to read are due.
+    """
+    is_open = any(sequence.open_from is not None for sequence in group.sequences)
+    if group.error is None and (is_open or group.keep_for_sharing):
         compress(group, seal=True)
 
 

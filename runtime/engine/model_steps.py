@@ -12,6 +12,7 @@ from torch import Tensor
 from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.runtime.hf.prepare import prepare_steps
+from kvconvert.runtime.hf.rotary_switch import rotary_switch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,6 +59,9 @@ class ModelSteps:
         config = model.config.get_text_config(decoder=True)
         self.vocabulary: int = config.vocab_size
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        switch = rotary_switch(config)
+        if switch is not None:  # a longer row would change what all other rows compute
+            self.max_positions = switch
         self.cache = model.new_kv_cache(kv_memory=kv_memory)
         try:
             self.cache.open_rows(rows)

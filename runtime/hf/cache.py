@@ -24,6 +24,7 @@ from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.cache.tables import TableRegistry
 from kvconvert.runtime.hf.hybrid_layer import HybridLayer
 from kvconvert.runtime.hf.layer import PagedLayer
+from kvconvert.runtime.hf.rotary_switch import rotary_switch
 
 # What a layer without a scheme holds when its neighbours have one: pages of the model's own dtype.
 UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)
@@ -91,6 +92,7 @@ class KVCache(Cache):
         groups: the bookkeeping of all layers with pages, see `runtime/cache/groups.py`.
         replays: whether steps of a bundle's model over this cache may be replayed as CUDA graphs; every call of
             `generate` says it anew.
+        is_replaced: the model has another cache of this kind made where transformers drops this one, see `__bool__`.
         placeholders: ids of the tokens of each modality that a scheme compresses.
 
     Raises:
@@ -151,11 +153,32 @@ class KVCache(Cache):
         super().__init__(layers=layers)
         self.groups = list(groups.values())
         self.replays = True
+        self.is_replaced = False
+        self._rotary_switch = rotary_switch(config)
         self.share_tables(TableRegistry() if beside is None else beside.groups[0].registry)
         self.placeholders = {
             modality: placeholder_ids(config, modality)
             for modality in sorted({group.scheme.modality for group in self.groups} - {"all"})
         }
+
+    def __bool__(self) -> bool:
+        """Whether anything is stored.
+
+        A model whose rotary factors depend on length asks before each pass of `generate` that goes beyond its
+        `rotary_switch`, and reads the whole sequence again with a cache of its own, in full precision, if this one
+        holds no more tokens than that.
+
+        Raises:
+            CacheError: it would do so now.
+        """
+        stored = self.get_seq_length()
+        if stored and stored == self._rotary_switch and not self.is_replaced:
+            raise CacheError(
+                f"This model turns keys by other factors beyond {stored} tokens, so that those in the cache would have "
+                f"to be read again; end at {stored} tokens, begin with a longer prompt, or generate with a bundle of "
+                "the model, which reads them again."
+            )
+        return stored > 0
 
     def set_modality_mask(self, tokens: torch.Tensor | None, modality: Modality) -> None:
         """State which tokens of the next forward pass are visual, or audio: bool [B, T], T its new tokens.
@@ -182,7 +205,8 @@ class KVCache(Cache):
         """State that the prompt is complete.
 
         Schemes that compress whole prompts (spans, eviction) do so here, or else at the first single-token step unless
-        `begin_prompt()` was called; page methods have nothing left to do.
+        `begin_prompt()` was called. Page methods have nothing left to do, except where later layers read earlier
+        layers' keys again: there complete pages are written now instead of at the next step.
         """
         for group in self.groups:
             group.reading_prompt = False

@@ -35,6 +35,7 @@ class BundleModel:
         """An empty cache that follows the bundle's KV plan; see `KVCache` for `kv_memory` in bytes."""
         cache = KVCache(self.config, self.kv_schemes, plan=self.kv_plan, kv_memory=kv_memory)
         cache.share_tables(self.captured.registry)
+        cache.is_replaced = True
         return cache
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> bool:

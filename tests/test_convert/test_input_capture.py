@@ -119,3 +119,16 @@ def test_an_embedding_has_only_the_rows_that_a_call_looks_up():
         assert embedding.weight.shape == (4, 8)
         assert torch.equal(embedding(ids[:1]), table[ids[:1]].float())
     assert not embedding._forward_pre_hooks
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+def test_a_pad_token_beyond_the_tokens_of_a_batch_is_no_row_that_has_to_be_there(family, tmp_path):
+    vocabulary = 128256
+    source = open_source(str(ARCHITECTURES[family].write(tmp_path, vocab_size=vocabulary, pad_token_id=vocabulary - 1)))
+    runner = LayerRunner(source, find_adapter(source.config), torch.device("cpu"))
+    ids = torch.tensor([[5, 120000, vocabulary - 1, 5]])
+    runner.begin(CalibrationInputs(ids))
+    hidden = torch.cat(list(runner.first_input()))
+    table = source.read(["model.embed_tokens.weight"])["model.embed_tokens.weight"].float()
+    scale = table.shape[1] ** 0.5 if family == "gemma3_text" else 1
+    torch.testing.assert_close(hidden, table[ids] * scale)

@@ -145,3 +145,10 @@ def test_a_person_reads_a_dozen_rows(report):
         "perplexity",
         *(f"{x:.2f}" for x in (report[1].perplexity.source, report[1].perplexity.bundle)),
     ]
+
+
+def test_the_shortest_context_is_scored_through_a_page_after_the_sink_tokens(source, tmp_path):
+    bundle = make_bundle(source, tmp_path, "none", "oscar")
+    figures = evaluate(bundle, str(source), tokens=100, context=256, only=["kl", "cache"], progress=False)
+    assert figures.kv.residual_share < 0.9
+    assert figures.kl.mean > 1e-6  # weights are kept, so that all of it is the cache's

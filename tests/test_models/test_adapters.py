@@ -94,6 +94,7 @@ def test_every_shape_of_layers_computes_the_same_after_folding_and_scaling(name,
         expected, logits = model(random_ids()).logits, changed(random_ids()).logits
     # 1e-4 is what the project promises; float32 rounding through two layers gives about 1e-6.
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+    require_adapter(model.config).check(changed)
     assert any(scaling.ratio > 0 for _, scalings, _ in found for scaling in scalings)
     for structure, scalings, skipped in found:
         values = structure.value is not None or structure.value_scaling_unsupported_reason is not None
@@ -166,6 +167,14 @@ def test_an_unknown_architecture_is_refused_with_what_is_missing():
     assert find_adapter(config) is None
     with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel.*which Linears read each norm"):
         require_adapter(config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "stated"), [("llama", "LLaMAForCausalLM"), ("phimoe", "PhiMoEForCausalLM")]
+)
+def test_a_class_is_known_by_the_name_that_was_published_whatever_its_case(model_type, stated):
+    config = ARCHITECTURES[model_type].config(architectures=[stated])
+    assert require_adapter(config) is ADAPTERS[model_type]
 
 
 def test_a_model_that_is_not_a_causal_language_model_is_refused():

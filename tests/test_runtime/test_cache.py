@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny.models import GREEDY, random_ids, tiny_model
+from tiny.models import ARCHITECTURES, GREEDY, random_ids, tiny_model
 from transformers import DeepseekV3Config, LlamaConfig
 
 from kvconvert.errors import CacheError, NumericError, RecipeError, UnsupportedModelError
@@ -273,3 +273,20 @@ def test_a_cache_quantizes_nothing_twice():
     assert cache.stats().pages == 3
     for name, tensor in cache.layers[0].store.key_pages.read([0, 1]).tensors():
         assert torch.equal(tensor, before[name]), name
+
+
+def test_pages_kept_for_later_layers_of_a_pass_are_written_when_the_prompt_is_sealed():
+    model = ARCHITECTURES["gemma4_text_shared"].build("kvconvert")
+    ids = random_ids(1, 301)
+    logits = []
+    for sealed in (False, True):
+        cache = KVCache(model.config, "kivi")
+        with torch.no_grad():
+            model(ids[:, :300], past_key_values=cache)
+            assert cache.stats().pages == 0
+            if sealed:
+                cache.seal()
+                assert cache.stats().pages
+                assert cache.stats().residual_tokens < 300
+            logits.append(model(ids[:, 300:], past_key_values=cache).logits)
+    assert torch.equal(*logits)

@@ -29,8 +29,9 @@ ADAPTERS = {adapter.model_type: adapter for adapter in (*DENSE, *HYBRIDS, *MIXTU
 def find_adapter(config: PretrainedConfig) -> Adapter | None:
     """The adapter of a configuration, or None for an architecture that has none or a model that it refuses."""
     adapter = _known(config)
-    stated = getattr(config, "architectures", None) or []
-    if adapter is None or (stated and adapter.architecture not in stated) or adapter.refusal(config):
+    # Published names differ in case from the classes that transformers builds: LLaMAForCausalLM, PhiMoEForCausalLM.
+    stated = [name.casefold() for name in getattr(config, "architectures", None) or []]
+    if adapter is None or (stated and adapter.architecture.casefold() not in stated) or adapter.refusal(config):
         return None
     return adapter
 

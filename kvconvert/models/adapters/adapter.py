@@ -160,11 +160,14 @@ class Adapter:
                 for name, module in inside.items()
                 if isinstance(module, nn.Linear) and name not in structure.named
             ]
-            # Fused experts and the like are parameters of modules that are not Linears; norms are vectors.
+            # Fused experts and the like are parameters of modules that are not Linears; norms are vectors, or have one
+            # for each head.
             problems += [
                 f"layer {index} has a weight {name} of unknown use"
                 for name, parameter in layer.named_parameters()
-                if parameter.ndim > 1 and name.rpartition(".")[0] not in structure.named
+                if parameter.ndim > 1
+                and name.rpartition(".")[0] not in structure.named
+                and "norm" not in type(inside[name.rpartition(".")[0]]).__name__.lower()
             ]
         if problems:
             raise UnsupportedModelError(
