@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+import triton
 
 from kvconvert.kernels.decode.plan import MOST_ROWS
 from kvconvert.kernels.decode.stored import PageTables, ResidualWindows, Visibility
+from kvconvert.kernels.decode.triton.center import launch_center_scores, workspace_dtype
 from kvconvert.kernels.decode.triton.combine import combine_kernel
 from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
 from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, query_columns, query_rows
@@ -47,6 +49,21 @@ def queries_per_program(group: int, queries: int) -> int:
     return block
 
 
+def centered_queries(room: int, entries: int, heads: int, group: int, queries: torch.Tensor) -> int:
+    """Queries of one launch, such that what a key center adds to their scores fits into `room` bytes if it can.
+
+    Args:
+        room: bytes.
+        entries: of the page tables.
+        heads, group: KV heads, and query heads of each.
+        queries: [..., T, D].
+    """
+    count = queries.shape[-2]
+    block = queries_per_program(group, count)
+    numbers = entries * heads * triton.next_power_of_2(group * block) * PAGE_SIZE
+    return block * max(1, room // (numbers * workspace_dtype(queries.dtype).itemsize))
+
+
 def decode_shape(
     format: LayerFormat,
     span: SpanFormat | None,
@@ -84,6 +101,7 @@ def decode_shape(
         ragged=span is not None,
         softcap=softcap,
         tau=tau,
+        centered=format.key_center is not None,
         tile=TILE,
         inline_asm=inline_asm,
         **fields,
@@ -142,7 +160,8 @@ def decode_attention(
     """Attention of queries over pages or spans and residual windows: one launch for parts, one to merge
     them.
 
-    With tau (CalibQuant) a third launch comes first, for the smallest and the largest score of each query's spans.
+    With tau (CalibQuant) a third launch comes first, for the smallest and the largest score of each query's spans; with
+    a key center, for what it adds to the scores.
 
     Args:
         queries: [B, Hq, T, D], rotated if the keys are; the last dimension contiguous.
@@ -201,6 +220,9 @@ def decode_attention(
         "num_stages": STAGES,
         "maxnreg": registers_for(shape),
     }
+    rest, mean = stats, stats
+    if shape.centered:
+        rest, mean = launch_center_scores(queries, tables, scaling, blocks, shape)
     grid = (plan.items.shape[0], heads, blocks)
     # From Hopper on, the merge is launched while the parts are still at work, and waits for them on the device.
     dependent = device.type == "cuda" and capability(device) >= (9, 0)
@@ -219,6 +241,8 @@ def decode_attention(
         boosted=unused if tables.boosted is None else tables.boosted,
         mask=mask,
         extremes=extremes,
+        center_rest=rest,
+        center_mean=mean,
         item_rows=plan.item_rows,
         clamped_rows=counter,
         mask_row=mask_row,
