@@ -6,8 +6,20 @@ import pytest
 import torch
 from decode_cases import Case, compare, random_center
 from test_gpu_decode import TOLERANCE
+from tiny import prompt_chunks
+from tiny.key_centers import center_plan
+from transformers import LlamaConfig
 
+from kvconvert.kernels import decode
+from kvconvert.kernels import device as dispatch
+from kvconvert.kernels.history import FEWEST_QUERIES
 from kvconvert.kernels.pages import add_centers, page_centers
+from kvconvert.kernels.pages.triton import launch as page_launch
+from kvconvert.methods import KVScheme
+from kvconvert.runtime import KVCache
+from kvconvert.runtime.cache.append import commit
+from kvconvert.runtime.cache.compress import end_forward
+from kvconvert.runtime.cache.forward_pass import Chunk
 
 SMALL = {"heads": 1, "half_quantized_pages": (0, 0, 0), "residual": (3, 0, 5)}
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -67,3 +79,77 @@ def test_what_is_taken_away_is_what_is_added(dim, page_size, dtype, device):
     assert not buffer[:, 8 + 3 * page_size :].any()
     add_centers(buffer[:, 8 : 8 + 3 * page_size], position, page_size, there, sign=-1)
     assert buffer.float().abs().max() <= 50 * bound
+
+
+SCHEMES = {
+    "rotated": KVScheme(key_center="calibrated", rotate_keys="hadamard", token_norm="joint", sink_tokens=3),
+    "values stay longer": KVScheme(key_center="calibrated", value_recent_tokens=128, key_bits=4),
+}
+
+
+def attended(scheme: KVScheme, where: torch.device, lengths: tuple[int, ...], sliding_window: int | None, first: bool):
+    """A layer's outputs, chunk by chunk, of two rows of which one is padded, and the layer; the first chunk's without
+    kernels unless `first`.
+    """
+    layer = KVCache(prompt_chunks.CONFIG, scheme, plan=center_plan(1, 2, 32)).layers[0]
+    layer.store.group.sliding_window = sliding_window
+    mask_function = None if sliding_window is None else prompt_chunks.window
+    with dispatch.interpreted(first and where.type == "cpu"):
+        found = prompt_chunks.outputs(layer, lengths[:1], where, torch.float32, mask_function, rows=2)
+    return found + prompt_chunks.outputs(layer, lengths[1:], where, torch.float32, mask_function, rows=2), layer
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "window"),
+    [
+        ("rotated", (290, 1, 40), None),
+        ("values stay longer", (390, 1, 3), None),
+        ("rotated", (420, 1, 5), prompt_chunks.WINDOW),
+    ],
+)
+def test_a_cache_with_kernels_gives_what_it_gives_without(name, lengths, window, device, monkeypatch):
+    with dispatch.interpreted(False):
+        expected, _ = attended(SCHEMES[name], torch.device("cpu"), lengths, window, False)
+    monkeypatch.setitem(FEWEST_QUERIES, "cuda", 32)
+    monkeypatch.setattr(decode, "CENTER_BYTES", 1 << 12)
+    rows = prompt_chunks.counted(monkeypatch)
+    got, layer = attended(SCHEMES[name], device, lengths, window, False)
+    assert layer.store.fallbacks == 0
+    assert layer.store.sequences[0].keys.pages
+    assert rows[-2:] == ([0, 1] if lengths[-1] == 40 else [])
+    for one, other in zip(got, expected, strict=True):
+        # A number halfway between two codes may be rounded the other way.
+        assert prompt_chunks.error(one.cpu(), other) < 4e-3
+
+
+def test_one_flush_takes_each_layers_own_constant_part_away(device):
+    config = LlamaConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
+    scheme = KVScheme(key_center="calibrated", sink_tokens=2, key_bits=8)
+    schemes = [scheme, scheme, replace(scheme, key_center="none"), scheme]
+    caches, launched = [], []
+    launch = page_launch.launch_centers
+    page_launch.launch_centers = lambda *given, **named: launched.append(len(given[2])) or launch(*given, **named)
+    try:
+        for where in (device, torch.device("cpu")):
+            cache, generator = KVCache(config, schemes, plan=center_plan(4, 2, 32)), torch.Generator().manual_seed(0)
+            with dispatch.interpreted(where is device and device.type == "cpu"):
+                for start, n in ((0, 137), (137, 120), (257, 1)):
+                    for layer in cache.layers:
+                        new = [torch.randn(2, 2, n, 32, generator=generator).half().to(where) for _ in range(2)]
+                        layer.update(*new)
+                        real = torch.ones(2, start + n, dtype=torch.bool, device=where)
+                        real[1, :9] = False
+                        commit(layer.store, Chunk(torch.arange(start, start + n, device=where), real))
+                        end_forward(layer.store)
+            caches.append(cache)
+    finally:
+        page_launch.launch_centers = launch
+    # Each layer's own prompt, then one page of one row in all three.
+    assert launched == [2, 2, 2, 3]
+    for mine, theirs in zip(*(cache.layers for cache in caches), strict=True):
+        assert mine.store.sequences == theirs.store.sequences
+        for sequence in mine.store.sequences:
+            pages, expected = (layer.store.key_pages.read(sequence.keys.pages) for layer in (mine, theirs))
+            codes = pages.codes.cpu().view(torch.uint8).int() - expected.codes.view(torch.uint8).int()
+            assert codes.abs().max() <= 1
+            assert (codes != 0).float().mean() < 1e-3
