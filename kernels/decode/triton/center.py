@@ -34,6 +34,8 @@ CHANNELS = tl.constexpr(64)
 TURN = tl.constexpr(6.2831854820251465)
 TURN_REST = tl.constexpr(-1.7484556000744883e-07)
 PROGRAMS_PER_MULTIPROCESSOR = 2
+# Loads in advance would take more shared memory than there is.
+STAGES = 1
 
 
 @triton.jit
@@ -111,6 +113,7 @@ def center_scores_kernel(
     PAGES: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Added scores of a share of all sequences' pages, for one KV head and block of queries.
 
@@ -118,6 +121,9 @@ def center_scores_kernel(
     tokens, as many as are computed at a time, to `mean` fp32 [entries, blocks, H, rows]; what is left to `rest`
     [entries, blocks, H, rows, 128], token = plane * lanes + lane at lane * planes + plane.
     """
+    if DEPENDENT:
+        # The decode kernel begins with full-precision tokens, and then waits.
+        tl.extra.cuda.gdc_launch_dependents()
     COUNT: tl.constexpr = F.key_dim // 2
     R: tl.constexpr = query_rows(F)
     M: tl.constexpr = PAGES * R
@@ -213,7 +219,7 @@ def page_center(rest, mean, page, block, blocks, head, heads, F: tl.constexpr):
 
 
 def launch_center_scores(
-    queries: torch.Tensor, tables: PageTables, scaling: float, blocks: int, shape: DecodeShape
+    queries: torch.Tensor, tables: PageTables, scaling: float, blocks: int, shape: DecodeShape, dependent: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The added scores of all quantized key pages, as `page_center` reads them.
 
@@ -223,6 +229,7 @@ def launch_center_scores(
         scaling: factor of the dot products.
         blocks: of queries.
         shape: of the decode kernel.
+        dependent: whether that kernel waits on the device, and may be launched while this one is at work.
     """
     center, device, batch = tables.center, queries.device, len(tables.key_rows)
     heads, dtype = center.matrix.shape[0], workspace_dtype(queries.dtype)
@@ -246,7 +253,9 @@ def launch_center_scores(
         F=shape,
         **center_constants(shape, capability(device)[0]),
         BLOCK_BATCH=triton.next_power_of_2(batch),
+        DEPENDENT=dependent,
         num_warps=center_warps(shape),
+        num_stages=STAGES,
     )
     return rest, mean
 

@@ -241,6 +241,8 @@ def decode_kernel(
         value_channel = tl.arange(0, block_of(F.value_dim))
         store_partial(out, residual_slot, head, heads, value_channel, value_channel < F.value_dim, total, F)
 
+    if F.centered and DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     largest = largest_power(queries, first, F)
     one = tl.full([R], 1.0, tl.float32)
     if F.key_bits < 16:

@@ -220,12 +220,13 @@ def decode_attention(
         "num_stages": STAGES,
         "maxnreg": registers_for(shape),
     }
+    grid = (plan.items.shape[0], heads, blocks)
+    # From Hopper on, a kernel is launched while the one before it is still at work, and waits for it on the device.
+    dependent = device.type == "cuda" and capability(device) >= (9, 0)
+    overlapped = {"launch_pdl": True} if dependent else {}
     rest, mean = stats, stats
     if shape.centered:
-        rest, mean = launch_center_scores(queries, tables, scaling, blocks, shape)
-    grid = (plan.items.shape[0], heads, blocks)
-    # From Hopper on, the merge is launched while the parts are still at work, and waits for them on the device.
-    dependent = device.type == "cuda" and capability(device) >= (9, 0)
+        rest, mean = launch_center_scores(queries, tables, scaling, blocks, shape, dependent)
     if shift:
         extremes = torch.empty(grid[0] * blocks, heads, rows, 2, dtype=torch.float32, device=device)
         counter = torch.zeros((), dtype=torch.int64, device=device) if clamped_rows is None else clamped_rows
@@ -252,6 +253,7 @@ def decode_attention(
         tau2=span.tau2 if shift else 0.0,
         STAGES=STAGES,
         DEPENDENT=dependent,
+        **(overlapped if shape.centered else {}),
     )
     out = torch.empty(batch, query_heads, count, value_dim, dtype=dtype, device=device)
     slots, channels = combine_block(plan.most_slots, value_dim)
@@ -275,7 +277,7 @@ def decode_attention(
         HEADS=heads,
         DEPENDENT=dependent,
         num_warps=combine_warps(slots, channels),
-        **({"launch_pdl": True} if dependent else {}),
+        **overlapped,
     )
     return out
 
