@@ -8,7 +8,7 @@ the head size of 128; and the kernel's other features with the formats that can 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -26,7 +26,7 @@ from kvconvert.kernels.decode.triton.launch import (
     warps_for,
 )
 from kvconvert.kernels.decode.triton.shape import DecodeShape, query_columns, query_rows
-from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat
+from kvconvert.kernels.pages import PAGE_SIZE, KeyCenter, KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.formats import layer_format, span_format
@@ -124,6 +124,13 @@ def _unused_pages(key_dim: int, value_dim: int) -> LayerFormat:
     return LayerFormat(keys, ValueFormat(HEADS, value_dim, PAGE_SIZE, 2, value_dim))
 
 
+def centered(format: LayerFormat) -> LayerFormat:
+    """The same pages, of keys that lack a constant part."""
+    return replace(format, key_center=KeyCenter(torch.empty(0), torch.empty(0)))
+
+
+# Presets that are listed with keys that lack a constant part, too.
+CENTERED = ("kivi", "oscar-g128", "kitty")
 # Thread instructions per code of the presets' usual variants, measured plus a tenth.
 USUAL_PER_CODE = {
     "kivi": 1.85,
@@ -165,6 +172,10 @@ def variants(capability: int) -> Iterator[Variant]:
         for head, softcap in product(((64, 64), USUAL_HEAD, (256, 256)), (False, True)):
             layer = preset_layer(name, head)
             yield from _decode_variants(capability, layer, head, "bf16", USUAL_ROWS, softcap=softcap, masked=True)
+    for name, head, dtype, rows in product(CENTERED, ((64, 64), USUAL_HEAD, (256, 256)), DTYPES, (USUAL_ROWS, (4, 4))):
+        layer = preset_layer(name, head)
+        layer = replace(layer, details="-centered", format=centered(layer.format))
+        yield from _decode_variants(capability, layer, head, dtype, rows, softcap=False, masked=rows[1] > 1)
     for pages, head, dtype in product(OTHERS, ((64, 64), USUAL_HEAD), DTYPES):
         layer = pages.layer(head)
         yield from _decode_variants(capability, layer, head, dtype, USUAL_ROWS, softcap=False, masked=False)
@@ -213,8 +224,10 @@ def _decode_variants(
         "rows": f"{rows[0]}x{rows[1]}",
         "masked": masked,
         "softcap": softcap,
+        "centered": shape.centered,
     }
     is_usual = (head, dtype, rows, softcap, masked) == (USUAL_HEAD, "bf16", USUAL_ROWS, False, False)
+    is_usual = is_usual and not shape.centered
     usual = layer.name if layer.name in PRESETS and is_usual else ""
     name = f"{layer.name}{layer.details}-{head[0]}x{head[1]}-{dtype}-{rows[0]}x{rows[1]}"
     name += "-masked" * masked + "-softcap" * softcap
@@ -223,7 +236,7 @@ def _decode_variants(
         yield _page_variant("extremes", extremes_kernel, name, shape, dtype, axes, usual, capability)
 
 
-_POINTERS = {
+POINTERS = {
     "out": "*fp32",
     "stats": "*fp32",
     "partial": "*fp32",
@@ -241,6 +254,13 @@ _POINTERS = {
     "item_rows": "*i32",
     "slot_rows": "*i32",
     "mask": "*u8",
+    "table": "*i64",
+    "centers": "*i64",
+    "key_rows": "*i64",
+    "mean": "*fp32",
+    "center_mean": "*fp32",
+    "frequencies": "*fp32",
+    "matrix": "*fp16",
 } | dict.fromkeys(("scaling", "softcap", "tau1", "tau2"), "fp32")
 
 
@@ -261,11 +281,13 @@ def _page_variant(
     constants = {"F": shape, "STAGES": STAGES, "DEPENDENT": capability >= 90}
     constants = {key: value for key, value in constants.items() if key in function.arg_names}
     both = ((shape.key_dim, shape.key_bits), (shape.value_dim, shape.value_bits))
+    rest = "*fp32" if shape.split_query else "*fp16"
+    types = POINTERS | {"queries": f"*{dtype}", "residual": f"*{dtype}", "center_rest": rest}
     low = [(size, bits) for size, bits in (both if kernel == "decode" else both[:1]) if bits < 16]
     return Variant(
         f"{kernel}-{name}",
         function,
-        _signature(function, constants, _POINTERS | {"queries": f"*{dtype}", "residual": f"*{dtype}"}),
+        _signature(function, constants, types),
         constants,
         num_warps=warps_for(shape),
         num_stages=STAGES,
@@ -333,7 +355,7 @@ def _combine_variant(
     return Variant(
         f"combine-{value_dim}-{dtype}-{rows[0]}x{rows[1]}-{slots}{'-sink_logits' * sink_logits}",
         combine_kernel,
-        _signature(combine_kernel, constants, _POINTERS | {"out": f"*{dtype}"}),
+        _signature(combine_kernel, constants, POINTERS | {"out": f"*{dtype}"}),
         constants,
         num_warps=combine_warps(slots, channels),
         num_stages=STAGES,

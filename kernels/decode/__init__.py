@@ -45,6 +45,8 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_CHANNELS = 256
 # Queries of one launch: bounds masks and partial results when a prompt follows stored tokens.
 QUERIES_AT_ONCE = 256
+# Room for what a key center adds to the scores of one launch, which may have fewer queries for it.
+CENTER_BYTES = 64 << 20
 
 
 def unsupported(queries: torch.Tensor, format: LayerFormat, dtype: torch.dtype) -> str | None:
@@ -115,9 +117,14 @@ def decode_attention(
     from kvconvert.kernels.decode.triton import launch
 
     windows, group, parts = stored.residual_windows(), queries.shape[1] // format.keys.heads, []
-    for start in range(0, queries.shape[2], QUERIES_AT_ONCE):
-        part = queries[:, :, start : start + QUERIES_AT_ONCE]
-        visibility = stored.visibility(slice(start, start + QUERIES_AT_ONCE))
+    at_once = QUERIES_AT_ONCE
+    if format.key_center is not None and queries.shape[2] > 1:
+        entries = len(stored.page_tables(1).keys)
+        room = launch.centered_queries(CENTER_BYTES, entries, format.keys.heads, group, queries)
+        at_once = min(QUERIES_AT_ONCE, room)
+    for start in range(0, queries.shape[2], at_once):
+        part = queries[:, :, start : start + at_once]
+        visibility = stored.visibility(slice(start, start + at_once))
         programs = launch.programs_for(queries.device, format, span, group, part.shape[2])
         parts.append(
             launch.decode_attention(

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from kvconvert.kernels.decode.plan import WorkPlan
+from kvconvert.kernels.pages.center import KeyCenter
 from kvconvert.kernels.pages.records import KeyPages, ValuePages
 from kvconvert.kernels.spans.formats import Span, SpanFormat
 
@@ -51,6 +52,9 @@ class PageTables:
         shared: int64 [S, 4] offsets, in the same units, of key scale and zero point [H, D] relative to `key_base`, and
             of value scale and zero point [H, E] relative to `value_base`; None where pages have scales of their own.
         boosted: integers [H, n], the channels with more bits where these are fixed for the layer, else None.
+        center: what key pages leave out; None for whole keys.
+        key_rows: int64 [B, 4], of each sequence's key pages the first entry, their number, the position of the first
+            one's first token, and how many pages the sequences before it have; None without a center.
     """
 
     key_base: torch.Tensor
@@ -60,6 +64,8 @@ class PageTables:
     plan: WorkPlan
     shared: torch.Tensor | None = None
     boosted: torch.Tensor | None = None
+    center: KeyCenter | None = None
+    key_rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvconvert.kernels.history.triton.launch import Backend
 
 __all__ = [
+    "FEWEST_CENTERED",
     "FEWEST_QUERIES",
     "HistoryPart",
     "PageReader",
@@ -36,6 +37,8 @@ __all__ = [
 # Up to so many queries of a chunk, attention over pages as they are stored is faster; measured on a CPU, estimated for
 # GPUs, where a tile's attention needs some hundred query rows to keep all multiprocessors busy.
 FEWEST_QUERIES = {"cpu": 32, "cuda": 256}
+# What key centers add to the scores of so few queries fits into little room, see `kernels/decode`.
+FEWEST_CENTERED = 16
 
 
 def unsupported(

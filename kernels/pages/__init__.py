@@ -129,6 +129,7 @@ def quantize_at(
     flag: torch.Tensor,
     channels: torch.Tensor | None = None,
     static: ChannelScales | None = None,
+    center: KeyCenter | None = None,
 ) -> None:
     """`quantize_in_place` by addresses, for many layers and sequences; only for what `unsupported` accepts.
 
@@ -137,10 +138,11 @@ def quantize_at(
         like: some of the tokens [H, n, channels].
         pages: some pages of the same storage, for their format and dtype.
         flag, channels, static: as in `quantize_in_place`.
+        center: of any of the pages' layers, where `writes` has all of them, which are taken away in the tokens' place.
     """
     from kvconvert.kernels.pages.triton.launch import quantize_addressed
 
-    quantize_addressed(writes, like, pages, flag, channels, static)
+    quantize_addressed(writes, like, pages, flag, channels, static, center)
 
 
 def add_centers(tokens: torch.Tensor, position: int, page_size: int, center: KeyCenter, sign: int = 1) -> None:
@@ -153,6 +155,11 @@ def add_centers(tokens: torch.Tensor, position: int, page_size: int, center: Key
         center: of the layer.
         sign: 1 or -1.
     """
+    if unsupported(tokens, page_size) is None and tokens.shape[1] % page_size == 0:
+        from kvconvert.kernels.pages.triton.center import add_to_pages
+
+        add_to_pages(tokens, position, page_size, center, sign)
+        return
     add_centers_reference(tokens, position, page_size, center, sign)
 
 

@@ -51,7 +51,7 @@ class _Pages:
 
 
 class PageWrites(NamedTuple):
-    """Where complete pages' tokens lie and where their records go, each int64 [N] for N pages.
+    """Where complete pages' tokens lie and where their records go, each int64 [N], unless said, for N pages.
 
     Attributes:
         tokens: byte addresses of each page's first token, at multiples of 16; tokens of a head lie side by side.
@@ -59,12 +59,15 @@ class PageWrites(NamedTuple):
         records: byte addresses of the records.
         feedback: byte addresses of float16 [H, D, D] for the error feedback of each page's layer, at multiples of 16;
             None rounds to nearest.
+        centers: [N, 3], the position of each page's first token and the addresses of matrix and frequencies of its
+            layer's `KeyCenter`; None for whole keys.
     """
 
     tokens: np.ndarray
     head_strides: np.ndarray
     records: np.ndarray
     feedback: np.ndarray | None = None
+    centers: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

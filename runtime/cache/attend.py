@@ -180,7 +180,8 @@ class StoredRows:
             tables.asked.add(programs)
         work = tables.work(self.store.group, self.store.sequences, programs)
         base, keys, values = tables.base, tables.keys[layer], tables.values[layer]
-        return PageTables(base, base, keys, values, work, tables.shared[layer], tables.boosted[layer])
+        of_layer = tables.shared[layer], tables.boosted[layer], tables.centers[layer]
+        return PageTables(base, base, keys, values, work, *of_layer, tables.key_rows)
 
     def residual_windows(self) -> ResidualWindows:
         """Where full-precision tokens lie."""

@@ -222,8 +222,21 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
     feedback = None
     if is_key and f.key_feedback is not None:
         feedback = np.repeat([store.format.key_feedback.data_ptr() for store in stores], len(numbers))
-    writes = PageWrites(starts.flatten(), strides.flatten(), np.concatenate(records), feedback)
-    quantize_at(writes, sample, storages[0].views(pending[0].numbers)[0], first.flag, channels, static)
+    center = f.key_center if is_key else None
+    centers = None if center is None else _centers(stores, pending)
+    writes = PageWrites(starts.flatten(), strides.flatten(), np.concatenate(records), feedback, centers)
+    quantize_at(writes, sample, storages[0].views(pending[0].numbers)[0], first.flag, channels, static, center)
+
+
+def _centers(stores: list[LayerStore], pending: tuple[PendingPages, ...]) -> np.ndarray:
+    """`PageWrites.centers`, layer after layer."""
+    size, found = stores[0].page_size, []
+    positions = np.concatenate([part.position + size * np.arange(len(part.numbers)) for part in pending])
+    for store in stores:
+        center = store.format.key_center
+        addresses = np.full((len(positions), 2), [center.matrix.data_ptr(), center.frequencies.data_ptr()])
+        found.append(np.column_stack([positions, addresses]))
+    return np.concatenate(found).astype(np.int64)
 
 
 def _buffer(store: LayerStore, part: PendingPages, is_key: bool) -> TokenBuffer:
@@ -237,14 +250,15 @@ def _tokens(buffer: TokenBuffer, part: PendingPages, size: int) -> torch.Tensor:
 def _launched_together(stores: list[LayerStore]) -> list[list[LayerStore]]:
     """Layers whose pages one launch of the kernels can write: of one format, without tensors of their own.
 
-    Matrices of error feedback are found by their addresses, and so may be each layer's own.
+    Matrices of error feedback and key centers are found by their addresses, and so may be each layer's own.
     """
     groups: dict[Hashable, list[LayerStore]] = {}
     for store in stores:
         f = store.format
         own = f.boosted is not None or f.static_keys is not None or f.static_values is not None
         alone = own or not runs_triton(store.device)
-        key = store.index if alone else (f.keys, f.values, f.key_feedback is None, store.dtype, store.device)
+        absent = f.key_feedback is None, f.key_center is None
+        key = store.index if alone else (f.keys, f.values, absent, store.dtype, store.device)
         groups.setdefault(key, []).append(store)
     return list(groups.values())
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 
 from kvconvert.kernels import device
-from kvconvert.kernels.history import FEWEST_QUERIES, HistoryPart, PageReader, history_attention, unsupported
+from kvconvert.kernels.history import (
+    FEWEST_CENTERED,
+    FEWEST_QUERIES,
+    HistoryPart,
+    PageReader,
+    history_attention,
+    unsupported,
+)
 from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, PageAddresses, ValueFormat
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.pass_tables import chunk_tables
@@ -20,7 +27,10 @@ def is_served(
 
     Where kernels run, many queries that are not count as a fallback; for few queries the other path is faster.
     """
-    if queries.shape[2] <= FEWEST_QUERIES["cuda" if queries.is_cuda else "cpu"]:
+    fewest = FEWEST_QUERIES["cuda" if queries.is_cuda else "cpu"]
+    if queries.is_cuda and store.format.key_center is not None:
+        fewest = min(fewest, FEWEST_CENTERED)
+    if queries.shape[2] <= fewest:
         return False
     reason = unserved(store, row, queries, chunk, scaling, softcap)
     if reason is not None and device.runs_triton(queries.device):

@@ -57,7 +57,10 @@ class TableRegistry:
         while room < entries:
             room *= 2
         stores = group.stores
-        formats = tuple((s.index, s.dtype, s.device, s.format.keys, s.format.values, s.span_format) for s in stores)
+        formats = tuple(
+            (s.index, s.dtype, s.device, s.format.keys, s.format.values, s.span_format, s.format.key_center is None)
+            for s in stores
+        )
         key = (formats, len(group.sequences), room)
         if key not in self._tables:
             self._tables[key] = GroupTables(stores, len(group.sequences), room)
@@ -109,6 +112,9 @@ class GroupTables:
         asked: numbers of programs among which steps have divided their attention.
         capacity: tokens that a row's key and value buffers have room for, in every layer.
         boosted: for each layer int32 [H, n], boosted channels of a scheme that fixes them; else None.
+        centers: of each layer's keys, None where pages hold whole keys.
+        key_rows: int64 [B, 4], of each row's key pages the first entry, their number, the position of the first one's
+            first token, and how many pages the rows before it have; None without centers.
         clamped_rows: int64 [L], see `LayerStore`: what was counted for the present owner.
     """
 
@@ -123,6 +129,9 @@ class GroupTables:
         self.step = torch.zeros(3, rows, **device)
         self.positions = torch.zeros(rows, entries * PAGE_SIZE + 2 * GROWTH, **device)
         self.clamped_rows = torch.zeros(self._layers, **device)
+        # Caches of one model share tables and recordings of their kernels, which know the addresses of these.
+        self.centers = [store.format.key_center for store in stores]
+        self.key_rows = torch.zeros(rows, 4, **device) if any(self.centers) else None
         self.boosted = [None if store.format.boosted is None else store.format.boosted.int() for store in stores]
         self.shared: list[torch.Tensor | None] = [None] * self._layers
         self._owner: weakref.ref[Group] | None = None
@@ -164,6 +173,8 @@ class GroupTables:
         size = group.page_size
         first_span = self._write_shared(sequences, stores)
         self._write_entries(stores, sequences, rows)
+        if self.key_rows is not None:
+            self._write_key_rows(sequences, size)
         tables = np.zeros((self._layers, len(rows), 12), dtype=np.int64)
         for column, row in enumerate(rows):
             sequence = sequences[row]
@@ -216,6 +227,15 @@ class GroupTables:
                     blocks = [self._blocks(store.rows[row].spans, is_key) for store in stores]
                     begin = last + sequences[row].pages
                     self._place(table, list(range(begin, begin + len(blocks[0]))), np.stack(blocks))
+
+    def _write_key_rows(self, sequences: tuple[Sequence, ...], page_size: int) -> None:
+        """Write where all rows' key pages begin: how many come before one depends on the others."""
+        lines, before = [], 0
+        for row, sequence in enumerate(sequences):
+            pages = len(sequence.keys.pages)
+            lines.append([row * self.entries, pages, sequence.page_position(0, page_size), before])
+            before += pages
+        self.key_rows.copy_(upload(lines, self.device))
 
     def _blocks(self, spans: list[Span], is_key: bool) -> np.ndarray:
         """Offsets of all blocks of one row's spans in one layer."""

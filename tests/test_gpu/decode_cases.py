@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from kvconvert.kernels.decode.triton.launch import decode_attention
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
     ChannelScales,
+    KeyCenter,
     KeyFormat,
     LayerFormat,
     ValueFormat,
@@ -19,14 +20,20 @@ from kvconvert.kernels.pages import (
     dequantize_values,
     empty_keys,
     empty_values,
+    page_centers,
     quantize_keys,
     quantize_values,
+    rope_matrix,
 )
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layer, and the pages, half-quantized pages and residual tokens of each sequence."""
+    """One layer, and the pages, half-quantized pages and residual tokens of each sequence.
+
+    `center` is the length of what key pages leave out, 0 where they hold whole keys; `position` of the first page's
+    first token in the first sequence.
+    """
 
     heads: int = 2
     group: int = 4
@@ -52,6 +59,8 @@ class Case:
     sink_logits: bool = False
     programs: int = 3
     scaling: float = 0.11
+    center: float = 0.0
+    position: int = 4
 
     def __str__(self) -> str:
         default = Case()
@@ -89,7 +98,9 @@ class Stored:
                     (random(c.heads, dim).abs() * 0.1 + 0.3).half(),
                     (random(c.heads, dim) * 0.2 - 2).half(),
                 )
-        self.format = LayerFormat(keys, values, channels, *scales)
+        center = random_center(c, generator) if c.center else None
+        self.format = LayerFormat(keys, values, channels, *scales, key_center=center)
+        key_rows = []
         offset = random(1, c.heads, 1, c.key_dim) * 2  # keys have channels far from zero, as in real models
         self.sequences = []
         key_pages, value_pages = [], []
@@ -112,6 +123,10 @@ class Stored:
             dk = dequantize_keys(qk, keys, channels, scales[0]).transpose(2, 3)
             dv = dequantize_values(qv, values, scales[1])
             dk[key_count:], dv[value_count:] = k[key_count:].float(), v[value_count:].float()
+            first = c.position + 1000 * row
+            key_rows.append([len(key_pages), key_count, first, sum(line[1] for line in key_rows)])
+            if center is not None and key_count:
+                dk[:key_count] += page_centers(first + PAGE_SIZE * torch.arange(key_count), PAGE_SIZE, center)
             # Both tables have an entry for every half-quantized page; the side in full precision has no page.
             key_pages += [qk.select(slice(i, i + 1)) if i < key_count else None for i in range(pages + half_quantized)]
             value_pages += [
@@ -130,6 +145,7 @@ class Stored:
             self.rows[row, 4], self.rows[row, 7] = sink_tokens, residual
             flat = [x.transpose(0, 1).reshape(c.heads, -1, x.shape[-1]) for x in (dk, dv)]
             self.sequences.append((torch.cat([flat[0], tk.float()], 1), torch.cat([flat[1], tv.float()], 1)))
+        self.key_rows = torch.tensor(key_rows, device=device)
         self.base = torch.zeros(8, dtype=c.dtype, device=device)
         for row, buffers in enumerate(self.buffers):
             for side, buffer in enumerate(buffers):
@@ -176,7 +192,21 @@ class Stored:
             shared = torch.tensor([scales], device=self.device)
         boosted = None if f.boosted is None else f.boosted.to(self.device, torch.int32)
         plan = self.plan.to(self.device)
-        return PageTables(self.key_pool, self.value_pool, self.keys, self.values, plan, shared, boosted)
+        found = PageTables(self.key_pool, self.value_pool, self.keys, self.values, plan, shared, boosted)
+        if f.key_center is None:
+            return found
+        parts = [part.to(self.device) for part in (f.key_center.matrix, f.key_center.frequencies)]
+        return replace(found, center=KeyCenter(*parts), key_rows=self.key_rows)
+
+
+def random_center(case: Case, generator: torch.Generator) -> KeyCenter:
+    """A random constant part with RoPE's usual frequencies, in pairs of channels that are half a head apart."""
+    half = torch.arange(case.key_dim // 2)
+    mean = torch.randn(case.heads, case.key_dim, generator=generator)
+    mean *= case.center / mean.norm(dim=1, keepdim=True)
+    frequencies = 10_000.0 ** (-half / len(half))
+    matrix = rope_matrix(mean, frequencies, torch.stack([half, half + len(half)], 1))
+    return KeyCenter(matrix.half(), frequencies)
 
 
 def compare(case: Case, device: torch.device, seed: int = 0) -> tuple[float, torch.Tensor]:

@@ -3,10 +3,12 @@
 import copy
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tiny.key_centers import center_plan
 from tiny.models import GREEDY, random_ids, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,12 +29,16 @@ MODELS = {
 }
 
 
-def bundle_like(name: str, scheme: str, **shape):
+def bundle_like(name: str, scheme: str, center: bool = False, **shape):
     """A tiny model with the cache of a bundle, on the GPU."""
     shape = {"num_hidden_layers": 2, "head_dim": 64} | shape
     model = tiny_model(name, "kvconvert", **shape).to("cuda", torch.bfloat16).requires_grad_(False)
-    layers = model.config.get_text_config().num_hidden_layers
-    adopt(model, [KVScheme.preset(scheme).with_online_rotation()] * layers, {})
+    config = model.config.get_text_config()
+    layers, found = config.num_hidden_layers, KVScheme.preset(scheme).with_online_rotation()
+    if center:
+        found = replace(found, key_center="calibrated", token_norm="none")
+    plan = center_plan(layers, config.num_key_value_heads, config.head_dim, 1.0) if center else {}
+    adopt(model, [found] * layers, plan)
     return model
 
 
@@ -50,6 +56,16 @@ def both(model, ids: torch.Tensor, **arguments) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_method_generates_the_same(scheme):
     both(bundle_like("llama", scheme), random_ids(3, 200).cuda())
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_key_centers_generate_the_same(name):
+    model = bundle_like(name, "oscar-g128", center=True, **MODELS[name])
+    both(model, random_ids(3, 200).cuda())
+    # Another cache with tensors of its own follows the same recordings.
+    recorded = model.captured.recorded
+    model.generate(random_ids(3, 200).cuda(), max_new_tokens=20, **GREEDY)
+    assert model.captured.recorded == recorded
 
 
 @pytest.mark.parametrize("name", MODELS)

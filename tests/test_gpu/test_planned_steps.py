@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny.key_centers import center_plan
 from tiny.models import GREEDY, random_ids, tiny_model
 
 from kvconvert.kernels import device as dispatch
@@ -21,6 +22,7 @@ SCHEMES = {
     "values stay longer": KVScheme(value_recent_tokens=140, key_group_size=128, sink_tokens=5),
     "spans with tau": replace(KVScheme.preset("calibquant-2bit"), sink_tokens=2, tau2=0.5),
     "eviction": replace(KVScheme.preset("minikv"), key_group_size=32),
+    "key centers": KVScheme(key_center="calibrated", rotate_keys="hadamard", sink_tokens=3),
 }
 
 
@@ -61,6 +63,7 @@ def steps_of(model, plan: bool):
     [
         *(pytest.param(name, None, marks=pytest.mark.full) for name in SCHEMES),
         pytest.param("values stay longer", 90, marks=pytest.mark.full),
+        pytest.param("key centers", 90, marks=pytest.mark.full),
     ],
 )
 def test_planned_steps_give_the_same_tokens_and_store_the_same(device, name, window):
@@ -72,7 +75,7 @@ def test_planned_steps_give_the_same_tokens_and_store_the_same(device, name, win
     ids = random_ids(2, tokens + 4).to(device)
     mask = torch.ones_like(ids)
     mask[0, :29] = mask[1, :4] = 0
-    caches = [KVCache(model.config, scheme) for _ in range(2)]
+    caches = [KVCache(model.config, scheme, plan=center_plan(2, 1, 16)) for _ in range(2)]
     arguments = {"attention_mask": mask, "max_new_tokens": 4, **GREEDY}
     with torch.no_grad():
         with steps_of(model, plan=False):

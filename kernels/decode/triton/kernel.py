@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvconvert.kernels.decode.triton.center import page_center
 from kvconvert.kernels.decode.triton.queries import (
     boosted_queries,
     code_operands,
@@ -29,6 +30,7 @@ from kvconvert.kernels.decode.triton.scores import (
     hide,
     product_factor,
     residual_finish,
+    shaped_scores,
     softmax_step,
 )
 from kvconvert.kernels.decode.triton.shape import block_of, key_lanes, query_columns, query_rows
@@ -165,6 +167,8 @@ def decode_kernel(
     boosted,
     mask,
     extremes,
+    center_rest,
+    center_mean,
     item_rows,
     clamped_rows,
     query_row,
@@ -192,9 +196,10 @@ def decode_kernel(
     head = tl.program_id(1)
     heads = tl.num_programs(1)
     block = tl.program_id(2)
+    blocks = tl.num_programs(2)
     item = items + tl.program_id(0) * ITEM
     row = tl.load(item)
-    slot = tl.load(item + 7) * tl.num_programs(2) + block
+    slot = tl.load(item + 7) * blocks + block
     scale_row = tl.load(item + 10)
     first = column_queries(row, head, block, query_row, query_head, query_token, count, F)
     mask_here = mask + row.to(tl.int64) * mask_row + head * mask_head + block * F.queries * mask_query
@@ -236,6 +241,8 @@ def decode_kernel(
         value_channel = tl.arange(0, block_of(F.value_dim))
         store_partial(out, residual_slot, head, heads, value_channel, value_channel < F.value_dim, total, F)
 
+    if F.centered and DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     largest = largest_power(queries, first, F)
     one = tl.full([R], 1.0, tl.float32)
     if F.key_bits < 16:
@@ -286,7 +293,12 @@ def decode_kernel(
                         F,
                         DTYPE,
                     )
-                    x = finish_scores(x, factor, softcap, slope, shift, F)
+                    if F.centered:
+                        entry = table_begin + page
+                        center = page_center(center_rest, center_mean, entry, block, blocks, head, heads, F)
+                        x = shaped_scores(x * factor[None, :, None] + center, softcap, slope, shift, F)
+                    else:
+                        x = finish_scores(x, factor, softcap, slope, shift, F)
                     x = hide(
                         x, (page - begin) * PAGE + page_tokens(KEY_LANES), 1 << 30, half_quantized_mask, mask_query, F
                     )
@@ -370,7 +382,11 @@ def decode_kernel(
                 x = key_products(
                     key_base, key_unit, shared, scale_row, head, operands, page_query, boost, boost_channel, F, DTYPE
                 )
-                x = finish_scores(x, factor, softcap, slope, shift, F)
+                if F.centered:
+                    center = page_center(center_rest, center_mean, page, block, blocks, head, heads, F)
+                    x = shaped_scores(x * factor[None, :, None] + center, softcap, slope, shift, F)
+                else:
+                    x = finish_scores(x, factor, softcap, slope, shift, F)
                 token = (page - begin) * PAGE + page_tokens(KEY_LANES)
                 x = hide(x, token, limit, page_mask, mask_query, F)
                 p, maximum, alpha = softmax_step(x, maximum, F)

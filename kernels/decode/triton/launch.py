@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+import triton
 
 from kvconvert.kernels.decode.plan import MOST_ROWS
 from kvconvert.kernels.decode.stored import PageTables, ResidualWindows, Visibility
+from kvconvert.kernels.decode.triton.center import launch_center_scores, workspace_dtype
 from kvconvert.kernels.decode.triton.combine import combine_kernel
 from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
 from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, query_columns, query_rows
@@ -47,6 +49,21 @@ def queries_per_program(group: int, queries: int) -> int:
     return block
 
 
+def centered_queries(room: int, entries: int, heads: int, group: int, queries: torch.Tensor) -> int:
+    """Queries of one launch, such that what a key center adds to their scores fits into `room` bytes if it can.
+
+    Args:
+        room: bytes.
+        entries: of the page tables.
+        heads, group: KV heads, and query heads of each.
+        queries: [..., T, D].
+    """
+    count = queries.shape[-2]
+    block = queries_per_program(group, count)
+    numbers = entries * heads * triton.next_power_of_2(group * block) * PAGE_SIZE
+    return block * max(1, room // (numbers * workspace_dtype(queries.dtype).itemsize))
+
+
 def decode_shape(
     format: LayerFormat,
     span: SpanFormat | None,
@@ -84,6 +101,7 @@ def decode_shape(
         ragged=span is not None,
         softcap=softcap,
         tau=tau,
+        centered=format.key_center is not None,
         tile=TILE,
         inline_asm=inline_asm,
         **fields,
@@ -142,7 +160,8 @@ def decode_attention(
     """Attention of queries over pages or spans and residual windows: one launch for parts, one to merge
     them.
 
-    With tau (CalibQuant) a third launch comes first, for the smallest and the largest score of each query's spans.
+    With tau (CalibQuant) a third launch comes first, for the smallest and the largest score of each query's spans; with
+    a key center, for what it adds to the scores.
 
     Args:
         queries: [B, Hq, T, D], rotated if the keys are; the last dimension contiguous.
@@ -202,8 +221,12 @@ def decode_attention(
         "maxnreg": registers_for(shape),
     }
     grid = (plan.items.shape[0], heads, blocks)
-    # From Hopper on, the merge is launched while the parts are still at work, and waits for them on the device.
+    # From Hopper on, a kernel is launched while the one before it is still at work, and waits for it on the device.
     dependent = device.type == "cuda" and capability(device) >= (9, 0)
+    overlapped = {"launch_pdl": True} if dependent else {}
+    rest, mean = stats, stats
+    if shape.centered:
+        rest, mean = launch_center_scores(queries, tables, scaling, blocks, shape, dependent)
     if shift:
         extremes = torch.empty(grid[0] * blocks, heads, rows, 2, dtype=torch.float32, device=device)
         counter = torch.zeros((), dtype=torch.int64, device=device) if clamped_rows is None else clamped_rows
@@ -219,6 +242,8 @@ def decode_attention(
         boosted=unused if tables.boosted is None else tables.boosted,
         mask=mask,
         extremes=extremes,
+        center_rest=rest,
+        center_mean=mean,
         item_rows=plan.item_rows,
         clamped_rows=counter,
         mask_row=mask_row,
@@ -228,6 +253,7 @@ def decode_attention(
         tau2=span.tau2 if shift else 0.0,
         STAGES=STAGES,
         DEPENDENT=dependent,
+        **(overlapped if shape.centered else {}),
     )
     out = torch.empty(batch, query_heads, count, value_dim, dtype=dtype, device=device)
     slots, channels = combine_block(plan.most_slots, value_dim)
@@ -251,7 +277,7 @@ def decode_attention(
         HEADS=heads,
         DEPENDENT=dependent,
         num_warps=combine_warps(slots, channels),
-        **({"launch_pdl": True} if dependent else {}),
+        **overlapped,
     )
     return out
 

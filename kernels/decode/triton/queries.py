@@ -50,7 +50,12 @@ def largest_power(queries, first, F: tl.constexpr):
     """For each column the power of two just above its query's largest magnitude, so that fp16 holds their quotient."""
     channel = tl.arange(0, block_of(F.key_dim))
     query = load_queries(queries, channel, channel < F.key_dim, first, F, query_columns(F))
-    largest = tl.max(tl.abs(query), 0)
+    return power_above(tl.max(tl.abs(query), 0))
+
+
+@triton.jit
+def power_above(largest):
+    """The power of two just above each magnitude."""
     power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0
     return tl.where(largest > 1e-30, power, 1.0)
 

@@ -35,7 +35,12 @@ def capped(x, softcap):
 @triton.jit
 def finish_scores(x, factor, softcap, slope, shift, F: tl.constexpr):
     """Scores [M, rows, P] from products: times factor [rows], capped, shifted (CalibQuant), and times log2(e)."""
-    x = x * factor[None, :, None]
+    return shaped_scores(x * factor[None, :, None], softcap, slope, shift, F)
+
+
+@triton.jit
+def shaped_scores(x, softcap, slope, shift, F: tl.constexpr):
+    """What `finish_scores` does to products that were multiplied with its factor."""
     if F.softcap:
         x = capped(x, softcap)
     if F.tau:

@@ -25,7 +25,8 @@ class DecodeShape:
         split_query: whether a second column holds what rounding to fp16 leaves of a scaled query.
         half_quantized: 0 where keys and values are quantized together, 1 where values stay longer in full precision, 2
             where keys do.
-        masked, ragged, softcap, tau: which of these apply; ragged: the last page of an item may be incomplete.
+        masked, ragged, softcap, tau, centered: which of these apply; ragged: the last page of an item may be
+            incomplete; centered: pages of keys lack a constant part, whose scores are added.
         tile: full-precision tokens per step.
         key_scale to key_channels, value_scale, value_zero_point: offsets within a head's part of a page's record, which
             begins with the codes; key_head, value_head: from one head's part to the next; joint_norm: within the
@@ -51,6 +52,7 @@ class DecodeShape:
     ragged: bool
     softcap: bool
     tau: bool
+    centered: bool
     tile: int
     key_high: int
     key_scale: int

@@ -20,9 +20,11 @@ import triton
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels.packing import field_bits
+from kvconvert.kernels.pages.center import KeyCenter
 from kvconvert.kernels.pages.formats import ChannelScales, KeyFormat, ValueFormat
 from kvconvert.kernels.pages.layout import ALIGNMENT, KeyLayout, ValueLayout
 from kvconvert.kernels.pages.records import KeyPages, PageWrites, ValuePages
+from kvconvert.kernels.pages.triton.center import launch_centers, uploaded
 from kvconvert.kernels.pages.triton.feedback import PageFeedback, launch_feedback
 from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM, PER_HEAD, joint_norm_kernel, key_page_kernel
 from kvconvert.kernels.pages.triton.packing import halves_of
@@ -68,6 +70,7 @@ def quantize_addressed(
     flag: torch.Tensor,
     channels: torch.Tensor | None,
     static: ChannelScales | None,
+    center: KeyCenter | None,
 ) -> None:
     """`quantize_at` of kernels/pages/__init__.py."""
     f, records = pages.format, pages.buffer
@@ -76,23 +79,22 @@ def quantize_addressed(
     table[:, 1] = writes.head_strides
     table[:, 2] = (writes.records - records.data_ptr()) // records.element_size()
     table[:, 3] = f.page_size
-    on_device = _uploaded(table, like.device)
+    on_device = uploaded(table, like.device)
     if isinstance(f, KeyFormat):
+        if writes.centers is not None:
+            bases, centers = (center.matrix, center.frequencies), writes.centers.copy()
+            for column, base in enumerate(bases, 1):
+                centers[:, column] = (centers[:, column] - base.data_ptr()) // base.element_size()
+            on_device_centers = uploaded(centers, like.device)
+            launch_centers(like, like.stride(1), on_device, on_device_centers, center, f.page_size, sign=-1)
         feedback = None
         if writes.feedback is not None:
             # Addresses of float16 numbers, counted from the records', which are of 16 bits too.
             base = records.view(torch.float16)
-            feedback = PageFeedback(base, _uploaded((writes.feedback - base.data_ptr()) // 2, like.device))
+            feedback = PageFeedback(base, uploaded((writes.feedback - base.data_ptr()) // 2, like.device))
         quantize_key_pages(like, like.stride(1), on_device, f, records, flag, channels, static, feedback=feedback)
     else:
         quantize_value_pages(like, like.stride(1), on_device, f, records, flag, static)
-
-
-def _uploaded(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    on_host = torch.from_numpy(numbers)
-    # From pageable memory the copy would wait for what the device is doing.
-    on_host = on_host.pin_memory() if device.type == "cuda" else on_host
-    return on_host.to(device, non_blocking=True)
 
 
 def one_feedback(feedback: torch.Tensor, pages: int) -> PageFeedback:
