@@ -68,7 +68,7 @@ def stages(x: torch.Tensor) -> dict[str, float]:
 
 
 def test_rotation_and_norm_beat_rotation_which_beats_neither_under_norm_imbalance_and_outliers():
-    """OScaR, figure 5 and table 9: both components are needed.
+    """OScaR, figure 5: where tokens differ in size and a channel has outliers, each component adds to the other.
 
     A channel that is large in one token in twenty stretches that channel's range for all tokens; rotation spreads it.
     """
@@ -117,7 +117,7 @@ def test_boosting_by_magnitude_beats_random_channels():
 
 
 def test_shifting_extreme_scores_lowers_the_softmax_error_at_one_bit():
-    """CalibQuant, section 4.3: one-bit keys overstate the largest scores, and the softmax amplifies that."""
+    """CalibQuant, section 4.2: one-bit keys overstate the largest scores, and the softmax amplifies that."""
     x = keys(tokens=256, dim=64)[0]
     queries = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(7))
     exact = (queries @ x.transpose(1, 2) / 8).softmax(-1)
