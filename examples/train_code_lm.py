@@ -36,7 +36,7 @@ END = "<|endoftext|>"
 VOCABULARY, POSITIONS = 6144, 8192
 PACKAGE_BYTES, FILE_BYTES, CODE_BYTES = 14_000_000, 150_000, 130_000_000
 WARMUP, DECAY = 0.02, 0.4  # shares of the time
-HELD_OUT = ("argparse.py", "tarfile.py", "inspect.py", "turtle.py", "pathlib.py", "subprocess.py", "statistics.py")
+HELD_OUT = ("argparse.py", "tarfile.py", "inspect.py", "shutil.py", "subprocess.py", "statistics.py")
 FACTS = (
     (" The secret code of {key} is {value}. ", "\nQuestion: what is the secret code of {key}?\nAnswer: {value}."),
     ("\nThe special magic number for {key} is {value}.\n", "\nThe special magic number for {key} is {value}."),
