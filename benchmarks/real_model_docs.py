@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ SEALED = ", sealed prompt"  # after the name of a cache that treats no whole pro
 BASELINES = Path(__file__).resolve().parent / "baselines.txt"  # their rows are on docs/choosing.md
 BEGIN, END = "<!-- written by benchmarks/real_model.py -->", "<!-- end -->"
 TEXTS = {"wikitext2-test": "WikiText-2", "python": "code", "books-val": "novels"}
+COMPARED = ("wikitext2-test", "python")
 PAIRS = "40"  # of the JSON object whose column is shown
 
 
@@ -52,32 +54,35 @@ def cases_of(file: Path) -> dict[str, str]:
 
 
 def comparison(reports: list[dict[str, Any]]) -> str:
-    """Every scheme on every model: KL on the first two texts, then what it still finds."""
-    labels: dict[str, list[float]] = {}
-    columns = []
-    for report in reports:
-        rows = {_label(name, report): row for name, row in _measured(report).items() if row["protocol"] == "pages"}
-        columns.append(rows)
-        for label, row in rows.items():
-            labels.setdefault(label, []).append(row["size"]["bits_per_value"])
-    heads = ["scheme", "bits", *(report["settings"]["model"] for report in reports)]
-    tables = []
-    for cell in (_divergences, _finds):
-        source = ["source", "16", *(cell(None, report) for report in reports)]
-        lines = [
-            [
-                label,
-                _span(bits),
-                *(cell(rows.get(label), report) for rows, report in zip(columns, reports, strict=True)),
-            ]
-            for label, bits in sorted(labels.items(), key=lambda item: min(item[1]))
+    """Every scheme on every model: KL on two texts, then what it still finds."""
+    return "\n\n".join(
+        [
+            "KL from the source, on WikiText-2 / on code:",
+            _compared(reports, _divergences),
+            "Values found in a JSON object of 40 pairs / numbers found in prose at the longest length:",
+            _compared(reports, _finds),
         ]
-        tables.append(_rows([heads, source, *lines]))
-    about = (
-        "KL from the source, on WikiText-2 / on code, in nats per token:",
-        "Values found in a JSON object of 40 pairs / numbers found in prose, at the longest length that was asked at:",
     )
-    return "\n\n".join([about[0], tables[0], about[1], tables[1]])
+
+
+def _compared(reports: list[dict[str, Any]], cell: Callable[[dict[str, Any], dict[str, Any]], str]) -> str:
+    """A column for each model, of what `cell` says of a row and its report; the source first, then by bits."""
+    columns = [
+        {_label(name, report): row for name, row in _measured(report).items() if row["protocol"] == "pages"}
+        for report in reports
+    ]
+    lines = [
+        ["scheme", "bits", *(report["settings"]["model"] for report in reports)],
+        ["source", "16", *(cell(report["source"], report) for report in reports)],
+    ]
+    bits = {
+        label: [rows[label]["size"]["bits_per_value"] for rows in columns if label in rows]
+        for label in {label: None for rows in columns for label in rows}
+    }
+    for label in sorted(bits, key=lambda label: min(bits[label])):
+        cells = [cell(rows[label], of) if label in rows else "" for rows, of in zip(columns, reports, strict=True)]
+        lines.append([label, _span(bits[label]), *cells])
+    return _rows(lines)
 
 
 def _span(bits: list[float]) -> str:
@@ -85,15 +90,14 @@ def _span(bits: list[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _divergences(row: dict[str, Any] | None, report: dict[str, Any]) -> str:
-    if row is None:
-        return ""
-    return " / ".join(_kl(row["texts"][text]["kl"]) for text in report["settings"]["texts"][:2])
+def _divergences(row: dict[str, Any], report: dict[str, Any]) -> str:
+    if "texts" not in row:
+        return "0"  # the source
+    return " / ".join(_kl(row["texts"][text]["kl"]) if text in row["texts"] else "-" for text in COMPARED)
 
 
-def _finds(row: dict[str, Any] | None, report: dict[str, Any]) -> str:
-    found = report["source"] if row is None else row
-    cells = [_percent(found.get("json", {}).get(PAIRS)), _percent(found.get("found", {}).get(_longest(report)))]
+def _finds(row: dict[str, Any], report: dict[str, Any]) -> str:
+    cells = [_percent(row.get("json", {}).get(PAIRS)), _percent(row.get("found", {}).get(_longest(report)))]
     return " / ".join(cell or "-" for cell in cells)
 
 

@@ -262,7 +262,8 @@ def train(data: Path, out: Path, minutes: float, device: str, seed: int, tiny: b
     rows = Rows(data, seed)
     model = GPTNeoXForCausalLM(config(tiny)).float().to(device).train()
     if device == "cuda":
-        for layer in model.gpt_neox.layers:  # one compilation serves all layers
+        torch._dynamo.config.recompile_limit = 64  # of every layer for each phase's shapes
+        for layer in model.gpt_neox.layers:
             layer.compile(dynamic=False)
     opts = optimizers(model)
     rates = [opt.param_groups[0]["lr"] for opt in opts]
