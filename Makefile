@@ -4,7 +4,7 @@
 # make baselines    measure the figures of the slow tests anew and write tests/baselines (a quarter of an hour)
 # make readme       run the quickstart and write its output into README.md
 # make docs         write the tables that are made from the code into docs
-# make real-model   measure every cache preset on SmolLM2-135M-Instruct (minutes on a GPU; TEXT=directory of the texts)
+# make real-model   measure cache presets on a real model (minutes on a GPU; MODEL=name, TEXT=directory of the texts)
 # make lint         ruff
 PYTHON ?= python3
 VENV ?= .venv
@@ -39,14 +39,18 @@ docs: $(VENV)/ready
 	$(BIN)/python -m kvconvert.methods.tables
 	$(BIN)/python -m kvconvert.bundle.schema
 
-REAL_MODEL ?= build/smollm2
+MODEL ?= smollm2
 TEXT ?= texts
 
-$(REAL_MODEL)/config.json: $(VENV)/ready
-	$(BIN)/python examples/fetch_smollm2.py $(REAL_MODEL)
+build/models/neox-code-31m/config.json: $(VENV)/ready
+	$(BIN)/python examples/train_code_lm.py prepare build/neox-data --prose $(TEXT)/books-calib.txt
+	$(BIN)/python examples/train_code_lm.py train build/neox-data build/models/neox-code-31m
 
-real-model: $(REAL_MODEL)/config.json
-	$(BIN)/python benchmarks/real_model.py $(REAL_MODEL) --text $(TEXT) $(REAL_MODEL_OPTIONS)
+build/models/%/config.json: $(VENV)/ready
+	$(BIN)/python examples/fetch_models.py $* build/models/$*
+
+real-model: build/models/$(MODEL)/config.json
+	$(BIN)/python benchmarks/real_model.py build/models/$(MODEL) --text $(TEXT) $(REAL_MODEL_OPTIONS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -1,16 +1,18 @@
-"""Every cache preset on a real language model: text, numbers recalled, and bytes.
+"""Every cache preset on a real language model: text, numbers and values recalled, and bytes.
 
     python benchmarks/real_model.py MODEL --text DIR [CASE ...]
 
-MODEL is a directory (`make real-model` fetches SmolLM2-135M-Instruct); DIR holds the texts reported on, by default
-wikitext2-test.txt and books-val.txt. Caches are calibrated on text that ships with kvconvert, or on --calibration,
-never on what is reported on. A CASE is a preset with changes: `oscar-g128:key_bits=3,sink_tokens=8`; `auto:kv_bits=2.5`
-passes arguments of `calibrate`. Without --only, all presets are measured and the cases added.
+MODEL is a directory (`make real-model MODEL=NAME` makes one); DIR holds the texts reported on, by default
+wikitext2-test.txt and books-val.txt, and the text `python` is read from the running Python's standard library. Caches
+are calibrated on text that ships with kvconvert, or on --calibration, never on what is reported on. A CASE is a preset
+with changes: `oscar-g128:key_bits=3,sink_tokens=8`; `auto:kv_bits=2.5` passes arguments of `calibrate`. Without --only,
+the cases of docs/real-model.md are measured and those added.
 
 Tables of caches have weights in full precision. Segments are evenly spaced over each text and read page by page from
 token 160 on; caches that compress whole prompts read half of each segment, or --sealed-prompt tokens, as a sealed
-prompt and are scored on the rest, and the baseline beside them. Rows that the output holds already, measured in the
-same way, are kept; `benchmarks/real_model_merge.py` puts rows of several outputs together.
+prompt and are scored on the rest, and the baseline beside them. Every row is written when it is there. Rows that the
+output holds already, measured in the same way, are kept; `benchmarks/real_model_merge.py` puts rows of several outputs
+together.
 
 --beside NAME,... (or `all`) searches `auto` at the measured bits of each of these caches, in one search. For one read
 page by page they are the mean over the last 128 lengths, for how full the last page is differs with the number of sink
@@ -27,79 +29,90 @@ from pathlib import Path
 
 import torch
 from real_model_bench import Bench, joined
-from real_model_docs import BASELINES, cases_of, write_page
+from real_model_docs import PAGE, RESULTS, cases_of, write_models_page, write_page
 
 from kvconvert.errors import UsageError
-from kvconvert.methods import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "real_model.json"
-PAGE = ROOT / "docs" / "real-model.md"
-BASELINE = "oscar-g128"
+BASELINE = "default"
+PRESETS = ("default", "kivi", "oscar", "oscar-g128", "kitty", "kitty-pro", "kivi:key_bits=4,value_bits=4")
+BUDGETS = (2.43, 1.6, 3.0)  # of `auto`, in bits per value
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="measured beside the presets")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="measured beside the others")
     parser.add_argument("--text", type=Path, required=True, metavar="DIR", help="of the texts reported on")
     parser.add_argument(
-        "--texts", default="wikitext2-test,books-val", help="names of .txt files; the last is the prose"
+        "--texts",
+        default="wikitext2-test,python,books-val",
+        help="names of .txt files, or `python`; the last is the prose that numbers are hidden in",
     )
     parser.add_argument("--calibration", metavar="SOURCE", help="text that caches are calibrated on")
     parser.add_argument("--only", metavar="NAME,...", help="measure these cases, and keep the other rows")
     parser.add_argument("--cases", dest="file", type=Path, metavar="FILE", help="of cases, one a line, # for comments")
     parser.add_argument("--beside", default="", metavar="NAME,...", help="search auto at the bytes of these, or of all")
-    parser.add_argument("--auto-tokens", type=int, metavar="N", help="of calibration text, for --beside")
-    parser.add_argument("--bundles", default="default", metavar="CASE,...", help='recipes with weights; "" for none')
+    parser.add_argument("--auto-tokens", type=int, metavar="N", help="of calibration text, for searches")
+    parser.add_argument("--bundles", default="", metavar="CASE,...", help="recipes measured with their weights, too")
     parser.add_argument(
         "--baseline", default=BASELINE, help=f"case that others are compared with (default: {BASELINE})"
     )
     parser.add_argument("--segments", type=int, default=6, help="of each text (default: 6)")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a segment (default: 4096)")
+    parser.add_argument("--length", type=int, default=4100, help="tokens of a segment (default: 4100)")
     parser.add_argument("--sealed-prompt", type=int, metavar="N", help="tokens (default: half of a segment)")
     parser.add_argument("--recall", default="1024,3072,7168", help='tokens of prose; "" for none')
+    parser.add_argument("--json", default="40,150", metavar="PAIRS,...", help='of JSON objects; "" for none')
     parser.add_argument("--prompts", type=int, default=32, help="of each length (default: 32)")
     parser.add_argument("--batch", type=int, help="rows at a time (default: 32 on a GPU, 4 on a CPU)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "real-model", help="of calibrations")
+    parser.add_argument("--work", type=Path, help="of calibrations (default: build/real-model/MODEL)")
     parser.add_argument("--jobs", type=int, help="cases at a time (default: 4 on a GPU, 1 on a CPU)")
     parser.add_argument("--again", action="store_true", help="calibrate and measure anew what is there already")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results/real_model_MODEL.json")
     parser.add_argument(
         "--page",
         type=Path,
-        help=f"Markdown to write; {PAGE.relative_to(ROOT)} with --output's default, "
-        "without the rows of benchmarks/baselines.txt, which docs/choosing.md shows",
+        help=f"Markdown to write; {PAGE.relative_to(ROOT)}, of all models, with --output's default",
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    name = args.model.resolve().name
+    args.work = args.work or ROOT / "build" / "real-model" / name
+    if args.output is None:
+        args.output = RESULTS / f"real_model_{name}.json"
+        args.page = args.page or PAGE
+    return args
+
+
+def searches(args: argparse.Namespace) -> list[str]:
+    """`auto` at the budgets of the page, for segments of the length that is measured."""
+    options = f",context={args.length}"
+    options += "" if args.auto_tokens is None else f",auto_tokens={args.auto_tokens}"
+    return [f"auto:kv_bits={bits}{options}" for bits in BUDGETS]
 
 
 def main() -> None:
     args = arguments()
     try:
-        wanted = args.only.split(",") if args.only else [*PRESETS, *args.cases]
+        # Changes are separated by commas, too: a part without a preset of its own goes on with the one before.
+        wanted = joined(args.only.split(",")) if args.only else [args.baseline, *PRESETS, *searches(args)]
+        wanted += args.cases
         bundles = [] if args.only else list(filter(None, args.bundles.split(",")))
-        if args.only:
-            # Changes are separated by commas, too: a part without a preset of its own goes on with the one before.
-            wanted = joined(wanted) + list(args.cases)
         if args.file is not None:
             wanted += cases_of(args.file)
         bench = Bench(args)
         bench.measure_source()
-        for names in (lambda: [args.baseline, *wanted], bench.sealed_beside, bench.searched_beside):
-            missing = bench.missing(names(), "caches")
-            bench.calibrate(missing)
-            bench.measure_caches(missing)
-        bench.shop.restart = args.again  # caches are calibrated by now, bundles are not
+        for names in (lambda: wanted, bench.sealed_beside, bench.searched_beside):
+            bench.measure_caches(bench.missing(names(), "caches"))
         for name in bench.missing(joined(bundles), "bundles"):
             bench.measure(name, "bundles")
     except UsageError as error:
         sys.exit(f"Error: {error}")
-    page = args.page or (PAGE if args.output == RESULTS else None)
-    print(write_page(bench.report, page, cases_of(BASELINES) if page == PAGE else ()))
+    if args.page == PAGE:
+        write_models_page()
+    print(write_page(bench.report, None if args.page == PAGE else args.page))
 
 
 if __name__ == "__main__":

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import multiprocessing
+import platform
 import sys
+import sysconfig
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.fidelity.evaluate import versions
 from kvconvert.fidelity.scoring import Decoder
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.models.adapters import head_dim, key_value_heads
 
 FLOAT_BITS = 16
+CODE = "python"  # the text that is made of the standard library
+CODE_FILES = (Path(__file__).resolve().parent / "real_model_code.txt").read_text(encoding="utf-8").split()
 
 _bench: Bench | None = None  # of a process that measures some of the cases
 
@@ -48,18 +52,30 @@ class Bench:
         self.config = AutoConfig.from_pretrained(args.model)
         names = args.texts.split(",")
         files = {name: str(args.text / f"{name}.txt") for name in names}
+        if CODE in files:
+            files[CODE] = str(library_text(args.work))
         self.texts = {n: spaced_samples(file, tokenizer, args.segments, args.length) for n, file in files.items()}
         lengths = [int(length) for length in filter(None, args.recall.split(","))]
         prose = spaced_samples(files[names[-1]], tokenizer, 1, max([args.length, *lengths]) * 4).flatten().tolist()
-        self.recall = Recall(tokenizer, self.config, prose, lengths, args.prompts, args.seed) if lengths else None
+        pairs = [int(count) for count in filter(None, args.json.split(","))]
+        self.recall = Recall(tokenizer, self.config, prose, lengths, pairs, args.prompts, args.seed)
         self.source = Decoder.plain(self.shop.source())
         # Rows are comparable, and kept, only while these are the same.
         self.settings = {
             "model": args.model.name,
+            "shape": {
+                "model_type": self.config.model_type,
+                "layers": self.config.num_hidden_layers,
+                "heads": self.config.num_attention_heads,
+                "kv_heads": key_value_heads(self.config),
+                "head_dim": head_dim(self.config),
+                "positions": self.config.max_position_embeddings,
+            },
             "texts": names,
             "segments": args.segments,
             "length": args.length,
-            "recall": lengths,
+            "recall": list(self.recall.drills["found"]),
+            "json": list(self.recall.drills["json"]),
             "prompts": args.prompts,
             "seed": args.seed,
             "dtype": dtype,
@@ -69,6 +85,8 @@ class Bench:
                 "length": LENGTH,
             },
         }
+        if CODE in files:
+            self.settings["python"] = ".".join(platform.python_version_tuple()[:2])
         if args.sealed_prompt is not None:
             self.settings["sealed_prompt"] = args.sealed_prompt
         if on_gpu:
@@ -98,37 +116,14 @@ class Bench:
         self.args.output.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
 
     def measure_source(self) -> None:
-        if self.recall is not None and ("found" not in self.report["source"] or self.args.again):
-            self.report["source"] = {"found": self.recall.of(self.source, "source", self.batch)}
+        if not self.report["source"] or self.args.again:
+            self.report["source"] = self.recall.of(self.source, "source", self.batch)
             self.save()
 
     def missing(self, names: Sequence[str], table: str) -> list[str]:
         """Those that have no row yet."""
         rows = self.report[table]
         return [n for n in dict.fromkeys(names) if self.args.again or n not in rows or "failure" in rows[n]]
-
-    def calibrate(self, names: Sequence[str]) -> None:
-        """Calibrate the caches of several cases at a time, in processes of their own: most of it is launching."""
-        if self.jobs < 2 or len(names) < 2:
-            return
-        begun = time.monotonic()
-        cases = [Case.parse(name) for name in dict.fromkeys(name.removesuffix(SEALED) for name in names)]
-        first = self.shop.first_of_searches(cases)
-        self._calibrate_together(first)
-        self.shop.restart = False
-        for case in first:
-            if case.preset == "auto":
-                with contextlib.suppress(KvconvertError):
-                    self.shop.calibrate(case, keep_weights=True)
-        self._calibrate_together([case for case in cases if case not in first])
-        print(f"{len(names)} calibrations: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
-
-    def _calibrate_together(self, cases: Sequence[Case]) -> None:
-        if cases:
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(min(self.jobs, len(cases)), mp_context=context) as pool:
-                # What fails says so when its row is measured.
-                list(pool.map(_calibrate, [(self.shop, case) for case in cases]))
 
     def measure(self, name: str, table: str) -> None:
         """One row of a table; a case that cannot be measured gets the reason."""
@@ -150,18 +145,38 @@ class Bench:
         return row
 
     def measure_caches(self, names: Sequence[str]) -> None:
-        """Rows of several calibrated caches, at a time in processes of their own: most of it is compilation."""
+        """Rows of several caches, calibrated and measured at a time in processes of their own: most of it is launching.
+
+        Searches that differ in the budget alone wait for the first of them.
+        """
         if self.jobs < 2 or len(names) < 2:
             for name in names:
                 self.measure(name, "caches")
             return
+        waiting: dict[str, list[str]] = {}  # the first of each search and the others
+        for name in names:
+            waiting.setdefault(self._search(name) or name, []).append(name)
         context = multiprocessing.get_context("spawn")
         count = min(self.jobs, len(names))
         with ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(self.args,)) as pool:
-            rows = {pool.submit(_row_of_cache, name): name for name in names}
-            for done in as_completed(rows):
-                self.report["caches"][rows[done]] = done.result()
-                self.save()
+            # Searches take longest.
+            order = sorted(waiting, key=lambda search: self._search(waiting[search][0]) is None)
+            rows = {pool.submit(_row_of_cache, waiting[search].pop(0), None): search for search in order}
+            while rows:
+                done, _ = wait(rows, return_when=FIRST_COMPLETED)
+                for row in done:
+                    search = rows.pop(row)
+                    name, figures = row.result()
+                    self.report["caches"][name] = figures
+                    self.save()
+                    first = None if "failure" in figures else name
+                    for other in waiting.pop(search, ()):
+                        rows[pool.submit(_row_of_cache, other, first)] = search
+
+    def _search(self, name: str) -> str | None:
+        """What a search has in common with others, None for a case that searches nothing."""
+        case = Case.parse(name.removesuffix(SEALED))
+        return self.shop.search_of(case, True) if case.preset == "auto" else None
 
     def _row(self, made: Calibrated, name: str, seconds: dict[str, float]) -> dict[str, Any]:
         begun = time.monotonic()
@@ -173,8 +188,8 @@ class Bench:
         tokens = self.args.length if prompt is None else prompt
         row["size"] = cache_size(self.config, made.schemes, made.plan, tokens, self.args.device)
         seconds["size"] = time.monotonic() - begun - seconds["text"]
-        if self.recall is not None and not name.endswith(SEALED):
-            row["found"] = self.recall.of(made.decoder, name, self.batch)
+        if not name.endswith(SEALED):
+            row |= self.recall.of(made.decoder, name, self.batch)
             seconds["recall"] = time.monotonic() - begun - seconds["text"] - seconds["size"]
         distinct = {json.dumps(s and s.to_dict(), sort_keys=True) for s in made.schemes}
         return row | {"seconds": {k: round(v, 1) for k, v in seconds.items()}, "schemes": sorted(distinct)}
@@ -221,23 +236,30 @@ def at_page_end(bits: float, length: int, prompt: int | None = None) -> float:
     return codes + (FLOAT_BITS - codes) * sinks / length
 
 
-def _calibrate(task: tuple[Workshop, Case]) -> None:
-    shop, case = task
-    torch.set_num_threads(2)
-    with contextlib.suppress(KvconvertError):
-        shop.calibrate(case, keep_weights=True)
+def library_text(work: Path) -> Path:
+    """One text of the modules of Python's standard library that benchmarks/real_model_code.txt lists."""
+    root = Path(sysconfig.get_path("stdlib"))
+    file = work / f"python-{platform.python_version()}.txt"
+    text = "\n".join((root / name).read_text(encoding="utf-8") for name in CODE_FILES)
+    if not file.is_file() or file.read_text(encoding="utf-8") != text:
+        work.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    return file
 
 
 def _begin(args: argparse.Namespace) -> None:
     global _bench
     torch.set_num_threads(2)
-    args.again = False  # it was calibrated anew a moment ago
     _bench = Bench(args)
 
 
-def _row_of_cache(name: str) -> dict[str, Any]:
+def _row_of_cache(name: str, searched: str | None) -> tuple[str, dict[str, Any]]:
+    """A row and its name, calibrated with the measurements of the search `searched`."""
     assert _bench is not None
-    return _bench.row(name, "caches")
+    if searched is not None:
+        case = Case.parse(searched.removesuffix(SEALED))
+        _bench.shop.searched(case, _bench.shop.directory_of(case, True) / "work")
+    return name, _bench.row(name, "caches")
 
 
 def joined(parts: list[str]) -> list[str]:

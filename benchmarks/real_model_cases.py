@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,11 +139,10 @@ class Workshop:
 
     def calibrate(self, case: Case, keep_weights: bool) -> WorkDir:
         """The finished working directory of a case; one that is there already is taken."""
-        kind = "cache" if keep_weights else "bundle"
-        directory = self.work / f"{kind}-{_UNSAFE.sub('_', case.name)}"
+        directory = self.directory_of(case, keep_weights)
         directory.mkdir(parents=True, exist_ok=True)
         arguments = {"samples": SAMPLES, "seq_len": LENGTH, "data": self.data} | dict(case.arguments)
-        search = self._search(case, keep_weights)
+        search = self.search_of(case, keep_weights)
         if "auto_from" not in arguments and search in self._searched:
             # Budgets of one search share what was measured of single layers.
             arguments["auto_from"] = self._searched[search]
@@ -160,18 +159,17 @@ class Workshop:
             self._searched.setdefault(search, found.path)
         return found
 
-    def first_of_searches(self, cases: Sequence[Case]) -> list[Case]:
-        """Cases without those that will take the measurements of one before them."""
-        chosen, seen = [], set(self._searched)
-        for case in cases:
-            search = self._search(case, True)
-            if case.preset != "auto" or search not in seen:
-                chosen.append(case)
-            seen.add(search)
-        return chosen
+    def directory_of(self, case: Case, keep_weights: bool) -> Path:
+        """Where a case is calibrated."""
+        kind = "cache" if keep_weights else "bundle"
+        return self.work / f"{kind}-{_UNSAFE.sub('_', case.name)}"
+
+    def searched(self, case: Case, work: Path) -> None:
+        """Take the measurements of a finished search for cases that differ in the budget alone."""
+        self._searched.setdefault(self.search_of(case, True), work)
 
     @staticmethod
-    def _search(case: Case, keep_weights: bool) -> str:
+    def search_of(case: Case, keep_weights: bool) -> str:
         """What searches have in common that differ in the budget alone."""
         others = {k: v for k, v in case.arguments.items() if k not in ("kv_bits", "kv_bytes_per_token")}
         return f"{case.preset} {case.fields} {case.weights} {others} {keep_weights}"

@@ -1,9 +1,10 @@
-"""The tables of docs/real-model.md, from the report of `benchmarks/real_model.py`."""
+"""The tables of docs/real-model.md, from the reports of `benchmarks/real_model.py`."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +12,93 @@ import torch
 
 from kvconvert.fidelity.bootstrap import Interval, bootstrap_mean
 
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "real-model.md"
+MODELS = ("smollm2", "qwen25-coder-0.5b", "gemma3-270m", "neox-code-31m")  # in the page's order
 SAME_SIZE = 0.005  # bits per value
 SEALED = ", sealed prompt"  # after the name of a cache that treats no whole prompts, measured as those that do
 BASELINES = Path(__file__).resolve().parent / "baselines.txt"  # their rows are on docs/choosing.md
 BEGIN, END = "<!-- written by benchmarks/real_model.py -->", "<!-- end -->"
+TEXTS = {"wikitext2-test": "WikiText-2", "python": "code", "books-val": "novels"}
+COMPARED = ("wikitext2-test", "python")
+PAIRS = "40"  # of the JSON object whose column is shown
 
 
-def write_page(report: dict[str, Any], page: Path | None, elsewhere: Collection[str] = ()) -> str:
-    """The tables, and the same between the markers of `page`, without rows that another page shows.
-
-    A page that is missing is made.
-    """
+def write_page(report: dict[str, Any], page: Path | None) -> str:
+    """The tables of one model, and the same between the markers of `page`, which is made if it is missing."""
+    text = markdown(report)
     if page is not None:
-        caches = {name: row for name, row in report["caches"].items() if name not in elsewhere}
-        text = markdown(report | {"caches": caches})
-        old = page.read_text(encoding="utf-8") if page.is_file() else f"# A real model\n\n{BEGIN}\n{END}\n"
-        head, _, rest = old.partition(BEGIN)
-        page.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
-    return markdown(report)
+        _put(text, page)
+    return text
+
+
+def write_models_page(page: Path = PAGE, results: Path = RESULTS) -> None:
+    """The page of all models that have a report among the results, between its markers."""
+    files = {name: results / f"real_model_{name}.json" for name in MODELS}
+    reports = [json.loads(file.read_text(encoding="utf-8")) for file in files.values() if file.is_file()]
+    sections = [f"## {report['settings']['model']}\n\n{markdown(report)}" for report in reports]
+    _put("\n\n".join([comparison(reports), *sections]), page)
+
+
+def _put(text: str, page: Path) -> None:
+    old = page.read_text(encoding="utf-8") if page.is_file() else f"# Caches on a model\n\n{BEGIN}\n{END}\n"
+    head, _, rest = old.partition(BEGIN)
+    page.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 def cases_of(file: Path) -> dict[str, str]:
     """The cases of a file, one a line, with the names that follow #; without one a case is its own name."""
     lines = [line.partition("#") for line in file.read_text(encoding="utf-8").splitlines()]
     return {case.strip(): label.strip() or case.strip() for case, _, label in lines if case.strip()}
+
+
+def comparison(reports: list[dict[str, Any]]) -> str:
+    """Every scheme on every model: KL on two texts, then what it still finds."""
+    return "\n\n".join(
+        [
+            "KL from the source, on WikiText-2 / on code:",
+            _compared(reports, _divergences),
+            "Values found in a JSON object of 40 pairs / numbers found in prose at the longest length:",
+            _compared(reports, _finds),
+        ]
+    )
+
+
+def _compared(reports: list[dict[str, Any]], cell: Callable[[dict[str, Any], dict[str, Any]], str]) -> str:
+    """A column for each model, of what `cell` says of a row and its report; the source first, then by bits."""
+    columns = [
+        {_label(name, report): row for name, row in _measured(report).items() if row["protocol"] == "pages"}
+        for report in reports
+    ]
+    lines = [
+        ["scheme", "bits", *(report["settings"]["model"] for report in reports)],
+        ["source", "16", *(cell(report["source"], report) for report in reports)],
+    ]
+    bits = {
+        label: [rows[label]["size"]["bits_per_value"] for rows in columns if label in rows]
+        for label in {label: None for rows in columns for label in rows}
+    }
+    for label in sorted(bits, key=lambda label: min(bits[label])):
+        cells = [cell(rows[label], of) if label in rows else "" for rows, of in zip(columns, reports, strict=True)]
+        lines.append([label, _span(bits[label]), *cells])
+    return _rows(lines)
+
+
+def _span(bits: list[float]) -> str:
+    low, high = f"{min(bits):.2f}", f"{max(bits):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _divergences(row: dict[str, Any], report: dict[str, Any]) -> str:
+    if "texts" not in row:
+        return "0"  # the source
+    return " / ".join(_kl(row["texts"][text]["kl"]) if text in row["texts"] else "-" for text in COMPARED)
+
+
+def _finds(row: dict[str, Any], report: dict[str, Any]) -> str:
+    cells = [_percent(row.get("json", {}).get(PAIRS)), _percent(row.get("found", {}).get(_longest(report)))]
+    return " / ".join(cell or "-" for cell in cells)
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -46,8 +110,8 @@ def markdown(report: dict[str, Any]) -> str:
         parts += [
             (
                 f"Caches that compress a prompt as a whole, scored on the {s['length'] - prompt:,} tokens after one of "
-                f"{prompt:,}{_source_perplexity(report, 'sealed prompt')}, and page caches beside them that read it in "
-                "the same way. Numbers are asked for after all of the prose was compressed as one prompt:"
+                f"{prompt:,}, and page caches beside them that read it in the same way. Numbers are asked for after "
+                "all of the prose was compressed as one prompt:"
             ),
             _table(report, "caches", "sealed prompt"),
         ]
@@ -55,7 +119,7 @@ def markdown(report: dict[str, Any]) -> str:
     if report["bundles"]:
         parts += ["Weights and cache, by recipes:", _table(report, "bundles", None)]
     failures = [
-        f"- {name}: {row['failure']}"
+        f"- {_label(name, report)}: {row['failure']}"
         for table in ("caches", "bundles")
         for name, row in report[table].items()
         if "failure" in row
@@ -66,35 +130,23 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def _introduction(report: dict[str, Any]) -> str:
-    s = report["settings"]
-    perplexities = _source_perplexity(report, "pages")
-    found = report["source"].get("found", {})
-    recalled = (
-        ""
-        if not found
-        else " Of numbers hidden in prose the source finds "
-        + ", ".join(f"{_percent(hits)} at {int(length):,} tokens" for length, hits in found.items())
-        + f" ({s['prompts']} prompts each; all prose is read through the cache first, page by page)."
-    )
-    where = s.get("device", "a CPU")
+    s, source = report["settings"], report["source"]
+    shape = s.get("shape")
+    about = f"{s['model']} in {s['dtype']} on {s.get('device', 'a CPU')}"
+    if shape is not None:
+        about += (
+            f": `{shape['model_type']}`, {shape['layers']} layers of {shape['heads']} query and {shape['kv_heads']} KV "
+            f"heads of {shape['head_dim']}, {shape['positions']:,} positions"
+        )
+    code = f"; code is the standard library of Python {s['python']}" if "python" in s else ""
+    asked = [f"{_percent(hits)} of the numbers at {int(n):,} tokens" for n, hits in source.get("found", {}).items()]
+    asked += [f"{_percent(hits)} of the values in {n} pairs" for n, hits in source.get("json", {}).items()]
+    recall = f" Of {s['prompts']} prompts each the source finds {', '.join(asked)}." if asked else ""
     calibrated = s["calibrated_on"]
     return (
-        f"{s['model']} in {s['dtype']} on {where}; {s['segments']} segments of {s['length']:,} tokens of each text, "
-        "read page by page, pages beginning after the sink tokens, and scored from token 160 on; calibrated on "
-        f"{calibrated['samples']} x {calibrated['length']} tokens of {calibrated['text']}. KL is to the source in nats "
-        f"per token{perplexities}.{recalled} Bits per stored value and the share of tokens in full precision are "
-        f"measured at {s['length']:,} tokens, or after the prompt of caches that compress it as a whole: all that the "
-        "cache holds in bf16, over all keys and values of the sequence, and as a mean over the last 128 lengths, for "
-        f"how full the last page is differs.{_options(report)}"
+        f"{about}. {s['segments']} segments of {s['length']:,} tokens of each text{code}; calibrated on "
+        f"{calibrated['samples']} x {calibrated['length']} tokens of {calibrated['text']}.{recall}{_options(report)}"
     )
-
-
-def _source_perplexity(report: dict[str, Any], protocol: str) -> str:
-    first = next((row for row in _measured(report).values() if row["protocol"] == protocol), None)
-    if first is None:
-        return ""
-    texts = " and ".join(f"{row['source_perplexity']:.2f} ({name})" for name, row in first["texts"].items())
-    return f"; the source's perplexity is {texts}" if protocol == "pages" else f" (source perplexity {texts})"
 
 
 def _shared_options(report: dict[str, Any]) -> str:
@@ -115,7 +167,7 @@ def _label(name: str, report: dict[str, Any]) -> str:
 
 
 def _table(report: dict[str, Any], table: str, protocol: str | None) -> str:
-    s = report["settings"]
+    """At most seven columns: scheme, bits, KL of two texts, perplexity of the first, JSON, numbers; source first."""
     rows = {
         name: row
         for name, row in report[table].items()
@@ -123,23 +175,39 @@ def _table(report: dict[str, Any], table: str, protocol: str | None) -> str:
     }
     if not rows:
         return ""
-    tokens = sorted({row["size"]["tokens"] for row in rows.values()})
-    heads = ["", f"bits per value at {' and '.join(f'{n:,}' for n in tokens)}"]
-    # After a whole prompt no page is being filled.
-    heads += ["exact"] if protocol == "sealed prompt" else ["mean", "exact"]
-    heads += [f"{name} {what}" for name in s["texts"] for what in ("KL", "perplexity")]
-    heads += [f"found at {length:,}" for length in s["recall"]]
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    texts, longest = report["settings"]["texts"], _longest(report)
+    shown = texts[:2]
+    heads = ["scheme", "bits", *(f"KL {TEXTS.get(text, text)}" for text in shown)]
+    heads.append(f"perplexity {TEXTS.get(texts[0], texts[0])}")
+    asks_json = PAIRS in report["source"].get("json", {})
+    heads += [f"JSON, {PAIRS} pairs"] if asks_json else []
+    heads += [f"numbers at {int(longest):,}"] if longest is not None else []
+
+    def recalled(row: dict[str, Any]) -> list[str]:
+        cells = [_percent(row.get("json", {}).get(PAIRS))] if asks_json else []
+        return cells + ([_percent(row.get("found", {}).get(longest))] if longest is not None else [])
+
+    first = next(iter(rows.values()))
+    perplexity = f"{first['texts'][texts[0]]['source_perplexity']:.2f}"
+    lines = [["source", "16", *("0" for _ in shown), perplexity, *recalled(report["source"])]]
     for name, row in sorted(rows.items(), key=lambda item: item[1]["size"]["bits_per_value"]):
-        size = row["size"]
-        cells = [_label(name, report), f"{size['bits_per_value']:.2f}"]
-        cells += [] if protocol == "sealed prompt" else [f"{size['mean_bits_per_value']:.2f}"]
-        cells += [f"{size['full_precision_tokens'] / size['tokens']:.1%}"]
-        for text in s["texts"]:
-            cells += [_kl(row["texts"][text]["kl"]), f"{row['texts'][text]['perplexity']:.2f}"]
-        cells += [_percent(row.get("found", {}).get(str(length))) for length in s["recall"]]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        cells = [_label(name, report), f"{row['size']['bits_per_value']:.2f}"]
+        cells += [_kl(row["texts"][text]["kl"]) for text in shown]
+        lines.append([*cells, f"{row['texts'][texts[0]]['perplexity']:.2f}", *recalled(row)])
+    return _rows([heads, *lines])
+
+
+def _rows(lines: list[list[str]]) -> str:
+    """Markdown, the first line the heads."""
+    heads, *rest = ("| " + " | ".join(cells) + " |" for cells in lines)
+    return "\n".join([heads, "|" + "---|" * len(lines[0]), *rest])
+
+
+def _longest(report: dict[str, Any]) -> str | None:
+    """The longest length at which the source finds any numbers, else the longest."""
+    found = report["source"].get("found", {})
+    lengths = sorted(found, key=int)
+    return next((length for length in reversed(lengths) if any(found[length])), lengths[-1] if lengths else None)
 
 
 def _auto(report: dict[str, Any]) -> str:
@@ -151,24 +219,17 @@ def _auto(report: dict[str, Any]) -> str:
         better += sum(interval.high is not None and interval.high < 0 for interval in found)
         worse += sum(interval.low is not None and interval.low > 0 for interval in found)
         bits = [f"{_mean_bits(caches[each]):.3f}" for each in (beside, name)]
-        lines.append("| " + " | ".join([beside.removesuffix(SEALED), *bits, *map(_interval, found)]) + " |")
+        lines.append([beside.removesuffix(SEALED), *bits, *map(_interval, found)])
     if not lines:
         return ""
     count = len(lines) * len(texts)
-    heads = ["cache", "its bits per value", "`auto`'s", *(f"{text} KL" for text in texts)]
-    return "\n".join(
-        [
-            (
-                "The largest `auto` of at most a cache's bits less that cache, with 95 % bootstrap intervals over "
-                f"segments; negative: `auto` is better. Of {count} differences {better} are significantly better and "
-                f"{worse} significantly worse:"
-            ),
-            "",
-            "| " + " | ".join(heads) + " |",
-            "|" + "---|" * len(heads),
-            *lines,
-        ]
+    heads = ["cache", "its bits per value", "`auto`'s", *(f"KL {TEXTS.get(text, text)}" for text in texts)]
+    about = (
+        "The largest `auto` of at most a cache's mean bits less that cache, with 95% bootstrap intervals over "
+        f"segments; negative: `auto` is better. Of {count} differences {better} are significantly better and {worse} "
+        "significantly worse:"
     )
+    return f"{about}\n\n{_rows([heads, *lines])}"
 
 
 def _differences(report: dict[str, Any]) -> str:
@@ -182,19 +243,12 @@ def _differences(report: dict[str, Any]) -> str:
         cells = [name, beside]
         for text in report["settings"]["texts"]:
             cells.append(_interval(difference(row["texts"][text], caches[beside]["texts"][text])))
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
     if not lines:
         return ""
-    heads = ["cache", "less", *(f"{text} KL" for text in report["settings"]["texts"])]
-    return "\n".join(
-        [
-            "Paired differences in KL with 95 % bootstrap intervals over segments; negative is better:",
-            "",
-            "| " + " | ".join(heads) + " |",
-            "|" + "---|" * len(heads),
-            *lines,
-        ]
-    )
+    heads = ["cache", "less", *(f"KL {TEXTS.get(text, text)}" for text in report["settings"]["texts"])]
+    about = "Paired differences in KL with 95% bootstrap intervals over segments; negative is better:"
+    return f"{about}\n\n{_rows([heads, *lines])}"
 
 
 def _measured(report: dict[str, Any]) -> dict[str, Any]:
@@ -237,4 +291,4 @@ def _kl(value: float) -> str:
 
 
 def _percent(hits: list[bool] | None) -> str:
-    return "" if hits is None else f"{100 * sum(hits) / len(hits):.0f} %"
+    return "" if hits is None else f"{100 * sum(hits) / len(hits):.0f}%"

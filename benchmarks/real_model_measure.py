@@ -1,13 +1,15 @@
-"""How `benchmarks/real_model.py` measures one case: text, numbers recalled, and the size of the cache."""
+"""How `benchmarks/real_model.py` measures one case: text, numbers and values recalled, and the size of the cache."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from real_model_lookup import ObjectBook
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from kvconvert.fidelity.numbers import NumberBook, has_plain_template
@@ -15,6 +17,7 @@ from kvconvert.fidelity.recall import PASSKEY_ANSWER_TOKENS, Drill, DrillBook, a
 from kvconvert.fidelity.scoring import Decoder, before_chunks, compare, feed, read_prompt, treats_whole_prompts
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import SEARCHED_FIELDS, KVScheme
+from kvconvert.models.adapters import head_dim, key_value_heads
 from kvconvert.runtime import KVCache
 
 MEASURED_CHUNK = 1024  # tokens per pass while the size of a cache is measured
@@ -62,13 +65,14 @@ def _text_row(parts: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 class Recall:
-    """The same prompts for every case: a number hidden in prose, asked for after all of it was read page by page.
+    """The same prompts for every case: a number hidden in prose, or the value of a key in a JSON object, asked for
+    after all of it was read page by page.
 
     Args:
-        tokenizer: with a chat template, or without, where today's plain passkeys are asked.
+        tokenizer: with a chat template, or without, where prompts are plain text.
         config: of the model; lengths that its positions do not hold are left out.
         prose: token ids of the filler.
-        lengths: tokens of prose; prompts: how many of each.
+        lengths: tokens of prose; pairs: of JSON objects; prompts: how many of each.
         seed: of the prompts.
     """
 
@@ -78,34 +82,43 @@ class Recall:
         config: PretrainedConfig,
         prose: list[int],
         lengths: Sequence[int],
+        pairs: Sequence[int],
         prompts: int,
         seed: int,
     ):
         self.tokenizer = tokenizer
-        self.templated = has_plain_template(tokenizer)
-        positions = getattr(config.get_text_config(), "max_position_embeddings", None) or max(lengths)
-        self.drills: dict[int, list[Drill]] = {}
+        templated = has_plain_template(tokenizer)
+        most = getattr(config.get_text_config(), "max_position_embeddings", None)
+        positions = math.inf if most is None else most
+        found: dict[int, list[Drill]] = {}
         for length in lengths:
-            if self.templated:
+            if templated:
                 book = NumberBook(tokenizer, prose, seed)
                 if length + book.room <= positions:
-                    self.drills[length] = book.drills(length, prompts)
+                    found[length] = book.drills(length, prompts)
             else:
                 plain = DrillBook(tokenizer, prose, seed)
                 made = [plain.passkey(length, (i % 5) / 5 + 0.1) for i in range(prompts)]
                 room = max(len(drill.cue) for drill in made) + PASSKEY_ANSWER_TOKENS
                 if length + room <= positions:
-                    self.drills[length] = made
+                    found[length] = made
+        objects = ObjectBook(tokenizer, seed)
+        looked_up = {count: objects.drills(count, prompts, positions) for count in pairs}
+        self.drills = {"found": found, "json": {count: drills for count, drills in looked_up.items() if drills}}
 
-    def of(self, decoder: Decoder, name: str, batch: int) -> dict[str, list[bool]]:
-        """Which prompts of each length a decoder answers."""
+    def of(self, decoder: Decoder, name: str, batch: int) -> dict[str, dict[str, list[bool]]]:
+        """Which prompts a decoder answers: `found` by length in tokens, `json` by pairs."""
         answer = answer_with(decoder, self.tokenizer, True, name, PAGE_SIZE, batch)
         return {
-            str(length): [
-                passkey_right(drill, text)
-                for drill, text in zip(drills, answer(drills, PASSKEY_ANSWER_TOKENS), strict=True)
-            ]
-            for length, drills in self.drills.items()
+            kind: {
+                str(size): [
+                    passkey_right(drill, text)
+                    for drill, text in zip(drills, answer(drills, PASSKEY_ANSWER_TOKENS), strict=True)
+                ]
+                for size, drills in sizes.items()
+            }
+            for kind, sizes in self.drills.items()
+            if sizes
         }
 
 
@@ -121,11 +134,13 @@ def cache_size(
 
     The number of bytes depends on how many tokens were read and not on what they are: a model of random weights with
     the same keys and values, and little else, fills the cache; one layer stands for all with the same scheme. Evicted
-    tokens take no bytes and are counted among those that bytes are divided by. How full the last page is differs from
-    length to length, and with the number of sink tokens: `mean_bits_per_value` is the mean over the last 128 lengths,
-    but for caches that compress prompts as a whole.
+    tokens take no bytes and are counted among those that bytes are divided by; those that have left the window of a
+    layer with sliding attention are not, for the source drops them, too. How full the last page is differs from length
+    to length, and with the number of sink tokens: `mean_bits_per_value` is the mean over the last 128 lengths, but for
+    caches that compress prompts as a whole.
     """
-    chosen = _representatives(schemes)
+    types = getattr(config, "layer_types", None) or ["full_attention"] * len(schemes)
+    chosen = _representatives(schemes, types)
     plan = {
         name.replace(f"layers.{old}.", f"layers.{new}.", 1): tensor
         for new, old in enumerate(chosen)
@@ -133,12 +148,12 @@ def cache_size(
         if name.startswith(f"layers.{old}.")
     }
     small = copy.deepcopy(config)
-    heads = small.num_key_value_heads
-    small.update({"hidden_size": 16, "intermediate_size": 16, "vocab_size": 64, "num_attention_heads": heads})
-    small.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads, channels = key_value_heads(config), head_dim(config)
+    small.update({"hidden_size": heads * channels, "intermediate_size": 16, "vocab_size": 64})
+    small.update({"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": channels})
     small.num_hidden_layers = len(chosen)
     if getattr(config, "layer_types", None) is not None:
-        small.layer_types = [config.layer_types[layer] for layer in chosen]
+        small.layer_types = [types[layer] for layer in chosen]
     small.bos_token_id = small.eos_token_id = small.pad_token_id = None
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16, attn_implementation="kvconvert")
@@ -146,41 +161,47 @@ def cache_size(
     own = [schemes[layer] for layer in chosen]
     cache = KVCache(small, [s if s is None else s.with_online_rotation() for s in own], plan=plan)
     ids = torch.randint(64, (1, tokens), generator=torch.Generator().manual_seed(0))
-    numbers = 2 * heads * small.head_dim  # of a token in one layer
     layers = [layer for layer, count in enumerate(chosen.values()) for _ in range(count)]
+    windows = [config.sliding_window if types[layer] == "sliding_attention" else tokens for layer in chosen]
+
+    def bits_per_value() -> float:
+        """Of the layers that are stood for, each as often as it stands for one."""
+        stores = [layer.store for layer in cache.paged_layers()]
+        held = [min(window, cache.get_seq_length()) for window in windows]
+        numbers = sum(held[layer] for layer in layers) * 2 * heads * channels
+        return 8 * sum(stores[layer].bytes_used() for layer in layers) / numbers
+
     decoder, bits = Decoder(model, lambda: cache), []
     last = 0 if treats_whole_prompts(cache) else PAGE_SIZE
     read_prompt(decoder, cache, ids[:, : tokens - last], MEASURED_CHUNK)
     for start in range(tokens - last, tokens, STEP):
         feed(decoder, cache, ids[:, start : start + STEP], logits_to_keep=1)
-        bits.append(8 * _bytes(cache, layers) / (cache.get_seq_length() * numbers * len(layers)))
-    total = _bytes(cache, layers)
-    at_end = 8 * total / (tokens * numbers * len(layers))
-    stored = [(layer.store.tokens(), layer.store.residual_tokens()) for layer in cache.paged_layers()]
-    kept, exact = (sum(stored[layer][i] for layer in layers) / len(layers) for i in (0, 1))
+        bits.append(bits_per_value())
+    stores = [layer.store for layer in cache.paged_layers()]
+    kept, exact = (
+        sum(counts[layer] for layer in layers) / len(layers)
+        for counts in ([s.tokens() for s in stores], [s.residual_tokens() for s in stores])
+    )
     return {
         "tokens": tokens,
-        "bits_per_value": at_end,
-        "mean_bits_per_value": sum(bits) / len(bits) if bits else at_end,
-        "bytes_per_token": total / tokens,
+        "bits_per_value": bits_per_value(),
+        "mean_bits_per_value": sum(bits) / len(bits) if bits else bits_per_value(),
+        "bytes_per_token": sum(stores[layer].bytes_used() for layer in layers) / tokens,
         "kept_tokens": kept,
         "full_precision_tokens": exact,
     }
 
 
-def _representatives(schemes: Sequence[KVScheme | None]) -> dict[int, int]:
+def _representatives(schemes: Sequence[KVScheme | None], types: Sequence[str]) -> dict[int, int]:
     """Layers whose caches are filled, each with the number of layers of its size; all where budgets differ."""
     if any(scheme is not None and scheme.evicts and scheme.allocation != "uniform" for scheme in schemes):
         return dict.fromkeys(range(len(schemes)), 1)
     # What calibration searches decides on codes and not on their number.
-    sizes = [s and tuple(v for k, v in s.to_dict().items() if k not in SEARCHED_FIELDS) for s in schemes]
+    sizes = [
+        (kind, s and tuple(v for k, v in s.to_dict().items() if k not in SEARCHED_FIELDS))
+        for kind, s in zip(types, schemes, strict=True)
+    ]
     return {sizes.index(size): count for size, count in Counter(sizes).items()}
-
-
-def _bytes(cache: KVCache, layers: Sequence[int]) -> int:
-    """Bytes in use of layers that may be named several times."""
-    used = [layer.store.bytes_used() for layer in cache.paged_layers()]
-    return sum(used[layer] for layer in layers)
 
 
 def is_sealed(decoder: Decoder) -> bool:

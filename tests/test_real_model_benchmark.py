@@ -8,14 +8,17 @@ import real_model_docs as docs
 import real_model_merge as merge
 from real_model_bench import at_page_end
 from real_model_cases import Case
+from real_model_lookup import ObjectBook
 from real_model_measure import cache_size
-from tiny.checkpoints import tiny_model
+from tiny.checkpoints import REFERENCE, tiny_model
+from transformers import AutoTokenizer, Gemma3TextConfig
 
 from kvconvert.errors import UsageError
 from kvconvert.methods import PRESETS
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 FILES = ("ablations.txt", "baselines.txt")
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
 CASES = [case for file in FILES for case in docs.cases_of(BENCHMARKS / file)]
 
 
@@ -35,6 +38,38 @@ def test_bits_at_a_pages_end_are_those_of_a_cache_that_was_measured_at_both():
     assert at_page_end(size["mean_bits_per_value"], length) == pytest.approx(size["bits_per_value"], abs=0.03)
     longer = cache_size(tiny, schemes, {}, length + 128, "cpu")["bits_per_value"]
     assert at_page_end(longer, length, length + 128) == pytest.approx(size["bits_per_value"], abs=1e-6)
+
+
+def test_tokens_beyond_a_sliding_window_are_neither_stored_nor_divided_by():
+    config = Gemma3TextConfig(
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=256,
+    )
+    size = cache_size(config, [PRESETS["kivi"]] * 2, {}, 1024, "cpu")
+    assert 256 + 1024 <= 2 * size["kept_tokens"] <= 256 + 128 + 1024  # a page may stand in the window with its end alone
+    numbers = (256 + 1024) * 2 * 32
+    assert size["bits_per_value"] == pytest.approx(8 * size["bytes_per_token"] * 1024 / numbers)
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["text", "chat"])
+def test_objects_are_equally_long_and_hold_the_value_asked_for(template):
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
+    tokenizer.chat_template = template
+    drills = ObjectBook(tokenizer, 0).drills(20, 8, 2048)
+    assert len({(len(drill.context), len(drill.cue)) for drill in drills}) == 1
+    for drill in drills:
+        shown, asked = tokenizer.decode(drill.context), tokenizer.decode(drill.cue)
+        key = asked.rpartition('of "')[2].partition('"')[0]
+        found = json.loads(shown[shown.index("{") : shown.index("}") + 1])
+        assert len(found) == 20
+        assert found[key] == drill.expected
+        assert asked.endswith(f'The value of "{key}" is "')
+        assert ("<|assistant|>" in asked) == (template is not None)
+    assert ObjectBook(tokenizer, 0).drills(20, 8, len(drills[0].context)) == []
 
 
 def row(mean, kl, protocol="pages", last=None):
@@ -99,13 +134,61 @@ def test_rows_of_several_runs_are_one_report_if_they_were_measured_in_the_same_w
         merge.merged([first, part({"a": {"kl": 2}})], ["1.json", "2.json"])
 
 
-@pytest.mark.parametrize(
-    ("report", "page"), [("real_model", "real-model"), ("real_model_reference", "reference-model")]
-)
-def test_a_page_shows_what_its_report_holds(report, page, tmp_path):
-    shown = BENCHMARKS.parent / "docs" / f"{page}.md"
+MEASURED = {
+    "settings": {"model": "tiny", "texts": ["wikitext2-test", "python", "books-val"], "recall": [16], "json": [40]},
+    "source": {"found": {"16": [True, True], "32": [False, False]}, "json": {"40": [True, False]}},
+    "baseline": "kivi",
+    "bundles": {},
+}
+
+
+def figures(bits, kl, hits):
+    texts = {
+        name: {"kl": kl, "perplexity": 21.0, "source_perplexity": 20.0, "kl_by_segment": [kl, kl]}
+        for name in MEASURED["settings"]["texts"]
+    }
+    size = {"bits_per_value": bits, "mean_bits_per_value": bits}
+    recall = {"found": {"16": hits, "32": hits}, "json": {"40": hits}}
+    return {"protocol": "pages", "texts": texts, "size": size, **recall}
+
+
+def test_the_source_comes_first_and_numbers_are_those_it_finds():
+    report = MEASURED | {"caches": {"kivi": figures(3.0, 0.25, [True, False]), "small": figures(1.5, 0.5, [False] * 2)}}
+    assert docs._table(report, "caches", "pages").splitlines() == [
+        "| scheme | bits | KL WikiText-2 | KL code | perplexity WikiText-2 | JSON, 40 pairs | numbers at 16 |",
+        "|---|---|---|---|---|---|---|",
+        "| source | 16 | 0 | 0 | 20.00 | 50% | 100% |",
+        "| small | 1.50 | 0.500 | 0.500 | 21.00 | 0% | 0% |",
+        "| kivi | 3.00 | 0.250 | 0.250 | 21.00 | 50% | 50% |",
+    ]
+
+
+def test_models_are_compared_by_scheme_wherever_it_was_measured():
+    auto = "auto:kv_bits=2,context=64"
+    first = MEASURED | {"caches": {"kivi": figures(3.0, 0.25, [True, True]), auto: figures(2.0, 0.125, [True, True])}}
+    second = MEASURED | {"caches": {"kivi": figures(3.1, 0.0625, [True, False]), "failed": {"failure": "no"}}}
+    second["settings"] = MEASURED["settings"] | {"model": "other"}
+    divergences, found = (part.splitlines() for part in docs.comparison([first, second]).split("\n\n")[1::2])
+    assert divergences == [
+        "| scheme | bits | tiny | other |",
+        "|---|---|---|---|",
+        "| source | 16 | 0 | 0 |",
+        "| auto:kv_bits=2 | 2.00 | 0.125 / 0.125 |  |",
+        "| kivi | 3.00 to 3.10 | 0.250 / 0.250 | 0.0625 / 0.0625 |",
+    ]
+    assert found[-1] == "| kivi | 3.00 to 3.10 | 100% / 100% | 50% / 50% |"
+
+
+def test_the_page_of_all_models_shows_what_their_reports_hold(tmp_path):
+    copy = tmp_path / "page.md"
+    copy.write_text(docs.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    docs.write_models_page(copy)
+    assert copy.read_text(encoding="utf-8") == docs.PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_of_the_reference_model_shows_what_its_report_holds(tmp_path):
+    shown = BENCHMARKS.parent / "docs" / "reference-model.md"
     copy = tmp_path / "page.md"
     copy.write_text(shown.read_text(encoding="utf-8"), encoding="utf-8")
-    rows = json.loads((BENCHMARKS / "results" / f"{report}.json").read_text(encoding="utf-8"))
-    docs.write_page(rows, copy, docs.cases_of(docs.BASELINES))
+    docs.write_page(json.loads((docs.RESULTS / "real_model_reference.json").read_text(encoding="utf-8")), copy)
     assert copy.read_text(encoding="utf-8") == shown.read_text(encoding="utf-8")
