@@ -50,7 +50,8 @@ def test_tokens_beyond_a_sliding_window_are_neither_stored_nor_divided_by():
         sliding_window=256,
     )
     size = cache_size(config, [PRESETS["kivi"]] * 2, {}, 1024, "cpu")
-    assert 256 + 1024 <= 2 * size["kept_tokens"] <= 256 + 128 + 1024  # a page may stand in the window with its end alone
+    # A page may stand in the window with its end alone.
+    assert 256 + 1024 <= 2 * size["kept_tokens"] <= 256 + 128 + 1024
     numbers = (256 + 1024) * 2 * 32
     assert size["bits_per_value"] == pytest.approx(8 * size["bytes_per_token"] * 1024 / numbers)
 

@@ -48,7 +48,8 @@ def new_request(
     if steps.max_positions is not None and len(ids) + max_new_tokens > steps.max_positions:
         raise UsageError(
             f"A prompt of {len(ids)} tokens with up to {max_new_tokens} new ones does not fit the "
-            f"{steps.max_positions} positions that an Engine serves of this model; shorten the prompt or lower `max_new_tokens`."
+            f"{steps.max_positions} positions that an Engine serves of this model; shorten the prompt or lower "
+            "`max_new_tokens`."
         )
     if stop and tokenizer is None:
         raise UsageError("`stop` needs text; give the engine a `tokenizer`, or use `stop_token_ids`.")

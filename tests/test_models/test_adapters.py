@@ -170,9 +170,7 @@ def test_an_unknown_architecture_is_refused_with_what_is_missing():
         require_adapter(config)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "stated"), [("llama", "LLaMAForCausalLM"), ("phimoe", "PhiMoEForCausalLM")]
-)
+@pytest.mark.parametrize(("model_type", "stated"), [("llama", "LLaMAForCausalLM"), ("phimoe", "PhiMoEForCausalLM")])
 def test_a_class_is_known_by_the_name_that_was_published_whatever_its_case(model_type, stated):
     config = ARCHITECTURES[model_type].config(architectures=[stated])
     assert require_adapter(config) is ADAPTERS[model_type]
