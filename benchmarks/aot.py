@@ -62,7 +62,7 @@ FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
         "group": (16, 64),
         "boosted": (12,),
     },
-    "center": {"dtype": ("fp32",), "rows": ("1x1", "2x1", "7x1", "8x1", "16x1", "1x16"), "head_size": (64, 80)},
+    "center": {"dtype": ("fp32",), "rows": ("1x1", "4x4"), "head_size": (80,)},
     "rotate": {"head_size": (64, 96, 256), "dtype": ("fp16", "fp32")},
     "elementwise": {"dtype": ("fp32",), "columns": (128, 8192), "size": (64, 256)},
     "experts": {"dtype": ("bf16",), "k_block": (32, 64), "rows": (16, 64)},

@@ -8,7 +8,7 @@ the head size of 128; and the kernel's other features with the formats that can 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -26,7 +26,7 @@ from kvconvert.kernels.decode.triton.launch import (
     warps_for,
 )
 from kvconvert.kernels.decode.triton.shape import DecodeShape, query_columns, query_rows
-from kvconvert.kernels.pages import PAGE_SIZE, KeyCenter, KeyFormat, LayerFormat, ValueFormat
+from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.formats import layer_format, span_format
@@ -124,13 +124,6 @@ def _unused_pages(key_dim: int, value_dim: int) -> LayerFormat:
     return LayerFormat(keys, ValueFormat(HEADS, value_dim, PAGE_SIZE, 2, value_dim))
 
 
-def centered(format: LayerFormat) -> LayerFormat:
-    """The same pages, of keys that lack a constant part."""
-    return replace(format, key_center=KeyCenter(torch.empty(0), torch.empty(0)))
-
-
-# Presets that are listed with keys that lack a constant part, too.
-CENTERED = ("kivi", "oscar-g128", "kitty")
 # Thread instructions per code of the presets' usual variants, measured plus a tenth.
 USUAL_PER_CODE = {
     "kivi": 1.85,
@@ -172,10 +165,6 @@ def variants(capability: int) -> Iterator[Variant]:
         for head, softcap in product(((64, 64), USUAL_HEAD, (256, 256)), (False, True)):
             layer = preset_layer(name, head)
             yield from _decode_variants(capability, layer, head, "bf16", USUAL_ROWS, softcap=softcap, masked=True)
-    for name, head, dtype, rows in product(CENTERED, ((64, 64), USUAL_HEAD, (256, 256)), DTYPES, (USUAL_ROWS, (4, 4))):
-        layer = preset_layer(name, head)
-        layer = replace(layer, details="-centered", format=centered(layer.format))
-        yield from _decode_variants(capability, layer, head, dtype, rows, softcap=False, masked=rows[1] > 1)
     for pages, head, dtype in product(OTHERS, ((64, 64), USUAL_HEAD), DTYPES):
         layer = pages.layer(head)
         yield from _decode_variants(capability, layer, head, dtype, USUAL_ROWS, softcap=False, masked=False)
@@ -224,16 +213,14 @@ def _decode_variants(
         "rows": f"{rows[0]}x{rows[1]}",
         "masked": masked,
         "softcap": softcap,
-        "centered": shape.centered,
     }
     is_usual = (head, dtype, rows, softcap, masked) == (USUAL_HEAD, "bf16", USUAL_ROWS, False, False)
-    is_usual = is_usual and not shape.centered
     usual = layer.name if layer.name in PRESETS and is_usual else ""
     name = f"{layer.name}{layer.details}-{head[0]}x{head[1]}-{dtype}-{rows[0]}x{rows[1]}"
     name += "-masked" * masked + "-softcap" * softcap
-    yield _page_variant("decode", decode_kernel, name, shape, dtype, axes, usual, capability)
+    yield page_variant("decode", decode_kernel, name, shape, dtype, axes, usual, capability)
     if layer.tau:
-        yield _page_variant("extremes", extremes_kernel, name, shape, dtype, axes, usual, capability)
+        yield page_variant("extremes", extremes_kernel, name, shape, dtype, axes, usual, capability)
 
 
 POINTERS = {
@@ -264,11 +251,11 @@ POINTERS = {
 } | dict.fromkeys(("scaling", "softcap", "tau1", "tau2"), "fp32")
 
 
-def _signature(function: object, constants: dict[str, object], types: dict[str, str]) -> dict[str, str]:
+def signature(function: object, constants: dict[str, object], types: dict[str, str]) -> dict[str, str]:
     return {name: types.get(name, "i32") for name in function.arg_names if name not in constants}
 
 
-def _page_variant(
+def page_variant(
     kernel: str,
     function: object,
     name: str,
@@ -287,7 +274,7 @@ def _page_variant(
     return Variant(
         f"{kernel}-{name}",
         function,
-        _signature(function, constants, types),
+        signature(function, constants, types),
         constants,
         num_warps=warps_for(shape),
         num_stages=STAGES,
@@ -355,7 +342,7 @@ def _combine_variant(
     return Variant(
         f"combine-{value_dim}-{dtype}-{rows[0]}x{rows[1]}-{slots}{'-sink_logits' * sink_logits}",
         combine_kernel,
-        _signature(combine_kernel, constants, POINTERS | {"out": f"*{dtype}"}),
+        signature(combine_kernel, constants, POINTERS | {"out": f"*{dtype}"}),
         constants,
         num_warps=combine_warps(slots, channels),
         num_stages=STAGES,
