@@ -1,0 +1,329 @@
+"""Probes of what a low-bit cache loses first: exact lookups among facts that resemble one another.
+
+A prompt is read page by page through the cache, all of its facts end with a page, and the question comes after them, so
+that whatever is looked up is in quantized pages. Several answers are asked for in one reply. They are fed to the model
+together with the prompt (teacher forcing), in a single pass: an answer is right if each of its tokens is the most likely
+one, which is the case exactly if greedy generation, begun where the answer begins, would give it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from kvconvert.fidelity.scoring import Decoder, feed, read_prompt
+from kvconvert.kernels.pages import PAGE_SIZE
+
+ASKED = 6  # answers of a prompt
+CITIES = """
+    Amsterdam Athens Berlin Boston Cairo Chicago Dublin Geneva Havana Lisbon London Madrid Milan Montreal Moscow Oslo
+    Paris Prague Rome Seattle Stockholm Sydney Tokyo Toronto Vienna Warsaw
+""".split()  # noqa: SIM905 (words are easier to read so)
+COLORS = "amber azure coral cyan green indigo ivory khaki lilac olive pink purple red silver white yellow".split()  # noqa: SIM905
+ANIMALS = (
+    "badger beaver eagle falcon ferret goose heron lizard monkey otter panther rabbit raven spider tiger wolf".split()
+)  # noqa: SIM905
+VERBS = "build check clear count draw fetch find load merge move parse read send sort split write".split()  # noqa: SIM905
+NOUNS = "block cache field frame group image layer list page path query record shape table token word".split()  # noqa: SIM905
+WORDS = """
+    angle axis base color count depth end factor height index key kind label length limit mode name offset order place
+    rate scale shift size source start state step target time title total unit value weight width
+""".split()  # noqa: SIM905
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What is said, in words.
+
+    Attributes:
+        turns: (user, assistant) pairs that came before.
+        facts: of the last user's message, all that is to be remembered of it.
+        question: its rest.
+        reply: the answer of the assistant, as (given, expected) in turns.
+        is_plain: a text to be continued, which no chat template changes.
+    """
+
+    turns: tuple[tuple[str, str], ...]
+    facts: str
+    question: str
+    reply: tuple[tuple[str, str], ...]
+    is_plain: bool = False
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation in tokens, its answers included.
+
+    Attributes:
+        ids: all of them.
+        read: how many are read page by page, before those of the question.
+        answers: (start, stop) of each answer in `ids`.
+    """
+
+    ids: list[int]
+    read: int
+    answers: tuple[tuple[int, int], ...]
+
+
+# Writes a conversation of a size: so many items, or words of the prose given.
+Write = Callable[[random.Random, int, Sequence[str]], Conversation]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One ability.
+
+    Attributes:
+        name: in reports.
+        ability: what a model that passes can do, in words that follow "fit for".
+        write: writes a conversation.
+    """
+
+    name: str
+    ability: str
+    write: Write
+
+
+def _numbers(rng: random.Random, count: int) -> list[str]:
+    return [str(number) for number in rng.sample(range(10_000, 100_000), count)]
+
+
+def _listed(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _lines(answers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Answers on lines of their own."""
+    return tuple((f"\n{given}" if i else given, expected) for i, (given, expected) in enumerate(answers))
+
+
+def write_json(rng: random.Random, size: int, prose: Sequence[str]) -> Conversation:
+    """An object of `size` keys, each of two words that other keys have as well, with numbers of five digits."""
+    pairs = [f"{color}-{animal}" for color in COLORS for animal in ANIMALS]
+    keys = [f"{pair}-{i}" if i else pair for i in range(-(-size // len(pairs))) for pair in rng.sample(pairs, len(pairs))]
+    keys = keys[:size]
+    value = dict(zip(keys, _numbers(rng, size), strict=True))
+    asked = rng.sample(keys, min(ASKED, size))
+    facts = "This is a JSON object.\n\n{\n" + "".join(f'  "{key}": "{value[key]}",\n' for key in keys)
+    question = f'  "end": ""\n}}\n\nWhat are the values of {_listed(asked)}? Answer with a JSON object of these keys.'
+    reply = [('{\n  "' if i == 0 else '",\n  "') + f'{key}": "' for i, key in enumerate(asked)]
+    return Conversation(
+        (), facts, question, tuple((given, value[key]) for given, key in zip(reply, asked, strict=True))
+    )
+
+
+def write_assignments(rng: random.Random, size: int, prose: Sequence[str]) -> Conversation:
+    """`size` assignments of numbers of five digits to names that differ in a number."""
+    names = [f"name_{i}" for i in rng.sample(range(1, max(100, 2 * size)), size)]
+    value = dict(zip(names, _numbers(rng, size), strict=True))
+    asked = rng.sample(names, min(ASKED, size))
+    facts = "These are assignments.\n\n" + "".join(f"{name} = {value[name]}\n" for name in names)
+    question = f"\nWhat are the values of {_listed(asked)}? Answer with these assignments."
+    return Conversation((), facts, question, _lines((f"{name} =", f" {value[name]}") for name in asked))
+
+
+def write_chains(rng: random.Random, size: int, prose: Sequence[str]) -> Conversation:
+    """Chains of three assignments, a number and two copies of it, interleaved; the last of a chain is asked for."""
+    chains = max(ASKED, size)
+    names = [f"x{i}" for i in rng.sample(range(1, max(100, 6 * chains)), 3 * chains)]
+    numbers = _numbers(rng, chains)
+    links = [
+        [f"{a} = {number}", f"{b} = {a}", f"{c} = {b}"]
+        for a, b, c, number in zip(names[::3], names[1::3], names[2::3], numbers, strict=True)
+    ]
+    order = [i for i in range(chains) for _ in range(3)]
+    rng.shuffle(order)
+    waiting = [iter(chain) for chain in links]
+    lines = [next(waiting[i]) for i in order]
+    asked = rng.sample(range(chains), ASKED)
+    facts = "These assignments are made one after another.\n\n" + "".join(f"{line}\n" for line in lines)
+    last = [names[3 * i + 2] for i in asked]
+    question = f"\nWhich numbers are {_listed(last)} in the end? Answer with assignments of these numbers."
+    return Conversation(
+        (), facts, question, _lines((f"{name} =", f" {numbers[i]}") for name, i in zip(last, asked, strict=True))
+    )
+
+
+def write_needles(rng: random.Random, size: int, prose: Sequence[str]) -> Conversation:
+    """Numbers of eight cities, stated in `size` words of prose."""
+    cities = rng.sample(CITIES, ASKED + 2)
+    value = dict(zip(cities, _numbers(rng, len(cities)), strict=True))
+    facts = [f"\nThe magic number of {city} is {value[city]}.\n" for city in cities]
+    begin = rng.randrange(max(1, len(prose) - size))
+    text = _hidden(rng, facts, prose[begin : begin + size])
+    asked = rng.sample(cities, ASKED)
+    question = f"\n\nWhat are the magic numbers of {_listed(asked)}?"
+    return Conversation(
+        (),
+        f"Read this text.\n\n{text}",
+        question,
+        _lines((f"The magic number of {city} is", f" {value[city]}") for city in asked),
+    )
+
+
+def write_turns(rng: random.Random, size: int, prose: Sequence[str]) -> Conversation:
+    """Numbers stated in the first and in the second of three turns; `size` words of prose in each."""
+    cities = rng.sample(CITIES, 5)
+    what = ("locker", "room")
+    values = _numbers(rng, 2 * len(cities))
+    said, stated = [], {}
+    for turn, kind in enumerate(what):
+        mine = dict(zip(cities, values[turn * len(cities) :], strict=False))
+        stated |= {(kind, city): number for city, number in mine.items()}
+        begin = rng.randrange(max(1, len(prose) - size))
+        facts = [f"\nThe {kind} number of the guest from {city} is {number}.\n" for city, number in mine.items()]
+        said.append(_hidden(rng, facts, prose[begin : begin + size]))
+    asked = rng.sample(sorted(stated), ASKED)
+    question = f"\n\nWhat are {_listed([f'the {kind} number of the guest from {city}' for kind, city in asked])}?"
+    reply = _lines((f"The {kind} number of the guest from {city} is", f" {stated[kind, city]}") for kind, city in asked)
+    return Conversation(
+        ((f"Remember this text.\n\n{said[0]}", "I will remember it."),),
+        f"Remember this one, too.\n\n{said[1]}",
+        question,
+        reply,
+    )
+
+
+def _hidden(rng: random.Random, facts: Sequence[str], prose: Sequence[str]) -> str:
+    """Sentences put at random places of a text."""
+    words = list(prose)
+    for place, fact in sorted(zip((rng.randrange(len(words) + 1) for _ in facts), facts, strict=True), reverse=True):
+        words.insert(place, fact)
+    return " ".join(words)
+
+
+def write_code(rng: random.Random, size: int, prose: Sequence[str]) -> Conversation:
+    """A module of `size` functions, and the beginning of one that calls them with arguments named like parameters."""
+    every = [f"{verb}_{noun}" for verb in VERBS for noun in NOUNS]
+    names = rng.sample(every, min(size, len(every)))
+    parameters = {name: ", ".join(rng.sample(WORDS, 3)) for name in names}
+    facts = "".join(f"def {name}({parameters[name]}):\n    ...\n\n\n" for name in names)
+    question = "def main():\n    # Call functions from above; variables have the names of the parameters.\n"
+    asked = rng.sample(names, min(ASKED, size))
+    reply = _lines((f"    {name}(", f"{parameters[name]})") for name in asked)
+    return Conversation((), facts, question, reply, is_plain=True)
+
+
+JSON = Probe("json", "looking up values in a JSON object", write_json)
+ASSIGNMENTS = Probe("assignments", "looking up values of assignments", write_assignments)
+CHAINS = Probe("chains", "following chains of assignments", write_chains)
+NEEDLES = Probe("needles", "finding several numbers in prose", write_needles)
+TURNS = Probe("turns", "recalling earlier turns", write_turns)
+CODE = Probe("code", "continuing code", write_code)
+PROBES = (JSON, ASSIGNMENTS, CHAINS, NEEDLES, TURNS, CODE)
+
+
+class Writer:
+    """Writes prompts of a length in the words of a model.
+
+    Args:
+        tokenizer: of the model; its chat template is used if it renders messages word for word.
+        prose: token ids of held-out text, the filler.
+        seed: of everything that is chosen.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prose: Sequence[int], seed: int):
+        self.tokenizer, self.seed = tokenizer, seed
+        self.prose = tokenizer.decode(prose, skip_special_tokens=True).split()
+        self.start = "" if tokenizer.bos_token is None else tokenizer.bos_token
+        self.is_templated = bool(tokenizer.chat_template) and self._template_is_plain()
+
+    def prompts(self, probe: Probe, length: int, count: int) -> list[Prompt]:
+        """`count` prompts of a probe, whose facts take as much of the first `length` tokens as they can."""
+        return [self.prompt(probe, length, number) for number in range(count)]
+
+    def prompt(self, probe: Probe, length: int, number: int) -> Prompt:
+        """Prompt `number` of a probe; see `prompts`."""
+
+        def conversation(size: int) -> Conversation:
+            return probe.write(random.Random(f"{self.seed} {probe.name} {number}"), size, self.prose)
+
+        least, most = ASKED, length  # of sizes; no item, nor word, has less than a token
+        while least < most:
+            middle = (least + most + 1) // 2
+            text, question = self._rendered(conversation(middle))
+            fits = len(self._encode(text[:question])) <= length
+            least, most = (middle, most) if fits else (least, middle - 1)
+        written = conversation(least)
+        text, _ = self._rendered(written)
+        spans = []
+        for given, expected in written.reply:
+            begin = len(text) + len(given)
+            text += given + expected
+            spans.append((begin, len(text)))
+        ids = self._encode(text)
+        answers = tuple((self._token_at(text, ids, begin), self._token_at(text, ids, end)) for begin, end in spans)
+        return Prompt(ids, min(length, answers[0][0] - 1), answers)
+
+    def _rendered(self, conversation: Conversation) -> tuple[str, int]:
+        """The text up to the reply, and where the last question begins in it."""
+        user = conversation.facts + conversation.question
+        if conversation.is_plain:
+            text = self.start + user
+        elif self.is_templated:
+            text = self._templated(conversation)
+        else:
+            text = self.start + "\n\n".join([*(said for turn in conversation.turns for said in turn), user, ""])
+        return text, text.rindex(conversation.question)
+
+    def _templated(self, conversation: Conversation) -> str:
+        messages = []
+        for user, assistant in (*conversation.turns, (conversation.facts + conversation.question, None)):
+            messages.append({"role": "user", "content": user})
+            if assistant is not None:
+                messages.append({"role": "assistant", "content": assistant})
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    def _template_is_plain(self) -> bool:
+        """Whether a conversation of two turns stands in the rendered text word for word."""
+        said = Conversation((("One\n {2}", "Three."),), "Four\n\n", "Five?", ())
+        try:
+            text = self._templated(said)
+        except Exception:  # templates raise jinja2 errors of any kind
+            return False
+        places = [text.find(words) for words in ("One\n {2}", "Three.", "Four\n\nFive?")]
+        return places[0] >= 0 and places == sorted(places)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _token_at(self, text: str, ids: list[int], place: int) -> int:
+        """Index of the token that a character of the text begins, or lies in."""
+        before = self._encode(text[:place])
+        return next((i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), len(before))
+
+
+@torch.no_grad()
+def ask(decoder: Decoder, prompts: Sequence[Prompt], batch: int = 1, progress: str | None = None) -> list[list[bool]]:
+    """Which answers of each prompt a decoder gives.
+
+    Args:
+        decoder: model and cache.
+        prompts: of one probe or of several.
+        batch: prompts at a time, where as much of them is read.
+        progress: name of a bar on stderr; None shows none.
+    """
+    right: list[list[bool]] = [[] for _ in prompts]
+    groups: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(prompt.read, []).append(index)
+    with tqdm(total=len(prompts), desc=progress, unit="prompt", disable=progress is None) as bar:
+        for read, group in groups.items():
+            for chosen in (group[i : i + batch] for i in range(0, len(group), batch)):
+                longest = max(len(prompts[i].ids) for i in chosen)
+                # What follows the last answer changes none of them.
+                ids = torch.tensor([prompts[i].ids + [0] * (longest - len(prompts[i].ids)) for i in chosen])
+                cache = decoder.new_cache()
+                read_prompt(decoder, cache, ids[:, :read], PAGE_SIZE)
+                likeliest = feed(decoder, cache, ids[:, read:]).logits.argmax(-1).cpu()
+                for row, index in enumerate(chosen):
+                    for start, stop in prompts[index].answers:
+                        given = likeliest[row, start - 1 - read : stop - 1 - read].tolist()
+                        right[index].append(given == prompts[index].ids[start:stop])
+                bar.update(len(chosen))
+    return right
