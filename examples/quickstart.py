@@ -61,7 +61,7 @@ def table(report: dict) -> list[tuple[str, str, str, str]]:
     kv, weights = report["kv"], report["weights"]
 
     def percent(x: float) -> str:
-        return f"{100 * x:.0f} %"
+        return f"{100 * x:.0f}%"
 
     return [
         (
@@ -71,9 +71,8 @@ def table(report: dict) -> list[tuple[str, str, str, str]]:
             f"{report['perplexity']['bundle']:.2f}",
         ),
         ("KL", "KL divergence from the source, mean", "0", f"{report['kl']['mean']:.4f}"),
-        ("recall", "same most likely token", "100 %", percent(report["top1_agreement"])),
+        ("recall", "same most likely token", "100%", percent(report["top1_agreement"])),
         ("recall", "passkey recalled", percent(report["passkey"]["source"]), percent(report["passkey"]["bundle"])),
-        ("recall", "table recited", percent(report["recitation"]["source"]), percent(report["recitation"]["bundle"])),
         ("bytes", "KV cache, bytes per token", f"{kv['source_bytes_per_token']:,.0f}", f"{kv['bytes_per_token']:,.0f}"),
         ("bytes", "weights, bytes", f"{weights['source_bytes']:,}", f"{weights['bytes']:,}"),
     ]
@@ -88,6 +87,7 @@ def quickstart() -> tuple[str, list[tuple[str, str, str, str]]]:
     lines = ["```console", *("$ " + shlex.join(["kvconvert", *command]) for command in COMMANDS), "```", ""]
     lines += ["| | source (bf16) | bundle |", "|---|---|---|"]
     lines += [f"| {measure} | {source} | {converted} |" for _, measure, source, converted in rows]
+    lines += ["", "What it is fit for, as the same report says:", "", f"> {report['verdict']}"]
     lines += ["", "Greedy continuation of the source, then of the bundle:", ""]
     for directory in (MODEL, BUNDLE):
         lines += ["> " + " ".join(continuation(directory).split()), ""]

@@ -27,6 +27,7 @@ _FIGURES = {
     "perplexity.bundle": "perplexity, this bundle",
     "kl.mean": "KL divergence, mean (nats per token)",
     "kl.p99": "KL divergence, 99th percentile",
+    "kl.p999": "KL divergence, 99.9th percentile",
     "top1_agreement": "top-1 agreement",
     "images.kl": "KL divergence on text about images, mean",
     "images.top1_agreement": "top-1 agreement on text about images",
@@ -187,23 +188,37 @@ def fidelity_section(manifest: Manifest) -> list[str]:
     if manifest.fidelity is None:
         return [FIDELITY, "", "Not measured; `kvconvert eval BUNDLE --write` measures it and fills this in.", ""]
     report, limits = manifest.fidelity.report, manifest.fidelity.limits
+    words = _FIGURES | _probe_figures(report)
     rows = [
-        f"| {words} | {value:.4g} |"
-        for name, words in _FIGURES.items()
+        f"| {_plain(what)} | {value:.4g} |"
+        for name, what in words.items()
         if isinstance(value := figure(report, name), int | float)
     ]
+    fit = figure(report, "verdict")
     bounds = ", ".join(f"{_plain(name)} = {value:g}" for name, value in limits.items())
-    verdict = f" Limits of the recipe ({bounds}): {'missed' if manifest.fidelity.missed else 'met'}."
+    outcome = f" Limits of the recipe ({bounds}): {'missed' if manifest.fidelity.missed else 'met'}."
     return [
         FIDELITY,
         "",
-        f"Measured on exactly these files{_circumstances(report)}.{verdict if bounds else ''}",
+        *([f"**{_plain(fit)}**", ""] if isinstance(fit, str) else []),
+        f"Measured on exactly these files{_circumstances(report)}.{outcome if bounds else ''}",
         "",
         "| figure | value |",
         "|---|---|",
         *rows,
         "",
     ]
+
+
+def _probe_figures(report: dict[str, Any]) -> dict[str, str]:
+    """Words for the figures of each probe by dotted name."""
+    found, words = figure(report, "probes"), {}
+    for name in found if isinstance(found, dict) else ():
+        ability = figure(report, f"probes.{name}.ability")
+        if isinstance(ability, str):
+            words[f"probes.{name}.source"] = f"{ability}: right answers, source model"
+            words[f"probes.{name}.bundle"] = f"{ability}: right answers, this bundle"
+    return words
 
 
 def _circumstances(report: dict[str, Any]) -> str:

@@ -20,12 +20,12 @@ from kvconvert.errors import UsageError
     "--context",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Tokens of a segment, and of the prose that hides a number; 1024 by default.",
+    help="Tokens of a segment, and of the prompts of recall and probes; 1024 by default.",
 )
 @click.option(
     "--only",
     metavar="PART,...",
-    help="Measure these: perplexity, kl, top1, recall, recitation, free-running, images, cache, weights.",
+    help="Measure these: perplexity, kl, top1, recall, probes, free-running, images, cache, weights.",
 )
 @click.option("--device", metavar="D", help="cpu or cuda; a GPU by default if there is one.")
 @click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default the model's, on a CPU float32.")

@@ -403,9 +403,11 @@ def _measure(
 ) -> Fidelity:
     """Fidelity of the bundle in `directory`, and which limits it misses."""
     from kvconvert.fidelity import evaluate
+    from kvconvert.fidelity.verdict import warn_of_losses
 
-    report = evaluate(directory, against=source, data=None, device=device, progress=progress).to_dict()
-    return fidelity_of(manifest, limits, report)
+    report = evaluate(directory, against=source, data=None, device=device, progress=progress)
+    warn_of_losses(report.probes or {})
+    return fidelity_of(manifest, limits, report.to_dict())
 
 
 def fidelity_of(manifest: Manifest, limits: Limits, report: dict[str, Any]) -> Fidelity:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +26,11 @@ from kvconvert.errors import UsageError
 from kvconvert.fidelity.estimate import Work, estimate_seconds, words
 from kvconvert.fidelity.images import DRAWINGS, image_figures
 from kvconvert.fidelity.numbers import NumberBook, has_plain_template
+from kvconvert.fidelity.probes import PROBES, Prompt, Writer, probe_tokens
 from kvconvert.fidelity.recall import (
     BATCH,
+    FREE_CONTEXT,
     PASSKEY_ANSWER_TOKENS,
-    TABLE_CONTEXT,
     Drill,
     DrillBook,
     DrillCounts,
@@ -37,7 +38,6 @@ from kvconvert.fidelity.recall import (
     free_running,
     passkey,
     passkey_drills,
-    recitation,
 )
 from kvconvert.fidelity.report import (
     PARTS,
@@ -49,6 +49,7 @@ from kvconvert.fidelity.report import (
 )
 from kvconvert.fidelity.scoring import Decoder, Reader, Scores, before_chunks, compare, treats_whole_prompts
 from kvconvert.fidelity.sizes import measure_cache, weight_size
+from kvconvert.fidelity.verdict import measure_probes, verdict
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.auto_class import supports_images
 from kvconvert.models.device import choose_device, compute_dtype
@@ -89,14 +90,14 @@ def evaluate(
         against: directory or Hub id of the source; None takes the id that the manifest records.
         data: SOURCE of held-out text, see `kvconvert.data.text`; None takes the embedded one.
         tokens: how many tokens to score, rounded up to whole segments where it is more than one; fewer than 8,192
-            take proportionally fewer recall drills along.
-        context: tokens of a segment, and of the prose in which numbers are hidden, up to the model's positions; None
-            takes 1,024, or as many as there are.
+            take proportionally fewer prompts of recall and of probes along.
+        context: tokens of a segment, and of the prompts of recall and probes, up to the model's positions; None takes
+            1,024, or as many as there are.
         only: parts to measure, of `PARTS`; None measures all.
         device: "cpu" or "cuda"; None takes a GPU if there is one.
         dtype: "float32", "bfloat16" or "float16"; None takes the model's own on a GPU and float32 on a CPU.
         seed: of the choice of text, of drills and of the bootstrap.
-        drills: how many recall drills of each kind.
+        drills: how many prompts of each kind.
         drawings: how many conversations about an image a vision-language model is compared on.
         progress: an estimate of the time, and bars, on stderr.
 
@@ -160,15 +161,16 @@ def evaluate(
     answers = [
         answer_with(d, tokenizer, progress, name, chunk) for d, name in ((source, "source"), (decoder, "bundle"))
     ]
-    plain_answers = [answer_with(d, tokenizer, progress, n) for d, n in ((source, "source"), (decoder, "bundle"))]
     found = passkey(*answers, plan.numbers) if "recall" in parts else None
-    recited = recitation(*plain_answers, plan.book, plan.reach, drills, sinks) if "recitation" in parts else None
+    probes = None
+    if "probes" in parts:
+        probes = measure_probes(source, decoder, plan.probes, seed, ROWS[place.type], progress)
     continued = None
     if "free-running" in parts:
         continued = free_running(source, decoder, samples.ids, plan.reach, drills, progress, sinks)
     # Last: some models keep the positions that their latest image left behind.
     images = image_figures(source, decoder, processor, seed, drawings, progress) if has_processor else None
-    del source_model, source, answers, plain_answers
+    del source_model, source, answers
     cache = None
     if "cache" in parts:
         least, most = CACHE_TOKENS
@@ -190,27 +192,32 @@ def evaluate(
     if not is_recorded:
         notes.append(f"{checkpoint.id} is not the checkpoint that the manifest records ({recorded.id})")
     if supports_images(checkpoint.config):
-        notes.append("perplexity, KL and recall are those of text alone" + ("; images has the rest" if images else ""))
-    left_out = [found and found.prompts == 0, recited and recited.pairs == 0, continued and continued.prompts == 0]
-    if any(left_out):
-        notes.append("recall drills that do not fit the model's context were left out and are null")
+        rest = "; images has the rest" if images else ""
+        notes.append(f"perplexity, KL, recall and probes are those of text alone{rest}")
+    left_out = [found and found.prompts == 0, continued and continued.prompts == 0]
+    if any(left_out) or (probes is not None and len(probes) < len(PROBES)):
+        notes.append("recall and probes that do not fit the model's context were left out")
+    scored = 0 if comparison is None else comparison.kl.numel()
+    perplexity = figures.get("perplexity") if "perplexity" in parts else None
+    text = None if perplexity is None else (perplexity.source, perplexity.bundle)
     return FidelityReport(
         parts=tuple(name for name in PARTS if name in parts),
-        perplexity=figures.get("perplexity") if "perplexity" in parts else None,
+        perplexity=perplexity,
         kl=figures.get("kl") if "kl" in parts else None,
         top1_agreement=figures.get("top1_agreement") if "top1" in parts else None,
         top1_agreement_interval=figures.get("top1_agreement_interval") if "top1" in parts else None,
         noise=noise,
         passkey=found,
         recall_form=None if found is None else "chat template" if plan.templated else "plain text",
-        recitation=recited,
+        probes=probes,
+        verdict=verdict(probes or {}, text, scored),
         free_running=continued,
         images=images,
         kv=cache,
         weights=weight_size(opened.directory, manifest, checkpoint) if "weights" in parts else None,
         text=EvaluationText(
             samples.info,
-            0 if comparison is None else comparison.kl.numel(),
+            scored,
             0 if comparison is None else comparison.kl.shape[1],
             shape.prefill,
             PAGE_SIZE,
@@ -252,18 +259,18 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Drills:
-    """Recall drills as they will be asked.
+    """Prompts of recall and of probes as they will be asked.
 
     Attributes:
         numbers: passkeys, or numbers to be asked for through the chat template (`templated`).
-        book: of tables.
-        reach: tokens that tables and continuations may take with their context.
+        probes: prompts by probe; without those that the model's positions do not hold.
+        reach: tokens that continuations may take with their context.
         work: what all of them take.
     """
 
     numbers: Sequence[Drill]
     templated: bool
-    book: DrillBook
+    probes: Mapping[str, Sequence[Prompt]]
     reach: int
     work: Sequence[Work]
 
@@ -291,11 +298,16 @@ class _Drills:
             plain = DrillBook(tokenizer, prose, seed)
             numbers = passkey_drills(plain, max(reach, context), counts.passkey_trials, sink_tokens)
         work = [Work(1, len(drill.context), PASSKEY_ANSWER_TOKENS, 1) for drill in numbers]
-        if "recitation" in parts and reach > TABLE_CONTEXT:
-            work.append(Work(counts.tables, TABLE_CONTEXT, 160, BATCH))
-        if "free-running" in parts and reach > TABLE_CONTEXT:
-            work.append(Work(min(counts.free_prompts, len(ids)), TABLE_CONTEXT, counts.free_tokens, BATCH))
-        return cls(numbers, templated, DrillBook(tokenizer, prose, seed), reach, work)
+        probes: dict[str, list[Prompt]] = {}
+        length = probe_tokens(min(context, positions), sink_tokens)
+        if "probes" in parts and length:
+            writer = Writer(tokenizer, prose, seed)
+            made = {probe.name: writer.prompts(probe, length, counts.probes) for probe in PROBES}
+            probes = {name: asked for name, asked in made.items() if max(len(p.ids) for p in asked) <= positions}
+        work += [Work(1, len(asked[0].ids)) for asked in probes.values() for _ in asked]
+        if "free-running" in parts and reach > FREE_CONTEXT:
+            work.append(Work(min(counts.free_prompts, len(ids)), FREE_CONTEXT, counts.free_tokens, BATCH))
+        return cls(numbers, templated, probes, reach, work)
 
 
 def _parts(only: Collection[str] | None) -> set[str]:

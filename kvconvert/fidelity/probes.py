@@ -1,9 +1,9 @@
 """Probes of what a low-bit cache loses first: exact lookups among facts that resemble one another.
 
 A prompt is read page by page through the cache, all of its facts end with a page, and the question comes after them, so
-that whatever is looked up is in quantized pages. Several answers are asked for in one reply. They are fed to the model
-together with the prompt (teacher forcing), in a single pass: an answer is right if each of its tokens is the most likely
-one, which is the case exactly if greedy generation, begun where the answer begins, would give it.
+that whatever is looked up is in quantized pages. Several answers are asked for in one reply, and a first one is given,
+which shows their form. They are fed to the model together with the prompt (teacher forcing), in a single pass: an
+answer is right if each of its tokens is the most likely one, that is, if greedy generation would give it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from kvconvert.fidelity.recall import NAMES
 from kvconvert.fidelity.scoring import Decoder, feed, read_prompt
 from kvconvert.kernels.pages import PAGE_SIZE
 
 ASKED = 6  # answers of a prompt
-CITIES = """
-    Amsterdam Athens Berlin Boston Cairo Chicago Dublin Geneva Havana Lisbon London Madrid Milan Montreal Moscow Oslo
-    Paris Prague Rome Seattle Stockholm Sydney Tokyo Toronto Vienna Warsaw
-""".split()  # noqa: SIM905 (words are easier to read so)
+ROOM = 208  # tokens of question and answers
 COLORS = "amber azure coral cyan green indigo ivory khaki lilac olive pink purple red silver white yellow".split()  # noqa: SIM905
-ANIMALS = (
-    "badger beaver eagle falcon ferret goose heron lizard monkey otter panther rabbit raven spider tiger wolf".split()
-)  # noqa: SIM905
+ANIMALS = """
+    badger beaver eagle falcon ferret goose heron lizard monkey otter panther rabbit raven seal tiger wolf
+""".split()  # noqa: SIM905
 VERBS = "build check clear count draw fetch find load merge move parse read send sort split write".split()  # noqa: SIM905
 NOUNS = "block cache field frame group image layer list page path query record shape table token word".split()  # noqa: SIM905
 WORDS = """
@@ -93,94 +91,95 @@ def _numbers(rng: random.Random, count: int) -> list[str]:
     return [str(number) for number in rng.sample(range(10_000, 100_000), count)]
 
 
+def _pairs(rng: random.Random, count: int, first: Sequence[str], second: Sequence[str], between: str) -> list[str]:
+    """Names of two words each, of which other names have one as well; with a number where words do not suffice."""
+    pairs = [f"{a}{between}{b}" for a in first for b in second]
+    names = [f"{pair}{between}{i}" if i else pair for i in range(-(-count // len(pairs))) for pair in pairs]
+    return rng.sample(names, count)
+
+
 def _listed(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _lines(answers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Answers on lines of their own."""
-    return tuple((f"\n{given}" if i else given, expected) for i, (given, expected) in enumerate(answers))
+def _reply(answers: Iterable[tuple[str, str]], begin: str = "", between: str = "\n") -> tuple[tuple[str, str], ...]:
+    """Answers one after another, the first of which is given: it shows their form."""
+    (asked, shown), *others = answers
+    given = [begin + asked + shown + between + others[0][0], *(between + asked for asked, _ in others[1:])]
+    return tuple(zip(given, (expected for _, expected in others), strict=True))
 
 
 def write_json(rng: random.Random, size: int, prose: Sequence[str]) -> Conversation:
     """An object of `size` keys, each of two words that other keys have as well, with numbers of five digits."""
-    pairs = [f"{color}-{animal}" for color in COLORS for animal in ANIMALS]
-    keys = [f"{pair}-{i}" if i else pair for i in range(-(-size // len(pairs))) for pair in rng.sample(pairs, len(pairs))]
-    keys = keys[:size]
+    keys = _pairs(rng, size, COLORS, ANIMALS, "-")
     value = dict(zip(keys, _numbers(rng, size), strict=True))
-    asked = rng.sample(keys, min(ASKED, size))
+    asked = rng.sample(keys, ASKED + 1)
     facts = "This is a JSON object.\n\n{\n" + "".join(f'  "{key}": "{value[key]}",\n' for key in keys)
     question = f'  "end": ""\n}}\n\nWhat are the values of {_listed(asked)}? Answer with a JSON object of these keys.'
-    reply = [('{\n  "' if i == 0 else '",\n  "') + f'{key}": "' for i, key in enumerate(asked)]
-    return Conversation(
-        (), facts, question, tuple((given, value[key]) for given, key in zip(reply, asked, strict=True))
-    )
+    answers = ((f'  "{key}": "', value[key]) for key in asked)
+    return Conversation((), facts, question, _reply(answers, begin="{\n", between='",\n'))
 
 
 def write_assignments(rng: random.Random, size: int, prose: Sequence[str]) -> Conversation:
     """`size` assignments of numbers of five digits to names that differ in a number."""
     names = [f"name_{i}" for i in rng.sample(range(1, max(100, 2 * size)), size)]
     value = dict(zip(names, _numbers(rng, size), strict=True))
-    asked = rng.sample(names, min(ASKED, size))
+    asked = rng.sample(names, ASKED + 1)
     facts = "These are assignments.\n\n" + "".join(f"{name} = {value[name]}\n" for name in names)
     question = f"\nWhat are the values of {_listed(asked)}? Answer with these assignments."
-    return Conversation((), facts, question, _lines((f"{name} =", f" {value[name]}") for name in asked))
+    return Conversation((), facts, question, _reply((f"{name} =", f" {value[name]}") for name in asked))
 
 
 def write_chains(rng: random.Random, size: int, prose: Sequence[str]) -> Conversation:
-    """Chains of three assignments, a number and two copies of it, interleaved; the last of a chain is asked for."""
-    chains = max(ASKED, size)
-    names = [f"x{i}" for i in rng.sample(range(1, max(100, 6 * chains)), 3 * chains)]
-    numbers = _numbers(rng, chains)
-    links = [
-        [f"{a} = {number}", f"{b} = {a}", f"{c} = {b}"]
-        for a, b, c, number in zip(names[::3], names[1::3], names[2::3], numbers, strict=True)
+    """Nine numbers, each assigned to a variable and that to another one, in `size` words of prose."""
+    names = rng.sample(WORDS, 2 * (ASKED + 3))
+    chains = list(zip(names[::2], names[1::2], _numbers(rng, ASKED + 3), strict=True))
+    asked = rng.sample(chains, ASKED + 1)
+    facts = [
+        text
+        for first, second, number in chains
+        for text in (f"\nlet {first} = {number}\n", f"\nlet {second} = {first}\n")
     ]
-    order = [i for i in range(chains) for _ in range(3)]
-    rng.shuffle(order)
-    waiting = [iter(chain) for chain in links]
-    lines = [next(waiting[i]) for i in order]
-    asked = rng.sample(range(chains), ASKED)
-    facts = "These assignments are made one after another.\n\n" + "".join(f"{line}\n" for line in lines)
-    last = [names[3 * i + 2] for i in asked]
-    question = f"\nWhich numbers are {_listed(last)} in the end? Answer with assignments of these numbers."
-    return Conversation(
-        (), facts, question, _lines((f"{name} =", f" {numbers[i]}") for name, i in zip(last, asked, strict=True))
-    )
-
-
-def write_needles(rng: random.Random, size: int, prose: Sequence[str]) -> Conversation:
-    """Numbers of eight cities, stated in `size` words of prose."""
-    cities = rng.sample(CITIES, ASKED + 2)
-    value = dict(zip(cities, _numbers(rng, len(cities)), strict=True))
-    facts = [f"\nThe magic number of {city} is {value[city]}.\n" for city in cities]
-    begin = rng.randrange(max(1, len(prose) - size))
-    text = _hidden(rng, facts, prose[begin : begin + size])
-    asked = rng.sample(cities, ASKED)
-    question = f"\n\nWhat are the magic numbers of {_listed(asked)}?"
+    text = _hidden(rng, facts, prose, size)
+    question = f"\n\nWhat are {_listed([second for _, second, _ in asked])}? Follow each to its number."
     return Conversation(
         (),
         f"Read this text.\n\n{text}",
         question,
-        _lines((f"The magic number of {city} is", f" {value[city]}") for city in asked),
+        _reply((f"let {second} =", f" {first} = {number}") for first, second, number in asked),
+    )
+
+
+def write_needles(rng: random.Random, size: int, prose: Sequence[str]) -> Conversation:
+    """Numbers of nine people, stated in `size` words of prose."""
+    people = rng.sample(NAMES, ASKED + 3)
+    value = dict(zip(people, _numbers(rng, len(people)), strict=True))
+    facts = [f"\nThe secret code of {name} is {value[name]}.\n" for name in people]
+    text = _hidden(rng, facts, prose, size)
+    asked = rng.sample(people, ASKED + 1)
+    question = f"\n\nWhat are the secret codes of {_listed(asked)}?"
+    return Conversation(
+        (),
+        f"Read this text.\n\n{text}",
+        question,
+        _reply((f"The secret code of {name} is", f" {value[name]}") for name in asked),
     )
 
 
 def write_turns(rng: random.Random, size: int, prose: Sequence[str]) -> Conversation:
     """Numbers stated in the first and in the second of three turns; `size` words of prose in each."""
-    cities = rng.sample(CITIES, 5)
+    people = rng.sample(NAMES, 5)
     what = ("locker", "room")
-    values = _numbers(rng, 2 * len(cities))
+    values = _numbers(rng, 2 * len(people))
     said, stated = [], {}
     for turn, kind in enumerate(what):
-        mine = dict(zip(cities, values[turn * len(cities) :], strict=False))
-        stated |= {(kind, city): number for city, number in mine.items()}
-        begin = rng.randrange(max(1, len(prose) - size))
-        facts = [f"\nThe {kind} number of the guest from {city} is {number}.\n" for city, number in mine.items()]
-        said.append(_hidden(rng, facts, prose[begin : begin + size]))
-    asked = rng.sample(sorted(stated), ASKED)
-    question = f"\n\nWhat are {_listed([f'the {kind} number of the guest from {city}' for kind, city in asked])}?"
-    reply = _lines((f"The {kind} number of the guest from {city} is", f" {stated[kind, city]}") for kind, city in asked)
+        mine = dict(zip(people, values[turn * len(people) :], strict=False))
+        stated |= {(kind, name): number for name, number in mine.items()}
+        facts = [f"\nThe {kind} number of {name} is {number}.\n" for name, number in mine.items()]
+        said.append(_hidden(rng, facts, prose, size))
+    asked = rng.sample(sorted(stated), ASKED + 1)
+    question = f"\n\nWhat are {_listed([f'the {kind} number of {name}' for kind, name in asked])}?"
+    reply = _reply((f"The {kind} number of {name} is", f" {stated[kind, name]}") for kind, name in asked)
     return Conversation(
         ((f"Remember this text.\n\n{said[0]}", "I will remember it."),),
         f"Remember this one, too.\n\n{said[1]}",
@@ -189,9 +188,10 @@ def write_turns(rng: random.Random, size: int, prose: Sequence[str]) -> Conversa
     )
 
 
-def _hidden(rng: random.Random, facts: Sequence[str], prose: Sequence[str]) -> str:
-    """Sentences put at random places of a text."""
-    words = list(prose)
+def _hidden(rng: random.Random, facts: Sequence[str], prose: Sequence[str], size: int) -> str:
+    """Sentences put at random places of a passage of `size` words; prose that is too short for it begins again."""
+    begin = rng.randrange(len(prose))
+    words = [prose[(begin + i) % len(prose)] for i in range(size)]
     for place, fact in sorted(zip((rng.randrange(len(words) + 1) for _ in facts), facts, strict=True), reverse=True):
         words.insert(place, fact)
     return " ".join(words)
@@ -199,13 +199,12 @@ def _hidden(rng: random.Random, facts: Sequence[str], prose: Sequence[str]) -> s
 
 def write_code(rng: random.Random, size: int, prose: Sequence[str]) -> Conversation:
     """A module of `size` functions, and the beginning of one that calls them with arguments named like parameters."""
-    every = [f"{verb}_{noun}" for verb in VERBS for noun in NOUNS]
-    names = rng.sample(every, min(size, len(every)))
+    names = _pairs(rng, size, VERBS, NOUNS, "_")
     parameters = {name: ", ".join(rng.sample(WORDS, 3)) for name in names}
     facts = "".join(f"def {name}({parameters[name]}):\n    ...\n\n\n" for name in names)
     question = "def main():\n    # Call functions from above; variables have the names of the parameters.\n"
-    asked = rng.sample(names, min(ASKED, size))
-    reply = _lines((f"    {name}(", f"{parameters[name]})") for name in asked)
+    asked = rng.sample(names, ASKED + 1)
+    reply = _reply((f"    {name}(", f"{parameters[name]})") for name in asked)
     return Conversation((), facts, question, reply, is_plain=True)
 
 
@@ -243,7 +242,7 @@ class Writer:
         def conversation(size: int) -> Conversation:
             return probe.write(random.Random(f"{self.seed} {probe.name} {number}"), size, self.prose)
 
-        least, most = ASKED, length  # of sizes; no item, nor word, has less than a token
+        least, most = ASKED + 1, length  # of sizes; no item, nor word, has less than a token
         while least < most:
             middle = (least + most + 1) // 2
             text, question = self._rendered(conversation(middle))
@@ -296,6 +295,12 @@ class Writer:
         """Index of the token that a character of the text begins, or lies in."""
         before = self._encode(text[:place])
         return next((i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), len(before))
+
+
+def probe_tokens(context: int, sink_tokens: int) -> int:
+    """Tokens that a prompt's facts may take in a context: whole pages after the sink tokens, less room for answers."""
+    pages = (context - sink_tokens - ROOM) // PAGE_SIZE
+    return sink_tokens + pages * PAGE_SIZE if pages > 0 else 0
 
 
 @torch.no_grad()

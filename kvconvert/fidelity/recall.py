@@ -1,12 +1,10 @@
 """Recall: does a model still find, in its quantized past, what it found at full precision?
 
-Perplexity alone hides damage to lookups that generation shows. Three drills, all greedy, with the question or cue read
+Perplexity alone hides damage to lookups that generation shows. Two drills, both greedy, with the question or cue read
 after the context, so that everything looked up is in quantized pages (contexts are whole pages long, after as many
 tokens as the cache keeps as sinks):
 
 - passkey: prose with two people's five-digit codes stated once; one is asked for. Exact match of the five digits.
-- recitation: tables of key-value pairs, each said again in another order; the last one is left for the model to say
-  again, in free-running generation. A pair counts when its key is recited and its value is exact.
 - free running: the model continues held-out text; tokens until source and bundle first differ.
 
 The words are those that the reference model was trained on; the drills run on any model.
@@ -32,16 +30,10 @@ NAMES = """
     Alice Boris Clara Daniel Emma Felix Grace Henry Irene Jacob Karen Louis Maria Nathan Olive Peter Quinn Rosa Simon
     Tara Ursula Victor Wendy Xavier Yvonne Zachary
 """.split()  # noqa: SIM905 (words are easier to read so)
-ITEMS = """
-    apple anchor basket bottle candle castle dagger feather garden hammer island jewel kettle ladder mirror needle
-    orange pencil quiver ribbon saddle table umbrella violin window yarn
-""".split()  # noqa: SIM905
 
 PASSKEY_CONTEXTS = (2 * PAGE_SIZE, 4 * PAGE_SIZE, 7 * PAGE_SIZE)
 PASSKEY_DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 PASSKEY_ANSWER_TOKENS = 10
-TABLE_CONTEXT = 4 * PAGE_SIZE
-TABLE_ROWS = 16
 FREE_CONTEXT = 4 * PAGE_SIZE
 FULL_TOKENS = 8192  # scored tokens that go with the full number of drills
 BATCH = 16
@@ -56,14 +48,14 @@ class DrillCounts:
     Attributes:
         passkey_trials: passkeys of each context length and depth.
         numbers: prompts of a model with a chat template, which is asked for numbers instead.
-        tables: tables to recite.
+        probes: prompts of each probe, six answers each.
         free_prompts: beginnings of segments that are continued.
         free_tokens: tokens generated after each.
     """
 
     passkey_trials: int = 4
-    numbers: int = 32
-    tables: int = 16
+    numbers: int = 16
+    probes: int = 12
     free_prompts: int = 16
     free_tokens: int = PAGE_SIZE
 
@@ -88,14 +80,14 @@ class Drill:
 
     Attributes:
         context, cue: token ids.
-        expected: five digits (passkey), or by key the value of each row (table).
-        depth: of the fact asked for, as a share of the prose; 0 for tables.
+        expected: five digits.
+        depth: of the fact asked for, as a share of the prose.
     """
 
     context: list[int]
     cue: list[int]
-    expected: str | dict[str, str]
-    depth: float = 0.0
+    expected: str
+    depth: float
 
 
 @dataclass(frozen=True)
@@ -114,25 +106,6 @@ class PasskeyResult:
     prompts: int
     by_length: dict[str, tuple[float, float]]
     by_depth: dict[str, tuple[float, float]]
-
-
-@dataclass(frozen=True)
-class RecitationResult:
-    """Tables said again in free-running generation.
-
-    Attributes:
-        source, bundle: share of all rows that were recited with the exact value.
-        source_precision, bundle_precision: share of the distinct keys recited whose value was exact; None if none was.
-        pairs: rows of all tables.
-        context: tokens before generation begins.
-    """
-
-    source: float | None
-    bundle: float | None
-    source_precision: float | None
-    bundle_precision: float | None
-    pairs: int
-    context: int
 
 
 @dataclass(frozen=True)
@@ -186,22 +159,6 @@ class DrillBook:
             body[place:place] = fact
         cue = self.encode(f"\nQuestion: what is the secret code of {names[0]}?\nAnswer:")
         return Drill(self.start + body, cue, codes[0], depth)
-
-    def table(self, context: int, rows: int) -> Drill:
-        """Tables and their repetitions, the newest whole, as much as fits; the last table awaits its repetition."""
-
-        def pairs() -> list[tuple[str, str]]:
-            return [(key, f"{self.random.randrange(1000):03d}") for key in self.random.sample(ITEMS, rows)]
-
-        def line(table: list[tuple[str, str]]) -> str:
-            return "".join(f"{key} = {value}; " for key, value in table)
-
-        asked = pairs()
-        body = self.encode(line(asked))
-        while len(body) < context:
-            shown = pairs()
-            body = self.encode(f"{line(shown)}\n{line(self.random.sample(shown, rows))}\n") + body
-        return Drill(self.start + body[len(body) - context + len(self.start) :], self.encode("\n"), dict(asked))
 
 
 def answer_with(
@@ -266,34 +223,6 @@ def passkey(source: Answer, bundle: Answer, drills: Sequence[Drill]) -> PasskeyR
     )
 
 
-def recitation(
-    source: Answer,
-    bundle: Answer,
-    book: DrillBook,
-    max_length: int,
-    counts: DrillCounts = DEFAULT_COUNTS,
-    sink_tokens: int = 0,
-) -> RecitationResult:
-    """Let source and bundle recite the same tables."""
-    context = TABLE_CONTEXT + sink_tokens
-    drills = [book.table(context, TABLE_ROWS) for _ in range(counts.tables)]
-    longest = max(len(book.encode("".join(f"{k} = {v}; " for k, v in drill.expected.items()))) for drill in drills)
-    new_tokens = longest + 8
-    if context + new_tokens + 1 > max_length:
-        return RecitationResult(None, None, None, None, 0, context)
-    totals = []
-    for answer in (source, bundle):
-        scored = [_recited(drill, text) for drill, text in zip(drills, answer(drills, new_tokens), strict=True)]
-        totals.append(tuple(map(sum, zip(*scored, strict=True))))
-    pairs = counts.tables * TABLE_ROWS
-    return RecitationResult(
-        *(exact / pairs for exact, _ in totals),
-        *(exact / keys if keys else None for exact, keys in totals),
-        pairs=pairs,
-        context=context,
-    )
-
-
 def free_running(
     source: Decoder,
     bundle: Decoder,
@@ -333,12 +262,3 @@ def passkey_right(drill: Drill, text: str) -> bool:
     """Whether an answer begins with exactly the digits asked for."""
     found = re.match(r"\s*(\d+)", text)
     return found is not None and found[1] == drill.expected
-
-
-def _recited(drill: Drill, text: str) -> tuple[int, int]:
-    """Rows recited exactly and distinct table keys recited; only the first line counts, a key's first value counts."""
-    first_value: dict[str, str] = {}
-    for key, value in re.findall(r"(\w+) = (\d+)", text.split("\n")[0]):
-        if key in drill.expected:
-            first_value.setdefault(key, value)
-    return sum(drill.expected[key] == value for key, value in first_value.items()), len(first_value)

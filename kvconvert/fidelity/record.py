@@ -13,6 +13,7 @@ from kvconvert.convert.export import fidelity_of
 from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.report import FidelityReport
+from kvconvert.fidelity.verdict import warn_of_losses
 
 
 def check_recordable(bundle: str | Path) -> None:
@@ -56,6 +57,7 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
         )
     if report.files_digest != before.files_digest():
         raise BundleError(f"{bundle} changed while it was measured, so nothing was written; measure it again.")
+    warn_of_losses(report.probes or {})
     fidelity = fidelity_of(before, Recipe.from_dict(before.recipe).limits, report.to_dict())
     manifest = before.model_copy(update={"fidelity": fidelity})
     path = directory / CARD_NAME

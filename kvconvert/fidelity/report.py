@@ -10,15 +10,16 @@ import torch
 from kvconvert.bundle.manifest import DataInfo
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.images import ImageFigures
-from kvconvert.fidelity.recall import FreeRunningResult, PasskeyResult, RecitationResult
+from kvconvert.fidelity.recall import FreeRunningResult, PasskeyResult
 from kvconvert.fidelity.scoring import Comparison
+from kvconvert.fidelity.verdict import ProbeResult
 
 PARTS = {
     "perplexity": "perplexity per token of held-out text",
     "kl": "KL divergence from the source's next-token distribution",
     "top1": "how often both rank the same token first",
     "recall": "numbers found in the context; through the chat template, if the model has one",
-    "recitation": "tables said again from memory",
+    "probes": "exact lookups in JSON, assignments, prose, code and earlier turns",
     "free-running": "tokens until greedy continuations differ",
     "images": "the same on text about images, of vision-language models",
     "cache": "bytes and bits of the cache",
@@ -38,10 +39,11 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Divergence:
-    """KL(source || bundle) of the next-token distribution in nats: mean and 99th percentile over scored tokens."""
+    """KL(source || bundle) of the next-token distribution in nats: mean and percentiles over scored tokens."""
 
     mean: float
     p99: float
+    p999: float
     mean_interval: tuple[float, float] | None
 
 
@@ -133,6 +135,8 @@ class FidelityReport:
         noise: of the dtype; None in float32, whose rounding is negligible.
         passkey: numbers found in the context; `recall_form` says how they were asked for.
         recall_form: "chat template" or "plain text".
+        probes: by name; without those that do not fit the model's positions.
+        verdict: what the bundle is fit for, in a sentence; see `kvconvert.fidelity.verdict`.
         images: of a vision-language model; None for any other, and where a conversation does not fit its positions.
         files_digest: of the bundle that was measured, see `Manifest.files_digest`.
         compute_dtype, device, seed, versions: how it was measured.
@@ -147,7 +151,8 @@ class FidelityReport:
     noise: NoiseFloor | None
     passkey: PasskeyResult | None
     recall_form: str | None
-    recitation: RecitationResult | None
+    probes: dict[str, ProbeResult] | None
+    verdict: str | None
     free_running: FreeRunningResult | None
     images: ImageFigures | None
     kv: CacheSize | None
@@ -186,12 +191,18 @@ def text_figures(comparison: Comparison, seed: int) -> dict[str, Any]:
         ),
         "kl": Divergence(
             mean=kl.mean,
-            p99=float(comparison.kl.flatten().sort().values[int(0.99 * (comparison.kl.numel() - 1))]),
+            p99=_percentile(comparison.kl, 0.99),
+            p999=_percentile(comparison.kl, 0.999),
             mean_interval=None if kl.low is None else (kl.low, kl.high),
         ),
         "top1_agreement": agreement.mean,
         "top1_agreement_interval": None if agreement.low is None else (agreement.low, agreement.high),
     }
+
+
+def _percentile(values: torch.Tensor, share: float) -> float:
+    """The value below which a share of all lies; no interpolation."""
+    return float(values.flatten().sort().values[int(share * (values.numel() - 1))])
 
 
 def _plain(value: Any) -> Any:

@@ -9,8 +9,8 @@ HEADER = ("", "source", "bundle", "")
 
 
 def table(report: FidelityReport) -> str:
-    """About a dozen rows, then how they were measured."""
-    rows = [tuple(row) for part in (_text, _recall, _images, _sizes) for row in part(report)]
+    """About twenty rows, what the bundle is fit for, then how all was measured."""
+    rows = [tuple(row) for part in (_text, _recall, _probes, _images, _sizes) for row in part(report)]
     text = report.text
     said = [f"computed in {report.compute_dtype} on {report.device} against {report.against.id}"]
     if text.scored_tokens:
@@ -19,7 +19,8 @@ def table(report: FidelityReport) -> str:
             f"{text.scored_tokens:,} tokens of {text.samples.source} scored, {text.scored_per_segment:,} in a segment "
             f"after {text.prefill:,} read first",
         )
-    return "\n".join([text_table(HEADER, rows), "", *said, *report.notes])
+    judged = [] if report.verdict is None else [report.verdict, ""]
+    return "\n".join([text_table(HEADER, rows), "", *judged, *said, *report.notes])
 
 
 def _text(report: FidelityReport) -> list[tuple[str, ...]]:
@@ -35,7 +36,7 @@ def _text(report: FidelityReport) -> list[tuple[str, ...]]:
         )
     if (kl := report.kl) is not None:
         rows.append(("KL from the source, mean", "0", f"{kl.mean:.4g}", _range(kl.mean_interval, ".4g", "")))
-        rows.append(("KL, 99th percentile", "0", f"{kl.p99:.4g}", ""))
+        rows.append(("KL, 99% and 99.9% of tokens below", "0", f"{kl.p99:.4g}, {kl.p999:.4g}", ""))
     if report.noise is not None and report.kl is not None:
         rows.append(("KL of rounding alone", f"{report.noise.kl:.2g}", "", report.noise.what))
     if report.top1_agreement is not None:
@@ -52,12 +53,26 @@ def _recall(report: FidelityReport) -> list[tuple[str, ...]]:
             shares = [f"{share:.0%}" for share in found.by_length[length]]
             prompts = f"{found.prompts // len(lengths)} prompts, {report.recall_form}"
             rows.append((f"number found in {int(length):,} tokens", *shares, prompts))
-    if (recited := report.recitation) is not None and recited.pairs:
-        rows.append(("table recited", f"{recited.source:.0%}", f"{recited.bundle:.0%}", f"{recited.pairs} rows"))
     if (free := report.free_running) is not None and free.prompts:
         told = f"of {free.generated}, {free.prompts} texts"
         rows.append(("tokens until texts differ", "", f"{free.agreement_tokens:.1f}", told))
     return rows
+
+
+def _probes(report: FidelityReport) -> list[tuple[str, ...]]:
+    rows = []
+    for found in (report.probes or {}).values():
+        bundle = "" if found.bundle is None else f"{found.bundle:.0%}"
+        told = f"{found.answers} answers" if found.bundle is not None else "the source cannot do it"
+        if found.loss_interval is not None:
+            told = f"loses {_points(found.loss_interval)} points; {told}"
+        rows.append((found.ability, f"{found.source:.0%}", bundle, told))
+    return rows
+
+
+def _points(interval: tuple[float, float]) -> str:
+    low, high = (round(100 * bound) for bound in interval)
+    return f"{low} to {high}"
 
 
 def _images(report: FidelityReport) -> list[tuple[str, ...]]:

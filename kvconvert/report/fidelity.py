@@ -57,10 +57,12 @@ def fidelity_rows(report: dict[str, Any]) -> list[Row]:
     pair("perplexity", "perplexity", ".2f", "" if increase is None else f"{increase:+.1%}")
     single("KL divergence, mean", "kl.mean", ".4g", "0", _interval(report, "kl.mean_interval", ".4g"))
     single("KL divergence, 99th percentile", "kl.p99", ".4g", "0")
+    single("KL divergence, 99.9th percentile", "kl.p999", ".4g", "0")
     single("KL of rounding alone", "noise.kl", ".2g")
     single("same most likely token", "top1_agreement", ".1%", "", _interval(report, "top1_agreement_interval", ".1%"))
     pair("numbers found in the context", "passkey", ".0%")
-    pair("tables recited", "recitation", ".0%")
+    for name, title in probes(report).items():
+        pair(title, f"probes.{name}", ".0%", _points(report, f"probes.{name}.loss_interval"))
     single("tokens until continuations differ", "free_running.agreement_tokens", ".1f")
     single("KL divergence, text about images", "images.kl", ".4g", "0")
     source, bundle = number(report, "kv.source_bytes_per_token"), number(report, "kv.bytes_per_token")
@@ -73,6 +75,19 @@ def fidelity_rows(report: dict[str, Any]) -> list[Row]:
     if source and bundle:
         rows.append(("weights, bytes", f"{source:,.0f}", f"{bundle:,.0f}", f"{source / bundle:.1f}x smaller"))
     return rows
+
+
+def fit_for(report: dict[str, Any]) -> str:
+    """The sentence that says what a bundle is fit for; empty where nothing was judged."""
+    found = figure(report, "verdict")
+    return found if isinstance(found, str) else ""
+
+
+def probes(report: dict[str, Any]) -> dict[str, str]:
+    """What each probe asks for, by its name."""
+    found = figure(report, "probes")
+    titles = {name: figure(report, f"probes.{name}.ability") for name in found} if isinstance(found, dict) else {}
+    return {name: title for name, title in list(titles.items())[:24] if isinstance(title, str)}
 
 
 def recall_by_length(report: dict[str, Any]) -> list[tuple[int, float, float]]:
@@ -98,7 +113,17 @@ def how_measured(report: dict[str, Any]) -> str:
     return ", ".join(said)
 
 
+def _points(report: dict[str, Any], name: str) -> str:
+    bounds = _bounds(report, name)
+    return "" if bounds is None else f"loses {100 * bounds[0]:.0f} to {100 * bounds[1]:.0f} points"
+
+
 def _interval(report: dict[str, Any], name: str, form: str) -> str:
+    bounds = _bounds(report, name)
+    return "" if bounds is None else f"{bounds[0]:{form}} to {bounds[1]:{form}}"
+
+
+def _bounds(report: dict[str, Any], name: str) -> list[float] | None:
     bounds = figure(report, name)
     numbers = isinstance(bounds, list) and len(bounds) == 2 and all(isinstance(x, int | float) for x in bounds)
-    return f"{bounds[0]:{form}} to {bounds[1]:{form}}" if numbers else ""
+    return bounds if numbers else None

@@ -15,7 +15,7 @@ from kvconvert.bundle.summary import coverage_rows, describe_scheme, kv_line, la
 from kvconvert.report import data, figures
 from kvconvert.report.activations import KeySample
 from kvconvert.report.data import NotDrawnError
-from kvconvert.report.fidelity import HEADER, fidelity_rows, how_measured, recall_by_length
+from kvconvert.report.fidelity import HEADER, fidelity_rows, fit_for, how_measured, recall_by_length
 from kvconvert.report.page import Section
 
 NO_SEARCH = "the bundle's recipe searched for no allocation; `auto` does."
@@ -72,7 +72,8 @@ def _fidelity(c: Contents) -> None:
     if not rows:
         raise NotDrawnError("the report holds none of the figures that are shown here.")
     missed = " ".join(f"{sentence.rstrip('.')}." for sentence in c.missed)
-    caption = f"How far the bundle departs from its source, decoding through its own cache. {missed}"
+    caption = "How far the bundle departs from its source, decoding through its own cache."
+    caption = " ".join(filter(None, (caption, fit_for(c.fidelity), missed)))
     recall = recall_by_length(c.fidelity)
     figure, alt = None, ""
     if len(recall) > 1:

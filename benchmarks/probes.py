@@ -1,0 +1,114 @@
+"""Which probes of `kvconvert eval` tell `kivi` at 2 bits from 4, on real models.
+
+    python benchmarks/probes.py MODEL... [--prompts 12] [--context 1024] [--dtype bfloat16] [--device cpu]
+
+The cache alone is quantized; nothing is calibrated. Writes benchmarks/results/probes.json, in which what was measured
+replaces models of the same name, and prints a table of what it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvconvert.data.text import load_token_samples
+from kvconvert.fidelity.bootstrap import bootstrap_mean
+from kvconvert.fidelity.probes import PROBES, Writer, ask, probe_tokens
+from kvconvert.fidelity.recall import agreement
+from kvconvert.fidelity.scoring import Decoder, generate_greedily
+from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.methods import KVScheme
+from kvconvert.runtime import KVCache
+
+RESULTS = Path(__file__).parent / "results" / "probes.json"
+BITS = (4, 2)
+FREE_TOKENS = 64
+
+
+def measure(directory: str, prompts: int, context: int, device: str, dtype: str, seed: int) -> dict:
+    """Shares of right answers by probe for the source and both caches, and 4 bits' lead over 2 with its interval."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(device).eval()
+    ids = load_token_samples(None, tokenizer, 16, 1024, seed, "evaluation").ids
+    writer = Writer(tokenizer, ids.flatten().tolist(), seed)
+    scheme = KVScheme.preset("kivi")
+    length = probe_tokens(context, scheme.sink_tokens)
+    rows = 1 if device == "cpu" else 16
+
+    def decoder(bits: int | None) -> Decoder:
+        if bits is None:
+            model.set_attn_implementation("sdpa")
+            return Decoder.plain(model)
+        model.set_attn_implementation("kvconvert")
+        own = dataclasses.replace(scheme, key_bits=bits, value_bits=bits)
+        return Decoder(model, lambda: KVCache(model.config, own))
+
+    found = {}
+    for probe in PROBES:
+        begun = time.perf_counter()
+        asked = writer.prompts(probe, length, prompts)
+        right = {b: torch.tensor(ask(decoder(b), asked, rows, f"{probe.name}, {b} bits")) for b in (None, *BITS)}
+        source, four, two = (answers.double().mean(1) for answers in right.values())
+        found[probe.name] = _row(source.mean(), four, two, seed) | {"seconds": round(time.perf_counter() - begun, 1)}
+    beginnings = ids[: min(prompts, len(ids))]
+    cut = 4 * PAGE_SIZE + scheme.sink_tokens
+    texts = {
+        b: generate_greedily(decoder(b), beginnings[:, :cut], beginnings[:, cut : cut + 1], FREE_TOKENS)
+        for b in (None, *BITS)
+    }
+    until = [agreement(texts[None], texts[b]).double() for b in BITS]
+    found["free-running"] = _row(torch.tensor(float(FREE_TOKENS)), *until, seed)
+    how = {"prompts": prompts, "tokens": length, "device": device, "dtype": dtype, "seed": seed}
+    return {"how": how | {"chat template": writer.is_templated}, "probes": found}
+
+
+def _row(source: torch.Tensor, four: torch.Tensor, two: torch.Tensor, seed: int) -> dict:
+    lead = bootstrap_mean(four - two, seed)
+    return {
+        "source": float(source),
+        "4 bits": float(four.mean()),
+        "2 bits": float(two.mean()),
+        "lead": [lead.mean, lead.low, lead.high],
+        "separates": lead.above_zero,
+    }
+
+
+def table(results: dict) -> str:
+    """Markdown: a probe per row and model."""
+    lines = ["| probe | model | source | 4 bits | 2 bits | 4 bits ahead by |", "|---|---|---|---|---|---|"]
+    for name in next(iter(results.values()))["probes"]:
+        for model, found in results.items():
+            row = found["probes"][name]
+            form = ".1f" if name == "free-running" else ".0%"
+            shares = " | ".join(format(row[key], form) for key in ("source", "4 bits", "2 bits"))
+            mean, low, high = (format(value, form) for value in row["lead"])
+            lines.append(f"| {name} | {model} | {shares} | {mean} ({low} to {high}) |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure each model, write after each, print everything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    for model in args.models:
+        found = measure(model, args.prompts, args.context, args.device, args.dtype, args.seed)
+        results = json.loads(RESULTS.read_text(encoding="utf8")) if RESULTS.exists() else {}
+        results = dict(sorted((results | {Path(model).name: found}).items()))
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf8")
+    print(table(json.loads(RESULTS.read_text(encoding="utf8"))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What a bundle keeps of its source's abilities, and one sentence that says what it is fit for.
+
+The rule: a bundle is fit for what it does at least nine tenths as well as its source. A probe is judged by the share of
+right answers, if `MIN_PROMPTS` prompts or more were asked and the source answers a fifth or more. Continuing text is
+judged by the inverse of perplexity, the mean probability of the text's tokens, over `MIN_TOKENS` tokens or more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvconvert.fidelity.bootstrap import bootstrap_mean
+from kvconvert.fidelity.probes import PROBES, Prompt, ask
+from kvconvert.fidelity.scoring import Decoder
+
+logger = logging.getLogger(__name__)
+
+KEPT = 0.9  # of what the source does, at least
+MIN_SOURCE = 0.2
+MIN_PROMPTS = 8
+MIN_TOKENS = 512
+PILOT = 3  # prompts of which the source has to answer something before the others are asked
+TEXT = "continuing text"
+ABILITIES = {probe.name: probe.ability for probe in PROBES}
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Answers to one probe.
+
+    Attributes:
+        ability: in words.
+        source, bundle: share of right answers; `bundle` is None where the source gave none in the first `PILOT`
+            prompts, and no more was asked.
+        loss_interval: bootstrap interval, over prompts, of `source` - `bundle`; None with one prompt.
+        kept: `bundle` / `source`; None where too little was measured, or the source does too little, to judge.
+        prompts, answers: how many.
+        tokens: read before the question.
+    """
+
+    ability: str
+    source: float
+    bundle: float | None
+    loss_interval: tuple[float, float] | None
+    kept: float | None
+    prompts: int
+    answers: int
+    tokens: int
+
+    @classmethod
+    def of(
+        cls, ability: str, source: Sequence[Sequence[bool]], bundle: Sequence[Sequence[bool]], tokens: int, seed: int
+    ) -> ProbeResult:
+        """From the answers to each prompt that are right; without any of the bundle it was not asked."""
+        before, answers = _shares(source), sum(map(len, source))
+        share = float(before.mean())
+        if not bundle:
+            return cls(ability, share, None, None, None, len(source), answers, tokens)
+        after = _shares(bundle)
+        loss = bootstrap_mean(before - after, seed)
+        interval = None if loss.low is None or loss.high is None else (loss.low, loss.high)
+        is_judged = share >= MIN_SOURCE and len(source) >= MIN_PROMPTS
+        kept = float(after.mean()) / share if is_judged else None
+        return cls(ability, share, float(after.mean()), interval, kept, len(source), answers, tokens)
+
+
+def measure_probes(
+    source: Decoder,
+    bundle: Decoder,
+    prompts: Mapping[str, Sequence[Prompt]],
+    seed: int,
+    batch: int = 1,
+    progress: bool = False,
+) -> dict[str, ProbeResult]:
+    """Ask source and bundle the same prompts, by probe; the bundle only where the source can answer something."""
+    found = {}
+    for name, asked in prompts.items():
+        bars = [f"{name}, {who}" if progress else None for who in ("source", "bundle")]
+        right = ask(source, asked[:PILOT], batch, bars[0])
+        answered: list[list[bool]] = []
+        if any(map(any, right)):
+            right += ask(source, asked[PILOT:], batch, bars[0])
+            answered = ask(bundle, asked, batch, bars[1])
+        found[name] = ProbeResult.of(ABILITIES[name], right, answered, asked[0].read, seed)
+    return found
+
+
+def losses(probes: Mapping[str, ProbeResult]) -> list[str]:
+    """One clause for each probe on which a bundle loses more than a tenth of what its source can do."""
+    return [
+        f"{found.ability} ({found.bundle:.0%} right, the source {found.source:.0%})"
+        for found in probes.values()
+        if found.kept is not None and found.kept < KEPT
+    ]
+
+
+def warn_of_losses(probes: Mapping[str, ProbeResult]) -> None:
+    """Log one warning that names every probe of `losses`, if there are any."""
+    lost = losses(probes)
+    if lost:
+        logger.warning("The bundle loses more than a tenth of what its source can do: %s.", "; ".join(lost))
+
+
+def verdict(probes: Mapping[str, ProbeResult], text: tuple[float, float] | None, tokens: int) -> str | None:
+    """The sentence; None where nothing was measured.
+
+    Args:
+        probes: by name.
+        text: perplexities of source and bundle; None if not measured.
+        tokens: scored for them.
+    """
+    kept = {found.ability: found.kept for found in probes.values()}
+    if text is not None:
+        kept = {TEXT: text[0] / text[1] if tokens >= MIN_TOKENS else None} | kept
+    fit = [ability for ability, share in kept.items() if share is not None and share >= KEPT]
+    unfit = [f"{ability} (keeps {share:.0%})" for ability, share in kept.items() if share is not None and share < KEPT]
+    unknown = [ability for ability, share in kept.items() if share is None]
+    said = [f"fit for {_listed(fit)}"] if fit else []
+    said += [f"not fit for {_listed(unfit)}"] if unfit else []
+    said += [f"not judged: {_listed(unknown)}"] if unknown else []
+    sentence = "; ".join(said)
+    return f"{sentence[0].upper()}{sentence[1:]}." if said else None
+
+
+def _shares(right: Sequence[Sequence[bool]]) -> torch.Tensor:
+    return torch.tensor([sum(answers) / len(answers) for answers in right], dtype=torch.float64)
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
