@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from tqdm import tqdm
@@ -51,6 +52,11 @@ from kvconvert.models.checksums import known_sha256
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.version import __version__
 
+if TYPE_CHECKING:
+    from kvconvert.fidelity import FidelityReport
+
+logger = logging.getLogger(__name__)
+
 # The files beside the weights that tokenizers, processors and generation need.
 COPIED_FILES = (
     "tokenizer*",
@@ -85,7 +91,8 @@ def export(
 ) -> Path:
     """Write the bundle of a finished calibration; equal inputs give equal bytes.
 
-    If the recipe sets limits, fidelity is measured on the finished bundle before it is put in place.
+    If the recipe sets limits, fidelity is measured on the finished bundle before it is put in place, and a warning is
+    logged if it loses more than a tenth of what its source can do in a probe.
 
     Args:
         work: the finished working directory of `calibrate`.
@@ -403,20 +410,20 @@ def _measure(
 ) -> Fidelity:
     """Fidelity of the bundle in `directory`, and which limits it misses."""
     from kvconvert.fidelity import evaluate
-    from kvconvert.fidelity.verdict import warn_of_losses
 
-    report = evaluate(directory, against=source, data=None, device=device, progress=progress)
-    warn_of_losses(report.probes or {})
-    return fidelity_of(manifest, limits, report.to_dict())
+    return fidelity_of(manifest, limits, evaluate(directory, against=source, device=device, progress=progress))
 
 
-def fidelity_of(manifest: Manifest, limits: Limits, report: dict[str, Any]) -> Fidelity:
-    """A report on exactly the files of `manifest`, with the limits that it meets or misses."""
+def fidelity_of(manifest: Manifest, limits: Limits, report: FidelityReport) -> Fidelity:
+    """A report on exactly the files of `manifest`, with the limits that it meets or misses; warns of what is lost."""
+    if lost := report.losses():
+        logger.warning("The bundle loses more than a tenth of what its source can do: %s.", "; ".join(lost))
+    figures = report.to_dict()
     return Fidelity(
         measured_on=manifest.files_digest(),
-        report=_finite(report),
+        report=_finite(figures),
         limits=limits.as_set(),
-        missed=limits.missed(report),
+        missed=limits.missed(figures),
     )
 
 

@@ -242,13 +242,17 @@ class Writer:
         def conversation(size: int) -> Conversation:
             return probe.write(random.Random(f"{self.seed} {probe.name} {number}"), size, self.prose)
 
-        least, most = ASKED + 1, length  # of sizes; no item, nor word, has less than a token
-        while least < most:
-            middle = (least + most + 1) // 2
-            text, question = self._rendered(conversation(middle))
-            fits = len(self._encode(text[:question])) <= length
-            least, most = (middle, most) if fits else (least, middle - 1)
-        written = conversation(least)
+        def fits(size: int) -> bool:
+            text, question = self._rendered(conversation(size))
+            return len(self._encode(text[:question])) <= length
+
+        size, beyond = ASKED + 1, 2 * ASKED
+        while fits(beyond):
+            size, beyond = beyond, 2 * beyond
+        while beyond - size > 1:
+            middle = (size + beyond) // 2
+            size, beyond = (middle, beyond) if fits(middle) else (size, middle)
+        written = conversation(size)
         text, _ = self._rendered(written)
         spans = []
         for given, expected in written.reply:

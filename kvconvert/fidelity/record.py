@@ -13,7 +13,6 @@ from kvconvert.convert.export import fidelity_of
 from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.report import FidelityReport
-from kvconvert.fidelity.verdict import warn_of_losses
 
 
 def check_recordable(bundle: str | Path) -> None:
@@ -57,8 +56,7 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
         )
     if report.files_digest != before.files_digest():
         raise BundleError(f"{bundle} changed while it was measured, so nothing was written; measure it again.")
-    warn_of_losses(report.probes or {})
-    fidelity = fidelity_of(before, Recipe.from_dict(before.recipe).limits, report.to_dict())
+    fidelity = fidelity_of(before, Recipe.from_dict(before.recipe).limits, report)
     manifest = before.model_copy(update={"fidelity": fidelity})
     path = directory / CARD_NAME
     card = path.read_text(encoding="utf-8") if path.is_file() else model_card(before)

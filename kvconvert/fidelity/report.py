@@ -12,7 +12,7 @@ from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.images import ImageFigures
 from kvconvert.fidelity.recall import FreeRunningResult, PasskeyResult
 from kvconvert.fidelity.scoring import Comparison
-from kvconvert.fidelity.verdict import ProbeResult
+from kvconvert.fidelity.verdict import ProbeResult, losses
 
 PARTS = {
     "perplexity": "perplexity per token of held-out text",
@@ -165,6 +165,10 @@ class FidelityReport:
     seed: int
     versions: dict[str, str]
     notes: tuple[str, ...]
+
+    def losses(self) -> list[str]:
+        """One clause for each probe on which the bundle loses more than a tenth of what its source can do."""
+        return losses(self.probes or {})
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain JSON values, nested by the names above."""

@@ -7,7 +7,6 @@ judged by the inverse of perplexity, the mean probability of the text's tokens, 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +15,6 @@ import torch
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.probes import PROBES, Prompt, ask
 from kvconvert.fidelity.scoring import Decoder
-
-logger = logging.getLogger(__name__)
 
 KEPT = 0.9  # of what the source does, at least
 MIN_SOURCE = 0.2
@@ -98,13 +95,6 @@ def losses(probes: Mapping[str, ProbeResult]) -> list[str]:
     ]
 
 
-def warn_of_losses(probes: Mapping[str, ProbeResult]) -> None:
-    """Log one warning that names every probe of `losses`, if there are any."""
-    lost = losses(probes)
-    if lost:
-        logger.warning("The bundle loses more than a tenth of what its source can do: %s.", "; ".join(lost))
-
-
 def verdict(probes: Mapping[str, ProbeResult], text: tuple[float, float] | None, tokens: int) -> str | None:
     """The sentence; None where nothing was measured.
 
@@ -117,7 +107,12 @@ def verdict(probes: Mapping[str, ProbeResult], text: tuple[float, float] | None,
     if text is not None:
         kept = {TEXT: text[0] / text[1] if tokens >= MIN_TOKENS else None} | kept
     fit = [ability for ability, share in kept.items() if share is not None and share >= KEPT]
-    unfit = [f"{ability} (keeps {share:.0%})" for ability, share in kept.items() if share is not None and share < KEPT]
+    # Rounded down: what is lost never looks like what is kept.
+    unfit = [
+        f"{ability} (keeps {int(100 * share)}%)"
+        for ability, share in kept.items()
+        if share is not None and share < KEPT
+    ]
     unknown = [ability for ability, share in kept.items() if share is None]
     said = [f"fit for {_listed(fit)}"] if fit else []
     said += [f"not fit for {_listed(unfit)}"] if unfit else []

@@ -179,7 +179,7 @@ def test_eval_prints_one_json_object_with_the_figures_of_the_contract(folder):
     report = json.loads(result.stdout)
     for name in (
         *("perplexity.source", "perplexity.bundle", "kl.mean", "kl.p99", "top1_agreement"),
-        *("passkey.source", "passkey.bundle", "recitation.source", "recitation.bundle"),
+        *("kl.p999", "passkey.source", "passkey.bundle", "probes.json.source", "verdict"),
         *("kv.bits_per_value", "kv.bytes_per_token", "weights.bytes", "weights.bits_per_weight"),
     ):
         value = report
@@ -253,7 +253,7 @@ def limited_work(folder, tmp_path):
 
 
 def test_a_missed_limit_is_exit_code_3_and_writes_nothing(limited_work, tmp_path, monkeypatch):
-    report = types.SimpleNamespace(to_dict=lambda: {"kl": {"mean": 0.5}})
+    report = types.SimpleNamespace(to_dict=lambda: {"kl": {"mean": 0.5}}, losses=list)
     monkeypatch.setitem(sys.modules, "kvconvert.fidelity", types.SimpleNamespace(evaluate=lambda *a, **k: report))
     assert "max_kl is 1e-09" in refusal(3, "export", limited_work, "-o", tmp_path / "bundle")
     assert os.listdir(tmp_path) == ["work"]

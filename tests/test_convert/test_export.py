@@ -278,13 +278,13 @@ def limited(source, work, tmp_path, monkeypatch):
     state["recipe"]["limits"]["max_kl"] = 0.1
     (limited / "state.json").write_text(sealed_json(state))
 
-    def run(measured, force):
+    def run(measured, force, lost=()):
         seen = {}
 
-        def evaluate(bundle, against, data, device, progress):
+        def evaluate(bundle, against, device, progress):
             seen["opened"] = open_bundle(bundle).manifest.fidelity
             assert against == str(source)
-            return types.SimpleNamespace(to_dict=lambda: {"kl": {"mean": measured}})
+            return types.SimpleNamespace(to_dict=lambda: {"kl": {"mean": measured}}, losses=lambda: list(lost))
 
         monkeypatch.setitem(sys.modules, "kvconvert.fidelity", types.SimpleNamespace(evaluate=evaluate))
         export(limited, tmp_path / "bundle", force=force, progress=False)
@@ -298,6 +298,13 @@ def test_a_bundle_within_its_limits_records_what_was_measured_on_it(limited):
     fidelity, card = limited(0.05, force=False)
     assert (fidelity.report, fidelity.limits, fidelity.missed) == ({"kl": {"mean": 0.05}}, {"max_kl": 0.1}, [])
     assert "met" in card
+
+
+def test_a_probe_that_loses_more_than_a_tenth_is_warned_of(limited, caplog):
+    limited(0.05, force=False)
+    assert not caplog.records
+    limited(0.05, force=True, lost=["following chains (10% right, the source 50%)"])
+    assert "loses more than a tenth of what its source can do: following chains (10% right" in caplog.text
 
 
 def test_a_bundle_that_misses_a_limit_is_refused(limited, tmp_path):

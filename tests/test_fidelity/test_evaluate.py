@@ -35,8 +35,8 @@ def report(source, tmp_path_factory):
 
 
 FIGURES = """
-    perplexity.source perplexity.bundle kl.mean kl.p99 top1_agreement passkey.source passkey.bundle recitation.source
-    recitation.bundle kv.bits_per_value kv.bytes_per_token weights.bytes weights.bits_per_weight
+    perplexity.source perplexity.bundle kl.mean kl.p99 kl.p999 top1_agreement passkey.source passkey.bundle
+    free_running.agreement_tokens kv.bits_per_value kv.bytes_per_token weights.bytes weights.bits_per_weight
 """.split()  # noqa: SIM905 (names are easier to read so)
 
 
@@ -46,12 +46,18 @@ def test_the_report_has_the_promised_names_and_is_json(report):
         value = values
         for part in name.split("."):
             value = value[part]
-        # Tables and free running do not fit 512 positions: null, and the notes say so.
-        assert (value is None) == name.startswith("recitation"), name
-    assert "recall drills that do not fit" in " ".join(values["notes"])
+        # Free running does not fit 512 positions: null, and the notes say so.
+        assert (value is None) == name.startswith("free_running"), name
+    assert "recall and probes that do not fit" in " ".join(values["notes"])
+    # Random weights answer nothing, in the one prompt of each probe that goes with 300 tokens.
+    assert {(p["source"], p["bundle"], p["kept"], p["prompts"]) for p in values["probes"].values()} == {
+        (0, None, None, 1)
+    }
+    assert {p["tokens"] for p in values["probes"].values()} == {256}, "two pages, and room for question and answers"
+    assert values["verdict"].startswith("Not judged: continuing text, ")
     assert "leaves 383 scored tokens a segment instead of 512" in " ".join(values["notes"])
     assert values["text"]["scored_tokens"] == 300
-    assert 0 < values["kl"]["mean"] < values["kl"]["p99"]
+    assert 0 < values["kl"]["mean"] < values["kl"]["p99"] < values["kl"]["p999"]
     assert values["passkey"]["prompts"] == 5
     assert values["recall_form"] == "plain text"
     assert (values["compute_dtype"], values["noise"]) == ("float32", None)

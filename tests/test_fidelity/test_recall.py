@@ -11,13 +11,11 @@ from kvconvert.fidelity.numbers import CITIES, NumberBook, has_plain_template
 from kvconvert.fidelity.recall import (
     NAMES,
     PASSKEY_CONTEXTS,
-    TABLE_ROWS,
     DrillBook,
     DrillCounts,
     agreement,
     passkey,
     passkey_drills,
-    recitation,
 )
 
 
@@ -83,44 +81,10 @@ def test_counts_say_how_much_is_drilled_and_none_is_left_out(book, tokenizer):
     def silent(drills, new_tokens):
         return [""] * len(drills)
 
-    few = DrillCounts(passkey_trials=1, tables=2)
+    few = DrillCounts(passkey_trials=1)
     assert passkey(silent, silent, passkey_drills(book, 600, few.passkey_trials)).prompts == 10
-    assert recitation(silent, silent, book, 1024, few).pairs == 2 * TABLE_ROWS
-    with pytest.raises(UsageError, match="tables=0"):
-        DrillCounts(tables=0)
-
-
-def test_recitation_counts_rows_once_and_only_on_the_first_line(book, tokenizer):
-    def table_in(drill) -> list[tuple[str, str]]:
-        last = tokenizer.decode(drill.context).split("\n")[-1]
-        return [tuple(row.strip().split(" = ")) for row in last.strip("; ").split(";")]
-
-    def line(rows) -> str:
-        return "".join(f"{key} = {value}; " for key, value in rows)
-
-    def perfect(drills, new_tokens):
-        return [line(reversed(table_in(drill))) + "\n" for drill in drills]
-
-    def half(drills, new_tokens):
-        answers = []
-        for drill in drills:
-            rows = table_in(drill)
-            wrong = (rows[8][0], f"{(int(rows[8][1]) + 1) % 1000:03d}")
-            # Eight rows right, one wrong and then corrected, one repeated, one of no table, the rest too late.
-            answers.append(line([*rows[:8], wrong, rows[8], rows[0], ("unicorn", "123")]) + "\n" + line(rows[9:]))
-        return answers
-
-    result = recitation(perfect, half, book, max_length=1024)
-    assert (result.source, result.source_precision) == (1.0, 1.0)
-    assert (result.bundle, result.bundle_precision) == (8 / TABLE_ROWS, 8 / 9)
-    assert recitation(perfect, perfect, book, max_length=600).source is None
-
-
-def test_table_prompts_fill_whole_pages(book, tokenizer):
-    drill = book.table(512, 16)
-    assert len(drill.context) == 512
-    assert len(drill.expected) == 16
-    assert tokenizer.decode(drill.cue) == "\n"
+    with pytest.raises(UsageError, match="probes=0"):
+        DrillCounts(probes=0)
 
 
 class ChatTokenizer:
@@ -165,5 +129,5 @@ def test_a_template_that_changes_the_message_is_not_used(tokenizer):
 
 def test_fewer_tokens_take_fewer_drills():
     assert DrillCounts.for_tokens(10**6) == DrillCounts.for_tokens(8192) == DrillCounts()
-    assert DrillCounts.for_tokens(1024) == DrillCounts(1, 4, 2, 2, 16)
+    assert DrillCounts.for_tokens(1024) == DrillCounts(1, 2, 2, 2, 16)
     assert DrillCounts.for_tokens(1) == DrillCounts(1, 1, 1, 1, 16)
