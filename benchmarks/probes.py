@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -31,8 +32,8 @@ BITS = (4, 2)
 FREE_TOKENS = 64
 
 
-def measure(directory: str, prompts: int, context: int, device: str, dtype: str, seed: int) -> dict:
-    """Shares of right answers by probe for the source and both caches, and 4 bits' lead over 2 with its interval."""
+def measure(directory: str, prompts: int, context: int, device: str, dtype: str, seed: int) -> Iterator[dict]:
+    """Shares of right answers by probe for the source and both caches, and 4 bits' lead over 2; after each probe."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(device).eval()
     ids = load_token_samples(None, tokenizer, 16, 1024, seed, "evaluation").ids
@@ -49,13 +50,15 @@ def measure(directory: str, prompts: int, context: int, device: str, dtype: str,
         own = dataclasses.replace(scheme, key_bits=bits, value_bits=bits)
         return Decoder(model, lambda: KVCache(model.config, own))
 
-    found = {}
+    how = {"prompts": prompts, "tokens": length, "device": device, "dtype": dtype, "seed": seed}
+    found: dict[str, dict] = {}
     for probe in PROBES:
         begun = time.perf_counter()
         asked = writer.prompts(probe, length, prompts)
         right = {b: torch.tensor(ask(decoder(b), asked, rows, f"{probe.name}, {b} bits")) for b in (None, *BITS)}
         source, four, two = (answers.double().mean(1) for answers in right.values())
         found[probe.name] = _row(source.mean(), four, two, seed) | {"seconds": round(time.perf_counter() - begun, 1)}
+        yield {"how": how | {"chat template": writer.is_templated}, "probes": found}
     beginnings = ids[: min(prompts, len(ids))]
     cut = 4 * PAGE_SIZE + scheme.sink_tokens
     texts = {
@@ -64,8 +67,7 @@ def measure(directory: str, prompts: int, context: int, device: str, dtype: str,
     }
     until = [agreement(texts[None], texts[b]).double() for b in BITS]
     found["free-running"] = _row(torch.tensor(float(FREE_TOKENS)), *until, seed)
-    how = {"prompts": prompts, "tokens": length, "device": device, "dtype": dtype, "seed": seed}
-    return {"how": how | {"chat template": writer.is_templated}, "probes": found}
+    yield {"how": how | {"chat template": writer.is_templated}, "probes": found}
 
 
 def _row(source: torch.Tensor, four: torch.Tensor, two: torch.Tensor, seed: int) -> dict:
@@ -82,9 +84,11 @@ def _row(source: torch.Tensor, four: torch.Tensor, two: torch.Tensor, seed: int)
 def table(results: dict) -> str:
     """Markdown: a probe per row and model."""
     lines = ["| probe | model | source | 4 bits | 2 bits | 4 bits ahead by |", "|---|---|---|---|---|---|"]
-    for name in next(iter(results.values()))["probes"]:
+    for name in dict.fromkeys(name for found in results.values() for name in found["probes"]):
         for model, found in results.items():
-            row = found["probes"][name]
+            row = found["probes"].get(name)
+            if row is None:
+                continue
             form = ".1f" if name == "free-running" else ".0%"
             shares = " | ".join(format(row[key], form) for key in ("source", "4 bits", "2 bits"))
             mean, low, high = (format(value, form) for value in row["lead"])
@@ -93,7 +97,7 @@ def table(results: dict) -> str:
 
 
 def main() -> None:
-    """Measure each model, write after each, print everything."""
+    """Measure each model, write after each probe, print everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--prompts", type=int, default=12)
@@ -103,10 +107,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     for model in args.models:
-        found = measure(model, args.prompts, args.context, args.device, args.dtype, args.seed)
-        results = json.loads(RESULTS.read_text(encoding="utf8")) if RESULTS.exists() else {}
-        results = dict(sorted((results | {Path(model).name: found}).items()))
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf8")
+        for found in measure(model, args.prompts, args.context, args.device, args.dtype, args.seed):
+            results = json.loads(RESULTS.read_text(encoding="utf8")) if RESULTS.exists() else {}
+            results = dict(sorted((results | {Path(model).name: found}).items()))
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf8")
     print(table(json.loads(RESULTS.read_text(encoding="utf8"))))
 
 
