@@ -33,8 +33,6 @@ _FIGURES = {
     "images.top1_agreement": "top-1 agreement on text about images",
     "passkey.source": "passkeys found, source model",
     "passkey.bundle": "passkeys found, this bundle",
-    "recitation.source": "tables recited exactly, source model",
-    "recitation.bundle": "tables recited exactly, this bundle",
     "kv.bits_per_value": "KV cache, bits per value (measured)",
     "kv.bytes_per_token": "KV cache, bytes per token (measured)",
 }

@@ -13,6 +13,8 @@ HOSTILE = (
     '"q": &lt; ~~s~~'
 )
 
+REPORT = {"verdict": HOSTILE, "probes": {"json": {"ability": HOSTILE, "source": 0.9, "bundle": 0.5}}}
+
 
 def hostile_manifest():
     manifest = tiny_manifest(tiny_tensors(), {})
@@ -31,7 +33,7 @@ def hostile_manifest():
                 module.model_copy(update={"name": HOSTILE, "reason": HOSTILE}) if module.method == "kept" else module
                 for module in manifest.modules
             ],
-            "fidelity": Fidelity(measured_on="0" * 64, report={}, limits={HOSTILE: 1.0}, missed=[HOSTILE]),
+            "fidelity": Fidelity(measured_on="0" * 64, report=REPORT, limits={HOSTILE: 1.0}, missed=[HOSTILE]),
         }
     )
 
@@ -57,6 +59,16 @@ def test_nothing_of_the_manifest_is_markup_in_the_card():
     assert not any(line.strip() == "---" for line in body.splitlines())
     cells = {line.replace("\\|", "").count("|") for line in body.splitlines() if line.startswith("| ")}
     assert cells <= {3, 5}
+
+
+def test_the_card_says_what_the_bundle_is_fit_for_and_what_each_probe_found():
+    probe = {"ability": "looking up values", "source": 0.9, "bundle": 0.5}
+    report = {"verdict": "Not fit for looking up values (keeps 55%).", "probes": {"json": probe, "code": {"source": 1}}}
+    fidelity = Fidelity(measured_on="0" * 64, report=report, limits={})
+    card = model_card(tiny_manifest(tiny_tensors(), {}).model_copy(update={"fidelity": fidelity}))
+    assert "\n**Not fit for looking up values (keeps 55%).**\n" in card
+    assert "| looking up values: right answers, this bundle | 0.5 |" in card
+    assert "code" not in card.split("## Fidelity")[1].split("## Recipe")[0]
 
 
 def in_code(text, at):

@@ -33,6 +33,13 @@ REPORT = {
     "compute_dtype": HOSTILE,
     "device": {"not": "text"},
     "top1_agreement": "0.9",
+    "verdict": f"Fit for {HOSTILE}",
+    "probes": {
+        "json": {"ability": "looking up values", "source": 0.9, "bundle": 0.5, "loss_interval": [0.3, 0.5]},
+        "code": {"ability": HOSTILE, "source": 0.0, "bundle": None, "loss_interval": None},
+        "chains": {"ability": {"not": "text"}, "source": 0.5, "bundle": 0.5},
+        HOSTILE: 3,
+    },
 }
 
 
@@ -132,6 +139,8 @@ def test_nothing_of_a_bundle_is_markup(hostile):
     page = check(html)
     text = "".join(page.text)
     assert '<script>alert("1")</script>' in text  # shown, not run
+    assert 'Fit for <script>alert("1")</script>' in text
+    assert "looking up values90%50%loses 30 to 50 points" in text
     assert not {"\x1b", "\u2028", "\r"} & set(html)
     assert sorted(images) == [
         "fidelity.png", "frontier.png", "keys.png", "memory.png", "norms.png", "plan.png", "ranges.png",
