@@ -62,7 +62,7 @@ def test_turns_are_asked_about_in_a_later_one(writer):
     stated = [text.index(writer.tokenizer.decode(prompt.ids[a:b]).strip()) for a, b in prompt.answers]
     assert any(first < place < second for place in stated)
     assert any(second < place < third for place in stated)
-    assert text.count("[assistant]") == (2 if writer.is_templated else 0)
+    assert text.count("[assistant]") == text.count("[user]") == (3 if writer.is_templated else 0)
 
 
 def test_a_template_that_drops_what_is_said_is_not_used(writer):
