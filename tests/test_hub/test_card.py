@@ -92,6 +92,7 @@ def test_a_measurement_is_written_into_manifest_and_card_and_weights_are_untouch
     (golden / "README.md").write_text(model_card(before.manifest))
     check_recordable(golden)
     record(golden, Report(before.manifest.files_digest()))
+    assert "loses more than a tenth of what its source can do: following chains (10% right" in caplog.text
     after = open_bundle(golden).manifest
     assert after.fidelity.report["kl"] == {"mean": 0.0125, "p99": None}
     assert after.model_copy(update={"fidelity": None, "manifest_sha256": ""}) == before.manifest.model_copy(
