@@ -1,9 +1,9 @@
 """Which probes of `kvconvert eval` tell `kivi` at 2 bits from 4, on real models.
 
-    python benchmarks/probes.py MODEL... [--prompts 12] [--context 1024] [--dtype bfloat16] [--device cpu]
+    python benchmarks/probes.py MODEL... [--only PROBE,...] [--prompts 12] [--context 1024] [--device cpu]
 
 The cache alone is quantized; nothing is calibrated. Writes benchmarks/results/probes.json, in which what was measured
-replaces models of the same name, and prints a table of what it holds.
+replaces rows of the same model and probe, and prints a table of what it holds.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from kvconvert.runtime import KVCache
 
 RESULTS = Path(__file__).parent / "results" / "probes.json"
 BITS = (4, 2)
-FREE_TOKENS = 64
+FREE, FREE_TOKENS = "free-running", 64
+NAMES = [*(probe.name for probe in PROBES), FREE]
 
 
-def measure(directory: str, prompts: int, context: int, device: str, dtype: str, seed: int) -> Iterator[dict]:
-    """Shares of right answers by probe for the source and both caches, and 4 bits' lead over 2; after each probe."""
+def measure(
+    directory: str, names: list[str], prompts: int, context: int, device: str, dtype: str, seed: int
+) -> Iterator[tuple[str, dict]]:
+    """By probe, shares of right answers of the source and of both caches, and the lead of 4 bits over 2."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(device).eval()
     ids = load_token_samples(None, tokenizer, 16, 1024, seed, "evaluation").ids
@@ -50,24 +53,24 @@ def measure(directory: str, prompts: int, context: int, device: str, dtype: str,
         own = dataclasses.replace(scheme, key_bits=bits, value_bits=bits)
         return Decoder(model, lambda: KVCache(model.config, own))
 
-    how = {"prompts": prompts, "tokens": length, "device": device, "dtype": dtype, "seed": seed}
-    found: dict[str, dict] = {}
-    for probe in PROBES:
+    how = {"device": device, "dtype": dtype, "seed": seed, "chat template": writer.is_templated}
+    for probe in (probe for probe in PROBES if probe.name in names):
         begun = time.perf_counter()
         asked = writer.prompts(probe, length, prompts)
         right = {b: torch.tensor(ask(decoder(b), asked, rows, f"{probe.name}, {b} bits")) for b in (None, *BITS)}
         source, four, two = (answers.double().mean(1) for answers in right.values())
-        found[probe.name] = _row(source.mean(), four, two, seed) | {"seconds": round(time.perf_counter() - begun, 1)}
-        yield {"how": how | {"chat template": writer.is_templated}, "probes": found}
-    beginnings = ids[: min(prompts, len(ids))]
+        row = _row(source.mean(), four, two, seed) | {"tokens": length} | how
+        yield probe.name, row | {"seconds": round(time.perf_counter() - begun, 1)}
+    if FREE not in names:
+        return
+    beginnings = ids[:prompts]
     cut = 4 * PAGE_SIZE + scheme.sink_tokens
     texts = {
         b: generate_greedily(decoder(b), beginnings[:, :cut], beginnings[:, cut : cut + 1], FREE_TOKENS)
         for b in (None, *BITS)
     }
     until = [agreement(texts[None], texts[b]).double() for b in BITS]
-    found["free-running"] = _row(torch.tensor(float(FREE_TOKENS)), *until, seed)
-    yield {"how": how | {"chat template": writer.is_templated}, "probes": found}
+    yield FREE, _row(torch.tensor(float(FREE_TOKENS)), *until, seed) | {"tokens": cut} | how
 
 
 def _row(source: torch.Tensor, four: torch.Tensor, two: torch.Tensor, seed: int) -> dict:
@@ -78,18 +81,19 @@ def _row(source: torch.Tensor, four: torch.Tensor, two: torch.Tensor, seed: int)
         "2 bits": float(two.mean()),
         "lead": [lead.mean, lead.low, lead.high],
         "separates": lead.above_zero,
+        "prompts": len(four),
     }
 
 
 def table(results: dict) -> str:
     """Markdown: a probe per row and model."""
     lines = ["| probe | model | source | 4 bits | 2 bits | 4 bits ahead by |", "|---|---|---|---|---|---|"]
-    for name in dict.fromkeys(name for found in results.values() for name in found["probes"]):
+    for name in NAMES:
         for model, found in results.items():
-            row = found["probes"].get(name)
+            row = found.get(name)
             if row is None:
                 continue
-            form = ".1f" if name == "free-running" else ".0%"
+            form = ".1f" if name == FREE else ".0%"
             shares = " | ".join(format(row[key], form) for key in ("source", "4 bits", "2 bits"))
             mean, low, high = (format(value, form) for value in row["lead"])
             lines.append(f"| {name} | {model} | {shares} | {mean} ({low} to {high}) |")
@@ -100,16 +104,21 @@ def main() -> None:
     """Measure each model, write after each probe, print everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument("--only", default=",".join(NAMES), metavar="PROBE,...")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    names = args.only.split(",")
+    if unknown := set(names) - set(NAMES):
+        parser.error(f"--only: {', '.join(sorted(unknown))}; choose among {', '.join(NAMES)}")
     for model in args.models:
-        for found in measure(model, args.prompts, args.context, args.device, args.dtype, args.seed):
+        options = (args.prompts, args.context, args.device, args.dtype, args.seed)
+        for name, row in measure(model, names, *options):
             results = json.loads(RESULTS.read_text(encoding="utf8")) if RESULTS.exists() else {}
-            results = dict(sorted((results | {Path(model).name: found}).items()))
+            results.setdefault(Path(model).name, {})[name] = row
             RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf8")
     print(table(json.loads(RESULTS.read_text(encoding="utf8"))))
 

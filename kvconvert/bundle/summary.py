@@ -214,6 +214,8 @@ def manifest_text(manifest: Manifest, unicode: bool = False) -> str:
 def _fidelity_line(manifest: Manifest) -> str:
     if manifest.fidelity is None:
         return "not measured at export; kvconvert eval measures it"
-    kl = figure(manifest.fidelity.report, "kl.mean")
-    verdict = "; ".join(manifest.fidelity.missed) or "all limits of the recipe met"
-    return f"mean KL {kl:.4g} nats per token; {verdict}" if isinstance(kl, int | float) else verdict
+    kl, fit = (figure(manifest.fidelity.report, name) for name in ("kl.mean", "verdict"))
+    said = [f"mean KL {kl:.4g} nats per token"] if isinstance(kl, int | float) else []
+    said += manifest.fidelity.missed or ["all limits of the recipe met"]
+    said += [fit] if isinstance(fit, str) else []
+    return "; ".join(said)

@@ -49,7 +49,7 @@ from kvconvert.fidelity.report import (
 )
 from kvconvert.fidelity.scoring import Decoder, Reader, Scores, before_chunks, compare, treats_whole_prompts
 from kvconvert.fidelity.sizes import measure_cache, weight_size
-from kvconvert.fidelity.verdict import measure_probes, verdict
+from kvconvert.fidelity.verdict import abilities, measure_probes, verdict
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.auto_class import supports_images
 from kvconvert.models.device import choose_device, compute_dtype
@@ -210,7 +210,7 @@ def evaluate(
         passkey=found,
         recall_form=None if found is None else "chat template" if plan.templated else "plain text",
         probes=probes,
-        verdict=verdict(probes or {}, text, scored),
+        verdict=verdict(abilities(probes or {}, found), text, scored),
         free_running=continued,
         images=images,
         kv=cache,
@@ -304,7 +304,7 @@ class _Drills:
             writer = Writer(tokenizer, prose, seed)
             made = {probe.name: writer.prompts(probe, length, counts.probes) for probe in PROBES}
             probes = {name: asked for name, asked in made.items() if max(len(p.ids) for p in asked) <= positions}
-        work += [Work(1, len(asked[0].ids)) for asked in probes.values() for _ in asked]
+        work += [Work(len(asked), len(asked[0].ids), batch=BATCH) for asked in probes.values()]
         if "free-running" in parts and reach > FREE_CONTEXT:
             work.append(Work(min(counts.free_prompts, len(ids)), FREE_CONTEXT, counts.free_tokens, BATCH))
         return cls(numbers, templated, probes, reach, work)

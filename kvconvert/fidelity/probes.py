@@ -40,7 +40,7 @@ class Conversation:
 
     Attributes:
         turns: (user, assistant) pairs that came before.
-        facts: of the last user's message, all that is to be remembered of it.
+        facts: of the last user's message, all of it that is to be remembered.
         question: its rest.
         reply: the answer of the assistant, as (given, expected) in turns.
         is_plain: a text to be continued, which no chat template changes.
@@ -167,7 +167,7 @@ def write_needles(rng: random.Random, size: int, prose: Sequence[str]) -> Conver
 
 
 def write_turns(rng: random.Random, size: int, prose: Sequence[str]) -> Conversation:
-    """Numbers stated in the first and in the second of three turns; `size` words of prose in each."""
+    """Numbers stated in the first and in the second turn, `size` words of prose in each, and asked for in a third."""
     people = rng.sample(NAMES, 5)
     what = ("locker", "room")
     values = _numbers(rng, 2 * len(people))
@@ -178,14 +178,13 @@ def write_turns(rng: random.Random, size: int, prose: Sequence[str]) -> Conversa
         facts = [f"\nThe {kind} number of {name} is {number}.\n" for name, number in mine.items()]
         said.append(_hidden(rng, facts, prose, size))
     asked = rng.sample(sorted(stated), ASKED + 1)
-    question = f"\n\nWhat are {_listed([f'the {kind} number of {name}' for kind, name in asked])}?"
+    question = f"What are {_listed([f'the {kind} number of {name}' for kind, name in asked])}?"
     reply = _reply((f"The {kind} number of {name} is", f" {stated[kind, name]}") for kind, name in asked)
-    return Conversation(
-        ((f"Remember this text.\n\n{said[0]}", "I will remember it."),),
-        f"Remember this one, too.\n\n{said[1]}",
-        question,
-        reply,
+    turns = (
+        (f"Remember this text.\n\n{said[0]}", "I will remember it."),
+        (f"Remember this one, too.\n\n{said[1]}", "I will remember both."),
     )
+    return Conversation(turns, "", question, reply)
 
 
 def _hidden(rng: random.Random, facts: Sequence[str], prose: Sequence[str], size: int) -> str:

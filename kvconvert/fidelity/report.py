@@ -12,7 +12,7 @@ from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.images import ImageFigures
 from kvconvert.fidelity.recall import FreeRunningResult, PasskeyResult
 from kvconvert.fidelity.scoring import Comparison
-from kvconvert.fidelity.verdict import ProbeResult, losses
+from kvconvert.fidelity.verdict import ProbeResult, abilities, losses
 
 PARTS = {
     "perplexity": "perplexity per token of held-out text",
@@ -167,8 +167,8 @@ class FidelityReport:
     notes: tuple[str, ...]
 
     def losses(self) -> list[str]:
-        """One clause for each probe on which the bundle loses more than a tenth of what its source can do."""
-        return losses(self.probes or {})
+        """One clause for recall, and for each probe, of which the bundle loses more than a tenth."""
+        return losses(abilities(self.probes or {}, self.passkey))
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain JSON values, nested by the names above."""

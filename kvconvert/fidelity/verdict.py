@@ -1,8 +1,9 @@
 """What a bundle keeps of its source's abilities, and one sentence that says what it is fit for.
 
-The rule: a bundle is fit for what it does at least nine tenths as well as its source. A probe is judged by the share of
-right answers, if `MIN_PROMPTS` prompts or more were asked and the source answers a fifth or more. Continuing text is
-judged by the inverse of perplexity, the mean probability of the text's tokens, over `MIN_TOKENS` tokens or more.
+The rule: a bundle is fit for what it does at least nine tenths as well as its source. Recall and probes are judged by
+the share of right answers, if `MIN_PROMPTS` prompts or more were asked and the source answers a fifth or more.
+Continuing text is judged by the inverse of perplexity, the mean probability of the text's tokens, over `MIN_TOKENS` or
+more of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.probes import PROBES, Prompt, ask
+from kvconvert.fidelity.recall import PasskeyResult
 from kvconvert.fidelity.scoring import Decoder
 
 KEPT = 0.9  # of what the source does, at least
@@ -21,7 +23,7 @@ MIN_SOURCE = 0.2
 MIN_PROMPTS = 8
 MIN_TOKENS = 512
 PILOT = 3  # prompts of which the source has to answer something before the others are asked
-TEXT = "continuing text"
+TEXT, RECALL = "continuing text", "finding a number in prose"
 ABILITIES = {probe.name: probe.ability for probe in PROBES}
 
 
@@ -60,9 +62,9 @@ class ProbeResult:
         after = _shares(bundle)
         loss = bootstrap_mean(before - after, seed)
         interval = None if loss.low is None or loss.high is None else (loss.low, loss.high)
-        is_judged = share >= MIN_SOURCE and len(source) >= MIN_PROMPTS
-        kept = float(after.mean()) / share if is_judged else None
-        return cls(ability, share, float(after.mean()), interval, kept, len(source), answers, tokens)
+        given = float(after.mean())
+        kept = _kept(share, given, len(source))
+        return cls(ability, share, given, interval, kept, len(source), answers, tokens)
 
 
 def measure_probes(
@@ -86,39 +88,60 @@ def measure_probes(
     return found
 
 
-def losses(probes: Mapping[str, ProbeResult]) -> list[str]:
-    """One clause for each probe on which a bundle loses more than a tenth of what its source can do."""
+@dataclass(frozen=True)
+class Ability:
+    """What source and bundle can do: shares, and `kept`, bundle / source, or None where that cannot be judged."""
+
+    name: str
+    source: float
+    bundle: float | None
+    kept: float | None
+
+
+def abilities(probes: Mapping[str, ProbeResult], passkey: PasskeyResult | None) -> list[Ability]:
+    """Recall and probes, as far as they were asked."""
+    found = [Ability(p.ability, p.source, p.bundle, p.kept) for p in probes.values()]
+    if passkey is not None and passkey.source is not None and passkey.bundle is not None:
+        kept = _kept(passkey.source, passkey.bundle, passkey.prompts)
+        found.insert(0, Ability(RECALL, passkey.source, passkey.bundle, kept))
+    return found
+
+
+def losses(found: Sequence[Ability]) -> list[str]:
+    """One clause for each of which a bundle loses more than a tenth."""
     return [
-        f"{found.ability} ({found.bundle:.0%} right, the source {found.source:.0%})"
-        for found in probes.values()
-        if found.kept is not None and found.kept < KEPT
+        f"{each.name} ({each.bundle:.0%} right, the source {each.source:.0%})"
+        for each in found
+        if each.kept is not None and each.kept < KEPT
     ]
 
 
-def verdict(probes: Mapping[str, ProbeResult], text: tuple[float, float] | None, tokens: int) -> str | None:
+def verdict(found: Sequence[Ability], text: tuple[float, float] | None, tokens: int) -> str | None:
     """The sentence; None where nothing was measured.
 
     Args:
-        probes: by name.
+        found: of recall and probes.
         text: perplexities of source and bundle; None if not measured.
         tokens: scored for them.
     """
-    kept = {found.ability: found.kept for found in probes.values()}
+    kept = {each.name: each.kept for each in found}
     if text is not None:
         kept = {TEXT: text[0] / text[1] if tokens >= MIN_TOKENS else None} | kept
-    fit = [ability for ability, share in kept.items() if share is not None and share >= KEPT]
+    fit = [name for name, share in kept.items() if share is not None and share >= KEPT]
     # Rounded down: what is lost never looks like what is kept.
     unfit = [
-        f"{ability} (keeps {int(100 * share)}%)"
-        for ability, share in kept.items()
-        if share is not None and share < KEPT
+        f"{name} (keeps {int(100 * share)}%)" for name, share in kept.items() if share is not None and share < KEPT
     ]
-    unknown = [ability for ability, share in kept.items() if share is None]
+    unknown = [name for name, share in kept.items() if share is None]
     said = [f"fit for {_listed(fit)}"] if fit else []
     said += [f"not fit for {_listed(unfit)}"] if unfit else []
     said += [f"not judged: {_listed(unknown)}"] if unknown else []
     sentence = "; ".join(said)
     return f"{sentence[0].upper()}{sentence[1:]}." if said else None
+
+
+def _kept(source: float, bundle: float, prompts: int) -> float | None:
+    return bundle / source if source >= MIN_SOURCE and prompts >= MIN_PROMPTS else None
 
 
 def _shares(right: Sequence[Sequence[bool]]) -> torch.Tensor:

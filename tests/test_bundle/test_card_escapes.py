@@ -65,7 +65,11 @@ def test_the_card_says_what_the_bundle_is_fit_for_and_what_each_probe_found():
     probe = {"ability": "looking up values", "source": 0.9, "bundle": 0.5}
     report = {"verdict": "Not fit for looking up values (keeps 55%).", "probes": {"json": probe, "code": {"source": 1}}}
     fidelity = Fidelity(measured_on="0" * 64, report=report, limits={})
-    card = model_card(tiny_manifest(tiny_tensors(), {}).model_copy(update={"fidelity": fidelity}))
+    manifest = tiny_manifest(tiny_tensors(), {}).model_copy(update={"fidelity": fidelity})
+    card = model_card(manifest)
+    assert "Fidelity: all limits of the recipe met; Not fit for looking up values (keeps 55%)." in manifest_text(
+        manifest
+    )
     assert "\n**Not fit for looking up values (keeps 55%).**\n" in card
     assert "| looking up values: right answers, this bundle | 0.5 |" in card
     assert "code" not in card.split("## Fidelity")[1].split("## Recipe")[0]

@@ -144,9 +144,11 @@ def test_a_longer_context_is_read_page_by_page(report, source):
     assert whole.text.scored_per_segment == 300
 
 
-def test_a_person_reads_a_dozen_rows(report):
+def test_a_person_reads_some_twenty_rows_and_what_the_bundle_is_fit_for(report):
     rows = table(report[1]).splitlines()
-    assert 8 <= rows.index("") <= 16
+    assert 14 <= rows.index("") <= 20
+    assert rows[rows.index("") + 1] == report[1].verdict
+    assert sum("the source cannot do it" in row for row in rows) == 6
     assert rows[1].split()[:3] == [
         "perplexity",
         *(f"{x:.2f}" for x in (report[1].perplexity.source, report[1].perplexity.bundle)),

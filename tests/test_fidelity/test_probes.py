@@ -9,8 +9,9 @@ from transformers import AutoTokenizer
 
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.probes import ASKED, JSON, PROBES, Prompt, Writer, ask, probe_tokens
+from kvconvert.fidelity.recall import PasskeyResult
 from kvconvert.fidelity.scoring import Decoder, generate_greedily
-from kvconvert.fidelity.verdict import PILOT, ProbeResult, losses, measure_probes, verdict
+from kvconvert.fidelity.verdict import PILOT, ProbeResult, abilities, losses, measure_probes, verdict
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 
@@ -61,7 +62,7 @@ def test_turns_are_asked_about_in_a_later_one(writer):
     stated = [text.index(writer.tokenizer.decode(prompt.ids[a:b]).strip()) for a, b in prompt.answers]
     assert any(first < place < second for place in stated)
     assert any(second < place < third for place in stated)
-    assert text.count("[assistant]") == (2 if writer.is_templated else 0)
+    assert text.count("[assistant]") == text.count("[user]") == (3 if writer.is_templated else 0)
 
 
 def test_a_template_that_drops_what_is_said_is_not_used(writer):
@@ -156,15 +157,22 @@ def test_the_verdict_says_what_is_kept_what_is_lost_and_what_is_not_judged():
         "c": result("reading code", 0.1, 0.1),
         "d": result("listing keys", 1.0, 0.5, prompts=7),
     }
-    assert verdict(probes, (20.0, 21.0), 512) == (
-        "Fit for continuing text and finding needles; not fit for following chains (keeps 80%); not judged: reading "
-        "code and listing keys."
+    found = abilities(probes, PasskeyResult(0.5, 0.45, 60, {}, {}))
+    assert verdict(found, (20.0, 21.0), 512) == (
+        "Fit for continuing text, finding a number in prose and finding needles; not fit for following chains (keeps "
+        "80%); not judged: reading code and listing keys."
     )
-    assert losses(probes) == ["following chains (40% right, the source 50%)"]
-    # An eleventh more perplexity is a tenth less probability.
-    assert verdict({}, (20.0, 22.3), 512) == "Not fit for continuing text (keeps 89%)."
-    assert verdict({}, (20.0, 20.0), 511) == "Not judged: continuing text."
-    assert verdict({}, None, 0) is None
+    assert losses(found) == ["following chains (40% right, the source 50%)"]
+    # A ninth more perplexity is a tenth less probability.
+    assert verdict([], (20.0, 22.3), 512) == "Not fit for continuing text (keeps 89%)."
+    assert verdict([], (20.0, 20.0), 511) == "Not judged: continuing text."
+    assert verdict([], None, 0) is None
+
+
+def test_recall_that_was_not_measured_is_not_named():
+    for passkey in (None, PasskeyResult(None, None, 0, {}, {})):
+        assert abilities({}, passkey) == []
+    assert abilities({}, PasskeyResult(0.9, 0.5, 7, {}, {}))[0].kept is None
 
 
 def test_a_bundle_may_do_better_than_its_source_and_one_prompt_has_no_interval():

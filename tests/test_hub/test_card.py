@@ -78,17 +78,21 @@ class Report:
         default_factory=lambda: SimpleNamespace(id="x", is_recorded_source=True)
     )
 
+    def losses(self):
+        return ["following chains (10% right, the source 50%)"]
+
     def to_dict(self):
         text = {"samples": {"source": "novels"}, "scored_tokens": 8192}
         return {"kl": {"mean": 0.0125, "p99": float("inf")}, "text": text, "compute_dtype": "float32", "device": "cpu"}
 
 
-def test_a_measurement_is_written_into_manifest_and_card_and_weights_are_untouched(golden):
+def test_a_measurement_is_written_into_manifest_and_card_and_weights_are_untouched(golden, caplog):
     before = open_bundle(golden)
     weights = (golden / "model.safetensors").stat()
     (golden / "README.md").write_text(model_card(before.manifest))
     check_recordable(golden)
     record(golden, Report(before.manifest.files_digest()))
+    assert "loses more than a tenth of what its source can do: following chains (10% right" in caplog.text
     after = open_bundle(golden).manifest
     assert after.fidelity.report["kl"] == {"mean": 0.0125, "p99": None}
     assert after.model_copy(update={"fidelity": None, "manifest_sha256": ""}) == before.manifest.model_copy(
