@@ -1,4 +1,4 @@
-"""AWQ's scales per input channel (Lin et al., "Activation-aware Weight Quantization"), found by search.
+"""AWQ's scales per input channel (Lin et al., arXiv 2306.00978), found by search.
 
 Scaling (section 3.2, equations 4 and 5). Multiplying input channel c of a Linear by s_c, and dividing what
 produces that channel by s_c, leaves the function as it is but makes salient channels lose less to rounding. With the

@@ -1,4 +1,4 @@
-"""CalibQuant (arXiv 2502.14882), section 4.3: tau1 and tau2, which map a span's scores onto a smaller interval.
+"""CalibQuant (arXiv 2502.14882), section 4.2: tau1 and tau2, which map a span's scores onto a smaller interval.
 
 Keys quantized to 1 or 2 bits per channel exaggerate the extreme scores. The runtime maps the scores of a query with a
 span linearly from [gamma, delta], their smallest and largest, onto [gamma - tau1, delta - tau2] (equation 7;

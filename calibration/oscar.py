@@ -1,11 +1,11 @@
-"""OScaR (Su et al., "Omni-Scaled Canalized Rotation"): the value fold, and statistics of token-norm imbalance.
+"""OScaR (Su et al., "The Occam's Razor for Extreme KV Cache Quantization"): the value fold, and statistics of token-norm imbalance.
 
 Offline, OScaR changes two weights (algorithm 1, OScaR-Preprocess): W_V <- W_V H per KV head and W_O <- H^T W_O per
 query head, with the head's orthonormal Hadamard matrix H, so that values come out rotated and the output projection
 rotates them back. Everything else (rotating q and k, norms, quantizing) happens at run time.
 
 The statistics say how much there is to gain. Within a group g of tokens that share a key channel's scale, the expected
-error of b-bit quantization is, by equations (9) and (11),
+error of b-bit quantization is, by equations 9 and 11 (appendix G),
 
     MSE_g = sum_j R_j^2 / (12 (2^b - 1)^2)  >=  (max_t |k_t| - min_t |k_t|)^2 / (12 (2^b - 1)^2),
 

@@ -11,6 +11,7 @@ import pytest
 from kvconvert import KVCache, Recipe, calibrate, evaluate, export, load
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.recipe import preset_names
+from kvconvert.errors import RecipeError
 from kvconvert.fidelity import DrillCounts
 from kvconvert.methods import PAPER_PRESETS, PRESETS, KVScheme
 
@@ -39,8 +40,15 @@ def test_every_scheme_preset_has_a_recipe():
     assert {named.get(name, name) for name in PRESETS} <= set(preset_names())
 
 
-def test_every_preset_has_one_to_the_letter_of_its_paper():
-    assert {f"{name}-paper" for name in PRESETS if name not in PAPER_PRESETS} == {*PAPER_PRESETS}
+def test_every_preset_has_one_of_its_paper():
+    ours = [name for name in PRESETS if name not in PAPER_PRESETS]
+    assert {f"{name}-{'plain' if 'minikv' in name else 'paper'}" for name in ours} == {*PAPER_PRESETS}
+
+
+@pytest.mark.parametrize("asked", [KVScheme.preset, Recipe.load, lambda name: Recipe.load("default", {"kv.preset": name})])
+def test_a_name_of_an_earlier_version_is_refused_with_the_new_one(asked):
+    with pytest.raises(RecipeError, match="minikv-pyramid-paper is called minikv-pyramid-plain"):
+        asked("minikv-pyramid-paper")
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in PAPER_PRESETS])

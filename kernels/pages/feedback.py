@@ -6,7 +6,7 @@ Attention reads a key k only through products with queries, so that of its round
 
 With H^-1 = U^T U (U upper triangular) the best later channels, given the error e_i of channel i, are lower by
 e_i U_ij / U_ii. So channels are rounded in their order, and each error is subtracted from later channels before these
-are rounded: LDLQ (QuIP, arXiv 2307.13304, section 3), which is GPTQ's update (arXiv 2210.17323, equation 3), there for
+are rounded: LDLQ (QuIP, arXiv 2307.13304, section 3), which is GPTQ's update (arXiv 2210.17323, equation 2), there for
 weights. Scales and zero points are those of the unmodified keys, and what is stored has the same form.
 """
 

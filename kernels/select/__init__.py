@@ -74,7 +74,7 @@ def selective_attention(
     sink_logits: torch.Tensor | None = None,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`prompt_attention`, and the attention mass of each token (MiniKV, section 4).
+    """`prompt_attention`, and the attention mass of each token (MiniKV, section 3.2).
 
     Arguments as there.
 

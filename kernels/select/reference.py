@@ -15,7 +15,7 @@ def column_sums_reference(
 ) -> torch.Tensor:
     """The attention mass of each token: weights summed over queries and the query heads of its KV head.
 
-    MiniKV, section 4.
+    MiniKV, section 3.2.
 
     Args:
         queries: [Hq, T, D]; keys: [H, n, D].

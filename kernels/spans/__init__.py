@@ -1,10 +1,9 @@
 """Spans: a whole prompt's keys and values with one scale per channel (CalibQuant).
 
 Keys and values are quantized per channel over all tokens of the span, so that scales and zero points cost nothing
-per token
-and leave both products: q k becomes (q * scale) codes + q zero, and w v becomes (w codes) * scale + sum(w) zero
-(CalibQuant, section 4.2, "post-scaling"). At 1 and 2 bits the scores of the span are then mapped onto a
-smaller interval (section 4.3), see `shift_extremes`.
+per token and leave both products: q k becomes (q * scale) codes + q zero, and w v becomes (w codes) * scale + sum(w)
+zero (CalibQuant, section 4.1, "post-scaling", equation 6). At 1 and 2 bits the scores of the span are then mapped onto
+a smaller interval (section 4.2), see `shift_extremes`.
 
 Codes lie in blocks of PAGE_SIZE tokens, packed as those of pages are, so that one decode kernel reads both.
 """

@@ -86,7 +86,7 @@ def weighted_span_values(
 
 
 def shift_extremes(scores: torch.Tensor, tau1: float, tau2: float) -> torch.Tensor:
-    """CalibQuant's calibration of pre-softmax scores [..., n] (section 4.3), linear in each score.
+    """CalibQuant's calibration of pre-softmax scores [..., n] (section 4.2, equation 7), linear in each score.
 
     With gamma = min and delta = max of the last dimension, maps [gamma, delta] onto [gamma - tau1, delta - tau2]. Where
     delta - gamma <= tau2 - tau1 the slope would not be positive: it is clamped at 0, so that all become gamma - tau1.

@@ -51,7 +51,7 @@ from pydantic import Field, ValidationError
 from kvconvert.convert.recipe_changes import TABLES, changed, described
 from kvconvert.convert.recipe_tables import LayerOverride, Limits, Table, read_kv, read_options, read_table
 from kvconvert.errors import RecipeError, UsageError
-from kvconvert.methods import PRESETS, KVCalibration, KVScheme, check_layers, preset_calibration
+from kvconvert.methods import PRESETS, KVCalibration, KVScheme, check_layers, preset_calibration, refuse_renamed
 from kvconvert.methods.auto import CHOSEN_FIELDS, AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
 
@@ -164,6 +164,7 @@ class Recipe(Table):
             except (OSError, UnicodeDecodeError) as error:
                 raise RecipeError(f"The recipe file {name} cannot be read ({error}); check its path.") from error
             return cls._parse(text, where=name, name=path.stem, changes=changes or {})
+        refuse_renamed(name)
         if name not in preset_names():
             raise RecipeError(
                 f"There is no recipe preset {name!r}; choose one of {', '.join(preset_names())}, or give the path of a "

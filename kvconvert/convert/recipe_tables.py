@@ -16,6 +16,7 @@ from kvconvert.methods import (
     KVCalibration,
     KVScheme,
     preset_calibration,
+    refuse_renamed,
 )
 
 
@@ -171,6 +172,7 @@ def _kv(
                 "the cache alone; remove one of them."
             )
         return None, calibration
+    refuse_renamed(preset)
     if preset is not None and preset not in PRESETS:
         raise RecipeError(
             f"The recipe {where} asks for {table} preset = {preset!r}, which is not available; choose one of none, "

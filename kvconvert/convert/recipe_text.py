@@ -11,6 +11,7 @@ from kvconvert.convert.recipe import LayerOverride, Recipe, preset_names
 from kvconvert.methods import (
     FIELDS,
     OPTIONS,
+    PAPER_PRESETS,
     PRESETS,
     SEARCHED_FIELDS,
     WHOLE_MODEL_OPTIONS,
@@ -27,7 +28,7 @@ HEADS, HEAD_DIM = 8, 128  # of the layer for which sizes are stated
 USES = {
     "default": "a good start: 3-bit keys, 2-bit values, every layer measured",
     "auto": "the best pages for a given size; measures every layer (needs --kv-bits)",
-    "kv-only": "weights stay as they are",
+    "kv-only": "no weight changes; oscar's cache, values rotated at run time",
     "weights-only": "the cache stays as it is",
     "rtn": "quick, without a search of weights; what AWQ is compared with",
     "oscar": "pages of rotated keys and values with token norms",
@@ -47,7 +48,7 @@ USES = {
 def list_recipes() -> str:
     """All presets, one line each: weights, stored bits per value of the cache, and when to take it."""
     names = preset_names()
-    papers = [name for name in names if name.endswith("-paper")]
+    papers = [name for name in names if name in PAPER_PRESETS]
     order = [*(name for name in USES if name in names), *(name for name in names if name not in {*USES, *papers})]
     header = ("recipe", "weights", "cache", "when")
     rows = [(name, *_sizes(Recipe.load(name)), USES.get(name, "see docs/methods.md")) for name in order]
@@ -55,7 +56,7 @@ def list_recipes() -> str:
     lines.append(
         "cache: stored bits per value in complete pages, scales and zero points included; 16 without kvconvert."
     )
-    lines.append(f"NAME-paper is what the paper says to the letter, to compare with: {', '.join(papers)}.")
+    lines.append(f"NAME-paper and NAME-plain are what the papers describe, to compare with: {', '.join(papers)}.")
     lines.append(
         "kvconvert recipes NAME shows every value of one; kvconvert calibrate --set kv.key_bits=3 changes some."
     )

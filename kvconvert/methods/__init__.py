@@ -17,6 +17,7 @@ from kvconvert.methods.scheme import (
     check_layers,
     layer_conventions,
     preset_calibration,
+    refuse_renamed,
 )
 
 __all__ = [
@@ -40,5 +41,6 @@ __all__ = [
     "preset_calibration",
     "proportional_ratios",
     "pyramid_ratios",
+    "refuse_renamed",
     "spread_ratios",
 ]

@@ -51,7 +51,7 @@ class CalibQuant(Part):
     summary = "a complete prompt, or its visual tokens, becomes a span with one scale per channel; scores are shifted"
     source = "arXiv 2502.14882"
     presets = {name: fields | {"sink_tokens": PRESET_SINKS} | _OURS[name] for name, fields in _PAPER.items()}
-    paper_presets = _PAPER
+    paper_presets = {f"{name}-paper": fields for name, fields in _PAPER.items()}
     plan_tensors = {
         "tau_grid": "float32 [n]: the values of tau1 and of tau2 that were tried",
         "tau_error": "float32 [n, n]: error of the attention weights with each pair and its best key clip ratio",

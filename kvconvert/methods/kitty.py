@@ -29,7 +29,7 @@ class Kitty(Part):
     summary = "a share of each head's key channels has twice the bits: low halves in one plane, high halves in another"
     source = "MLSys 2026"
     presets = {"kitty": _KITTY, "kitty-pro": _KITTY | {"boost_fraction": 0.25}}
-    paper_presets = presets
+    paper_presets = {f"{name}-paper": fields for name, fields in presets.items()}
     plan_tensors = {
         "key_mean_abs": "float32 [KV heads, D]: mean magnitude of each key channel",
         "key_range": "float32 [KV heads, D]: mean range of each key channel within a page",

@@ -31,7 +31,7 @@ class Kivi(Part):
     summary = "keys per channel, values per token, in groups with a scale each; newest and first tokens exact"
     source = "arXiv 2402.02750"
     presets = {"kivi": {"sink_tokens": PRESET_SINKS}}
-    paper_presets = {"kivi": {"value_recent_tokens": 128}}
+    paper_presets = {"kivi-paper": {"value_recent_tokens": 128}}
 
     key_bits: _Bits = option(2, f"choose one of {BITS}", "width of a stored key's code; 16 is the model's own dtype")
     value_bits: _Bits = option(2, f"choose one of {BITS}", "the same for values")

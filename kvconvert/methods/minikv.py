@@ -26,7 +26,8 @@ class MiniKV(Part):
     summary = "of a prompt each KV head keeps its heavy hitters and its newest tokens; budgets may differ by layer"
     source = "arXiv 2411.18077"
     presets = {name: fields | {"sink_tokens": PRESET_SINKS} for name, fields in _PAPER.items()}
-    paper_presets = _PAPER
+    # Pages of 128 tokens leave up to 127 of those that are kept in full precision, and the paper's prefill up to 15.
+    paper_presets = {f"{name}-plain": fields for name, fields in _PAPER.items()}
     plan_tensors = {
         "attention_variance": "float32 [1]: variance over tokens of the attention mass that they receive",
         "lost_attention": "float32 [n]: attention weight lost when a share i / (n - 1) of the prompt is kept",
@@ -141,9 +142,9 @@ def spread_ratios(schemes: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def pyramid_ratios(ratio: float, num_layers: int, depth: float) -> list[float]:
-    """Heavy ratio of each layer: 2x - x/depth in layer 0, x/depth in the last, linear between (MiniKV, section 4.1).
+    """Heavy ratio of each layer: 2x - x/depth in layer 0, x/depth in the last, linear between.
 
-    The mean is x. Appendix H of the paper prints the formula reversed.
+    The mean is x. MiniKV, section 3.1.3, says that lower layers get more; appendix H prints the formula reversed.
     """
     if num_layers == 1:
         return [ratio]

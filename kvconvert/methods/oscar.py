@@ -24,9 +24,9 @@ class Oscar(Part):
 
     method = "OScaR"
     summary = "a Hadamard rotation spreads outlier channels, a norm per token evens out tokens of different size"
-    source = "papers/oscar, section 4.2"
+    source = "Su et al., OScaR: The Occam's Razor for Extreme KV Cache Quantization in LLMs and Beyond, section 4.2"
     presets = {name: fields | {"sink_tokens": PRESET_SINKS} for name, fields in _PAPER.items()}
-    paper_presets = _PAPER
+    paper_presets = {f"{name}-paper": fields for name, fields in _PAPER.items()}
     plan_tensors = {
         "key_norm_imbalance": "float32 [3, KV heads]: (max |k| - min |k|)^2 / mean |k|^2 within a group of tokens",
         "key_channel_range": "float32 [3, KV heads]: sum of squared channel ranges / mean |k|^2 within a group",

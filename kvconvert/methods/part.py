@@ -90,8 +90,8 @@ class Part:
         source: paper or project that it comes from.
         presets: schemes under a name, as the fields that differ from a plain `KVScheme()`: the method with what every
             cache should have, `PRESET_SINKS` exact tokens and all that calibration chooses.
-        paper_presets: what the method's source describes under the same names, to the letter. Their presets are called
-            `NAME-paper`, and calibration chooses nothing that no paper has.
+        paper_presets: what the method's source describes, for comparison; calibration chooses nothing of them that no
+            paper has. Each is called `NAME-paper` where it is to the letter, and `NAME-plain` where it is not.
         plan_tensors: every tensor that the method may leave in the KV plan of a layer, with its meaning.
         searched_fields: fields that calibration chooses unless the recipe states them.
     """

@@ -78,7 +78,8 @@ class KVScheme(_Fields):
 
     @classmethod
     def preset(cls, name: str) -> KVScheme:
-        """The scheme of a preset: `NAME`, or `NAME-paper` for what the paper describes to the letter."""
+        """The scheme of a preset: `NAME`, or for comparison `NAME-paper`, what the paper describes to the letter."""
+        refuse_renamed(name)
         if name not in PRESETS:
             raise RecipeError(f"[kv] preset {name!r} is not available; choose one of {', '.join(PRESETS)}.")
         return PRESETS[name]
@@ -180,9 +181,10 @@ def _describe_fields() -> dict[str, FieldInfo]:
 FIELDS: dict[str, FieldInfo] = _describe_fields()
 PRESETS: dict[str, KVScheme] = {name: KVScheme(**values) for part in PARTS for name, values in part.presets.items()}
 PAPER_PRESETS: dict[str, KVScheme] = {
-    f"{name}-paper": KVScheme(**values) for part in PARTS for name, values in part.paper_presets.items()
+    name: KVScheme(**values) for part in PARTS for name, values in part.paper_presets.items()
 }
 PRESETS |= PAPER_PRESETS
+_RENAMED = {f"{name}-paper": f"{name}-plain" for name in MiniKV.presets}
 # Every tensor that some method may leave in the KV plan of a layer, with its meaning.
 PLAN_TENSORS: dict[str, str] = {name: meaning for part in PARTS for name, meaning in part.plan_tensors.items()}
 # Fields that calibration chooses unless a recipe states them.
@@ -208,8 +210,17 @@ class KVCalibration(TauSearch, KeyRoundingSearch, ClipRatioSearch, KeyTreatmentS
         return [field for search in SEARCHES for field in search.searched(self, scheme)]
 
 
+def refuse_renamed(preset: str | None) -> None:
+    """Say what a preset of an earlier version is called now (RecipeError)."""
+    if preset in _RENAMED:
+        raise RecipeError(
+            f"The preset {preset} is called {_RENAMED[preset]}, for it is not the paper's to the letter: it leaves up "
+            "to 127 of the kept prompt tokens in full precision, the paper up to 15."
+        )
+
+
 def preset_calibration(name: str) -> KVCalibration:
-    """What calibration chooses for a preset; for `NAME-paper` what some paper has."""
+    """What calibration chooses for a preset; for one of `PAPER_PRESETS` what some paper has."""
     if name not in PAPER_PRESETS:
         own = {
             option: value

@@ -61,12 +61,11 @@ def methods() -> str:
 def presets() -> str:
     """Every preset, with the fields in which it differs from a plain scheme, and what calibration is not asked for."""
     plain, everything = KVScheme().to_dict(), KVCalibration().to_dict()
-    owners = {name: part for part in PARTS for name in part.presets}
+    owners = {name: part for part in PARTS for name in (*part.presets, *part.paper_presets)}
     rows = []
     for name, scheme in PRESETS.items():
-        part = owners[name.removesuffix("-paper")]
         changed = _changed(scheme.to_dict(), plain) + _changed(preset_calibration(name).to_dict(), everything)
-        rows.append((f"`{name}`", part.method, ", ".join(changed) or "the defaults"))
+        rows.append((f"`{name}`", owners[name].method, ", ".join(changed) or "the defaults"))
     return _table(("preset", "method", "differs from the defaults in"), rows)
 
 

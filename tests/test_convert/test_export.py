@@ -61,6 +61,19 @@ def test_the_bundle_holds_what_calibration_made_and_the_rest_of_the_source(sourc
         assert torch.equal(found[name], tensor), name
 
 
+def test_kv_only_leaves_every_weight_as_it_is_and_rotates_values_at_run_time(source, tmp_path):
+    calibrate(str(source), tmp_path / "work", recipe="kv-only", samples=1, seq_len=16, progress=False)
+    bundle = export(tmp_path / "work", tmp_path / "bundle", progress=False)
+    original, found = load_file(source / "model.safetensors"), weights(bundle)
+    assert found.keys() == original.keys()
+    for name, tensor in original.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    manifest = open_bundle(bundle).manifest
+    assert manifest.transforms == []
+    assert {scheme.rotate_values for scheme in manifest.schemes()} == {"online"}
+
+
 def test_equal_inputs_give_equal_bytes(work, exported, tmp_path):
     export(work, tmp_path / "bundle", progress=False)
     assert snapshot(tmp_path / "bundle") == snapshot(exported)

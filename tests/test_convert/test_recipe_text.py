@@ -10,6 +10,7 @@ from kvconvert.convert.recipe_changes import gathered, parse_change
 from kvconvert.convert.recipe_text import USES, bits_per_value, recipe_toml
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import RecipeError, UsageError
+from kvconvert.methods import PAPER_PRESETS
 from kvconvert.methods.auto import CHOSEN_FIELDS
 
 FILES = {
@@ -94,7 +95,7 @@ def test_every_preset_is_listed_with_its_bits_and_when_to_take_it():
     listed = run("recipes").stdout
     rows = {line.split()[0]: line for line in listed.splitlines()[1:] if line}
     for name in preset_names():
-        if name.endswith("-paper"):
+        if name in PAPER_PRESETS:
             assert name in listed
         else:
             assert USES[name] in rows[name]

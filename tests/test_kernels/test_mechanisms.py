@@ -117,7 +117,7 @@ def test_boosting_by_magnitude_beats_random_channels():
 
 
 def test_shifting_extreme_scores_lowers_the_softmax_error_at_one_bit():
-    """CalibQuant, section 4.3: one-bit keys overstate the largest scores, and the softmax amplifies that."""
+    """CalibQuant, section 4.2: one-bit keys overstate the largest scores, and the softmax amplifies that."""
     x = keys(tokens=256, dim=64)[0]
     queries = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(7))
     exact = (queries @ x.transpose(1, 2) / 8).softmax(-1)
