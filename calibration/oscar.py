@@ -1,4 +1,4 @@
-"""OScaR (Su et al., "The Occam's Razor for Extreme KV Cache Quantization"): the value fold, and statistics of token-norm imbalance.
+"""OScaR (Su et al., "The Occam's Razor for Extreme KV Cache Quantization"): value fold and token-norm imbalance.
 
 Offline, OScaR changes two weights (algorithm 1, OScaR-Preprocess): W_V <- W_V H per KV head and W_O <- H^T W_O per
 query head, with the head's orthonormal Hadamard matrix H, so that values come out rotated and the output projection

@@ -45,7 +45,9 @@ def test_every_preset_has_one_of_its_paper():
     assert {f"{name}-{'plain' if 'minikv' in name else 'paper'}" for name in ours} == {*PAPER_PRESETS}
 
 
-@pytest.mark.parametrize("asked", [KVScheme.preset, Recipe.load, lambda name: Recipe.load("default", {"kv.preset": name})])
+@pytest.mark.parametrize(
+    "asked", [KVScheme.preset, Recipe.load, lambda name: Recipe.load("default", {"kv.preset": name})]
+)
 def test_a_name_of_an_earlier_version_is_refused_with_the_new_one(asked):
     with pytest.raises(RecipeError, match="minikv-pyramid-paper is called minikv-pyramid-plain"):
         asked("minikv-pyramid-paper")

@@ -68,7 +68,7 @@ def stages(x: torch.Tensor) -> dict[str, float]:
 
 
 def test_rotation_and_norm_beat_rotation_which_beats_neither_under_norm_imbalance_and_outliers():
-    """OScaR, figure 5 and table 9: both components are needed.
+    """OScaR, figure 5: where tokens differ in size and a channel has outliers, each component adds to the other.
 
     A channel that is large in one token in twenty stretches that channel's range for all tokens; rotation spreads it.
     """
