@@ -207,7 +207,7 @@ def texts(args: argparse.Namespace, model: Path) -> Tensor:
     return segments_of(model, (args.text, args.work, args.segments, args.length))
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=1)
 def load_model(directory: Path, device: str, attention: str) -> PreTrainedModel:
     found = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation=attention)
     return found.to(device).eval()
@@ -215,7 +215,7 @@ def load_model(directory: Path, device: str, attention: str) -> PreTrainedModel:
 
 def calibrated(args: argparse.Namespace, model: Path, case: Case) -> Any:
     """The finished working directory of a case."""
-    folder = args.work / model.name / case.recipe().name.replace("/", "_").replace(" ", "_")
+    folder = args.work / f"{model.name}-{args.samples}-{args.device}" / case.recipe().name.replace("/", "_").replace(" ", "_")
     folder.parent.mkdir(parents=True, exist_ok=True)
     options = {"samples": args.samples, "seq_len": 512, "device": args.device, "progress": False}
     return calibrate(model, folder, recipe=case.recipe(), **options)
@@ -272,7 +272,7 @@ def decoder_of(args: argparse.Namespace, model: Path, case: Case) -> tuple[Decod
 @torch.no_grad()
 def measure_caches(args: argparse.Namespace, model: Path, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
     """Figures of cases with one number of sink tokens, sealed all or none."""
-    source = Decoder.plain(load_model(model, args.device, "sdpa"))
+    source = Decoder.plain(load_model(model, args.device, "kvconvert"))
     decoders = {case.key: decoder_of(args, model, case) for case in cases}
     prefill = PROMPT if cases[0].seals() else before_chunks(decoders[cases[0].key][0].new_cache())
     with norms_by_the_maximum() if cases[0].simulated == "maximum" else ExitStack():
@@ -299,7 +299,7 @@ def figures(found: Comparison, skipped: int) -> dict[str, Any]:
 @torch.no_grad()
 def measure_weights(args: argparse.Namespace, model: Path, cases: Sequence[papers_weights.Case]) -> dict[str, Any]:
     """Figures of models with quantized weights and their own caches."""
-    source = Decoder.plain(load_model(model, args.device, "sdpa"))
+    source = Decoder.plain(load_model(model, args.device, "kvconvert"))
     rows = {}
     for case in cases:
         quantized = Decoder.plain(papers_weights.quantized(case, model, args.samples, args.device))
