@@ -150,7 +150,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
     "kitty": (
         _kitty("0%", 0.0),
         Row("12.5%", Case("kitty-paper"), "0%"),
-        _kitty("25%", 0.25, "12.5%"),
+        Row("25%", Case("kitty-pro-paper"), "12.5%"),
         _kitty("50%", 0.5, "25%"),
         _kitty("100%", 1.0, "50%"),
         _kitty("12.5%, random", 0.125, "12.5%", **_RANDOM),
@@ -215,7 +215,7 @@ def load_model(directory: Path, device: str, attention: str) -> PreTrainedModel:
 
 def calibrated(args: argparse.Namespace, model: Path, case: Case) -> Any:
     """The finished working directory of a case."""
-    folder = args.work / f"{model.name}-{args.samples}-{args.device}" / case.recipe().name.replace("/", "_").replace(" ", "_")
+    folder = args.work / f"{model.name}-{args.samples}-{args.device}" / case.recipe().name.replace(" ", "_")
     folder.parent.mkdir(parents=True, exist_ok=True)
     options = {"samples": args.samples, "seq_len": 512, "device": args.device, "progress": False}
     return calibrate(model, folder, recipe=case.recipe(), **options)
