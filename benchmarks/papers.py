@@ -123,11 +123,13 @@ def _kitty(label: str, fraction: float, against: str = "", **changes: Any) -> Ro
 
 
 def _budget(heavy: float, recent: float) -> Row:
-    fields = {"heavy_ratio": heavy, "recent_ratio": recent}
-    same = (heavy, recent) == (0.25, 0.25)
-    return Row(f"{heavy:.0%} + {recent:.0%}", Case("minikv-plain", {} if same else fields), "" if same else "25% + 25%")
+    base = (heavy, recent) == (0.25, 0.25)
+    fields = _EXACT if base else _EXACT | {"heavy_ratio": heavy, "recent_ratio": recent}
+    return Row(f"{heavy:.0%} + {recent:.0%}", Case("minikv-plain", fields), "" if base else "25% + 25%")
 
 
+# Eviction alone: what is kept is not quantized, as in the paper's figures.
+_EXACT = {"key_bits": 16, "value_bits": 16}
 _PLAIN = {"rotate_keys": "none", "rotate_values": "none"}
 _RANDOM = {"boost_select": "calibrated"}
 _OSCAR = "oscar-g128-paper"
@@ -162,11 +164,10 @@ TABLES: dict[str, tuple[Row, ...]] = {
         for shares in ((0.25, 0.25), (0, 0.5), (0.1, 0.4), (0.4, 0.1), (0.5, 0), (0.05, 0.1), (0.1, 0.1), (0.45, 0.45))
     ),
     "allocation": (
-        Row("uniform", Case("minikv-plain")),
-        Row("pyramid", Case("minikv-pyramid-plain"), "uniform"),
+        Row("uniform", Case("minikv-plain", _EXACT)),
         *(
-            Row(name, Case("minikv-plain", {"allocation": name}), "uniform")
-            for name in ("var_prop", "var_inv", "calibrated")
+            Row(name, Case("minikv-plain", _EXACT | {"allocation": name}), "uniform")
+            for name in ("pyramid", "var_prop", "var_inv", "calibrated")
         ),
     ),
     "weights": (

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvconvert.fidelity.bootstrap import Interval, bootstrap_mean
+from kvconvert.fidelity.bootstrap import bootstrap_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 LABORATORY, USERS = ROOT / "benchmarks" / "PAPERS.md", ROOT / "docs" / "methods.md"
@@ -19,10 +19,11 @@ TITLES = {
     "prompts": "After a sealed prompt of 1,024 tokens; `oscar-g128` read in the same way beside them",
     "oscar": "OScaR's parts and norms, groups of 128 (the paper's tables 9 and 10)",
     "kitty": "Kitty: share of the key channels with 4 bits",
-    "budgets": "MiniKV: heavy hitters + newest tokens, as shares of the prompt (the paper's figure 2; at 2 bits here)",
-    "allocation": "MiniKV: half of the prompt, spread over layers (the paper's figure 3)",
+    "budgets": "MiniKV: heavy hitters + newest tokens, shares of the prompt in full precision (the paper's figure 2)",
+    "allocation": "MiniKV: half of the prompt, spread over layers, in full precision (the paper's figure 3)",
     "weights": "AWQ: weights of 3 bits, full-precision cache (the paper's tables 1 to 3)",
 }
+FEWEST = 4  # segments that tell anything of a spread
 TEXTS = {"wikitext2-test": "WikiText-2", "python": "code"}
 
 
@@ -90,19 +91,18 @@ def _cell(row: Any, base: Any) -> str:
         kl = torch.tensor(row["texts"][text]["kl"], dtype=torch.float64)
         difference = ""
         if base:
-            gain = bootstrap_mean(kl - torch.tensor(base["texts"][text]["kl"], dtype=torch.float64), 0)
-            difference = f" ({_sign(gain)})"
+            difference = f" ({_said(kl - torch.tensor(base['texts'][text]['kl'], dtype=torch.float64))})"
         said.append(f"{float(kl.mean()):.4f}{difference}")
     return "; ".join(said)
 
 
-def _sign(gain: Interval) -> str:
-    """Of a difference: lower is better; "=" where the interval holds 0."""
-    if gain.low is None:
-        return f"{gain.mean:+.4f}"
-    if not gain.above_zero and not gain.below_zero:
-        return f"=, {gain.low:+.4f} to {gain.high:+.4f}"
-    return f"{gain.low:+.4f} to {gain.high:+.4f}"
+def _said(differences: torch.Tensor) -> str:
+    """A paired difference: lower is better; "=" where the interval holds 0."""
+    if len(differences) < FEWEST:
+        return f"{float(differences.mean()):+.4f}"
+    gain = bootstrap_mean(differences, 0)
+    none = not gain.above_zero and not gain.below_zero
+    return f"{'=, ' * none}{gain.low:+.4f} to {gain.high:+.4f}"
 
 
 def _persistence(reports: Mapping[str, Any]) -> str:
