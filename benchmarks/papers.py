@@ -134,7 +134,10 @@ _PLAIN = {"rotate_keys": "none", "rotate_values": "none"}
 _RANDOM = {"boost_select": "calibrated"}
 _OSCAR = "oscar-g128-paper"
 TABLES: dict[str, tuple[Row, ...]] = {
-    "pages": _methods(("kivi", "oscar", "oscar-g128", "kitty", "kitty-pro"), "paper"),
+    "pages": (
+        *_methods(("kivi", "oscar", "oscar-g128", "kitty", "kitty-pro"), "paper"),
+        Row("default", Case("default"), "oscar"),
+    ),
     "prompts": (
         Row(_OSCAR, Case(_OSCAR, sealed=True)),
         Row("oscar-g128", Case("oscar-g128", sealed=True), _OSCAR),

@@ -28,7 +28,7 @@ HEADS, HEAD_DIM = 8, 128  # of the layer for which sizes are stated
 USES = {
     "default": "a good start: 3-bit keys, 2-bit values, every layer measured",
     "auto": "the best pages for a given size; measures every layer (needs --kv-bits)",
-    "kv-only": "no weight changes; oscar's cache, values rotated at run time",
+    "kv-only": "no weight changes; the default cache, values rotated at run time",
     "weights-only": "the cache stays as it is",
     "rtn": "quick, without a search of weights; what AWQ is compared with",
     "oscar": "pages of rotated keys and values with token norms",
