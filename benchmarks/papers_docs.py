@@ -120,25 +120,30 @@ def _persistence(reports: Mapping[str, Any]) -> str:
 
 
 def summary(reports: Mapping[str, Any], tables: Mapping[str, Sequence[Any]]) -> str:
-    """KL on WikiText-2 / code of every method, the lowest of a column's page methods and of its others in bold."""
+    """KL on WikiText-2 / code of every method, the lowest of a column's page methods and of its others in bold.
+
+    Models are left out of which some method is not measured yet.
+    """
+    needed = {row.case.key for name in ("pages", "prompts") for row in tables[name]}
+    reports = {model: report for model, report in reports.items() if needed <= report["rows"].keys()}
     lines = [f"| preset | bits | {' | '.join(reports)} |", f"|---|---|{'---|' * len(reports)}"]
     for name in ("pages", "prompts"):
         rows = tables[name]
-        kl = {(m, row.label): _means(reports[m]["rows"].get(row.case.key)) for m in reports for row in rows}
+        kl = {m: {row.label: _means(r["rows"][row.case.key]) for row in rows} for m, r in reports.items()}
+        best = {m: [min(values) for values in zip(*found.values(), strict=True)] for m, found in kl.items()}
         for row in rows:
-            found = next((f for m in reports if (f := reports[m]["rows"].get(row.case.key))), None)
-            if found is None:
-                continue
-            cells = []
-            for model in reports:
-                own, every = kl[model, row.label], [kl[model, other.label] for other in rows]
-                best = [min(values) for values in zip(*filter(None, every), strict=True)]
-                said = [f"**{x:.3f}**" if x == least else f"{x:.3f}" for x, least in zip(own or (), best, strict=False)]
-                cells.append(" / ".join(said))
+            cells = [
+                " / ".join(
+                    f"**{x:.3f}**" if x == least else f"{x:.3f}"
+                    for x, least in zip(kl[m][row.label], best[m], strict=True)
+                )
+                for m in reports
+            ]
+            bits = {f"{r['rows'][row.case.key]['bits']:.2f}": None for r in reports.values()}
             label = f"`{row.label}`" + (", sealed prompt" if name == "prompts" else "")
-            lines.append(f"| {label} | {found['bits']:.2f} | {' | '.join(cells)} |")
+            lines.append(f"| {label} | {' to '.join(sorted(bits)[:: max(1, len(bits) - 1)])} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _means(row: Any) -> tuple[float, ...]:
-    return tuple(sum(row["texts"][text]["kl"]) / len(row["texts"][text]["kl"]) for text in TEXTS) if row else ()
+    return tuple(sum(row["texts"][text]["kl"]) / len(row["texts"][text]["kl"]) for text in TEXTS)
