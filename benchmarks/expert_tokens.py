@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.calibration.activations import ActivationRecorder
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
-from kvconvert.calibration.awq_scales import apply_scales, search_scales
+from kvconvert.calibration.awq_scales import search_scales
+from kvconvert.calibration.awq_scaling import apply_scales
 from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
 from kvconvert.data.text import load_token_samples
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
@@ -65,8 +66,9 @@ def error(mlp: nn.Module, seen: Tensor, held_out: Tensor, group_size: int) -> fl
         mlp(seen[None])
     observed = recorder.result()
     scalings, _ = search_scales(mlp, EXPERT, observed, 4, group_size)
+    clips = search_clips(mlp, EXPERT, observed, scalings, 4, group_size)
     apply_scales(mlp, EXPERT, scalings, torch.float32)
-    apply_clips(mlp, search_clips(mlp, EXPERT, observed, scalings, 4, group_size), group_size)
+    apply_clips(mlp, clips, group_size)
     for name in EXPERT.linears:
         linear = mlp.get_submodule(name)
         linear.weight.copy_(fake_quantize_weight(linear.weight, 4, group_size))

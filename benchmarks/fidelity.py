@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from kvconvert.calibration.activations import ActivationRecorder, ActivationStatistics
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
-from kvconvert.calibration.awq_scales import apply_scales, reader_scales, search_scales
+from kvconvert.calibration.awq_scales import search_scales
+from kvconvert.calibration.awq_scaling import apply_scales
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.bootstrap import bootstrap_mean
@@ -126,13 +127,13 @@ def quantized(
     """A copy with fake-quantized Linears. Norms are rounded to bf16, as a conversion would store them."""
     model = copy.deepcopy(model)
     for layer, observed in zip(model.model.layers, seen, strict=True):
-        scalings = []
+        scalings, clips = [], {}
         if scale:
             scalings, _ = search_scales(layer, structure, observed, bits, WEIGHT_GROUP, dtype=torch.bfloat16)
-            apply_scales(layer, structure, scalings, torch.bfloat16)
         if clip:
-            scales = reader_scales(scalings)
-            apply_clips(layer, search_clips(layer, structure, observed, scales, bits, WEIGHT_GROUP), WEIGHT_GROUP)
+            clips = search_clips(layer, structure, observed, scalings, bits, WEIGHT_GROUP)
+        apply_scales(layer, structure, scalings, torch.bfloat16)
+        apply_clips(layer, clips, WEIGHT_GROUP)
         for name in structure.linears:
             weight = layer.get_submodule(name).weight
             weight.copy_(fake_quantize_weight(weight, bits, WEIGHT_GROUP))

@@ -11,7 +11,7 @@ a sample of the tokens of all the layer's experts instead, as if the router had 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,15 +55,18 @@ class ActivationStatistics:
 
     def sequence_chunks(self, tokens: int) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """`sequences` with their arguments, as many at a time as have the same ones and about `tokens` tokens."""
-        most = max(1, tokens // self.sequences.shape[1])
-        start = 0
-        for stop in range(1, len(self.sequences) + 1):
-            same = stop < len(self.sequences) and same_arguments(
-                self.attention_kwargs[start], self.attention_kwargs[stop]
-            )
-            if not same or stop - start == most:
-                yield self.sequences[start:stop], self.attention_kwargs[start]
-                start = stop
+        for some in same_argument_chunks(self.attention_kwargs, max(1, tokens // self.sequences.shape[1])):
+            yield self.sequences[some], self.attention_kwargs[some.start]
+
+
+def same_argument_chunks(arguments: Sequence[dict[str, Any]], most: int) -> Iterator[slice]:
+    """Neighbors that have the same arguments, `most` at a time."""
+    start = 0
+    for stop in range(1, len(arguments) + 1):
+        same = stop < len(arguments) and same_arguments(arguments[start], arguments[stop])
+        if not same or stop - start == most:
+            yield slice(start, stop)
+            start = stop
 
 
 def same_arguments(one: Any, other: Any) -> bool:

@@ -1,20 +1,26 @@
 """AWQ as a calibration pass (Lin et al., "Activation-aware Weight Quantization"): scales, then clips, by search.
 
 `awq_scales` searches what each input channel is multiplied by, and `awq_clips` how far weights are clamped afterwards.
+Each looks at a part of the layer, so that the whole can come out worse than plain rounding. A layer therefore keeps
+what gives its output the least error (`layer_error`): rounding alone, clips, or scales and clips; of equal ones the
+first.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationRecorder
+from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationRecorder, ActivationStatistics
 from kvconvert.calibration.awq_clips import Widths, apply_clips, search_clips
-from kvconvert.calibration.awq_scales import apply_scales, reader_scales, search_scales
+from kvconvert.calibration.awq_scales import search_scales
+from kvconvert.calibration.awq_scaling import Scaling, apply_scales, reader_scales
+from kvconvert.calibration.layer_error import LayerSample, LayerSampler, quantized
 from kvconvert.calibration.matmul_precision import tf32_products
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult
 from kvconvert.calibration.value_cache import value_rounding
@@ -31,17 +37,25 @@ def _device(layer: nn.Module) -> torch.device:
     return next(layer.parameters()).device
 
 
+class _Candidate(NamedTuple):
+    """What a layer may keep; `clips` as `search_clips` finds them."""
+
+    name: str
+    scalings: list[Scaling]
+    clips: dict[str, tuple[Tensor, float, float]]
+
+
 class AwqPass(CalibrationPass):
-    """Scale search, then clip search; the layer's Linears are left ready for rounding to nearest.
+    """Scale search, clip search, and what of both to keep; the layer's Linears are left ready for rounding to nearest.
 
     Args:
         bits, group_size: of the weights; `LayerWork.bits` says which Linears have other bits.
         quantize_values: see `search_scales`; None takes what the layer's own cache makes of values.
-        clamps: whether weights are clamped to the clips; another pass may only want to know them.
+        compensated: another pass rounds the weights: it gets all scales, and clips without weights being clamped.
 
     Attributes:
-        input_scales: by Linear, what `apply` multiplied its input channels by.
-        clips: see `search_clips`; from `apply` on.
+        input_scales: by Linear, what `apply` multiplies its input channels by; from `solve` on.
+        clips: see `search_clips`; from `solve` on.
         remaining: `ActivationStatistics.remaining` for weights that another pass will compensate, which sets it before
             `solve`.
     """
@@ -53,13 +67,15 @@ class AwqPass(CalibrationPass):
         bits: int,
         group_size: int,
         quantize_values: Callable[[Tensor], Tensor] | None = None,
-        clamps: bool = True,
+        compensated: bool = False,
     ) -> None:
-        self.bits, self.group_size, self.quantize_values, self.clamps = bits, group_size, quantize_values, clamps
+        self.bits, self.group_size, self.quantize_values = bits, group_size, quantize_values
+        self.compensated = compensated
         self.input_scales: dict[str, Tensor] = {}
         self.clips: dict[str, tuple[Tensor, float, float]] = {}
         self.remaining: dict[str, Tensor] = {}
         self._recorder: ActivationRecorder | None = None
+        self._sampler: LayerSampler | None = None
         self._result = PassResult()
 
     @classmethod
@@ -80,64 +96,104 @@ class AwqPass(CalibrationPass):
             work.ranks,
             work.routed,
         )
-        with self._recorder.attached(work.layer):
+        with ExitStack() as hooks:
+            hooks.enter_context(self._recorder.attached(work.layer))
+            if not self.compensated:
+                self._sampler = LayerSampler(work)
+                hooks.enter_context(self._sampler.attached(work.layer))
             yield
 
     def _widths(self, work: LayerWork) -> Widths:
         return dict.fromkeys(work.structure.linears, self.bits) | dict(work.bits)
 
     def solve(self, work: LayerWork) -> None:
-        """Search the scales."""
+        """Search scales, clips with and without them, and choose."""
         try:
-            self._statistics = self._recorder.result()
-            self._statistics.remaining = self.remaining
+            observed = self._recorder.result()
+            observed.remaining = self.remaining
             self._recorder = None
             with tf32_products(_device(work.layer)):
-                self._scalings, self._skipped = search_scales(
+                scalings, skipped = search_scales(
                     work.layer,
                     work.structure,
-                    self._statistics,
+                    observed,
                     self._widths(work),
                     self.group_size,
                     dtype=work.dtype,
                     quantize_values=self.quantize_values or value_rounding(work.cache),
                     ranks=work.ranks,
                 )
+                kept = _Candidate("scales and clips", scalings, self._clips(work, observed, scalings))
+                errors = {}
+                if self._sampler is not None:
+                    clipped = _Candidate("clips", [], self._clips(work, observed, []))
+                    sample = self._sampler.result()
+                    self._sampler = None
+                    kept, errors = self._choose(work, sample, [_Candidate("rounding", [], {}), clipped, kept])
         except NumericError as error:
             raise NumericError(f"AWQ cannot quantize {work.name}: {error}") from error
+        self._scalings, self.clips = kept.scalings, kept.clips
+        self.input_scales = reader_scales(kept.scalings)
+        self._result = self._found(work, observed, scalings, skipped)
+        if errors:
+            self._result.statistics |= {"layer_error": errors, "kept": kept.name}
 
-    def apply(self, work: LayerWork) -> None:
-        """Scale the layer, search the clips on the scaled weights, and clamp them."""
-        apply_scales(work.layer, work.structure, self._scalings, work.dtype)
-        self.input_scales = reader_scales(self._scalings)
-        with tf32_products(_device(work.layer)):
-            clips = self.clips = search_clips(
+    def _clips(
+        self, work: LayerWork, observed: ActivationStatistics, scalings: list[Scaling]
+    ) -> dict[str, tuple[Tensor, float, float]]:
+        return search_clips(
+            work.layer, work.structure, observed, scalings, self._widths(work), self.group_size, work.ranks
+        )
+
+    def _choose(
+        self, work: LayerWork, sample: LayerSample, candidates: list[_Candidate]
+    ) -> tuple[_Candidate, dict[str, float]]:
+        """The first of the candidates with the least error, and the errors of all."""
+
+        def error(candidate: _Candidate) -> float:
+            clips = {name: bound for name, (bound, *_) in candidate.clips.items()}
+            with quantized(
                 work.layer,
                 work.structure,
-                self._statistics,
-                self.input_scales,
+                candidate.scalings,
+                clips,
                 self._widths(work),
                 self.group_size,
-                work.ranks,
-            )
-        if self.clamps:
-            apply_clips(work.layer, clips, self.group_size)
+                work.dtype,
+            ):
+                return sample.error(work.layer)
+
+        errors = work.ranks.share(error, candidates)
+        best = candidates[errors.index(min(errors))]
+        return best, {candidate.name: found for candidate, found in zip(candidates, errors, strict=True)}
+
+    def apply(self, work: LayerWork) -> None:
+        """Scale the layer and clamp its weights."""
+        apply_scales(work.layer, work.structure, self._scalings, work.dtype)
+        if not self.compensated:
+            apply_clips(work.layer, self.clips, self.group_size)
+
+    def _found(
+        self, work: LayerWork, observed: ActivationStatistics, scalings: list[Scaling], skipped: dict[str, str]
+    ) -> PassResult:
         statistics = {
             "scales": {
                 _short(s.label): {"ratio": s.ratio, "loss_before": s.loss_before, "loss_after": s.loss_after}
-                for s in self._scalings
+                for s in scalings
             },
-            "clips": {name: {"loss_before": before, "loss_after": after} for name, (_, before, after) in clips.items()},
+            "clips": {
+                name: {"loss_before": before, "loss_after": after} for name, (_, before, after) in self.clips.items()
+            },
         }
         reasons: dict[str, str] = {}
-        for label, reason in self._skipped.items():
+        for label, reason in skipped.items():
             for linear in re.split(" -> |, ", label):
                 if linear in work.structure.linears:
                     reasons[linear] = f"AWQ scaling {_short(label)} skipped: {reason}"
         experts = work.structure.experts
         if experts is not None:
-            statistics["tokens_per_expert"] = list(self._statistics.routed)
-            for number, count in enumerate(self._statistics.routed):
+            statistics["tokens_per_expert"] = list(observed.routed)
+            for number, count in enumerate(observed.routed):
                 if count < MIN_EXPERT_TOKENS:
                     note = (
                         f"its expert saw fewer than {MIN_EXPERT_TOKENS} calibration tokens and was calibrated on those "
@@ -145,9 +201,8 @@ class AwqPass(CalibrationPass):
                     )
                     for linear in experts.linears(number):
                         reasons[linear] = "; ".join(filter(None, (reasons.get(linear), note)))
-        self._statistics = None  # hundreds of megabytes that later passes do not need
-        self._result = PassResult(statistics=statistics, reasons=reasons)
+        return PassResult(statistics=statistics, reasons=reasons)
 
     def result(self) -> PassResult:
-        """Chosen ratio and loss of every scale, loss of every clip, and the pairs that were skipped."""
+        """Ratio and loss of every scale found, loss of every clip kept, skipped pairs, errors of the finished layer."""
         return self._result

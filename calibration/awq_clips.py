@@ -9,12 +9,13 @@ searched so lost more (docs/weights.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from kvconvert.calibration.activations import ActivationStatistics, point_of
+from kvconvert.calibration.awq_scaling import Scaling, reader_scales, scaled_parameters
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.structure import LayerStructure, Projection
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
@@ -37,18 +38,17 @@ def search_clips(
     layer: nn.Module,
     structure: LayerStructure,
     statistics: ActivationStatistics,
-    reader_scale: Mapping[str, Tensor],
+    scalings: Sequence[Scaling],
     bits: Widths,
     group_size: int,
     ranks: Ranks = ALONE,
 ) -> dict[str, tuple[Tensor, float, float]]:
-    """Search how far to clamp each group of each Linear but query and key, for weights that were scaled.
+    """Search how far to clamp each group of each Linear but query and key. The layer is unchanged afterwards.
 
     Args:
-        statistics: of the activations BEFORE scaling. Linears whose input has no second moment and no remaining error
-            are not clipped.
+        statistics: of the activations. Linears whose input has no second moment and no remaining error are not clipped.
+        scalings: by which the layer is going to be scaled.
         bits: of the weights, of all Linears or of each by name.
-        reader_scale: what each Linear's input channels were multiplied by, where they were.
         ranks: each searches some of the Linears.
 
     Returns:
@@ -57,6 +57,8 @@ def search_clips(
         rows keep their largest weight and do not count.
     """
 
+    scales = reader_scales(scalings)
+
     def search(name: str) -> tuple[Tensor, float, float] | None:
         part, point, width = _clipped_part(structure, name), point_of(structure, name), width_of(bits, name)
         moment = statistics.second_moment.get(point)
@@ -64,13 +66,13 @@ def search_clips(
             moment = statistics.remaining.get(point, moment)
         if part is None or moment is None:
             return None
-        scale = reader_scale.get(name)
+        scale = scales.get(name)
         if moment.dim() == 1:
             moment = (moment if scale is None else moment / scale.square()).unflatten(0, (-1, group_size))
         elif scale is not None:
             scale = scale.unflatten(0, (-1, group_size))
             moment = moment / (scale.unsqueeze(2) * scale.unsqueeze(1))
-        weight = layer.get_submodule(name).weight
+        weight = scaled_parameters(layer, structure, name, scalings, torch.float32)["weight"]
         bound, before, after = _search_clip(part.rows(weight), moment, width, group_size)
         if not part.is_whole:
             everything = weight.unflatten(-1, (-1, group_size)).abs().amax(-1)

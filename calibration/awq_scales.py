@@ -40,9 +40,10 @@ from torch import Tensor, nn
 
 from kvconvert.calibration.activations import ActivationStatistics, point_of
 from kvconvert.calibration.awq_clips import Widths, width_of
+from kvconvert.calibration.awq_scaling import Scaling, scaling_label
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.rounded_readers import Reader, rounded
-from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
+from kvconvert.calibration.structure import LayerStructure, NormGroup, ScalingPair
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
 
@@ -55,42 +56,6 @@ _CHUNK_WEIGHTS = 2**22  # rounded at once where no forward pass is needed
 _LEAST_SPLIT = 1024
 _FIRST_TOKENS, _CLOSE_ON_TOKENS = 8, 1.1
 _FIRST_SEQUENCES, _SEQUENCE_TOKENS, _CLOSE_ON_SEQUENCES = 4, 512, 1.25
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """One chosen scale: the producer's output channels are divided, the readers' input channels multiplied.
-
-    Attributes:
-        producer: a norm, or a projection; readers: Linears.
-        producer_scale: float32 [producer's outputs]; reader_scale: float32 [readers' inputs].
-        ratio: the exponent r.
-        loss_before, loss_after: mean squared error of the inspected output at r = 0 and at `ratio`; with compensation
-            the number of readers, and the sum of what is left of each one's error.
-    """
-
-    producer: str | Projection
-    readers: tuple[str, ...]
-    producer_scale: Tensor
-    reader_scale: Tensor
-    ratio: float
-    loss_before: float
-    loss_after: float
-
-    @property
-    def label(self) -> str:
-        """Producer and readers, readable."""
-        return _label(self.producer, self.readers)
-
-
-def reader_scales(scalings: list[Scaling]) -> dict[str, Tensor]:
-    """What each reader's input channels are multiplied by."""
-    return {reader: scaling.reader_scale for scaling in scalings for reader in scaling.readers}
-
-
-def _label(producer: str | Projection | None, readers: tuple[str, ...]) -> str:
-    name = producer.linear if isinstance(producer, Projection) else producer or "(no norm)"
-    return f"{name} -> {', '.join(readers)}"
 
 
 def candidate_scale(statistic: Tensor, ratio: float) -> Tensor:
@@ -143,48 +108,22 @@ def search_scales(
         if group.unsupported_reason is None:
             scalings.append(_search_norm_group(layer, structure, group, statistics, bits, group_size, dtype, ranks))
         else:
-            skipped[_label(group.norm, group.readers)] = group.unsupported_reason
+            skipped[scaling_label(group.norm, group.readers)] = group.unsupported_reason
     if structure.value is not None and structure.value_scaling_unsupported_reason is None:
         scaling, reason = _search_value_output(layer, structure, statistics, bits, group_size, quantize_values, ranks)
         scalings.append(scaling)
         if reason:
             skipped[scaling.label] = reason
     elif structure.value_scaling_unsupported_reason is not None:
-        skipped[_label(structure.value or structure.attention, (structure.output,))] = (
+        skipped[scaling_label(structure.value or structure.attention, (structure.output,))] = (
             structure.value_scaling_unsupported_reason
         )
     for pair in structure.pairs:
         if pair.unsupported_reason is None:
             scalings.append(_search_pair(layer, structure, pair, statistics, bits, group_size, ranks))
         else:
-            skipped[_label(pair.up, (pair.down,))] = pair.unsupported_reason
+            skipped[scaling_label(pair.up, (pair.down,))] = pair.unsupported_reason
     return scalings, skipped
-
-
-@torch.no_grad()
-def apply_scales(layer: nn.Module, structure: LayerStructure, scalings: list[Scaling], dtype: torch.dtype) -> None:
-    """Scale the layer's parameters in place; its function stays the same up to float32 rounding.
-
-    Norm weights become exact in `dtype`; norm biases are rounded to it.
-    """
-    offsets = {group.norm: float(group.unit_offset) for group in structure.norm_groups}
-    for scaling in scalings:
-        producer = scaling.producer
-        if isinstance(producer, Projection):
-            linear = layer.get_submodule(producer.linear)
-            producer.write(linear.weight, producer.rows(linear.weight) / scaling.producer_scale[:, None])
-            if linear.bias is not None:
-                producer.write(linear.bias, producer.rows(linear.bias) / scaling.producer_scale)
-        else:
-            norm, offset = layer.get_submodule(producer), offsets[producer]
-            rescaled = ((norm.weight + offset) / scaling.producer_scale - offset).to(dtype)
-            # Where the scale is 1 the weight stays as it is, even if it was finer than `dtype`.
-            norm.weight.copy_(torch.where(scaling.producer_scale == 1, norm.weight, rescaled.float()))
-            bias = getattr(norm, "bias", None)
-            if bias is not None:
-                bias.copy_((bias / scaling.producer_scale).to(dtype))
-        for reader in scaling.readers:
-            layer.get_submodule(reader).weight.mul_(scaling.reader_scale)
 
 
 @dataclass(frozen=True)

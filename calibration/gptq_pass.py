@@ -63,7 +63,7 @@ class GptqPass(CalibrationPass):
         weights = request.weights
         if not weights.compensates:
             return None
-        awq = AwqPass(weights.bits, weights.group_size, clamps=False) if weights.scales else None
+        awq = AwqPass(weights.bits, weights.group_size, compensated=True) if weights.scales else None
         return cls(weights.bits, weights.group_size, awq)
 
     @contextmanager
@@ -154,7 +154,7 @@ class GptqPass(CalibrationPass):
             work.layer,
             work.structure,
             ActivationStatistics(second_moment=self._moments, remaining=self._remaining),
-            {},
+            [],
             dict.fromkeys(work.structure.linears, self.bits) | dict(work.bits),
             self.group_size,
             work.ranks,

@@ -1,13 +1,14 @@
-"""Linears with the weights of a candidate scale: all at once, or those of experts each while it computes.
+"""Modules with the parameters of a candidate: for as long as a search needs them, or each while it computes.
 
-The experts of a layer are most of its weights. With their hooks a second copy of them all is never there, and an expert
-that no token is routed to is not rounded.
+Where each has them only while it computes, a second copy of all weights is never there, and an expert that no token is
+routed to is not rounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -44,26 +45,35 @@ def rounded(readers: Sequence[Reader], scale: Tensor, group_size: int) -> Iterat
     with ExitStack() as stack:
         for reader in readers:
             if reader.routed:
-                _round_while_computing(stack, reader, scale, group_size)
+                while_computing(stack, reader.linear, partial(_weight, reader, scale, group_size))
             else:
                 stack.callback(setattr, reader.linear.weight, "data", reader.linear.weight.data)
-                reader.linear.weight.data = _candidate(reader, scale, group_size)
+                reader.linear.weight.data = _weight(reader, scale, group_size)["weight"]
         yield
 
 
-def _round_while_computing(stack: ExitStack, reader: Reader, scale: Tensor, group_size: int) -> None:
-    weight, original = reader.linear.weight, reader.linear.weight.data
+def while_computing(stack: ExitStack, module: nn.Module, make: Callable[[], Mapping[str, Tensor]]) -> None:
+    """Let a module compute with other parameters, made whenever it is called, until the stack is closed.
+
+    Args:
+        stack: gives the module its own parameters back.
+        module: with parameters of these names.
+        make: the others.
+    """
+    own = {name: parameter.data for name, parameter in module.named_parameters(recurse=False)}
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        weight.data = _candidate(reader, scale, group_size)
+        for name, value in make().items():
+            getattr(module, name).data = value
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        weight.data = original
+        for name, value in own.items():
+            getattr(module, name).data = value
 
-    stack.callback(after, reader.linear, (), None)
-    stack.callback(reader.linear.register_forward_pre_hook(before).remove)
-    stack.callback(reader.linear.register_forward_hook(after).remove)
+    stack.callback(after, module, (), None)
+    stack.callback(module.register_forward_pre_hook(before).remove)
+    stack.callback(module.register_forward_hook(after).remove)
 
 
-def _candidate(reader: Reader, scale: Tensor, group_size: int) -> Tensor:
-    return fake_quantize_weight(reader.linear.weight.data * scale, reader.bits, group_size).div_(scale)
+def _weight(reader: Reader, scale: Tensor, group_size: int) -> dict[str, Tensor]:
+    return {"weight": fake_quantize_weight(reader.linear.weight.data * scale, reader.bits, group_size).div_(scale)}

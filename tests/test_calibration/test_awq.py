@@ -17,11 +17,11 @@ from kvconvert.calibration.awq_scales import (
     _linear_loss,
     _Losses,
     _token_parts,
-    apply_scales,
     candidate_scale,
     representable_scale,
     search_scales,
 )
+from kvconvert.calibration.awq_scaling import apply_scales
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.calibration.ranks import ALONE
 from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
@@ -199,7 +199,7 @@ def test_clips_never_raise_the_error_and_lower_it_where_a_weight_sticks_out(sett
     observed = setting.observe(layer)
     observed.second_moment["mlp.down_proj"][0, 0, :] = 0  # the input of the outlying weight is silent
     observed.second_moment["mlp.down_proj"][0, :, 0] = 0
-    clips = search_clips(layer, STRUCTURE, observed, {}, 3, GROUP)
+    clips = search_clips(layer, STRUCTURE, observed, [], 3, GROUP)
     assert set(clips) == set(STRUCTURE.linears) - {"self_attn.q_proj", "self_attn.k_proj"}
     assert all(after <= before for _, before, after in clips.values())
     bound = clips["mlp.down_proj"][0]
@@ -215,7 +215,7 @@ def test_clips_never_raise_the_error_and_lower_it_where_a_weight_sticks_out(sett
 def test_the_clip_error_is_the_error_of_the_group_outputs(setting):
     """Second moments replace activations: for one group, they give the exact squared error over all tokens."""
     observed = setting.observed
-    clips = search_clips(setting.layer, STRUCTURE, observed, {}, 3, GROUP)
+    clips = search_clips(setting.layer, STRUCTURE, observed, [], 3, GROUP)
     weight = setting.layer.mlp.down_proj.weight
     x = observed.tokens["mlp.down_proj"]  # 128 tokens, all of them
     assert x.shape[0] == SAMPLES * LENGTH

@@ -14,11 +14,13 @@ from kvconvert.calibration.activations import point_of
 from kvconvert.calibration.awq import AwqPass
 from kvconvert.calibration.awq_clips import search_clips
 from kvconvert.calibration.awq_scales import search_scales
+from kvconvert.calibration.awq_scaling import Scaling
 from kvconvert.calibration.gptq import compensate, compensate_reference, output_error, rounding_order
 from kvconvert.calibration.gptq_pass import GptqPass
 from kvconvert.calibration.hessian_factor import damped_diagonal, factorize
 from kvconvert.calibration.hessians import HessianRecorder, SquareSum
 from kvconvert.calibration.protocol import LayerWork
+from kvconvert.calibration.structure import Projection
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
@@ -131,7 +133,8 @@ def test_searches_weigh_errors_by_what_remains_of_them():
     remaining = {point: torch.rand(moment.shape[0] * GROUP) for point, moment in setting.observed.second_moment.items()}
     observed = replace(setting.observed, remaining=remaining)
     moments = {point: torch.diag_embed(costs.unflatten(0, (-1, GROUP))) for point, costs in remaining.items()}
-    scale = {"mlp.down_proj": torch.rand(96) + 0.5}
+    scale = torch.rand(96) + 0.5
+    scale = [Scaling(Projection("mlp.up_proj"), ("mlp.down_proj",), scale, scale, 0.5, 1.0, 1.0)]
     clips = search_clips(setting.layer, STRUCTURE, observed, scale, 3, GROUP)
     of_moments = search_clips(
         setting.layer, STRUCTURE, replace(setting.observed, second_moment=moments), scale, 3, GROUP
@@ -221,7 +224,7 @@ def test_compensation_lowers_the_error_of_the_layer(bits):
     for seed, name in product(range(4), errors):
         setting = Setting(seed=seed)
         expected = setting.run(setting.layer)
-        awq = AwqPass(bits, GROUP, clamps=name == "awq") if "awq" in name else None
+        awq = AwqPass(bits, GROUP, compensated=name != "awq") if "awq" in name else None
         found = {"rtn": None, "awq": awq}.get(name, GptqPass(bits, GROUP, awq))
         grids = {} if found is None else converted(setting, found).grids
         assert set(grids) == (set(STRUCTURE.linears) if "gptq" in name else set())

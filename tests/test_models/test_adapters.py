@@ -12,7 +12,8 @@ from tiny.models import ARCHITECTURES
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from kvconvert.calibration.activations import ActivationRecorder
-from kvconvert.calibration.awq_scales import apply_scales, search_scales
+from kvconvert.calibration.awq_scales import search_scales
+from kvconvert.calibration.awq_scaling import apply_scales
 from kvconvert.calibration.oscar import fold_value_rotation
 from kvconvert.errors import UnsupportedModelError
 from kvconvert.models.adapters import ADAPTERS, dense, find_adapter, require_adapter

@@ -23,7 +23,8 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.summary import coverage_rows
 from kvconvert.bundle.writer import describe_files
 from kvconvert.calibration.activations import EXPERT_TOKENS, MIN_EXPERT_TOKENS, ActivationRecorder, ActivationStatistics
-from kvconvert.calibration.awq_scales import apply_scales, search_scales
+from kvconvert.calibration.awq_scales import search_scales
+from kvconvert.calibration.awq_scaling import apply_scales
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate

@@ -1,0 +1,102 @@
+"""AWQ's scales as data, and what they make of a layer's modules; `awq_scales` finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kvconvert.calibration.structure import LayerStructure, Projection
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """One chosen scale: the producer's output channels are divided, the readers' input channels multiplied.
+
+    Attributes:
+        producer: a norm, or a projection; readers: Linears.
+        producer_scale: float32 [producer's outputs]; reader_scale: float32 [readers' inputs].
+        ratio: the exponent r.
+        loss_before, loss_after: mean squared error of the inspected output at r = 0 and at `ratio`; with compensation
+            the number of readers, and the sum of what is left of each one's error.
+    """
+
+    producer: str | Projection
+    readers: tuple[str, ...]
+    producer_scale: Tensor
+    reader_scale: Tensor
+    ratio: float
+    loss_before: float
+    loss_after: float
+
+    @property
+    def label(self) -> str:
+        """Producer and readers, readable."""
+        return scaling_label(self.producer, self.readers)
+
+
+def scaling_label(producer: str | Projection | None, readers: tuple[str, ...]) -> str:
+    """Producer and readers of a scale, readable."""
+    name = producer.linear if isinstance(producer, Projection) else producer or "(no norm)"
+    return f"{name} -> {', '.join(readers)}"
+
+
+def reader_scales(scalings: Sequence[Scaling]) -> dict[str, Tensor]:
+    """What each reader's input channels are multiplied by."""
+    return {reader: scaling.reader_scale for scaling in scalings for reader in scaling.readers}
+
+
+@torch.no_grad()
+def scaled_parameters(
+    layer: nn.Module, structure: LayerStructure, name: str, scalings: Sequence[Scaling], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Weight and bias of a module of the layer as scales make them; its own tensors where no scale concerns it.
+
+    Weights of norms become exact in `dtype`; their biases are rounded to it.
+    """
+    module = layer.get_submodule(name)
+    found = {kind: getattr(module, kind).data for kind in ("weight", "bias") if getattr(module, kind, None) is not None}
+    for scaling in scalings:
+        if scaling.producer == name:
+            offset = float(next(group.unit_offset for group in structure.norm_groups if group.norm == name))
+            weight, scale = found["weight"], scaling.producer_scale
+            rescaled = ((weight + offset) / scale - offset).to(dtype)
+            # Where the scale is 1 the weight stays as it is, even if it was finer than `dtype`.
+            found["weight"] = torch.where(scale == 1, weight, rescaled.float())
+            if "bias" in found:
+                found["bias"] = (found["bias"] / scale).to(dtype).float()
+        elif isinstance(scaling.producer, Projection) and scaling.producer.linear == name:
+            found = {kind: _divided(tensor, scaling.producer, scaling.producer_scale) for kind, tensor in found.items()}
+        if name in scaling.readers:
+            found["weight"] = found["weight"] * scaling.reader_scale
+    return found
+
+
+def _divided(tensor: Tensor, part: Projection, scale: Tensor) -> Tensor:
+    """A weight or bias with a projection's outputs divided by a scale."""
+    divided = part.rows(tensor) / scale.view(-1, *[1] * (tensor.dim() - 1))
+    if part.is_whole:
+        return divided
+    tensor = tensor.clone()
+    part.write(tensor, divided)
+    return tensor
+
+
+def scaled_modules(scalings: Sequence[Scaling]) -> tuple[str, ...]:
+    """Every module whose parameters the scales change."""
+    producers = [s.producer.linear if isinstance(s.producer, Projection) else s.producer for s in scalings]
+    return tuple(dict.fromkeys([*producers, *(reader for s in scalings for reader in s.readers)]))
+
+
+@torch.no_grad()
+def apply_scales(layer: nn.Module, structure: LayerStructure, scalings: Sequence[Scaling], dtype: torch.dtype) -> None:
+    """Scale the layer's parameters in place; its function stays the same up to float32 rounding.
+
+    Norm weights become exact in `dtype`; norm biases are rounded to it.
+    """
+    for name in scaled_modules(scalings):
+        module = layer.get_submodule(name)
+        for kind, value in scaled_parameters(layer, structure, name, scalings, dtype).items():
+            getattr(module, kind).copy_(value)

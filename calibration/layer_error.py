@@ -1,0 +1,148 @@
+"""What quantized weights cost the output of a whole decoder layer, on some of the calibration sequences.
+
+Searches for weights look at parts of a layer: scales at the modules that read a norm, clips at groups of weights. What
+all of it together, rounded as it will be stored, makes of the layer's output is measured here, relative to each token,
+since the norm that reads the output gives every token the same size:
+
+    mean over tokens t of || y_t - y*_t ||^2 / || y*_t ||^2            (y* without any rounding)
+
+A mean over all tokens' squared errors would say little but for the attention sink, whose output is up to 1,000 times as
+large as that of others in many models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvconvert.calibration.activations import same_argument_chunks
+from kvconvert.calibration.awq_clips import Widths, width_of
+from kvconvert.calibration.awq_scaling import Scaling, scaled_modules, scaled_parameters
+from kvconvert.calibration.protocol import LayerWork
+from kvconvert.calibration.rounded_readers import while_computing
+from kvconvert.calibration.structure import LayerStructure
+from kvconvert.kernels.linear.awq_format import fake_quantize_weight
+
+SAMPLE_TOKENS = 2048
+_CHUNK_TOKENS = 1024  # of a forward pass: bounds its memory
+_CHUNK_WEIGHTS = 2**22  # rounded at once
+
+
+@dataclass(frozen=True)
+class LayerSample:
+    """Whole sequences that went through a layer, float32 [n, T, hidden] before and after it, and its other arguments.
+
+    Attributes:
+        inputs, outputs: of the unquantized layer.
+        arguments: for each sequence, as a batch of one.
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+    arguments: Sequence[dict[str, Any]]
+
+    @torch.no_grad()
+    def error(self, layer: nn.Module) -> float:
+        """The error, as above, of the layer's output with the parameters that it has now."""
+        found = []
+        for some in same_argument_chunks(self.arguments, max(1, _CHUNK_TOKENS // self.inputs.shape[1])):
+            output = _tensor(layer(self.inputs[some], **self.arguments[some.start]))
+            size = self.outputs[some].square().sum(-1, dtype=torch.float64).clamp(min=torch.finfo(torch.float32).tiny)
+            found.append((output - self.outputs[some]).square_().sum(-1, dtype=torch.float64).div_(size).sum())
+        return float(torch.stack(found).sum()) / self.inputs.shape[:2].numel()
+
+
+class LayerSampler:
+    """Takes a `LayerSample` of at most `SAMPLE_TOKENS` tokens, or one sequence, while calibration data runs.
+
+    The sequences are evenly spaced, and lie between those on which `ActivationRecorder` compares scales of attention.
+
+    Args:
+        work: the layer.
+    """
+
+    def __init__(self, work: LayerWork) -> None:
+        count = min(work.num_samples, max(1, SAMPLE_TOKENS // work.seq_len))
+        self._wanted = {(2 * i + 1) * work.num_samples // (2 * count) for i in range(count)}
+        self._seen, self._ranks = work.first_sample, work.ranks
+        self._inputs: list[Tensor] = []
+        self._outputs: list[Tensor] = []
+        self._arguments: list[dict[str, Any]] = []
+
+    @contextmanager
+    def attached(self, layer: nn.Module) -> Iterator[None]:
+        """A hook on the layer, removed on exit; then every rank has the sample of all."""
+        with ExitStack() as hooks:
+            hooks.callback(layer.register_forward_hook(self._hook, with_kwargs=True).remove)
+            yield
+        self._inputs, self._outputs = (self._ranks.gather_list(tensors) for tensors in (self._inputs, self._outputs))
+        self._arguments = self._ranks.gather_list(self._arguments)
+
+    def _hook(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        kwargs = dict(kwargs)
+        hidden = args[0] if args else kwargs.pop("hidden_states")
+        keep = [i for i in range(hidden.shape[0]) if self._seen + i in self._wanted]
+        self._seen += hidden.shape[0]
+        self._inputs.append(hidden[keep].detach().float())
+        self._outputs.append(_tensor(output)[keep].detach().float())
+        self._arguments += [kwargs] * len(keep)
+
+    def result(self) -> LayerSample:
+        """The sample."""
+        return LayerSample(torch.cat(self._inputs), torch.cat(self._outputs), self._arguments)
+
+
+@contextmanager
+def quantized(
+    layer: nn.Module,
+    structure: LayerStructure,
+    scalings: Sequence[Scaling],
+    clips: Mapping[str, Tensor],
+    bits: Widths,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Iterator[None]:
+    """Within the block a layer computes with the parameters that would be stored; it keeps its own.
+
+    Args:
+        layer: decoder layer in float32.
+        structure: its names.
+        scalings: by which it is scaled first.
+        clips: bounds to which scaled weights are clamped then, by Linear.
+        bits, group_size: to which they are rounded in the end.
+        dtype: in which everything else is stored.
+
+    Raises:
+        GroupRangeError: weights leave the range of fp16; where a Linear computes.
+    """
+
+    def stored(name: str) -> dict[str, Tensor]:
+        found = scaled_parameters(layer, structure, name, scalings, dtype)
+        quantized = {}
+        if name in structure.linears:
+            weight = found.pop("weight")
+            quantized["weight"] = _rounded(weight, clips.get(name), width_of(bits, name), group_size)
+        return quantized | {kind: tensor.to(dtype).float() for kind, tensor in found.items()}
+
+    with ExitStack() as stack:
+        for name in dict.fromkeys((*structure.linears, *scaled_modules(scalings))):
+            while_computing(stack, layer.get_submodule(name), lambda name=name: stored(name))
+        yield
+
+
+def _rounded(weight: Tensor, clip: Tensor | None, bits: int, group_size: int) -> Tensor:
+    """`fake_quantize_weight`, some rows at a time."""
+    found, size = torch.empty_like(weight), max(1, _CHUNK_WEIGHTS // weight.shape[1])
+    for start in range(0, len(weight), size):
+        rows = slice(start, start + size)
+        found[rows] = fake_quantize_weight(weight[rows], bits, group_size, None if clip is None else clip[rows])
+    return found
+
+
+def _tensor(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
