@@ -1,18 +1,19 @@
 """What quantized weights cost the output of a whole decoder layer, on some of the calibration sequences.
 
 Searches for weights look at parts of a layer: scales at the modules that read a norm, clips at groups of weights. What
-all of it together, rounded as it will be stored, makes of the layer's output is measured here, relative to each token,
-since the norm that reads the output gives every token the same size:
+all of it together, rounded as it will be stored, makes of the layer's output is measured here, as the next layer reads
+it. That is through a norm N, for which the layer's own first one stands (its weights undone by no scale):
 
-    mean over tokens t of || y_t - y*_t ||^2 / || y*_t ||^2            (y* without any rounding)
+    sum over tokens t of || N(y_t) - N(y*_t) ||^2 / sum over tokens t of || N(y*_t) ||^2      (y* without any rounding)
 
-A mean over all tokens' squared errors would say little but for the attention sink, whose output is up to 1,000 times as
-large as that of others in many models.
+Without the norm it would be the error of the attention sink, whose output is up to 1,000 times as large as that of
+other tokens, or of a few large channels that norms make small again: benchmarks/weights.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,26 +36,27 @@ _CHUNK_WEIGHTS = 2**22  # rounded at once
 
 @dataclass(frozen=True)
 class LayerSample:
-    """Whole sequences that went through a layer, float32 [n, T, hidden] before and after it, and its other arguments.
+    """Whole sequences that went through a layer.
 
     Attributes:
-        inputs, outputs: of the unquantized layer.
-        arguments: for each sequence, as a batch of one.
+        inputs: float32 [n, T, hidden]; outputs: the same, N of the unquantized layer's.
+        arguments: the layer's others, for each sequence, as a batch of one.
+        norm: N.
     """
 
     inputs: Tensor
     outputs: Tensor
     arguments: Sequence[dict[str, Any]]
+    norm: Callable[[Tensor], Tensor]
 
     @torch.no_grad()
     def error(self, layer: nn.Module) -> float:
         """The error, as above, of the layer's output with the parameters that it has now."""
-        found = []
+        errors = []
         for some in same_argument_chunks(self.arguments, max(1, _CHUNK_TOKENS // self.inputs.shape[1])):
-            output = _tensor(layer(self.inputs[some], **self.arguments[some.start]))
-            size = self.outputs[some].square().sum(-1, dtype=torch.float64).clamp(min=torch.finfo(torch.float32).tiny)
-            found.append((output - self.outputs[some]).square_().sum(-1, dtype=torch.float64).div_(size).sum())
-        return float(torch.stack(found).sum()) / self.inputs.shape[:2].numel()
+            output = self.norm(_tensor(layer(self.inputs[some], **self.arguments[some.start])))
+            errors.append((output - self.outputs[some]).square_().sum(dtype=torch.float64))
+        return float(torch.stack(errors).sum() / self.outputs.square().sum(dtype=torch.float64))
 
 
 class LayerSampler:
@@ -69,7 +71,7 @@ class LayerSampler:
     def __init__(self, work: LayerWork) -> None:
         count = min(work.num_samples, max(1, SAMPLE_TOKENS // work.seq_len))
         self._wanted = {(2 * i + 1) * work.num_samples // (2 * count) for i in range(count)}
-        self._seen, self._ranks = work.first_sample, work.ranks
+        self._seen, self._ranks, self._norm = work.first_sample, work.ranks, _first_norm(work)
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []
         self._arguments: list[dict[str, Any]] = []
@@ -89,12 +91,20 @@ class LayerSampler:
         keep = [i for i in range(hidden.shape[0]) if self._seen + i in self._wanted]
         self._seen += hidden.shape[0]
         self._inputs.append(hidden[keep].detach().float())
-        self._outputs.append(_tensor(output)[keep].detach().float())
+        self._outputs.append(self._norm(_tensor(output)[keep].detach().float()))
         self._arguments += [kwargs] * len(keep)
 
     def result(self) -> LayerSample:
         """The sample."""
-        return LayerSample(torch.cat(self._inputs), torch.cat(self._outputs), self._arguments)
+        return LayerSample(torch.cat(self._inputs), torch.cat(self._outputs), self._arguments, self._norm)
+
+
+def _first_norm(work: LayerWork) -> Callable[[Tensor], Tensor]:
+    """A copy of the norm that the layer's input goes through, or one without weights where there is none."""
+    for group in work.structure.norm_groups:
+        if group.norm is not None and work.structure.attention in group.inspected:
+            return copy.deepcopy(work.layer.get_submodule(group.norm))
+    return lambda hidden: nn.functional.rms_norm(hidden, hidden.shape[-1:])
 
 
 @contextmanager

@@ -125,6 +125,9 @@ def weights_line(manifest: Manifest) -> str:
             f"; {weights.quantized_parameters:,} of them in quantized Linears at "
             f"{weights.quantized_bits_per_weight:.2f} bits"
         )
+    kept = [found for layer in manifest.layers if (found := figure(layer.statistics, "awq.kept")) is not None]
+    if kept:
+        line += f"; AWQ's scales kept in {kept.count('scales and clips')} of {len(kept)} layers"
     return line
 
 
