@@ -29,8 +29,7 @@ from kvconvert.calibration.rounded_readers import while_computing
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 
-SAMPLE_TOKENS = 2048
-_CHUNK_TOKENS = 1024  # of a forward pass: bounds its memory
+SAMPLE_TOKENS = 1024
 _CHUNK_WEIGHTS = 2**22  # rounded at once
 
 
@@ -53,7 +52,7 @@ class LayerSample:
     def error(self, layer: nn.Module) -> float:
         """The error, as above, of the layer's output with the parameters that it has now."""
         errors = []
-        for some in same_argument_chunks(self.arguments, max(1, _CHUNK_TOKENS // self.inputs.shape[1])):
+        for some in same_argument_chunks(self.arguments, len(self.inputs)):
             output = self.norm(_tensor(layer(self.inputs[some], **self.arguments[some.start])))
             errors.append((output - self.outputs[some]).square_().sum(dtype=torch.float64))
         return float(torch.stack(errors).sum() / self.outputs.square().sum(dtype=torch.float64))
@@ -70,7 +69,7 @@ class LayerSampler:
 
     def __init__(self, work: LayerWork) -> None:
         count = min(work.num_samples, max(1, SAMPLE_TOKENS // work.seq_len))
-        self._wanted = {(2 * i + 1) * work.num_samples // (2 * count) for i in range(count)}
+        self._wanted = {(4 * i + 1) * work.num_samples // (4 * count) for i in range(count)}
         self._seen, self._ranks, self._norm = work.first_sample, work.ranks, _first_norm(work)
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []

@@ -23,6 +23,7 @@ from kvconvert.calibration.clip_ratios import CLIP_RATIO_GRID, QUERY_BLOCK
 from kvconvert.calibration.gptq_pass import outputs_at_once
 from kvconvert.calibration.hessian_factor import FACTOR_BLOCK
 from kvconvert.calibration.hessians import BLOCK_NUMBERS, block_rows
+from kvconvert.calibration.layer_error import SAMPLE_TOKENS as LAYER_TOKENS
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.planning.layer_sizes import LayerSizes
 
@@ -118,6 +119,8 @@ def _gathered(sizes: LayerSizes, weights: WeightsRecipe, tokens: int) -> _Gather
         moments = sum(inputs * weights.group_size for inputs, _ in points)
         wanted = sum(inputs * min(tokens, EXPERT_TOKENS if routed else LOSS_TOKENS) for inputs, routed in points)
         sequences = min(tokens, LOSS_TOKENS) * sizes.hidden_size
+        if not weights.compensates:
+            sequences += 2 * min(tokens, LAYER_TOKENS) * sizes.hidden_size
         observed = 8 * moments + 4 * (wanted + sequences)
         kept = 4 * (moments + wanted + sequences)
         summed = observed + kept
@@ -196,6 +199,8 @@ def _search(sizes: LayerSizes, weights: WeightsRecipe, tokens: int) -> int:
             outputs, inputs = sizes.linears[pair.down]
             work = inputs**2 if inputs < LOSS_TOKENS else min(tokens, LOSS_TOKENS) * outputs
             most = max(most, 2 * outputs * inputs + work)
+        # One Linear scaled, and rounded, while the whole layer runs.
+        most = max(most, 2 * largest + _activations(sizes, min(tokens, LAYER_TOKENS)) // 4)
     return 4 * max(most, 5 * min(largest, _CLIP_WEIGHTS))
 
 

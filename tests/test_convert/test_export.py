@@ -13,10 +13,11 @@ from tiny.llama import write_recipe, write_tiny_llama
 
 from kvconvert.bundle import writer
 from kvconvert.bundle.reader import open_bundle
+from kvconvert.bundle.summary import manifest_text
 from kvconvert.bundle.writer import replacing
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Limits, Recipe
+from kvconvert.convert.recipe import Limits, Recipe, WeightsRecipe
 from kvconvert.convert.sealed_json import read_sealed, sealed_json
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import CheckpointError, FidelityError, KvconvertError, UsageError
@@ -101,6 +102,19 @@ def test_the_manifest_covers_every_linear_and_counts_its_bits(exported):
     assert manifest.weights.parameters == original
     assert manifest.transforms[-1] == "quantize_weights"
     assert manifest.conventions["rotation"]["matrix"] == {"16": "sylvester(16)"}
+
+
+def test_the_manifest_says_what_each_layer_keeps_of_awq(source, tmp_path):
+    recipe = Recipe(weights=WeightsRecipe(method="awq", group_size=16), kv=None)
+    calibrate(str(source), tmp_path / "work", recipe=recipe, samples=2, seq_len=16, progress=False)
+    manifest = open_bundle(export(tmp_path / "work", tmp_path / "bundle", progress=False)).manifest
+    found = [layer.statistics["awq"] for layer in manifest.layers]
+    for layer in found:
+        errors = layer["layer_error"]
+        assert errors.keys() == {"rounding", "clips", "scales and clips"}
+        assert errors[layer["kept"]] == min(errors.values()) > 0
+    kept = sum(layer["kept"] == "scales and clips" for layer in found)
+    assert f"AWQ's scales kept in {kept} of 2 layers\n" in manifest_text(manifest)
 
 
 def test_config_is_the_sources_own_plus_how_engines_read_the_weights(source, exported):
