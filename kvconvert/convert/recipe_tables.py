@@ -18,6 +18,7 @@ from kvconvert.methods import (
     preset_calibration,
     refuse_renamed,
 )
+from kvconvert.methods.key_treatments import TREATED_FIELDS
 
 
 class Table(BaseModel):
@@ -184,6 +185,15 @@ def _kv(
     own = {} if preset is None else preset_calibration(preset).to_dict()
     if table != "[kv]":
         own = {name: value for name, value in own.items() if name not in WHOLE_MODEL_OPTIONS}
+    known = base if preset is None else PRESETS[preset].to_dict()
+    treated = next((name for name in TREATED_FIELDS if name in fields and fields[name] != known.get(name)), None)
+    if treated is not None:
+        if options.get("calibrate_keys"):
+            raise RecipeError(
+                f"The recipe {where} sets {table} {treated} beside calibrate_keys = true, which chooses it; remove one."
+            )
+        # What is stated is not chosen.
+        options["calibrate_keys"] = False
     stated = calibration.to_dict() | own | above | options | {"given": sorted(given)}
     choices = read_options(stated, table.strip("[]"), where)
     try:

@@ -15,6 +15,8 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from kvconvert.methods.part import STRICT, option
 
+# What a recipe that states it keeps calibration from choosing.
+TREATED_FIELDS = ("rotate_keys", "token_norm", "key_center", "boost_fraction")
 # Where channels are boosted, fewer bits or larger groups pay for it: of (bits, group size), what costs as much or less.
 BOOSTED_INSTEAD = {(3, 128): (2, 128, 0.5), (2, 32): (2, 128, 0.375), (2, 64): (2, 128, 0.125)}
 _FORMS = (
@@ -82,8 +84,8 @@ class KeyTreatmentSearch:
         False,
         "true or false",
         "compare treatments of keys ([constant part kept or not] x [plain, rotated, boosted] x [norm or not]) by the "
-        "error of each layer's output, and take the best, in the place of what rotate_keys, token_norm, key_center and "
-        "boost_fraction say",
+        "error of each layer's output, and take the best; off where rotate_keys, token_norm, key_center or "
+        "boost_fraction is stated",
     )
 
     def chooses_treatment(self, scheme: Any) -> bool:

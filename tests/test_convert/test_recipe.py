@@ -40,6 +40,18 @@ def test_a_table_that_is_left_out_takes_the_default(tmp_path):
     assert recipe.calibration.calibrate_keys
 
 
+def test_a_treatment_that_is_stated_is_not_chosen(tmp_path):
+    for field, value in (("rotate_keys", "hadamard"), ("token_norm", "joint"), ("key_center", "calibrated")):
+        recipe = Recipe.load("default", {f"kv.{field}": value})
+        assert getattr(recipe.kv, field) == value
+        assert not recipe.calibration.calibrate_keys
+    layers = load(tmp_path, '[kv]\npreset = "default"\n[[kv.layers]]\nindex = [1]\nrotate_keys = "hadamard"\n')
+    assert layers.calibration_of(0).calibrate_keys
+    assert not layers.calibration_of(1).calibrate_keys
+    with pytest.raises(RecipeError, match="rotate_keys beside calibrate_keys = true, which chooses it"):
+        load(tmp_path, '[kv]\npreset = "kivi"\nrotate_keys = "hadamard"\ncalibrate_keys = true\n')
+
+
 def test_fields_replace_the_values_of_a_kv_preset(tmp_path):
     recipe = load(tmp_path, '[kv]\npreset = "oscar"\nkey_bits = 4\nkey_clip_ratio = 0.85\n')
     assert (recipe.kv.key_bits, recipe.kv.key_clip_ratio, recipe.kv.rotate_keys) == (4, 0.85, "hadamard")
