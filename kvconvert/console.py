@@ -229,6 +229,7 @@ class Console:
             generation_config=config,
             past_key_values=cache,
             streamer=printer,
+            tokenizer=self.tokenizer,  # for the stop strings of a generation config
             **({"stopping_criteria": [Stopped(printer)]} if self.choice.stop else {}),
         )
         return result.sequences.cpu(), result.past_key_values, printer.text

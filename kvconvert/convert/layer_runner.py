@@ -264,13 +264,16 @@ def _build_without_weights(source: SourceModel) -> PreTrainedModel:
                 attn_implementation=RECORDING_ATTENTION,
                 trust_remote_code=False,
             )
-    except (ValueError, KeyError, AttributeError, ImportError) as error:
+    except (ValueError, KeyError, AttributeError, ImportError, TypeError, AssertionError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
+        if "adding_idx" in reason:  # as torch says it, without the field's name
+            text = source.config.get_text_config()
+            reason = f"its pad_token_id, {text.pad_token_id}, is not among its {text.vocab_size} tokens"
         if RECORDING_ATTENTION in reason:
             raise UnsupportedModelError(
                 f"{source.config.model_type} models compute attention in code of their own, which does not go through "
                 "transformers' attention interface; so that kvconvert can neither calibrate nor serve their cache."
             ) from error
         raise UnsupportedModelError(
-            f"transformers has no causal language model for {source.directory / 'config.json'} ({reason})."
+            f"transformers builds no causal language model from {source.directory / 'config.json'} ({reason})."
         ) from error

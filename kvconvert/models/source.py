@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -353,7 +354,12 @@ def _load_config(directory: Path) -> PretrainedConfig:
         raise CheckpointError(
             f"{directory / 'config.json'} cannot be read ({_first_line(error)}); fetch it again."
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (StrictDataclassError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"transformers does not accept {directory / 'config.json'} ({_first_line(error.__cause__ or error)}); correct "
+            "it, or fetch it again."
+        ) from error
+    except ValueError as error:
         raise UnsupportedModelError(
             f"transformers cannot read {directory / 'config.json'} without running the model's own code, which "
             f"kvconvert never does ({_first_line(error)})."

@@ -83,6 +83,15 @@ def test_an_answer_ends_before_a_stop_text_wherever_its_tokens_are_cut(bundle):
         assert text(bundle, *prompt, "--stop", "never said", "--stop", stop) == expected
 
 
+def test_stop_strings_of_a_generation_config_end_an_answer(bundle, capsys):
+    console = Console(bundle, 12, "cpu")
+    console.complete("It was a dark night", raw=True)
+    whole = capsys.readouterr().out
+    console.generation_config.stop_strings = [whole[4:8]]
+    console.complete("It was a dark night", raw=True)
+    assert len(capsys.readouterr().out) < len(whole)
+
+
 def test_a_chat_template_is_used_for_a_prompt_unless_it_is_raw(bundle):
     console = Console(bundle, 2, "cpu", system="Be brief.")
     console.tokenizer.chat_template = TEMPLATE

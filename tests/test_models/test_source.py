@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny.checkpoints import save_checkpoint
 
+from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.models.adapters import find_adapter
 from kvconvert.models.source import open_source
 from kvconvert.models.weight_files import INDEX_FILE
 
@@ -201,6 +203,29 @@ def test_code_that_comes_with_a_model_is_never_run(model):
     (model / "homemade.py").write_text("raise SystemExit('this code ran')\n")
     with pytest.raises(UnsupportedModelError, match="without running the model's own code"):
         open_source(str(model))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("intermediate_size", 128.0), ("eos_token_id", "</s>"), ("rope_scaling", {"type": "longrope"})]
+)
+def test_a_configuration_that_transformers_does_not_accept_is_refused_with_its_reason(model, field, value):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(CheckpointError, match=r"does not accept .*config\.json \(.*(intermediate_size|eos_token|longrope)"):
+        open_source(str(model))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [("pad_token_id", 4096, "its pad_token_id, 4096, is not among its 4096 tokens"), ("rope_theta", "10000", "'str'")],
+)
+def test_a_configuration_of_which_transformers_builds_no_model_is_refused(model, field, value, said):
+    config = json.loads((model / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 4096, field: value}))
+    source = open_source(str(model))
+    with pytest.raises(UnsupportedModelError, match=f"builds no causal language model from .*{said}"):
+        LayerRunner(source, find_adapter(source.config), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -1,0 +1,134 @@
+"""What authors publish goes through the whole command line, or is refused in one sentence that says why."""
+
+import inspect
+import json
+import math
+
+import pytest
+import torch
+from click.testing import CliRunner
+from published.models import DATA, published
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
+
+from kvconvert.cli import cli
+from kvconvert.errors import UnsupportedModelError
+from kvconvert.methods import KVScheme
+from kvconvert.runtime import KVCache, load
+
+RECIPES = ("default", "kv-only")
+PARTS = "perplexity,kl,cache,weights"  # what else there is takes minutes
+QUICK = ("unsloth/Llama-3.2-1B-Instruct", "microsoft/Phi-3-mini-128k-instruct", "openbmb/MiniCPM-2B-sft-bf16")
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in DATA]
+EXACT = KVScheme(key_bits=16, value_bits=16)
+
+
+def kvconvert(*arguments):
+    """Run a command in this process; an exception that is not kvconvert's own fails the test."""
+    result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def done(*arguments):
+    """The standard output of a command that has to succeed."""
+    result = kvconvert(*arguments)
+    assert result.exit_code == 0, result.stderr[-800:]
+    return result.stdout
+
+
+def refused(*arguments):
+    """The one sentence with which a command fails."""
+    result = kvconvert(*arguments)
+    assert result.exit_code in (1, 2), result.output[-800:]
+    return result.stderr.strip().splitlines()[-1].removeprefix("Error: ")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_published_configuration_goes_through_the_whole_path_or_is_refused_by_name(name, tmp_path):
+    torch.set_num_threads(1)
+    model = published(name)
+    source, work, bundle = (tmp_path / folder for folder in ("model", "work", "bundle"))
+    model.write(source)
+    samples = ("--samples", "2", "--seq-len", "64")
+    for recipe, words in model.refusals.items():
+        assert words in refused("plan", source, "--recipe", recipe)
+        assert words in refused("calibrate", source, "-o", work, "--recipe", recipe, *samples)
+    recipe = next((recipe for recipe in RECIPES if recipe not in model.refusals), None)
+    if recipe is None:
+        return
+    planned = json.loads(done("plan", source, "--recipe", recipe, "--no-probe", "--json"))
+    done("calibrate", source, "-o", work, "--recipe", recipe, *samples)
+    done("export", work, "-o", bundle)
+    assert "intact" in done("verify", bundle)
+    assert "Key-value cache" in done("inspect", bundle)
+    options = ("--against", source, "--tokens", "120", "--context", "256", "--only", PARTS, "--json")
+    report = json.loads(done("eval", bundle, *options))
+    assert math.isfinite(report["perplexity"]["bundle"])
+    assert report["kl"]["mean"] > 0
+    own_cache = "kv-only" in model.refusals
+    assert (report["kv"]["bits_per_value"] == 16) == own_cache
+    assert planned["cache"]["bits_per_value"] <= (16 if own_cache else 4)
+    done("generate", bundle, "--prompt", "Once upon a time", "--max-new-tokens", "4", "--temperature", "0")
+    loaded = load(bundle)[0].generation_config
+    for field, value in model.generation.items():
+        if field.endswith("token_id"):
+            assert getattr(loaded, field) == value
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_published_configuration_has_the_cache_without_a_conversion(name, tmp_path):
+    torch.set_num_threads(1)
+    model = published(name)
+    if model.is_unknown:
+        return
+    model.write(tmp_path)
+    if "kv-only" in model.refusals:
+        with pytest.raises(UnsupportedModelError, match=r"keep its keys and values|attention"):
+            KVCache(AutoConfig.from_pretrained(tmp_path), "oscar")
+        return
+    network = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    config = network.config.get_text_config()
+    window = min(getattr(config, "sliding_window", None) or 0, 512)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.vocab_size, (2, 140 + window), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    expected = read(network, ids, mask, DynamicCache(config=network.config))
+    network.set_attn_implementation("kvconvert")
+    found = read(network, ids, mask, KVCache(network.config, EXACT))
+    # Both in float32: other orders of summation, which a few layers of random weights enlarge.
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-3 * float(expected.abs().max()))
+
+    def generated(eos):
+        cache = KVCache(network.config, "oscar")
+        options = {"max_new_tokens": 6, "do_sample": False, "past_key_values": cache, "eos_token_id": eos}
+        tokens = network.generate(ids, attention_mask=mask, pad_token_id=padding, repetition_penalty=1.0, **options)
+        assert cache.stats().pages
+        return tokens[:, ids.shape[1] :]
+
+    published_eos = model.generation["eos_token_id"]
+    ends = published_eos if isinstance(published_eos, list) else [published_eos]
+    padding = model.generation.get("pad_token_id", ends[0])
+    free = generated(None)
+    stopped = generated([*ends, int(free[0, 2])])
+    first = free[0].tolist().index(int(free[0, 2])) + 1
+    assert torch.equal(stopped[0, :first], free[0, :first])
+    assert (stopped[0, first:] == padding).all()
+
+
+def read(network, ids, mask, cache):
+    """Logits of the newest tokens, read in two parts and a single token."""
+    parts = (ids.shape[1] - 12, ids.shape[1] - 1, ids.shape[1])
+    start, logits = 0, []
+    takes_positions = "position_ids" in inspect.signature(network.forward).parameters
+    with torch.no_grad():
+        for stop in parts:
+            positions = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
+            arguments = {"attention_mask": mask[:, :stop], "past_key_values": cache}
+            if takes_positions:
+                arguments["position_ids"] = positions
+            logits.append(network(ids[:, start:stop], **arguments).logits)
+            start = stop
+    return torch.cat(logits[1:], 1)
