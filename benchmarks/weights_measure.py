@@ -77,7 +77,7 @@ def _value(text: str) -> int | bool | str:
 
 
 @dataclass
-class _States:
+class States:
     """Hidden states in memory, read like `kvconvert.convert.hidden_states.HiddenStates`."""
 
     values: Tensor
@@ -100,7 +100,7 @@ def quantized_model(directory: Path, case: Case, calibration: Sources, seed: int
     runner = LayerRunner(source, require_adapter(source.config), torch.device(device))
     runner.begin(CalibrationInputs(ids))
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
-    states = _States(torch.cat(list(runner.first_input())))
+    states = States(torch.cat(list(runner.first_input())))
     for index in range(runner.num_layers):
         structure = runner.structure(index)
         passes = make_passes(case.weights, None, KVCalibration(), structure)
@@ -120,7 +120,7 @@ def quantized_model(directory: Path, case: Case, calibration: Sources, seed: int
                 weight = work.layer.get_submodule(linear).weight
                 weight.copy_(WeightGrid.of(weight, case.weights.bits, case.weights.group_size).round(weight))
         model.get_submodule(name).load_state_dict(work.layer.state_dict())
-        states = _States(torch.cat(outputs)) if outputs else states
+        states = States(torch.cat(outputs)) if outputs else states
     return model
 
 

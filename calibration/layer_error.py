@@ -7,7 +7,7 @@ it. That is through a norm N, for which the layer's own first one stands (its we
     sum over tokens t of || N(y_t) - N(y*_t) ||^2 / sum over tokens t of || N(y*_t) ||^2      (y* without any rounding)
 
 Without the norm it would be the error of the attention sink, whose output is up to 1,000 times as large as that of
-other tokens, or of a few large channels that norms make small again: benchmarks/weights.md.
+other tokens, or of a few large channels that norms make small again: benchmarks/WEIGHTS.md.
 """
 
 from __future__ import annotations

@@ -356,8 +356,8 @@ def _load_config(directory: Path) -> PretrainedConfig:
         ) from error
     except (StrictDataclassError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"transformers does not accept {directory / 'config.json'} ({_first_line(error.__cause__ or error)}); correct "
-            "it, or fetch it again."
+            f"transformers does not accept {directory / 'config.json'} ({_first_line(error.__cause__ or error)}); "
+            "correct it, or fetch it again."
         ) from error
     except ValueError as error:
         raise UnsupportedModelError(

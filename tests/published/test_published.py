@@ -69,7 +69,7 @@ def test_a_published_configuration_goes_through_the_whole_path_or_is_refused_by_
     assert report["kl"]["mean"] > 0
     own_cache = "kv-only" in model.refusals
     assert (report["kv"]["bits_per_value"] == 16) == own_cache
-    assert planned["cache"]["bits_per_value"] <= (16 if own_cache else 4)
+    assert (planned["cache"]["bits_per_value"] == 16) == own_cache
     done("generate", bundle, "--prompt", "Once upon a time", "--max-new-tokens", "4", "--temperature", "0")
     loaded = load(bundle)[0].generation_config
     for field, value in model.generation.items():

@@ -211,7 +211,9 @@ def test_code_that_comes_with_a_model_is_never_run(model):
 def test_a_configuration_that_transformers_does_not_accept_is_refused_with_its_reason(model, field, value):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {field: value}))
-    with pytest.raises(CheckpointError, match=r"does not accept .*config\.json \(.*(intermediate_size|eos_token|longrope)"):
+    with pytest.raises(
+        CheckpointError, match=r"does not accept .*config\.json \(.*(intermediate_size|eos_token|longrope)"
+    ):
         open_source(str(model))
 
 
