@@ -66,6 +66,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=32, help="of each length (default: 32)")
     parser.add_argument("--batch", type=int, help="rows at a time (default: 32 on a GPU, 4 on a CPU)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--calibrate-on", metavar="DEVICE", help="default: --device's")
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="of calibrations (default: build/real-model/MODEL)")

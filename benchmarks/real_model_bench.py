@@ -45,7 +45,13 @@ class Bench:
         dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
         self.batch = args.batch or (32 if on_gpu else 4)
         self.shop = Workshop(
-            args.model, args.calibration, args.work, torch.device(args.device), getattr(torch, dtype), args.again
+            args.model,
+            args.calibration,
+            args.work,
+            torch.device(args.device),
+            getattr(torch, dtype),
+            args.again,
+            args.calibrate_on,
         )
         self.jobs = args.jobs or (4 if on_gpu else 1)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -83,6 +89,7 @@ class Bench:
                 "text": Path(args.calibration or "books-calib").name,
                 "samples": SAMPLES,
                 "length": LENGTH,
+                "device": self.shop.calibrate_on,
             },
         }
         if CODE in files:

@@ -101,13 +101,21 @@ class Workshop:
         work: where the directories lie.
         device, dtype: in which models compute.
         restart: calibrate anew.
+        calibrate_on: device of the calibrations; None takes `device`'s.
     """
 
     def __init__(
-        self, model: Path, data: str | None, work: Path, device: torch.device, dtype: torch.dtype, restart: bool
+        self,
+        model: Path,
+        data: str | None,
+        work: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        restart: bool,
+        calibrate_on: str | None = None,
     ):
         self.directory, self.data, self.work, self.restart = model, data, work, restart
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.calibrate_on = device, dtype, calibrate_on or device.type
         self._shared: PreTrainedModel | None = None
         self._searched: dict[str, Path] = {}
 
@@ -150,7 +158,7 @@ class Workshop:
             self.directory,
             directory / "work",
             recipe=case.recipe(keep_weights, directory),
-            device=self.device.type,
+            device=self.calibrate_on,
             restart=self.restart,
             progress=False,
             **arguments,
