@@ -27,6 +27,11 @@ class Interval:
     high: float | None
 
     @property
+    def bounds(self) -> tuple[float, float] | None:
+        """`low` and `high`; None with a single segment."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+    @property
     def above_zero(self) -> bool:
         """Whether the whole interval lies above 0."""
         return self.low is not None and self.low > 0

@@ -161,7 +161,7 @@ def evaluate(
     answers = [
         answer_with(d, tokenizer, progress, name, chunk) for d, name in ((source, "source"), (decoder, "bundle"))
     ]
-    found = passkey(*answers, plan.numbers) if "recall" in parts else None
+    found = passkey(*answers, plan.numbers, seed) if "recall" in parts else None
     probes = None
     if "probes" in parts:
         probes = measure_probes(source, decoder, plan.probes, seed, ROWS[place.type], progress)

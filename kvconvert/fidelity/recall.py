@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from kvconvert.errors import UsageError
+from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.scoring import Decoder, batches, generate_greedily
 from kvconvert.kernels.pages import PAGE_SIZE
 
@@ -99,6 +100,7 @@ class PasskeyResult:
         prompts: how many.
         by_length: context length in tokens to (source, bundle).
         by_depth: depth of the fact to (source, bundle).
+        loss_interval: bootstrap interval, over prompts, of `source` - `bundle`; None with one prompt.
     """
 
     source: float | None
@@ -106,6 +108,7 @@ class PasskeyResult:
     prompts: int
     by_length: dict[str, tuple[float, float]]
     by_depth: dict[str, tuple[float, float]]
+    loss_interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,7 @@ def passkey_drills(book: DrillBook, max_length: int, trials: int, sink_tokens: i
     return [book.passkey(n, depth) for n in lengths for depth in PASSKEY_DEPTHS for _ in range(trials)]
 
 
-def passkey(source: Answer, bundle: Answer, drills: Sequence[Drill]) -> PasskeyResult:
+def passkey(source: Answer, bundle: Answer, drills: Sequence[Drill], seed: int = 0) -> PasskeyResult:
     """Ask source and bundle for the same five digits."""
     if not drills:
         return PasskeyResult(None, None, 0, {}, {})
@@ -215,11 +218,13 @@ def passkey(source: Answer, bundle: Answer, drills: Sequence[Drill]) -> PasskeyR
             for name, chosen in sorted(groups.items())
         }
 
+    before, after = (torch.tensor(answers, dtype=torch.float64) for answers in right)
     return PasskeyResult(
         *(sum(answers) / len(drills) for answers in right),
         prompts=len(drills),
         by_length=shares(lambda drill: len(drill.context)),
         by_depth=shares(lambda drill: drill.depth),
+        loss_interval=bootstrap_mean(before - after, seed).bounds,
     )
 
 

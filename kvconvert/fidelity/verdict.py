@@ -1,7 +1,8 @@
 """What a bundle keeps of its source's abilities, and one sentence that says what it is fit for.
 
 The rule: a bundle is fit for what it does at least nine tenths as well as its source. Recall and probes are judged by
-the share of right answers, if `MIN_PROMPTS` prompts or more were asked and the source answers a fifth or more.
+the share of right answers, if `MIN_PROMPTS` prompts or more were asked and the source answers a fifth or more; what
+seems lost is unclear while the interval of the loss holds zero.
 Continuing text is judged by the inverse of perplexity, the mean probability of the text's tokens, over `MIN_TOKENS` or
 more of them.
 """
@@ -60,8 +61,7 @@ class ProbeResult:
         if not bundle:
             return cls(ability, share, None, None, None, len(source), answers, tokens)
         after = _shares(bundle)
-        loss = bootstrap_mean(before - after, seed)
-        interval = None if loss.low is None or loss.high is None else (loss.low, loss.high)
+        interval = bootstrap_mean(before - after, seed).bounds
         given = float(after.mean())
         kept = _kept(share, given, len(source))
         return cls(ability, share, given, interval, kept, len(source), answers, tokens)
@@ -90,20 +90,29 @@ def measure_probes(
 
 @dataclass(frozen=True)
 class Ability:
-    """What source and bundle can do: shares, and `kept`, bundle / source, or None where that cannot be judged."""
+    """What source and bundle can do.
+
+    Attributes:
+        name: in words.
+        source, bundle: share of right answers.
+        kept: `bundle` / `source`, or None where that cannot be judged.
+        by_chance: whether a loss of none lies in the interval of the loss.
+    """
 
     name: str
     source: float
     bundle: float | None
     kept: float | None
+    by_chance: bool = False
 
 
 def abilities(probes: Mapping[str, ProbeResult], passkey: PasskeyResult | None) -> list[Ability]:
     """Recall and probes, as far as they were asked."""
-    found = [Ability(p.ability, p.source, p.bundle, p.kept) for p in probes.values()]
+    found = [Ability(p.ability, p.source, p.bundle, p.kept, _by_chance(p.loss_interval)) for p in probes.values()]
     if passkey is not None and passkey.source is not None and passkey.bundle is not None:
         kept = _kept(passkey.source, passkey.bundle, passkey.prompts)
-        found.insert(0, Ability(RECALL, passkey.source, passkey.bundle, kept))
+        by_chance = _by_chance(passkey.loss_interval)
+        found.insert(0, Ability(RECALL, passkey.source, passkey.bundle, kept, by_chance))
     return found
 
 
@@ -129,15 +138,21 @@ def verdict(found: Sequence[Ability], text: tuple[float, float] | None, tokens: 
         kept = {TEXT: text[0] / text[1] if tokens >= MIN_TOKENS else None} | kept
     fit = [name for name, share in kept.items() if share is not None and share >= KEPT]
     # Rounded down: what is lost never looks like what is kept.
-    unfit = [
-        f"{name} (keeps {int(100 * share)}%)" for name, share in kept.items() if share is not None and share < KEPT
-    ]
+    lost = {name: f"{name} (keeps {int(100 * k)}%)" for name, k in kept.items() if k is not None and k < KEPT}
+    chance = {each.name for each in found if each.by_chance}
+    unfit = [words for name, words in lost.items() if name not in chance]
+    unclear = [words for name, words in lost.items() if name in chance]
     unknown = [name for name, share in kept.items() if share is None]
     said = [f"fit for {_listed(fit)}"] if fit else []
     said += [f"not fit for {_listed(unfit)}"] if unfit else []
+    said += [f"unclear with so few prompts: {_listed(unclear)}"] if unclear else []
     said += [f"not judged: {_listed(unknown)}"] if unknown else []
     sentence = "; ".join(said)
     return f"{sentence[0].upper()}{sentence[1:]}." if said else None
+
+
+def _by_chance(loss: tuple[float, float] | None) -> bool:
+    return loss is not None and loss[0] <= 0
 
 
 def _kept(source: float, bundle: float, prompts: int) -> float | None:
