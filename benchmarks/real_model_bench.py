@@ -89,7 +89,6 @@ class Bench:
                 "text": Path(args.calibration or "books-calib").name,
                 "samples": SAMPLES,
                 "length": LENGTH,
-                "device": self.shop.calibrate_on,
             },
         }
         if CODE in files:
@@ -199,6 +198,7 @@ class Bench:
             row |= self.recall.of(made.decoder, name, self.batch)
             seconds["recall"] = time.monotonic() - begun - seconds["text"] - seconds["size"]
         distinct = {json.dumps(s and s.to_dict(), sort_keys=True) for s in made.schemes}
+        row["calibrated_on"] = self.shop.calibrate_on
         return row | {"seconds": {k: round(v, 1) for k, v in seconds.items()}, "schemes": sorted(distinct)}
 
     def sealed_beside(self) -> list[str]:
