@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from kvconvert.calibration.attention_capture import attention_observed
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult, require_finite
 from kvconvert.calibration.ranks import ALONE, Ranks
-from kvconvert.calibration.structure import LayerStructure
 from kvconvert.kernels.rotate import hadamard_matrix, hadamard_transform
+from kvconvert.models.structure import LayerStructure
 
 STAGES = ("original", "rotated", "rotated_scaled")
 

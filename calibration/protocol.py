@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.calibration.ranks import ALONE, Ranks
-from kvconvert.calibration.structure import LayerStructure
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
 from kvconvert.kernels.pages import ChannelScales, LayerFormat
@@ -26,6 +25,7 @@ from kvconvert.kernels.rotate import NO_ROTATION, Rotations
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.models.structure import LayerStructure
 
 
 class ChannelBounds(NamedTuple):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvconvert.data.images import read_image
 from kvconvert.errors import KvconvertError, UsageError
-from kvconvert.models.auto_class import supports_images
+from kvconvert.models.configuration import supports_images
 from kvconvert.models.device import choose_device, compute_dtype
 from kvconvert.models.image_prompts import ImagePrompts
 from kvconvert.models.processors import tokenizer_of

@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,26 +16,35 @@ EVERY_ROOM = ("kvconvert", *ROOMS)
 # Leaf and data-format modules that several rooms may use.
 ALLOWED = {
     "kernels": ("kvconvert.kernels", "kvconvert.errors"),
-    "calibration": ("kvconvert.calibration", "kvconvert.kernels", "kvconvert.methods", "kvconvert.errors"),
-    "runtime": (
-        "kvconvert.runtime",
+    "kvconvert/io": ("kvconvert.io", "kvconvert.errors"),
+    "kvconvert/methods": ("kvconvert.methods", "kvconvert.errors"),
+    # Passes describe a layer in the words of its structure.
+    "calibration": (
+        "kvconvert.calibration",
         "kvconvert.kernels",
-        "kvconvert.bundle",
         "kvconvert.methods",
-        "kvconvert.models",
+        "kvconvert.models.structure",
         "kvconvert.errors",
     ),
-    "kvconvert/methods": ("kvconvert.methods", "kvconvert.errors"),
-    "kvconvert/bundle": ("kvconvert.bundle", "kvconvert.methods", "kvconvert.errors"),
-    # Adapters describe layers in the words of calibration; sources may hold weights in the layout of bundles.
+    "kvconvert/bundle": ("kvconvert.bundle", "kvconvert.io", "kvconvert.methods", "kvconvert.errors"),
+    # Sources may hold weights in the layout of bundles.
     "kvconvert/models": (
         "kvconvert.models",
-        "kvconvert.bundle",
-        "kvconvert.calibration.structure",
+        "kvconvert.io",
         "kvconvert.kernels.finite",
         "kvconvert.kernels.linear.awq_format",
         "kvconvert.kernels.linear.word_format",
         "kvconvert.methods.awq",
+        "kvconvert.errors",
+    ),
+    "kvconvert/data": ("kvconvert.data", "kvconvert.io", "kvconvert.models", "kvconvert.errors"),
+    "runtime": (
+        "kvconvert.runtime",
+        "kvconvert.kernels",
+        "kvconvert.bundle",
+        "kvconvert.io",
+        "kvconvert.methods",
+        "kvconvert.models",
         "kvconvert.errors",
     ),
 }
@@ -155,13 +165,19 @@ def test_kernels_run_without_transformers_and_help_without_torch():
     assert "torch" not in imported_by("import kvconvert.methods")
 
 
-def test_every_package_is_declared_for_installation():
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    source = ROOT / project["package-dir"][""]
-    found = set()
-    for folder, _, files in os.walk(source, followlinks=True):
-        if "__init__.py" in files:
-            found.add(".".join(Path(folder).relative_to(source).parts))
-    assert found == set(project["packages"])
+def test_an_installed_package_holds_every_file():
+    """Packages are found, for which a folder needs an __init__.py; other files have to match a declared pattern."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["tool"]["setuptools"]
+    declared = {
+        Path(*package.split("."), pattern)
+        for package, patterns in tools["package-data"].items()
+        for pattern in patterns
+    }
+    source = ROOT / tools["packages"]["find"]["where"][0]
+    for folder, _, names in os.walk(source, followlinks=True):
+        where = Path(folder).relative_to(source)
+        for name in names:
+            if name.endswith(".py"):
+                assert (Path(folder) / "__init__.py").is_file(), where
+            elif not name.endswith(".pyc"):
+                assert any((where / name).match(str(pattern)) for pattern in declared), where / name

@@ -17,7 +17,7 @@ from kvconvert.errors import RecipeError
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES, Candidate
 from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
-from kvconvert.models.layer_types import layer_types_of
+from kvconvert.models.configuration import layer_types_of
 from kvconvert.runtime.cache.formats import layer_format, rotations
 
 # A window is a choice only where most of the text that is measured lies beyond it.

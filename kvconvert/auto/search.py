@@ -34,7 +34,7 @@ from kvconvert.data.text import TokenData, load_token_samples
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods.auto import DEFAULT_CONTEXT, KEY_CANDIDATES, VALUE_CANDIDATES, AutoSearch, Candidate
-from kvconvert.models.layer_types import changing_rope
+from kvconvert.models.configuration import changing_rope
 from kvconvert.models.processors import load_tokenizer
 
 TEXT_LENGTH = 4096  # tokens of a sequence at most

@@ -17,9 +17,9 @@ from kvconvert.bundle.json_files import MAX_JSON, parse_object
 from kvconvert.bundle.manifest import FORMAT_VERSION, MANIFEST_NAME, PLAN_NAME, Manifest, unseal
 from kvconvert.bundle.plan_file import check_plan_header, read_plan
 from kvconvert.bundle.settings import is_settings
-from kvconvert.bundle.tensorfile import DTYPES, mismatch
 from kvconvert.bundle.weight_files import check_scales, check_tensors, is_finite, read_tensors
 from kvconvert.errors import BundleError
+from kvconvert.io.tensorfile import DTYPES, mismatch
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def calibrate(
     shows them all.
     """
     from kvconvert.convert.host_memory import return_large_blocks
-    from kvconvert.models.checksums import begin
+    from kvconvert.io.checksums import begin
 
     return_large_blocks()
     # Hashing the model, which takes long, begins before the imports, which take seconds.
@@ -126,8 +126,8 @@ def calibrate(
 
 def _check_export(bundle: Path, work: Path) -> None:
     """Refuse, before anything is computed, a bundle that could not be written afterwards."""
-    from kvconvert.bundle.disk import check_writable
     from kvconvert.bundle.writer import check_output
+    from kvconvert.io.disk import check_writable
 
     if bundle.resolve() == work.resolve():
         raise UsageError(f"--export and -o are both {work}; give the bundle a directory of its own.")

@@ -7,14 +7,13 @@ from dataclasses import replace
 from torch import nn
 from transformers import PretrainedConfig
 
-from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import CheckpointError, RecipeError, UnsupportedModelError, UsageError
 from kvconvert.methods.awq import AUTO_GROUP_SIZES, WeightsRecipe
 from kvconvert.models.adapters import head_dim, layer_config
-from kvconvert.models.layer_types import layer_types_of, pages_unsupported
-from kvconvert.models.modality import placeholder_ids
+from kvconvert.models.configuration import layer_types_of, pages_unsupported, placeholder_ids
+from kvconvert.models.structure import LayerStructure
 from kvconvert.runtime.cache.formats import layer_format
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvconvert.bundle import disk
 from kvconvert.errors import KvconvertError
+from kvconvert.io import disk
 
 GO_ON = "calibrate again with the same arguments once that is mended, which goes on from the last finished layer"
 REPEAT = "nothing was left behind; repeat this once that is mended"

@@ -16,25 +16,19 @@ from tqdm import tqdm
 from kvconvert.auto.record import read_allocation, read_weight_allocation
 from kvconvert.bundle.card import CARD_NAME, model_card
 from kvconvert.bundle.conventions import conventions
-from kvconvert.bundle.disk import check_writable, make_directory
-from kvconvert.bundle.locate import is_hub_id
 from kvconvert.bundle.manifest import (
     FORMAT_VERSION,
     PLAN_NAME,
     Fidelity,
-    FileInfo,
     LayerPlan,
     Manifest,
     ModuleCoverage,
-    SourceInfo,
-    TensorInfo,
     WeightsInfo,
     quantization_config,
     widths,
 )
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.settings import is_settings, safe_settings, unsafe_settings
-from kvconvert.bundle.tensorfile import nbytes, tensor_info, write_tensors
 from kvconvert.bundle.writer import (
     MAX_SHARD_BYTES,
     check_output,
@@ -48,7 +42,11 @@ from kvconvert.bundle.writer import (
 from kvconvert.convert.recipe import Limits, Recipe
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageError
-from kvconvert.models.checksums import known_sha256
+from kvconvert.io.checksums import known_sha256
+from kvconvert.io.disk import check_writable, make_directory
+from kvconvert.io.hub import is_hub_id
+from kvconvert.io.records import FileInfo, SourceInfo, TensorInfo
+from kvconvert.io.tensorfile import nbytes, tensor_info, write_tensors
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.version import __version__
 

@@ -19,7 +19,7 @@ from kvconvert.convert.passes import cache_format, make_passes, plan_of
 from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.work_records import LayerRecord
 from kvconvert.convert.workdir import WorkDir
-from kvconvert.models.layer_types import changing_rope
+from kvconvert.models.configuration import changing_rope
 from kvconvert.models.source import float_dtype
 
 
@@ -90,7 +90,10 @@ def _commit(
     notes = [reason, *(note for result in results.values() for note in result.notes)]
     record = LayerRecord(
         index=index,
-        modules=[names.locate(module) for module in layer_coverage(work, recipe.weights, reasons, kept)],
+        modules=[
+            module.stored_under(names.of_module(module.name))
+            for module in layer_coverage(work, recipe.weights, reasons, kept)
+        ],
         statistics={name: result.statistics for name, result in results.items() if result.statistics},
         reason="; ".join(filter(None, notes)),
         **resolved_fields(scheme, work.structure.head_dim, work.structure.num_key_value_heads),

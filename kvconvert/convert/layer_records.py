@@ -21,8 +21,8 @@ from kvconvert.kernels.rotate import hadamard_kind
 from kvconvert.methods import KVScheme
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
+from kvconvert.models.configuration import layer_types_of, pages_unsupported
 from kvconvert.models.experts import expert_modules
-from kvconvert.models.layer_types import layer_types_of, pages_unsupported
 
 
 def layer_scheme(runner: LayerRunner, recipe: Recipe, index: int) -> tuple[KVScheme | None, str]:

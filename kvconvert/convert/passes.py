@@ -19,9 +19,9 @@ from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
 from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, PassRequest, PassResult
 from kvconvert.calibration.static_scales import StaticScalesPass
-from kvconvert.calibration.structure import LayerStructure
 from kvconvert.methods import PLAN_TENSORS, KVCalibration, KVScheme
 from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.models.structure import LayerStructure
 from kvconvert.runtime.cache.formats import layer_format, rotations, span_format
 
 # In the order in which they work: what folds first, the searches for weights after it, and what depends on the values

@@ -24,7 +24,6 @@ from tqdm import tqdm
 from kvconvert.auto.search import SearchTask, allocated_recipe, find_allocation, search_task
 from kvconvert.auto.weight_widths import allocated_widths, budget_of, find_widths, weight_units
 from kvconvert.bundle.manifest import ModuleCoverage
-from kvconvert.bundle.mapped import Mapped
 from kvconvert.calibration.ranks import Ranks, joined_ranks, local_device
 from kvconvert.convert.checks import (
     check_layers_fit,
@@ -51,9 +50,10 @@ from kvconvert.data.mixture import Sources
 from kvconvert.data.samples import load_samples
 from kvconvert.data.text import TokenData
 from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.io.mapped import Mapped
 from kvconvert.methods.awq import AUTO_GROUP_SIZES
 from kvconvert.models.adapters import Adapter, find_adapter, require_adapter
-from kvconvert.models.auto_class import supports_images
+from kvconvert.models.configuration import supports_images
 from kvconvert.models.device import choose_device
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.version import __version__
@@ -279,14 +279,9 @@ def _initial_state(
     names = source.tensor_names
     kept = kept_tensors(runner, recipe.weights)
     modules = [
-        names.locate(
-            ModuleCoverage(
-                name=name,
-                kind=module_kind(module),
-                method="kept",
-                reason=_kept_reason(name, adapter),
-            )
-        )
+        ModuleCoverage(
+            name=name, kind=module_kind(module), method="kept", reason=_kept_reason(name, adapter)
+        ).stored_under(names.of_module(name))
         for name, module in runner.model.named_modules()
         if (prefix is None or not name.startswith(prefix)) and any(True for _ in module.parameters(recurse=False))
     ]

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvconvert.bundle import disk
 from kvconvert.errors import UsageError
+from kvconvert.io import disk
 
 LOCK_NAME = "lock"
 logger = logging.getLogger(__name__)

@@ -34,16 +34,16 @@ from pydantic import BaseModel
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvconvert.bundle import disk
-from kvconvert.bundle.manifest import TensorInfo
-from kvconvert.bundle.mapped import Mapped
-from kvconvert.bundle.tensorfile import read_header, replace_tensors
 from kvconvert.convert.disk_errors import REPEAT, disk_errors
 from kvconvert.convert.hidden_states import HiddenStates, HiddenWriter
 from kvconvert.convert.sealed_json import read_sealed, sealed_json
 from kvconvert.convert.work_lock import LOCK_NAME, check_free, work_lock
 from kvconvert.convert.work_records import WORK_FORMAT, LayerRecord, WorkState
 from kvconvert.errors import UsageError
+from kvconvert.io import disk
+from kvconvert.io.mapped import Mapped
+from kvconvert.io.records import TensorInfo
+from kvconvert.io.tensorfile import read_header, replace_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvconvert.bundle import disk
 from kvconvert.bundle.card import CARD_NAME, model_card, replace_fidelity
 from kvconvert.bundle.manifest import MANIFEST_NAME, Fidelity
 from kvconvert.bundle.reader import open_bundle
@@ -13,6 +12,7 @@ from kvconvert.convert.export import fidelity_of
 from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.report import FidelityReport
+from kvconvert.io import disk
 
 
 def check_recordable(bundle: str | Path) -> None:

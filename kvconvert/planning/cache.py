@@ -14,7 +14,7 @@ from kvconvert.kernels.pages import LayerFormat
 from kvconvert.methods import KVScheme
 from kvconvert.methods.minikv import FORMULAS, spread_ratios
 from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
-from kvconvert.models.layer_types import has_pages, layer_types_of
+from kvconvert.models.configuration import has_pages, layer_types_of
 from kvconvert.runtime.cache.formats import layer_format
 
 CONTEXT_LIMIT = 2**30

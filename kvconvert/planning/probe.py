@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from kvconvert.bundle.manifest import DataInfo, SourceInfo
 from kvconvert.calibration.activations import LOSS_TOKENS
 from kvconvert.convert.host_memory import HUGE_PAGES, anonymous_bytes, return_large_blocks
 from kvconvert.convert.input_capture import CalibrationInputs
@@ -31,6 +30,7 @@ from kvconvert.convert.work_records import WorkState
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.data.samples import load_samples
 from kvconvert.errors import KvconvertError
+from kvconvert.io.records import DataInfo, SourceInfo
 from kvconvert.models.device import choose_device
 from kvconvert.models.source import open_source
 

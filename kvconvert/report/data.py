@@ -20,7 +20,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import GEOMETRIES
 from kvconvert.methods.minikv import spread_ratios
 from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
-from kvconvert.models.layer_types import has_pages, layer_types_of
+from kvconvert.models.configuration import has_pages, layer_types_of
 from kvconvert.runtime.cache.formats import layer_format
 
 CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1,024 to 131,072

@@ -13,8 +13,14 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
 from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError
 from kvconvert.methods import KVScheme, spread_ratios
-from kvconvert.models.layer_types import HYBRID_LAYER_TYPES, has_pages, layer_types_of, pages_unsupported
-from kvconvert.models.modality import Modality, placeholder_ids
+from kvconvert.models.configuration import (
+    HYBRID_LAYER_TYPES,
+    Modality,
+    has_pages,
+    layer_types_of,
+    pages_unsupported,
+    placeholder_ids,
+)
 from kvconvert.runtime.cache.compress import Group, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvconvert.bundle.reader import Bundle
-from kvconvert.models.auto_class import model_class
+from kvconvert.models.configuration import model_class
 from kvconvert.runtime.hf.fit import compare_shapes, no_model, read_config
 from kvconvert.runtime.hf.quantizer import place_packed_linears
 

@@ -12,7 +12,7 @@ from kvconvert.calibration.protocol import CacheFormat
 from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
 from kvconvert.fidelity.scoring import Decoder, compare
 from kvconvert.methods import PRESETS
-from kvconvert.models.layer_types import layer_types_of
+from kvconvert.models.configuration import layer_types_of
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.formats import layer_format, rotations
 

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
 from kvconvert.calibration.attention_sample import AttentionSample, causal
 from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWork, PassResult
-from kvconvert.calibration.structure import LayerStructure, Projection
 from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
+from kvconvert.models.structure import LayerStructure, Projection
 
 STRUCTURE = LayerStructure(
     "self_attn",

@@ -13,9 +13,9 @@ from calibrations import AWQ, KV_ONLY, contents, run
 from crashes import crash, failing, operations
 from tiny.checkpoints import save_checkpoint
 
-from kvconvert.bundle import disk
 from kvconvert.convert.export import export
 from kvconvert.errors import KvconvertError
+from kvconvert.io import disk
 
 STEP = 31  # of the changes to files, every one of this many is tried; the full run tries all
 SHORT = {"samples": 1, "seq_len": 16}

@@ -9,7 +9,8 @@ from tiny.models import random_ids, tiny_model
 
 from kvconvert import KVCache
 from kvconvert.auto.sizes import stored_bytes
-from kvconvert.bundle.manifest import Allocation, DataInfo, LayerAllocation, LayerPlan
+from kvconvert.bundle.manifest import Allocation, LayerAllocation, LayerPlan
+from kvconvert.io.records import DataInfo
 from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES
 from kvconvert.report.data import NotDrawnError, budgets, frontier, memory, module_sizes, sensitivity, tau_surfaces
