@@ -12,12 +12,12 @@ from kvconvert.calibration.key_treatments import TreatmentSearch
 from kvconvert.calibration.protocol import CacheFormat
 from kvconvert.convert.layer_records import layer_scheme
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import RecipeError
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES, Candidate
 from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
 from kvconvert.models.configuration import layer_types_of
+from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime.cache.formats import layer_format, rotations
 
 # A window is a choice only where most of the text that is measured lies beyond it.

@@ -27,7 +27,6 @@ from kvconvert.calibration.clip_ratios import searched_sides
 from kvconvert.calibration.key_treatments import TreatmentSearch
 from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.recipe import LayerOverride, Recipe
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.data.mixture import Sources, load_held_out_mixture
 from kvconvert.data.text import TokenData, load_token_samples
@@ -36,6 +35,7 @@ from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods.auto import DEFAULT_CONTEXT, KEY_CANDIDATES, VALUE_CANDIDATES, AutoSearch, Candidate
 from kvconvert.models.configuration import changing_rope
 from kvconvert.models.processors import load_tokenizer
+from kvconvert.recipes.recipe import LayerOverride, Recipe
 
 TEXT_LENGTH = 4096  # tokens of a sequence at most
 DEFAULT_TOKENS, GPU_DEFAULT_TOKENS = 1024, 16384

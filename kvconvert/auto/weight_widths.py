@@ -24,7 +24,6 @@ from kvconvert.bundle.manifest import WeightAllocation, WeightUnit
 from kvconvert.calibration.activations import point_of
 from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.data.mixture import Sources, load_held_out_mixture
 from kvconvert.data.text import TokenData
@@ -32,6 +31,7 @@ from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.methods.awq import BITS, WeightsRule
 from kvconvert.models.processors import load_tokenizer
+from kvconvert.recipes.recipe import Recipe
 
 TOKENS, GPU_TOKENS = 2048, 16384
 LENGTH = 1024  # tokens of a sequence at most

@@ -87,7 +87,7 @@ def calibrate(
     return_large_blocks()
     # Hashing the model, which takes long, begins before the imports, which take seconds.
     begin(sorted(Path(model).glob("*.safetensors")))
-    from kvconvert.convert.recipe import Recipe
+    from kvconvert.recipes.recipe import Recipe
 
     # A wrong recipe is refused before anything slow is imported.
     loaded = Recipe.load(recipe, changes_of(**changes)).with_search(

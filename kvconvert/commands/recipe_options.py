@@ -39,7 +39,7 @@ def recipe_changes(command: Callable[..., None]) -> Callable[..., None]:
 
 def changes_of(changes: tuple[str, ...], **short: str | None) -> dict[str, Any]:
     """What the options change, by table and key."""
-    from kvconvert.convert.recipe_changes import gathered, parse_change
+    from kvconvert.recipes.tables import gathered, parse_change
 
     typed = [f"{_SHORT[name]}={value}" for name, value in short.items() if value is not None]
     return gathered(parse_change(text) for text in (*typed, *changes))

@@ -19,8 +19,8 @@ def recipes(recipe: str | None, **changes: Any) -> None:
     Values that differ from the defaults have a comment that says what they are.
     """
     stated = changes_of(**changes)
-    from kvconvert.convert.recipe import Recipe
-    from kvconvert.convert.recipe_text import list_recipes, recipe_toml
+    from kvconvert.recipes.recipe import Recipe
+    from kvconvert.recipes.text import list_recipes, recipe_toml
 
     if recipe is None:
         if stated:

@@ -39,7 +39,6 @@ from kvconvert.bundle.writer import (
     write_text,
     write_weights,
 )
-from kvconvert.convert.recipe import Limits, Recipe
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageError
 from kvconvert.io.checksums import known_sha256
@@ -48,6 +47,7 @@ from kvconvert.io.hub import is_hub_id
 from kvconvert.io.records import FileInfo, SourceInfo, TensorInfo
 from kvconvert.io.tensorfile import nbytes, tensor_info, write_tensors
 from kvconvert.models.source import SourceModel, open_source
+from kvconvert.recipes.recipe import Limits, Recipe
 from kvconvert.version import __version__
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_records import converted_tensors, layer_coverage, layer_scheme, resolved_fields
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import cache_format, make_passes, plan_of
-from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.work_records import LayerRecord
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.models.configuration import changing_rope
 from kvconvert.models.source import float_dtype
+from kvconvert.recipes.recipe import Recipe
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.convert.layer_runner import LayerRunner, PackedLinear
-from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.work_records import LayerRecord
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, pack_bits, quantize_weight
@@ -23,6 +22,7 @@ from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
 from kvconvert.models.configuration import layer_types_of, pages_unsupported
 from kvconvert.models.experts import expert_modules
+from kvconvert.recipes.recipe import Recipe
 
 
 def layer_scheme(runner: LayerRunner, recipe: Recipe, index: int) -> tuple[KVScheme | None, str]:

@@ -42,7 +42,6 @@ from kvconvert.convert.layer_records import (
     untouched_record,
 )
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.recipe import Recipe, WeightsRecipe
 from kvconvert.convert.resolve import resolve_layers
 from kvconvert.convert.work_records import WorkState
 from kvconvert.convert.workdir import WorkDir
@@ -56,6 +55,7 @@ from kvconvert.models.adapters import Adapter, find_adapter, require_adapter
 from kvconvert.models.configuration import supports_images
 from kvconvert.models.device import choose_device
 from kvconvert.models.source import SourceModel, open_source
+from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 from kvconvert.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kvconvert.calibration.protocol import MeasuredLayer
 from kvconvert.convert.passes import PASSES
-from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.work_records import LayerRecord
 from kvconvert.methods import KVScheme
+from kvconvert.recipes.recipe import Recipe
 
 
 def resolve_layers(

@@ -9,10 +9,10 @@ from kvconvert.bundle.card import CARD_NAME, model_card, replace_fidelity
 from kvconvert.bundle.manifest import MANIFEST_NAME, Fidelity
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.export import fidelity_of
-from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.report import FidelityReport
 from kvconvert.io import disk
+from kvconvert.recipes.recipe import Recipe
 
 
 def check_recordable(bundle: str | Path) -> None:

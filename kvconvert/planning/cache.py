@@ -9,12 +9,12 @@ from kvconvert.auto.sizes import stored_bytes
 from kvconvert.bundle.manifest import LayerPlan
 from kvconvert.convert.layer_records import layer_scheme, resolved_fields
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.recipe import Recipe
 from kvconvert.kernels.pages import LayerFormat
 from kvconvert.methods import KVScheme
 from kvconvert.methods.minikv import FORMULAS, spread_ratios
 from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
 from kvconvert.models.configuration import has_pages, layer_types_of
+from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime.cache.formats import layer_format
 
 CONTEXT_LIMIT = 2**30

@@ -14,7 +14,6 @@ from kvconvert.convert.layer_records import layer_scheme
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import make_passes
 from kvconvert.convert.pipeline import kept_tensors, make_runner, with_group_size
-from kvconvert.convert.recipe import Recipe
 from kvconvert.data.samples import TEXT_LENGTH
 from kvconvert.errors import UsageError
 from kvconvert.models.device import choose_device
@@ -24,6 +23,7 @@ from kvconvert.planning.cache import CHUNK_TOKENS, RUNTIME_BYTES, CachePlan, Fit
 from kvconvert.planning.host import LIBRARY_BYTES, LayerMemory, layer_memory
 from kvconvert.planning.layer_sizes import LayerSizes, kept_bytes
 from kvconvert.planning.probe import Probe, run_probe
+from kvconvert.recipes.recipe import Recipe
 
 _HASHED = 2**25  # bytes on which the speed of checksums is measured
 DEFAULT_CONTEXT = 4096

@@ -25,7 +25,6 @@ from kvconvert.convert.host_memory import HUGE_PAGES, anonymous_bytes, return_la
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_calibration import calibrate_layer
 from kvconvert.convert.pipeline import make_runner
-from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.work_records import WorkState
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.data.samples import load_samples
@@ -33,6 +32,7 @@ from kvconvert.errors import KvconvertError
 from kvconvert.io.records import DataInfo, SourceInfo
 from kvconvert.models.device import choose_device
 from kvconvert.models.source import open_source
+from kvconvert.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.summary import manifest_text
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import RecipeError, UsageError
+from kvconvert.recipes.recipe import Recipe
 
 AVERAGE = 4.5
 WEIGHTS = f'[weights]\nmethod = "rtn"\ngroup_size = 16\naverage_bits = {AVERAGE}\n[kv]\npreset = "none"\n'

@@ -152,7 +152,7 @@ COMMANDS = """
 import sys
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe, WeightsRecipe
+from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 model, work, data, bundle = sys.argv[1:]
 recipe = Recipe(weights=WeightsRecipe(method="awq", group_size=32))
 print("begun", flush=True)

@@ -17,10 +17,10 @@ from kvconvert.bundle.summary import manifest_text
 from kvconvert.bundle.writer import replacing
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Limits, Recipe, WeightsRecipe
 from kvconvert.convert.sealed_json import read_sealed, sealed_json
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import CheckpointError, FidelityError, KvconvertError, UsageError
+from kvconvert.recipes.recipe import Limits, Recipe, WeightsRecipe
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from tiny.mixtures import tiny_mixture
 from tiny.processors import write_vision_model
 
 from kvconvert.calibration.ranks import Ranks
-from kvconvert.convert.recipe import KVCalibration, Recipe, WeightsRecipe
 from kvconvert.errors import UsageError
 from kvconvert.methods import PRESETS, KVScheme
+from kvconvert.recipes.recipe import KVCalibration, Recipe, WeightsRecipe
 
 WEIGHTS = {name: WeightsRecipe(method=name, group_size=32) for name in ("awq", "gptq", "awq+gptq", "none")}
 STATIC = KVScheme(key_bits=4, value_bits=4, static_scales="calibrated", key_rounding="error_feedback")

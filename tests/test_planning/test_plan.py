@@ -18,7 +18,6 @@ from kvconvert.convert.export import export
 from kvconvert.convert.host_memory import anonymous_bytes
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import UsageError
 from kvconvert.kernels.linear.awq_format import quantize_weight
 from kvconvert.planning.cache import CachePlan, LayerCache, fit
@@ -26,6 +25,7 @@ from kvconvert.planning.layer_sizes import packed_bytes
 from kvconvert.planning.plan import plan
 from kvconvert.planning.probe import Probe, measure, sequences_probed
 from kvconvert.planning.text import plan_text
+from kvconvert.recipes.recipe import Recipe
 
 RTN = '[weights]\nmethod = "rtn"\nbits = {bits}\ngroup_size = 32\n[kv]\npreset = "{preset}"\n'
 

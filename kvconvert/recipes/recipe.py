@@ -1,7 +1,7 @@
 """Recipes: what to do with a model's weights and its key-value cache, and how much fidelity it may cost.
 
 A recipe is a preset or a TOML file. Presets are those of the methods (`kvconvert.methods`), with AWQ weights, and the
-files in `kvconvert/convert/presets`; dropping one in extends the command line. A file looks like this:
+files in `kvconvert/recipes/presets`; dropping one in extends the command line. A file looks like this:
 
     [weights]
     method = "awq"        # awq, gptq, awq+gptq, rtn (round to nearest) or none
@@ -48,12 +48,21 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from kvconvert.convert.recipe_changes import TABLES, changed, described
-from kvconvert.convert.recipe_tables import LayerOverride, Limits, Table, read_kv, read_options, read_table
 from kvconvert.errors import RecipeError, UsageError
 from kvconvert.methods import PRESETS, KVCalibration, KVScheme, check_layers, preset_calibration, refuse_renamed
 from kvconvert.methods.auto import CHOSEN_FIELDS, AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.recipes.tables import (
+    TABLES,
+    LayerOverride,
+    Limits,
+    Table,
+    changed,
+    described,
+    read_kv,
+    read_options,
+    read_table,
+)
 
 
 class Recipe(Table):
@@ -170,7 +179,7 @@ class Recipe(Table):
                 f"There is no recipe preset {name!r}; choose one of {', '.join(preset_names())}, or give the path of a "
                 ".toml file."
             )
-        file = resources.files("kvconvert.convert") / "presets" / f"{name}.toml"
+        file = resources.files("kvconvert.recipes") / "presets" / f"{name}.toml"
         text = file.read_text(encoding="utf-8") if file.is_file() else f'[kv]\npreset = "{name}"\n'
         return cls._parse(text, where=f"preset {name}", name=name, changes=changes or {})
 
@@ -270,7 +279,7 @@ class Recipe(Table):
 
 def preset_names() -> list[str]:
     """Names of the recipe presets that are installed."""
-    folder = resources.files("kvconvert.convert") / "presets"
+    folder = resources.files("kvconvert.recipes") / "presets"
     files = {entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")}
     return sorted(files | {*PRESETS})
 
