@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from typing import Any, Literal
 
 from pydantic import Field
 
 from kvconvert.io.records import DataInfo, FileInfo, Record, Sha256, SourceInfo, TensorInfo
-from kvconvert.methods import KVScheme, LayerShape
+from kvconvert.methods import KVScheme, LayerShape, awq, layer_conventions
 from kvconvert.methods.awq import AWQ_BITS, QuantizedBy, StoredMethod
 
 FORMAT_VERSION = 1  # format 0 differs in this number alone
@@ -359,3 +360,9 @@ def unseal(content: bytes, seal: str) -> str:
     """The SHA-256 that `content`, a manifest's bytes that claim `seal`, ought to claim."""
     head, found, tail = content.rpartition(seal.encode()) if seal else (content, b"", b"")
     return hashlib.sha256(head + _UNSEALED.encode() * bool(found) + tail).hexdigest()
+
+
+def conventions(layers: list[LayerPlan], weights_method: StoredMethod, widths: Collection[int]) -> dict[str, Any]:
+    """What a reader that shares no code with kvconvert has to know to compute the same numbers from this bundle."""
+    planned = [(scheme, layer.shape()) for layer in layers if (scheme := layer.scheme()) is not None]
+    return awq.conventions(weights_method, widths) | layer_conventions(planned)

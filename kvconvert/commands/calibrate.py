@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands.recipe_options import changes_of, recipe_changes
+from kvconvert.commands.recipes import changes_of, recipe_changes
 from kvconvert.errors import UsageError
 
 

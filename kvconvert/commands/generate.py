@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from kvconvert.commands.quiet import quiet
+from kvconvert.commands import quiet
 from kvconvert.errors import UsageError
 
 

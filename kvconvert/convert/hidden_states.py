@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvconvert.convert.disk_errors import disk_errors
+from kvconvert.convert.work_files import disk_errors
 from kvconvert.io import disk
 
 

@@ -1,7 +1,8 @@
-"""Which calibration passes a recipe asks for in a layer, and in which order."""
+"""Which calibration passes a recipe asks for in a layer, in which order, and what they decide over all layers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -17,11 +18,13 @@ from kvconvert.calibration.key_treatments import KeyTreatmentPass
 from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
-from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, PassRequest, PassResult
+from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, MeasuredLayer, PassRequest, PassResult
 from kvconvert.calibration.static_scales import StaticScalesPass
+from kvconvert.convert.work_records import LayerRecord
 from kvconvert.methods import PLAN_TENSORS, KVCalibration, KVScheme
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.models.structure import LayerStructure
+from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime.cache.formats import layer_format, rotations, span_format
 
 # In the order in which they work: what folds first, the searches for weights after it, and what depends on the values
@@ -66,3 +69,37 @@ def cache_format(scheme: KVScheme, structure: LayerStructure) -> CacheFormat:
     heads, channels = structure.num_key_value_heads, structure.head_dim
     pages = layer_format(replace(scheme, **scheme.before_calibration()), heads, channels, channels)
     return CacheFormat.of(scheme, pages, span_format(scheme), rotations(scheme))
+
+
+def resolve_layers(
+    recipe: Recipe, records: list[LayerRecord], plan: Callable[[int], dict[str, Tensor]]
+) -> list[LayerRecord]:
+    """The layers' final records: what can only be decided when every layer is measured, each pass's `resolve`.
+
+    A pure function of the recipe and of what the passes wrote into their plans, so that repeating it after a kill, even
+    on records that it changed before, gives the same records.
+
+    Args:
+        recipe: of the calibration.
+        records: of all layers.
+        plan: reads a layer's plan tensors, by the names layers.{i}.{what}.
+    """
+    layers = {
+        record.index: MeasuredLayer(
+            recipe.scheme(record.index),
+            KVScheme.from_dict(record.scheme),
+            {name.split(".", 2)[2]: tensor for name, tensor in plan(record.index).items()},
+        )
+        for record in records
+        if record.scheme is not None
+    }
+    resolved = {record.index: record for record in records}
+    for kind in PASSES:
+        for index, (chosen, statistics) in kind.resolve(layers, recipe.calibration).items():
+            scheme = replace(layers[index].scheme, **chosen)
+            layers[index] = replace(layers[index], scheme=scheme)
+            record = resolved[index]
+            resolved[index] = record.model_copy(
+                update={"scheme": scheme.to_dict(), "statistics": record.statistics | {kind.name: statistics}}
+            )
+    return [*resolved.values()]

@@ -42,7 +42,7 @@ from kvconvert.convert.layer_records import (
     untouched_record,
 )
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.resolve import resolve_layers
+from kvconvert.convert.passes import resolve_layers
 from kvconvert.convert.work_records import WorkState
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.data.mixture import Sources

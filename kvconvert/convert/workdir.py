@@ -34,10 +34,8 @@ from pydantic import BaseModel
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvconvert.convert.disk_errors import REPEAT, disk_errors
 from kvconvert.convert.hidden_states import HiddenStates, HiddenWriter
-from kvconvert.convert.sealed_json import read_sealed, sealed_json
-from kvconvert.convert.work_lock import LOCK_NAME, check_free, work_lock
+from kvconvert.convert.work_files import LOCK_NAME, REPEAT, check_free, disk_errors, read_sealed, sealed_json, work_lock
 from kvconvert.convert.work_records import WORK_FORMAT, LayerRecord, WorkState
 from kvconvert.errors import UsageError
 from kvconvert.io import disk

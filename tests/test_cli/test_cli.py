@@ -12,7 +12,7 @@ from tiny.bundle import write_tiny_bundle
 from tiny.llama import write_recipe, write_tiny_llama
 
 from kvconvert.cli import cli
-from kvconvert.convert.sealed_json import read_sealed, sealed_json
+from kvconvert.convert.work_files import read_sealed, sealed_json
 
 
 def kvconvert(*arguments, stdin=""):

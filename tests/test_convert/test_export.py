@@ -17,7 +17,7 @@ from kvconvert.bundle.summary import manifest_text
 from kvconvert.bundle.writer import replacing
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.sealed_json import read_sealed, sealed_json
+from kvconvert.convert.work_files import read_sealed, sealed_json
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import CheckpointError, FidelityError, KvconvertError, UsageError
 from kvconvert.recipes.recipe import Limits, Recipe, WeightsRecipe
