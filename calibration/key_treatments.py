@@ -22,7 +22,7 @@ from torch import Tensor
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler
 from kvconvert.calibration.clip_ratios import key_clip_ratio_errors, pages_read
 from kvconvert.calibration.error_feedback import QueryMoments, feedback_matrices
-from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWork, PassRequest, PassResult
+from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerJob, LayerWork, PassResult
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.rope import Rope, constant_part, ropes_of
 from kvconvert.errors import UnsupportedModelError
@@ -188,12 +188,12 @@ class KeyTreatmentPass(CalibrationPass):
         self._note = ""
 
     @classmethod
-    def of(cls, request: PassRequest) -> KeyTreatmentPass | None:
+    def of(cls, job: LayerJob, sampler: CalibrationPass) -> KeyTreatmentPass | None:
         """Of a scheme that keeps a constant part, or whose keys' treatment is to be chosen."""
-        scheme = request.scheme
-        if scheme is None or not (scheme.centers_keys or request.search.chooses_treatment(scheme)):
+        scheme = job.scheme
+        if scheme is None or not (scheme.centers_keys or job.search.chooses_treatment(scheme)):
             return None
-        return cls(request.sampler, scheme, request.search, request.formats)
+        return cls(sampler, scheme, job.search, job.formats)
 
     def solve(self, work: LayerWork) -> None:
         """Measure the constant part, and try the treatments.

@@ -144,24 +144,32 @@ class PassResult:
 
 
 @dataclass(frozen=True)
-class PassRequest:
-    """What a recipe asks for in one layer.
+class LayerJob:
+    """What a recipe asks for in one decoder layer of a model, resolved once.
 
     Attributes:
+        index, name: of the layer; the name is the loaded model's ("model.layers.3").
         weights: how Linears are quantized.
         scheme: of the layer's cache; None where it is left alone.
         search: what calibration chooses of it.
-        structure: names of the layer's parts.
-        sampler: takes a sample of the layer's attention for the passes that ask for one (`reads_sample`).
+        structure: names of the layer's parts; None where no adapter describes them.
+        reason: why the scheme differs from the recipe's, or "".
+        heads, head_dim: KV heads, and channels of each.
+        bits: width of each quantized Linear's weights, by its name within the layer.
         formats: a scheme of the layer's cache in the terms of kernels, as it stands before calibration.
     """
 
+    index: int
+    name: str
     weights: WeightsRecipe
     scheme: KVScheme | None
     search: KVCalibration
-    structure: LayerStructure
-    sampler: CalibrationPass
-    formats: Callable[[KVScheme], CacheFormat]
+    structure: LayerStructure | None
+    reason: str = ""
+    heads: int = 0
+    head_dim: int = 0
+    bits: Mapping[str, int] = field(default_factory=dict)
+    formats: Callable[[KVScheme], CacheFormat] | None = None
 
 
 @dataclass(frozen=True)
@@ -191,15 +199,20 @@ class CalibrationPass:
 
     Attributes:
         name: of the method.
-        reads_sample: it evaluates candidates on `PassRequest.sampler`'s sample of the finished layer's attention.
+        reads_sample: it evaluates candidates on `of`'s sampler's sample of the finished layer's attention.
     """
 
     name: ClassVar[str]
     reads_sample: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, request: PassRequest) -> CalibrationPass | None:
-        """The pass that a recipe asks for, or None where it asks for none."""
+    def of(cls, job: LayerJob, sampler: CalibrationPass) -> CalibrationPass | None:
+        """The pass that a job asks for, or None where it asks for none.
+
+        Args:
+            job: of a layer with a structure.
+            sampler: takes a sample of the layer's attention for the passes that ask for one (`reads_sample`).
+        """
         return None
 
     @classmethod

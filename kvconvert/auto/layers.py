@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from transformers import PretrainedConfig
 
 from kvconvert.auto.allocation import Option
 from kvconvert.auto.sizes import stored_bytes
 from kvconvert.calibration.key_treatments import TreatmentSearch
-from kvconvert.calibration.protocol import CacheFormat
-from kvconvert.convert.layer_records import layer_scheme
-from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.calibration.protocol import CacheFormat, LayerJob
 from kvconvert.errors import RecipeError
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES, Candidate
-from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
 from kvconvert.models.configuration import layer_types_of
-from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime.cache.formats import layer_format, rotations
 
 # A window is a choice only where most of the text that is measured lies beyond it.
@@ -37,6 +35,7 @@ class SearchedLayer:
         costs: bytes of each candidate with `context` tokens read, by name.
         context: tokens of the sequence that costs are stated for.
         sliding_window: of the layer, or None.
+        output: name of its output projection, or None where no adapter describes it.
     """
 
     index: int
@@ -49,6 +48,7 @@ class SearchedLayer:
     costs: Mapping[str, int]
     context: int = 0
     sliding_window: int | None = None
+    output: str | None = None
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -117,25 +117,27 @@ class SearchedLayer:
         ]
 
 
-def searched_layers(runner: LayerRunner, recipe: Recipe, context: int, text_length: int) -> list[SearchedLayer]:
+def searched_layers(
+    config: PretrainedConfig, jobs: Sequence[LayerJob], context: int, text_length: int
+) -> list[SearchedLayer]:
     """The layers whose cache the recipe quantizes.
 
     Args:
-        runner: of the model.
-        recipe: whose schemes the candidates are laid over.
+        config: of the language model.
+        jobs: of all layers; candidates are laid over their schemes.
         context: tokens of the sequence that costs are stated for.
         text_length: tokens of the sequences on which candidates are measured.
     """
-    windows = [arguments.get("sliding_window") for arguments in layer_types_of(runner.config)[1]]
+    windows = [arguments.get("sliding_window") for arguments in layer_types_of(config)[1]]
     layers = []
-    for index in range(runner.num_layers):
-        scheme, _ = layer_scheme(runner, recipe, index)
-        if scheme is None:
+    for job, window in zip(jobs, windows, strict=True):
+        if job.scheme is None:
             continue
-        config = layer_config(runner.config, index)
-        heads, channels = key_value_heads(config), head_dim(config)
         every = (KEY_CANDIDATES, VALUE_CANDIDATES)
-        plain = SearchedLayer(index, scheme, recipe.calibration, heads, channels, *every, {}, context, windows[index])
+        output = None if job.structure is None else job.structure.output
+        plain = SearchedLayer(
+            job.index, job.scheme, job.search, job.heads, job.head_dim, *every, {}, context, window, output
+        )
         sides: dict[str, dict[object, Candidate]] = {"key": {}, "value": {}}
         costs: dict[str, int] = {}
         for candidate in plain.candidates:

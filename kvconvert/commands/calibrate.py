@@ -90,8 +90,12 @@ def calibrate(
     from kvconvert.recipes.recipe import Recipe
 
     # A wrong recipe is refused before anything slow is imported.
-    loaded = Recipe.load(recipe, changes_of(**changes)).with_search(
-        kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, context=context, auto_tokens=auto_tokens
+    loaded = Recipe.load(recipe, changes_of(**changes)).with_budget(
+        kv_bits=kv_bits,
+        kv_bytes_per_token=kv_bytes_per_token,
+        context=context,
+        auto_tokens=auto_tokens,
+        weight_bits=weight_bits,
     )
     from kvconvert.calibration.ranks import is_first_process
     from kvconvert.convert.pipeline import calibrate as run
@@ -109,7 +113,6 @@ def calibrate(
         device=device,
         restart=restart,
         auto_from=auto_from,
-        weight_bits=weight_bits,
     )
     if not is_first_process():
         return

@@ -70,7 +70,7 @@ def plan(
     """
     from kvconvert.recipes.recipe import Recipe
 
-    loaded = Recipe.load(recipe).with_search(kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token)
+    loaded = Recipe.load(recipe).with_budget(kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token)
     import json
     from dataclasses import asdict
 

@@ -91,8 +91,8 @@ class LayerRunner:
         return self.config.num_hidden_layers
 
     def layer_name(self, index: int) -> str:
-        """Full name of a decoder layer."""
-        return f"{self.adapter.layers}.{index}"
+        """Full name of a decoder layer; without an adapter, its number."""
+        return f"layer {index}" if self.adapter is None else f"{self.adapter.layers}.{index}"
 
     def maps_experts(self, index: int) -> bool:
         """Whether a layer's experts are too large for host memory."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from torch import Tensor
 
@@ -18,11 +17,10 @@ from kvconvert.calibration.key_treatments import KeyTreatmentPass
 from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
-from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, MeasuredLayer, PassRequest, PassResult
+from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerJob, MeasuredLayer, PassResult
 from kvconvert.calibration.static_scales import StaticScalesPass
 from kvconvert.convert.work_records import LayerRecord
-from kvconvert.methods import PLAN_TENSORS, KVCalibration, KVScheme
-from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.methods import PLAN_TENSORS, KVScheme
 from kvconvert.models.structure import LayerStructure
 from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime.cache.formats import layer_format, rotations, span_format
@@ -43,13 +41,10 @@ PASSES: tuple[type[CalibrationPass], ...] = (
 )
 
 
-def make_passes(
-    weights: WeightsRecipe, scheme: KVScheme | None, search: KVCalibration, structure: LayerStructure
-) -> list[CalibrationPass]:
-    """The passes that a recipe asks for in one layer, in order; the sampler stands before the first that needs it."""
+def make_passes(job: LayerJob) -> list[CalibrationPass]:
+    """The passes that a job asks for, in order; the sampler stands before the first that needs it."""
     sampler = AttentionSampler()
-    request = PassRequest(weights, scheme, search, structure, sampler, partial(cache_format, structure=structure))
-    passes = [made for kind in PASSES if (made := kind.of(request)) is not None]
+    passes = [made for kind in PASSES if (made := kind.of(job, sampler)) is not None]
     first = next((i for i, made in enumerate(passes) if made.reads_sample), None)
     if first is not None:
         passes.insert(first, sampler)

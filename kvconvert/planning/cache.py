@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvconvert.auto.sizes import stored_bytes
 from kvconvert.bundle.manifest import LayerPlan
-from kvconvert.convert.layer_records import layer_scheme, resolved_fields
+from kvconvert.calibration.protocol import LayerJob
+from kvconvert.convert.layer_records import resolved_fields
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.kernels.pages import LayerFormat
 from kvconvert.methods import KVScheme
@@ -81,10 +82,10 @@ class CachePlan:
         return 16 * self.bytes(context) / plain if plain else None
 
 
-def cache_plan(runner: LayerRunner, recipe: Recipe) -> CachePlan:
+def cache_plan(runner: LayerRunner, recipe: Recipe, jobs: Sequence[LayerJob]) -> CachePlan:
     """The cache that a recipe gives a model."""
     kinds, arguments = layer_types_of(runner.config)
-    schemes = [layer_scheme(runner, recipe, index)[0] for index in range(runner.num_layers)]
+    schemes = [job.scheme for job in jobs]
     # Budgets that are spread by measurement have the same mean as those that are not.
     if all(scheme is None or not scheme.evicts or scheme.allocation in FORMULAS for scheme in schemes):
         schemes = list(spread_ratios(schemes))

@@ -8,9 +8,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvconvert.calibration.protocol import LayerJob
 from kvconvert.convert.checks import check_purpose, check_recipe
 from kvconvert.convert.host_memory import anonymous_bytes
-from kvconvert.convert.layer_records import layer_scheme
+from kvconvert.convert.jobs import layer_jobs
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import make_passes
 from kvconvert.convert.pipeline import kept_tensors, make_runner, with_group_size
@@ -142,7 +143,7 @@ def plan(
         KvconvertError: one of its children, as `calibrate` with the same arguments.
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(str(recipe))
-    recipe = recipe.with_search()  # refuses a search without a budget
+    recipe = recipe.with_budget()  # refuses a search without a budget
     target = choose_device(device)
     source = open_source(str(model))
     check_purpose(source.config, recipe)
@@ -158,10 +159,11 @@ def plan(
     load_tokenizer(source.directory)  # is part of the process's own memory
     own = anonymous_bytes() or 0
     kept = kept_bytes(runner, kept_tensors(runner, recipe.weights))
+    jobs = layer_jobs(runner, recipe)
     layers = _layers(runner, recipe)
     largest = max(range(len(layers)), key=lambda index: layers[index].parameters, default=None)
     probed: Probe | None = None
-    if probe and largest is not None and _passes(runner, recipe, largest):
+    if probe and largest is not None and make_passes(jobs[largest]):
         request = {
             "model": str(model),
             "recipe": recipe.to_dict(),
@@ -175,7 +177,7 @@ def plan(
         probed = run_probe(request, progress)
     disk = _disk(layers, kept, runner.config.hidden_size, samples * length)
     weights = disk.bundle
-    planned = cache_plan(runner, recipe)
+    planned = cache_plan(runner, recipe, jobs)
     return Plan(
         model=str(model),
         recipe=recipe.name,
@@ -183,7 +185,7 @@ def plan(
         length=length,
         device=device,
         batch=batch,
-        memory=_memory(runner, recipe, layers, probed, own, samples, length, target.type),
+        memory=_memory(runner, recipe, jobs, layers, probed, own, samples, length, target.type),
         disk=disk,
         cache=_cache(planned, context),
         gpu_memory=gpu_memory,
@@ -212,14 +214,10 @@ def _layers(runner: LayerRunner, recipe: Recipe) -> list[LayerSizes]:
     return [LayerSizes.of(runner, index, recipe.weights) for index in range(runner.num_layers)]
 
 
-def _passes(runner: LayerRunner, recipe: Recipe, index: int) -> list:
-    scheme, _ = layer_scheme(runner, recipe, index)
-    return make_passes(recipe.weights, scheme, recipe.calibration_of(index), runner.structure(index))
-
-
 def _memory(
     runner: LayerRunner,
     recipe: Recipe,
+    jobs: list[LayerJob],
     layers: list[LayerSizes],
     probed: Probe | None,
     own: int,
@@ -229,7 +227,7 @@ def _memory(
 ) -> Memory:
     peaks = []
     for index, sizes in enumerate(layers):
-        passes = _passes(runner, recipe, index)
+        passes = make_passes(jobs[index])
         sampled = any(made.reads_sample for made in passes)
         batch = runner.batch_size(length)
         peaks.append(layer_memory(sizes, recipe.weights, samples, length, batch, bool(passes), sampled, device))
