@@ -86,6 +86,12 @@ def known_sha256(files: Iterable[Path]) -> dict[Path, str]:
     return {file: checksum or sha256(file) for file, checksum in found.items()}
 
 
+def remember(file: Path, checksum: str) -> None:
+    """Take this as the checksum of a file that was just written, for as long as it seems unchanged."""
+    with suppress(OSError):
+        _found[_key(file)] = checksum
+
+
 def _key(file: Path) -> tuple[Path, int, int]:
     status = file.stat()
     return file, status.st_size, status.st_mtime_ns
