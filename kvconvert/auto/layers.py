@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvconvert.auto.allocation import Option
-from kvconvert.auto.sizes import stored_bytes
+from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.size import LayerCache
 from kvconvert.calibration.key_treatments import TreatmentSearch
-from kvconvert.calibration.protocol import CacheFormat
 from kvconvert.convert.layer_records import layer_scheme
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.recipe import Recipe
@@ -18,7 +18,6 @@ from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES, Candidate
 from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
 from kvconvert.models.layer_types import layer_types_of
-from kvconvert.runtime.cache.formats import layer_format, rotations
 
 # A window is a choice only where most of the text that is measured lies beyond it.
 TEXT_PER_WINDOW = 8
@@ -30,7 +29,7 @@ class SearchedLayer:
 
     Attributes:
         index: of the layer.
-        scheme: the recipe's, resolved for the layer.
+        scheme: the recipe's, resolved for the layer, with values rotated at run time: nothing is folded yet.
         search: what calibration chooses for every candidate.
         heads, head_dim: KV heads and channels.
         keys, values: candidates, those without any quantization last.
@@ -61,12 +60,8 @@ class SearchedLayer:
         return replace(self.scheme, **chosen["key"].fields, **chosen["value"].fields)
 
     def formats(self, scheme: KVScheme) -> CacheFormat:
-        """A scheme in the terms of kernels, values being rotated at run time, without what calibration makes."""
-        scheme = scheme.with_online_rotation()
-        plain = replace(scheme, **scheme.before_calibration())
-        return CacheFormat.of(
-            scheme, layer_format(plain, self.heads, self.head_dim, self.head_dim), None, rotations(scheme)
-        )
+        """A scheme in the terms of kernels, without what calibration makes."""
+        return CacheFormat.of(scheme.uncalibrated(), heads=self.heads, key_dim=self.head_dim)
 
     def cache(
         self,
@@ -97,9 +92,9 @@ class SearchedLayer:
 
     def cost_of(self, candidate: Candidate) -> int:
         """Bytes of a candidate with `context` tokens read."""
-        own = self.scheme_of(candidate)
-        pages = self.formats(own).pages
-        return stored_bytes(own, pages, self.context, self.sliding_window)[0 if candidate.side == "key" else 1]
+        own = self.scheme_of(candidate).uncalibrated()
+        cache = LayerCache(self.heads, self.head_dim, self.head_dim, own, self.sliding_window)
+        return cache.sides(self.context)[0 if candidate.side == "key" else 1]
 
     def pairs(self) -> list[tuple[Candidate, Candidate]]:
         """Every way to store keys with every way to store values."""
@@ -132,6 +127,7 @@ def searched_layers(runner: LayerRunner, recipe: Recipe, context: int, text_leng
         scheme, _ = layer_scheme(runner, recipe, index)
         if scheme is None:
             continue
+        scheme = scheme.with_online_rotation()
         config = layer_config(runner.config, index)
         heads, channels = key_value_heads(config), head_dim(config)
         every = (KEY_CANDIDATES, VALUE_CANDIDATES)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvconvert.calibration.protocol import CacheFormat
+from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.simulated_attention import AttentionCall, attention_calls, simulated_caches
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import NumericError

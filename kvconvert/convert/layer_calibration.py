@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.activations import count_routed
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork
 from kvconvert.calibration.ranks import ALONE, Ranks
@@ -15,7 +16,7 @@ from kvconvert.convert.hidden_states import HiddenStates, HiddenWriter
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_records import converted_tensors, layer_coverage, layer_scheme, resolved_fields
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.passes import cache_format, make_passes, plan_of
+from kvconvert.convert.passes import make_passes, plan_of
 from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.work_records import LayerRecord
 from kvconvert.convert.workdir import WorkDir
@@ -129,7 +130,9 @@ def _prepared(
         num_samples=inputs.ids.shape[0],
         seq_len=inputs.ids.shape[1],
         dtype=float_dtype(runner.source),
-        cache=None if scheme is None else cache_format(scheme, structure),
+        cache=None
+        if scheme is None
+        else CacheFormat.of(scheme.uncalibrated(), heads=structure.num_key_value_heads, key_dim=structure.head_dim),
         visual=inputs.visual,
         changing_rope=changing_rope(runner.config),
         bits={

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
 from torch import Tensor
 
 from kvconvert.calibration.attention_sample import AttentionSampler
@@ -17,12 +14,11 @@ from kvconvert.calibration.key_treatments import KeyTreatmentPass
 from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
-from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, PassRequest, PassResult
+from kvconvert.calibration.protocol import CalibrationPass, PassRequest, PassResult
 from kvconvert.calibration.static_scales import StaticScalesPass
 from kvconvert.calibration.structure import LayerStructure
 from kvconvert.methods import PLAN_TENSORS, KVCalibration, KVScheme
 from kvconvert.methods.awq import WeightsRecipe
-from kvconvert.runtime.cache.formats import layer_format, rotations, span_format
 
 # In the order in which they work: what folds first, the searches for weights after it, and what depends on the values
 # that the cache will store after both. Passes that evaluate a sample of the finished layer's attention stand last.
@@ -45,7 +41,7 @@ def make_passes(
 ) -> list[CalibrationPass]:
     """The passes that a recipe asks for in one layer, in order; the sampler stands before the first that needs it."""
     sampler = AttentionSampler()
-    request = PassRequest(weights, scheme, search, structure, sampler, partial(cache_format, structure=structure))
+    request = PassRequest(weights, scheme, search, structure, sampler)
     passes = [made for kind in PASSES if (made := kind.of(request)) is not None]
     first = next((i for i, made in enumerate(passes) if made.reads_sample), None)
     if first is not None:
@@ -59,10 +55,3 @@ def plan_of(made: CalibrationPass, result: PassResult, index: int) -> dict[str, 
     if undeclared:
         raise ValueError(f"no method declares the plan tensors {sorted(undeclared)} of the pass {made.name}")
     return {f"layers.{index}.{name}": tensor for name, tensor in result.plan.items()}
-
-
-def cache_format(scheme: KVScheme, structure: LayerStructure) -> CacheFormat:
-    """A scheme in the terms of kernels, as it stands before calibration has chosen anything."""
-    heads, channels = structure.num_key_value_heads, structure.head_dim
-    pages = layer_format(replace(scheme, **scheme.before_calibration()), heads, channels, channels)
-    return CacheFormat.of(scheme, pages, span_format(scheme), rotations(scheme))

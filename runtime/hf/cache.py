@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
 from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError
-from kvconvert.methods import KVScheme, spread_ratios
+from kvconvert.methods import UNQUANTIZED, KVScheme, spread_ratios
 from kvconvert.models.layer_types import HYBRID_LAYER_TYPES, has_pages, layer_types_of, pages_unsupported
 from kvconvert.models.modality import Modality, placeholder_ids
 from kvconvert.runtime.cache.compress import Group, read_flags, seal
@@ -25,9 +25,6 @@ from kvconvert.runtime.cache.tables import TableRegistry
 from kvconvert.runtime.hf.hybrid_layer import HybridLayer
 from kvconvert.runtime.hf.layer import PagedLayer
 from kvconvert.runtime.hf.rotary_switch import rotary_switch
-
-# What a layer without a scheme holds when its neighbours have one: pages of the model's own dtype.
-UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)
 
 
 @dataclass(frozen=True)

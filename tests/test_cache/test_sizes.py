@@ -1,9 +1,15 @@
 """Bytes of a layer's cache: pinned by hand, and as tensors have them."""
 
 import pytest
+import torch
+from tiny.mixtures import tiny_mixture
+from tiny.models import random_ids, tiny_model
+from transformers import DynamicCache
 
-from kvconvert.methods import PRESETS
-from kvconvert.report.data import _cache_bytes
+from kvconvert import KVCache
+from kvconvert.cache.size import LayerCache
+from kvconvert.methods import PRESETS, KVScheme
+from kvconvert.models.cache_shapes import model_cache
 
 HEADS, CHANNELS = 3, 64
 CONTEXTS = (64, 1024, 4096, 4100)
@@ -33,5 +39,37 @@ PINNED = {
 
 @pytest.mark.parametrize(("preset", "window"), PINNED, ids=lambda part: str(part))
 def test_sizes_are_what_they_were(preset, window):
-    found = tuple(_cache_bytes(PRESETS[preset], HEADS, CHANNELS, context, window) for context in CONTEXTS)
+    cache = LayerCache(HEADS, CHANNELS, CHANNELS, PRESETS[preset], window)
+    found = tuple(cache.bytes(context) for context in CONTEXTS)
     assert found == PINNED[preset, window]
+
+
+def read(model, schemes, tokens):
+    """A cache after a prompt."""
+    cache = KVCache(model.config, schemes)
+    with torch.no_grad():
+        model(random_ids(1, tokens), past_key_values=cache, logits_to_keep=1)
+    cache.seal()
+    return cache
+
+
+@pytest.mark.parametrize("tokens", [3, 400])
+@pytest.mark.parametrize("preset", ["kitty", "minikv", "calibquant-1bit"])
+@pytest.mark.parametrize("unquantized", [0, 1])
+def test_bytes_are_those_of_a_cache_after_a_prompt(preset, tokens, unquantized):
+    model = tiny_model("gemma2", attention="kvconvert", num_hidden_layers=4).to(torch.bfloat16)
+    schemes = [KVScheme.preset(preset).with_online_rotation()] * 4
+    schemes[unquantized] = None  # it has pages of the model's own dtype, with a sliding window or without
+    found = read(model, schemes, tokens).stats()
+    assert model_cache(model.config, schemes).bytes(tokens) == found.bytes_used
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
+def test_plain_bytes_are_those_of_transformers_cache(architecture):
+    model = tiny_mixture(architecture) if architecture == "deepseek_v3" else tiny_model(architecture)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model.to(torch.bfloat16)(random_ids(1, 50), past_key_values=cache)
+    stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    sizes = model_cache(model.config, [None] * model.config.num_hidden_layers)
+    assert sizes.bytes(50) == sizes.plain_bytes(50) == stored
