@@ -23,9 +23,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, squared_output
 from kvconvert.calibration.protocol import (
-    CacheFormat,
     CalibrationPass,
     LayerJob,
     LayerWork,

@@ -16,72 +16,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
-from kvconvert.kernels.pages import ChannelScales, LayerFormat
-from kvconvert.kernels.quantizer import affine_grid
-from kvconvert.kernels.rotate import NO_ROTATION, Rotations
-from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.models.structure import LayerStructure
-
-
-class ChannelBounds(NamedTuple):
-    """Smallest and largest value of each channel of a layer's keys or values: float32 [H, channels]."""
-
-    low: Tensor
-    high: Tensor
-
-    def scales(self, bits: int, clip_ratio: float) -> ChannelScales:
-        """The grid from `low` to `high`, shrunk about its midpoint by `clip_ratio`."""
-        return ChannelScales(*affine_grid(self.low, self.high, bits, clip_ratio))
-
-
-@dataclass(frozen=True)
-class CacheFormat:
-    """How the layer's cache will store keys and values: a KV scheme in the terms of kernels.
-
-    Attributes:
-        pages: of the layer's pages.
-        span: of its spans (CalibQuant), or None where the cache is made of pages.
-        rotations: what is rotated at run time, after RoPE.
-        sink_tokens, key_recent_tokens, value_recent_tokens: tokens in full precision, see `KVScheme`.
-        modality: which tokens go to spans, see `KVScheme`.
-        key_bounds, value_bounds: of each channel, where pages are static and they have been measured.
-    """
-
-    pages: LayerFormat
-    span: SpanFormat | None = None
-    rotations: Rotations = NO_ROTATION
-    sink_tokens: int = 0
-    key_recent_tokens: int = 0
-    value_recent_tokens: int = 0
-    modality: str = "all"
-    key_bounds: ChannelBounds | None = None
-    value_bounds: ChannelBounds | None = None
-
-    @classmethod
-    def of(cls, scheme: KVScheme, pages: LayerFormat, span: SpanFormat | None, rotations: Rotations) -> CacheFormat:
-        """A scheme whose pages and spans have these formats, and which rotates this at run time."""
-        return cls(
-            pages=pages,
-            span=span,
-            rotations=rotations,
-            sink_tokens=scheme.sink_tokens,
-            key_recent_tokens=scheme.key_recent_tokens,
-            value_recent_tokens=scheme.value_recent_tokens,
-            modality=scheme.modality,
-        )
-
-    def static_keys(self, clip_ratio: float) -> ChannelScales | None:
-        """Scales of the layer's static key pages with this clip ratio; None for other pages."""
-        return None if self.key_bounds is None else self.key_bounds.scales(self.pages.keys.bits, clip_ratio)
-
-    def static_values(self, clip_ratio: float) -> ChannelScales | None:
-        """The same for values."""
-        return None if self.value_bounds is None else self.value_bounds.scales(self.pages.values.bits, clip_ratio)
 
 
 @dataclass
@@ -156,7 +97,6 @@ class LayerJob:
         reason: why the scheme differs from the recipe's, or "".
         heads, head_dim: KV heads, and channels of each.
         bits: width of each quantized Linear's weights, by its name within the layer.
-        formats: a scheme of the layer's cache in the terms of kernels, as it stands before calibration.
     """
 
     index: int
@@ -169,7 +109,6 @@ class LayerJob:
     heads: int = 0
     head_dim: int = 0
     bits: Mapping[str, int] = field(default_factory=dict)
-    formats: Callable[[KVScheme], CacheFormat] | None = None
 
 
 @dataclass(frozen=True)

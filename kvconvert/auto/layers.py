@@ -9,14 +9,14 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from kvconvert.auto.allocation import Option
-from kvconvert.auto.sizes import stored_bytes
+from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.size import LayerCache
 from kvconvert.calibration.key_treatments import TreatmentSearch
-from kvconvert.calibration.protocol import CacheFormat, LayerJob
+from kvconvert.calibration.protocol import LayerJob
 from kvconvert.errors import RecipeError
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES, Candidate
 from kvconvert.models.configuration import layer_types_of
-from kvconvert.runtime.cache.formats import layer_format, rotations
 
 # A window is a choice only where most of the text that is measured lies beyond it.
 TEXT_PER_WINDOW = 8
@@ -28,7 +28,7 @@ class SearchedLayer:
 
     Attributes:
         index: of the layer.
-        scheme: the recipe's, resolved for the layer.
+        scheme: the recipe's, resolved for the layer, with values rotated at run time: nothing is folded yet.
         search: what calibration chooses for every candidate.
         heads, head_dim: KV heads and channels.
         keys, values: candidates, those without any quantization last.
@@ -61,12 +61,8 @@ class SearchedLayer:
         return replace(self.scheme, **chosen["key"].fields, **chosen["value"].fields)
 
     def formats(self, scheme: KVScheme) -> CacheFormat:
-        """A scheme in the terms of kernels, values being rotated at run time, without what calibration makes."""
-        scheme = scheme.with_online_rotation()
-        plain = replace(scheme, **scheme.before_calibration())
-        return CacheFormat.of(
-            scheme, layer_format(plain, self.heads, self.head_dim, self.head_dim), None, rotations(scheme)
-        )
+        """A scheme in the terms of kernels, without what calibration makes."""
+        return CacheFormat.of(scheme.uncalibrated(), heads=self.heads, key_dim=self.head_dim)
 
     def cache(
         self,
@@ -97,9 +93,9 @@ class SearchedLayer:
 
     def cost_of(self, candidate: Candidate) -> int:
         """Bytes of a candidate with `context` tokens read."""
-        own = self.scheme_of(candidate)
-        pages = self.formats(own).pages
-        return stored_bytes(own, pages, self.context, self.sliding_window)[0 if candidate.side == "key" else 1]
+        own = self.scheme_of(candidate).uncalibrated()
+        cache = LayerCache(self.heads, self.head_dim, self.head_dim, own, self.sliding_window)
+        return cache.sides(self.context)[0 if candidate.side == "key" else 1]
 
     def pairs(self) -> list[tuple[Candidate, Candidate]]:
         """Every way to store keys with every way to store values."""
@@ -136,7 +132,16 @@ def searched_layers(
         every = (KEY_CANDIDATES, VALUE_CANDIDATES)
         output = None if job.structure is None else job.structure.output
         plain = SearchedLayer(
-            job.index, job.scheme, job.search, job.heads, job.head_dim, *every, {}, context, window, output
+            job.index,
+            job.scheme.with_online_rotation(),
+            job.search,
+            job.heads,
+            job.head_dim,
+            *every,
+            {},
+            context,
+            window,
+            output,
         )
         sides: dict[str, dict[object, Candidate]] = {"key": {}, "value": {}}
         costs: dict[str, int] = {}

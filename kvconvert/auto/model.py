@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvconvert.auto.record import Measurements
-from kvconvert.calibration.protocol import CacheFormat
+from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.simulated_attention import AttentionCall, attention_calls, simulated_caches
 from kvconvert.data.text import TokenData
 from kvconvert.errors import NumericError

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from kvconvert.calibration.protocol import LayerJob
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.passes import cache_format
 from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
 from kvconvert.models.configuration import layer_types_of, pages_unsupported
@@ -35,7 +32,6 @@ def layer_jobs(runner: LayerRunner, recipe: Recipe) -> list[LayerJob]:
                     linear: recipe.weights.bits_of(f"{name}.{linear}", index)
                     for linear in (() if structure is None else structure.linears)
                 },
-                formats=None if structure is None else partial(cache_format, structure=structure),
             )
         )
     return jobs

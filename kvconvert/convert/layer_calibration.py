@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.activations import count_routed
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork
 from kvconvert.calibration.ranks import ALONE, Ranks
@@ -122,7 +123,11 @@ class LayerCalibration:
             num_samples=inputs.ids.shape[0],
             seq_len=inputs.ids.shape[1],
             dtype=float_dtype(runner.source),
-            cache=None if job.scheme is None else job.formats(job.scheme),
+            cache=None
+            if job.scheme is None
+            else CacheFormat.of(
+                job.scheme.uncalibrated(), heads=job.structure.num_key_value_heads, key_dim=job.structure.head_dim
+            ),
             visual=inputs.visual,
             changing_rope=changing_rope(runner.config),
             bits=job.bits,

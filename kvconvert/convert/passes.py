@@ -17,13 +17,11 @@ from kvconvert.calibration.key_treatments import KeyTreatmentPass
 from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
-from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerJob, MeasuredLayer, PassResult
+from kvconvert.calibration.protocol import CalibrationPass, LayerJob, MeasuredLayer, PassResult
 from kvconvert.calibration.static_scales import StaticScalesPass
 from kvconvert.convert.work_records import LayerRecord
 from kvconvert.methods import PLAN_TENSORS, KVScheme
-from kvconvert.models.structure import LayerStructure
 from kvconvert.recipes.recipe import Recipe
-from kvconvert.runtime.cache.formats import layer_format, rotations, span_format
 
 # In the order in which they work: what folds first, the searches for weights after it, and what depends on the values
 # that the cache will store after both. Passes that evaluate a sample of the finished layer's attention stand last.
@@ -57,13 +55,6 @@ def plan_of(made: CalibrationPass, result: PassResult, index: int) -> dict[str, 
     if undeclared:
         raise ValueError(f"no method declares the plan tensors {sorted(undeclared)} of the pass {made.name}")
     return {f"layers.{index}.{name}": tensor for name, tensor in result.plan.items()}
-
-
-def cache_format(scheme: KVScheme, structure: LayerStructure) -> CacheFormat:
-    """A scheme in the terms of kernels, as it stands before calibration has chosen anything."""
-    heads, channels = structure.num_key_value_heads, structure.head_dim
-    pages = layer_format(replace(scheme, **scheme.before_calibration()), heads, channels, channels)
-    return CacheFormat.of(scheme, pages, span_format(scheme), rotations(scheme))
 
 
 def resolve_layers(

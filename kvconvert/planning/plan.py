@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvconvert.cache.size import ModelCache
 from kvconvert.calibration.protocol import LayerJob
 from kvconvert.convert.checks import check_purpose, check_recipe
 from kvconvert.convert.host_memory import anonymous_bytes
@@ -20,7 +21,7 @@ from kvconvert.errors import UsageError
 from kvconvert.models.device import choose_device
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import SourceModel, open_source
-from kvconvert.planning.cache import CHUNK_TOKENS, RUNTIME_BYTES, CachePlan, Fit, cache_plan, fit
+from kvconvert.planning.cache import CHUNK_TOKENS, RUNTIME_BYTES, Fit, fit, recipe_cache
 from kvconvert.planning.host import LIBRARY_BYTES, LayerMemory, layer_memory
 from kvconvert.planning.layer_sizes import LayerSizes, kept_bytes
 from kvconvert.planning.probe import Probe, run_probe
@@ -73,14 +74,14 @@ class Cache:
         bytes_per_token, bits_per_value: averages over them, with sink tokens, windows, scales and norms; None for a
             model without keys and values.
         plain_bytes_per_token: in 16 bits.
-        exact: see `CachePlan`.
+        basis: what the figures rest on, for people.
     """
 
     context: int
     bytes_per_token: float
     bits_per_value: float | None
     plain_bytes_per_token: float
-    exact: bool
+    basis: str
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def plan(
         probed = run_probe(request, progress)
     disk = _disk(layers, kept, runner.config.hidden_size, samples * length)
     weights = disk.bundle
-    planned = cache_plan(runner, recipe, jobs)
+    planned = recipe_cache(runner, recipe, jobs)
     return Plan(
         model=str(model),
         recipe=recipe.name,
@@ -264,14 +265,21 @@ def _disk(layers: list[LayerSizes], kept: int, hidden_size: int, tokens: int) ->
     return Disk(bundle=kept + packed, work=packed, work_peak=packed + hidden + mapped)
 
 
-def _cache(planned: CachePlan, context: int) -> Cache:
+def _cache(planned: ModelCache, context: int) -> Cache:
     return Cache(
         context=context,
         bytes_per_token=planned.bytes(context) / context,
         bits_per_value=planned.bits_per_value(context),
         plain_bytes_per_token=planned.plain_bytes(context) / context,
-        exact=planned.exact and planned.budget_bytes_per_token is None,
+        basis=_basis(planned),
     )
+
+
+def _basis(planned: ModelCache) -> str:
+    if planned.budget_bytes_per_token is not None:
+        return "what the search may spend"
+    only = {layer.scheme.only_tokens() for layer in planned.layers if layer.scheme is not None} - {None}
+    return "everything in it included" + (f", of {' and '.join(sorted(only))} tokens alone" if only else "")
 
 
 def _allowance(runner: LayerRunner, layers: list[LayerSizes], rows: int) -> int:

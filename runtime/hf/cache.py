@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
 from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError
-from kvconvert.methods import KVScheme, spread_ratios
+from kvconvert.methods import UNQUANTIZED, KVScheme, spread_ratios
 from kvconvert.models.configuration import (
     HYBRID_LAYER_TYPES,
     Modality,
@@ -31,9 +31,6 @@ from kvconvert.runtime.cache.tables import TableRegistry
 from kvconvert.runtime.hf.hybrid_layer import HybridLayer
 from kvconvert.runtime.hf.layer import PagedLayer
 from kvconvert.runtime.hf.rotary_switch import rotary_switch
-
-# What a layer without a scheme holds when its neighbours have one: pages of the model's own dtype.
-UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)
 
 
 @dataclass(frozen=True)

@@ -274,6 +274,6 @@ def test_outputs_at_once_bound_their_weights():
 def test_recipes_ask_for_it(method, scales):
     from kvconvert.methods.awq import WeightsRecipe
 
-    made = GptqPass.of(SimpleNamespace(weights=WeightsRecipe(method=method, group_size=32)))
+    made = GptqPass.of(SimpleNamespace(weights=WeightsRecipe(method=method, group_size=32)), None)
     assert (made is None) == (scales is None)
     assert made is None or (made.awq is not None) == scales
