@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -27,7 +28,7 @@ def inspect(bundle: str, as_json: bool) -> None:
     from kvconvert.bundle.reader import open_bundle
     from kvconvert.bundle.summary import estimate_kv, manifest_text
 
-    verify = "headers" if os.path.exists(bundle) else "plan"
+    verify: Literal["headers", "plan"] = "headers" if os.path.exists(bundle) else "plan"
     manifest = open_bundle(locate(bundle, weights=False), verify=verify).manifest
     if as_json:
         estimate = estimate_kv(manifest.layers)

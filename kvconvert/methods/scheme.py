@@ -235,7 +235,9 @@ def preset_calibration(name: str) -> KVCalibration:
 
 OPTIONS: tuple[str, ...] = tuple(field.name for field in fields(KVCalibration) if field.name != "given")
 # Options of the whole model, each with the search that it belongs to.
-WHOLE_MODEL_OPTIONS = {name: search for search in SEARCHES for name in getattr(search, "whole_model", ())}
+WHOLE_MODEL_OPTIONS: dict[str, Any] = {
+    name: search for search in SEARCHES for name in getattr(search, "whole_model", ())
+}
 
 
 def layer_conventions(layers: Sequence[tuple[KVScheme, LayerShape]]) -> dict[str, Any]:
