@@ -33,7 +33,7 @@ ALLOWED = {
     ),
     "kvconvert/cache": ("kvconvert.cache", "kvconvert.kernels", "kvconvert.methods", "kvconvert.errors"),
     "kvconvert/methods": ("kvconvert.methods", "kvconvert.errors"),
-    "kvconvert/bundle": ("kvconvert.bundle", "kvconvert.methods", "kvconvert.errors"),
+    "kvconvert/bundle": ("kvconvert.bundle", "kvconvert.cache", "kvconvert.methods", "kvconvert.errors"),
     # Adapters describe layers in the words of calibration; sources may hold weights in the layout of bundles.
     "kvconvert/models": (
         "kvconvert.models",

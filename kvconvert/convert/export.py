@@ -48,6 +48,7 @@ from kvconvert.bundle.writer import (
 from kvconvert.convert.recipe import Limits, Recipe
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageError
+from kvconvert.models.cache_shapes import sliding_windows
 from kvconvert.models.checksums import known_sha256
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.version import __version__
@@ -201,7 +202,7 @@ def _export(
                     "`force=True`."
                 )
             write_manifest(directory, manifest)
-        write_text(directory / CARD_NAME, model_card(manifest))
+        write_text(directory / CARD_NAME, model_card(manifest, sliding_windows(source.config)))
     return output
 
 

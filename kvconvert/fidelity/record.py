@@ -13,6 +13,8 @@ from kvconvert.convert.export import fidelity_of
 from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.report import FidelityReport
+from kvconvert.models.cache_shapes import sliding_windows
+from kvconvert.runtime.hf.fit import read_config
 
 
 def check_recordable(bundle: str | Path) -> None:
@@ -48,7 +50,8 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
         BundleError: the bundle changed since it was measured.
     """
     directory = Path(bundle)
-    before = open_bundle(directory, verify="headers").manifest
+    opened = open_bundle(directory, verify="headers")
+    before, windows = opened.manifest, sliding_windows(read_config(opened))
     if not report.against.is_recorded_source:
         raise UsageError(
             f"{report.against.id} is not the checkpoint that {MANIFEST_NAME} records ({before.source.id}), so the "
@@ -59,8 +62,8 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
     fidelity = fidelity_of(before, Recipe.from_dict(before.recipe).limits, report)
     manifest = before.model_copy(update={"fidelity": fidelity})
     path = directory / CARD_NAME
-    card = path.read_text(encoding="utf-8") if path.is_file() else model_card(before)
-    written = model_card(manifest) if card == model_card(before) else replace_fidelity(card, manifest)
+    card = path.read_text(encoding="utf-8") if path.is_file() else model_card(before, windows)
+    written = model_card(manifest, windows) if card == model_card(before, windows) else replace_fidelity(card, manifest)
     disk.replace_bytes(directory / MANIFEST_NAME, manifest.to_bytes())
     if written is not None and CARD_NAME in manifest.informative:
         disk.replace_bytes(path, written.encode())
