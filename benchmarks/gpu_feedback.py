@@ -14,12 +14,12 @@ import argparse
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "test_gpu"))
 from gpu_timing import buffers_beyond_cache, graph_time
+from page_writes import page_writes
 
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
@@ -64,21 +64,12 @@ class Pages:
     def __init__(self, f: KeyFormat, pages: int, matrices: int):
         self.f, self.keys = f, _keys(pages)
         self.pages, self.flag = empty_keys(pages, f, torch.bfloat16, self.keys.device), new_flag(self.keys.device)
-        self.matrices = torch.stack([_matrices() for _ in range(matrices)])
-        self.table = launch.page_table([self.keys], self.keys, [self.pages.buffer], self.pages.buffer, PAGE_SIZE)
-        offsets = np.arange(pages) % matrices * HEADS * DIM * DIM
-        self.feedback = kernel.PageFeedback(self.matrices, torch.from_numpy(offsets).to(DEVICE))
+        self.matrices = [_matrices() for _ in range(matrices)]
+        writes = page_writes([self.keys], [self.pages], self.matrices)
+        self.launch = launch.page_launch(writes, self.keys, self.pages, self.flag)
 
     def write(self, feedback: bool) -> None:
-        launch.quantize_key_pages(
-            self.keys,
-            DIM,
-            self.table,
-            self.f,
-            self.pages.buffer,
-            self.flag,
-            feedback=self.feedback if feedback else None,
-        )
+        launch.quantize_key_pages(self.launch if feedback else self.launch._replace(feedback=None), self.f)
 
 
 def _seconds(f: KeyFormat, pages: int, matrices: int, feedback: bool) -> float:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "test_gpu"))
 from gpu_timing import buffers_beyond_cache, graph_time
+from page_writes import page_writes, quantize_pages
 
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
@@ -28,10 +29,8 @@ from kvconvert.kernels.pages import (
     empty_keys,
     empty_values,
     new_flag,
-    quantize_in_place,
     quantize_keys,
     quantize_values,
-    raise_if_flagged,
 )
 from kvconvert.kernels.pages.triton import launch as gpu
 from kvconvert.kernels.rotate import hadamard_matrix
@@ -83,9 +82,8 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def _quantized(tokens: torch.Tensor, f: KeyFormat | ValueFormat) -> KeyPages | ValuePages:
     """Pages of tokens [N, H, P, D]."""
     empty = empty_keys if isinstance(f, KeyFormat) else empty_values
-    pages, flag = empty(len(tokens), f, tokens.dtype, tokens.device), new_flag(tokens.device)
-    quantize_in_place(list(tokens), [pages], flag)
-    raise_if_flagged(flag, f.heads)
+    pages = empty(len(tokens), f, tokens.dtype, tokens.device)
+    quantize_pages(list(tokens), [pages])
     return pages
 
 
@@ -175,24 +173,21 @@ class Job:
         self.f, self.g = f, g
         self.keys = [_tokens(per_sequence, f) for _ in range(sequences)]
         self.values = [_tokens(per_sequence, g) for _ in range(sequences)]
-        self.records = empty_keys(pages, f, torch.bfloat16, torch.device("cuda")).buffer
-        self.value_records = empty_values(pages, g, torch.bfloat16, torch.device("cuda")).buffer
-        self.flag = new_flag(torch.device("cuda"))
-        self.table = self._table(self.keys, self.records)
-        self.value_table = self._table(self.values, self.value_records)
-
-    @staticmethod
-    def _table(tokens: list[torch.Tensor], records: torch.Tensor) -> torch.Tensor:
-        pages = [page for sequence in tokens for page in sequence]
-        return gpu.page_table(pages, tokens[0], [records], records, PAGE_SIZE)
+        cuda, self.launches = torch.device("cuda"), []
+        for tokens, records in (
+            (self.keys, empty_keys(pages, f, torch.bfloat16, cuda)),
+            (self.values, empty_values(pages, g, torch.bfloat16, cuda)),
+        ):
+            each = [page for sequence in tokens for page in sequence]
+            self.launches.append(gpu.page_launch(page_writes(each, [records]), each[0], records, new_flag(cuda)))
 
     def quantize_keys(self) -> None:
         """The norm's launch and the keys'."""
-        gpu.quantize_key_pages(self.keys[0], DIM, self.table, self.f, self.records, self.flag)
+        gpu.quantize_key_pages(self.launches[0], self.f)
 
     def quantize_values(self) -> None:
         """The values' launch."""
-        gpu.quantize_value_pages(self.values[0], DIM, self.value_table, self.g, self.value_records, self.flag)
+        gpu.quantize_value_pages(self.launches[1], self.g)
 
     def run(self) -> None:
         """All of them."""
@@ -203,7 +198,7 @@ class Job:
     def nbytes(self) -> int:
         """Bytes read and written, each once."""
         read = sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
-        return read + self.records.nbytes + self.value_records.nbytes
+        return read + sum(launch.records.nbytes for launch in self.launches)
 
 
 def _prefill_us() -> float:

@@ -14,7 +14,7 @@ from kvconvert.kernels.pages import (
     add_centers,
     new_flag,
     quantize_at,
-    quantize_in_place,
+    quantize_by_reference,
     raise_if_flagged,
     unsupported,
 )
@@ -198,7 +198,8 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
     channels, static = (f.boosted, f.static_keys) if is_key else (None, f.static_values)
     storages = [store.key_pages if is_key else store.value_pages for store in stores]
     sample = _tokens(_buffer(first, pending[0], is_key), pending[0], size)
-    if unsupported(sample, size) is not None:
+    reason = unsupported(sample, size)
+    if reason is not None:
         for store, storage in zip(stores, storages, strict=True):
             tokens = [_tokens(_buffer(store, part, is_key), part, size) for part in pending]
             pages = [view for part in pending for view in storage.views(part.numbers)]
@@ -207,8 +208,10 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
                 # These tokens leave their buffers right after.
                 for part, some in zip(pending, tokens, strict=True):
                     add_centers(some, part.position, size, center, sign=-1)
+            if runs_triton(store.device):
+                store.fall_back("page quantization", reason)
             with _NamedErrors([store], 1):
-                quantize_in_place(tokens, pages, first.flag, channels, static, store.fall_back, feedback)
+                quantize_by_reference(tokens, pages, channels, static, feedback)
         return
     numbers = np.array([number for part in pending for number in part.numbers], dtype=np.int64)
     records = [storage.offsets(numbers, first.origin) * UNIT + first.origin.data_ptr() for storage in storages]
