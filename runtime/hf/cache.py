@@ -15,13 +15,11 @@ from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError
 from kvconvert.methods import KVScheme, spread_ratios
 from kvconvert.models.layer_types import HYBRID_LAYER_TYPES, has_pages, layer_types_of, pages_unsupported
 from kvconvert.models.modality import Modality, placeholder_ids
-from kvconvert.runtime.cache.compress import Group, read_flags, seal
+from kvconvert.runtime.cache.compress import read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry
-from kvconvert.runtime.cache.pass_tables import clamped_rows
-from kvconvert.runtime.cache.rows import join, leave, open_rows
-from kvconvert.runtime.cache.store import LayerStore
-from kvconvert.runtime.cache.tables import TableRegistry
+from kvconvert.runtime.cache.registry import TableRegistry
+from kvconvert.runtime.cache.store import Group, LayerStore
 from kvconvert.runtime.hf.hybrid_layer import HybridLayer
 from kvconvert.runtime.hf.layer import PagedLayer
 from kvconvert.runtime.hf.rotary_switch import rotary_switch
@@ -249,7 +247,7 @@ class KVCache(Cache):
                 "sequence begins; generate in batches instead."
             )
         for group in self.groups:
-            open_rows(group, count)
+            group.open_rows(count)
 
     def beside(self) -> KVCache:
         """An empty cache whose pages lie in the same storage, for a prompt that will join this cache."""
@@ -264,7 +262,8 @@ class KVCache(Cache):
         for layer, twin in zip(self.layers, other.layers, strict=True):
             layer.adopt(twin)
         for group, source in zip(self.groups, other.groups, strict=True):
-            join(group, row, source)
+            read_flags(source)
+            group.join(row, source)
         for twin in other.layers:
             twin.reset()
 
@@ -275,7 +274,7 @@ class KVCache(Cache):
             CacheError: the row holds none.
         """
         for group in self.groups:
-            leave(group, row)
+            group.leave(row)
 
     def free_pages(self) -> int | None:
         """Pages of 128 tokens that could still be written, in the group of layers with the fewest.
@@ -312,7 +311,7 @@ class KVCache(Cache):
             residual_tokens=max((store.residual_tokens() for store in stores), default=0),
             pages=sum(store.pages_used() for store in stores),
             flushes=sum(store.flushes for store in stores),
-            clamped_rows=sum(clamped_rows(store) for store in stores),
+            clamped_rows=sum(store.group.registry.clamped_rows(store) for store in stores),
             fallbacks=sum(store.fallbacks for store in stores),
             values=sum(store.tokens() * store.numbers_per_token() for store in stores),
             bytes_used=sum(store.bytes_used() for store in stores),
