@@ -30,7 +30,6 @@ from kvconvert.kernels.pages.center import (
     rope_matrix,
 )
 from kvconvert.kernels.pages.feedback import round_with_feedback, round_with_feedback_reference
-from kvconvert.kernels.pages.flag import new_flag, raise_if_flagged
 from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales, KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.pages.layout import ALIGNMENT
 from kvconvert.kernels.pages.records import (
@@ -54,6 +53,7 @@ from kvconvert.kernels.pages.reference import (
     token_norms,
     value_codes,
 )
+from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
 
 __all__ = [
     "PAGE_SIZE",

@@ -16,7 +16,7 @@ from kvconvert.calibration.protocol import CacheFormat
 from kvconvert.calibration.simulated_attention import AttentionCall, attention_calls, simulated_caches
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import NumericError
-from kvconvert.kernels.finite import all_finite
+from kvconvert.kernels.quantizer import all_finite
 from kvconvert.models.source import float_dtype
 
 # Tokens that run through the model at once, and bytes for the exact model's log-probabilities.

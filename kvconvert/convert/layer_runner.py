@@ -19,8 +19,8 @@ from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.hidden_states import HiddenStates
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill, rows_as_looked_up
 from kvconvert.errors import NumericError, UnsupportedModelError
-from kvconvert.kernels.finite import all_finite
 from kvconvert.kernels.linear.awq_format import AwqWeight
+from kvconvert.kernels.quantizer import all_finite
 from kvconvert.models.adapters import Adapter
 from kvconvert.models.auto_class import model_class
 from kvconvert.models.experts import ExpertRoles, expert_modules, separate_experts

@@ -25,8 +25,8 @@ from transformers import AutoConfig, PretrainedConfig
 from kvconvert.bundle.locate import ask_hub, is_hub_id, missing_below
 from kvconvert.bundle.manifest import SourceInfo, TensorInfo
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
-from kvconvert.kernels.finite import all_finite
 from kvconvert.kernels.linear.awq_format import AwqWeight
+from kvconvert.kernels.quantizer import all_finite
 from kvconvert.models.card_facts import card_facts
 from kvconvert.models.checksums import begin, sha256
 from kvconvert.models.file_stamps import FileStamps

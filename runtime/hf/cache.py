@@ -22,7 +22,6 @@ from kvconvert.runtime.cache.registry import TableRegistry
 from kvconvert.runtime.cache.store import Group, LayerStore
 from kvconvert.runtime.hf.hybrid_layer import HybridLayer
 from kvconvert.runtime.hf.layer import PagedLayer
-from kvconvert.runtime.hf.rotary_switch import rotary_switch
 
 # What a layer without a scheme holds when its neighbours have one: pages of the model's own dtype.
 UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)
@@ -360,3 +359,17 @@ def _per_layer(
                 "not; use KVScheme.with_online_rotation()."
             )
     return schemes
+
+
+def rotary_switch(config: PretrainedConfig) -> int | None:
+    """Tokens up to which a model has its short factors, or None where factors do not depend on length.
+
+    The factors of a forward pass follow from its largest position, so that they are those of all rows of a batch, and
+    keys that were stored before are turned by other ones.
+    """
+    text_config = config.get_text_config(decoder=True)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope" or rope.get("long_factor") == rope.get("short_factor"):
+        return None
+    switch = rope.get("original_max_position_embeddings")
+    return switch if switch and switch < text_config.max_position_embeddings else None

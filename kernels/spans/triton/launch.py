@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from kvconvert.kernels.pages.flag import new_flag, raise_if_flagged
 from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales, KeyFormat, ValueFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.pages.triton.feedback import PageFeedback
@@ -17,6 +16,7 @@ from kvconvert.kernels.pages.triton.launch import (
     tile_of,
     warps_for,
 )
+from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
 from kvconvert.kernels.spans.formats import Span, SpanFormat
 from kvconvert.kernels.spans.triton.kernels import channel_range_kernel, channel_scale_kernel
 
