@@ -124,7 +124,14 @@ class RowHistory:
         keys = tensors.keys.tokens(sequence.keys.buffered - own, sequence.keys.buffered)
         values = tensors.values.tokens(sequence.values.buffered - own, sequence.values.buffered)
         attended = history_attention(
-            queries[:, at], self._parts(own), keys, values, call.scaling, call.softcap, call.sink_logits, self.window
+            queries[:, at],
+            self._parts(own),
+            keys,
+            values,
+            call.scaling,
+            call.softcap,
+            call.sink_logits,
+            window=self.window,
         )
         output[:, at] = attended.to(output.dtype)
 
