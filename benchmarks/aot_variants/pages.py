@@ -94,36 +94,18 @@ def _value_variant(dtype: str, f: ValueFormat, partial: bool = False) -> Variant
     return _variant(name, value_page_kernel, dtype, constants, value_warps(constants))
 
 
-_TOKENS = ("keys", "values", "tokens", "source", "target")
-_TYPES = {
-    "records": "*i16",
-    "record_bytes": "*u8",
-    "table": "*i64",
-    "feedback_table": "*i64",
-    "feedback": "*fp16",
-    "scratch": "*fp32",
-    "boosted": "*i64",
-    "flag": "*i32",
-    "extremes": "*fp32",
-    "factor": "fp32",
-    "shrink": "fp32",
-} | dict.fromkeys(("static_scales", "static_zero_points", "scales", "zero_points"), "*fp16")
-
-
 def _variant(name: str, function: Any, dtype: str, constants: dict[str, Any], num_warps: int) -> Variant:
-    types = dict.fromkeys(_TOKENS, f"*{dtype}") | _TYPES
-    signature = {argument: types.get(argument, "i32") for argument in function.arg_names if argument not in constants}
     axes = {"kernel": name.partition("-")[0], "dtype": dtype} | {
         key: constants[key] for key in ("HEAD_SIZE", "BITS", "GROUP", "NORM", "BOOSTED", "STATIC") if key in constants
     }
     few = constants.get("BITS") == 1 or function is channel_range_kernel
-    return Variant(
+    return Variant.of(
         name,
         function,
-        signature,
+        dtype,
         constants,
         num_warps,
-        num_stages=3,
+        types={"tokens": f"*{dtype}", "boosted": "*i64", "scales": "*fp16", "zero_points": "*fp16"},
         axes=axes,
         spills="at most six registers, on some architectures" if few else "",
     )

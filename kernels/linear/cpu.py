@@ -27,7 +27,7 @@ from kvconvert.kernels.linear.awq_format import (
 # Up to so many rows a product with an unquantized weight reads it about once, which 16 bits make faster, not slower.
 # Measured on an AVX2 processor: with 2 rows both take the same time, with 64 the product in bfloat16 six times as long.
 FEW_ROWS = 2
-# Measured by benchmarks/cpu_linear.py: for large weights torch's int4 product costs as much as dequantizing between 48
+# Measured on an AVX2 processor: for large weights torch's int4 product costs as much as dequantizing between 48
 # and 64 rows, for small ones later.
 INT4PACK_ROWS = 48
 # What codes of fewer bits are raised by, so that 8 is in their middle and the offset, rounded to bfloat16, is small.
