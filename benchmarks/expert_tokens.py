@@ -26,9 +26,9 @@ from kvconvert.calibration.activations import ActivationRecorder
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
 from kvconvert.calibration.awq_scales import search_scales
 from kvconvert.calibration.awq_scaling import apply_scales
-from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
 from kvconvert.data.text import load_token_samples
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
+from kvconvert.models.structure import LayerStructure, NormGroup, Projection, ScalingPair
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "reference-lm"
 LAYERS, CLUSTERS, TAKEN, HELD_OUT = (1, 4), 16, 8, 512

@@ -27,7 +27,6 @@ from kvconvert.calibration.activations import ActivationRecorder, ActivationStat
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
 from kvconvert.calibration.awq_scales import search_scales
 from kvconvert.calibration.awq_scaling import apply_scales
-from kvconvert.calibration.structure import LayerStructure
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.evaluate import text_figures, versions
@@ -35,6 +34,7 @@ from kvconvert.fidelity.scoring import Comparison, Decoder, before_chunks, compa
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import require_adapter
+from kvconvert.models.structure import LayerStructure
 from kvconvert.runtime import KVCache
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 import torch
 
-from kvconvert.bundle.manifest import TensorInfo
 from kvconvert.bundle.writer import write_weights
 from kvconvert.convert.host_memory import anonymous_bytes
+from kvconvert.io.records import TensorInfo
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / "examples" / "reference-lm"

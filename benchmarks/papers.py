@@ -36,7 +36,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_arguments, attention_observed
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe
 from kvconvert.data.text import spaced_samples
 from kvconvert.fidelity.evaluate import versions
 from kvconvert.fidelity.scoring import Comparison, Decoder, before_chunks, compare
@@ -45,6 +44,7 @@ from kvconvert.kernels.pages import reference
 from kvconvert.kernels.select import column_sums, select_tokens
 from kvconvert.methods import KVScheme, LayerShape
 from kvconvert.models.adapters import head_dim, key_value_heads
+from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import compress
 

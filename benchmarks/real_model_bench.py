@@ -21,13 +21,13 @@ from real_model_docs import SEALED
 from real_model_measure import STEP, Recall, cache_size, is_sealed, text_figures
 from transformers import AutoConfig, AutoTokenizer
 
-from kvconvert.convert.recipe import Recipe
 from kvconvert.data.text import spaced_samples
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.fidelity.evaluate import versions
 from kvconvert.fidelity.scoring import Decoder
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.adapters import head_dim, key_value_heads
+from kvconvert.recipes.recipe import Recipe
 
 FLOAT_BITS = 16
 CODE = "python"  # the text that is made of the standard library

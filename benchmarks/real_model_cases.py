@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import UsageError
 from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder
 from kvconvert.methods import KVScheme
 from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime import KVCache, load
 
 SAMPLES, LENGTH = 32, 512  # of the calibration text

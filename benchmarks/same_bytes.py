@@ -144,7 +144,7 @@ def convert(case: Conversion, directory: Path) -> dict[str, Any]:
     model = ROOT / "examples" / case.model
     if not model.is_dir():
         model = ARCHITECTURES[case.model].write(directory / "model")
-    recipe = Recipe.load(case.recipe, case.changes).with_search(**case.search)
+    recipe = Recipe.load(case.recipe, case.changes).with_budget(**case.search)
     samples = {"samples": 3} if case.model == "reference-vlm" else {"samples": 3, "seq_len": 384}
     calibrate(str(model), directory / "work", recipe=recipe, device="cpu", progress=False, **samples)
     bundle = export(directory / "work", directory / "bundle", device="cpu", progress=False)

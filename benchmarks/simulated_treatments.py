@@ -24,7 +24,7 @@ from kvconvert.calibration.clip_ratios import key_clip_ratio_errors, value_clip_
 from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
 from kvconvert.methods import KVScheme, preset_calibration
 from kvconvert.methods.key_treatments import treatments
-from kvconvert.models.layer_types import changing_rope
+from kvconvert.models.configuration import changing_rope
 
 SAMPLE, SCORED_FROM = 512, 128
 GRID = (1.0, 0.9, 0.8)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from kvconvert.calibration.protocol import LayerWork
+from kvconvert.calibration.protocol import LayerJob, LayerWork
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_runner import LayerRunner
@@ -103,9 +103,9 @@ def quantized_model(directory: Path, case: Case, calibration: Sources, seed: int
     states = States(torch.cat(list(runner.first_input())))
     for index in range(runner.num_layers):
         structure = runner.structure(index)
-        passes = make_passes(case.weights, None, KVCalibration(), structure)
-        layer, _ = runner.layer(index)
         name = runner.layer_name(index)
+        passes = make_passes(LayerJob(index, name, case.weights, None, KVCalibration(), structure))
+        layer, _ = runner.layer(index)
         work = LayerWork(name, layer, structure, *ids.shape, dtype=float_dtype(source))
         outputs = []
         with ExitStack() as hooks:

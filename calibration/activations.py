@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.calibration.ranks import ALONE, Ranks
-from kvconvert.calibration.structure import LayerStructure
 from kvconvert.errors import NumericError
+from kvconvert.models.structure import LayerStructure
 
 LOSS_TOKENS = 2048  # on the reference model 1024, 2048 and 4096 tokens lead to the same KL within 2 %
 EXPERT_TOKENS = 512

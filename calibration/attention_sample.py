@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.activations import same_arguments
 from kvconvert.calibration.attention_capture import attention_arguments, attention_observed
-from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWork
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork
 from kvconvert.kernels.rotate import hadamard_transform
 
 SAMPLE_SEQUENCES = 8

@@ -22,7 +22,7 @@ from kvconvert.calibration.awq_scales import search_scales
 from kvconvert.calibration.awq_scaling import Scaling, apply_scales, reader_scales
 from kvconvert.calibration.layer_error import LayerSample, LayerSampler, quantized
 from kvconvert.calibration.matmul_precision import tf32_products
-from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult
+from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult
 from kvconvert.calibration.value_cache import value_rounding
 from kvconvert.errors import NumericError
 
@@ -79,9 +79,9 @@ class AwqPass(CalibrationPass):
         self._result = PassResult()
 
     @classmethod
-    def of(cls, request: PassRequest) -> AwqPass | None:
+    def of(cls, job: LayerJob, sampler: CalibrationPass) -> AwqPass | None:
         """Of a recipe whose weights are searched."""
-        weights = request.weights
+        weights = job.weights
         return cls(weights.bits, weights.group_size) if weights.method == "awq" else None
 
     @contextmanager

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from kvconvert.calibration.activations import ActivationStatistics, point_of
 from kvconvert.calibration.awq_scaling import Scaling, reader_scales, scaled_parameters
 from kvconvert.calibration.ranks import ALONE, Ranks
-from kvconvert.calibration.structure import LayerStructure, Projection
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
+from kvconvert.models.structure import LayerStructure, Projection
 
 CLIP_STEPS = 10
 # Fewest bits at which clips are searched by what compensation leaves of an error: docs/weights.md.

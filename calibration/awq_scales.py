@@ -43,9 +43,9 @@ from kvconvert.calibration.awq_clips import Widths, width_of
 from kvconvert.calibration.awq_scaling import Scaling, scaling_label
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.rounded_readers import Reader, rounded
-from kvconvert.calibration.structure import LayerStructure, NormGroup, ScalingPair
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
+from kvconvert.models.structure import LayerStructure, NormGroup, ScalingPair
 
 RATIO_STEPS = 20
 _CHUNK_TOKENS = 1024  # of a search's forward pass: bounds its memory

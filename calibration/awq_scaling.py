@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvconvert.calibration.structure import LayerStructure, Projection
+from kvconvert.models.structure import LayerStructure, Projection
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from kvconvert.calibration.attention_sample import AttentionSample, AttentionSam
 from kvconvert.calibration.clip_ratios import searched_sides
 from kvconvert.calibration.protocol import (
     CalibrationPass,
+    LayerJob,
     LayerWork,
     MeasuredLayer,
-    PassRequest,
     PassResult,
     Resolution,
     require_finite,
@@ -250,16 +250,16 @@ class CalibQuantPass(CalibrationPass):
         self._note = ""
 
     @classmethod
-    def of(cls, request: PassRequest) -> CalibQuantPass | None:
+    def of(cls, job: LayerJob, sampler: CalibrationPass) -> CalibQuantPass | None:
         """Of a scheme with spans, for what the recipe leaves open."""
-        scheme, search = request.scheme, request.search
+        scheme, search = job.scheme, job.search
         if scheme is None or not scheme.is_span:
             return None
         keys, values = searched_sides(scheme, search)
         if not (search.searches_tau or keys or values):
             return None
         grid = search.tau_grid if search.searches_tau else None
-        return cls(request.sampler, grid, (scheme.tau1, scheme.tau2), keys, values)
+        return cls(sampler, grid, (scheme.tau1, scheme.tau2), keys, values)
 
     @classmethod
     def resolve(cls, layers: Mapping[int, MeasuredLayer], search: KVCalibration) -> dict[int, Resolution]:

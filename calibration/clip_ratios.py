@@ -23,12 +23,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, squared_output
 from kvconvert.calibration.protocol import (
-    CacheFormat,
     CalibrationPass,
+    LayerJob,
     LayerWork,
-    PassRequest,
     PassResult,
     require_finite,
 )
@@ -223,13 +223,13 @@ class ClipRatioPass(CalibrationPass):
         self._note = ""
 
     @classmethod
-    def of(cls, request: PassRequest) -> ClipRatioPass | None:
+    def of(cls, job: LayerJob, sampler: CalibrationPass) -> ClipRatioPass | None:
         """Of a page scheme, for the quantized sides whose ratio the recipe leaves open."""
-        scheme = request.scheme
+        scheme = job.scheme
         if scheme is None or scheme.is_span:
             return None
-        keys, values = searched_sides(scheme, request.search)
-        return cls(request.sampler, keys, values) if keys or values else None
+        keys, values = searched_sides(scheme, job.search)
+        return cls(sampler, keys, values) if keys or values else None
 
     def solve(self, work: LayerWork) -> None:
         """Search each side whose pages the calibration sequences are long enough to fill and read."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from kvconvert.calibration.attention_capture import attention_observed
 from kvconvert.calibration.attention_sample import as_cached
 from kvconvert.calibration.matmul_precision import float32_products
-from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult, require_finite
+from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult, require_finite
 from kvconvert.calibration.ranks import ALONE, Ranks
 
 DAMPING = 0.1  # of the mean diagonal; 0.01 to 0.3 made no difference on held-out text
@@ -89,12 +89,12 @@ class ErrorFeedbackPass(CalibrationPass):
         self._left: Tensor | None = None
 
     @classmethod
-    def of(cls, request: PassRequest) -> ErrorFeedbackPass | None:
+    def of(cls, job: LayerJob, sampler: CalibrationPass) -> ErrorFeedbackPass | None:
         """Of a scheme that asks for error feedback, or leaves the rounding of narrow keys to calibration."""
-        scheme = request.scheme
+        scheme = job.scheme
         if scheme is None:
             return None
-        wanted = scheme.feeds_errors_back or request.search.chooses_error_feedback(scheme)
+        wanted = scheme.feeds_errors_back or job.search.chooses_error_feedback(scheme)
         return cls() if wanted else None
 
     @contextmanager

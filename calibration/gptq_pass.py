@@ -22,7 +22,7 @@ from kvconvert.calibration.awq_clips import search_clips
 from kvconvert.calibration.gptq import DAMPING, compensate_by, rounding_order
 from kvconvert.calibration.hessian_factor import ERROR_ROWS, Factor, factorize
 from kvconvert.calibration.hessians import HessianRecorder
-from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult
+from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
 
@@ -58,9 +58,9 @@ class GptqPass(CalibrationPass):
         self._result = PassResult()
 
     @classmethod
-    def of(cls, request: PassRequest) -> GptqPass | None:
+    def of(cls, job: LayerJob, sampler: CalibrationPass) -> GptqPass | None:
         """Of a recipe whose weights are compensated."""
-        weights = request.weights
+        weights = job.weights
         if not weights.compensates:
             return None
         awq = AwqPass(weights.bits, weights.group_size, compensated=True) if weights.scales else None

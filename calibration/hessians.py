@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from kvconvert.calibration.activations import input_points
 from kvconvert.calibration.matmul_precision import float32_products
 from kvconvert.calibration.ranks import ALONE, Ranks
-from kvconvert.calibration.structure import LayerStructure
 from kvconvert.errors import NumericError
+from kvconvert.models.structure import LayerStructure
 
 # Numbers of a stored block, which bound what a product takes beside the sum. All blocks are of about 64 MiB: the C
 # library keeps smaller ones when they are freed.

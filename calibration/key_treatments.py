@@ -13,16 +13,17 @@ is taken: the error of the layer's output with keys stored so and exact values, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler
 from kvconvert.calibration.clip_ratios import key_clip_ratio_errors, pages_read
 from kvconvert.calibration.error_feedback import QueryMoments, feedback_matrices
-from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWork, PassRequest, PassResult
+from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.rope import Rope, constant_part, ropes_of
 from kvconvert.errors import UnsupportedModelError
@@ -88,7 +89,6 @@ class TreatmentSearch:
         sample: of the layer's attention, in the coordinates of a cache that rotates keys or does not.
         rotated: whether it does.
         constant: of the layer's keys, or why there is none.
-        formats: a scheme in the terms of kernels, without what calibration makes.
         search: what calibration chooses, of which error feedback and clip ratios count here.
     """
 
@@ -97,10 +97,11 @@ class TreatmentSearch:
         sample: AttentionSample,
         rotated: bool,
         constant: ConstantPart | str,
-        formats: Callable[[KVScheme], CacheFormat],
         search: KVCalibration,
     ) -> None:
-        self.constant, self.formats, self.search = constant, formats, search
+        self.constant, self.search = constant, search
+        shape, value_dim = sample.keys.shape, sample.values.shape[3]
+        self._shape = {"heads": shape[1], "key_dim": shape[3], "value_dim": value_dim}
         self._samples = {rotated: sample}
         self._feedback: dict[bool, Tensor] = {}
 
@@ -114,7 +115,7 @@ class TreatmentSearch:
 
     def format_of(self, scheme: KVScheme) -> CacheFormat:
         """The cache of a scheme, with error feedback and a constant part where it has them."""
-        cache = self.formats(scheme)
+        cache = CacheFormat.of(scheme.uncalibrated(), **self._shape)
         rotated, pages = cache.rotations.keys, cache.pages
         if scheme.feeds_errors_back or self.search.chooses_error_feedback(scheme):
             pages = replace(pages, key_feedback=self._feedback_of(rotated))
@@ -167,20 +168,13 @@ class KeyTreatmentPass(CalibrationPass):
         sampler: takes the sample, earlier in the list of passes.
         scheme: of the layer.
         search: what calibration chooses.
-        formats: see `TreatmentSearch`.
     """
 
     name = "key_treatments"
     reads_sample = True
 
-    def __init__(
-        self,
-        sampler: AttentionSampler,
-        scheme: KVScheme,
-        search: KVCalibration,
-        formats: Callable[[KVScheme], CacheFormat],
-    ) -> None:
-        self.sampler, self.scheme, self.search, self.formats = sampler, scheme, search, formats
+    def __init__(self, sampler: AttentionSampler, scheme: KVScheme, search: KVCalibration) -> None:
+        self.sampler, self.scheme, self.search = sampler, scheme, search
         self._constant: ConstantPart | str = ""
         self._chosen: Treatment | None = None
         self._errors: dict[str, float] = {}
@@ -188,12 +182,12 @@ class KeyTreatmentPass(CalibrationPass):
         self._note = ""
 
     @classmethod
-    def of(cls, request: PassRequest) -> KeyTreatmentPass | None:
+    def of(cls, job: LayerJob, sampler: CalibrationPass) -> KeyTreatmentPass | None:
         """Of a scheme that keeps a constant part, or whose keys' treatment is to be chosen."""
-        scheme = request.scheme
-        if scheme is None or not (scheme.centers_keys or request.search.chooses_treatment(scheme)):
+        scheme = job.scheme
+        if scheme is None or not (scheme.centers_keys or job.search.chooses_treatment(scheme)):
             return None
-        return cls(request.sampler, scheme, request.search, request.formats)
+        return cls(sampler, scheme, job.search)
 
     def solve(self, work: LayerWork) -> None:
         """Measure the constant part, and try the treatments.
@@ -211,7 +205,7 @@ class KeyTreatmentPass(CalibrationPass):
                 f'[kv] key_center = "calibrated" is not possible in {work.name}: {self._constant}; set key_center = '
                 '"none" there.'
             )
-        search = TreatmentSearch(sample, cache.rotations.keys, self._constant, self.formats, self.search)
+        search = TreatmentSearch(sample, cache.rotations.keys, self._constant, self.search)
         if self.search.chooses_treatment(self.scheme):
             if pages_read(work.seq_len, cache.sink_tokens, cache.key_recent_tokens, cache.pages.keys.page_size):
                 choices = treatments(self.scheme, work.structure.head_dim)

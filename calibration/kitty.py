@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvconvert.calibration.attention_capture import attention_observed
 from kvconvert.calibration.attention_sample import as_cached
-from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult, require_finite
+from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult, require_finite
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.kernels.pages import PAGE_SIZE, normalised_keys
 
@@ -92,10 +92,10 @@ class KittyPass(CalibrationPass):
         self._tensors: dict[str, Tensor] = {}
 
     @classmethod
-    def of(cls, request: PassRequest) -> KittyPass | None:
+    def of(cls, job: LayerJob, sampler: CalibrationPass) -> KittyPass | None:
         """Of a scheme that boosts any channel of the layer's heads."""
-        scheme = request.scheme
-        if scheme is None or not scheme.boosted_for(request.structure.head_dim):
+        scheme = job.scheme
+        if scheme is None or not scheme.boosted_for(job.structure.head_dim):
             return None
         return cls(scheme.boost_select)
 

@@ -26,8 +26,8 @@ from kvconvert.calibration.awq_clips import Widths, width_of
 from kvconvert.calibration.awq_scaling import Scaling, scaled_modules, scaled_parameters
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.calibration.rounded_readers import while_computing
-from kvconvert.calibration.structure import LayerStructure
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
+from kvconvert.models.structure import LayerStructure
 
 SAMPLE_TOKENS = 1024
 _CHUNK_WEIGHTS = 2**22  # rounded at once

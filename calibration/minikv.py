@@ -31,9 +31,9 @@ from torch import Tensor
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, squared_output
 from kvconvert.calibration.protocol import (
     CalibrationPass,
+    LayerJob,
     LayerWork,
     MeasuredLayer,
-    PassRequest,
     PassResult,
     Resolution,
     require_finite,
@@ -211,10 +211,10 @@ class MiniKVPass(CalibrationPass):
         self._plan: dict[str, Tensor] = {}
 
     @classmethod
-    def of(cls, request: PassRequest) -> MiniKVPass | None:
+    def of(cls, job: LayerJob, sampler: CalibrationPass) -> MiniKVPass | None:
         """Of a scheme that evicts."""
-        scheme = request.scheme
-        return cls(request.sampler, scheme.recent_ratio) if scheme is not None and scheme.evicts else None
+        scheme = job.scheme
+        return cls(sampler, scheme.recent_ratio) if scheme is not None and scheme.evicts else None
 
     @classmethod
     def resolve(cls, layers: Mapping[int, MeasuredLayer], search: KVCalibration) -> dict[int, Resolution]:

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.calibration.attention_capture import attention_observed
-from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassRequest, PassResult, require_finite
+from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult, require_finite
 from kvconvert.calibration.ranks import ALONE, Ranks
-from kvconvert.calibration.structure import LayerStructure
 from kvconvert.kernels.rotate import hadamard_matrix, hadamard_transform
+from kvconvert.models.structure import LayerStructure
 
 STAGES = ("original", "rotated", "rotated_scaled")
 
@@ -143,9 +143,9 @@ class OscarPass(CalibrationPass):
         self._tensors: dict[str, Tensor] = {}
 
     @classmethod
-    def of(cls, request: PassRequest) -> OscarPass | None:
+    def of(cls, job: LayerJob, sampler: CalibrationPass) -> OscarPass | None:
         """Of a scheme that rotates or normalises."""
-        scheme = request.scheme
+        scheme = job.scheme
         if scheme is None or not (scheme.rotates or scheme.token_norm != "none"):
             return None
         norm = "per_head" if scheme.token_norm == "per_head" else "joint"

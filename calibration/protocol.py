@@ -16,72 +16,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.ranks import ALONE, Ranks
-from kvconvert.calibration.structure import LayerStructure
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
-from kvconvert.kernels.pages import ChannelScales, LayerFormat
-from kvconvert.kernels.quantizer import affine_grid
-from kvconvert.kernels.rotate import NO_ROTATION, Rotations
-from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.awq import WeightsRecipe
-
-
-class ChannelBounds(NamedTuple):
-    """Smallest and largest value of each channel of a layer's keys or values: float32 [H, channels]."""
-
-    low: Tensor
-    high: Tensor
-
-    def scales(self, bits: int, clip_ratio: float) -> ChannelScales:
-        """The grid from `low` to `high`, shrunk about its midpoint by `clip_ratio`."""
-        return ChannelScales(*affine_grid(self.low, self.high, bits, clip_ratio))
-
-
-@dataclass(frozen=True)
-class CacheFormat:
-    """How the layer's cache will store keys and values: a KV scheme in the terms of kernels.
-
-    Attributes:
-        pages: of the layer's pages.
-        span: of its spans (CalibQuant), or None where the cache is made of pages.
-        rotations: what is rotated at run time, after RoPE.
-        sink_tokens, key_recent_tokens, value_recent_tokens: tokens in full precision, see `KVScheme`.
-        modality: which tokens go to spans, see `KVScheme`.
-        key_bounds, value_bounds: of each channel, where pages are static and they have been measured.
-    """
-
-    pages: LayerFormat
-    span: SpanFormat | None = None
-    rotations: Rotations = NO_ROTATION
-    sink_tokens: int = 0
-    key_recent_tokens: int = 0
-    value_recent_tokens: int = 0
-    modality: str = "all"
-    key_bounds: ChannelBounds | None = None
-    value_bounds: ChannelBounds | None = None
-
-    @classmethod
-    def of(cls, scheme: KVScheme, pages: LayerFormat, span: SpanFormat | None, rotations: Rotations) -> CacheFormat:
-        """A scheme whose pages and spans have these formats, and which rotates this at run time."""
-        return cls(
-            pages=pages,
-            span=span,
-            rotations=rotations,
-            sink_tokens=scheme.sink_tokens,
-            key_recent_tokens=scheme.key_recent_tokens,
-            value_recent_tokens=scheme.value_recent_tokens,
-            modality=scheme.modality,
-        )
-
-    def static_keys(self, clip_ratio: float) -> ChannelScales | None:
-        """Scales of the layer's static key pages with this clip ratio; None for other pages."""
-        return None if self.key_bounds is None else self.key_bounds.scales(self.pages.keys.bits, clip_ratio)
-
-    def static_values(self, clip_ratio: float) -> ChannelScales | None:
-        """The same for values."""
-        return None if self.value_bounds is None else self.value_bounds.scales(self.pages.values.bits, clip_ratio)
+from kvconvert.models.structure import LayerStructure
 
 
 @dataclass
@@ -144,24 +85,30 @@ class PassResult:
 
 
 @dataclass(frozen=True)
-class PassRequest:
-    """What a recipe asks for in one layer.
+class LayerJob:
+    """What a recipe asks for in one decoder layer of a model, resolved once.
 
     Attributes:
+        index, name: of the layer; the name is the loaded model's ("model.layers.3").
         weights: how Linears are quantized.
         scheme: of the layer's cache; None where it is left alone.
         search: what calibration chooses of it.
-        structure: names of the layer's parts.
-        sampler: takes a sample of the layer's attention for the passes that ask for one (`reads_sample`).
-        formats: a scheme of the layer's cache in the terms of kernels, as it stands before calibration.
+        structure: names of the layer's parts; None where no adapter describes them.
+        reason: why the scheme differs from the recipe's, or "".
+        heads, head_dim: KV heads, and channels of each.
+        bits: width of each quantized Linear's weights, by its name within the layer.
     """
 
+    index: int
+    name: str
     weights: WeightsRecipe
     scheme: KVScheme | None
     search: KVCalibration
-    structure: LayerStructure
-    sampler: CalibrationPass
-    formats: Callable[[KVScheme], CacheFormat]
+    structure: LayerStructure | None
+    reason: str = ""
+    heads: int = 0
+    head_dim: int = 0
+    bits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -191,15 +138,20 @@ class CalibrationPass:
 
     Attributes:
         name: of the method.
-        reads_sample: it evaluates candidates on `PassRequest.sampler`'s sample of the finished layer's attention.
+        reads_sample: it evaluates candidates on `of`'s sampler's sample of the finished layer's attention.
     """
 
     name: ClassVar[str]
     reads_sample: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, request: PassRequest) -> CalibrationPass | None:
-        """The pass that a recipe asks for, or None where it asks for none."""
+    def of(cls, job: LayerJob, sampler: CalibrationPass) -> CalibrationPass | None:
+        """The pass that a job asks for, or None where it asks for none.
+
+        Args:
+            job: of a layer with a structure.
+            sampler: takes a sample of the layer's attention for the passes that ask for one (`reads_sample`).
+        """
         return None
 
     @classmethod

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.attention_capture import model_attention
 from kvconvert.calibration.attention_sample import as_cached
 from kvconvert.calibration.clip_ratios import pages_read, stored_keys, stored_values
-from kvconvert.calibration.protocol import CacheFormat
 from kvconvert.kernels.rotate import hadamard_transform
 
 SIMULATED_ATTENTION = "kvconvert_simulate"

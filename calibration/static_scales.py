@@ -17,9 +17,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvconvert.cache.format import ChannelBounds
 from kvconvert.calibration.attention_capture import attention_observed
 from kvconvert.calibration.attention_sample import as_cached
-from kvconvert.calibration.protocol import CalibrationPass, ChannelBounds, LayerWork, PassRequest, PassResult
+from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult
 from kvconvert.calibration.ranks import Ranks
 from kvconvert.errors import NumericError
 
@@ -66,9 +67,9 @@ class StaticScalesPass(CalibrationPass):
         self._bounds: dict[str, RunningBounds] = {}
 
     @classmethod
-    def of(cls, request: PassRequest) -> StaticScalesPass | None:
+    def of(cls, job: LayerJob, sampler: CalibrationPass) -> StaticScalesPass | None:
         """Of a scheme with static scales."""
-        return cls() if request.scheme is not None and request.scheme.is_static else None
+        return cls() if job.scheme is not None and job.scheme.is_static else None
 
     def solve(self, work: LayerWork) -> None:
         """Find the bounds of all calibration tokens."""

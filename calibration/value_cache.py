@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kvconvert.calibration.protocol import CacheFormat
+from kvconvert.cache.format import CacheFormat
 from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.rotate import hadamard_transform
 

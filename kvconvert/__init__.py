@@ -18,9 +18,9 @@ if TYPE_CHECKING:  # what editors and type checkers read; `_HOMES` says the same
     from kvconvert.benchmark import bench
     from kvconvert.convert.export import export
     from kvconvert.convert.pipeline import calibrate
-    from kvconvert.convert.recipe import Recipe
     from kvconvert.fidelity import evaluate
     from kvconvert.methods import KVScheme
+    from kvconvert.recipes.recipe import Recipe
     from kvconvert.runtime import KVCache, load
 
 __all__ = [
@@ -39,7 +39,7 @@ __all__ = [
 _HOMES = {
     "KVCache": "kvconvert.runtime",
     "KVScheme": "kvconvert.methods",
-    "Recipe": "kvconvert.convert.recipe",
+    "Recipe": "kvconvert.recipes.recipe",
     "bench": "kvconvert.benchmark",
     "calibrate": "kvconvert.convert.pipeline",
     "evaluate": "kvconvert.fidelity",

@@ -17,13 +17,10 @@ from kvconvert.commands.doctor import doctor
 from kvconvert.commands.evaluate import evaluate
 from kvconvert.commands.export import export
 from kvconvert.commands.generate import generate
-from kvconvert.commands.inspect import inspect
+from kvconvert.commands.hub import pull, push
+from kvconvert.commands.inspect import inspect, report, verify
 from kvconvert.commands.plan import plan
-from kvconvert.commands.pull import pull
-from kvconvert.commands.push import push
 from kvconvert.commands.recipes import recipes
-from kvconvert.commands.report import report
-from kvconvert.commands.verify import verify
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.version import __version__
 

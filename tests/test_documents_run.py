@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tiny.checkpoints import save_checkpoint
 
 from kvconvert.cli import cli
-from kvconvert.convert.recipe import Recipe, preset_names
+from kvconvert.recipes.recipe import Recipe, preset_names
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("kvconvert", "calibration", "kernels", "runtime")

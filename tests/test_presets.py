@@ -10,10 +10,10 @@ import pytest
 
 from kvconvert import KVCache, Recipe, calibrate, evaluate, export, load
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.convert.recipe import preset_names
 from kvconvert.errors import RecipeError
 from kvconvert.fidelity import DrillCounts
 from kvconvert.methods import PAPER_PRESETS, PRESETS, KVScheme
+from kvconvert.recipes.recipe import preset_names
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "examples/reference-lm"

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from kvconvert import calibrate, export, load
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.tensorfile import nbytes, read_header
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder, before_chunks, compare
 from kvconvert.fidelity.sizes import measure_cache
+from kvconvert.io.tensorfile import nbytes, read_header
 from kvconvert.kernels.pages import PAGE_SIZE
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,26 +16,39 @@ EVERY_ROOM = ("kvconvert", *ROOMS)
 # Leaf and data-format modules that several rooms may use.
 ALLOWED = {
     "kernels": ("kvconvert.kernels", "kvconvert.errors"),
-    "calibration": ("kvconvert.calibration", "kvconvert.kernels", "kvconvert.methods", "kvconvert.errors"),
-    "runtime": (
-        "kvconvert.runtime",
+    "kvconvert/io": ("kvconvert.io", "kvconvert.errors"),
+    "kvconvert/methods": ("kvconvert.methods", "kvconvert.errors"),
+    "kvconvert/cache": ("kvconvert.cache", "kvconvert.kernels", "kvconvert.methods", "kvconvert.errors"),
+    # Passes describe a layer in the words of its structure.
+    "calibration": (
+        "kvconvert.calibration",
+        "kvconvert.cache",
         "kvconvert.kernels",
-        "kvconvert.bundle",
         "kvconvert.methods",
-        "kvconvert.models",
+        "kvconvert.models.structure",
         "kvconvert.errors",
     ),
-    "kvconvert/methods": ("kvconvert.methods", "kvconvert.errors"),
-    "kvconvert/bundle": ("kvconvert.bundle", "kvconvert.methods", "kvconvert.errors"),
-    # Adapters describe layers in the words of calibration; sources may hold weights in the layout of bundles.
+    "kvconvert/bundle": ("kvconvert.bundle", "kvconvert.io", "kvconvert.methods", "kvconvert.errors"),
+    # Sources may hold weights in the layout of bundles.
     "kvconvert/models": (
         "kvconvert.models",
-        "kvconvert.bundle",
-        "kvconvert.calibration.structure",
+        "kvconvert.cache",
+        "kvconvert.io",
         "kvconvert.kernels.quantizer",
         "kvconvert.kernels.linear.awq_format",
         "kvconvert.kernels.packing",
-        "kvconvert.methods.awq",
+        "kvconvert.methods",
+        "kvconvert.errors",
+    ),
+    "kvconvert/data": ("kvconvert.data", "kvconvert.io", "kvconvert.models", "kvconvert.errors"),
+    "runtime": (
+        "kvconvert.runtime",
+        "kvconvert.cache",
+        "kvconvert.kernels",
+        "kvconvert.bundle",
+        "kvconvert.io",
+        "kvconvert.methods",
+        "kvconvert.models",
         "kvconvert.errors",
     ),
 }
@@ -62,7 +76,7 @@ def test_a_room_imports_only_what_lies_below_it(room):
                 assert any(name == top or name.startswith(top + ".") for top in ALLOWED[room]), f"{path}: {name}"
 
 
-@pytest.mark.parametrize("room", ["kernels", "kvconvert/bundle", "runtime/cache"])
+@pytest.mark.parametrize("room", ["kernels", "kvconvert/bundle", "kvconvert/cache", "runtime/cache"])
 def test_kernels_bundle_and_cache_know_nothing_of_transformers(room):
     for path in (ROOT / room).rglob("*.py"):
         names = imports(path)
@@ -109,14 +123,33 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def test_no_two_files_import_each_other_directly_or_round_a_ring():
+def edges_between(names: Iterable[str]) -> dict[str, set[str]]:
+    """Which of these modules import which others of them."""
     files = modules()
     edges: dict[str, set[str]] = {}
-    for name, path in files.items():
+    for name in names:
         # A name that is imported from a package is a file of it, or else something that its __init__ defines.
-        targets = {found if found in files else found.rpartition(".")[0] for found in imports(path)}
+        targets = {found if found in files else found.rpartition(".")[0] for found in imports(files[name])}
         edges[name] = {target for target in targets if target in files}
+    return edges
+
+
+def test_no_two_files_import_each_other_directly_or_round_a_ring():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    assert not circles(edges_between(modules()))
+
+
+def test_no_two_rooms_import_each_other_directly_or_round_a_ring():
+    """A room is a folder of the package, or a file beside them; models.structure is a leaf that calibration reads."""
+
+    def room(name: str) -> str:
+        return name if name == "kvconvert.models.structure" else ".".join(name.split(".")[:2])
+
+    edges: dict[str, set[str]] = {}
+    for name, targets in edges_between(name for name in modules() if name != "kvconvert").items():
+        edges.setdefault(room(name), set()).update(room(target) for target in targets - {"kvconvert"})
+    edges = {name: targets - {name} for name, targets in edges.items()}
+    assert edges["kvconvert.convert"] & {"kvconvert.auto", "kvconvert.bundle"}
     assert not circles(edges)
 
 
@@ -155,13 +188,19 @@ def test_kernels_run_without_transformers_and_help_without_torch():
     assert "torch" not in imported_by("import kvconvert.methods")
 
 
-def test_every_package_is_declared_for_installation():
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    source = ROOT / project["package-dir"][""]
-    found = set()
-    for folder, _, files in os.walk(source, followlinks=True):
-        if "__init__.py" in files:
-            found.add(".".join(Path(folder).relative_to(source).parts))
-    assert found == set(project["packages"])
+def test_an_installed_package_holds_every_file():
+    """Packages are found, for which a folder needs an __init__.py; other files have to match a declared pattern."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["tool"]["setuptools"]
+    declared = {
+        Path(*package.split("."), pattern)
+        for package, patterns in tools["package-data"].items()
+        for pattern in patterns
+    }
+    source = ROOT / tools["packages"]["find"]["where"][0]
+    for folder, _, names in os.walk(source, followlinks=True):
+        where = Path(folder).relative_to(source)
+        for name in names:
+            if name.endswith(".py"):
+                assert (Path(folder) / "__init__.py").is_file(), where
+            elif not name.endswith(".pyc"):
+                assert any((where / name).match(str(pattern)) for pattern in declared), where / name

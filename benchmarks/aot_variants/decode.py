@@ -14,6 +14,7 @@ from itertools import product
 import torch
 
 from aot_variants.variant import Variant
+from kvconvert.cache.format import CacheFormat
 from kvconvert.kernels.decode.triton.combine import combine_kernel
 from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
 from kvconvert.kernels.decode.triton.launch import (
@@ -29,7 +30,6 @@ from kvconvert.kernels.decode.triton.shape import DecodeShape, query_columns, qu
 from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVScheme
-from kvconvert.runtime.cache.formats import layer_format, span_format
 
 HEADS = 8
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -112,10 +112,10 @@ class Pages:
 def preset_layer(name: str, head: tuple[int, int]) -> Layer:
     """The layer of a preset with heads of D and E channels."""
     scheme = KVScheme.preset(name)
-    span, recent = span_format(scheme), (scheme.key_recent_tokens, scheme.value_recent_tokens)
-    format = layer_format(scheme, HEADS, *head) if span is None else _unused_pages(*head)
+    cache = CacheFormat.of(scheme, heads=HEADS, key_dim=head[0], value_dim=head[1])
+    format, recent = cache.pages, (cache.key_recent_tokens, cache.value_recent_tokens)
     half_quantized = 0 if recent[0] == recent[1] else 1 if recent[0] < recent[1] else 2
-    return Layer(name, format, "", span, half_quantized, bool(scheme.tau1 or scheme.tau2))
+    return Layer(name, format, "", cache.span, half_quantized, bool(scheme.tau1 or scheme.tau2))
 
 
 def _unused_pages(key_dim: int, value_dim: int) -> LayerFormat:

@@ -30,7 +30,14 @@ from kvconvert.kernels.pages.center import (
     rope_matrix,
 )
 from kvconvert.kernels.pages.feedback import round_with_feedback, round_with_feedback_reference
-from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales, KeyFormat, LayerFormat, ValueFormat
+from kvconvert.kernels.pages.formats import (
+    PAGE_SIZE,
+    ChannelScales,
+    KeyFormat,
+    LayerFormat,
+    TokenNorm,
+    ValueFormat,
+)
 from kvconvert.kernels.pages.layout import ALIGNMENT
 from kvconvert.kernels.pages.records import (
     KeyPages,
@@ -64,6 +71,7 @@ __all__ = [
     "LayerFormat",
     "PageAddresses",
     "PageWrites",
+    "TokenNorm",
     "ValueFormat",
     "ValuePages",
     "add_centers",

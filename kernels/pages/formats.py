@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,6 +12,19 @@ from kvconvert.kernels.pages.center import KeyCenter
 
 # Tokens of a page in every preset, of a span's block, and of what the decode kernels read at a time.
 PAGE_SIZE = 128
+
+
+class TokenNorm(StrEnum):
+    """What keys are divided by before they are quantized: one norm of a token over all heads, or one of each head."""
+
+    NONE = "none"
+    JOINT = "joint"
+    PER_HEAD = "per_head"
+
+    @property
+    def mode(self) -> int:
+        """The number by which kernels know it."""
+        return list(TokenNorm).index(self)
 
 
 class ChannelScales(NamedTuple):
@@ -29,7 +43,7 @@ class KeyFormat:
         page_size: tokens per page.
         bits: 1, 2, 3, 4, 8, or 16 for unquantized.
         group_size: tokens per group; divides `page_size`.
-        token_norm: whether keys are divided by a norm before quantization, over all heads jointly or each head alone.
+        token_norm: what keys are divided by before quantization.
         token_norm_measure: root mean square ("l2") or mean magnitude.
         clip_ratio: factor applied to each group's (min, max) about its midpoint.
         boosted: channels per head that get twice the bits (Kitty), which 3 bits do not have.
@@ -44,12 +58,15 @@ class KeyFormat:
     page_size: int
     bits: int
     group_size: int
-    token_norm: Literal["none", "joint", "per_head"] = "none"
+    token_norm: TokenNorm = TokenNorm.NONE
     token_norm_measure: Literal["l2", "mean_abs"] = "l2"
     clip_ratio: float = 1.0
     boosted: int = 0
     fixed_channels: bool = False
     static: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_norm", TokenNorm(self.token_norm))  # its name is taken, too
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels.packing import CODE_BITS, field_bits, packed_rows
-from kvconvert.kernels.pages.formats import KeyFormat, ValueFormat
+from kvconvert.kernels.pages.formats import KeyFormat, TokenNorm, ValueFormat
 
 # Units of 2 bytes: what one 16-byte load reads.
 ALIGNMENT = 8
@@ -94,11 +94,11 @@ class KeyLayout:
             "high": high_rows * lanes,
             "scale": f.head_dim * groups,
             "zero_point": f.head_dim * groups,
-            "norm": f.page_size if f.token_norm == "per_head" else 0,
+            "norm": f.page_size if f.token_norm is TokenNorm.PER_HEAD else 0,
             "channels": 0 if f.fixed_channels else -(-f.boosted // 2),
         }
         offsets, head_stride = _offsets(sizes)
-        joint_norm = f.heads * head_stride if f.token_norm == "joint" else -1
+        joint_norm = f.heads * head_stride if f.token_norm is TokenNorm.JOINT else -1
         return KeyLayout(
             heads=f.heads,
             lanes=lanes,
@@ -108,13 +108,8 @@ class KeyLayout:
             **offsets,
             head_stride=head_stride,
             joint_norm=joint_norm,
-            record=f.heads * head_stride + (_align(f.page_size) if f.token_norm == "joint" else 0),
+            record=f.heads * head_stride + (_align(f.page_size) if f.token_norm is TokenNorm.JOINT else 0),
         )
-
-    @property
-    def norm_mode(self) -> int:
-        """0 where pages have no norms, 1 for joint ones, 2 for one per head."""
-        return 1 if self.joint_norm >= 0 else 2 if self.norm >= 0 else 0
 
     def fields(self, record: torch.Tensor, f: KeyFormat) -> dict[str, torch.Tensor]:
         """The fields that the format has, views of records int16 [N, record] in the shapes that `KeyPages` states."""
@@ -124,9 +119,9 @@ class KeyLayout:
             found["scale"], found["zero_point"] = (
                 _half(heads, offset, f.head_dim, self.groups) for offset in (self.scale, self.zero_point)
             )
-        if f.token_norm == "per_head":
+        if f.token_norm is TokenNorm.PER_HEAD:
             found["norm"] = heads[..., self.norm : self.norm + f.page_size].view(torch.float16)
-        elif f.token_norm == "joint":
+        elif f.token_norm is TokenNorm.JOINT:
             joint = record[:, None, self.joint_norm : self.joint_norm + f.page_size]
             found["norm"] = joint.view(torch.float16)
         if f.boosted:

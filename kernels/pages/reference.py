@@ -9,14 +9,12 @@ import torch
 from kvconvert.errors import NumericError
 from kvconvert.kernels.packing import pack_codes, unpack_codes
 from kvconvert.kernels.pages.feedback import round_with_feedback
-from kvconvert.kernels.pages.formats import ChannelScales, KeyFormat, ValueFormat
+from kvconvert.kernels.pages.formats import ChannelScales, KeyFormat, TokenNorm, ValueFormat
 from kvconvert.kernels.pages.records import KeyPages, ValuePages, record_of
 from kvconvert.kernels.quantizer import dequantize, quantize, quantize_static
 
 
-def token_norms(
-    keys: torch.Tensor, scope: Literal["joint", "per_head"], measure: Literal["l2", "mean_abs"]
-) -> torch.Tensor:
+def token_norms(keys: torch.Tensor, scope: TokenNorm | str, measure: Literal["l2", "mean_abs"]) -> torch.Tensor:
     """The size of each key token, float32 [N, 1 or H, P], from keys [N, H, P, D].
 
     OScaR (section 4.2) divides by the L2 norm over all KV heads; the mean over heads and channels replaces the sum
@@ -40,7 +38,7 @@ def normalised_keys(keys: torch.Tensor, f: KeyFormat) -> torch.Tensor:
 
     Tokens of norm zero are zeros.
     """
-    if f.token_norm == "none":
+    if f.token_norm is TokenNorm.NONE:
         return keys
     norms = token_norms(keys, f.token_norm, f.token_norm_measure).unsqueeze(3)
     return torch.where(norms > 0, keys / norms, 0.0)
@@ -90,7 +88,7 @@ def quantize_keys(
             codes = round_with_feedback(keys.transpose(2, 3), *grid, 2**f.bits - 1, feedback).transpose(2, 3)
         return record_of(f, codes=pack_codes(codes, f.bits, dim=2, across=3))
     norm = None
-    if f.token_norm != "none":
+    if f.token_norm is not TokenNorm.NONE:
         norm = token_norms(keys, f.token_norm, f.token_norm_measure).half()
         # Zero-norm tokens (all-zero keys, or below float16's range) store zeros and come back as zeros.
         keys = keys.float() * torch.where(norm > 0, norm.float().reciprocal(), 0.0).unsqueeze(3)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvconvert.kernels.pages.formats import PAGE_SIZE, KeyFormat, ValueFormat
+
 
 @dataclass(frozen=True)
 class SpanFormat:
@@ -31,6 +33,22 @@ class SpanFormat:
     def shifts(self) -> bool:
         """Whether scores are shifted at all."""
         return bool(self.tau1 or self.tau2)
+
+
+def span_lengths(tokens: int, span_tokens: int) -> tuple[int, ...]:
+    """Tokens of each span that so many tokens are divided into; a `span_tokens` of 0 divides nothing."""
+    size = span_tokens or max(tokens, 1)
+    return tuple(min(size, tokens - start) for start in range(0, tokens, size))
+
+
+def key_blocks(heads: int, head_dim: int, bits: int) -> KeyFormat:
+    """The codes of a span's keys, block by block, as static pages."""
+    return KeyFormat(heads, head_dim, PAGE_SIZE, bits, PAGE_SIZE, static=True)
+
+
+def value_blocks(heads: int, head_dim: int, bits: int) -> ValueFormat:
+    """The same of its values."""
+    return ValueFormat(heads, head_dim, PAGE_SIZE, bits, head_dim, static=True)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def measured_layer(
         search = replace(search, calibrate_key_rounding=False, calibrate_keys=False)
     else:
         constant = measure_constant_part(call.keys, embeddings, layer.scheme.sink_tokens, changing_rope)
-    return TreatmentSearch(_sample(call, output_weight, layer), False, constant, layer.formats, search)
+    return TreatmentSearch(_sample(call, output_weight, layer), False, constant, search)
 
 
 def candidate_treatments(layer: SearchedLayer, measured: TreatmentSearch) -> dict[str, dict[str, Any]]:

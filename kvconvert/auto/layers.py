@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from kvconvert.auto.allocation import Option
-from kvconvert.auto.sizes import stored_bytes
+from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.size import LayerCache
 from kvconvert.calibration.key_treatments import TreatmentSearch
-from kvconvert.calibration.protocol import CacheFormat
-from kvconvert.convert.layer_records import layer_scheme
-from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.recipe import Recipe
+from kvconvert.calibration.protocol import LayerJob
 from kvconvert.errors import RecipeError
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES, Candidate
-from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
-from kvconvert.models.layer_types import layer_types_of
-from kvconvert.runtime.cache.formats import layer_format, rotations
+from kvconvert.models.configuration import layer_types_of
 
 # A window is a choice only where most of the text that is measured lies beyond it.
 TEXT_PER_WINDOW = 8
@@ -30,13 +28,14 @@ class SearchedLayer:
 
     Attributes:
         index: of the layer.
-        scheme: the recipe's, resolved for the layer.
+        scheme: the recipe's, resolved for the layer, with values rotated at run time: nothing is folded yet.
         search: what calibration chooses for every candidate.
         heads, head_dim: KV heads and channels.
         keys, values: candidates, those without any quantization last.
         costs: bytes of each candidate with `context` tokens read, by name.
         context: tokens of the sequence that costs are stated for.
         sliding_window: of the layer, or None.
+        output: name of its output projection, or None where no adapter describes it.
     """
 
     index: int
@@ -49,6 +48,7 @@ class SearchedLayer:
     costs: Mapping[str, int]
     context: int = 0
     sliding_window: int | None = None
+    output: str | None = None
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -61,12 +61,8 @@ class SearchedLayer:
         return replace(self.scheme, **chosen["key"].fields, **chosen["value"].fields)
 
     def formats(self, scheme: KVScheme) -> CacheFormat:
-        """A scheme in the terms of kernels, values being rotated at run time, without what calibration makes."""
-        scheme = scheme.with_online_rotation()
-        plain = replace(scheme, **scheme.before_calibration())
-        return CacheFormat.of(
-            scheme, layer_format(plain, self.heads, self.head_dim, self.head_dim), None, rotations(scheme)
-        )
+        """A scheme in the terms of kernels, without what calibration makes."""
+        return CacheFormat.of(scheme.uncalibrated(), heads=self.heads, key_dim=self.head_dim)
 
     def cache(
         self,
@@ -97,9 +93,9 @@ class SearchedLayer:
 
     def cost_of(self, candidate: Candidate) -> int:
         """Bytes of a candidate with `context` tokens read."""
-        own = self.scheme_of(candidate)
-        pages = self.formats(own).pages
-        return stored_bytes(own, pages, self.context, self.sliding_window)[0 if candidate.side == "key" else 1]
+        own = self.scheme_of(candidate).uncalibrated()
+        cache = LayerCache(self.heads, self.head_dim, self.head_dim, own, self.sliding_window)
+        return cache.sides(self.context)[0 if candidate.side == "key" else 1]
 
     def pairs(self) -> list[tuple[Candidate, Candidate]]:
         """Every way to store keys with every way to store values."""
@@ -117,25 +113,36 @@ class SearchedLayer:
         ]
 
 
-def searched_layers(runner: LayerRunner, recipe: Recipe, context: int, text_length: int) -> list[SearchedLayer]:
+def searched_layers(
+    config: PretrainedConfig, jobs: Sequence[LayerJob], context: int, text_length: int
+) -> list[SearchedLayer]:
     """The layers whose cache the recipe quantizes.
 
     Args:
-        runner: of the model.
-        recipe: whose schemes the candidates are laid over.
+        config: of the language model.
+        jobs: of all layers; candidates are laid over their schemes.
         context: tokens of the sequence that costs are stated for.
         text_length: tokens of the sequences on which candidates are measured.
     """
-    windows = [arguments.get("sliding_window") for arguments in layer_types_of(runner.config)[1]]
+    windows = [arguments.get("sliding_window") for arguments in layer_types_of(config)[1]]
     layers = []
-    for index in range(runner.num_layers):
-        scheme, _ = layer_scheme(runner, recipe, index)
-        if scheme is None:
+    for job, window in zip(jobs, windows, strict=True):
+        if job.scheme is None:
             continue
-        config = layer_config(runner.config, index)
-        heads, channels = key_value_heads(config), head_dim(config)
         every = (KEY_CANDIDATES, VALUE_CANDIDATES)
-        plain = SearchedLayer(index, scheme, recipe.calibration, heads, channels, *every, {}, context, windows[index])
+        output = None if job.structure is None else job.structure.output
+        plain = SearchedLayer(
+            job.index,
+            job.scheme.with_online_rotation(),
+            job.search,
+            job.heads,
+            job.head_dim,
+            *every,
+            {},
+            context,
+            window,
+            output,
+        )
         sides: dict[str, dict[object, Candidate]] = {"key": {}, "value": {}}
         costs: dict[str, int] = {}
         for candidate in plain.candidates:

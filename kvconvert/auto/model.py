@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,18 +12,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvconvert.calibration.protocol import CacheFormat
+from kvconvert.auto.record import Measurements
+from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.simulated_attention import AttentionCall, attention_calls, simulated_caches
-from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.data.text import TokenData
 from kvconvert.errors import NumericError
 from kvconvert.kernels.quantizer import all_finite
-from kvconvert.models.source import float_dtype
 
 # Tokens that run through the model at once, and bytes for the exact model's log-probabilities.
 BATCH_TOKENS, GPU_BATCH_TOKENS = 2048, 16384
 REFERENCE_BYTES, GPU_REFERENCE_BYTES = 2**30, 4 * 2**30
 SCORED_AT_ONCE = 1024  # tokens whose distributions are compared at once: bounds the temporaries
-FLOAT32_SHARE = 0.4  # of a GPU's memory that float32 weights may take; else the source's dtype
 SAME_MODEL = 1e-6  # divergence of a run that starts at a later layer, beyond rounding
 
 
@@ -203,10 +202,25 @@ class SimulatedModel:
                 layer.__dict__.pop("forward", None)
 
 
-def search_dtype(runner: LayerRunner) -> torch.dtype:
-    """float32, for the divergences of single layers are small; the source's dtype where that does not fit a GPU."""
-    if runner.device.type != "cuda":
-        return torch.float32
-    parameters = sum(parameter.numel() for parameter in runner.model.parameters())
-    memory = torch.cuda.get_device_properties(runner.device).total_memory
-    return torch.float32 if 4 * parameters <= FLOAT32_SHARE * memory else float_dtype(runner.source)
+@dataclass(frozen=True)
+class SearchRun:
+    """What a search measures with.
+
+    Attributes:
+        model: the whole source model.
+        text: held-out tokens, on which divergences are measured.
+        store: where measurements are committed.
+        say: shows a message.
+        progress: show a bar.
+    """
+
+    model: SimulatedModel
+    text: TokenData
+    store: Measurements
+    say: Callable[[str], None]
+    progress: bool
+
+    @property
+    def dtype(self) -> str:
+        """Of the model."""
+        return str(self.model.model.dtype).removeprefix("torch.")

@@ -10,32 +10,29 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
+from transformers import PretrainedConfig
 
 from kvconvert.auto.clip_ratios import candidate_clip_ratios, candidate_treatments, measured_layer
 from kvconvert.auto.layers import SearchedLayer, searched_layers
-from kvconvert.auto.model import ExactText, SimulatedModel, search_dtype
+from kvconvert.auto.model import ExactText, SearchRun
 from kvconvert.auto.plans import MeasuredPlan, Plan, PlanSearch
-from kvconvert.auto.record import NAME, read_allocation
+from kvconvert.auto.record import NAME
 from kvconvert.bundle.manifest import Allocation, LayerAllocation
 from kvconvert.calibration.clip_ratios import searched_sides
 from kvconvert.calibration.key_treatments import TreatmentSearch
-from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
-from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.recipe import LayerOverride, Recipe
-from kvconvert.convert.workdir import WorkDir
-from kvconvert.data.mixture import Sources, load_held_out_mixture
-from kvconvert.data.text import TokenData, load_token_samples
+from kvconvert.calibration.protocol import LayerJob
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods.auto import DEFAULT_CONTEXT, KEY_CANDIDATES, VALUE_CANDIDATES, AutoSearch, Candidate
-from kvconvert.models.layer_types import changing_rope
-from kvconvert.models.processors import load_tokenizer
+from kvconvert.models.configuration import changing_rope
+from kvconvert.recipes.recipe import LayerOverride, Recipe
 
 TEXT_LENGTH = 4096  # tokens of a sequence at most
 DEFAULT_TOKENS, GPU_DEFAULT_TOKENS = 1024, 16384
@@ -72,15 +69,20 @@ class SearchTask:
         return 8 * size / (self.numbers * self.context)
 
 
-def search_task(runner: LayerRunner, recipe: Recipe, device: torch.device) -> SearchTask:
+def search_task(config: PretrainedConfig, jobs: Sequence[LayerJob], recipe: Recipe, device: torch.device) -> SearchTask:
     """Settle what a recipe's search means for a model.
+
+    Args:
+        config: of the language model.
+        jobs: of all layers.
+        recipe: with `auto`.
+        device: where measurements will be made.
 
     Raises:
         UsageError: the model has too few positions, or the budget cannot be met.
         UnsupportedModelError: layers read earlier layers' keys and values, or none can have a cache of ours.
     """
     auto: AutoSearch = recipe.auto
-    config = runner.config
     if getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(
             f"The recipe {recipe.name} cannot search for this {config.model_type} model, whose layers read earlier "
@@ -99,7 +101,7 @@ def search_task(runner: LayerRunner, recipe: Recipe, device: torch.device) -> Se
             f"`context` leaves sequences of {length} tokens to measure on, and {least} are needed to read a quantized "
             "page; give a longer one, or choose a preset."
         )
-    layers = searched_layers(runner, recipe, context, length)
+    layers = searched_layers(config, jobs, context, length)
     if not layers:
         raise UnsupportedModelError(
             f"The recipe {recipe.name} has nothing to search for: no layer of this {config.model_type} model can keep "
@@ -137,49 +139,20 @@ def allocated_recipe(recipe: Recipe, task: SearchTask, allocation: Allocation) -
     return recipe.model_copy(update={"layers": overrides})
 
 
-def find_allocation(
-    runner: LayerRunner,
-    recipe: Recipe,
-    task: SearchTask,
-    directory: WorkDir,
-    tokens: TokenData,
-    data: Sources,
-    seed: int,
-    say: Callable[[str], None],
-    progress: bool,
-) -> Allocation:
-    """Search, or read what an earlier run found.
+def find_allocation(task: SearchTask, recipe: Recipe, run: SearchRun, samples: Tensor) -> Allocation:
+    """Measure, allocate and commit what was found.
 
     Args:
-        runner: of the model; its device is where everything is computed.
-        recipe: with `auto`.
         task: of the recipe.
-        directory: where measurements are committed.
-        tokens: calibration samples, of which text chooses clip ratios.
-        data, seed: of those samples.
-        say: shows a message.
-        progress: show a bar.
+        recipe: with `auto`.
+        run: what is measured with.
+        samples: int64 [rows, length], calibration sequences on which treatments and clip ratios are chosen.
     """
-    found = read_allocation(directory)
-    if found is not None:
-        return found
-    source = runner.source
-    tokenizer = load_tokenizer(source.directory)
-    if tokens.extras:  # images: candidates are measured on text all the same
-        data = None
-        tokens = load_token_samples(None, tokenizer, CLIP_ROWS, tokens.ids.shape[1], seed)
-    apart = (tokens.info.samples, tokens.info.length)
-    text = load_held_out_mixture(data, tokenizer, task.text_rows, task.text_length, seed, apart)
-    device, dtype = runner.device, search_dtype(runner)
-    model = source.load(dtype, attn_implementation=SIMULATED_ATTENTION)
-    model = model.eval().requires_grad_(False).to(device)
-    known = runner.adapter is not None
-    simulated = SimulatedModel(model, model.get_submodule(runner.adapter.layers) if known else ())
-    measuring = _Measuring(runner, recipe, task, directory, simulated, say)
-    table = measuring.table(tokens, text.ids, progress)
-    best = measuring.plan(table, progress)
-    allocation = _record(task, table, best, text, dtype)
-    directory.commit_measurement(NAME, allocation.model_dump(mode="json"))
+    measuring = _Measuring(task, recipe, run)
+    table = measuring.table(samples)
+    best = measuring.plan(table)
+    allocation = _record(task, table, best, run)
+    run.store.commit_measurement(NAME, allocation.model_dump(mode="json"))
     return allocation
 
 
@@ -187,33 +160,29 @@ def find_allocation(
 class _Measuring:
     """The measurements of one search."""
 
-    runner: LayerRunner
-    recipe: Recipe
     task: SearchTask
-    directory: WorkDir
-    model: SimulatedModel
-    say: Callable[[str], None]
+    recipe: Recipe
+    run: SearchRun
     text: ExactText | None = None
     clip_text: ExactText | None = None
     measured: dict[int, TreatmentSearch] = field(default_factory=dict)
 
-    def table(self, tokens: TokenData, ids: torch.Tensor, progress: bool) -> list[LayerAllocation]:
+    def table(self, samples: Tensor) -> list[LayerAllocation]:
         """Treatment, divergence and clip ratio of every candidate, layer by layer; `keys` and `values` are still empty.
 
         The task's layers are treated from then on.
         """
         layers = self.task.layers
         sides = dict(zip(("key", "value"), searched_sides(self.recipe.kv, self.recipe.calibration), strict=True))
-        rows = tokens.ids[:CLIP_ROWS]
-        self.clip_text = self.model.read(rows, rows.shape[1])
-        self.text = self.model.read(ids, PAGE_SIZE)
+        self.clip_text = self.run.model.read(samples, samples.shape[1])
+        self.text = self.run.model.read(self.run.text.ids, PAGE_SIZE)
         self._announce(sides)
         done = []
         total = sum(len(layer.candidates) for layer in layers)
-        with tqdm(total=total, desc="candidates", unit="", disable=not progress) as bar:
+        with tqdm(total=total, desc="candidates", unit="", disable=not self.run.progress) as bar:
             for number, layer in enumerate(layers):
                 name = f"layer-{layer.index:05d}"
-                committed = self.directory.measurement(name)
+                committed = self.run.store.measurement(name)
                 if committed is None:
                     treatments, layer, ratios = self._fitted(layer, sides)
                     kl = {}
@@ -222,25 +191,25 @@ class _Measuring:
                         bar.update()
                     committed = {"index": layer.index, "keys": "", "values": "", "kl": kl, "clip_ratios": ratios}
                     committed["treatments"] = treatments
-                    self.directory.commit_measurement(name, committed)
+                    self.run.store.commit_measurement(name, committed)
                 else:
                     bar.update(len(layer.candidates))
                 done.append(LayerAllocation.model_validate(committed))
                 layers[number] = layer.treated(done[-1].treatments)
         return done
 
-    def plan(self, table: list[LayerAllocation], progress: bool) -> MeasuredPlan:
+    def plan(self, table: list[LayerAllocation]) -> MeasuredPlan:
         """The best plan of the whole model."""
         ratios = {layer.index: layer.clip_ratios for layer in table}
-        known = self.directory.measurement("plans") or {}
-        with tqdm(total=self.task.repairs + 1, desc="plans", unit="", disable=not progress) as bar:
+        known = self.run.store.measurement("plans") or {}
+        with tqdm(total=self.task.repairs + 1, desc="plans", unit="", disable=not self.run.progress) as bar:
 
             def measure(plan: Plan) -> float:
                 names = json.dumps([[key.name, value.name] for key, value in plan])
                 key = hashlib.sha256(names.encode()).hexdigest()
                 if key not in known:
                     known[key] = self._divergence(dict(zip(self.task.layers, plan, strict=True)), ratios)
-                    self.directory.commit_measurement("plans", known)
+                    self.run.store.commit_measurement("plans", known)
                 bar.update()
                 return known[key]
 
@@ -255,7 +224,7 @@ class _Measuring:
             for layer, candidates in chosen.items()
             if not all(candidate.exact for candidate in candidates)
         }
-        return _rounded(self.model.divergence(self.text, caches)) if caches else 0.0
+        return _rounded(self.run.model.divergence(self.text, caches)) if caches else 0.0
 
     def _fitting(self, layer: SearchedLayer) -> TreatmentSearch:
         """What a layer's candidates are fitted with, without the sample that it was made from."""
@@ -265,14 +234,13 @@ class _Measuring:
         return self.measured[layer.index]
 
     def _measured(self, layer: SearchedLayer) -> TreatmentSearch:
-        index, structure = layer.index, self.runner.structure(layer.index)
-        call = self.model.attention_call(self.clip_text, index)
+        model, index = self.run.model, layer.index
+        call = model.attention_call(self.clip_text, index)
         weight = embeddings = None
-        if structure is not None:
-            weight = self.model.layers[index].get_submodule(structure.output).weight
+        if layer.output is not None:
+            weight = model.layers[index].get_submodule(layer.output).weight
             embeddings = self.clip_text.embeddings[index]
-        changing = changing_rope(self.runner.config)
-        return measured_layer(layer, call, weight, embeddings, changing)
+        return measured_layer(layer, call, weight, embeddings, changing_rope(model.model.config))
 
     def _fitted(
         self, layer: SearchedLayer, sides: dict[str, bool]
@@ -289,7 +257,7 @@ class _Measuring:
     def _announce(self, sides: dict[str, bool]) -> None:
         """Time one candidate and say how long all will take."""
         layers = self.task.layers
-        left = [layer for layer in layers if self.directory.measurement(f"layer-{layer.index:05d}") is None]
+        left = [layer for layer in layers if self.run.store.measurement(f"layer-{layer.index:05d}") is None]
         first = layers[0]
         seconds = []
         for _ in range(2):  # the first run is slower than all others
@@ -301,19 +269,17 @@ class _Measuring:
             if sum(seconds) > 10:
                 break
         # What a run costs that begins at the layer that it quantizes; embeddings and head are in all.
-        count = self.runner.num_layers
-        begins = [(1 - 0.8 * layer.index / count) if self.model.starts_late else 1 for layer in left]
+        count = self.run.model.model.config.get_text_config().num_hidden_layers
+        begins = [(1 - 0.8 * layer.index / count) if self.run.model.starts_late else 1 for layer in left]
         candidates = sum(len(layer.candidates) * share for layer, share in zip(left, begins, strict=True))
         total = len(left) * seconds[0] + (candidates + (self.task.repairs + 1) * 2) * seconds[1]
         rows, length = self.text.ids.shape
         plans = f"up to {self.task.repairs + 1} plans of the whole model"
         what = f"{sum(len(layer.candidates) for layer in left)} candidates in {len(left)} layers, then {plans}"
-        self.say(f"Measuring {what if left else plans} on {rows} x {length} tokens: about {_duration(total)}.")
+        self.run.say(f"Measuring {what if left else plans} on {rows} x {length} tokens: about {_duration(total)}.")
 
 
-def _record(
-    task: SearchTask, table: list[LayerAllocation], best: MeasuredPlan, text: TokenData, dtype: torch.dtype
-) -> Allocation:
+def _record(task: SearchTask, table: list[LayerAllocation], best: MeasuredPlan, run: SearchRun) -> Allocation:
     chosen = [
         own.model_copy(update={"keys": key.name, "values": value.name})
         for own, (key, value) in zip(table, best.plan, strict=True)
@@ -333,8 +299,8 @@ def _record(
         predicted_kl=_rounded(best.predicted),
         measured_kl=best.measured,
         plans=best.tried,
-        data=text.info,
-        dtype=str(dtype).removeprefix("torch."),
+        data=run.text.info,
+        dtype=run.dtype,
     )
 
 

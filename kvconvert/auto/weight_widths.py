@@ -10,28 +10,25 @@ unit's error; the order in which units are sensitive is taken from rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers import PretrainedConfig, PreTrainedModel
 
 from kvconvert.auto.allocation import Option, allocate
-from kvconvert.auto.model import ExactText, SimulatedModel, search_dtype
-from kvconvert.auto.record import WEIGHTS_NAME, read_weight_allocation
+from kvconvert.auto.model import ExactText, SearchRun
+from kvconvert.auto.record import WEIGHTS_NAME
 from kvconvert.bundle.manifest import WeightAllocation, WeightUnit
 from kvconvert.calibration.activations import point_of
-from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
-from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.recipe import Recipe
-from kvconvert.convert.workdir import WorkDir
-from kvconvert.data.mixture import Sources, load_held_out_mixture
-from kvconvert.data.text import TokenData
+from kvconvert.calibration.protocol import LayerJob
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
-from kvconvert.methods.awq import BITS, WeightsRule
-from kvconvert.models.processors import load_tokenizer
+from kvconvert.methods.awq import BITS, WeightsRecipe, WeightsRule
+from kvconvert.recipes.recipe import Recipe
 
 TOKENS, GPU_TOKENS = 2048, 16384
 LENGTH = 1024  # tokens of a sequence at most
@@ -56,31 +53,30 @@ class Unit:
     costs: Mapping[int, int] = field(hash=False)
 
 
-def weight_units(runner: LayerRunner, group_size: int) -> list[Unit]:
-    """The units of a model, in the order of its layers.
+def weight_units(model: PreTrainedModel, jobs: Sequence[LayerJob]) -> list[Unit]:
+    """The units of a model, on any device, in the order of its layers.
 
     Raises:
         UnsupportedModelError: a Linear is a part of a packed tensor of experts, which cannot be rounded by itself.
     """
     units = []
-    for index in range(runner.num_layers):
-        structure, prefix = runner.structure(index), runner.layer_name(index)
+    for job in jobs:
         points: dict[str, list[str]] = {}
-        for linear in structure.linears:
-            points.setdefault(point_of(structure, linear), []).append(linear)
+        for linear in job.structure.linears:
+            points.setdefault(point_of(job.structure, linear), []).append(linear)
         for linears in points.values():
-            names = tuple(f"{prefix}.{linear}" for linear in linears)
+            names = tuple(f"{job.name}.{linear}" for linear in linears)
             try:
-                modules = [runner.model.get_submodule(name) for name in names]
+                modules = [model.get_submodule(name) for name in names]
             except AttributeError as error:
                 raise UnsupportedModelError(
-                    f"The experts of this {runner.config.model_type} model are one tensor, so `weight_bits` cannot be "
-                    "spent on them one by one; state widths in [[weights.modules]]."
+                    f"The experts of this {model.config.get_text_config().model_type} model are one tensor, so "
+                    "`weight_bits` cannot be spent on them one by one; state widths in [[weights.modules]]."
                 ) from error
             numbers = sum(module.in_features * module.out_features for module in modules)
-            groups = numbers // group_size
+            groups = numbers // job.weights.group_size
             costs = {bits: (bits * numbers + (SCALE_BITS + bits) * groups) // 8 for bits in BITS}
-            units.append(Unit(index, names, numbers, costs))
+            units.append(Unit(job.index, names, numbers, costs))
     return units
 
 
@@ -102,41 +98,28 @@ def allocated_widths(recipe: Recipe, found: WeightAllocation) -> Recipe:
     return recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"modules": rules})})
 
 
-def find_widths(
-    runner: LayerRunner,
-    recipe: Recipe,
-    directory: WorkDir,
-    tokens: TokenData,
-    data: Sources,
-    seed: int,
-    say: Callable[[str], None],
-    progress: bool,
-) -> WeightAllocation:
-    """Search, or read what an earlier run found; see `find_allocation` for the arguments."""
-    found = read_weight_allocation(directory)
-    if found is not None:
-        return found
-    weights, source = recipe.weights, runner.source
-    units = weight_units(runner, weights.group_size)
-    budget = budget_of(units, weights.average_bits)
-    on_gpu = runner.device.type == "cuda"
-    total = GPU_TOKENS if on_gpu else TOKENS
-    length = min(LENGTH, getattr(runner.config.get_text_config(), "max_position_embeddings", None) or LENGTH)
-    apart = (tokens.info.samples, tokens.info.length)
-    text = load_held_out_mixture(
-        None if tokens.extras else data, load_tokenizer(source.directory), max(1, total // length), length, seed, apart
-    )
-    dtype = search_dtype(runner)
-    model = source.load(dtype, attn_implementation=SIMULATED_ATTENTION)
-    model = model.eval().requires_grad_(False).to(runner.device)
-    simulated = SimulatedModel(model, model.get_submodule(runner.adapter.layers))
-    search = _Search(simulated, units, weights.group_size, directory, simulated.read(text.ids, 1))
-    say(
+def text_size(config: PretrainedConfig, device: torch.device) -> tuple[int, int]:
+    """Rows and tokens in each of the text on which widths are measured."""
+    length = min(LENGTH, getattr(config, "max_position_embeddings", None) or LENGTH)
+    return max(1, (GPU_TOKENS if device.type == "cuda" else TOKENS) // length), length
+
+
+def find_widths(units: list[Unit], weights: WeightsRecipe, run: SearchRun) -> WeightAllocation:
+    """Measure, allocate and commit what was found.
+
+    Args:
+        units: of the model.
+        weights: of the recipe, with `average_bits`.
+        run: what is measured with.
+    """
+    text = run.text
+    search = _Search(run, units, weights.group_size, run.model.read(text.ids, 1))
+    run.say(
         f"Measuring {len(units)} groups of Linears at {len(BITS)} widths on {text.info.samples} x {text.info.length} "
         f"tokens for {weights.average_bits:g} bits per weight."
     )
-    tables = search.tables(progress)
-    best, measured, tried = search.best(tables, budget)
+    tables = search.tables()
+    best, measured, tried = search.best(tables, budget_of(units, weights.average_bits))
     allocation = WeightAllocation(
         budget_bits_per_weight=weights.average_bits,
         bits_per_weight=8 * search.cost(best) / sum(unit.numbers for unit in units),
@@ -148,32 +131,31 @@ def find_widths(
         measured_kl=measured,
         allocations=tried,
         data=text.info,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=run.dtype,
     )
-    directory.commit_measurement(WEIGHTS_NAME, allocation.model_dump(mode="json"))
+    run.store.commit_measurement(WEIGHTS_NAME, allocation.model_dump(mode="json"))
     return allocation
 
 
 @dataclass
 class _Search:
-    model: SimulatedModel
+    run: SearchRun
     units: list[Unit]
     group_size: int
-    directory: WorkDir
     text: ExactText
 
-    def tables(self, progress: bool) -> list[dict[str, float]]:
+    def tables(self) -> list[dict[str, float]]:
         """Divergence by width, of each unit alone; committed layer by layer."""
         layers = sorted({unit.layer for unit in self.units})
         tables = []
-        for layer in tqdm(layers, desc="widths", unit="layer", disable=not progress):
+        for layer in tqdm(layers, desc="widths", unit="layer", disable=not self.run.progress):
             name = f"weights-{layer:05d}"
-            committed = self.directory.measurement(name)
+            committed = self.run.store.measurement(name)
             if committed is None:
                 own = [unit for unit in self.units if unit.layer == layer]
                 measured = [{str(bits): self._divergence({unit: bits}, layer) for bits in BITS} for unit in own]
                 committed = {"kl": measured}
-                self.directory.commit_measurement(name, committed)
+                self.run.store.commit_measurement(name, committed)
             tables += committed["kl"]
         return tables
 
@@ -205,7 +187,7 @@ class _Search:
 
     def _divergence(self, chosen: Mapping[Unit, int], first: int) -> float:
         with self._rounded_weights(chosen):
-            return _rounded(self.model.divergence(self.text, {}, first))
+            return _rounded(self.run.model.divergence(self.text, {}, first))
 
     @contextmanager
     def _rounded_weights(self, chosen: Mapping[Unit, int]) -> Iterator[None]:
@@ -213,7 +195,7 @@ class _Search:
         try:
             for unit, bits in chosen.items():
                 for name in unit.linears:
-                    module = self.model.model.get_submodule(name)
+                    module = self.run.model.model.get_submodule(name)
                     kept.append((module, module.weight.data))
                     module.weight.data = fake_quantize_weight(module.weight.data, bits, self.group_size)
             yield

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.bundle.json_files import read_object, read_settings
-from kvconvert.bundle.manifest import MANIFEST_NAME, Manifest, TensorInfo, quantization_config
+from kvconvert.bundle.manifest import MANIFEST_NAME, Manifest, quantization_config
 from kvconvert.bundle.settings import unsafe_settings
-from kvconvert.bundle.tensorfile import mismatch
 from kvconvert.bundle.weight_files import words
 from kvconvert.errors import RecipeError
+from kvconvert.io.records import TensorInfo
+from kvconvert.io.tensorfile import mismatch
 from kvconvert.methods.awq import AWQ_BITS, BITS
 
 

@@ -8,9 +8,10 @@ import re
 import stat
 from pathlib import Path
 
-from kvconvert.bundle.manifest import FORMER_PLAN_NAME, MANIFEST_NAME, PLAN_NAME, FileInfo, Manifest
-from kvconvert.bundle.tensorfile import mismatch
+from kvconvert.bundle.manifest import FORMER_PLAN_NAME, MANIFEST_NAME, PLAN_NAME, Manifest
 from kvconvert.errors import BundleError
+from kvconvert.io.records import FileInfo
+from kvconvert.io.tensorfile import mismatch
 
 # Files of these kinds are read by model and tokenizer loaders when they merely lie in the directory, so an unlisted one
 # could replace what was verified.

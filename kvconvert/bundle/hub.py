@@ -7,13 +7,13 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from kvconvert.bundle import disk
 from kvconvert.bundle.files import may_be_loaded, own_files
-from kvconvert.bundle.locate import ask_hub, is_hub_id
 from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import check_output, locked, put_in_place
 from kvconvert.errors import BundleError, HubError, UsageError
+from kvconvert.io import disk
+from kvconvert.io.hub import ask_hub, is_hub_id
 
 CLIENT_FOLDER = ".cache"  # where the client notes, inside a directory that it fetches into, what it has
 ATTRIBUTES = ".gitattributes"  # written by the Hub into every repository

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from kvconvert.bundle.tensorfile import mismatch
+from kvconvert.io.tensorfile import mismatch
 
 # Larger files are refused before they are read.
 MAX_JSON = 256_000_000

@@ -1,50 +1,16 @@
-"""Where a bundle lies: at a path, or on the Hub under the id of a repository; and what the Hub client's errors mean.
-
-The access token is the Hub client's affair (`hf auth login`, HF_TOKEN). Its exceptions hold the request with the token
-in a header, so none of them is passed on, not even as the cause of ours.
-"""
+"""Where a bundle lies: at a path, or on the Hub under the id of a repository."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kvconvert.bundle.manifest import MANIFEST_NAME, PLAN_NAME
-from kvconvert.bundle.tensorfile import printable
 from kvconvert.errors import BundleError, HubError
+from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 
-Result = TypeVar("Result")
 DESCRIPTION = (MANIFEST_NAME, "config.json", PLAN_NAME)  # what a bundle does, without its weights
-_MAX_REASON = 300
-
-
-def is_hub_id(name: str | Path) -> bool:
-    """Whether a name can be the id of a repository, owner/name, and does not look like a path.
-
-    What begins with `.`, `/` or `~`, ends in `/`, or has a backslash or more than one slash is a path.
-    """
-    if isinstance(name, Path) or name.startswith((".", "/", "~")) or "\\" in name or name.count("/") != 1:
-        return False
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
-
-
-def missing_below(name: str) -> Path | None:
-    """The local directory that the first part of owner/name is, without a second part in it.
-
-    Such a name is taken for a path with a mistake in it, not for an id: asking the Hub would tell it what directories
-    are called here, and could fetch something else than was meant.
-    """
-    owner = Path(name).parent
-    return owner if owner.is_dir() and not os.path.lexists(name) else None
 
 
 def locate(
@@ -103,104 +69,3 @@ def _fetch(bundle: str, weights: bool, options: dict[str, Any]) -> Path:
     if found is None:
         raise HubError(f"{bundle} on the Hub is not a kvconvert bundle: it has no {MANIFEST_NAME}; give another id.")
     return Path(found)
-
-
-def ask_hub(
-    repository: str,
-    call: Callable[[], Result],
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-) -> Result:
-    """What `call` gives, a function that uses the Hub client; each of its errors becomes a sentence.
-
-    Raises:
-        HubError: with that sentence, and without the client's own exception.
-    """
-    from huggingface_hub.errors import EntryNotFoundError, HTTPError, OIDCError
-
-    _check_token(token)
-    try:
-        return call()
-    # The client's uploads raise RuntimeError and ValueError around, or in place of, errors of its own.
-    except (HTTPError, EntryNotFoundError, OIDCError, OSError, RuntimeError, ValueError) as error:
-        sentence = _sentence(error, repository, revision, token)
-    raise HubError(sentence)
-
-
-def _token(given: str | bool | None) -> str | None:
-    from huggingface_hub import get_token
-
-    return given if isinstance(given, str) else None if given is False else get_token()
-
-
-def _check_token(given: str | bool | None) -> None:
-    """Refuse a token that no header can hold: the client's message about it would show it."""
-    token = _token(given)
-    if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
-        raise HubError(
-            "The access token for the Hub (HF_TOKEN, or the one that is stored) has characters that no token has; "
-            "set it again, for instance with `hf auth login`."
-        )
-
-
-def _sentence(error: Exception, repository: str, revision: str | None, token: str | bool | None) -> str:
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HTTPError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    errors: list[BaseException] = [error]
-    while (cause := errors[-1].__cause__ or errors[-1].__context__) is not None and cause not in errors:
-        errors.append(cause)
-
-    def find(kind: type[BaseException]) -> BaseException | None:
-        return next((found for found in errors if isinstance(found, kind)), None)
-
-    login = "`hf auth login` or HF_TOKEN"
-    if find(GatedRepoError):
-        return (
-            f"{repository} is gated: accept its conditions at {constants.ENDPOINT}/{repository}, and log in "
-            f"({login}) as the user who did."
-        )
-    if find(RevisionNotFoundError):
-        return f"{repository} on the Hub has no revision {revision}; name a branch, tag or commit that it has."
-    if find(RepositoryNotFoundError):
-        return (
-            f"There is neither a path {repository} nor a repository of that name on the Hub that can be seen; check "
-            f"the name, and log in ({login}) if it is private."
-        )
-    if find(OfflineModeIsEnabled):
-        return (
-            f"There is no path {repository}, and the Hub cannot be asked about a repository of that name, because "
-            "HF_HUB_OFFLINE is set, and its cache lacks it."
-        )
-    response = getattr(find(HfHubHTTPError), "response", None)
-    if response is not None:
-        status, said = response.status_code, _reason(find(HfHubHTTPError), token)
-        if status in (401, 403):
-            return f"The Hub refuses access to {repository} ({said}); log in ({login}) with a token that has the right."
-        advice = {429: "too many requests, so wait", 413: "a file is too large for it"}.get(status, "try again later")
-        return f"The Hub answers {status} about {repository} ({said}); {advice}."
-    if (unreachable := find(HTTPError)) is not None:
-        return (
-            f"The Hub at {constants.ENDPOINT} cannot be reached for {repository} ({_reason(unreachable, token)}); "
-            "check the network and run the same command again, which goes on with the next file."
-        )
-    if isinstance(error, LocalEntryNotFoundError):
-        return f"{repository} is not, or not completely, in the Hub's cache, and nothing may be fetched; pull it first."
-    return f"The Hub client failed on {repository} ({_reason(error, token)}); run the same command again."
-
-
-def _reason(error: BaseException | None, token: str | bool | None) -> str:
-    """The first line of an error, short, printable and without the token."""
-    said = getattr(error, "server_message", None) or str(error).strip() or type(error).__name__
-    secret = _token(token)
-    said = said.replace(secret, "***") if secret else said
-    return printable(said.strip().split("\n")[0])[:_MAX_REASON].rstrip(".: ")

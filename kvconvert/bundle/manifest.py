@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from kvconvert.methods import KVScheme, LayerShape
+from kvconvert.io.records import DataInfo, FileInfo, Record, Sha256, SourceInfo, TensorInfo
+from kvconvert.methods import KVScheme, LayerShape, awq, layer_conventions
 from kvconvert.methods.awq import AWQ_BITS, QuantizedBy, StoredMethod
 
 FORMAT_VERSION = 1  # format 0 differs in this number alone
@@ -25,62 +27,8 @@ FORMER_PLAN_NAME = "kv_plan.safetensors"
 OWN_VERSION = "kvconvert: import kvconvert.runtime before from_pretrained"
 _UNSEALED = "0" * 64
 
-Sha256 = str
 
-
-class _Record(BaseModel):
-    """A frozen record that refuses unknown fields and does not convert one type into another."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class SourceInfo(_Record):
-    """The checkpoint that was converted.
-
-    Attributes:
-        id: Hub id, of a local checkpoint as it was given at export, or else the name of its directory (never the full
-            path: machines differ).
-        revision: commit of the Hub repository, where known.
-        licence: the licence that the model's card states, by the Hub's identifier, where known.
-        licence_name, licence_link: of the licence "other".
-        language: the languages that the card states.
-        config_sha256: SHA-256 of `config.json`.
-        weights_sha256: SHA-256 of each weight file, by name.
-        stored_as: the form in which its weights were stored, where they were quantized already ("mxfp4 experts").
-    """
-
-    id: str
-    revision: str | None = None
-    licence: str | None = None
-    licence_name: str | None = None
-    licence_link: str | None = None
-    language: list[str] = Field(default_factory=list)
-    config_sha256: Sha256
-    weights_sha256: dict[str, Sha256]
-    stored_as: str | None = None
-
-
-class DataInfo(_Record):
-    """Calibration or evaluation data, without any of its text.
-
-    Attributes:
-        source: as given on the command line, or the name of the embedded text.
-        samples, length: number of token sequences and tokens in each.
-        seed: seed of the choice of samples.
-        images: how many images are in them.
-        sha256: of the int64 token ids, little endian, in order; with images, followed by each sample's further inputs
-            (pixel values, token types, ...) in order of their names: the name and the values as float32.
-    """
-
-    source: str
-    samples: int
-    length: int
-    seed: int
-    images: int = 0
-    sha256: Sha256
-
-
-class ModuleCoverage(_Record):
+class ModuleCoverage(Record):
     """What happened to one module: quantized how, or left as it was and why.
 
     Attributes:
@@ -109,8 +57,12 @@ class ModuleCoverage(_Record):
         """Name of the module in the weight files."""
         return self.stored_name or self.name
 
+    def stored_under(self, name: str) -> ModuleCoverage:
+        """The same coverage of a module that the weight files call `name`."""
+        return self if name == self.name else self.model_copy(update={"stored_name": name})
 
-class LayerPlan(_Record):
+
+class LayerPlan(Record):
     """The key-value cache of one decoder layer.
 
     Attributes:
@@ -142,7 +94,7 @@ class LayerPlan(_Record):
         return LayerShape(self.num_key_value_heads or 0, head_dim, self.value_group_size or head_dim, self.rotation)
 
 
-class WeightsInfo(_Record):
+class WeightsInfo(Record):
     """Size of the stored weights.
 
     Attributes:
@@ -167,21 +119,7 @@ class WeightsInfo(_Record):
     quantized_bits_per_weight: float | None = None
 
 
-class TensorInfo(_Record):
-    """Type and shape of a stored tensor: `dtype` in safetensors' words ("F16", "BF16", "I32", ...)."""
-
-    dtype: str
-    shape: list[int]
-
-
-class FileInfo(_Record):
-    """Size in bytes and SHA-256 of a file that loading depends on."""
-
-    size: int = Field(ge=0)
-    sha256: Sha256
-
-
-class Fidelity(_Record):
+class Fidelity(Record):
     """A fidelity measurement of exactly this bundle.
 
     Attributes:
@@ -197,7 +135,7 @@ class Fidelity(_Record):
     missed: list[str] = Field(default_factory=list)
 
 
-class LayerAllocation(_Record):
+class LayerAllocation(Record):
     """One layer.
 
     Attributes:
@@ -217,7 +155,7 @@ class LayerAllocation(_Record):
     treatments: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
-class Allocation(_Record):
+class Allocation(Record):
     """The search of the recipe `auto`.
 
     Attributes:
@@ -246,7 +184,7 @@ class Allocation(_Record):
     dtype: str
 
 
-class WeightUnit(_Record):
+class WeightUnit(Record):
     """Linears of one width.
 
     Attributes:
@@ -262,7 +200,7 @@ class WeightUnit(_Record):
     kl: dict[str, float]
 
 
-class WeightAllocation(_Record):
+class WeightAllocation(Record):
     """The search for the width of each Linear.
 
     Attributes:
@@ -287,7 +225,7 @@ class WeightAllocation(_Record):
     dtype: str
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """Contents of `kvconvert.json`.
 
     Attributes:
@@ -422,3 +360,9 @@ def unseal(content: bytes, seal: str) -> str:
     """The SHA-256 that `content`, a manifest's bytes that claim `seal`, ought to claim."""
     head, found, tail = content.rpartition(seal.encode()) if seal else (content, b"", b"")
     return hashlib.sha256(head + _UNSEALED.encode() * bool(found) + tail).hexdigest()
+
+
+def conventions(layers: list[LayerPlan], weights_method: StoredMethod, widths: Collection[int]) -> dict[str, Any]:
+    """What a reader that shares no code with kvconvert has to know to compute the same numbers from this bundle."""
+    planned = [(scheme, layer.shape()) for layer in layers if (scheme := layer.scheme()) is not None]
+    return awq.conventions(weights_method, widths) | layer_conventions(planned)

@@ -8,9 +8,9 @@ from pathlib import Path
 from torch import Tensor
 
 from kvconvert.bundle.manifest import PLAN_NAME, LayerPlan, Manifest
-from kvconvert.bundle.tensorfile import mismatch, read_header, tensor_info
 from kvconvert.bundle.weight_files import compare, is_finite, read_tensors, words
 from kvconvert.errors import BundleError
+from kvconvert.io.tensorfile import mismatch, read_header, tensor_info
 from kvconvert.methods import PLAN_TENSORS
 
 

@@ -17,9 +17,9 @@ from kvconvert.bundle.json_files import MAX_JSON, parse_object
 from kvconvert.bundle.manifest import FORMAT_VERSION, MANIFEST_NAME, PLAN_NAME, Manifest, unseal
 from kvconvert.bundle.plan_file import check_plan_header, read_plan
 from kvconvert.bundle.settings import is_settings
-from kvconvert.bundle.tensorfile import DTYPES, mismatch
 from kvconvert.bundle.weight_files import check_scales, check_tensors, is_finite, read_tensors
 from kvconvert.errors import BundleError
+from kvconvert.io.tensorfile import DTYPES, mismatch
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def open_bundle(path: str | Path, verify: Literal["full", "headers", "plan"] = "
     shape against the manifest; coverage and packing of quantized modules; scales and KV-plan tensors finite, scales
     positive, and, with "full", all other floating-point tensors finite; agreement of config.json; settings that would
     run code or fetch something absent. Whether the model that transformers builds fits the tensors is checked where one
-    is built (`runtime/hf/model_check.py`).
+    is built (`runtime/hf/quantizer.py`).
 
     Args:
         path: the bundle's directory.

@@ -16,7 +16,7 @@ from kvconvert.bundle.allocation import (
 )
 from kvconvert.bundle.manifest import LayerPlan, Manifest, ModuleCoverage
 from kvconvert.bundle.picture import plan_picture, wrapped
-from kvconvert.bundle.tensorfile import printable
+from kvconvert.io.tensorfile import printable
 
 PLAIN_BITS = 16  # a bfloat16 or float16 cache, with which sizes are compared
 

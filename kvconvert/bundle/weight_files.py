@@ -11,8 +11,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvconvert.bundle.json_files import read_object
-from kvconvert.bundle.manifest import MANIFEST_NAME, Manifest, TensorInfo
-from kvconvert.bundle.tensorfile import mismatch, nbytes, read_header
+from kvconvert.bundle.manifest import MANIFEST_NAME, Manifest
+from kvconvert.io.records import TensorInfo
+from kvconvert.io.tensorfile import mismatch, nbytes, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
 _WEIGHT_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")

@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from kvconvert.bundle import disk
-from kvconvert.bundle.manifest import MANIFEST_NAME, FileInfo, Manifest, TensorInfo
-from kvconvert.bundle.tensorfile import nbytes, write_tensors
+from kvconvert.bundle.manifest import MANIFEST_NAME, Manifest
 from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.io import disk
+from kvconvert.io.records import FileInfo, TensorInfo
+from kvconvert.io.tensorfile import nbytes, write_tensors
 
 MAX_SHARD_BYTES = 5_000_000_000
 INDEX_NAME = "model.safetensors.index.json"

@@ -61,7 +61,7 @@ def bench(
     if file is not None and not file.absolute().parent.is_dir():
         raise UsageError(f"The directory of {file} does not exist; make it, or name another file for --json.")
     from kvconvert.benchmark import bench as run
-    from kvconvert.benchmark.table import table
+    from kvconvert.benchmark.bench import table
 
     report = run(
         bundle,

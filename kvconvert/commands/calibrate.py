@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands.recipe_options import changes_of, recipe_changes
+from kvconvert.commands.recipes import changes_of, recipe_changes
 from kvconvert.errors import UsageError
 
 
@@ -82,16 +82,20 @@ def calibrate(
     shows them all.
     """
     from kvconvert.convert.host_memory import return_large_blocks
-    from kvconvert.models.checksums import begin
+    from kvconvert.io.checksums import begin
 
     return_large_blocks()
     # Hashing the model, which takes long, begins before the imports, which take seconds.
     begin(sorted(Path(model).glob("*.safetensors")))
-    from kvconvert.convert.recipe import Recipe
+    from kvconvert.recipes.recipe import Recipe
 
     # A wrong recipe is refused before anything slow is imported.
-    loaded = Recipe.load(recipe, changes_of(**changes)).with_search(
-        kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, context=context, auto_tokens=auto_tokens
+    loaded = Recipe.load(recipe, changes_of(**changes)).with_budget(
+        kv_bits=kv_bits,
+        kv_bytes_per_token=kv_bytes_per_token,
+        context=context,
+        auto_tokens=auto_tokens,
+        weight_bits=weight_bits,
     )
     from kvconvert.calibration.ranks import is_first_process
     from kvconvert.convert.pipeline import calibrate as run
@@ -109,7 +113,6 @@ def calibrate(
         device=device,
         restart=restart,
         auto_from=auto_from,
-        weight_bits=weight_bits,
     )
     if not is_first_process():
         return
@@ -126,8 +129,8 @@ def calibrate(
 
 def _check_export(bundle: Path, work: Path) -> None:
     """Refuse, before anything is computed, a bundle that could not be written afterwards."""
-    from kvconvert.bundle.disk import check_writable
     from kvconvert.bundle.writer import check_output
+    from kvconvert.io.disk import check_writable
 
     if bundle.resolve() == work.resolve():
         raise UsageError(f"--export and -o are both {work}; give the bundle a directory of its own.")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands.quiet import quiet
+from kvconvert.commands import quiet
 from kvconvert.errors import UsageError
 
 

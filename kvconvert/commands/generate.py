@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from kvconvert.commands.quiet import quiet
+from kvconvert.commands import quiet
 from kvconvert.errors import UsageError
 
 
@@ -66,8 +66,7 @@ def generate(
     for text, where in ((prompt, "--prompt"), (system, "--system"), *((text, "--stop") for text in stop)):
         _require_text(text or "", where)
     quiet()
-    from kvconvert.console import Console
-    from kvconvert.streaming import Choice
+    from kvconvert.console import Choice, Console
 
     choice = Choice(temperature, top_p, top_k, seed, stop)
     console = Console(bundle, max_new_tokens, device, dtype=dtype, choice=choice, system=system)

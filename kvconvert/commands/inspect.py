@@ -1,4 +1,4 @@
-"""kvconvert inspect BUNDLE."""
+"""kvconvert inspect, verify and report BUNDLE: what it holds, whether it is intact, and both as a page."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import codecs
 import json
 import os
 import sys
+from pathlib import Path
 
 import click
+
+from kvconvert.commands import quiet
 
 
 @click.command()
@@ -37,3 +40,51 @@ def inspect(bundle: str, as_json: bool) -> None:
 
 def _is_utf8(encoding: str | None) -> bool:
     return encoding is not None and codecs.lookup(encoding).name == "utf-8"
+
+
+@click.command()
+@click.argument("bundle")
+def verify(bundle: str) -> None:
+    """Check every file of BUNDLE: hashes, headers, tensors, scales, and that all of it agrees.
+
+    The model is built without weights, to see that config.json fits the tensors.
+    """
+    from kvconvert.bundle.locate import locate
+    from kvconvert.bundle.reader import open_bundle
+
+    opened = open_bundle(locate(bundle), verify="full")
+    for line in opened.checks:
+        click.echo(f"ok  {line}")
+    from kvconvert.runtime.hf.quantizer import check_fits
+
+    click.echo(f"ok  config.json: {check_fits(opened)} tensors fit the model that it describes")
+    click.echo(f"{bundle} is intact.")
+
+
+@click.command()
+@click.argument("bundle")
+@click.option(
+    "-o",
+    "output",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory for the files; BUNDLE-report beside the bundle by default, or here for a Hub id.",
+)
+@click.option(
+    "--fidelity",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="What `eval --json` printed of this bundle; what export measured by default.",
+)
+@click.option(
+    "--model", metavar="MODEL", help="The bundle's source: a short text is run on it for the figures of keys."
+)
+def report(bundle: str, output: Path | None, fidelity: Path | None, model: str | None) -> None:
+    """Write what BUNDLE is and costs as one HTML page, and its figures as PNG.
+
+    Of a repository on the Hub, no weights are fetched. Needs matplotlib: pip install 'kvconvert[report]'.
+    """
+    from kvconvert.report import write_report
+
+    quiet()
+    click.echo(f"Wrote {write_report(bundle, output, fidelity=fidelity, model=model)}")

@@ -68,9 +68,9 @@ def plan(
     Sizes follow from the headers of MODEL's files and its configuration. For the time, and the memory of any recipe,
     one layer is calibrated on few sequences and thrown away; --no-probe leaves that out.
     """
-    from kvconvert.convert.recipe import Recipe
+    from kvconvert.recipes.recipe import Recipe
 
-    loaded = Recipe.load(recipe).with_search(kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token)
+    loaded = Recipe.load(recipe).with_budget(kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token)
     import json
     from dataclasses import asdict
 

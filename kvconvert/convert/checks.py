@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import nn
 from transformers import PretrainedConfig
 
-from kvconvert.calibration.structure import LayerStructure
+from kvconvert.cache.format import CacheFormat
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import CheckpointError, RecipeError, UnsupportedModelError, UsageError
 from kvconvert.methods.awq import AUTO_GROUP_SIZES, WeightsRecipe
 from kvconvert.models.adapters import head_dim, layer_config
-from kvconvert.models.layer_types import layer_types_of, pages_unsupported
-from kvconvert.models.modality import placeholder_ids
-from kvconvert.runtime.cache.formats import layer_format
+from kvconvert.models.configuration import layer_types_of, pages_unsupported, placeholder_ids
+from kvconvert.models.structure import LayerStructure
+from kvconvert.recipes.recipe import Recipe
 
 
 def check_purpose(config: PretrainedConfig, recipe: Recipe) -> None:
@@ -39,7 +36,7 @@ def check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
     shapes = [layer_config(runner.config, index) for index in range(runner.num_layers)]
     for scheme in recipe.schemes():
         for channels in dict.fromkeys(map(head_dim, shapes)):
-            layer_format(replace(scheme, **scheme.before_calibration()), 1, channels, channels)
+            CacheFormat.of(scheme.uncalibrated(), heads=1, key_dim=channels)
         only = scheme.only_tokens()
         if only is not None:
             placeholder_ids(runner.source.config, only)

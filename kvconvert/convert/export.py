@@ -15,26 +15,20 @@ from tqdm import tqdm
 
 from kvconvert.auto.record import read_allocation, read_weight_allocation
 from kvconvert.bundle.card import CARD_NAME, model_card
-from kvconvert.bundle.conventions import conventions
-from kvconvert.bundle.disk import check_writable, make_directory
-from kvconvert.bundle.locate import is_hub_id
 from kvconvert.bundle.manifest import (
     FORMAT_VERSION,
     PLAN_NAME,
     Fidelity,
-    FileInfo,
     LayerPlan,
     Manifest,
     ModuleCoverage,
-    SourceInfo,
-    TensorInfo,
     WeightsInfo,
+    conventions,
     quantization_config,
     widths,
 )
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.settings import is_settings, safe_settings, unsafe_settings
-from kvconvert.bundle.tensorfile import nbytes, tensor_info, write_tensors
 from kvconvert.bundle.writer import (
     MAX_SHARD_BYTES,
     check_output,
@@ -45,15 +39,19 @@ from kvconvert.bundle.writer import (
     write_text,
     write_weights,
 )
-from kvconvert.convert.recipe import Limits, Recipe
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageError
-from kvconvert.models.checksums import known_sha256
+from kvconvert.io.checksums import known_sha256
+from kvconvert.io.disk import check_writable, make_directory
+from kvconvert.io.hub import is_hub_id
+from kvconvert.io.records import FileInfo, SourceInfo, TensorInfo
+from kvconvert.io.tensorfile import nbytes, tensor_info, write_tensors
 from kvconvert.models.source import SourceModel, open_source
+from kvconvert.recipes.recipe import Limits, Recipe
 from kvconvert.version import __version__
 
 if TYPE_CHECKING:
-    from kvconvert.fidelity import FidelityReport
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -410,27 +408,6 @@ def _measure(
 ) -> Fidelity:
     """Fidelity of the bundle in `directory`, and which limits it misses."""
     from kvconvert.fidelity import evaluate
+    from kvconvert.fidelity.record import fidelity_of
 
     return fidelity_of(manifest, limits, evaluate(directory, against=source, device=device, progress=progress))
-
-
-def fidelity_of(manifest: Manifest, limits: Limits, report: FidelityReport) -> Fidelity:
-    """A report on exactly the files of `manifest`, with the limits that it meets or misses; warns of what is lost."""
-    if lost := report.losses():
-        logger.warning("The bundle loses more than a tenth of what its source can do: %s.", "; ".join(lost))
-    figures = report.to_dict()
-    return Fidelity(
-        measured_on=manifest.files_digest(),
-        report=_finite(figures),
-        limits=limits.as_set(),
-        missed=limits.missed(figures),
-    )
-
-
-def _finite(value: Any) -> Any:
-    """The same report with null for NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvconvert.bundle import disk
-from kvconvert.convert.disk_errors import disk_errors
+from kvconvert.convert.work_files import disk_errors
+from kvconvert.io import disk
 
 
 class HiddenStates:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.bundle.manifest import ModuleCoverage
-from kvconvert.calibration.protocol import LayerWork
+from kvconvert.calibration.protocol import LayerJob, LayerWork
 from kvconvert.calibration.weight_grid import WeightGrid
-from kvconvert.convert.layer_runner import LayerRunner, PackedLinear
-from kvconvert.convert.recipe import Recipe
+from kvconvert.convert.layer_runner import PackedLinear
 from kvconvert.convert.work_records import LayerRecord
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, pack_bits, quantize_weight
@@ -20,31 +19,7 @@ from kvconvert.kernels.quantizer import GroupRangeError
 from kvconvert.kernels.rotate import hadamard_kind
 from kvconvert.methods import KVScheme
 from kvconvert.methods.awq import WeightsRecipe
-from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
 from kvconvert.models.experts import expert_modules
-from kvconvert.models.layer_types import layer_types_of, pages_unsupported
-
-
-def layer_scheme(runner: LayerRunner, recipe: Recipe, index: int) -> tuple[KVScheme | None, str]:
-    """The recipe's scheme resolved for one layer, and why it differs."""
-    scheme, config = recipe.scheme(index), runner.config
-    if scheme is None:
-        return None, ""
-    unsupported_reason = pages_unsupported(config, layer_types_of(config)[0][index])
-    if unsupported_reason:
-        return None, unsupported_reason
-    if scheme.folds_values and runner.has_packed(index):
-        return scheme.with_online_rotation(), "values are rotated at run time: the source's quantized weights are kept"
-    if scheme.folds_values:
-        structure = runner.structure(index)
-        unsupported_reason = (
-            "no adapter says that this architecture's values may be rotated in the weights"
-            if structure is None
-            else structure.fold_unsupported_reason
-        )
-        if unsupported_reason:
-            return scheme.with_online_rotation(), f"values are rotated at run time: {unsupported_reason}"
-    return scheme, ""
 
 
 def resolved_fields(scheme: KVScheme | None, channels: int, kv_heads: int) -> dict[str, Any]:
@@ -60,17 +35,14 @@ def resolved_fields(scheme: KVScheme | None, channels: int, kv_heads: int) -> di
     }
 
 
-def untouched_record(runner: LayerRunner, recipe: Recipe, index: int) -> LayerRecord:
+def untouched_record(job: LayerJob) -> LayerRecord:
     """A layer of an architecture without adapter: weights stay in the source, only the cache is described."""
-    scheme, reason = layer_scheme(runner, recipe, index)
-    calibration = recipe.calibration_of(index)
-    searched = calibration.searched(scheme)
-    if scheme is not None and searched:
+    reason, searched = job.reason, job.search.searched(job.scheme)
+    if job.scheme is not None and searched:
         note = f"{', '.join(searched)} are the scheme's own, for no adapter describes this architecture's layers"
         reason = "; ".join(filter(None, (reason, note)))
-    shape = layer_config(runner.config, index)
     return LayerRecord(
-        index=index, modules=[], reason=reason, **resolved_fields(scheme, head_dim(shape), key_value_heads(shape))
+        index=job.index, modules=[], reason=reason, **resolved_fields(job.scheme, job.head_dim, job.heads)
     )
 
 

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kvconvert.bundle.mapped import Mapped
 from kvconvert.calibration.attention_capture import RECORDING_ATTENTION
 from kvconvert.calibration.matmul_precision import tf32_products
-from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.hidden_states import HiddenStates
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill, rows_as_looked_up
 from kvconvert.errors import NumericError, UnsupportedModelError
+from kvconvert.io.mapped import Mapped
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.kernels.quantizer import all_finite
 from kvconvert.models.adapters import Adapter
-from kvconvert.models.auto_class import model_class
+from kvconvert.models.configuration import model_class
 from kvconvert.models.experts import ExpertRoles, expert_modules, separate_experts
 from kvconvert.models.formats import Packing
 from kvconvert.models.headers import check_headers, fitting, is_derived
 from kvconvert.models.source import SourceModel
+from kvconvert.models.structure import LayerStructure
 
 BATCH_TOKENS = 4096  # calibration tokens that run through a layer at once, at most
 BATCH_BYTES = 400_000_000  # of their activations where these are in host memory
@@ -91,8 +91,8 @@ class LayerRunner:
         return self.config.num_hidden_layers
 
     def layer_name(self, index: int) -> str:
-        """Full name of a decoder layer."""
-        return f"{self.adapter.layers}.{index}"
+        """Full name of a decoder layer; without an adapter, its number."""
+        return f"layer {index}" if self.adapter is None else f"{self.adapter.layers}.{index}"
 
     def maps_experts(self, index: int) -> bool:
         """Whether a layer's experts are too large for host memory."""

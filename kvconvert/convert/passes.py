@@ -1,9 +1,9 @@
-"""Which calibration passes a recipe asks for in a layer, and in which order."""
+"""Which calibration passes a recipe asks for in a layer, in which order, and what they decide over all layers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from torch import Tensor
 
@@ -17,12 +17,11 @@ from kvconvert.calibration.key_treatments import KeyTreatmentPass
 from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
-from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, PassRequest, PassResult
+from kvconvert.calibration.protocol import CalibrationPass, LayerJob, MeasuredLayer, PassResult
 from kvconvert.calibration.static_scales import StaticScalesPass
-from kvconvert.calibration.structure import LayerStructure
-from kvconvert.methods import PLAN_TENSORS, KVCalibration, KVScheme
-from kvconvert.methods.awq import WeightsRecipe
-from kvconvert.runtime.cache.formats import layer_format, rotations, span_format
+from kvconvert.convert.work_records import LayerRecord
+from kvconvert.methods import PLAN_TENSORS, KVScheme
+from kvconvert.recipes.recipe import Recipe
 
 # In the order in which they work: what folds first, the searches for weights after it, and what depends on the values
 # that the cache will store after both. Passes that evaluate a sample of the finished layer's attention stand last.
@@ -40,13 +39,10 @@ PASSES: tuple[type[CalibrationPass], ...] = (
 )
 
 
-def make_passes(
-    weights: WeightsRecipe, scheme: KVScheme | None, search: KVCalibration, structure: LayerStructure
-) -> list[CalibrationPass]:
-    """The passes that a recipe asks for in one layer, in order; the sampler stands before the first that needs it."""
+def make_passes(job: LayerJob) -> list[CalibrationPass]:
+    """The passes that a job asks for, in order; the sampler stands before the first that needs it."""
     sampler = AttentionSampler()
-    request = PassRequest(weights, scheme, search, structure, sampler, partial(cache_format, structure=structure))
-    passes = [made for kind in PASSES if (made := kind.of(request)) is not None]
+    passes = [made for kind in PASSES if (made := kind.of(job, sampler)) is not None]
     first = next((i for i, made in enumerate(passes) if made.reads_sample), None)
     if first is not None:
         passes.insert(first, sampler)
@@ -61,8 +57,35 @@ def plan_of(made: CalibrationPass, result: PassResult, index: int) -> dict[str, 
     return {f"layers.{index}.{name}": tensor for name, tensor in result.plan.items()}
 
 
-def cache_format(scheme: KVScheme, structure: LayerStructure) -> CacheFormat:
-    """A scheme in the terms of kernels, as it stands before calibration has chosen anything."""
-    heads, channels = structure.num_key_value_heads, structure.head_dim
-    pages = layer_format(replace(scheme, **scheme.before_calibration()), heads, channels, channels)
-    return CacheFormat.of(scheme, pages, span_format(scheme), rotations(scheme))
+def resolve_layers(
+    recipe: Recipe, records: list[LayerRecord], plan: Callable[[int], dict[str, Tensor]]
+) -> list[LayerRecord]:
+    """The layers' final records: what can only be decided when every layer is measured, each pass's `resolve`.
+
+    A pure function of the recipe and of what the passes wrote into their plans, so that repeating it after a kill, even
+    on records that it changed before, gives the same records.
+
+    Args:
+        recipe: of the calibration.
+        records: of all layers.
+        plan: reads a layer's plan tensors, by the names layers.{i}.{what}.
+    """
+    layers = {
+        record.index: MeasuredLayer(
+            recipe.scheme(record.index),
+            KVScheme.from_dict(record.scheme),
+            {name.split(".", 2)[2]: tensor for name, tensor in plan(record.index).items()},
+        )
+        for record in records
+        if record.scheme is not None
+    }
+    resolved = {record.index: record for record in records}
+    for kind in PASSES:
+        for index, (chosen, statistics) in kind.resolve(layers, recipe.calibration).items():
+            scheme = replace(layers[index].scheme, **chosen)
+            layers[index] = replace(layers[index], scheme=scheme)
+            record = resolved[index]
+            resolved[index] = record.model_copy(
+                update={"scheme": scheme.to_dict(), "statistics": record.statistics | {kind.name: statistics}}
+            )
+    return [*resolved.values()]

@@ -15,16 +15,19 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from tqdm import tqdm
 
-from kvconvert.auto.search import SearchTask, allocated_recipe, find_allocation, search_task
-from kvconvert.auto.weight_widths import allocated_widths, budget_of, find_widths, weight_units
+from kvconvert.auto.search import SearchTask, search_task
+from kvconvert.auto.weight_widths import budget_of, weight_units
 from kvconvert.bundle.manifest import ModuleCoverage
-from kvconvert.bundle.mapped import Mapped
+from kvconvert.calibration.protocol import LayerJob
 from kvconvert.calibration.ranks import Ranks, joined_ranks, local_device
 from kvconvert.convert.checks import (
     check_layers_fit,
@@ -36,26 +39,28 @@ from kvconvert.convert.checks import (
 )
 from kvconvert.convert.host_memory import release_free_memory
 from kvconvert.convert.input_capture import CalibrationInputs
-from kvconvert.convert.layer_calibration import calibrate_layer
+from kvconvert.convert.jobs import layer_jobs
+from kvconvert.convert.layer_calibration import LayerCalibration
 from kvconvert.convert.layer_records import (
-    layer_scheme,
     module_kind,
     untouched_record,
 )
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.recipe import Recipe, WeightsRecipe
-from kvconvert.convert.resolve import resolve_layers
+from kvconvert.convert.passes import resolve_layers
+from kvconvert.convert.searches import Searches
 from kvconvert.convert.work_records import WorkState
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.data.mixture import Sources
 from kvconvert.data.samples import load_samples
-from kvconvert.data.text import TokenData
 from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.io.mapped import Mapped
+from kvconvert.io.records import DataInfo
 from kvconvert.methods.awq import AUTO_GROUP_SIZES
 from kvconvert.models.adapters import Adapter, find_adapter, require_adapter
-from kvconvert.models.auto_class import supports_images
+from kvconvert.models.configuration import supports_images
 from kvconvert.models.device import choose_device
 from kvconvert.models.source import SourceModel, open_source
+from kvconvert.recipes.recipe import Budget, Recipe, WeightsRecipe
 from kvconvert.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -73,12 +78,8 @@ def calibrate(
     device: str | None = None,
     restart: bool = False,
     progress: bool = True,
-    kv_bits: float | None = None,
-    kv_bytes_per_token: float | None = None,
-    context: int | None = None,
-    auto_tokens: int | None = None,
     auto_from: Path | str | None = None,
-    weight_bits: float | None = None,
+    **budget: Unpack[Budget],
 ) -> WorkDir:
     """Convert every decoder layer of a model into a working directory, or go on where an earlier run stopped.
 
@@ -95,12 +96,8 @@ def calibrate(
         device: on which layers are computed, "cpu" or "cuda"; None takes a GPU if there is one.
         restart: discard what `work` holds instead of going on from there.
         progress: show a progress bar and messages on stderr.
-        kv_bits, kv_bytes_per_token, context, auto_tokens: budget of a recipe that searches (`auto`), the context that
-            it is for, and the tokens on which it measures; they replace what its [auto] table says, see `AutoSearch`.
-
-        weight_bits: average stored bits per quantized weight, scales and zero points included, which are spent on the
-            Linears that need them (`[weights] average_bits`); None for the recipe's own.
         auto_from: finished working directory of the same search with another budget, whose measurements are taken.
+        budget: `kv_bits`, `kv_bytes_per_token`, `context`, `auto_tokens` and `weight_bits`, see `Budget`.
 
     Returns:
         the finished working directory.
@@ -113,9 +110,7 @@ def calibrate(
     with joined_ranks(target) as ranks:
         with ranks.together():
             recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(str(recipe))
-            recipe = recipe.with_weight_bits(weight_bits).with_search(
-                kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, context=context, auto_tokens=auto_tokens
-            )
+            recipe = recipe.with_budget(**budget)
             if ranks.size > 1 and (recipe.auto is not None or recipe.weights.average_bits is not None):
                 raise UsageError(
                     f"The recipe {recipe.name} searches in one process, and torchrun started {ranks.size}; calibrate "
@@ -140,16 +135,17 @@ def calibrate(
                 check_layers_fit(runner, torch.cuda.get_device_properties(target).total_memory)
             if adapter is not None:
                 recipe = with_group_size(runner, recipe, progress)
-            task = None if recipe.auto is None else search_task(runner, recipe, target)
+            jobs = layer_jobs(runner, recipe)
+            task = None if recipe.auto is None else search_task(runner.config, jobs, recipe, target)
             if recipe.weights.average_bits is not None:
-                budget_of(weight_units(runner, recipe.weights.group_size), recipe.weights.average_bits)
+                budget_of(weight_units(runner.model, jobs), recipe.weights.average_bits)
             tokens = load_samples(source, data, samples, seq_len, seed, Mapped.near(Path(work)))
             shares = ranks.shares(len(tokens.ids), runner.batch_size(tokens.ids.shape[1]))
             if supports_images(source.config) and not tokens.info.images:
                 _say(f"Calibrating with text alone: {tokens.info.source} holds no images.", progress)
             for warning in tokens.warnings:
                 _say(warning, progress)
-            state = _initial_state(model, runner, recipe, tokens, seed, target, progress)
+            state = _initial_state(model, runner, recipe, jobs, tokens.info, seed, progress)
             measured = None if auto_from is None else WorkDir.open(auto_from)
             if measured is not None:
                 measured.searched_for(state)
@@ -166,7 +162,11 @@ def calibrate(
                 layers = directory.state.num_layers
                 _say(f"{directory.path} is already complete ({layers} layers); nothing to do.", progress)
             else:
-                _calibrate_layers(runner, directory, recipe, task, measured, tokens, data, seed, progress, ranks)
+                if measured is not None:
+                    directory.adopt_measurements(measured)
+                say = partial(_say, progress=progress)
+                searches = Searches(runner, directory, tokens, data, seed, say, progress)
+                _calibrate_layers(searches, recipe, jobs, task, ranks)
             return directory if ranks.is_first else WorkDir.open(work)
 
 
@@ -184,49 +184,36 @@ def _check_same_inputs(ranks: Ranks, state: WorkState, work: str | Path) -> None
 
 
 def _calibrate_layers(
-    runner: LayerRunner,
-    directory: WorkDir,
-    recipe: Recipe,
-    task: SearchTask | None,
-    measured: WorkDir | None,
-    tokens: TokenData,
-    data: Sources,
-    seed: int,
-    progress: bool,
-    ranks: Ranks,
+    searches: Searches, recipe: Recipe, jobs: list[LayerJob], task: SearchTask | None, ranks: Ranks
 ) -> None:
-    """Everything that a working directory still lacks."""
+    """Everything that a working directory still lacks; its searches decide what the layers' jobs are."""
+    runner, directory, tokens = searches.runner, searches.directory, searches.tokens
     source, count, todo = runner.source, directory.state.num_layers, []
     with ranks.together():
         if ranks.is_first:
             for index in directory.damaged_layers():
-                _say(f"Layer {index} in {directory.path} is damaged and is computed again.", progress)
+                searches.say(f"Layer {index} in {directory.path} is damaged and is computed again.")
             todo = directory.uncommitted()
             if len(todo) < count:
-                _say(f"Going on with {len(todo)} of {count} layers in {directory.path}.", progress)
+                searches.say(f"Going on with {len(todo)} of {count} layers in {directory.path}.")
             source.check_finite(directory.state.kept_tensors)
     todo = ranks.of_first(todo)
-    if measured is not None:
-        directory.adopt_measurements(measured)
-
-    def say(message: str) -> None:
-        _say(message, progress)
-
     if task is not None:
-        allocation = find_allocation(runner, recipe, task, directory, tokens, data, seed, say, progress)
-        recipe = allocated_recipe(recipe, task, allocation)
+        recipe = searches.cache(recipe, task)
     if recipe.weights.average_bits is not None:
-        found = find_widths(runner, recipe, directory, tokens, data, seed, say, progress)
-        recipe = allocated_widths(recipe, found)
+        recipe = searches.widths(recipe, jobs)
+    if task is not None or recipe.weights.average_bits is not None:
+        jobs = layer_jobs(runner, recipe)
     inputs = CalibrationInputs(tokens.ids, tokens.extras, tokens.visual, directory.mapped())
     if runner.adapter is not None:
         runner.begin(inputs)
+    layers = LayerCalibration(runner, directory, jobs, inputs, ranks)
     done = count - len(todo)
-    for index in tqdm(todo, desc="layers", unit="layer", initial=done, total=count, disable=not progress):
+    for index in tqdm(todo, desc="layers", unit="layer", initial=done, total=count, disable=not searches.progress):
         if runner.adapter is not None:
-            calibrate_layer(runner, directory, recipe, inputs, index, ranks)
+            layers.run(index)
         elif ranks.is_first:
-            directory.commit_layer(index, {}, {}, untouched_record(runner, recipe, index))
+            directory.commit_layer(index, {}, {}, untouched_record(jobs[index]))
         release_free_memory()
     with ranks.together():
         source.stamps.check()
@@ -269,9 +256,9 @@ def _initial_state(
     model: str,
     runner: LayerRunner,
     recipe: Recipe,
-    tokens: TokenData,
+    jobs: Sequence[LayerJob],
+    data: DataInfo,
     seed: int,
-    device: torch.device,
     progress: bool,
 ) -> WorkState:
     source, adapter = runner.source, runner.adapter
@@ -279,19 +266,13 @@ def _initial_state(
     names = source.tensor_names
     kept = kept_tensors(runner, recipe.weights)
     modules = [
-        names.locate(
-            ModuleCoverage(
-                name=name,
-                kind=module_kind(module),
-                method="kept",
-                reason=_kept_reason(name, adapter),
-            )
-        )
+        ModuleCoverage(
+            name=name, kind=module_kind(module), method="kept", reason=_kept_reason(name, adapter)
+        ).stored_under(names.of_module(name))
         for name, module in runner.model.named_modules()
         if (prefix is None or not name.startswith(prefix)) and any(True for _ in module.parameters(recurse=False))
     ]
-    schemes = [layer_scheme(runner, recipe, index)[0] for index in range(runner.num_layers)]
-    folds = [change for scheme in schemes if scheme is not None for change in scheme.transforms()]
+    folds = [change for job in jobs if job.scheme is not None for change in job.scheme.transforms()]
     transforms = [*dict.fromkeys(folds), *recipe.weights.transforms()]
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")}
     return WorkState(
@@ -300,9 +281,9 @@ def _initial_state(
         source=source.info(progress),
         model=model,
         directory=str(source.location.resolve()),
-        data=tokens.info,
+        data=data,
         seed=seed,
-        device=device.type,
+        device=runner.device.type,
         num_layers=runner.num_layers,
         adapter=adapter.model_type if adapter else None,
         kept_tensors=kept,

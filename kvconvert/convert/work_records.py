@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from kvconvert.bundle.manifest import DataInfo, ModuleCoverage, SourceInfo
+from kvconvert.bundle.manifest import ModuleCoverage
+from kvconvert.io.records import DataInfo, SourceInfo
 
 WORK_FORMAT = 1
 

@@ -20,7 +20,6 @@ inputs give equal bytes (on one machine with one number of threads).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -34,16 +33,15 @@ from pydantic import BaseModel
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvconvert.bundle import disk
-from kvconvert.bundle.manifest import TensorInfo
-from kvconvert.bundle.mapped import Mapped
-from kvconvert.bundle.tensorfile import read_header, replace_tensors
-from kvconvert.convert.disk_errors import REPEAT, disk_errors
 from kvconvert.convert.hidden_states import HiddenStates, HiddenWriter
-from kvconvert.convert.sealed_json import read_sealed, sealed_json
-from kvconvert.convert.work_lock import LOCK_NAME, check_free, work_lock
+from kvconvert.convert.work_files import LOCK_NAME, REPEAT, check_free, disk_errors, read_sealed, sealed_json, work_lock
 from kvconvert.convert.work_records import WORK_FORMAT, LayerRecord, WorkState
-from kvconvert.errors import UsageError
+from kvconvert.errors import CheckpointError, UsageError
+from kvconvert.io import disk
+from kvconvert.io.checksums import known_sha256, remember
+from kvconvert.io.mapped import Mapped
+from kvconvert.io.records import TensorInfo
+from kvconvert.io.tensorfile import read_header, replace_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +215,8 @@ class WorkDir:
                 for suffix, content in zip(_TENSOR_FILES, (tensors, plan), strict=True)
             }
             _write(self._layer(index, "json"), _to_json(record.model_copy(update={"files": files})))
+        for suffix, checksum in files.items():  # an export by this process need not read them for it
+            remember(self._layer(index, suffix), checksum)
         self._verified.add(index)
 
     def replace_record(self, index: int, record: LayerRecord) -> None:
@@ -262,10 +262,9 @@ class WorkDir:
         for suffix in _TENSOR_FILES:
             file = self._layer(index, suffix)
             try:
-                with file.open("rb") as stream:
-                    found = hashlib.file_digest(stream, "sha256").hexdigest()
-            except OSError as error:
-                raise _damaged(file, _first_line(error)) from error
+                found = known_sha256([file])[file]
+            except CheckpointError as error:
+                raise _damaged(file, _first_line(error.__cause__ or error)) from error
             if found != record.files.get(suffix):
                 raise _damaged(file, "its content does not fit its checksum")
         self._verified.add(index)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvconvert.bundle.locate import missing_below
 from kvconvert.errors import DataError
+from kvconvert.io.hub import missing_below
 
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 # In a directory beside other data these are about it, as captions and settings are.

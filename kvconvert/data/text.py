@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from kvconvert.bundle.manifest import DataInfo
 from kvconvert.data.sources import is_plain_text, local_files, read_text, source_name
 from kvconvert.data.tables import Table, text_column_of
 from kvconvert.errors import DataError, UsageError
+from kvconvert.io.records import DataInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

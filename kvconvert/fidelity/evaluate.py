@@ -18,7 +18,7 @@ import transformers
 from tqdm import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvconvert.bundle.locate import is_hub_id, locate
+from kvconvert.bundle.locate import locate
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.text import load_token_samples
@@ -50,8 +50,9 @@ from kvconvert.fidelity.report import (
 from kvconvert.fidelity.scoring import Decoder, Reader, Scores, before_chunks, compare, treats_whole_prompts
 from kvconvert.fidelity.sizes import measure_cache, weight_size
 from kvconvert.fidelity.verdict import abilities, measure_probes, verdict
+from kvconvert.io.hub import is_hub_id
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.models.auto_class import supports_images
+from kvconvert.models.configuration import supports_images
 from kvconvert.models.device import choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.source import SourceModel, open_source

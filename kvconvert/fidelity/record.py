@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from pathlib import Path
+from typing import Any
 
-from kvconvert.bundle import disk
 from kvconvert.bundle.card import CARD_NAME, model_card, replace_fidelity
-from kvconvert.bundle.manifest import MANIFEST_NAME, Fidelity
+from kvconvert.bundle.manifest import MANIFEST_NAME, Fidelity, Manifest
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.convert.export import fidelity_of
-from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.report import FidelityReport
+from kvconvert.io import disk
+from kvconvert.recipes.recipe import Limits, Recipe
+
+logger = logging.getLogger(__name__)
 
 
 def check_recordable(bundle: str | Path) -> None:
@@ -65,3 +69,25 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
     if written is not None and CARD_NAME in manifest.informative:
         disk.replace_bytes(path, written.encode())
     return fidelity
+
+
+def fidelity_of(manifest: Manifest, limits: Limits, report: FidelityReport) -> Fidelity:
+    """A report on exactly the files of `manifest`, with the limits that it meets or misses; warns of what is lost."""
+    if lost := report.losses():
+        logger.warning("The bundle loses more than a tenth of what its source can do: %s.", "; ".join(lost))
+    figures = report.to_dict()
+    return Fidelity(
+        measured_on=manifest.files_digest(),
+        report=_finite(figures),
+        limits=limits.as_set(),
+        missed=limits.missed(figures),
+    )
+
+
+def _finite(value: Any) -> Any:
+    """The same report with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

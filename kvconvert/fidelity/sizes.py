@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from kvconvert.bundle.manifest import Manifest
-from kvconvert.bundle.tensorfile import nbytes, read_header
 from kvconvert.errors import BundleError
 from kvconvert.fidelity.report import CacheSize, WeightSize
 from kvconvert.fidelity.scoring import Comparison, Decoder, feed, read_prompt
+from kvconvert.io.tensorfile import nbytes, read_header
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.source import SourceModel
 from kvconvert.runtime import KVCache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
@@ -131,9 +131,9 @@ class KVScheme(_Fields):
         """A field whose value follows from calibration alone, or None."""
         return next((field for part in PARTS if (field := part.needs_calibration(self)) is not None), None)
 
-    def before_calibration(self) -> dict[str, Any]:
-        """Fields as they stand until calibration has measured what they need."""
-        return {field: value for part in PARTS for field, value in part.before_calibration(self).items()}
+    def uncalibrated(self) -> KVScheme:
+        """The scheme as it stands until calibration has measured what it needs."""
+        return replace(self, **{k: value for part in PARTS for k, value in part.before_calibration(self).items()})
 
     def required_tensors(self, shape: LayerShape) -> dict[str, PlanTensor]:
         """The KV plan's tensors without which the scheme cannot be served, by their names within a layer."""
@@ -184,6 +184,8 @@ PAPER_PRESETS: dict[str, KVScheme] = {
     name: KVScheme(**values) for part in PARTS for name, values in part.paper_presets.items()
 }
 PRESETS |= PAPER_PRESETS
+# What a layer without a scheme holds when its neighbors have one: pages of the model's own dtype.
+UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)
 _RENAMED = {f"{name}-paper": f"{name}-plain" for name in MiniKV.presets}
 # Every tensor that some method may leave in the KV plan of a layer, with its meaning.
 PLAN_TENSORS: dict[str, str] = {name: meaning for part in PARTS for name, meaning in part.plan_tensors.items()}

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, ProcessorMixin
 
 from kvconvert.errors import UnsupportedModelError, UsageError
-from kvconvert.models.modality import placeholder_ids
+from kvconvert.models.configuration import placeholder_ids
 
 _MARK = "kvconvert-mark"
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.errors import CheckpointError
 
 
@@ -90,11 +89,6 @@ class TensorNames:
             head, _, last = head.rpartition(".")
             rest = f".{last}{rest}"
         return f"{self.prefixes[head]}{rest}" if head else name
-
-    def locate(self, module: ModuleCoverage) -> ModuleCoverage:
-        """Coverage that also says under which name the files hold the module, where it is another."""
-        stored = self.of_module(module.name)
-        return module if stored == module.name else module.model_copy(update={"stored_name": stored})
 
 
 def _prefixes(stored: Mapping[str, str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ Pickled weights are refused, not converted: loading one runs whatever code it ca
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -16,20 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 
-from kvconvert.bundle.locate import ask_hub, is_hub_id, missing_below
-from kvconvert.bundle.manifest import SourceInfo, TensorInfo
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.io.checksums import FileStamps, begin, sha256
+from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
+from kvconvert.io.records import SourceInfo, TensorInfo
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.kernels.quantizer import all_finite
-from kvconvert.models.card_facts import card_facts
-from kvconvert.models.checksums import begin, sha256
-from kvconvert.models.file_stamps import FileStamps
 from kvconvert.models.formats import Encoded, Packing, find_format
 from kvconvert.models.formats.gguf import find_gguf, open_gguf
 from kvconvert.models.names import TensorNames
@@ -163,7 +163,7 @@ class SourceModel:
             dtype: of its parameters; "auto" takes the checkpoint's.
             options: of `from_pretrained`.
         """
-        from kvconvert.models.auto_class import model_class
+        from kvconvert.models.configuration import model_class
 
         auto = model_class(self.config)
         if not self.encoded:
@@ -380,3 +380,30 @@ def float_dtype(source: SourceModel) -> torch.dtype:
 def _stated_dtype(config: PretrainedConfig) -> torch.dtype | None:
     stated = getattr(config, "dtype", None)
     return stated if isinstance(stated, torch.dtype) else None
+
+
+def card_facts(directory: Path) -> dict[str, Any]:
+    """Licence and languages that the front matter of the model card states, as fields of `SourceInfo`."""
+    card = directory / "README.md"
+    if not card.is_file():
+        return {}
+    text = card.read_text(encoding="utf-8", errors="replace")
+    front = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+    if front is None:
+        return {}
+    licence = re.search(r"^license:\s*[\"']?([\w.-]+)", front[1], re.MULTILINE)
+    try:
+        stated = yaml.safe_load(front[1])
+    except yaml.YAMLError:  # a card is for people; its line about the licence is read all the same
+        stated = None
+    stated = stated if isinstance(stated, dict) else {}
+    named = {key: stated.get(f"license_{key}") for key in ("name", "link")}
+    language = stated.get("language")
+    # Norwegian is `no`, which YAML takes for false.
+    codes = ["no" if code is False else code for code in (language if isinstance(language, list) else [language])]
+    return {
+        "licence": licence[1] if licence else None,
+        "licence_name": named["name"] if isinstance(named["name"], str) else None,
+        "licence_link": named["link"] if isinstance(named["link"], str) else None,
+        "language": [code for code in codes if isinstance(code, str)],
+    }

@@ -6,9 +6,9 @@ import json
 import re
 from pathlib import Path
 
-from kvconvert.bundle.manifest import TensorInfo
-from kvconvert.bundle.tensorfile import read_header
 from kvconvert.errors import CheckpointError
+from kvconvert.io.records import TensorInfo
+from kvconvert.io.tensorfile import read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvconvert.errors import UnsupportedModelError
-from kvconvert.models.layer_types import layer_types_of
+from kvconvert.models.configuration import layer_types_of
 
 
 @dataclass(frozen=True)

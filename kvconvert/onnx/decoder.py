@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from onnx import TensorProto
 from torch import Tensor
 
-from kvconvert.bundle.manifest import TensorInfo
+from kvconvert.io.records import TensorInfo
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.onnx.architecture import Decoder
 from kvconvert.onnx.graph import MICROSOFT, Graph

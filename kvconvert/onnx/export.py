@@ -13,12 +13,13 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from kvconvert.bundle.locate import is_hub_id, locate
+from kvconvert.bundle.locate import locate
 from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import check_output, replacing, write_json
 from kvconvert.convert.export import COPIED_FILES, LICENCE_FILES, copy_files, export
 from kvconvert.errors import UsageError
+from kvconvert.io.hub import is_hub_id
 from kvconvert.onnx.architecture import Decoder
 from kvconvert.onnx.genai import genai_config
 from kvconvert.onnx.static_cache import StaticCache, has_plan, static_cache

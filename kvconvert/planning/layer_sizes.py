@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from kvconvert.bundle.manifest import TensorInfo
-from kvconvert.bundle.tensorfile import nbytes
-from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.io.records import TensorInfo
+from kvconvert.io.tensorfile import nbytes
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.models.experts import expert_modules
+from kvconvert.models.structure import LayerStructure
 
 
 @dataclass(frozen=True)

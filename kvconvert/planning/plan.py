@@ -8,22 +8,24 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvconvert.cache.size import ModelCache
+from kvconvert.calibration.protocol import LayerJob
 from kvconvert.convert.checks import check_purpose, check_recipe
 from kvconvert.convert.host_memory import anonymous_bytes
-from kvconvert.convert.layer_records import layer_scheme
+from kvconvert.convert.jobs import layer_jobs
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import make_passes
 from kvconvert.convert.pipeline import kept_tensors, make_runner, with_group_size
-from kvconvert.convert.recipe import Recipe
 from kvconvert.data.samples import TEXT_LENGTH
 from kvconvert.errors import UsageError
 from kvconvert.models.device import choose_device
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import SourceModel, open_source
-from kvconvert.planning.cache import CHUNK_TOKENS, RUNTIME_BYTES, CachePlan, Fit, cache_plan, fit
+from kvconvert.planning.cache import CHUNK_TOKENS, RUNTIME_BYTES, Fit, fit, recipe_cache
 from kvconvert.planning.host import LIBRARY_BYTES, LayerMemory, layer_memory
 from kvconvert.planning.layer_sizes import LayerSizes, kept_bytes
 from kvconvert.planning.probe import Probe, run_probe
+from kvconvert.recipes.recipe import Recipe
 
 _HASHED = 2**25  # bytes on which the speed of checksums is measured
 DEFAULT_CONTEXT = 4096
@@ -72,14 +74,14 @@ class Cache:
         bytes_per_token, bits_per_value: averages over them, with sink tokens, windows, scales and norms; None for a
             model without keys and values.
         plain_bytes_per_token: in 16 bits.
-        exact: see `CachePlan`.
+        basis: what the figures rest on, for people.
     """
 
     context: int
     bytes_per_token: float
     bits_per_value: float | None
     plain_bytes_per_token: float
-    exact: bool
+    basis: str
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def plan(
         KvconvertError: one of its children, as `calibrate` with the same arguments.
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(str(recipe))
-    recipe = recipe.with_search()  # refuses a search without a budget
+    recipe = recipe.with_budget()  # refuses a search without a budget
     target = choose_device(device)
     source = open_source(str(model))
     check_purpose(source.config, recipe)
@@ -158,10 +160,11 @@ def plan(
     load_tokenizer(source.directory)  # is part of the process's own memory
     own = anonymous_bytes() or 0
     kept = kept_bytes(runner, kept_tensors(runner, recipe.weights))
+    jobs = layer_jobs(runner, recipe)
     layers = _layers(runner, recipe)
     largest = max(range(len(layers)), key=lambda index: layers[index].parameters, default=None)
     probed: Probe | None = None
-    if probe and largest is not None and _passes(runner, recipe, largest):
+    if probe and largest is not None and make_passes(jobs[largest]):
         request = {
             "model": str(model),
             "recipe": recipe.to_dict(),
@@ -175,7 +178,7 @@ def plan(
         probed = run_probe(request, progress)
     disk = _disk(layers, kept, runner.config.hidden_size, samples * length)
     weights = disk.bundle
-    planned = cache_plan(runner, recipe)
+    planned = recipe_cache(runner, recipe, jobs)
     return Plan(
         model=str(model),
         recipe=recipe.name,
@@ -183,7 +186,7 @@ def plan(
         length=length,
         device=device,
         batch=batch,
-        memory=_memory(runner, recipe, layers, probed, own, samples, length, target.type),
+        memory=_memory(runner, recipe, jobs, layers, probed, own, samples, length, target.type),
         disk=disk,
         cache=_cache(planned, context),
         gpu_memory=gpu_memory,
@@ -212,14 +215,10 @@ def _layers(runner: LayerRunner, recipe: Recipe) -> list[LayerSizes]:
     return [LayerSizes.of(runner, index, recipe.weights) for index in range(runner.num_layers)]
 
 
-def _passes(runner: LayerRunner, recipe: Recipe, index: int) -> list:
-    scheme, _ = layer_scheme(runner, recipe, index)
-    return make_passes(recipe.weights, scheme, recipe.calibration_of(index), runner.structure(index))
-
-
 def _memory(
     runner: LayerRunner,
     recipe: Recipe,
+    jobs: list[LayerJob],
     layers: list[LayerSizes],
     probed: Probe | None,
     own: int,
@@ -229,7 +228,7 @@ def _memory(
 ) -> Memory:
     peaks = []
     for index, sizes in enumerate(layers):
-        passes = _passes(runner, recipe, index)
+        passes = make_passes(jobs[index])
         sampled = any(made.reads_sample for made in passes)
         batch = runner.batch_size(length)
         peaks.append(layer_memory(sizes, recipe.weights, samples, length, batch, bool(passes), sampled, device))
@@ -266,14 +265,21 @@ def _disk(layers: list[LayerSizes], kept: int, hidden_size: int, tokens: int) ->
     return Disk(bundle=kept + packed, work=packed, work_peak=packed + hidden + mapped)
 
 
-def _cache(planned: CachePlan, context: int) -> Cache:
+def _cache(planned: ModelCache, context: int) -> Cache:
     return Cache(
         context=context,
         bytes_per_token=planned.bytes(context) / context,
         bits_per_value=planned.bits_per_value(context),
         plain_bytes_per_token=planned.plain_bytes(context) / context,
-        exact=planned.exact and planned.budget_bytes_per_token is None,
+        basis=_basis(planned),
     )
+
+
+def _basis(planned: ModelCache) -> str:
+    if planned.budget_bytes_per_token is not None:
+        return "what the search may spend"
+    only = {layer.scheme.only_tokens() for layer in planned.layers if layer.scheme is not None} - {None}
+    return "everything in it included" + (f", of {' and '.join(sorted(only))} tokens alone" if only else "")
 
 
 def _allowance(runner: LayerRunner, layers: list[LayerSizes], rows: int) -> int:

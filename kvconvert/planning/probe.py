@@ -20,19 +20,20 @@ from typing import Any
 
 import torch
 
-from kvconvert.bundle.manifest import DataInfo, SourceInfo
 from kvconvert.calibration.activations import LOSS_TOKENS
 from kvconvert.convert.host_memory import HUGE_PAGES, anonymous_bytes, return_large_blocks
 from kvconvert.convert.input_capture import CalibrationInputs
-from kvconvert.convert.layer_calibration import calibrate_layer
+from kvconvert.convert.jobs import layer_jobs
+from kvconvert.convert.layer_calibration import LayerCalibration
 from kvconvert.convert.pipeline import make_runner
-from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.work_records import WorkState
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.data.samples import load_samples
 from kvconvert.errors import KvconvertError
+from kvconvert.io.records import DataInfo, SourceInfo
 from kvconvert.models.device import choose_device
 from kvconvert.models.source import open_source
+from kvconvert.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def measure(request: dict[str, Any]) -> Probe:
     recipe, device, index = Recipe.from_dict(request["recipe"]), choose_device(request["device"]), request["layer"]
     source = open_source(request["model"])
     runner = make_runner(source, recipe.weights, device)
+    jobs = layer_jobs(runner, recipe)
     counts = sequences_probed(request["samples"], request["length"])
     tokens = load_samples(source, request["data"], counts[-1], request["length"], request["seed"])
     seconds, began = [], 0.0
@@ -135,7 +137,7 @@ def measure(request: dict[str, Any]) -> Probe:
                     writer.append(sample)
                 writer.commit()
             ready = time.perf_counter()
-            calibrate_layer(runner, directory, recipe, inputs, index)
+            LayerCalibration(runner, directory, jobs, inputs).run(index)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - ready)

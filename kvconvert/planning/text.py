@@ -39,12 +39,11 @@ def plan_text(plan: Plan) -> str:
         "",
     ]
     bits = "no keys and values" if cache.bits_per_value is None else f"{cache.bits_per_value:.2f} bits per value"
-    how = "everything in it included" if cache.exact else "as the method states it, without sink tokens and windows"
     rows = [
         (
             f"cache at {cache.context:,} tokens",
             f"{cache.bytes_per_token:,.0f} bytes per token",
-            f"{bits}, {how}; {cache.plain_bytes_per_token:,.0f} bytes in 16 bits",
+            f"{bits}, {cache.basis}; {cache.plain_bytes_per_token:,.0f} bytes in 16 bits",
         )
     ]
     if plan.fit is not None:

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvconvert.bundle import disk
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.manifest import MANIFEST_NAME, Manifest
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.summary import estimate_kv, printable_manifest
 from kvconvert.errors import UsageError
+from kvconvert.io import disk
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -12,16 +12,14 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvconvert.auto.allocation import Option, allocate
-from kvconvert.auto.sizes import FULL_PRECISION, stored_bytes
 from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest
+from kvconvert.cache.size import LayerCache
 from kvconvert.errors import RecipeError
-from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import GEOMETRIES
 from kvconvert.methods.minikv import spread_ratios
-from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
-from kvconvert.models.layer_types import has_pages, layer_types_of
-from kvconvert.runtime.cache.formats import layer_format
+from kvconvert.models.cache_shapes import model_cache
+from kvconvert.models.configuration import layer_types_of
 
 CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1,024 to 131,072
 BUDGETS = 16  # points of a frontier
@@ -151,8 +149,8 @@ def _options(
             fields = found.candidates[name]
             of_keys = "key_bits" in fields
             scheme = KVScheme.from_dict(base.to_dict() | fields)
-            pages = layer_format(scheme, shape.num_key_value_heads, shape.head_dim, shape.head_dim)
-            size = stored_bytes(scheme, pages, found.context, window)[0 if of_keys else 1]
+            cache = LayerCache(shape.num_key_value_heads, shape.head_dim, shape.head_dim, scheme, window)
+            size = cache.sides(found.context)[0 if of_keys else 1]
             recent = scheme.key_recent_tokens if of_keys else scheme.value_recent_tokens
             sides[of_keys].append((name, size, loss, recent))
     except (RecipeError, KeyError, TypeError, ValueError) as error:
@@ -193,53 +191,20 @@ class Memory:
 
 def memory(manifest: Manifest, config: PretrainedConfig, contexts: Sequence[int] = CONTEXTS) -> Memory:
     """Sizes by the layout of pages and spans: sink tokens, full-precision windows and sliding windows included."""
-    types = layer_types_of(config)[0]
-    windows = _windows(config, len(manifest.layers))
+    _windows(config, len(manifest.layers))  # refuses a configuration of another number of layers
     schemes = spread_ratios(manifest.schemes())
-    plain, bundle, stateful = [0] * len(contexts), [0] * len(contexts), 0
-    for layer, scheme, kind, window in zip(manifest.layers, schemes, types, windows, strict=True):
-        if scheme is None and not has_pages(kind):
-            stateful += 1
-            continue
-        if scheme is None and getattr(config.get_text_config(decoder=True), "kv_lora_rank", None):
-            raise NotDrawnError("latent attention (MLA) stores no keys and values per head.")
+    cache = model_cache(config, schemes)
+    for layer, scheme in zip(cache.layers, schemes, strict=True):
         if scheme is not None and scheme.only_tokens():
             raise NotDrawnError(f"only {scheme.only_tokens()} tokens are compressed, and prompts differ in these.")
-        if scheme is None:
-            own = layer_config(config.get_text_config(decoder=True), layer.index)
-            heads, channels = key_value_heads(own), head_dim(own)
-        else:
-            heads, channels = layer.shape().num_key_value_heads, layer.shape().head_dim
-        if heads * channels > WIDEST_LAYER:
-            raise NotDrawnError(f"the manifest claims {heads:,} KV heads of {channels:,} channels.")
-        for i, context in enumerate(contexts):
-            token = 2 * heads * channels * FULL_PRECISION.itemsize
-            size = min(context, window or context) * token
-            plain[i] += size
-            bundle[i] += size if scheme is None else _cache_bytes(scheme, heads, channels, context, window)
+        if layer.values_per_token > 2 * WIDEST_LAYER:
+            raise NotDrawnError(f"config.json claims {layer.heads:,} KV heads of {layer.key_dim:,} channels.")
+    plain = tuple(map(cache.plain_bytes, contexts))
     if not any(plain):
         raise NotDrawnError("no layer of this model has keys and values.")
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return Memory(tuple(contexts), tuple(plain), tuple(bundle), positions, stateful)
-
-
-def _cache_bytes(scheme: KVScheme, heads: int, channels: int, context: int, window: int | None) -> int:
-    """Bytes of one layer after a prompt of `context` tokens."""
-    if window and (scheme.is_span or scheme.evicts):
-        raise NotDrawnError("spans and evicted prompts of layers with a sliding window are not computed here.")
-    sinks = min(context, scheme.sink_tokens)
-    if scheme.is_span:
-        rest, size = context - sinks, scheme.span_tokens or context
-        lengths = [size] * (rest // size) + ([rest % size] if rest % size else [])
-        codes = sum(-(-n // PAGE_SIZE) * PAGE_SIZE for n in lengths) * (scheme.key_bits + scheme.value_bits) // 8
-        # A scale and a zero point of 16 bits for each channel of keys and of values.
-        return heads * channels * (codes + 8 * len(lengths) + 2 * sinks * FULL_PRECISION.itemsize)
-    positions = 0
-    if scheme.evicts:
-        kept = sinks + round(scheme.heavy_ratio * context) + round(scheme.recent_ratio * context)
-        if kept < context:
-            context, positions = kept, 4 * heads * kept  # an int32 of each, for heads keep different tokens
-    return positions + sum(stored_bytes(scheme, layer_format(scheme, heads, channels, channels), context, window))
+    stateful = sum(not layer.values_per_token for layer in cache.layers)
+    return Memory(tuple(contexts), plain, tuple(map(cache.bytes, contexts)), positions, stateful)
 
 
 @dataclass(frozen=True)

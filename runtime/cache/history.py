@@ -15,7 +15,8 @@ from kvconvert.kernels.history import (
     history_attention,
     unsupported,
 )
-from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, PageAddresses, ValueFormat
+from kvconvert.kernels.pages import KeyFormat, PageAddresses, ValueFormat
+from kvconvert.kernels.spans import key_blocks, value_blocks
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.store import LayerStore
 
@@ -205,10 +206,8 @@ class _Addresses:
         f, span = self.store.format, self.store.span_format
         if span is None:
             return []
-        keys = KeyFormat(f.keys.heads, f.keys.head_dim, PAGE_SIZE, span.key_bits, PAGE_SIZE, static=True)
-        values = ValueFormat(
-            f.values.heads, f.values.head_dim, PAGE_SIZE, span.value_bits, f.values.head_dim, static=True
-        )
+        keys = key_blocks(f.keys.heads, f.keys.head_dim, span.key_bits)
+        values = value_blocks(f.values.heads, f.values.head_dim, span.value_bits)
         return [
             (part.tokens, self._addresses(keys, values, slice(part.begin, part.end), part.scales, True, True))
             for part in self.plan.segments

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from kvconvert.kernels.spans import span_lengths
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.sequence import Sequence, SpanTokens
 from kvconvert.runtime.cache.token_positions import TokenPositions
@@ -142,12 +143,6 @@ class Eviction(Pages):
         empty = TokenPositions()
         kept_tokens = {"kept": kept, "kept_before": bound, "evicted": True, "positions": empty}
         return replace(sealed, keys=keys, values=values, **kept_tokens), work
-
-
-def span_lengths(tokens: int, span_tokens: int) -> tuple[int, ...]:
-    """Tokens of each span that so many tokens are divided into; a `span_tokens` of 0 divides nothing."""
-    size = span_tokens or tokens
-    return tuple(min(size, tokens - start) for start in range(0, tokens, size))
 
 
 def prompt_policy(scheme: KVScheme) -> Pages:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from kvconvert.cache.format import CacheFormat, rotations, with_plan
 from kvconvert.errors import CacheError
 from kvconvert.kernels.device import fall_back
 from kvconvert.kernels.pages import KeyPages, ValuePages, empty_keys, empty_values
@@ -15,7 +16,6 @@ from kvconvert.kernels.select import select_tokens
 from kvconvert.kernels.spans import Span, quantize_span
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH, BufferGrowth, TokenBuffer
-from kvconvert.runtime.cache.formats import layer_format, rotations, span_format, with_plan
 from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
 from kvconvert.runtime.cache.groups import LayerGroup
 from kvconvert.runtime.cache.pool import PageStorage
@@ -66,7 +66,7 @@ class LayerStore:
         index: the layer's index in the model, for messages.
         group: which plans for it.
         page_bytes: room for pages in bytes, taken at the first tokens and never exceeded; None grows as needed.
-        plan: this layer's part of the KV plan, of which `allocate` takes what the scheme needs (`formats.with_plan`).
+        plan: this layer's part of the KV plan, of which `allocate` takes what the scheme needs (`with_plan`).
         growth: how the full-precision buffers grow; None chooses by device.
         pages: another store of the same layer, in whose storage this one has its pages.
 
@@ -150,14 +150,13 @@ class LayerStore:
         batch, heads, _, key_dim = keys.shape
         value_dim = values.shape[-1]
         self.dtype, self.device = keys.dtype, keys.device
-        twin = self.pages
+        twin, cache = self.pages, CacheFormat.of(self.scheme, heads=heads, key_dim=key_dim, value_dim=value_dim)
         if twin is not None and twin.is_allocated and twin.device == self.device:
             # What it needs of the plan is on the device already.
             self.format = twin.format
         else:
-            formats = layer_format(self.scheme, heads, key_dim, value_dim)
-            self.format = with_plan(formats, self.scheme, self.plan, self.device)
-        self.span_format = span_format(self.scheme)
+            self.format = with_plan(cache.pages, self.scheme, self.plan, self.device)
+        self.span_format = cache.span
         group = self.group
         if self.pages is not None and self.pages.is_allocated_storage:
             self.key_pages, self.value_pages = self.pages.key_pages, self.pages.value_pages

@@ -12,9 +12,15 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
 from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError
-from kvconvert.methods import KVScheme, spread_ratios
-from kvconvert.models.layer_types import HYBRID_LAYER_TYPES, has_pages, layer_types_of, pages_unsupported
-from kvconvert.models.modality import Modality, placeholder_ids
+from kvconvert.methods import UNQUANTIZED, KVScheme, spread_ratios
+from kvconvert.models.configuration import (
+    HYBRID_LAYER_TYPES,
+    Modality,
+    has_pages,
+    layer_types_of,
+    pages_unsupported,
+    placeholder_ids,
+)
 from kvconvert.runtime.cache.compress import read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry
@@ -22,9 +28,6 @@ from kvconvert.runtime.cache.registry import TableRegistry
 from kvconvert.runtime.cache.store import Group, LayerStore
 from kvconvert.runtime.hf.hybrid_layer import HybridLayer
 from kvconvert.runtime.hf.layer import PagedLayer
-
-# What a layer without a scheme holds when its neighbours have one: pages of the model's own dtype.
-UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)
 
 
 @dataclass(frozen=True)

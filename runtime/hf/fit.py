@@ -10,8 +10,8 @@ from transformers import AutoConfig, PretrainedConfig
 
 from kvconvert.bundle.manifest import MANIFEST_NAME, LayerPlan
 from kvconvert.bundle.reader import Bundle
-from kvconvert.bundle.tensorfile import mismatch
 from kvconvert.errors import BundleError
+from kvconvert.io.tensorfile import mismatch
 
 # Every layer has a tensor, so a config with more layers than the bundle has tensors is wrong. Small models leave out
 # towers that their config describes.

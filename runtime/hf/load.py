@@ -13,7 +13,7 @@ from kvconvert.bundle.locate import locate
 from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError
-from kvconvert.models.auto_class import model_class, supports_images
+from kvconvert.models.configuration import model_class, supports_images
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer
 from kvconvert.runtime.hf.fit import read_config
 from kvconvert.runtime.hf.quantizer import BundleConfig, Verify, check_fits

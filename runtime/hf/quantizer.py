@@ -24,7 +24,7 @@ from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.kernels.linear import DenseLinear, QuantizedLinear
 from kvconvert.methods import KVScheme
-from kvconvert.models.auto_class import model_class
+from kvconvert.models.configuration import model_class
 from kvconvert.runtime.hf.attention import NAME
 from kvconvert.runtime.hf.experts import SeparateExperts, merges_experts, place_packed_experts
 from kvconvert.runtime.hf.fit import compare_shapes, no_model, read_config

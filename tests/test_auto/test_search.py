@@ -12,9 +12,11 @@ from tiny.models import ARCHITECTURES
 from kvconvert import Recipe, calibrate, export, load
 from kvconvert.auto import search
 from kvconvert.auto.model import SimulatedModel
+from kvconvert.auto.record import read_allocation
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.summary import manifest_text
 from kvconvert.cli import cli
+from kvconvert.convert.jobs import layer_jobs
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import RecipeError, UnsupportedModelError, UsageError
@@ -127,7 +129,7 @@ def test_another_budget_takes_the_measurements_of_single_layers(tmp_path, model,
     cheap = run(model, tmp_path / "cheap", text, kv_bits=BITS - 2, auto_from=finished.path)
     assert cheap.measurement("layer-00001") == finished.measurement("layer-00001")
     assert all(len(layers) == 2 for layers in measured[2:])  # whole plans alone
-    assert search.read_allocation(cheap).bits_per_value <= BITS - 2
+    assert read_allocation(cheap).bits_per_value <= BITS - 2
     with pytest.raises(UsageError, match=r"cannot be used: the recipe's auto.context differs"):
         run(model, tmp_path / "other", text, context=500, auto_from=finished.path)
     assert not (tmp_path / "other").exists()
@@ -162,7 +164,7 @@ def test_candidates_are_measured_on_text_that_calibration_does_not_use(finished,
 def test_other_architectures_are_searched_too(tmp_path, text, name):
     model = ARCHITECTURES[name].write(tmp_path / "model")
     work = run(str(model), tmp_path / "work", text)
-    found = search.read_allocation(work)
+    found = read_allocation(work)
     assert found.bits_per_value <= BITS
     assert all(layer.kl[layer.keys] + layer.kl[layer.values] >= 0 for layer in found.layers)
     assert max(layer.kl["K1g128"] for layer in found.layers) > 0
@@ -174,7 +176,7 @@ def test_a_budget_may_be_given_in_bytes(model):
     """2 layers of 2 heads of 16 channels: 128 numbers."""
     runner = LayerRunner(open_source(model), None, torch.device("cpu"))
     tasks = [
-        search.search_task(runner, RECIPE.with_search(**budget), torch.device("cpu"))
+        search.search_task(runner.config, layer_jobs(runner, RECIPE), RECIPE.with_budget(**budget), runner.device)
         for budget in ({"kv_bits": BITS}, {"kv_bytes_per_token": BITS * 128 / 8})
     ]
     assert tasks[0].budget == tasks[1].budget == BITS * 128 / 8 * CONTEXT
@@ -257,7 +259,7 @@ def test_the_recipe_file_states_a_budget_and_the_option_replaces_it(tmp_path):
     recipe = Recipe.load(str(file))
     assert (recipe.auto.kv_bits, recipe.auto.context) == (3, 2048)
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
-    changed = recipe.with_search(kv_bytes_per_token=900, auto_tokens=512).auto
+    changed = recipe.with_budget(kv_bytes_per_token=900, auto_tokens=512).auto
     assert (changed.kv_bits, changed.kv_bytes_per_token, changed.context, changed.tokens) == (None, 900, 2048, 512)
 
 
@@ -273,7 +275,7 @@ def test_the_command_names_its_options(tmp_path, model):
 def test_the_chosen_layers_become_the_recipe(model, text, finished):
     """What is exported has the clip ratios that calibration found for the finished weights, on its own grid."""
     schemes = [KVScheme.from_dict(finished.layer_record(i).scheme) for i in range(2)]
-    found = search.read_allocation(finished)
+    found = read_allocation(finished)
     for own, scheme in zip(found.layers, schemes, strict=True):
         fields = found.candidates[own.keys] | found.candidates[own.values] | own.treatments.get(own.keys, {})
         clip = {"key_clip_ratio": scheme.key_clip_ratio, "value_clip_ratio": scheme.value_clip_ratio}

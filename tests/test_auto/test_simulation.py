@@ -7,14 +7,13 @@ import torch
 from tiny.models import ARCHITECTURES, random_ids
 
 from kvconvert.auto.model import SimulatedModel
-from kvconvert.auto.sizes import stored_bytes
-from kvconvert.calibration.protocol import CacheFormat
+from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.size import LayerCache
 from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
 from kvconvert.fidelity.scoring import Decoder, compare
 from kvconvert.methods import PRESETS
-from kvconvert.models.layer_types import layer_types_of
+from kvconvert.models.configuration import layer_types_of
 from kvconvert.runtime import KVCache
-from kvconvert.runtime.cache.formats import layer_format, rotations
 
 SINKS, PAGE = 4, 128
 OSCAR = replace(PRESETS["oscar-g128"], sink_tokens=SINKS, rotate_values="online", key_clip_ratio=0.8)
@@ -29,7 +28,7 @@ SCHEMES = {
 
 
 def cache_of(scheme):
-    return CacheFormat.of(scheme, layer_format(scheme, 2, 16, 16), None, rotations(scheme))
+    return CacheFormat.of(scheme, heads=2, key_dim=16)
 
 
 def both(name, schemes, length=SINKS + 3 * PAGE + 37):
@@ -79,7 +78,6 @@ def test_sizes_are_those_of_the_cache(name, length):
         for chunk in ids.split(300, 1):
             model(input_ids=chunk, past_key_values=cache)
         stated = sum(
-            sum(stored_bytes(scheme, layer_format(scheme, 2, 16, 16), length, window))
-            for scheme, window in zip(schemes, windows, strict=True)
+            LayerCache(2, 16, 16, scheme, window).bytes(length) for scheme, window in zip(schemes, windows, strict=True)
         )
         assert cache.stats().bytes_used == stated

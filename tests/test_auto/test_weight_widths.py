@@ -11,9 +11,9 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.summary import manifest_text
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import RecipeError, UsageError
+from kvconvert.recipes.recipe import Recipe
 
 AVERAGE = 4.5
 WEIGHTS = f'[weights]\nmethod = "rtn"\ngroup_size = 16\naverage_bits = {AVERAGE}\n[kv]\npreset = "none"\n'
@@ -71,7 +71,7 @@ def test_linears_of_one_input_have_one_width(work):
 def test_what_was_measured_is_not_measured_again(source, work, tmp_path, monkeypatch):
     for name in ("weights-00000", WEIGHTS_NAME):
         assert WorkDir.open(work).measurement(name)
-    monkeypatch.setattr("kvconvert.auto.weight_widths.SimulatedModel", None)
+    monkeypatch.setattr("kvconvert.convert.searches.SimulatedModel", None)
     calibrate(source, work, recipe=recipe(tmp_path), **OPTIONS)
 
 

@@ -15,9 +15,9 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from kvconvert import KVCache, bench
 from kvconvert.benchmark import BenchReport, Measurement, contender, worker
+from kvconvert.benchmark.bench import HEADER, table
 from kvconvert.benchmark.contender import Contender, TokenTimes, bytes_per_token
 from kvconvert.benchmark.memory import PeakMemory, resident_bytes
-from kvconvert.benchmark.table import HEADER, table
 from kvconvert.errors import BundleError, CheckpointError, KvconvertError, UsageError
 
 MODULE = sys.modules["kvconvert.benchmark.bench"]

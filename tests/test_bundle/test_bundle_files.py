@@ -13,9 +13,9 @@ from tiny.bundle import refusal, reseal, tiny_tensors, write_tiny_bundle
 
 from kvconvert.bundle.manifest import MANIFEST_NAME, PLAN_NAME
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.tensorfile import read_header
 from kvconvert.bundle.weight_files import INDEX_NAME
 from kvconvert.errors import BundleError
+from kvconvert.io.tensorfile import read_header
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 LOAD_CRITICAL = [

@@ -7,11 +7,12 @@ from contextlib import ExitStack
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
 from kvconvert.calibration.attention_sample import AttentionSample, causal
-from kvconvert.calibration.protocol import CacheFormat, CalibrationPass, LayerWork, PassResult
-from kvconvert.calibration.structure import LayerStructure, Projection
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult
 from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
+from kvconvert.models.structure import LayerStructure, Projection
 
 STRUCTURE = LayerStructure(
     "self_attn",
@@ -28,7 +29,7 @@ STRUCTURE = LayerStructure(
 def cache_format(heads: int = 2, dim: int = 8, bits: int = 2, group: int = 32, **changes: object) -> CacheFormat:
     """Plain pages of 128 tokens."""
     keys = KeyFormat(heads, dim, 128, bits, group)
-    return CacheFormat(LayerFormat(keys, ValueFormat(heads, dim, 128, bits, dim)), **changes)
+    return CacheFormat(pages=LayerFormat(keys, ValueFormat(heads, dim, 128, bits, dim)), **changes)
 
 
 def layer_work(samples: int = 3, length: int = 20, **config: object) -> tuple[LayerWork, dict]:

@@ -24,10 +24,10 @@ from kvconvert.calibration.awq_scales import (
 from kvconvert.calibration.awq_scaling import apply_scales
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.calibration.ranks import ALONE
-from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
 from kvconvert.calibration.value_cache import simulate_value_cache
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
+from kvconvert.models.structure import LayerStructure, NormGroup, Projection, ScalingPair
 
 GROUP = 16
 SAMPLES, LENGTH = 4, 32

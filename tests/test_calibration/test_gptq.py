@@ -20,11 +20,11 @@ from kvconvert.calibration.gptq_pass import GptqPass
 from kvconvert.calibration.hessian_factor import damped_diagonal, factorize
 from kvconvert.calibration.hessians import HessianRecorder, SquareSum
 from kvconvert.calibration.protocol import LayerWork
-from kvconvert.calibration.structure import Projection
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
+from kvconvert.models.structure import Projection
 
 
 def problem(outputs, inputs, seed=0, tokens=400):
@@ -274,6 +274,6 @@ def test_outputs_at_once_bound_their_weights():
 def test_recipes_ask_for_it(method, scales):
     from kvconvert.methods.awq import WeightsRecipe
 
-    made = GptqPass.of(SimpleNamespace(weights=WeightsRecipe(method=method, group_size=32)))
+    made = GptqPass.of(SimpleNamespace(weights=WeightsRecipe(method=method, group_size=32)), None)
     assert (made is None) == (scales is None)
     assert made is None or (made.awq is not None) == scales

@@ -6,6 +6,7 @@ import pytest
 import torch
 from sample_layers import cache_format, layer_work, random_sample, run_passes
 
+from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.attention_sample import AttentionSampler
 from kvconvert.calibration.clip_ratios import ClipRatioPass, stored_keys
 from kvconvert.calibration.error_feedback import ErrorFeedbackPass
@@ -16,7 +17,6 @@ from kvconvert.calibration.key_treatments import (
     measure_constant_part,
 )
 from kvconvert.calibration.rope import Rope
-from kvconvert.convert.passes import cache_format as format_of_scheme
 from kvconvert.errors import UnsupportedModelError
 from kvconvert.kernels.pages import key_center, page_centers
 from kvconvert.methods import KVCalibration, KVScheme, preset_calibration
@@ -24,12 +24,6 @@ from kvconvert.methods.key_treatments import treatments
 
 DIM, TOKENS = 16, 520
 SEARCH = preset_calibration("default")
-
-
-class Shape:
-    """What `format_of_scheme` reads of a layer's structure."""
-
-    num_key_value_heads, head_dim = 2, DIM
 
 
 def rope(dim=DIM):
@@ -48,7 +42,7 @@ def turned(keys):
 
 
 def best(sample, scheme, constant):
-    search = TreatmentSearch(sample, False, constant, lambda s: format_of_scheme(s, Shape), SEARCH)
+    search = TreatmentSearch(sample, False, constant, SEARCH)
     return search.best(scheme, treatments(scheme, DIM))
 
 
@@ -127,11 +121,11 @@ def test_keys_stored_without_their_constant_come_back_with_it():
 
 def run_pass(scheme, search, changing_rope=None, tokens=300):
     work, _ = layer_work(samples=2, length=tokens)
-    work.cache = format_of_scheme(scheme, work.structure)
+    shape = work.structure
+    work.cache = CacheFormat.of(scheme.uncalibrated(), heads=shape.num_key_value_heads, key_dim=shape.head_dim)
     work.changing_rope = changing_rope
     sampler = AttentionSampler(2)
-    formats = lambda s: format_of_scheme(s, work.structure)  # noqa: E731
-    chosen = KeyTreatmentPass(sampler, scheme, search, formats)
+    chosen = KeyTreatmentPass(sampler, scheme, search)
     result = run_passes([sampler, chosen], work)
     return work, sampler, result
 

@@ -13,11 +13,11 @@ from kvconvert.calibration.oscar import (
     fold_value_rotation,
 )
 from kvconvert.calibration.protocol import LayerWork
-from kvconvert.calibration.structure import LayerStructure, Projection
 from kvconvert.calibration.value_cache import simulate_value_cache
 from kvconvert.errors import NumericError
 from kvconvert.kernels.rotate import hadamard_matrix
 from kvconvert.methods.oscar import Oscar
+from kvconvert.models.structure import LayerStructure, Projection
 
 
 def structure(heads, kv_heads, head_dim):

@@ -41,7 +41,7 @@ def sampled(make):
 
 def centering(sampler):
     """A pass that keeps the constant part of keys."""
-    return KeyTreatmentPass(sampler, KVScheme(key_center="calibrated"), KVCalibration(), lambda scheme: cache_format())
+    return KeyTreatmentPass(sampler, KVScheme(key_center="calibrated"), KVCalibration())
 
 
 # The method of each pass, if it leaves tensors; the pass with every option on; and the format of the layer's cache.

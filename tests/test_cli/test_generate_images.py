@@ -13,13 +13,13 @@ from tiny.processors import quick_and_full, write_vision_model
 
 from kvconvert.cli import cli
 from kvconvert.console import Console
-from kvconvert.convert.recipe import Limits
 from kvconvert.data.drawings import draw
 from kvconvert.errors import UsageError
 from kvconvert.fidelity.images import image_figures
 from kvconvert.fidelity.scoring import Decoder
 from kvconvert.methods import KVScheme
 from kvconvert.models.processors import load_processor
+from kvconvert.recipes.recipe import Limits
 from kvconvert.runtime import KVCache, load
 
 RECIPE = '[weights]\nmethod = "none"\n[kv]\npreset = "kivi"\n'

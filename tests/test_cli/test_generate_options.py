@@ -6,9 +6,8 @@ from click.testing import CliRunner
 from tiny.llama import write_tiny_bundle
 
 from kvconvert.cli import cli
-from kvconvert.console import Console
+from kvconvert.console import Choice, Console
 from kvconvert.errors import UsageError
-from kvconvert.streaming import Choice
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<model>{% endif %}"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvconvert.bundle import disk
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe, WeightsRecipe
+from kvconvert.io import disk
+from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 
 AWQ = Recipe(weights=WeightsRecipe(method="awq", group_size=32))
 KV_ONLY = Recipe(weights=WeightsRecipe(method="none"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvconvert.bundle import disk
+from kvconvert.io import disk
 
 
 class Crash(BaseException):

@@ -16,10 +16,10 @@ from kvconvert.calibration.minikv import allocate
 from kvconvert.convert import workdir
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import KVCalibration, LayerOverride, Recipe, WeightsRecipe, preset_names
 from kvconvert.errors import BundleError, RecipeError, UnsupportedModelError
 from kvconvert.methods import PRESETS, SEARCHED_FIELDS, KVScheme
 from kvconvert.methods.key_treatments import treatments
+from kvconvert.recipes.recipe import KVCalibration, LayerOverride, Recipe, WeightsRecipe, preset_names
 from kvconvert.runtime import KVCache, load
 
 NO_WEIGHTS = WeightsRecipe(method="none")

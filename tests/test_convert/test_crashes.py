@@ -13,9 +13,9 @@ from calibrations import AWQ, KV_ONLY, contents, run
 from crashes import crash, failing, operations
 from tiny.checkpoints import save_checkpoint
 
-from kvconvert.bundle import disk
 from kvconvert.convert.export import export
 from kvconvert.errors import KvconvertError
+from kvconvert.io import disk
 
 STEP = 31  # of the changes to files, every one of this many is tried; the full run tries all
 SHORT = {"samples": 1, "seq_len": 16}
@@ -152,7 +152,7 @@ COMMANDS = """
 import sys
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe, WeightsRecipe
+from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 model, work, data, bundle = sys.argv[1:]
 recipe = Recipe(weights=WeightsRecipe(method="awq", group_size=32))
 print("begun", flush=True)

@@ -3,7 +3,6 @@ import json
 import os
 import resource
 import shutil
-import sys
 import types
 
 import pytest
@@ -17,10 +16,10 @@ from kvconvert.bundle.summary import manifest_text
 from kvconvert.bundle.writer import replacing
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Limits, Recipe, WeightsRecipe
-from kvconvert.convert.sealed_json import read_sealed, sealed_json
+from kvconvert.convert.work_files import read_sealed, sealed_json
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import CheckpointError, FidelityError, KvconvertError, UsageError
+from kvconvert.recipes.recipe import Limits, Recipe, WeightsRecipe
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +312,7 @@ def limited(source, work, tmp_path, monkeypatch):
             assert against == str(source)
             return types.SimpleNamespace(to_dict=lambda: {"kl": {"mean": measured}}, losses=lambda: list(lost))
 
-        monkeypatch.setitem(sys.modules, "kvconvert.fidelity", types.SimpleNamespace(evaluate=evaluate))
+        monkeypatch.setattr("kvconvert.fidelity.evaluate", evaluate)
         export(limited, tmp_path / "bundle", force=force, progress=False)
         assert seen == {"opened": None}
         return open_bundle(tmp_path / "bundle").manifest.fidelity, (tmp_path / "bundle" / "README.md").read_text()

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS
 from kvconvert.convert.export import export
-from kvconvert.convert.recipe import Recipe
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime import load
 
 

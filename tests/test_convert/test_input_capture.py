@@ -5,12 +5,12 @@ import torch
 from tiny.models import ARCHITECTURES, architectures
 from torch import nn
 
-from kvconvert.bundle import mapped
-from kvconvert.bundle.mapped import Mapped
 from kvconvert.convert.hidden_states import HiddenStates
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, rows_as_looked_up
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import NumericError, UnsupportedModelError
+from kvconvert.io import mapped
+from kvconvert.io.mapped import Mapped
 from kvconvert.models.adapters import find_adapter
 from kvconvert.models.source import open_source
 

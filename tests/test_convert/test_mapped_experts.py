@@ -11,14 +11,14 @@ from calibrations import contents, run
 from tiny.checkpoints import REFERENCE
 from tiny.mixtures import tiny_mixture
 
-from kvconvert.bundle import mapped
-from kvconvert.bundle.mapped import Mapped
 from kvconvert.convert import layer_runner
 from kvconvert.convert.checks import check_layers_fit
-from kvconvert.convert.recipe import Recipe, WeightsRecipe
 from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.io import mapped
+from kvconvert.io.mapped import Mapped
 from kvconvert.models.adapters import find_adapter
 from kvconvert.models.source import open_source
+from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 
 
 @pytest.fixture(scope="module")

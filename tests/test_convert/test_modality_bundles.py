@@ -12,9 +12,9 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.summary import manifest_text
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe, WeightsRecipe
 from kvconvert.errors import CacheError
 from kvconvert.methods import KVScheme
+from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 from kvconvert.runtime import KVCache, load, watch_inputs
 
 VISUAL = KVScheme.preset("calibquant-2bit-visual-paper")

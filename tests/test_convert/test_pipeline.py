@@ -12,7 +12,6 @@ from tiny.checkpoints import save_checkpoint
 from tiny.models import ARCHITECTURES
 from transformers import AutoModelForCausalLM
 
-from kvconvert.convert.recipe import Recipe, WeightsRecipe
 from kvconvert.errors import (
     CheckpointError,
     DataError,
@@ -26,6 +25,7 @@ from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, qu
 from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import ADAPTERS, LayerNames
 from kvconvert.models.source import float_dtype, open_source
+from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 
 
 @pytest.fixture(scope="module")
@@ -323,7 +323,7 @@ import resource, sys
 import torch
 torch.set_num_threads(1)
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe, WeightsRecipe
+from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 def peak(model, work):
     recipe = Recipe(weights=WeightsRecipe(method="awq", group_size=128))
     calibrate(model, work, recipe=recipe, data=sys.argv[1], samples=2, seq_len=16, progress=False)

@@ -15,9 +15,9 @@ from tiny.mixtures import tiny_mixture
 from tiny.processors import write_vision_model
 
 from kvconvert.calibration.ranks import Ranks
-from kvconvert.convert.recipe import KVCalibration, Recipe, WeightsRecipe
 from kvconvert.errors import UsageError
 from kvconvert.methods import PRESETS, KVScheme
+from kvconvert.recipes.recipe import KVCalibration, Recipe, WeightsRecipe
 
 WEIGHTS = {name: WeightsRecipe(method=name, group_size=32) for name in ("awq", "gptq", "awq+gptq", "none")}
 STATIC = KVScheme(key_bits=4, value_bits=4, static_scales="calibrated", key_rounding="error_feedback")
@@ -106,7 +106,7 @@ def test_what_all_ranks_refuse_is_said_once_and_what_one_refuses_by_its_name(tmp
         assert 0 not in in_ranks(2, tmp_path / name, model, tmp_path / "work", data, recipe, **options)
         return [Path(tmp_path / f"{name}.{rank}").read_text() for rank in (0, 1)]
 
-    searches = messages("auto", recipe=Recipe.load("auto").with_search(kv_bits=3.0))
+    searches = messages("auto", recipe=Recipe.load("auto").with_budget(kv_bits=3.0))
     assert "The recipe auto searches in one process, and torchrun started 2" in searches[0]
     assert searches[1] == "SystemExit: 2"
     few = messages("few", samples=2)

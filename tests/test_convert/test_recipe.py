@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvconvert.convert.recipe import Recipe, preset_names
 from kvconvert.errors import RecipeError
 from kvconvert.methods import PRESETS
+from kvconvert.recipes.recipe import Recipe, preset_names
 
 
 def load(tmp_path, text):

@@ -5,13 +5,13 @@ from click.testing import CliRunner
 from tiny.llama import write_tiny_llama
 
 from kvconvert.cli import cli
-from kvconvert.convert.recipe import Recipe, preset_names
-from kvconvert.convert.recipe_changes import gathered, parse_change
-from kvconvert.convert.recipe_text import USES, bits_per_value, recipe_toml
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import RecipeError, UsageError
 from kvconvert.methods import PAPER_PRESETS
 from kvconvert.methods.auto import CHOSEN_FIELDS
+from kvconvert.recipes.recipe import Recipe, preset_names
+from kvconvert.recipes.tables import gathered, parse_change
+from kvconvert.recipes.text import USES, bits_per_value, recipe_toml
 
 FILES = {
     "layers": """

@@ -60,7 +60,7 @@ KILL = """
 import os, signal, sys
 from kvconvert.convert import hidden_states
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe, WeightsRecipe
+from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 def commit(self):
     if self._path.name == "00001.f32":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -12,10 +12,10 @@ from kvconvert.bundle.manifest import OWN_VERSION
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import RecipeError
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.linear.awq_format import dequantize_weight, fake_quantize_weight
+from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime import load
 
 RECIPE = """

@@ -16,7 +16,7 @@ from tiny.checkpoints import save_checkpoint
 from kvconvert.cli import cli
 from kvconvert.convert import pipeline
 from kvconvert.convert.export import export
-from kvconvert.convert.sealed_json import read_sealed, sealed_json
+from kvconvert.convert.work_files import read_sealed, sealed_json
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import CheckpointError, UsageError
 from kvconvert.models.weight_files import SINGLE_FILE

@@ -16,13 +16,13 @@ from tiny.models import ARCHITECTURES
 from tiny.processors import LOADABLE, quick_and_full, write_vision_model
 from transformers.utils import is_torchvision_available
 
-from kvconvert.bundle.mapped import Mapped
 from kvconvert.data import image_samples
 from kvconvert.data.drawings import draw
 from kvconvert.data.image_samples import holds_images, load_image_samples
 from kvconvert.data.images import directory_documents, read_image
 from kvconvert.data.samples import load_samples
 from kvconvert.errors import DataError, UsageError
+from kvconvert.io.mapped import Mapped
 from kvconvert.models.processors import load_processor
 from kvconvert.models.source import open_source
 

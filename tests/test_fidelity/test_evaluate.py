@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import UsageError
 from kvconvert.fidelity import evaluate
 from kvconvert.fidelity.table import table
+from kvconvert.recipes.recipe import Recipe
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from tiny.models import TinyModel
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.errors import UnsupportedModelError
 from kvconvert.models.adapters import find_adapter, require_adapter
-from kvconvert.models.layer_types import layer_types_of, pages_unsupported
+from kvconvert.models.configuration import layer_types_of, pages_unsupported
 
 # Limits of the figures below; where they come from is said in test_kv.py and test_weights.py.
 LIMITS = {"error": 0.02, "padding_error": 0.02, "preserved": 1e-4, "loaded": 1e-3, "generated": 0.02}

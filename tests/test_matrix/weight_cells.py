@@ -24,11 +24,11 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.calibration import awq
 from kvconvert.convert import layer_calibration, pipeline
 from kvconvert.convert.export import export
-from kvconvert.convert.recipe import Recipe
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import require_adapter
 from kvconvert.models.experts import ExpertRoles, separate_experts
+from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime import load
 
 GROUP = 16

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from kvconvert.errors import CheckpointError
-from kvconvert.models import checksums
+from kvconvert.io import checksums
 
 
 def test_checksums_begun_early_are_those_of_the_files(tmp_path):

@@ -25,15 +25,15 @@ from kvconvert.bundle.writer import describe_files
 from kvconvert.calibration.activations import EXPERT_TOKENS, MIN_EXPERT_TOKENS, ActivationRecorder, ActivationStatistics
 from kvconvert.calibration.awq_scales import search_scales
 from kvconvert.calibration.awq_scaling import apply_scales
-from kvconvert.calibration.structure import LayerStructure
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe, WeightsRecipe
 from kvconvert.errors import BundleError, CheckpointError, UnsupportedModelError
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
 from kvconvert.models.adapters import ADAPTERS, LayerNames, require_adapter
 from kvconvert.models.experts import ExpertRoles, separate_experts
+from kvconvert.models.structure import LayerStructure
+from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 from kvconvert.runtime import load
 
 AWQ = Recipe(weights=WeightsRecipe(method="awq", group_size=32))

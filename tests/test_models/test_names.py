@@ -8,7 +8,7 @@ from tiny.processors import quick_and_full
 
 from kvconvert.bundle.manifest import ModuleCoverage, WeightsInfo, quantization_config
 from kvconvert.errors import CheckpointError
-from kvconvert.models.auto_class import model_class
+from kvconvert.models.configuration import model_class
 from kvconvert.models.names import TensorNames
 from kvconvert.models.source import open_source
 

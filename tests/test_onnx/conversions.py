@@ -17,12 +17,12 @@ from kvconvert.bundle.manifest import (
     LayerPlan,
     Manifest,
     ModuleCoverage,
-    SourceInfo,
     WeightsInfo,
     quantization_config,
 )
-from kvconvert.bundle.tensorfile import tensor_info, write_tensors
 from kvconvert.bundle.writer import describe_files, write_json, write_manifest, write_weights
+from kvconvert.io.records import SourceInfo
+from kvconvert.io.tensorfile import tensor_info, write_tensors
 from kvconvert.kernels.linear.awq_format import dequantize_weight, quantize_weight
 from kvconvert.methods import KVScheme
 

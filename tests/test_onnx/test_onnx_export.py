@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 
 from kvconvert.bundle.manifest import LayerPlan
 from kvconvert.cli import cli
-from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.kernels.linear.awq_format import dequantize_weight, quantize_weight
 from kvconvert.methods import KVScheme
@@ -24,6 +23,7 @@ from kvconvert.onnx.architecture import Decoder
 from kvconvert.onnx.export import export_onnx
 from kvconvert.onnx.static_cache import served_bits
 from kvconvert.onnx.weights import repack
+from kvconvert.recipes.recipe import Recipe
 
 EXAMPLES = Path(onnx_generate.__file__).parent
 

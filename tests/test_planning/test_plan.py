@@ -13,19 +13,20 @@ from click.testing import CliRunner
 from tiny.checkpoints import save_checkpoint, save_text
 
 from kvconvert.bundle.manifest import Manifest
+from kvconvert.cache.size import LayerCache, ModelCache
 from kvconvert.cli import cli
 from kvconvert.convert.export import export
 from kvconvert.convert.host_memory import anonymous_bytes
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe
 from kvconvert.errors import UsageError
 from kvconvert.kernels.linear.awq_format import quantize_weight
-from kvconvert.planning.cache import CachePlan, LayerCache, fit
+from kvconvert.planning.cache import fit
 from kvconvert.planning.layer_sizes import packed_bytes
 from kvconvert.planning.plan import plan
 from kvconvert.planning.probe import Probe, measure, sequences_probed
 from kvconvert.planning.text import plan_text
+from kvconvert.recipes.recipe import Recipe
 
 RTN = '[weights]\nmethod = "rtn"\nbits = {bits}\ngroup_size = 32\n[kv]\npreset = "{preset}"\n'
 
@@ -58,7 +59,7 @@ def test_the_bundle_has_exactly_the_planned_bytes(tmp_path, tied):
 
 
 def test_longest_context_and_largest_batch_fit_and_one_more_does_not():
-    cache = CachePlan((LayerCache(None, None, 64, None), LayerCache(None, None, 64, 100)), True)
+    cache = ModelCache((LayerCache(2, 16, 16), LayerCache(2, 16, 16, sliding_window=100)))
     memory, weights, context, batch = 2_000_000, 500_000, 300, 3
 
     def allowance(rows):

@@ -8,12 +8,12 @@ from tiny.bundle import tiny_manifest, tiny_tensors
 from tiny.models import random_ids, tiny_model
 
 from kvconvert import KVCache
-from kvconvert.auto.sizes import stored_bytes
-from kvconvert.bundle.manifest import Allocation, DataInfo, LayerAllocation, LayerPlan
+from kvconvert.bundle.manifest import Allocation, LayerAllocation, LayerPlan
+from kvconvert.cache.size import LayerCache
+from kvconvert.io.records import DataInfo
 from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES
 from kvconvert.report.data import NotDrawnError, budgets, frontier, memory, module_sizes, sensitivity, tau_surfaces
-from kvconvert.runtime.cache.formats import layer_format
 
 HEADS, CHANNELS, CONTEXT = 2, 16, 1000
 CANDIDATES = [c for c in (*KEY_CANDIDATES, *VALUE_CANDIDATES) if c.name in ("K2g128", "K4g128", "K16", "V2g128", "V16")]
@@ -42,8 +42,7 @@ def manifest_with(schemes):
 
 def size_of(candidate, base):
     scheme = KVScheme.from_dict(base.to_dict() | candidate.fields)
-    pages = layer_format(scheme, HEADS, CHANNELS, CHANNELS)
-    return stored_bytes(scheme, pages, CONTEXT, None)[0 if candidate.side == "key" else 1]
+    return LayerCache(HEADS, CHANNELS, CHANNELS, scheme).sides(CONTEXT)[0 if candidate.side == "key" else 1]
 
 
 def searched_manifest(**changes):
@@ -161,9 +160,6 @@ def test_memory_of_layers_that_keep_their_own_cache_and_of_sliding_windows():
     found = memory(manifest_with([None, None]), windowed, [1024])
     token = 2 * HEADS * CHANNELS * 2
     assert found.plain == found.bundle == ((1024 + 256) * token,)
-    spans = manifest_with([KVScheme.preset("calibquant-2bit")] * 2)
-    with pytest.raises(NotDrawnError, match="sliding window"):
-        memory(spans, windowed)
     with pytest.raises(NotDrawnError, match="visual"):
         memory(manifest_with([KVScheme.preset("calibquant-2bit-visual")] * 2), config())
 

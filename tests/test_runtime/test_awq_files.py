@@ -12,8 +12,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.convert.recipe import Recipe
 from kvconvert.kernels.linear import QuantizedLinear
+from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime import load
 
 REFERENCE = Path(__file__).resolve().parents[2] / "examples" / "reference-lm"

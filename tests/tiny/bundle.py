@@ -14,19 +14,18 @@ from kvconvert.bundle.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     PLAN_NAME,
-    DataInfo,
     LayerPlan,
     Manifest,
     ModuleCoverage,
-    SourceInfo,
     WeightsInfo,
     quantization_config,
     sealed,
 )
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.tensorfile import tensor_info, write_tensors
 from kvconvert.bundle.writer import describe_files, write_json, write_manifest, write_weights
 from kvconvert.errors import BundleError
+from kvconvert.io.records import DataInfo, SourceInfo
+from kvconvert.io.tensorfile import tensor_info, write_tensors
 from kvconvert.methods import KVScheme
 
 HIDDEN, INTERMEDIATE, GROUP = 32, 64, 16

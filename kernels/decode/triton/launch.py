@@ -119,7 +119,7 @@ def _key_fields(format: LayerFormat) -> dict[str, int]:
         "boosted": f.boosted,
         "boost_rows": layout.high_rows,
         "boost_stored": f.boosted > 0 and not f.fixed_channels,
-        "norm": layout.norm_mode,
+        "norm": f.token_norm.mode,
         "key_high": layout.high,
         "key_scale": layout.scale,
         "key_zero_point": layout.zero_point,

@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kvconvert.kernels.pages.formats import KeyFormat, ValueFormat
+from kvconvert.kernels.pages.formats import KeyFormat, TokenNorm, ValueFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.pages.records import PageAddresses
+from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM
 from kvconvert.kernels.pages.triton.packing import field_width, halves_of
 
 # Tile elements per thread.
@@ -115,7 +116,7 @@ def dequantize_keys_kernel(
         zero_point_row = _halves(records + tl.load(scales + 1) * 8) + head * HEAD_SIZE
     else:
         scale_row, zero_point_row = _halves(part + SCALE), _halves(part + ZERO_POINT)
-    norms = _halves(record + NORMS if NORM == 1 else part + NORMS)
+    norms = _halves(record + NORMS if NORM == JOINT else part + NORMS)
     for half in tl.static_range(HALVES):
         channel = half * ROWS + row
         if BITS == 3 and half == 1:
@@ -147,7 +148,7 @@ def dequantize_keys_kernel(
             scale = tl.load(scale_row + place, mask=real, other=0.0).to(tl.float32)
             zero_point = tl.load(zero_point_row + place, mask=real, other=0.0).to(tl.float32)
             x = code.to(tl.float32) * scale + zero_point
-            if NORM > 0:
+            if NORM != NO_NORM:
                 x = x * tl.load(norms + token).to(tl.float32)
             inside = real & (token < tokens - page * PAGE)
             tl.store(target + token * (token_stride * 8) + channel, _rounded(x, output.dtype.element_ty), mask=inside)
@@ -276,7 +277,7 @@ def key_constants(f: KeyFormat) -> dict[str, int | bool]:
         "BOOSTED": f.boosted,
         "BOOST_TILE": triton.next_power_of_2(max(f.boosted, 1)),
         "FIXED": f.fixed_channels,
-        "NORM": layout.norm_mode,
+        "NORM": f.token_norm.mode,
         "LANES": layout.lanes,
         "STORED_ROWS": layout.rows,
         "ROWS": f.head_dim // halves_of(f.bits),
@@ -286,7 +287,7 @@ def key_constants(f: KeyFormat) -> dict[str, int | bool]:
         "HIGH": layout.high,
         "SCALE": layout.scale,
         "ZERO_POINT": layout.zero_point,
-        "NORMS": layout.joint_norm if layout.norm_mode == 1 else layout.norm,
+        "NORMS": layout.joint_norm if f.token_norm is TokenNorm.JOINT else layout.norm,
         "CHANNELS": layout.channels,
     }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvconvert.kernels.pages.formats import TokenNorm
 from kvconvert.kernels.pages.triton.affine import (
     LARGEST_HALF,
     TABLE_COLUMNS,
@@ -24,7 +25,7 @@ from kvconvert.kernels.pages.triton.affine import (
 )
 from kvconvert.kernels.pages.triton.packing import halves_of, packed_codes, store_words
 
-NO_NORM, JOINT, PER_HEAD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+NO_NORM, JOINT, PER_HEAD = (tl.constexpr(norm.mode) for norm in TokenNorm)
 
 
 @triton.jit

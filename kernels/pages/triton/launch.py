@@ -19,12 +19,12 @@ import triton
 
 from kvconvert.kernels.packing import field_bits
 from kvconvert.kernels.pages.center import KeyCenter
-from kvconvert.kernels.pages.formats import ChannelScales, KeyFormat, ValueFormat
+from kvconvert.kernels.pages.formats import ChannelScales, KeyFormat, TokenNorm, ValueFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.pages.records import KeyPages, PageWrites, ValuePages
 from kvconvert.kernels.pages.triton.center import launch_centers, uploaded
 from kvconvert.kernels.pages.triton.feedback import PageFeedback, launch_feedback
-from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM, PER_HEAD, joint_norm_kernel, key_page_kernel
+from kvconvert.kernels.pages.triton.keys import joint_norm_kernel, key_page_kernel
 from kvconvert.kernels.pages.triton.packing import halves_of
 from kvconvert.kernels.pages.triton.values import copy_page_kernel, value_page_kernel
 
@@ -38,8 +38,6 @@ KEY_ROWS = 64
 VALUE_TOKENS = 16
 # Tokens of one program of the joint norm.
 NORM_TOKENS = 16
-
-_NORMS = {"none": NO_NORM, "joint": JOINT, "per_head": PER_HEAD}
 
 
 class PageLaunch(NamedTuple):
@@ -119,7 +117,7 @@ def quantize_key_pages(
         return
     layout = KeyLayout.of(f)
     mean_abs = f.token_norm_measure == "mean_abs"
-    if f.token_norm == "joint":
+    if f.token_norm is TokenNorm.JOINT:
         tokens = min(NORM_TOKENS, f.page_size)
         joint_norm_kernel[(pages * (f.page_size // tokens),)](
             base, records, table, flag, stride, f.heads, f.head_dim, tile, f.page_size, tokens, layout.joint_norm,
@@ -175,12 +173,12 @@ def key_constants(f: KeyFormat, partial: bool) -> dict[str, Any]:
         "HEADS": f.heads,
         "HEAD_SIZE": f.head_dim,
         "TILE": tile,
-        "ROW_TILE": min(whole, 2 * KEY_ROWS if f.boosted or f.token_norm == "per_head" else KEY_ROWS),
+        "ROW_TILE": min(whole, 2 * KEY_ROWS if f.boosted or f.token_norm is TokenNorm.PER_HEAD else KEY_ROWS),
         "PAGE": f.page_size,
         "CHUNK": chunk,
         "BITS": f.bits,
         "GROUP": chunk if f.static else f.group_size,
-        "NORM": _NORMS[f.token_norm].value,
+        "NORM": f.token_norm.mode,
         "MEAN_ABS": f.token_norm_measure == "mean_abs",
         "BOOSTED": f.boosted,
         "SLOTS": max(16, triton.next_power_of_2(f.boosted)),

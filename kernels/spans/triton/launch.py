@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales, KeyFormat, ValueFormat
+from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.pages.triton.feedback import PageFeedback
 from kvconvert.kernels.pages.triton.launch import (
@@ -17,7 +17,7 @@ from kvconvert.kernels.pages.triton.launch import (
     warps_for,
 )
 from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
-from kvconvert.kernels.spans.formats import Span, SpanFormat
+from kvconvert.kernels.spans.formats import Span, SpanFormat, key_blocks, value_blocks
 from kvconvert.kernels.spans.triton.kernels import channel_range_kernel, channel_scale_kernel
 
 # Parts of a span whose ranges are found by one program per head each, and tokens that it reads at a time.
@@ -77,9 +77,8 @@ def _span_codes(
     first = torch.arange(0, blocks * PAGE_SIZE, PAGE_SIZE)
     table = torch.empty(blocks, 4, dtype=torch.int64)
     table[:, 0], table[:, 1], table[:, 3] = first * x.stride(1), x.stride(0), (tokens - first).clamp(max=PAGE_SIZE)
-    f = KeyFormat(heads, dim, PAGE_SIZE, bits, PAGE_SIZE, static=True) if is_key else None
-    g = None if is_key else ValueFormat(heads, dim, PAGE_SIZE, bits, dim, static=True)
-    layout = KeyLayout.of(f) if is_key else ValueLayout.of(g)
+    f = (key_blocks if is_key else value_blocks)(heads, dim, bits)
+    layout = KeyLayout.of(f) if is_key else ValueLayout.of(f)
     table[:, 2] = torch.arange(blocks) * layout.record
     table = table.to(x.device, non_blocking=True)
     codes = torch.empty(blocks, heads, layout.lanes, layout.rows, dtype=torch.int16, device=x.device)
@@ -89,5 +88,5 @@ def _span_codes(
             launch = launch._replace(feedback=PageFeedback(feedback, torch.zeros_like(table[:, 0])))
         launch_keys(launch, f, None, scales, partial=True)
     else:
-        launch_values(launch, g, scales, partial=True)
+        launch_values(launch, f, scales, partial=True)
     return codes

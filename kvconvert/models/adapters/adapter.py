@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, ScalingPair
 from kvconvert.errors import UnsupportedModelError
+from kvconvert.models.structure import LayerStructure, NormGroup, Projection, ScalingPair
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvconvert.calibration.structure import NormGroup, Projection, ScalingPair
 from kvconvert.models.adapters.adapter import Adapter, LayerNames, Variant
+from kvconvert.models.structure import NormGroup, Projection, ScalingPair
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj")

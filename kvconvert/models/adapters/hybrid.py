@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from kvconvert.calibration.structure import NormGroup, Projection, ScalingPair
 from kvconvert.models.adapters.adapter import Adapter, LayerNames, Variant
 from kvconvert.models.adapters.dense import LLAMA
 from kvconvert.models.adapters.mixture import GRANITE_SHARED, Mixture, MixtureNames, SparseLayers, by_step, shared_mlp
+from kvconvert.models.structure import NormGroup, Projection, ScalingPair
 
 NO_VALUES = "the layer has no keys and values"
 CONVOLUTION = "a short convolution over neighbouring tokens"

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, fields, replace
 
 from transformers import PretrainedConfig
 
-from kvconvert.calibration.structure import LayerStructure, NormGroup, Projection, RoutedExperts, ScalingPair
 from kvconvert.models.adapters.adapter import Adapter, LayerNames, Variant
 from kvconvert.models.adapters.dense import CLAMPED, GEMMA4_LAYER, GEMMA4_SAME, GEMMA4_SAME_KV, PER_LAYER, SHARED_KV
 from kvconvert.models.experts import EXPERT_ROLES, ExpertRoles
+from kvconvert.models.structure import LayerStructure, NormGroup, Projection, RoutedExperts, ScalingPair
 
 LLAMA_ROLES, MIXTRAL_ROLES = EXPERT_ROLES
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

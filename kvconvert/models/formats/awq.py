@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvconvert.bundle.manifest import TensorInfo
 from kvconvert.errors import CheckpointError
+from kvconvert.io.records import TensorInfo
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.models.formats.format import Encoded, SourceFormat, require
 from kvconvert.models.formats.packed import expect, half_scales, packed_linear, some

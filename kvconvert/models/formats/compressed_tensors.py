@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvconvert.bundle.manifest import TensorInfo
 from kvconvert.errors import CheckpointError
+from kvconvert.io.records import TensorInfo
 from kvconvert.kernels.linear.awq_format import AwqWeight, pack_bits
 from kvconvert.kernels.packing import unpack_words
 from kvconvert.models.formats.format import Encoded, SourceFormat, require

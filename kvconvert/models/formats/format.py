@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvconvert.bundle.manifest import TensorInfo
 from kvconvert.errors import CheckpointError
+from kvconvert.io.records import TensorInfo
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.methods.awq import QuantizedBy
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvconvert.bundle.manifest import TensorInfo
-from kvconvert.bundle.tensorfile import DTYPE_NAMES
 from kvconvert.errors import CheckpointError
+from kvconvert.io.records import TensorInfo
+from kvconvert.io.tensorfile import DTYPE_NAMES
 from kvconvert.models.formats.format import Encoded, SourceFormat, require
 
 SCALE = "_scale_inv"

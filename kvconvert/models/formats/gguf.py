@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from kvconvert.bundle.manifest import TensorInfo
-from kvconvert.bundle.tensorfile import DTYPE_NAMES
 from kvconvert.errors import CheckpointError, UnsupportedModelError, UsageError
-from kvconvert.models.auto_class import model_class
+from kvconvert.io.records import TensorInfo
+from kvconvert.io.tensorfile import DTYPE_NAMES
+from kvconvert.models.configuration import model_class
 from kvconvert.models.formats.format import Encoded
 
 SUFFIX = ".gguf"

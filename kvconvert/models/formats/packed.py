@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvconvert.bundle.manifest import TensorInfo
 from kvconvert.errors import CheckpointError
+from kvconvert.io.records import TensorInfo
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
 from kvconvert.methods.awq import GROUP_SIZES, QuantizedBy
 from kvconvert.models.formats.format import Encoded, Packing

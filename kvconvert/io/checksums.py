@@ -1,6 +1,7 @@
-"""SHA-256 of large files, computed in threads beside other work: a model is hashed about as fast as it is read.
+"""Whether files are what they were: their SHA-256, and, sooner told, size and time of the last change.
 
-A checksum that was begun early counts only if the file has the same size and time of change when it is asked for.
+Checksums of large files are computed in threads beside other work: a model is hashed about as fast as it is read. One
+that was begun early counts only if the file has the same size and time of change when it is asked for.
 """
 
 from __future__ import annotations
@@ -85,6 +86,12 @@ def known_sha256(files: Iterable[Path]) -> dict[Path, str]:
     return {file: checksum or sha256(file) for file, checksum in found.items()}
 
 
+def remember(file: Path, checksum: str) -> None:
+    """Take this as the checksum of a file that was just written, for as long as it seems unchanged."""
+    with suppress(OSError):
+        _found[_key(file)] = checksum
+
+
 def _key(file: Path) -> tuple[Path, int, int]:
     status = file.stat()
     return file, status.st_size, status.st_mtime_ns
@@ -103,3 +110,33 @@ def _work(waiting: SimpleQueue[tuple[Path, _Checksum]]) -> None:
                 checksum.set_result(digest.hexdigest())
             except OSError as error:
                 checksum.set_exception(error)
+
+
+class FileStamps:
+    """Sizes and modification times of files, taken when this is made.
+
+    Args:
+        directory: that holds them; links are followed.
+        files: their names.
+    """
+
+    def __init__(self, directory: Path, files: Iterable[str]) -> None:
+        self._directory = directory
+        self._stamps = {file: self._stamp(file) for file in files}
+
+    def check(self, files: Iterable[str] | None = None) -> None:
+        """Refuse (CheckpointError) files that changed, disappeared or were replaced; all of them by default."""
+        for file in self._stamps if files is None else files:
+            try:
+                same = self._stamp(file) == self._stamps[file]
+            except OSError:
+                same = False
+            if not same:
+                raise CheckpointError(
+                    f"{self._directory / file} changed while it was being converted; put the original back, or "
+                    "calibrate the new one with `restart=True`."
+                )
+
+    def _stamp(self, file: str) -> tuple[int, int]:
+        status = (self._directory / file).stat()
+        return status.st_size, status.st_mtime_ns

@@ -1,7 +1,7 @@
 """Recipes: what to do with a model's weights and its key-value cache, and how much fidelity it may cost.
 
 A recipe is a preset or a TOML file. Presets are those of the methods (`kvconvert.methods`), with AWQ weights, and the
-files in `kvconvert/convert/presets`; dropping one in extends the command line. A file looks like this:
+files in `kvconvert/recipes/presets`; dropping one in extends the command line. A file looks like this:
 
     [weights]
     method = "awq"        # awq, gptq, awq+gptq, rtn (round to nearest) or none
@@ -44,16 +44,43 @@ import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from pydantic import Field, ValidationError
 
-from kvconvert.convert.recipe_changes import TABLES, changed, described
-from kvconvert.convert.recipe_tables import LayerOverride, Limits, Table, read_kv, read_options, read_table
 from kvconvert.errors import RecipeError, UsageError
 from kvconvert.methods import PRESETS, KVCalibration, KVScheme, check_layers, preset_calibration, refuse_renamed
 from kvconvert.methods.auto import CHOSEN_FIELDS, AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.recipes.tables import (
+    TABLES,
+    LayerOverride,
+    Limits,
+    Table,
+    changed,
+    described,
+    read_kv,
+    read_options,
+    read_table,
+)
+
+
+class Budget(TypedDict, total=False):
+    """What the searches of a recipe may spend; each replaces what the recipe's tables say, None leaves that.
+
+    Attributes:
+        kv_bits, kv_bytes_per_token: size of the cache, as average stored bits per value or as bytes per token.
+        context: tokens of the sequence that this holds for.
+        auto_tokens: held-out tokens on which candidates are measured.
+        weight_bits: average stored bits per quantized weight, scales and zero points included, which are spent on the
+            Linears that need them (`[weights] average_bits`).
+    """
+
+    kv_bits: float | None
+    kv_bytes_per_token: float | None
+    context: int | None
+    auto_tokens: int | None
+    weight_bits: float | None
 
 
 class Recipe(Table):
@@ -76,20 +103,22 @@ class Recipe(Table):
     limits: Limits = Limits()
     auto: AutoSearch | None = None
 
-    def with_search(
+    def with_budget(
         self,
         *,
         kv_bits: float | None = None,
         kv_bytes_per_token: float | None = None,
         context: int | None = None,
         auto_tokens: int | None = None,
+        weight_bits: float | None = None,
     ) -> Recipe:
-        """The recipe with these options of its search in the place of its own, see `AutoSearch`.
+        """The recipe with these options of its searches in the place of its own, see `Budget`.
 
         Raises:
-            UsageError: the recipe searches nothing and an option is given, a value that is not possible, or a search
-                without a budget.
+            UsageError: the recipe searches nothing and an option of a search is given, a value that is not possible, or
+                a search without a budget.
         """
+        recipe = self if weight_bits is None else self._with_weight_bits(weight_bits)
         options = {
             "kv_bits": kv_bits,
             "kv_bytes_per_token": kv_bytes_per_token,
@@ -97,14 +126,14 @@ class Recipe(Table):
             "auto_tokens": auto_tokens,
         }
         given = {name: value for name, value in options.items() if value is not None}
-        if self.auto is None:
+        if recipe.auto is None:
             if given:
                 raise UsageError(
-                    f"`{next(iter(given))}` belongs to recipes that search, such as auto; {self.name} states what each "
-                    "layer's cache is, so leave it out."
+                    f"`{next(iter(given))}` belongs to recipes that search, such as auto; {recipe.name} states what "
+                    "each layer's cache is, so leave it out."
                 )
-            return self
-        fields = self.auto.model_dump()
+            return recipe
+        fields = recipe.auto.model_dump()
         if "kv_bits" in given or "kv_bytes_per_token" in given:
             fields |= {"kv_bits": None, "kv_bytes_per_token": None}
         try:
@@ -116,15 +145,12 @@ class Recipe(Table):
             raise UsageError(f"`{name}` is not possible: {first['msg'].removeprefix('Value error, ')}.") from error
         if not auto.has_budget:
             raise UsageError(
-                f"The recipe {self.name} needs to know how large the cache may be; give `kv_bits` (average stored bits "
-                "per value) or `kv_bytes_per_token`, or state one in its [auto] table."
+                f"The recipe {recipe.name} needs to know how large the cache may be; give `kv_bits` (average stored "
+                "bits per value) or `kv_bytes_per_token`, or state one in its [auto] table."
             )
-        return self.model_copy(update={"auto": auto})
+        return recipe.model_copy(update={"auto": auto})
 
-    def with_weight_bits(self, weight_bits: float | None) -> Recipe:
-        """The recipe with an average width of weights in the place of its own; None leaves it (UsageError)."""
-        if weight_bits is None:
-            return self
+    def _with_weight_bits(self, weight_bits: float) -> Recipe:
         update = {"average_bits": weight_bits, "modules": [], "bits": 4}
         weights = self.weights.model_copy(update=update)
         fault = weights.fault()
@@ -170,7 +196,7 @@ class Recipe(Table):
                 f"There is no recipe preset {name!r}; choose one of {', '.join(preset_names())}, or give the path of a "
                 ".toml file."
             )
-        file = resources.files("kvconvert.convert") / "presets" / f"{name}.toml"
+        file = resources.files("kvconvert.recipes") / "presets" / f"{name}.toml"
         text = file.read_text(encoding="utf-8") if file.is_file() else f'[kv]\npreset = "{name}"\n'
         return cls._parse(text, where=f"preset {name}", name=name, changes=changes or {})
 
@@ -270,7 +296,7 @@ class Recipe(Table):
 
 def preset_names() -> list[str]:
     """Names of the recipe presets that are installed."""
-    folder = resources.files("kvconvert.convert") / "presets"
+    folder = resources.files("kvconvert.recipes") / "presets"
     files = {entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")}
     return sorted(files | {*PRESETS})
 

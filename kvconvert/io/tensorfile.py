@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvconvert.bundle.disk import OutputFile, new_file, replacement
-from kvconvert.bundle.manifest import FileInfo, TensorInfo
 from kvconvert.errors import BundleError, KvconvertError
+from kvconvert.io.disk import OutputFile, new_file, replacement
+from kvconvert.io.records import FileInfo, TensorInfo
 
 # A header larger than this is refused before it is read: the limit that the format's own reader has.
 MAX_HEADER = 100_000_000

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvconvert.bundle.summary import text_table
-from kvconvert.convert.recipe import LayerOverride, Recipe, preset_names
 from kvconvert.methods import (
     FIELDS,
     OPTIONS,
@@ -22,6 +21,7 @@ from kvconvert.methods import (
 )
 from kvconvert.methods.auto import CHOSEN_FIELDS
 from kvconvert.methods.awq import WeightsRecipe, describe
+from kvconvert.recipes.recipe import LayerOverride, Recipe, preset_names
 
 HEADS, HEAD_DIM = 8, 128  # of the layer for which sizes are stated
 # What each preset is for.

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvconvert.bundle import disk
 from kvconvert.errors import KvconvertError
+from kvconvert.io import disk
 
 _SMALLEST = 2**16  # bytes; smaller tensors are not worth a file
 

@@ -1,0 +1,225 @@
+"""A KV scheme in the terms of kernels: what the bytes of one layer's pages and spans mean, for the layer's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+
+from kvconvert.errors import RecipeError
+from kvconvert.kernels.pages import (
+    ChannelScales,
+    KeyCenter,
+    KeyFormat,
+    LayerFormat,
+    TokenNorm,
+    ValueFormat,
+    key_center,
+)
+from kvconvert.kernels.quantizer import affine_grid
+from kvconvert.kernels.rotate import NO_ROTATION, Rotations
+from kvconvert.kernels.spans import SpanFormat
+from kvconvert.methods import KVScheme
+
+
+class ChannelBounds(NamedTuple):
+    """Smallest and largest value of each channel of a layer's keys or values: float32 [H, channels]."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+    def scales(self, bits: int, clip_ratio: float) -> ChannelScales:
+        """The grid from `low` to `high`, shrunk about its midpoint by `clip_ratio`."""
+        return ChannelScales(*affine_grid(self.low, self.high, bits, clip_ratio))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFormat:
+    """How one layer's cache stores keys and values: a KV scheme in the terms of kernels.
+
+    Attributes:
+        pages: of the layer's pages.
+        span: of its spans (CalibQuant), or None where the cache is made of pages.
+        rotations: what is rotated at run time, after RoPE.
+        sink_tokens, key_recent_tokens, value_recent_tokens: tokens in full precision, see `KVScheme`.
+        modality: which tokens go to spans, see `KVScheme`.
+        key_bounds, value_bounds: of each channel, where pages are static and calibration has measured them.
+    """
+
+    pages: LayerFormat
+    span: SpanFormat | None = None
+    rotations: Rotations = NO_ROTATION
+    sink_tokens: int = 0
+    key_recent_tokens: int = 0
+    value_recent_tokens: int = 0
+    modality: str = "all"
+    key_bounds: ChannelBounds | None = None
+    value_bounds: ChannelBounds | None = None
+
+    @classmethod
+    def of(cls, scheme: KVScheme, *, heads: int, key_dim: int, value_dim: int | None = None) -> CacheFormat:
+        """The format of a scheme for a layer's shape, without the tensors of a KV plan (`with_plan`).
+
+        Args:
+            scheme: of the layer.
+            heads: KV heads.
+            key_dim, value_dim: channels of a head's keys and values; None for as many.
+
+        Raises:
+            RecipeError: the head size cannot be packed at these bits.
+        """
+        value_dim = key_dim if value_dim is None else value_dim
+        for name, bits, dim in (("key_bits", scheme.key_bits, key_dim), ("value_bits", scheme.value_bits, value_dim)):
+            # Both planes of 3-bit codes have eight fields per lane.
+            multiple = 8 if bits == 3 else 16 // bits
+            if bits < 16 and dim % multiple:
+                raise RecipeError(
+                    f"[kv] {name} = {bits} needs a head size that is a multiple of {multiple}; this model has {dim}."
+                )
+        static = scheme.is_static
+        keys = KeyFormat(
+            heads=heads,
+            head_dim=key_dim,
+            page_size=scheme.page_size,
+            bits=scheme.key_bits,
+            group_size=scheme.page_size if static else scheme.key_group_size,
+            token_norm=TokenNorm(scheme.token_norm),
+            token_norm_measure=scheme.token_norm_measure,
+            clip_ratio=scheme.key_clip_ratio,
+            boosted=scheme.boosted_for(key_dim),
+            fixed_channels=scheme.boost_select == "calibrated",
+            static=static and scheme.key_bits < 16,
+        )
+        whole_head = static or scheme.value_bits == 16
+        values = ValueFormat(
+            heads=heads,
+            head_dim=value_dim,
+            page_size=scheme.page_size,
+            bits=scheme.value_bits,
+            group_size=value_dim if whole_head else scheme.value_group_for(value_dim),
+            clip_ratio=scheme.value_clip_ratio,
+            static=static and scheme.value_bits < 16,
+        )
+        span = None
+        if scheme.is_span:
+            span = SpanFormat(
+                key_bits=scheme.key_bits,
+                value_bits=scheme.value_bits,
+                key_clip_ratio=scheme.key_clip_ratio,
+                value_clip_ratio=scheme.value_clip_ratio,
+                tau1=scheme.tau1,
+                tau2=scheme.tau2,
+                span_tokens=scheme.span_tokens,
+            )
+        return cls(
+            pages=LayerFormat(keys, values),
+            span=span,
+            rotations=rotations(scheme),
+            sink_tokens=scheme.sink_tokens,
+            key_recent_tokens=scheme.key_recent_tokens,
+            value_recent_tokens=scheme.value_recent_tokens,
+            modality=scheme.modality,
+        )
+
+    def static_keys(self, clip_ratio: float) -> ChannelScales | None:
+        """Scales of the layer's static key pages with this clip ratio; None for other pages."""
+        return None if self.key_bounds is None else self.key_bounds.scales(self.pages.keys.bits, clip_ratio)
+
+    def static_values(self, clip_ratio: float) -> ChannelScales | None:
+        """The same for values."""
+        return None if self.value_bounds is None else self.value_bounds.scales(self.pages.values.bits, clip_ratio)
+
+
+def with_plan(
+    format: LayerFormat, scheme: KVScheme, plan: Mapping[str, torch.Tensor], device: torch.device
+) -> LayerFormat:
+    """A layer's formats with what its scheme needs of its part of the KV plan: fixed boosted channels, static scales,
+    error feedback, key centers.
+
+    Raises:
+        RecipeError: a tensor is missing or does not fit the layer's shape.
+    """
+    return replace(
+        format,
+        boosted=_fixed_channels(format.keys, plan, device),
+        static_keys=_static_scales("key", format.keys, plan, device),
+        static_values=_static_scales("value", format.values, plan, device),
+        key_feedback=_key_feedback(format.keys, plan, device) if scheme.feeds_errors_back else None,
+        key_center=_key_center(format.keys, scheme, plan, device) if scheme.centers_keys else None,
+    )
+
+
+def _key_center(f: KeyFormat, scheme: KVScheme, plan: Mapping[str, torch.Tensor], device: torch.device) -> KeyCenter:
+    """The center of a layer whose pages hold keys without it."""
+    tensors = []
+    for name, shape in (
+        ("key_mean", (f.heads, f.head_dim)),
+        ("rope_frequencies", (f.head_dim // 2,)),
+        ("rope_pairs", (f.head_dim // 2, 2)),
+    ):
+        tensor = plan.get(name)
+        found = None if tensor is None else tuple(tensor.shape)
+        if found != shape:
+            raise RecipeError(
+                f"[kv] key_center = 'calibrated' needs {name} of shape {shape} from a KV plan, and found "
+                f'{"none" if found is None else found}; use a bundle calibrated so, or key_center = "none".'
+            )
+        tensors.append(tensor.to(device))
+    return key_center(*tensors, rotations(scheme).keys)
+
+
+def _key_feedback(f: KeyFormat, plan: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The matrices float16 [H, D, D] of a layer that rounds its keys with error feedback."""
+    feedback, expected = plan.get("key_feedback"), (f.heads, f.head_dim, f.head_dim)
+    shape = None if feedback is None else tuple(feedback.shape)
+    if shape != expected:
+        raise RecipeError(
+            f"[kv] key_rounding = 'error_feedback' needs key_feedback of shape {expected} from a KV plan, and found "
+            f'{"none" if shape is None else shape}; use a bundle calibrated so, or key_rounding = "nearest".'
+        )
+    return feedback.to(device, torch.float16).contiguous()
+
+
+def _fixed_channels(f: KeyFormat, plan: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor | None:
+    """The boosted channels int64 [H, n] of a layer that fixes them; None for other layers."""
+    if not f.boosted or not f.fixed_channels:
+        return None
+    channels = plan.get("boosted_channels")
+    shape = None if channels is None else tuple(channels.shape)
+    if shape != (f.heads, f.boosted):
+        raise RecipeError(
+            f"[kv] boost_select = 'calibrated' needs {f.boosted} channels for each of {f.heads} heads from a KV plan, "
+            f"and found {'none' if shape is None else shape}; use a bundle calibrated so, or select dynamically."
+        )
+    return channels.to(device, torch.long)
+
+
+def _static_scales(
+    side: Literal["key", "value"], f: KeyFormat | ValueFormat, plan: Mapping[str, torch.Tensor], device: torch.device
+) -> ChannelScales | None:
+    """The scales that static pages of one side need, from a layer's part of the KV plan; None for other pages.
+
+    Raises:
+        RecipeError: they are missing or do not fit the layer's shape.
+    """
+    if not f.static:
+        return None
+    parts = []
+    for part in ChannelScales._fields:
+        tensor = plan.get(f"static_{side}_{part}")
+        shape = None if tensor is None else tuple(tensor.shape)
+        if shape != (f.heads, f.head_dim):
+            raise RecipeError(
+                f"[kv] static_scales = 'calibrated' needs static_{side}_{part} for {f.heads} heads of {f.head_dim} "
+                f"channels from a KV plan, and found {'none' if shape is None else shape}; use a bundle calibrated so, "
+                'or static_scales = "none".'
+            )
+        parts.append(tensor.to(device, torch.float16))
+    return ChannelScales(*parts)
+
+
+def rotations(scheme: KVScheme) -> Rotations:
+    """What a scheme rotates at run time; folded values are rotated by the weights."""
+    return Rotations(scheme.rotate_keys == "hadamard", scheme.rotate_values == "online")

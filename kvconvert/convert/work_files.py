@@ -1,0 +1,113 @@
+"""The files of a working directory: one process at a time changes them, JSON carries a checksum of itself, so that a
+damaged file is not taken for another result, and the system's refusal to write becomes one sentence.
+
+`export` only reads a working directory, so that several may.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.io import disk
+
+LOCK_NAME = "lock"
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def work_lock(work: Path, shared: bool = False) -> Iterator[None]:
+    """Hold an existing working directory; the system releases it however the process ends.
+
+    Args:
+        work: the directory; the lock is on an empty file in it, which stays there.
+        shared: for reading, which others may do too.
+
+    Raises:
+        UsageError: another run holds it.
+    """
+    file = work / LOCK_NAME
+    try:
+        descriptor = disk.open_lock_file(file)
+    except OSError as error:
+        if not shared or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        # Whoever may not write here may still read, and hold the lock if there is one.
+        if not file.exists():
+            yield
+            return
+        descriptor = os.open(file, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(
+                f"Another calibrate or export is using {work}; wait until it has ended, or choose another `work`."
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            logger.warning("The file system of %s has no locks; do not use it from two processes at once.", work)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_free(work: Path) -> None:
+    """Refuse a working directory that another run holds at this moment; nothing is created."""
+    if (work / LOCK_NAME).exists():
+        with work_lock(work):
+            pass
+
+
+_CHECKSUM = "checksum"
+
+
+def sealed_json(values: dict[str, Any]) -> str:
+    """The text of a JSON object with its checksum in front; equal values in equal order give equal text."""
+    plain = json.loads(json.dumps(values))  # keys are text from here on, as in the file
+    return json.dumps({_CHECKSUM: _checksum(plain), **plain}, indent=1) + "\n"
+
+
+def read_sealed(file: Path) -> dict[str, Any]:
+    """The object in a file.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+        ValueError: it is not what was written.
+    """
+    values = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict) or values.pop(_CHECKSUM, None) != _checksum(values):
+        raise ValueError("its content does not fit its checksum")
+    return values
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+GO_ON = "calibrate again with the same arguments once that is mended, which goes on from the last finished layer"
+REPEAT = "nothing was left behind; repeat this once that is mended"
+
+
+@contextmanager
+def disk_errors(path: Path, remedy: str = GO_ON) -> Iterator[None]:
+    """Turn the system's refusal to write into one sentence, which says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        what = "The disk is full" if disk.is_full(error) else "Writing failed"
+        raise KvconvertError(
+            f"{what}: {error.filename or path} could not be written ({error.strerror}); {remedy}."
+        ) from error

@@ -1,0 +1,130 @@
+"""What a model's configuration tells: the class that loads it, the ids that stand for media, and which layers can keep
+their keys and values in pages.
+
+transformers' processors put one placeholder token into a prompt for every vector that an image, a video or an audio
+clip becomes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any, Literal
+
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, PretrainedConfig
+from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
+
+from kvconvert.errors import UnsupportedModelError
+
+_CLASSES = {
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING,
+}
+Modality = Literal["visual", "audio"]
+# Configs name placeholder tokens after their medium, followed by one of the endings.
+MEDIA: dict[str, tuple[str, ...]] = {"visual": ("image", "video"), "audio": ("audio",)}
+ENDINGS = ("token_id", "token_index")
+# Layers with keys and values; those of the second line carry a recurrent state besides.
+ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+HYBRID_LAYER_TYPES = ("hybrid", "hybrid_sliding")
+
+
+def model_class(config: PretrainedConfig) -> type:
+    """The Auto class that loads a model: of causal, vision-language, or audio-language and other multimodal models.
+
+    Where several of them know the configuration, its `architectures` decide.
+    """
+    has_vision = getattr(config, "vision_config", None) is not None
+    order = sorted(_CLASSES, key=lambda auto: has_vision and auto is not AutoModelForImageTextToText)
+    known = {auto: _built(auto, config) for auto in order if type(config) in _CLASSES[auto]}
+    stated = set(getattr(config, "architectures", None) or [])
+    return next((auto for auto, names in known.items() if names & stated), next(iter(known), AutoModelForCausalLM))
+
+
+def supports_images(config: PretrainedConfig) -> bool:
+    """Whether a model is loaded with its vision tower."""
+    return getattr(config, "vision_config", None) is not None and model_class(config) is AutoModelForImageTextToText
+
+
+def _built(auto: type, config: PretrainedConfig) -> set[str]:
+    """Names of the classes that an Auto class builds from a configuration."""
+    built = _CLASSES[auto][type(config)]
+    return {model.__name__ for model in (built if isinstance(built, tuple) else (built,))}
+
+
+def placeholder_ids(config: PretrainedConfig, modality: Modality) -> tuple[int, ...]:
+    """Ids of a modality's placeholder tokens, from the config or, if it names none, from those nested in it.
+
+    Raises:
+        UnsupportedModelError: the config names no such token.
+    """
+    text = config.get_text_config(decoder=True)
+    nested = [part for name in config.sub_configs if isinstance(part := getattr(config, name, None), PretrainedConfig)]
+    # Qwen-Omni has several language models with ids of their own; the cache is that of the one with the text config.
+    around_text = [part for part in nested if part.get_text_config(decoder=True) is text]
+    names = [f"{medium}_{ending}" for medium in MEDIA[modality] for ending in ENDINGS]
+    for parts in ([config], around_text, nested):
+        found = {getattr(part, name, None) for part in parts for name in names}
+        ids = sorted(i for i in found if isinstance(i, int) and i >= 0)
+        if ids:
+            return tuple(ids)
+    media = " or ".join(MEDIA[modality])
+    raise UnsupportedModelError(
+        f'[kv] modality = "{modality}" is not possible for {config.model_type}: its config names no {media} token '
+        f'({MEDIA[modality][0]}_token_id); set modality = "all", or give the config of the whole model.'
+    )
+
+
+def layer_types_of(config: PretrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
+    """The type of each layer in transformers' terms, and the arguments of transformers' cache for it.
+
+    "dummy" is a layer without a cache of its own: it reads an earlier layer's, or has no attention.
+    """
+    return get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+
+
+def has_pages(layer_type: str) -> bool:
+    """Whether a layer of this type has keys and values that pages can hold."""
+    return layer_type in ATTENTION_LAYER_TYPES or layer_type in HYBRID_LAYER_TYPES
+
+
+def pages_unsupported(config: PretrainedConfig, layer_type: str) -> str | None:
+    """Why a layer of this type keeps transformers' own cache, or None where it can have pages."""
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None):
+        return "latent attention (MLA) stores no keys and values per head; its cache is left to transformers"
+    if not _uses_attention_interface(text):
+        return (
+            f"{text.model_type} computes attention by itself instead of through transformers' attention interface; its "
+            "cache is left to transformers"
+        )
+    if layer_type == "dummy":
+        return "it has no keys and values of its own: it reads an earlier layer's, or does not attend"
+    if not has_pages(layer_type):
+        return f"a {layer_type} layer has no keys and values; its state is left to transformers"
+    return None
+
+
+def changing_rope(config: PretrainedConfig) -> str | None:
+    """Why a model's RoPE turns the same position by different angles at different lengths, or None."""
+    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = [parameters, *(kind for kind in parameters.values() if isinstance(kind, dict))]
+    changing = next((k["rope_type"] for k in kinds if k.get("rope_type") in ("dynamic", "longrope")), None)
+    return None if changing is None else f"RoPE of type {changing} has other angles where sequences are longer"
+
+
+def _uses_attention_interface(config: PretrainedConfig) -> bool:
+    """Whether a model of transformers uses the attention interface; models from elsewhere are assumed to."""
+    name = type(config).__module__
+    if not name.startswith("transformers.models.") or ".configuration_" not in name:
+        return True
+    modeling = name.replace(".configuration_", ".modeling_")
+    if modeling not in sys.modules and importlib.util.find_spec(modeling) is None:
+        return True
+    return hasattr(importlib.import_module(modeling), "ALL_ATTENTION_FUNCTIONS")
