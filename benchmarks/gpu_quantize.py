@@ -1,21 +1,24 @@
 """Quantizing pages and rotating on a GPU: checked against the reference, then timed.
 
 One layer of 8 KV heads of 128 channels in bfloat16, 32 query heads. Bytes are what has to move: tokens read once,
-records written once.
+records written once. Error feedback is timed beside rounding to nearest: one page of each of 32 layers in one launch,
+as a step does that completes a page, and the keys of a prompt.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "test_gpu"))
 from gpu_timing import buffers_beyond_cache, graph_time
+from page_writes import page_writes, quantize_pages
 
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
@@ -27,11 +30,10 @@ from kvconvert.kernels.pages import (
     dequantize_values,
     empty_keys,
     empty_values,
+    key_codes,
     new_flag,
-    quantize_in_place,
     quantize_keys,
     quantize_values,
-    raise_if_flagged,
 )
 from kvconvert.kernels.pages.triton import launch as gpu
 from kvconvert.kernels.rotate import hadamard_matrix
@@ -39,7 +41,7 @@ from kvconvert.kernels.rotate.triton.launch import rotate, rotate_and_append
 from kvconvert.kernels.spans import SpanFormat, quantize_span
 
 HEADS, QUERY_HEADS, DIM = 8, 32, 128
-PROMPT = 32768
+PROMPT, LAYERS = 32768, 32
 # A decode step's attention over 32 x 8,192 tokens of 2-bit pages takes at least this; a flush serves 128 steps.
 STEP_US, FLUSH_STEPS = 40.0, 128
 
@@ -83,10 +85,14 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def _quantized(tokens: torch.Tensor, f: KeyFormat | ValueFormat) -> KeyPages | ValuePages:
     """Pages of tokens [N, H, P, D]."""
     empty = empty_keys if isinstance(f, KeyFormat) else empty_values
-    pages, flag = empty(len(tokens), f, tokens.dtype, tokens.device), new_flag(tokens.device)
-    quantize_in_place(list(tokens), [pages], flag)
-    raise_if_flagged(flag, f.heads)
+    pages = empty(len(tokens), f, tokens.dtype, tokens.device)
+    quantize_pages(list(tokens), [pages])
     return pages
+
+
+def _matrices() -> torch.Tensor:
+    """Matrices of error feedback float16 [H, D, D] of a layer."""
+    return (torch.randn(HEADS, DIM, DIM, device="cuda").mul_(0.05).triu_(1) + torch.eye(DIM, device="cuda")).half()
 
 
 def append_table(
@@ -121,6 +127,13 @@ def check(device: torch.device) -> list[dict[str, Any]]:
             found, expected = _quantized(values, g), quantize_values(values.cpu(), g)
             error = _error(dequantize_values(found, g).cpu(), dequantize_values(expected, g))
             report("value_page_kernel", f"{name}, {dtype}", error, 1e-3)
+    for name, (f, _) in FORMATS.items():
+        keys, matrices, pages = _tokens(2, f), _matrices(), empty_keys(2, f, torch.bfloat16, device)
+        quantize_pages(list(keys), [pages], feedback=[matrices])
+        expected = key_codes(quantize_keys(keys.cpu(), f, feedback=matrices.cpu()), f)
+        # A sum of another order may decide between two codes, and then later ones of that token differ.
+        apart = (key_codes(pages, f).cpu() != expected).any(2).float().mean().item()
+        report("key_feedback_kernel", f"{name}, tokens with other codes", apart, 0.02)
     for dtype, tolerance in ((torch.bfloat16, 5e-3), (torch.float16, 6e-4), (torch.float32, 1e-6)):
         for dim in (80, 128):
             for inverse in {False, dim == 80}:
@@ -170,29 +183,29 @@ class DecodeStep:
 class Job:
     """Key and value pages of one layer, ready to be quantized in three launches."""
 
-    def __init__(self, f: KeyFormat, g: ValueFormat, pages: int, sequences: int = 1):
+    def __init__(self, f: KeyFormat, g: ValueFormat, pages: int, sequences: int = 1, feedback: bool = False):
         per_sequence = pages // sequences
         self.f, self.g = f, g
         self.keys = [_tokens(per_sequence, f) for _ in range(sequences)]
         self.values = [_tokens(per_sequence, g) for _ in range(sequences)]
-        self.records = empty_keys(pages, f, torch.bfloat16, torch.device("cuda")).buffer
-        self.value_records = empty_values(pages, g, torch.bfloat16, torch.device("cuda")).buffer
-        self.flag = new_flag(torch.device("cuda"))
-        self.table = self._table(self.keys, self.records)
-        self.value_table = self._table(self.values, self.value_records)
-
-    @staticmethod
-    def _table(tokens: list[torch.Tensor], records: torch.Tensor) -> torch.Tensor:
-        pages = [page for sequence in tokens for page in sequence]
-        return gpu.page_table(pages, tokens[0], [records], records, PAGE_SIZE)
+        cuda, self.launches = torch.device("cuda"), []
+        # Of as many layers as there are sequences; launches know their addresses alone.
+        self.matrices = [_matrices() for _ in range(sequences)] if feedback else None
+        for tokens, records, matrices in (
+            (self.keys, empty_keys(pages, f, torch.bfloat16, cuda), self.matrices),
+            (self.values, empty_values(pages, g, torch.bfloat16, cuda), None),
+        ):
+            each = [page for sequence in tokens for page in sequence]
+            writes = page_writes(each, [records], matrices)
+            self.launches.append(gpu.page_launch(writes, each[0], records, new_flag(cuda)))
 
     def quantize_keys(self) -> None:
         """The norm's launch and the keys'."""
-        gpu.quantize_key_pages(self.keys[0], DIM, self.table, self.f, self.records, self.flag)
+        gpu.quantize_key_pages(self.launches[0], self.f)
 
     def quantize_values(self) -> None:
         """The values' launch."""
-        gpu.quantize_value_pages(self.values[0], DIM, self.value_table, self.g, self.value_records, self.flag)
+        gpu.quantize_value_pages(self.launches[1], self.g)
 
     def run(self) -> None:
         """All of them."""
@@ -203,7 +216,7 @@ class Job:
     def nbytes(self) -> int:
         """Bytes read and written, each once."""
         read = sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
-        return read + self.records.nbytes + self.value_records.nbytes
+        return read + sum(launch.records.nbytes for launch in self.launches)
 
 
 def _prefill_us() -> float:
@@ -218,16 +231,16 @@ def _prefill_us() -> float:
     return graph_time([attend], repeats=5) * 1e6
 
 
-def _timed(make: Callable[[], Any], repeats: int = 20) -> tuple[Any, float]:
-    """One of the jobs, and the median microseconds of its launch over buffers that no cache holds."""
+def _timed(make: Callable[[], Job], run: Callable[[Job], None] = Job.run) -> tuple[Job, float]:
+    """One of the jobs, and the median microseconds of its launches over buffers that no cache holds."""
     first = make()
-    jobs = [first] + [make() for _ in range(buffers_beyond_cache(getattr(first, "nbytes", 1 << 24)) - 1)]
-    return first, graph_time([job.run for job in jobs], repeats=repeats) * 1e6
+    jobs = [first] + [make() for _ in range(buffers_beyond_cache(first.nbytes) - 1)]
+    return first, graph_time([partial(run, job) for job in jobs]) * 1e6
 
 
 def measure(device: torch.device) -> list[dict[str, Any]]:
     """Prompts and flushes by format, spans, and rotations."""
-    return [*_measure_pages(), *_measure_spans(), *_measure_rotations()]
+    return [*_measure_pages(), *_measure_feedback(), *_measure_spans(), *_measure_rotations()]
 
 
 def _measure_pages() -> Iterator[dict[str, Any]]:
@@ -256,6 +269,23 @@ def _measure_pages() -> Iterator[dict[str, Any]]:
                 "bar": "<= 0.01",
                 "bytes": job.nbytes,
                 "bandwidth": job.nbytes / ours * 1e6,
+            }
+
+
+def _measure_feedback() -> Iterator[dict[str, Any]]:
+    for name, formats in FORMATS.items():
+        for case, pages, layers in ((f"a page of each of {LAYERS} layers", LAYERS, LAYERS), ("a prompt", None, 1)):
+            arguments = (*formats, pages or PROMPT // PAGE_SIZE, layers)
+            near, fed = (
+                _timed(lambda feedback=feedback, arguments=arguments: Job(*arguments, feedback), Job.quantize_keys)[1]
+                for feedback in (False, True)
+            )
+            yield {
+                "case": f"keys of {case} with error feedback, {name}",
+                "ours_us": fed,
+                "peer": "rounding to nearest",
+                "peer_us": near,
+                "ratio": fed / near,
             }
 
 

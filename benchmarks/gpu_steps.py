@@ -23,6 +23,7 @@ import torch
 from gpu_linear import product, random_weight
 from gpu_quantize import FORMATS, append_table
 from gpu_timing import buffers_beyond_cache
+from page_writes import page_writes
 
 from kvconvert.kernels.decode import PageTables, ResidualWindows, attention_reference
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
@@ -105,8 +106,8 @@ class SteppedLayer:
             ResidualWindows(self.base, self._tensor(self._residual_rows(step))) for step in range(PAGE_SIZE)
         ]
         self._page_tables()
-        self._flush_tables = {step: self._flush_table(self.due(step)) for step in range(PAGE_SIZE) if self.due(step)}
         self.flag = new_flag(device)
+        self._flush_tables = {step: self._flush_table(self.due(step)) for step in range(PAGE_SIZE) if self.due(step)}
         self.report = torch.empty_like(self.flag, device="cpu", pin_memory=device.type == "cuda")
 
     def before(self, step: int) -> list[int]:
@@ -172,19 +173,15 @@ class SteppedLayer:
     def _flush_table(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the due rows' pages are and where they go: over the oldest page of the row."""
         start = self.scheme.sink_tokens
-        return tuple(
-            gpu.page_table(
-                [tokens[row][:, start : start + PAGE_SIZE] for row in rows],
-                tokens,
-                [pages.buffer[int(places[row, 0]) :][:1] for row in rows],
-                pages.buffer,
-                PAGE_SIZE,
-            )
-            for tokens, pages, places in (
-                (self.keys, self.key_pages, self.key_places),
-                (self.values, self.value_pages, self.value_places),
-            )
-        )
+        tables = []
+        for tokens, pages, places in (
+            (self.keys, self.key_pages, self.key_places),
+            (self.values, self.value_pages, self.value_places),
+        ):
+            due = [tokens[row][:, start : start + PAGE_SIZE] for row in rows]
+            oldest = [pages.select(slice(place, place + 1)) for place in places[rows, 0].tolist()]
+            tables.append(gpu.page_launch(page_writes(due, oldest), tokens[0], pages, self.flag).table)
+        return tuple(tables)
 
     def step(self, step: int, linears: Linears | None = None, flushes: bool = True) -> torch.Tensor:
         """What the runtime launches in one step of the cycle; the attention's output [B, Hq, 1, D]."""
@@ -209,8 +206,10 @@ class SteppedLayer:
     def flush(self, step: int) -> None:
         """As the runtime flushes: pages of both sides, their flag, and what moves up in the buffers."""
         scheme, (key_table, value_table) = self.scheme, self._flush_tables[step]
-        gpu.quantize_key_pages(self.keys, DIM, key_table, scheme.keys, self.key_pages.buffer, self.flag)
-        gpu.quantize_value_pages(self.values, DIM, value_table, scheme.values, self.value_pages.buffer, self.flag)
+        keys = gpu.PageLaunch(self.keys, DIM, key_table, self.key_pages.buffer, self.flag)
+        values = gpu.PageLaunch(self.values, DIM, value_table, self.value_pages.buffer, self.flag)
+        gpu.quantize_key_pages(keys, scheme.keys)
+        gpu.quantize_value_pages(values, scheme.values)
         self.report.copy_(self.flag, non_blocking=True)
         if scheme.held:
             start, stop = scheme.sink_tokens, scheme.sink_tokens + scheme.held * PAGE_SIZE

@@ -1,7 +1,7 @@
 """Peak memory and time of `calibrate` and `export` on random checkpoints of common shapes, by number of layers.
 
     python benchmarks/memory.py [SHAPE:LAYERS ...] [--recipe rtn|awq|gptq] [--samples 8] [--length 128]
-        [--device cpu] [--json benchmarks/results/memory.json]
+        [--device cpu] [--json FILE]
 
 SHAPE is 0.5b, 1.5b, 8b or moe (16 experts of 2,048 x 7,168 in a layer). A sharded bfloat16 checkpoint of that shape
 with LAYERS decoder layers is written to a temporary directory; `kvconvert plan --no-probe`, `kvconvert calibrate` and

@@ -16,6 +16,8 @@ from torch import Tensor
 from kvconvert.errors import NumericError, UsageError
 from kvconvert.kernels.packing import CODE_BITS
 
+# A flag that no kernel has raised: kernels report numbers that cannot be quantized on the device, once per flush.
+NOT_FLAGGED = 2**31 - 1
 _HALF_MAX = torch.finfo(torch.float16).max
 
 
@@ -161,4 +163,48 @@ def _raise_range_error(scale: Tensor, zero_point: Tensor, groups: Tensor, dim: i
         f"Group {index} cannot be quantized because it spans {low:.4g} to {high:.4g}, more than fp16 scales and "
         f"zero_points can describe; keep this tensor unquantized.",
         index,
+    )
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether a tensor of floating-point numbers holds neither NaN nor infinity; one without numbers does not.
+
+    From its smallest and largest number, both of which are NaN where one is: on a CPU 5 times as fast as `isfinite` for
+    float32 and 40 times for bfloat16, and without a tensor of booleans.
+    """
+    if not tensor.numel():
+        return True
+    low, high = tensor.aminmax()
+    return bool(low.isfinite() & high.isfinite())
+
+
+def new_flag(device: torch.device) -> torch.Tensor:
+    """A flag that nothing has raised: int32 [1]."""
+    return torch.full((1,), NOT_FLAGGED, dtype=torch.int32, device=device)
+
+
+def raise_if_flagged(flag: torch.Tensor | int, heads: int, of_span: bool = False) -> None:
+    """Wait for the kernels that were given `flag`, and raise what they found; the flag is lowered again.
+
+    The number that was read from a flag may take its place; whoever read it gives up the flag itself.
+
+    Raises:
+        GroupRangeError: NaN, infinity, or a scale or zero point beyond float16; `index` is (page, head), the page
+            counted in its launch, and (head,) of a span.
+        NumericError: the norm of a key token is not finite or does not fit float16.
+    """
+    found = int(flag)
+    if found == NOT_FLAGGED:
+        return
+    if isinstance(flag, torch.Tensor):
+        flag.fill_(NOT_FLAGGED)
+    place, is_group = divmod(found, 2)
+    if not is_group:
+        raise NumericError("the norm of a key token is not finite or exceeds float16")
+    page, head = divmod(place, heads)
+    raise GroupRangeError(
+        f"{'The span' if of_span else f'Page {page}'} of head {head} cannot be quantized because it holds NaN, "
+        "infinity, or a range that fp16 scales and zero points cannot describe; look for the cause where the numbers "
+        "arose.",
+        (head,) if of_span else (page, head),
     )

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvconvert.runtime.hf import attention, quantizer
 from kvconvert.runtime.hf.cache import CacheStats, KVCache
+from kvconvert.runtime.hf.generation import watch_inputs
 from kvconvert.runtime.hf.load import load
-from kvconvert.runtime.hf.modality import watch_inputs
 
 if TYPE_CHECKING:
     from kvconvert.runtime.engine import Engine, Sampling

@@ -19,14 +19,7 @@ from kvconvert.kernels.linear.triton.prompt_shapes import prompt_shape
 
 def variants(device_capability: int) -> Iterator[Variant]:
     """What the dispatch chooses for the usual mixtures on a device."""
-    yield Variant(
-        name="sort",
-        function=sort_by_expert_kernel,
-        signature={"chosen": "*i64", "order": "*i32", "starts": "*i32", "counts": "*i32", "pairs": "i32"},
-        constants={"CHUNK": SORT_CHUNK},
-        num_warps=4,
-        num_stages=3,
-    )
+    yield Variant.of("sort", sort_by_expert_kernel, "", {"CHUNK": SORT_CHUNK}, num_warps=4)
     for dtype in ("fp16", "bf16"):
         for scores in (dtype, "fp32", None):
             yield _combine(dtype, scores)
@@ -38,23 +31,17 @@ def variants(device_capability: int) -> Iterator[Variant]:
                 yield from _many(dtype, sizes, bias, device_capability)
 
 
-def _signature(dtype: str) -> dict[str, str]:
-    pointers = {"x": f"*{dtype}", "lanes": "*i16", "grid": "*i32", "bias": f"*{dtype}", "y": f"*{dtype}"}
-    pointers |= {"chosen": "*i64", "order": "*i32", "starts": "*i32", "counts": "*i32"}
-    return pointers | dict.fromkeys(("experts", "blocks", "divisor", "octets", "k_blocks"), "i32")
-
-
 def _few(dtype: str, sizes: dict[str, int], bias: bool) -> Iterator[Variant]:
     for shape in dict.fromkeys(few_rows_shapes(sizes["K_BLOCK"]).values()):
         # Pairs by themselves are single rows, sorted ones eight at least.
         is_sorted = shape.rows > 2
-        yield Variant(
-            name=f"few_pairs-{dtype}-{sizes['K_BLOCK']}-{shape.rows}-{shape.tiles}t{shape.warps}w"
+        yield Variant.of(
+            f"few_pairs-{dtype}-{sizes['K_BLOCK']}-{shape.rows}-{shape.tiles}t{shape.warps}w"
             + "-sorted" * is_sorted
             + "-bias" * bias,
-            function=few_pairs_kernel,
-            signature=_signature(dtype),
-            constants=sizes
+            few_pairs_kernel,
+            dtype,
+            sizes
             | {"ROWS": shape.rows, "TILES": shape.tiles, "WARPS": shape.warps, "EVEN": True, "STAGES": shape.stages}
             | {"HAS_BIAS": bias, "SORTED": is_sorted},
             num_warps=shape.warps,
@@ -72,11 +59,11 @@ def _few(dtype: str, sizes: dict[str, int], bias: bool) -> Iterator[Variant]:
 def _many(dtype: str, sizes: dict[str, int], bias: bool, capability: int) -> Iterator[Variant]:
     major_minor = (capability // 10, capability % 10)
     for shape in dict.fromkeys(prompt_shape(rows, major_minor, sizes["K_BLOCK"]) for rows in (128, 256)):
-        yield Variant(
-            name=f"many_pairs-{dtype}-{sizes['K_BLOCK']}-{shape.rows}{'-bias' * bias}",
-            function=many_pairs_kernel,
-            signature=_signature(dtype),
-            constants=sizes | {"ROWS": shape.rows, "TILES": shape.tiles, "STAGES": shape.stages, "HAS_BIAS": bias},
+        yield Variant.of(
+            f"many_pairs-{dtype}-{sizes['K_BLOCK']}-{shape.rows}{'-bias' * bias}",
+            many_pairs_kernel,
+            dtype,
+            sizes | {"ROWS": shape.rows, "TILES": shape.tiles, "STAGES": shape.stages, "HAS_BIAS": bias},
             num_warps=shape.warps,
             num_stages=shape.stages,
             axes={"dtype": dtype, "k_block": sizes["K_BLOCK"], "rows": shape.rows, "bias": bias},
@@ -90,14 +77,13 @@ def _many(dtype: str, sizes: dict[str, int], bias: bool, capability: int) -> Ite
 
 
 def _combine(dtype: str, scores: str | None) -> Variant:
-    return Variant(
-        name=f"combine-{dtype}-{scores or 'none'}",
-        function=combine_kernel,
-        signature={"pairs_y": f"*{dtype}", "chosen": "*i64", "scores": f"*{scores or 'i64'}", "y": f"*{dtype}"}
-        | dict.fromkeys(("experts", "per_token", "columns"), "i32"),
-        constants={"HAS_SCORES": scores is not None, "COLUMNS": COMBINE_COLUMNS},
+    return Variant.of(
+        f"combine-{dtype}-{scores or 'none'}",
+        combine_kernel,
+        dtype,
+        {"HAS_SCORES": scores is not None, "COLUMNS": COMBINE_COLUMNS},
         num_warps=4,
-        num_stages=3,
+        types={"scores": f"*{scores or 'i64'}"},
         axes={"dtype": dtype, "scores": scores or "none"},
         wide_loads=True,
     )

@@ -19,9 +19,6 @@ from kvconvert.kernels.pages.triton.dequantize import (
     warps_for,
 )
 
-TYPES = dict.fromkeys(("records", "first_sum", "second_sum", "output_sum"), "*fp32")
-TYPES |= {"records": "*i16", "offsets": "*i64", "scales": "*i64", "boosted": "*i32"}
-
 
 def variants(capability: int) -> Iterator[Variant]:
     """Specialisations that the dispatch chooses for the usual models: 8 KV heads, pages of the usual size."""
@@ -38,15 +35,13 @@ def variants(capability: int) -> Iterator[Variant]:
         # The first results are the dtype's, later sums float32; the last merge gives the dtype again.
         for first, output in ((dtype, "fp32"), ("fp32", "fp32"), ("fp32", dtype), (dtype, dtype)):
             constants = merge_constants(dim)
-            yield Variant(
+            yield Variant.of(
                 f"merge-{first}-{dtype}-{output}-{dim}",
                 merge_kernel,
-                _signature(
-                    merge_kernel, constants, {"first": f"*{first}", "second": f"*{dtype}", "output": f"*{output}"}
-                ),
+                dtype,
                 constants,
                 merge_warps(constants),
-                num_stages=3,
+                types={"first": f"*{first}", "second": f"*{dtype}", "output": f"*{output}"},
                 axes={"kernel": "merge", "dtype": dtype, "head_size": dim, "first": first, "output": output},
             )
 
@@ -70,17 +65,12 @@ def _variant(kernel: str, function: Any, f: KeyFormat | ValueFormat, dtype: str,
     about = {"bits": f.bits, "group": f.group_size, "static": f.static}
     if isinstance(f, KeyFormat) and f.bits < 16:
         about |= {"norm": f.token_norm, "boosted": f.boosted * 100 // f.head_dim, "fixed": f.fixed_channels}
-    return Variant(
+    return Variant.of(
         "-".join([kernel, dtype, str(f.head_dim), *(f"{name}_{value}" for name, value in about.items())]),
         function,
-        _signature(function, constants, {"output": f"*{dtype}"}),
+        dtype,
         constants,
         warps_for(constants),
-        num_stages=3,
+        types={"scales": "*i64", "boosted": "*i32"},
         axes={"kernel": kernel, "dtype": dtype, "head_size": f.head_dim} | about,
     )
-
-
-def _signature(function: Any, constants: dict[str, Any], pointers: dict[str, str]) -> dict[str, str]:
-    types = TYPES | pointers
-    return {name: types.get(name, "i32") for name in function.arg_names if name not in constants}

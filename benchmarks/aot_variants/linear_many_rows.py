@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from aot_variants.linear_few_rows import signature
 from aot_variants.variant import Variant
 from kvconvert.kernels.linear.packed_layout import TILE
 from kvconvert.kernels.linear.triton.many_rows import (
@@ -26,13 +25,13 @@ def variants(device_capability: int) -> Iterator[Variant]:
             axes = {"dtype": dtype, "k_block": k_block, "group_k_blocks": group_k_blocks}
             sizes = {"K_BLOCK": k_block, "BITS": 4, "GROUPS": 1, "GROUP_K_BLOCKS": group_k_blocks}
             for shape, split in product(prompt_shapes(major_minor, k_block), (False, True)):
-                yield Variant(
-                    name=f"prompt-{dtype}-{k_block}x{group_k_blocks}-{shape.rows}" + "-split" * split,
-                    function=prompt_kernel,
-                    signature=signature(dtype) | {"split_k_blocks": "i32"} | ({"y": "*fp32"} if split else {}),
-                    constants=sizes
-                    | {"ROWS": shape.rows, "TILES": shape.tiles, "STAGES": shape.stages, "INLINE_ASM": True},
+                yield Variant.of(
+                    f"prompt-{dtype}-{k_block}x{group_k_blocks}-{shape.rows}" + "-split" * split,
+                    prompt_kernel,
+                    dtype,
+                    sizes | {"ROWS": shape.rows, "TILES": shape.tiles, "STAGES": shape.stages, "INLINE_ASM": True},
                     num_warps=shape.warps,
+                    types={"y": "*fp32"} if split else {},
                     num_stages=shape.stages,
                     axes=axes | {"rows": shape.rows, "split": split},
                     codes=TILE * shape.tiles * k_block,
@@ -42,38 +41,22 @@ def variants(device_capability: int) -> Iterator[Variant]:
                     most_per_code=8.6 if k_block == 32 else 6.2,
                     spills="a few bytes in front of the loop" if device_capability >= 100 and dtype == "fp16" else "",
                 )
-            yield Variant(
-                name=f"dequantize-{dtype}-{k_block}x{group_k_blocks}",
-                function=dequantize_kernel,
-                signature={
-                    "lanes": "*i16",
-                    "grid": "*i32",
-                    "weights": f"*{dtype}",
-                    "first_tile": "i32",
-                    "tiles": "i32",
-                    "k_blocks": "i32",
-                },
-                constants=sizes | {"K_BLOCKS": k_blocks_per_program(k_block)},
+            yield Variant.of(
+                f"dequantize-{dtype}-{k_block}x{group_k_blocks}",
+                dequantize_kernel,
+                dtype,
+                sizes | {"K_BLOCKS": k_blocks_per_program(k_block)},
                 num_warps=4,
-                num_stages=3,
                 axes=axes,
                 wide_loads=True,
             )
         for biased in (False, True):
-            yield Variant(
-                name=f"split_sum-{dtype}" + "-bias" * biased,
-                function=split_sum_kernel,
-                signature={
-                    "partial": "*fp32",
-                    "bias": f"*{dtype}",
-                    "y": f"*{dtype}",
-                    "count": "i32",
-                    "octets": "i32",
-                    "splits": "i32",
-                },
-                constants={"HAS_BIAS": biased, "BLOCK": SUM_BLOCK},
+            yield Variant.of(
+                f"split_sum-{dtype}" + "-bias" * biased,
+                split_sum_kernel,
+                dtype,
+                {"HAS_BIAS": biased, "BLOCK": SUM_BLOCK},
                 num_warps=4,
-                num_stages=3,
                 axes={"dtype": dtype, "bias": biased},
                 wide_loads=True,
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from aot_variants.linear_few_rows import signature
 from aot_variants.variant import Variant
 from kvconvert.kernels.linear.packed_layout import TILE
 from kvconvert.kernels.linear.triton.few_rows import few_rows_kernel, few_rows_shapes
@@ -40,11 +39,11 @@ def _layout(sizes: dict[str, int]) -> str:
 
 def _few(dtype: str, sizes: dict[str, int], axes: dict[str, int]) -> Iterator[Variant]:
     for shape in dict.fromkeys(few_rows_shapes(sizes["K_BLOCK"]).values()):
-        yield Variant(
-            name=f"few_rows-{axes['bits']}bit-{dtype}-{_layout(sizes)}-{shape.rows}-{shape.tiles}t{shape.warps}w",
-            function=few_rows_kernel,
-            signature=signature(dtype),
-            constants=sizes
+        yield Variant.of(
+            f"few_rows-{axes['bits']}bit-{dtype}-{_layout(sizes)}-{shape.rows}-{shape.tiles}t{shape.warps}w",
+            few_rows_kernel,
+            dtype,
+            sizes
             | {"ROWS": shape.rows, "TILES": shape.tiles, "WARPS": shape.warps, "EVEN": True, "STAGES": shape.stages}
             | {"HAS_BIAS": False, "INLINE_ASM": True},
             num_warps=shape.warps,
@@ -60,11 +59,11 @@ def _few(dtype: str, sizes: dict[str, int], axes: dict[str, int]) -> Iterator[Va
 
 def _many(dtype: str, sizes: dict[str, int], axes: dict[str, int], capability: int) -> Iterator[Variant]:
     for shape in prompt_shapes((capability // 10, capability % 10), sizes["K_BLOCK"]):
-        yield Variant(
-            name=f"prompt-{axes['bits']}bit-{dtype}-{_layout(sizes)}-{shape.rows}",
-            function=prompt_kernel,
-            signature=signature(dtype) | {"split_k_blocks": "i32"},
-            constants=sizes | {"ROWS": shape.rows, "TILES": shape.tiles, "STAGES": shape.stages, "INLINE_ASM": True},
+        yield Variant.of(
+            f"prompt-{axes['bits']}bit-{dtype}-{_layout(sizes)}-{shape.rows}",
+            prompt_kernel,
+            dtype,
+            sizes | {"ROWS": shape.rows, "TILES": shape.tiles, "STAGES": shape.stages, "INLINE_ASM": True},
             num_warps=shape.warps,
             num_stages=shape.stages,
             axes=axes | {"dtype": dtype, "rows": shape.rows},
@@ -74,14 +73,12 @@ def _many(dtype: str, sizes: dict[str, int], axes: dict[str, int], capability: i
             most_per_code=MOST_PER_CODE[sizes["K_BLOCK"]],
             spills=SPILLS,
         )
-    yield Variant(
-        name=f"dequantize-{axes['bits']}bit-{dtype}-{_layout(sizes)}",
-        function=dequantize_kernel,
-        signature={"lanes": "*i16", "grid": "*i32", "weights": f"*{dtype}"}
-        | dict.fromkeys(("first_tile", "tiles", "k_blocks"), "i32"),
-        constants=sizes | {"K_BLOCKS": k_blocks_per_program(sizes["K_BLOCK"])},
+    yield Variant.of(
+        f"dequantize-{axes['bits']}bit-{dtype}-{_layout(sizes)}",
+        dequantize_kernel,
+        dtype,
+        sizes | {"K_BLOCKS": k_blocks_per_program(sizes["K_BLOCK"])},
         num_warps=4,
-        num_stages=3,
         axes=axes | {"dtype": dtype},
         wide_loads=True,
     )

@@ -44,7 +44,7 @@ def variants(capability: int) -> Iterator[Variant]:
         yield from _feedback_variants(dtype, dim)
         tile, name = tile_of(dim, 2), f"{dtype}-{dim}"
         shape = {"HEADS": 8, "HEAD_SIZE": dim, "TILE": tile}
-        page = {"PAGE": PAGE_SIZE, "ROTATE": False}
+        page = {"PAGE": PAGE_SIZE}
         for measure in ("l2", "mean_abs"):
             constants = shape | page | {"TOKENS": NORM_TOKENS, "OFFSET": 24576, "MEAN_ABS": measure == "mean_abs"}
             yield _variant(f"norm-{name}-{measure}", joint_norm_kernel, dtype, constants, warps_for(NORM_TOKENS * tile))
@@ -58,8 +58,7 @@ def variants(capability: int) -> Iterator[Variant]:
 
 
 def _key_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Variant:
-    tile = tile_of(f.head_dim, f.bits)
-    constants = key_constants(f, tile, False, partial)
+    constants = key_constants(f, partial)
     select = f"{'calibrated' if f.fixed_channels else 'dynamic'}{f.boosted}" if f.boosted else ""
     name = f"keys-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{'-static' * f.static}"
     variant = _variant(name + "-partial" * partial, key_page_kernel, dtype, constants, key_warps(constants))
@@ -79,7 +78,7 @@ def _feedback_variants(dtype: str, dim: int) -> Iterator[Variant]:
 
 
 def _feedback_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Variant:
-    constants = feedback_constants(key_constants(f, tile_of(f.head_dim, f.bits), False, partial))
+    constants = feedback_constants(key_constants(f, partial))
     select = f"{'calibrated' if f.fixed_channels else 'dynamic'}{f.boosted}" if f.boosted else ""
     name = f"feedback-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{'-static' * f.static}"
     variant = _variant(name + "-partial" * partial, key_feedback_kernel, dtype, constants, feedback_warps(constants))
@@ -95,37 +94,18 @@ def _value_variant(dtype: str, f: ValueFormat, partial: bool = False) -> Variant
     return _variant(name, value_page_kernel, dtype, constants, value_warps(constants))
 
 
-_TOKENS = ("keys", "values", "tokens", "source", "target", "matrix")
-_TYPES = {
-    "records": "*i16",
-    "record_bytes": "*u8",
-    "table": "*i64",
-    "feedback_table": "*i64",
-    "feedback": "*fp16",
-    "scratch": "*fp32",
-    "boosted": "*i64",
-    "flag": "*i32",
-    "extremes": "*fp32",
-    "normaliser": "fp32",
-    "factor": "fp32",
-    "shrink": "fp32",
-} | dict.fromkeys(("static_scales", "static_zero_points", "scales", "zero_points"), "*fp16")
-
-
 def _variant(name: str, function: Any, dtype: str, constants: dict[str, Any], num_warps: int) -> Variant:
-    types = dict.fromkeys(_TOKENS, f"*{dtype}") | _TYPES
-    signature = {argument: types.get(argument, "i32") for argument in function.arg_names if argument not in constants}
     axes = {"kernel": name.partition("-")[0], "dtype": dtype} | {
         key: constants[key] for key in ("HEAD_SIZE", "BITS", "GROUP", "NORM", "BOOSTED", "STATIC") if key in constants
     }
     few = constants.get("BITS") == 1 or function is channel_range_kernel
-    return Variant(
+    return Variant.of(
         name,
         function,
-        signature,
+        dtype,
         constants,
         num_warps,
-        num_stages=3,
+        types={"tokens": f"*{dtype}", "boosted": "*i64", "scales": "*fp16", "zero_points": "*fp16"},
         axes=axes,
         spills="at most six registers, on some architectures" if few else "",
     )

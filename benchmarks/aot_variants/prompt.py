@@ -38,9 +38,6 @@ def _attention_variant(
             "queries": _source(dtype, tiling.query_rows, head_tile, tiling),
             "keys": keys,
             "values": _source(dtype, tiling.key_rows, value_tile, tiling) if value_size else keys,
-            "sink_logits": "*fp32",
-            "output": f"*{dtype}",
-            "log_sum_exp": "*fp32",
         },
         tiling,
         {"dtype": dtype, "head_size": size} | features,
@@ -63,8 +60,6 @@ def _column_variant(device_capability: int, dtype: str, size: int, softcap: bool
         {
             "queries": _source(dtype, tiling.query_rows, head_tile, tiling),
             "keys": _source(dtype, tiling.key_rows, head_tile, tiling),
-            "log_sum_exp": "*fp32",
-            "sums": "*fp32",
         },
         tiling,
         {"dtype": dtype, "head_size": size, "softcap": softcap, "windowed": windowed},
@@ -78,7 +73,7 @@ def _source(dtype: str, rows: int, tile: int, tiling: Tiling) -> str:
 
 
 def _variant(
-    operation: str, function: Any, pointers: dict[str, str], tiling: Tiling, axes: dict[str, Any], constants: dict
+    operation: str, function: Any, types: dict[str, str], tiling: Tiling, axes: dict[str, Any], constants: dict
 ) -> Variant:
     constants = constants | {
         "QUERY_ROWS": tiling.query_rows,
@@ -89,17 +84,16 @@ def _variant(
         "IN_REGISTERS": tiling.in_registers,
         "INTERPRETED": False,
     }
-    scalars = {"scaling": "fp32", "softcap": "fp32"}
-    rest = {name: scalars.get(name, "i32") for name in function.arg_names if name not in pointers | constants}
     name = "-".join([operation, *(f"{axis}_{value}" for axis, value in axes.items())])
-    return Variant(
+    return Variant.of(
         name,
         function,
-        pointers | rest,
+        axes["dtype"],
         constants,
         tiling.num_warps,
-        tiling.num_stages,
-        {"operation": operation} | axes,
+        types=types,
+        num_stages=tiling.num_stages,
+        axes={"operation": operation} | axes,
         tensor_cores=True,
         # Tilings for Blackwell have not been tuned on one; on Hopper it is the largest heads.
         spills="a few bytes outside of the loop" if tiling.descriptors and not tiling.in_registers else "",

@@ -24,16 +24,13 @@ def variants(capability: int) -> Iterator[Variant]:
 
 
 def _rotate_variant(name: str, shared: dict[str, int], axes: dict[str, object], inverse: bool) -> Variant:
-    strides = [f"{side}{stride}_stride" for side in ("", "target_") for stride in ("outer", "inner", "row")]
-    return Variant(
+    return Variant.of(
         f"rotate-{name}-{shared['SIZE']}-{shared['ROWS']}{'-inverse' * inverse}",
         rotate_kernel,
-        dict.fromkeys(("source", "target", "matrix"), f"*{name}")
-        | {"normaliser": "fp32"}
-        | dict.fromkeys(("inner", "rows", *strides), "i32"),
+        name,
         shared | {"INVERSE": inverse},
         num_warps=4,
-        num_stages=3,
+        types={"matrix": f"*{name}"},
         axes=axes | {"inverse": inverse},
         tensor_cores=True,
         spills="two registers outside of the loop" if name == "fp32" and shared["SIZE"] == 64 else "",
@@ -41,16 +38,10 @@ def _rotate_variant(name: str, shared: dict[str, int], axes: dict[str, object], 
 
 
 def _append_variant(name: str, shared: dict[str, int], axes: dict[str, object], rotate_values: bool) -> Variant:
-    pointers = ("queries", "output", "keys", "values", "key_base", "value_base", "key_matrix", "value_matrix")
-    sides = ("query", "output", "key", "value")
-    strides = [f"{side}{stride}" for side in sides for stride in ("_batch_stride", "_head_stride", "_stride")]
-    return Variant(
+    return Variant.of(
         f"append-{name}-{shared['SIZE']}-{shared['ROWS']}{'-values' * rotate_values}",
         rotate_and_append_kernel,
-        dict.fromkeys(pointers, f"*{name}")
-        | dict.fromkeys(("table", "first_tokens"), "*i64")
-        | dict.fromkeys(("key_normaliser", "value_normaliser"), "fp32")
-        | dict.fromkeys(("batch", "tokens", *strides), "i32"),
+        name,
         shared
         | {
             "QUERY_HEADS": 32,
@@ -64,7 +55,6 @@ def _append_variant(name: str, shared: dict[str, int], axes: dict[str, object], 
             "ROWS_ARE_HEADS": shared["ROWS"] == FEW_ROWS,
         },
         num_warps=4,
-        num_stages=3,
         axes=axes | {"rotate_values": rotate_values},
         tensor_cores=True,
     )

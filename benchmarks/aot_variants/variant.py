@@ -9,6 +9,21 @@ import torch
 
 # Triton's names for the dtypes of tokens, activations and queries.
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+# Arguments by their type, for all kernels; of those that are not here `Variant.of` is told, or they are integers.
+OWN = (
+    "bias cos gate k k_output keys output pairs_y q q_output queries residual sin source target total up values weight "
+    "weights x y key_base key_matrix value_base value_matrix"
+)
+TYPES = {
+    "fp32": "alpha eps factor key_normaliser limit normaliser offset scaling shrink softcap value_normaliser",
+    "*fp32": "extremes first_sum log_sum_exp output_sum partial scratch second_sum sink_logits sums",
+    "*fp16": "feedback static_scales static_zero_points",
+    "*i16": "lanes records",
+    "*i32": "counts flag grid order starts",
+    "*i64": "chosen feedback_table first_tokens offsets table",
+    "*u8": "record_bytes",
+}
+ARGUMENTS = {name: kind for kind, names in TYPES.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -49,3 +64,23 @@ class Variant:
     most_per_code: float = 6.0
     most_local: float = 0.05
     spills: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        function: Any,
+        dtype: str,
+        constants: dict[str, Any],
+        num_warps: int,
+        *,
+        types: dict[str, str] | None = None,
+        num_stages: int = 3,
+        **others: Any,
+    ) -> Variant:
+        """A variant of a kernel for a dtype; `types` are those of arguments that `ARGUMENTS` does not know."""
+        known = ARGUMENTS | dict.fromkeys(OWN.split(), f"*{dtype}") | (types or {})
+        signature = {
+            argument: known.get(argument, "i32") for argument in function.arg_names if argument not in constants
+        }
+        return cls(name, function, signature, constants, num_warps, num_stages, **others)

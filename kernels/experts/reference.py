@@ -15,6 +15,7 @@ def experts_reference(
     gate_up: Tensor,
     down: Tensor,
     kind: Gate,
+    *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:

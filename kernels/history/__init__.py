@@ -79,8 +79,8 @@ def history_attention(
     scaling: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
-    window: int | None = None,
     *,
+    window: int | None = None,
     backend: Backend | None = None,
     workspace_tokens: int | None = None,
 ) -> torch.Tensor:
@@ -107,5 +107,14 @@ def history_attention(
     from kvconvert.kernels.history.triton import launch
 
     return launch.tiled_attention(
-        queries, parts, keys, values, scaling, softcap, sink_logits, window, backend, workspace_tokens
+        queries,
+        parts,
+        keys,
+        values,
+        scaling,
+        softcap,
+        sink_logits,
+        window=window,
+        backend=backend,
+        workspace_tokens=workspace_tokens,
     )

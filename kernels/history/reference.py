@@ -18,6 +18,7 @@ def history_reference(
     scaling: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    *,
     window: int | None = None,
 ) -> torch.Tensor:
     """`history_attention` over the whole history at once, dequantized to the keys' dtype: float64 [Hq, T, E]."""

@@ -28,6 +28,7 @@ from kvconvert.kernels import device as devices
 from kvconvert.kernels.linear.awq_format import WEIGHT_BITS, AwqWeight, dequantize_weight, pack_bits
 from kvconvert.kernels.linear.cpu import (
     INT4PACK_SHIFT,
+    DenseLinear,
     int4pack_block,
     int4pack_product,
     pack_int4,
@@ -35,7 +36,6 @@ from kvconvert.kernels.linear.cpu import (
     tiled_product,
     unpack_int4pack,
 )
-from kvconvert.kernels.linear.dense import DenseLinear
 from kvconvert.kernels.linear.packed_layout import PackedWeight, has_layout, pack_weight, unpack_codes
 from kvconvert.kernels.linear.reference import w4a16_reference
 from kvconvert.kernels.linear.shared_input import SharedInput

@@ -1,4 +1,5 @@
-"""The product with a quantized weight on a CPU, by two paths that agree up to the rounding of the input's dtype.
+"""The product with a quantized weight on a CPU, by two paths that agree up to the rounding of the input's dtype; and
+with the unquantized weight of a 16-bit model where there are no instructions for its dtype.
 
 - `int4pack`: torch's int4 matrix product, for bfloat16 and few rows, as in decoding. It wants its own weight layout,
   which holds codes of 2 and 3 bits exactly, in 4 bits each; 8 bits do not fit.
@@ -11,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvconvert.kernels.device import product_dtype
 from kvconvert.kernels.linear.awq_format import (
@@ -23,7 +24,10 @@ from kvconvert.kernels.linear.awq_format import (
     unpack_channels,
 )
 
-# Measured by benchmarks/cpu_linear.py: for large weights torch's int4 product costs as much as dequantizing between 48
+# Up to so many rows a product with an unquantized weight reads it about once, which 16 bits make faster, not slower.
+# Measured on an AVX2 processor: with 2 rows both take the same time, with 64 the product in bfloat16 six times as long.
+FEW_ROWS = 2
+# Measured on an AVX2 processor: for large weights torch's int4 product costs as much as dequantizing between 48
 # and 64 rows, for small ones later.
 INT4PACK_ROWS = 48
 # What codes of fewer bits are raised by, so that 8 is in their middle and the offset, rounded to bfloat16, is small.
@@ -241,3 +245,42 @@ def int4pack_block() -> int | None:
         codes = torch.arange(112 * 64).mul(7).remainder(31).remainder(16).view(112, 64)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         return block if torch.equal(unpack_int4pack(packed, block).long(), codes) else None
+
+
+class DenseLinear(nn.Linear):
+    """An `nn.Linear` whose products of many rows are computed in float32 where a CPU multiplies 16-bit numbers slowly.
+
+    The weight stays 16-bit; a few hundred of its rows are widened at a time. Sums are float32, results have the dtype
+    of the input. With gradients, on other devices and in other dtypes it is `nn.Linear`.
+    """
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> DenseLinear:
+        """A module with the parameters of `linear` themselves, not copies."""
+        module = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        module.weight, module.bias = linear.weight, linear.bias
+        return module.train(linear.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        rows = input.reshape(-1, self.in_features)
+        slow = input.device.type == "cpu" and product_dtype(input.dtype) != input.dtype == self.weight.dtype
+        recorded = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
+        if not slow or recorded or len(rows) <= FEW_ROWS:
+            return super().forward(input)
+        return tiled_dense_product(rows, self.weight, self.bias).view(*input.shape[:-1], self.out_features)
+
+
+def tiled_dense_product(rows: Tensor, weight: Tensor, bias: Tensor | None, tile_weights: int = TILE_WEIGHTS) -> Tensor:
+    """`x W^T + b` of rows [R, in] with a weight [out, in], computed in float32: [R, out] in the rows' dtype."""
+    outputs, inputs = weight.shape
+    step = max(1, min(outputs, tile_weights // inputs))
+    wide, widened = rows.float(), torch.empty(step, inputs, dtype=torch.float32)
+    y = rows.new_empty(len(rows), outputs)
+    for start in range(0, outputs, step):
+        part = weight[start : start + step]
+        product = wide @ widened[: len(part)].copy_(part).T
+        if bias is not None:
+            product += bias[start : start + step].float()
+        y[:, start : start + step] = product
+    return y

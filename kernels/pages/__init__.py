@@ -14,7 +14,7 @@ Static pages have codes alone: one scale and zero point per channel, keys' and v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -30,7 +30,6 @@ from kvconvert.kernels.pages.center import (
     rope_matrix,
 )
 from kvconvert.kernels.pages.feedback import round_with_feedback, round_with_feedback_reference
-from kvconvert.kernels.pages.flag import new_flag, raise_if_flagged
 from kvconvert.kernels.pages.formats import (
     PAGE_SIZE,
     ChannelScales,
@@ -62,6 +61,7 @@ from kvconvert.kernels.pages.reference import (
     token_norms,
     value_codes,
 )
+from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
 
 __all__ = [
     "PAGE_SIZE",
@@ -93,7 +93,7 @@ __all__ = [
     "pages_of",
     "projected_scores",
     "quantize_at",
-    "quantize_in_place",
+    "quantize_by_reference",
     "quantize_keys",
     "quantize_values",
     "raise_if_flagged",
@@ -141,18 +141,19 @@ def quantize_at(
     static: ChannelScales | None = None,
     center: KeyCenter | None = None,
 ) -> None:
-    """`quantize_in_place` by addresses, for many layers and sequences; only for what `unsupported` accepts.
+    """Quantize complete pages of many layers and sequences on a GPU and write them where they are to be stored.
 
     Args:
-        writes: of the pages.
+        writes: of pages of tokens that `unsupported` accepts.
         like: some of the tokens [H, n, channels].
         pages: some pages of the same storage, for their format and dtype.
-        flag, channels, static: as in `quantize_in_place`.
+        flag: what the kernels raise, see `raise_if_flagged`; from `new_flag`.
+        channels, static: as for `quantize_keys` and `quantize_values`.
         center: of any of the pages' layers, where `writes` has all of them, which are taken away in the tokens' place.
     """
-    from kvconvert.kernels.pages.triton.launch import quantize_addressed
+    from kvconvert.kernels.pages.triton import launch
 
-    quantize_addressed(writes, like, pages, flag, channels, static, center)
+    launch.quantize_at(writes, like, pages, flag, channels, static, center)
 
 
 def add_centers(tokens: torch.Tensor, position: int, page_size: int, center: KeyCenter, sign: int = 1) -> None:
@@ -173,46 +174,32 @@ def add_centers(tokens: torch.Tensor, position: int, page_size: int, center: Key
     add_centers_reference(tokens, position, page_size, center, sign)
 
 
-def quantize_in_place(
+def quantize_by_reference(
     tokens: Sequence[torch.Tensor],
     pages: Sequence[KeyPages] | Sequence[ValuePages],
-    flag: torch.Tensor,
     channels: torch.Tensor | None = None,
     static: ChannelScales | None = None,
-    fall_back: Callable[[str, str], None] = device.fall_back,
     feedback: torch.Tensor | None = None,
 ) -> None:
-    """Quantize complete pages of many sequences and write them where they are to be stored, in one launch on a GPU.
+    """Quantize complete pages of many sequences where no kernels do, and write them where they are to be stored.
 
     Args:
         tokens: views [H, n P, channels] of n >= 1 pages' tokens each, in buffers of any capacity.
         pages: views of the records that these pages take, in the same order; as many pages as there are tokens for.
-        flag: what the kernels raise, see `raise_if_flagged`; from `new_flag`.
-        channels, static: as for `quantize_keys` and `quantize_values`.
-        fall_back: called with operation and reason where kernels run on the device but do not serve these tokens. Of
-            a device without kernels, attention tells.
-        feedback: as for `quantize_keys`.
+        channels, static, feedback: as for `quantize_keys` and `quantize_values`.
 
     Raises:
-        NumericError: what cannot be quantized, where no kernel found it; `index` is (page, head, ...) then.
+        NumericError: what cannot be quantized; `index` is (page, head, ...).
     """
-    size = pages[0].format.page_size
-    reason = next((reason for part in tokens if (reason := unsupported(part, size)) is not None), None)
-    if reason is None:
-        from kvconvert.kernels.pages.triton.launch import quantize_page_records
-
-        quantize_page_records(tokens, pages, flag, channels, static, feedback)
-        return
-    if device.runs_triton(tokens[0].device):
-        fall_back("page quantization", reason)
+    f = pages[0].format
     rooms = (room for view in pages for room in view.buffer)
     for part in tokens:
-        every = part.unflatten(1, (-1, size)).transpose(0, 1)
+        every = part.unflatten(1, (-1, f.page_size)).transpose(0, 1)
         for some in every.split(REFERENCE_PAGES):
-            if isinstance(pages[0], KeyPages):
-                quantized = quantize_keys(some, pages[0].format, channels, static, feedback)
+            if isinstance(f, KeyFormat):
+                quantized = quantize_keys(some, f, channels, static, feedback)
             else:
-                quantized = quantize_values(some, pages[0].format, static)
+                quantized = quantize_values(some, f, static)
             for record in quantized.buffer:
                 next(rooms).copy_(record)
 

@@ -81,7 +81,7 @@ def attention_and_log_sum_exp(
     if reason is None:
         from kvconvert.kernels.prompt.triton.launch import attention
 
-        return attention(queries, keys, values, scaling, softcap, sink_logits, window)
+        return attention(queries, keys, values, scaling, softcap, sink_logits, window=window)
     if is_fallback(queries):
         device.fall_back("The attention of prompts", reason)
-    return blockwise_attention(queries, keys, values, scaling, softcap, sink_logits, window), None
+    return blockwise_attention(queries, keys, values, scaling, softcap, sink_logits, window=window), None

@@ -17,6 +17,7 @@ def blockwise_attention(
     scaling: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    *,
     window: int | None = None,
     block_scores: int = BLOCK_SCORES,
 ) -> torch.Tensor:
@@ -37,7 +38,9 @@ def blockwise_attention(
     heads = keys.shape[0]
     output = queries.new_empty(*queries.shape[:2], values.shape[2])
     grouped, values = output.unflatten(0, (heads, -1)), values.float()
-    for block, seen, weights in weight_blocks(queries, keys, None, scaling, softcap, sink_logits, window, block_scores):
+    for block, seen, weights in weight_blocks(
+        queries, keys, None, scaling, softcap, sink_logits, window=window, block_scores=block_scores
+    ):
         grouped[:, :, block] = (weights @ values[:, None, seen]).to(output.dtype)
     return output
 
@@ -49,6 +52,7 @@ def weight_blocks(
     scaling: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    *,
     window: int | None = None,
     block_scores: int = BLOCK_SCORES,
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:

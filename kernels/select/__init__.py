@@ -36,6 +36,7 @@ def column_sums(
     scaling: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    *,
     window: int | None = None,
     log_sum_exp: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -58,11 +59,11 @@ def column_sums(
         from kvconvert.kernels.prompt.triton import launch
 
         if log_sum_exp is None:
-            _, log_sum_exp = launch.attention(queries, keys, None, scaling, softcap, sink_logits, window)
+            _, log_sum_exp = launch.attention(queries, keys, None, scaling, softcap, sink_logits, window=window)
         return launch.column_sums(queries, keys, log_sum_exp, scaling, softcap, window)
     if reason is not None and is_fallback(queries):
         device.fall_back("The attention mass of tokens", reason)
-    return blockwise_column_sums(queries, keys, visible, scaling, softcap, sink_logits, window)
+    return blockwise_column_sums(queries, keys, visible, scaling, softcap, sink_logits, window=window)
 
 
 def selective_attention(
@@ -82,4 +83,6 @@ def selective_attention(
         the output [Hq, T, E], and float32 [H, n], summed over the T queries and the query heads of each KV head.
     """
     output, log_sum_exp = attention_and_log_sum_exp(queries, keys, values, scaling, softcap, sink_logits, window)
-    return output, column_sums(queries, keys, None, scaling, softcap, sink_logits, window, log_sum_exp)
+    return output, column_sums(
+        queries, keys, None, scaling, softcap, sink_logits, window=window, log_sum_exp=log_sum_exp
+    )

@@ -17,7 +17,7 @@ from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.simulated_attention import AttentionCall, attention_calls, simulated_caches
 from kvconvert.data.text import TokenData
 from kvconvert.errors import NumericError
-from kvconvert.kernels.finite import all_finite
+from kvconvert.kernels.quantizer import all_finite
 
 # Tokens that run through the model at once, and bytes for the exact model's log-probabilities.
 BATCH_TOKENS, GPU_BATCH_TOKENS = 2048, 16384

@@ -31,7 +31,7 @@ from kvconvert.convert.export import export
 from kvconvert.errors import UsageError
 from kvconvert.io.records import TensorInfo
 from kvconvert.kernels.linear.awq_format import AwqWeight, unpack_bits
-from kvconvert.kernels.linear.word_format import pack_words
+from kvconvert.kernels.packing import pack_words
 
 FP8_LARGEST = 448.0  # of float8_e4m3fn
 WIDTHS = (4, 8)

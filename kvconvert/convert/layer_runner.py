@@ -18,8 +18,8 @@ from kvconvert.convert.hidden_states import HiddenStates
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill, rows_as_looked_up
 from kvconvert.errors import NumericError, UnsupportedModelError
 from kvconvert.io.mapped import Mapped
-from kvconvert.kernels.finite import all_finite
 from kvconvert.kernels.linear.awq_format import AwqWeight
+from kvconvert.kernels.quantizer import all_finite
 from kvconvert.models.adapters import Adapter
 from kvconvert.models.configuration import model_class
 from kvconvert.models.experts import ExpertRoles, expert_modules, separate_experts

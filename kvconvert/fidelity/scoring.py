@@ -16,8 +16,8 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvconvert.errors import NumericError
-from kvconvert.kernels.finite import all_finite
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.kernels.quantizer import all_finite
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 

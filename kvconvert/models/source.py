@@ -28,8 +28,8 @@ from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelErro
 from kvconvert.io.checksums import FileStamps, begin, sha256
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 from kvconvert.io.records import SourceInfo, TensorInfo
-from kvconvert.kernels.finite import all_finite
 from kvconvert.kernels.linear.awq_format import AwqWeight
+from kvconvert.kernels.quantizer import all_finite
 from kvconvert.models.formats import Encoded, Packing, find_format
 from kvconvert.models.formats.gguf import find_gguf, open_gguf
 from kvconvert.models.names import TensorNames

@@ -7,9 +7,7 @@ import torch
 from kvconvert.errors import CacheError
 from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, unsupported_append
 from kvconvert.runtime.cache.compress import seal
-from kvconvert.runtime.cache.forward_pass import Chunk
-from kvconvert.runtime.cache.groups import ForwardPass
-from kvconvert.runtime.cache.pass_tables import step_tables
+from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
 from kvconvert.runtime.cache.store import LayerStore
 
 
@@ -38,7 +36,7 @@ def commit(store: LayerStore, chunk: Chunk, queries: torch.Tensor | None = None)
     n, in_one_launch = latest.length, False
     if queries is not None and unsupported_append(store.dtype, queries, keys, values) is None:
         in_one_launch = all(destination.runs == [(0, n)] for destination in latest.destinations)
-    tables = step_tables(store) if in_one_launch else None
+    tables = group.registry.step_tables(store) if in_one_launch else None
     if tables is not None:
         store.sequences = latest.appended
         table, base = tables.appends[group.stores.index(store)], tables.base.view(store.dtype)

@@ -7,26 +7,23 @@ from collections.abc import Hashable
 import numpy as np
 import torch
 
-from kvconvert.errors import KvconvertError, NumericError
+from kvconvert.errors import CacheError, KvconvertError, NumericError
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import (
     PageWrites,
     add_centers,
     new_flag,
     quantize_at,
-    quantize_in_place,
+    quantize_by_reference,
     raise_if_flagged,
     unsupported,
 )
-from kvconvert.kernels.select import select_tokens
-from kvconvert.kernels.spans import quantize_span
 from kvconvert.runtime.cache.buffer import TokenBuffer, remove_tokens
-from kvconvert.runtime.cache.groups import Compression, LayerGroup, PendingPages
+from kvconvert.runtime.cache.forward_pass import Compression, PendingPages
 from kvconvert.runtime.cache.pool import UNIT
-from kvconvert.runtime.cache.prompts import Evict, SealSpan
-from kvconvert.runtime.cache.store import LayerStore
-
-Group = LayerGroup[LayerStore]
+from kvconvert.runtime.cache.prompts import SealSpan
+from kvconvert.runtime.cache.sequence import Sequence
+from kvconvert.runtime.cache.store import Group, LayerStore
 
 
 def begin_forward(store: LayerStore) -> None:
@@ -67,7 +64,7 @@ def end_forward(store: LayerStore) -> None:
         return
     if latest.compression is None:
         seal_now, group.seal_at_once = group.seal_at_once, False
-        latest.compression = group.compress(seal_now)
+        latest.compression = group.plan_compression(seal_now)
     _execute(group, [store], latest.compression)
 
 
@@ -108,11 +105,64 @@ def seal(group: Group) -> None:
 
 def compress(group: Group, seal: bool) -> None:
     """Compress, in all layers of a group, what is complete between passes; errors are those of `end_forward`."""
-    plan = group.compress(seal)
+    plan = group.plan_compression(seal)
     if not plan.is_empty:
         _execute(group, group.stores, plan)
     for store in group.stores:
         store.sequences = plan.after
+
+
+def crop(group: Group, tokens_to_remove: int) -> None:
+    """Remove the newest tokens; `tokens_to_remove` is zero or negative, as transformers passes it.
+
+    Raises:
+        CacheError: the tokens are compressed already, or have left a sliding window that would need them again.
+    """
+    if tokens_to_remove > 0:
+        raise CacheError(
+            f"crop({tokens_to_remove}) is not possible: pass the number of tokens to remove as a negative number."
+        )
+    if not group.sequences:
+        return
+    length = group.logical + tokens_to_remove
+    for row, sequence in enumerate(group.sequences):
+        _check_crop(group, row, sequence, length)
+    cropped = tuple(sequence.crop(length) for sequence in group.sequences)
+    for store in group.stores:
+        for sequence, row in zip(cropped, store.rows, strict=True):
+            row.keys.truncate(sequence.keys.buffered)
+            row.values.truncate(sequence.values.buffered)
+            if row.attention_mass is not None:
+                row.attention_mass = row.attention_mass[:, : sequence.keys.buffered]
+    group.sequences = cropped
+    group.logical = group.attended = length
+    if group.real is not None:
+        group.real = group.real[:, :length]
+    group.touch()
+    # What was held back for this may be compressed now.
+    recording, group.record_past = group.record_past, False
+    compress(group, seal=False)
+    group.record_past = recording
+
+
+def _check_crop(group: Group, row: int, sequence: Sequence, length: int) -> None:
+    removed = len(sequence) - sequence.before(length)
+    free = 0 if sequence.untouched else sequence.sink_tokens
+    loose = min(sequence.keys.buffered, sequence.values.buffered) - free
+    in_span = any(span.positions.before(length) < span.tokens for span in sequence.spans)
+    if removed > loose or in_span:
+        raise CacheError(
+            f"Sequence {row} cannot give back its newest {removed} tokens: {group.name} has already quantized "
+            "some of them; call activate_past_recording() before the tokens are added, and crop at most a page at a "
+            "time."
+        )
+    if removed and sequence.dropped and group.sliding_window:
+        oldest = sequence.position(sequence.sink_tokens + sequence.dropped * group.page_size)
+        if oldest > length - group.sliding_window + 1:
+            raise CacheError(
+                f"Sequence {row} cannot give back its newest {removed} tokens: {group.name} has dropped tokens "
+                "that its sliding window would need again; call activate_past_recording() before the tokens are added."
+            )
 
 
 def _execute(group: Group, stores: list[LayerStore], plan: Compression) -> None:
@@ -120,44 +170,16 @@ def _execute(group: Group, stores: list[LayerStore], plan: Compression) -> None:
     try:
         for store in stores:
             for work in plan.seals:
-                (_seal_span if isinstance(work, SealSpan) else _evict)(store, work)
+                with _NamedErrors([store], 0):
+                    store.seal_span(work) if isinstance(work, SealSpan) else store.evict(work)
             for row, side, start, stop, used in plan.discards:
-                (store.rows[row].values if side else store.rows[row].keys).remove([(start, stop)], used)
+                store.buffer(row, side == 0).remove([(start, stop)], used)
         _flush(group, stores, plan)
     except Exception as error:
         group.error = error
         raise
     for store in stores:
         store.sequences = plan.after
-
-
-def _seal_span(store: LayerStore, work: SealSpan) -> None:
-    """Quantize a prompt as spans."""
-    row, parts = store.rows[work.row], list(work.parts)
-    with _NamedErrors([store], 0):
-        keys, values = (_joined([side.tokens(*part) for part in parts]) for side in (row.keys, row.values))
-        for side in zip(keys.split(work.lengths, 1), values.split(work.lengths, 1), strict=True):
-            row.spans.append(quantize_span(*side, store.span_format, store.format.key_feedback))
-    for side in (row.keys, row.values):
-        side.remove(parts, work.used)
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Tokens [H, n, channels] one after another; a whole prompt needs no copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def _evict(store: LayerStore, work: Evict) -> None:
-    """Keep the sink tokens, heavy hitters and the newest tokens of each KV head."""
-    row, before = store.rows[work.row], store.sequences[work.row]
-    attention_mass, row.attention_mass = row.attention_mass, None
-    if work.keeps_all:
-        return
-    index = select_tokens(attention_mass, work.heavy_hitters, work.recent, work.sink_tokens)
-    row.kept = before.positions.slice(0, work.tokens, index.device)[index].to(torch.int32)
-    for side in (row.keys, row.values):
-        tokens = side.tokens(0, work.tokens)
-        side.replace(tokens.gather(1, index.unsqueeze(2).expand(-1, -1, tokens.shape[2])))
 
 
 def _flush(group: Group, stores: list[LayerStore], plan: Compression) -> None:
@@ -188,7 +210,7 @@ def _flush(group: Group, stores: list[LayerStore], plan: Compression) -> None:
             for part in pending:
                 store.flushes += len(part.numbers)
                 stop = part.start + len(part.numbers) * size
-                removed.append((_buffer(store, part, is_key), part.start, stop, part.used))
+                removed.append((store.buffer(part.row, is_key), part.start, stop, part.used))
     remove_tokens(removed)
 
 
@@ -197,18 +219,21 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
     first, size, f = stores[0], stores[0].page_size, stores[0].format
     channels, static = (f.boosted, f.static_keys) if is_key else (None, f.static_values)
     storages = [store.key_pages if is_key else store.value_pages for store in stores]
-    sample = _tokens(_buffer(first, pending[0], is_key), pending[0], size)
-    if unsupported(sample, size) is not None:
+    sample = _tokens(first.buffer(pending[0].row, is_key), pending[0], size)
+    reason = unsupported(sample, size)
+    if reason is not None:
         for store, storage in zip(stores, storages, strict=True):
-            tokens = [_tokens(_buffer(store, part, is_key), part, size) for part in pending]
+            tokens = [_tokens(store.buffer(part.row, is_key), part, size) for part in pending]
             pages = [view for part in pending for view in storage.views(part.numbers)]
             feedback, center = (store.format.key_feedback, store.format.key_center) if is_key else (None, None)
             if center is not None:
                 # These tokens leave their buffers right after.
                 for part, some in zip(pending, tokens, strict=True):
                     add_centers(some, part.position, size, center, sign=-1)
+            if runs_triton(store.device):
+                store.fall_back("page quantization", reason)
             with _NamedErrors([store], 1):
-                quantize_in_place(tokens, pages, first.flag, channels, static, store.fall_back, feedback)
+                quantize_by_reference(tokens, pages, channels, static, feedback)
         return
     numbers = np.array([number for part in pending for number in part.numbers], dtype=np.int64)
     records = [storage.offsets(numbers, first.origin) * UNIT + first.origin.data_ptr() for storage in storages]
@@ -216,7 +241,7 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
     # Of each page, from the buffer that it lies in: which one, and how far from its beginning.
     place = np.repeat(np.arange(len(pending)), [len(part.numbers) for part in pending])
     distance = np.concatenate([part.start * width // size + width * np.arange(len(part.numbers)) for part in pending])
-    buffers = [[_buffer(store, part, is_key) for part in pending] for store in stores]
+    buffers = [[store.buffer(part.row, is_key) for part in pending] for store in stores]
     starts = np.array([[buffer.address for buffer in line] for line in buffers])[:, place] + distance
     strides = np.array([[buffer.head_stride for buffer in line] for line in buffers])[:, place]
     feedback = None
@@ -237,10 +262,6 @@ def _centers(stores: list[LayerStore], pending: tuple[PendingPages, ...]) -> np.
         addresses = np.full((len(positions), 2), [center.matrix.data_ptr(), center.frequencies.data_ptr()])
         found.append(np.column_stack([positions, addresses]))
     return np.concatenate(found).astype(np.int64)
-
-
-def _buffer(store: LayerStore, part: PendingPages, is_key: bool) -> TokenBuffer:
-    return store.rows[part.row].keys if is_key else store.rows[part.row].values
 
 
 def _tokens(buffer: TokenBuffer, part: PendingPages, size: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The tokens of one forward pass: their positions, padding, attention mask and modality.
+"""One forward pass: its tokens (positions, padding, mask, modality), where they go, what is compressed after it.
 
 A token's position is its index in the padded input, which masks and sliding windows refer to.
 """
@@ -9,14 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from kvconvert.errors import CacheError
+from kvconvert.runtime.cache.prompts import Evict, SealSpan
+from kvconvert.runtime.cache.sequence import Sequence
 
 # (batch, head, query positions, key positions) -> bool, broadcast over all four; as transformers' mask functions.
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+Tables = TypeVar("Tables")
 
 # Entries of a mask, queries times keys, that are evaluated at once.
 BLOCK = 1 << 24
@@ -191,3 +195,102 @@ class ModalityMask:
                 "receives, one placeholder token for each."
             )
         return self.runs[row]
+
+
+class Destination(NamedTuple):
+    """Where one row's new tokens go.
+
+    Attributes:
+        row: of the batch.
+        runs: (first, how many) of the row's real tokens among the new ones, without padding.
+        first_key, first_value: index of the first one in each buffer; the runs are written there one after another.
+    """
+
+    row: int
+    runs: list[tuple[int, int]]
+    first_key: int
+    first_value: int
+
+
+class PendingPages(NamedTuple):
+    """Complete pages in one row's buffer of one side.
+
+    Attributes:
+        row: of the batch.
+        start: index of their first token.
+        numbers: under which they will be stored.
+        used: tokens in the buffer before the pages leave it.
+        position: of their first token among all of the sequence's, see `Sequence.page_position`.
+    """
+
+    row: int
+    start: int
+    numbers: tuple[int, ...]
+    used: int
+    position: int
+
+
+class Discard(NamedTuple):
+    """Tokens that left the sliding window before they were quantized: start..stop-1 of a row's buffers of `used` ones;
+    `side` is 0 for keys and 1 for values.
+    """
+
+    row: int
+    side: int
+    start: int
+    stop: int
+    used: int
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What layers do at the end of a forward pass, in this order.
+
+    Attributes:
+        seals: prompts that are compressed as a whole.
+        discards: tokens to be dropped.
+        keys, values: pages to be quantized.
+        after: the sequences then.
+    """
+
+    seals: tuple[SealSpan | Evict, ...]
+    discards: tuple[Discard, ...]
+    keys: tuple[PendingPages, ...]
+    values: tuple[PendingPages, ...]
+    after: tuple[Sequence, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be done."""
+        return not (self.seals or self.discards or self.keys or self.values)
+
+
+@dataclass(eq=False)
+class ForwardPass(Generic[Tables]):
+    """One forward pass of a group's layers, and what they share in it.
+
+    Attributes:
+        start: the first new position; length: how many there are.
+        chunk: of the first layer that committed its tokens, None before.
+        destinations: where new tokens go; appended: the sequences with them.
+        compression: what is done at the end; None until a layer gets there.
+        ended: layers whose attention is over.
+        all_allocated: whether every layer knew the shape of its tokens when the pass began, so that tables can describe
+            all layers.
+        step_tables: those that kernels of a pass of single tokens follow, once a layer has asked for them.
+        chunk_tables: those of pages and spans that kernels of other passes follow, once a layer has asked for them.
+        step_mask: which stored tokens the queries of a single-token pass attend to (`GroupTables.step_mask`), once a
+            layer has asked for it.
+    """
+
+    start: int
+    length: int
+    chunk: Chunk | None = None
+    destinations: tuple[Destination, ...] = ()
+    appended: tuple[Sequence, ...] = ()
+    compression: Compression | None = None
+    ended: int = 0
+    all_allocated: bool = False
+    step_tables: Tables | None = None
+    chunk_tables: Tables | None = None
+    step_mask: torch.Tensor | None = None

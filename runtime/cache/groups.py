@@ -9,19 +9,29 @@ layer keeps the sequences as they were at its own latest step.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from kvconvert.errors import CacheError
 from kvconvert.methods import KVScheme
-from kvconvert.runtime.cache.forward_pass import Chunk, ModalityMask
+from kvconvert.runtime.cache.forward_pass import (
+    Chunk,
+    Compression,
+    Destination,
+    Discard,
+    ForwardPass,
+    ModalityMask,
+    PendingPages,
+    is_pure,
+)
 from kvconvert.runtime.cache.pool import PageNumbers
-from kvconvert.runtime.cache.prompts import Evict, SealSpan, prompt_policy
+from kvconvert.runtime.cache.prompts import prompt_policy
 from kvconvert.runtime.cache.sequence import Sequence, Side
 
 Store = TypeVar("Store")
+FREE = Sequence(occupied=False)
 
 
 def geometry(scheme: KVScheme, sliding_window: int | None, keep_for_sharing: bool) -> Hashable:
@@ -29,97 +39,6 @@ def geometry(scheme: KVScheme, sliding_window: int | None, keep_for_sharing: boo
     windows = (scheme.page_size, scheme.sink_tokens, scheme.key_recent_tokens, scheme.value_recent_tokens)
     budget = (scheme.heavy_ratio, scheme.recent_ratio) if scheme.evicts else None
     return (windows, scheme.is_span, scheme.modality, scheme.span_tokens, budget, sliding_window, keep_for_sharing)
-
-
-class Destination(NamedTuple):
-    """Where one row's new tokens go.
-
-    Attributes:
-        row: of the batch.
-        runs: (first, how many) of the row's real tokens among the new ones, without padding.
-        first_key, first_value: index of the first one in each buffer; the runs are written there one after another.
-    """
-
-    row: int
-    runs: list[tuple[int, int]]
-    first_key: int
-    first_value: int
-
-
-class PendingPages(NamedTuple):
-    """Complete pages in one row's buffer of one side.
-
-    Attributes:
-        row: of the batch.
-        start: index of their first token.
-        numbers: under which they will be stored.
-        used: tokens in the buffer before the pages leave it.
-        position: of their first token among all of the sequence's, see `Sequence.page_position`.
-    """
-
-    row: int
-    start: int
-    numbers: tuple[int, ...]
-    used: int
-    position: int
-
-
-class Discard(NamedTuple):
-    """Tokens that left the sliding window before they were quantized: start..stop-1 of a row's buffers of `used` ones;
-    `side` is 0 for keys and 1 for values.
-    """
-
-    row: int
-    side: int
-    start: int
-    stop: int
-    used: int
-
-
-@dataclass(frozen=True)
-class Compression:
-    """What layers do at the end of a forward pass, in this order.
-
-    Attributes:
-        seals: prompts that are compressed as a whole.
-        discards: tokens to be dropped.
-        keys, values: pages to be quantized.
-        after: the sequences then.
-    """
-
-    seals: tuple[SealSpan | Evict, ...]
-    discards: tuple[Discard, ...]
-    keys: tuple[PendingPages, ...]
-    values: tuple[PendingPages, ...]
-    after: tuple[Sequence, ...]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is to be done."""
-        return not (self.seals or self.discards or self.keys or self.values)
-
-
-@dataclass(eq=False)
-class ForwardPass:
-    """One forward pass of a group's layers.
-
-    Attributes:
-        start: the first new position; length: how many there are.
-        chunk: of the first layer that committed its tokens, None before.
-        destinations: where new tokens go; appended: the sequences with them.
-        compression: what is done at the end; None until a layer gets there.
-        ended: layers whose attention is over.
-        shared: what the layers of the pass make once, by name.
-    """
-
-    start: int
-    length: int
-    chunk: Chunk | None = None
-    destinations: tuple[Destination, ...] = ()
-    appended: tuple[Sequence, ...] = ()
-    compression: Compression | None = None
-    ended: int = 0
-    shared: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class LayerGroup(Generic[Store]):
@@ -212,18 +131,14 @@ class LayerGroup(Generic[Store]):
             return
         count, self.waiting = self.waiting, 0
         runs, sinks = [(self.logical - count, count)], self.scheme.sink_tokens
-        self._sequences = tuple(s.extend(runs, sinks) if s.occupied else s for s in self._sequences)
-        for store in self.stores:
-            store.sequences = self._sequences
+        self._replace_sequences(tuple(s.extend(runs, sinks) if s.occupied else s for s in self._sequences))
 
     def drop_newest(self) -> None:
         """Forget the newest token of every occupied row, which only waits or lies in the buffers."""
         if self.waiting:
             self.waiting -= 1
             return
-        self._sequences = tuple(s.without_newest() if s.occupied else s for s in self._sequences)
-        for store in self.stores:
-            store.sequences = self._sequences
+        self._replace_sequences(tuple(s.without_newest() if s.occupied else s for s in self._sequences))
 
     def add(self, store: Store, index: int) -> None:
         """Add a layer, whose number in the model is `index`."""
@@ -272,7 +187,8 @@ class LayerGroup(Generic[Store]):
                 f"The cache lost tokens of {self.name} after this error and cannot be used further: {self.error}"
             ) from self.error
         self._settle()
-        self.forward_pass = ForwardPass(self.logical, length)
+        all_allocated = all(store.is_allocated for store in self.stores)
+        self.forward_pass = ForwardPass(self.logical, length, all_allocated=all_allocated)
         self.passes += 1
         self.logical += length
         return self.forward_pass
@@ -337,7 +253,7 @@ class LayerGroup(Generic[Store]):
         rows, layer = len(self.sequences), self.indices[0]
         return [(start + first, n) for first, n in modality_mask.of_row(row, rows, count, layer)]
 
-    def compress(self, seal: bool) -> Compression:
+    def plan_compression(self, seal: bool) -> Compression:
         """Plan what is compressed after the attention of committed tokens; the group's sequences are those after it.
 
         Args:
@@ -434,3 +350,85 @@ class LayerGroup(Generic[Store]):
             sides.append(Side(side.buffered - tokens, side.pages[paged:]))
         self.touch(row)
         return replace(sequence, keys=sides[0], values=sides[1], dropped=sequence.dropped + outside)
+
+    def masks_on_device(self, chunk: Chunk) -> bool:
+        """Whether `GroupTables.step_mask` serves a step."""
+        if chunk.is_causal:
+            return True
+        evicted = any(sequence.kept for sequence in self.sequences)
+        return bool(self.sliding_window) and not evicted and is_pure(chunk.mask_function)
+
+    def reorder(self, rows: list[int]) -> None:
+        """Keep the sequences of these rows, in this order; repeated ones share pages and have buffers of their own."""
+        for row in rows:
+            self.key_numbers.retain(self.sequences[row].keys.pages)
+            self.value_numbers.retain(self.sequences[row].values.pages)
+        self.release(self.sequences)
+        for store in self.stores:
+            store.reorder(rows)
+        self._replace_sequences(tuple(self.sequences[row] for row in rows))
+        if self.real is not None:
+            self.real = self.real[rows]
+        self.touch()
+
+    def open_rows(self, count: int) -> None:
+        """Make room in an empty group for `count` sequences that join one by one.
+
+        Raises:
+            CacheError: the group holds sequences.
+        """
+        if self.sequences:
+            raise CacheError("Rows can be opened in an empty cache only; call reset() first.")
+        self._replace_sequences((FREE,) * count)
+
+    def join(self, row: int, other: LayerGroup[Store]) -> None:
+        """Move the only sequence of another cache's group of the same layers, with pages in the same storage, to a row.
+
+        Its tokens get the positions right before the next pass's, as if it were padded on its left.
+
+        Raises:
+            CacheError: the row is taken, the other cache does not hold one sealed sequence, or its pages lie elsewhere.
+        """
+        if self.sequences[row].occupied:
+            raise CacheError(f"Row {row} of the cache holds a sequence; let it leave first.")
+        if len(other.sequences) != 1 or other.sequences[0].open_from is not None or other.real is not None:
+            raise CacheError("Only a cache with one sequence, without padding and sealed, can join another one.")
+        if other.key_numbers is not self.key_numbers:
+            raise CacheError("Only a cache made by beside() can join: its pages have to lie in the same storage.")
+        if other.error is not None:
+            raise CacheError(f"The sequence cannot join, because it lost tokens: {other.error}") from other.error
+        by = self.logical - other.logical
+        for store, source in zip(self.stores, other.stores, strict=True):
+            store.take_row(row, source, by, len(self.sequences))
+        self._put(row, replace(other.sequences[0].shift(by), occupied=True))
+        # Its pages are the row's now.
+        other.sequences = ()
+        other.reset()
+        for source in other.stores:
+            source.reset()
+
+    def leave(self, row: int) -> None:
+        """Free a row and its pages.
+
+        Raises:
+            CacheError: the row holds no sequence.
+        """
+        if not self.sequences[row].occupied:
+            raise CacheError(f"Row {row} of the cache holds no sequence.")
+        self.release((self.sequences[row],))
+        for store in self.stores:
+            store.rows[row] = store.empty_row()
+        self._put(row, FREE)
+        if not any(sequence.occupied for sequence in self.sequences):
+            # What an error made unusable is gone.
+            self.error, self.unread_flags = None, []
+
+    def _put(self, row: int, sequence: Sequence) -> None:
+        self._replace_sequences((*self.sequences[:row], sequence, *self.sequences[row + 1 :]))
+        self.touch(row)
+
+    def _replace_sequences(self, sequences: tuple[Sequence, ...]) -> None:
+        """Let the group and all of its layers hold these."""
+        self.sequences = sequences
+        for store in self.stores:
+            store.sequences = sequences

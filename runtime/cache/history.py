@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kvconvert.kernels import device
@@ -16,133 +18,149 @@ from kvconvert.kernels.history import (
 from kvconvert.kernels.pages import KeyFormat, PageAddresses, ValueFormat
 from kvconvert.kernels.spans import key_blocks, value_blocks
 from kvconvert.runtime.cache.forward_pass import Chunk
-from kvconvert.runtime.cache.pass_tables import chunk_tables
-from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import LayerStore
 
 
-def is_served(
-    store: LayerStore, row: int, queries: torch.Tensor, chunk: Chunk, scaling: float, softcap: float | None
-) -> bool:
-    """Whether a row's queries, of [B, Hq, T, D], are attended to here and not with pages as they are stored.
+@dataclass(frozen=True)
+class AttentionCall:
+    """The attention of one layer in one forward pass.
 
-    Where kernels run, many queries that are not count as a fallback; for few queries the other path is faster.
+    Attributes:
+        store: what is attended to.
+        chunk: of the forward pass.
+        scaling: factor of the dot products.
+        softcap: logits become softcap * tanh(logits / softcap), unless None.
+        sink_logits: [Hq] logits of a virtual token with no value, or None.
     """
-    fewest = FEWEST_QUERIES["cuda" if queries.is_cuda else "cpu"]
-    if queries.is_cuda and store.format.key_center is not None:
-        fewest = min(fewest, FEWEST_CENTERED)
-    if queries.shape[2] <= fewest:
-        return False
-    reason = unserved(store, row, queries, chunk, scaling, softcap)
-    if reason is not None and device.runs_triton(queries.device):
-        store.fall_back("attention of prompts over stored tokens", reason)
-    return reason is None
+
+    store: LayerStore
+    chunk: Chunk
+    scaling: float
+    softcap: float | None = None
+    sink_logits: torch.Tensor | None = None
 
 
-def unserved(
-    store: LayerStore, row: int, queries: torch.Tensor, chunk: Chunk, scaling: float, softcap: float | None
-) -> str | None:
-    """Why a row's queries, of [B, Hq, T, D], cannot be attended to here; None if they can."""
-    window = None if chunk.is_causal else store.group.sliding_window
-    reason = unsupported(queries, store.format, store.dtype, scaling, softcap, window)
-    if reason is not None:
-        return reason
-    sequence = store.sequences[row]
-    if sequence.spans and store.span_format.shifts:
-        return "the scores of its spans are shifted by the extremes of all of them"
-    if sequence.spans and not device.runs_triton(store.device):
-        return "blocks of spans are dequantized by kernels alone"
-    if chunk.is_causal:
+class RowHistory:
+    """What one row stores, attended to by many queries at once.
+
+    Args:
+        call: the layer's attention.
+        row: of the batch.
+    """
+
+    def __init__(self, call: AttentionCall, row: int):
+        self.call, self.row, self.store = call, row, call.store
+        self.sequence = call.store.sequences[row]
+        self.window = None if call.chunk.is_causal else call.store.group.sliding_window
+
+    def is_served(self, queries: torch.Tensor) -> bool:
+        """Whether the row's queries, of [B, Hq, T, D], are attended to here and not with pages as they are stored.
+
+        Where kernels run, many queries that are not count as a fallback; for few queries the other path is faster.
+        """
+        fewest = FEWEST_QUERIES["cuda" if queries.is_cuda else "cpu"]
+        if queries.is_cuda and self.store.format.key_center is not None:
+            fewest = min(fewest, FEWEST_CENTERED)
+        if queries.shape[2] <= fewest:
+            return False
+        reason = self._unsupported(queries)
+        if reason is not None and device.runs_triton(queries.device):
+            self.store.fall_back("attention of prompts over stored tokens", reason)
+        return reason is None
+
+    def _unsupported(self, queries: torch.Tensor) -> str | None:
+        """Why the row's queries, of [B, Hq, T, D], cannot be attended to here; None if they can."""
+        store, sequence, chunk = self.store, self.sequence, self.call.chunk
+        arguments = queries, store.format, store.dtype, self.call.scaling, self.call.softcap, self.window
+        reason = unsupported(*arguments)
+        if reason is not None:
+            return reason
+        if sequence.spans and store.span_format.shifts:
+            return "the scores of its spans are shifted by the extremes of all of them"
+        if sequence.spans and not device.runs_triton(store.device):
+            return "blocks of spans are dequantized by kernels alone"
+        if chunk.is_causal:
+            return None
+        if any(other.kept or other.spans for other in store.sequences):
+            return "the tokens within its sliding window are not consecutive"
+        if self.window is None or not self._sees_window():
+            return "its mask is neither causal nor the layer's sliding window"
+        # Once pages were dropped, sink tokens are outside.
+        first = sequence.page_position(0, store.page_size) if sequence.dropped else 0
+        positions, count = sequence.positions, len(sequence.positions)
+        if count > first and positions.position(count - 1) - positions.position(first) != count - 1 - first:
+            return "there is padding within its sliding window"
         return None
-    if any(other.kept or other.spans for other in store.sequences):
-        return "the tokens within its sliding window are not consecutive"
-    if window is None or not _is_window(store, chunk, window):
-        return "its mask is neither causal nor the layer's sliding window"
-    first = _first_visible(store, sequence)
-    positions, count = sequence.positions, len(sequence.positions)
-    if count > first and positions.position(count - 1) - positions.position(first) != count - 1 - first:
-        return "there is padding within its sliding window"
-    return None
 
+    def _sees_window(self) -> bool:
+        """Whether the mask of all rows is causal within the window, for all tokens that are there."""
+        store = self.store
 
-def attend_to_history(
-    store: LayerStore,
-    row: int,
-    queries: torch.Tensor,
-    chunk: Chunk,
-    scaling: float,
-    softcap: float | None,
-    sink_logits: torch.Tensor | None,
-    output: torch.Tensor,
-) -> None:
-    """Attention of one row's queries [Hq, T, D], at the last T positions, into `output` [Hq, T, E], except at padding.
+        def positions() -> list[torch.Tensor]:
+            found = []
+            for sequence in store.sequences:
+                kept = sequence.page_position(0, store.page_size)
+                parts = [(0, sequence.sink_tokens), (kept, len(sequence.positions))]
+                found.append(torch.cat([sequence.positions.slice(*part, store.device) for part in parts]))
+            return found
 
-    `is_served` is true of the row.
-    """
-    sequence, length = store.sequences[row], queries.shape[1]
-    first = store.logical - length
-    positions = sequence.positions
-    own = len(positions) - positions.before(first)
-    if not own:
-        return
-    at = slice(None)
-    if own < length:
-        at = positions.slice(len(positions) - own, len(positions), queries.device) - first
-    tensors = store.rows[row]
-    keys = tensors.keys.tokens(sequence.keys.buffered - own, sequence.keys.buffered)
-    values = tensors.values.tokens(sequence.values.buffered - own, sequence.values.buffered)
-    window = None if chunk.is_causal else store.group.sliding_window
-    attended = history_attention(
-        queries[:, at], _parts(store, row, own, window), keys, values, scaling, softcap, sink_logits, window
-    )
-    output[:, at] = attended.to(output.dtype)
+        stored = tuple((len(sequence.positions), sequence.dropped) for sequence in store.sequences)
+        return self.call.chunk.is_window(self.window, stored, positions)
 
+    def attend(self, queries: torch.Tensor, output: torch.Tensor) -> None:
+        """Attention of queries [Hq, T, D], at the last T positions, into `output` [Hq, T, E], except at padding.
 
-def _first_visible(store: LayerStore, sequence: Sequence) -> int:
-    """Index of the first token that a sliding window may show: once pages were dropped, sink tokens are outside."""
-    return sequence.sink_tokens + sequence.dropped * store.page_size if sequence.dropped else 0
+        `is_served` is true of them.
+        """
+        call, sequence, length = self.call, self.sequence, queries.shape[1]
+        first = self.store.logical - length
+        positions = sequence.positions
+        own = len(positions) - positions.before(first)
+        if not own:
+            return
+        at = slice(None)
+        if own < length:
+            at = positions.slice(len(positions) - own, len(positions), queries.device) - first
+        tensors = self.store.rows[self.row]
+        keys = tensors.keys.tokens(sequence.keys.buffered - own, sequence.keys.buffered)
+        values = tensors.values.tokens(sequence.values.buffered - own, sequence.values.buffered)
+        attended = history_attention(
+            queries[:, at],
+            self._parts(own),
+            keys,
+            values,
+            call.scaling,
+            call.softcap,
+            call.sink_logits,
+            window=self.window,
+        )
+        output[:, at] = attended.to(output.dtype)
 
-
-def _is_window(store: LayerStore, chunk: Chunk, window: int) -> bool:
-    """Whether the mask of all rows is causal within the window, for all tokens that are there."""
-
-    def positions() -> list[torch.Tensor]:
-        found = []
-        for sequence in store.sequences:
-            kept = sequence.sink_tokens + sequence.dropped * store.page_size
-            parts = [(0, sequence.sink_tokens), (kept, len(sequence.positions))]
-            found.append(torch.cat([sequence.positions.slice(*part, store.device) for part in parts]))
-        return found
-
-    stored = tuple((len(sequence.positions), sequence.dropped) for sequence in store.sequences)
-    return chunk.is_window(window, stored, positions)
-
-
-def _parts(store: LayerStore, row: int, own: int, window: int | None) -> list[HistoryPart]:
-    """Everything that a row stores before its newest `own` tokens, in the order of positions; spans come last."""
-    sequence, size = store.sequences[row], store.page_size
-    sides = (sequence.keys, sequence.values)
-    buffers = (store.rows[row].keys, store.rows[row].values)
-    both, pages = min(len(side.pages) for side in sides), sequence.pages
-    before = [side.buffered - own for side in sides]
-    sinks = min(sequence.sink_tokens, *before)
-    source = _Addresses(store, row) if device.runs_triton(store.device) else _Readers(store, row)
-    half_quantized = [
-        paged if len(side.pages) == pages else buffer.tokens(sinks, sinks + (pages - both) * size)
-        for side, buffer, paged in zip(sides, buffers, source.pages(both, pages), strict=True)
-    ]
-    starts = [sinks + (pages - len(side.pages)) * size for side in sides]
-    residual = [buffer.tokens(start, stop) for buffer, start, stop in zip(buffers, starts, before, strict=True)]
-    outside = window is not None and sequence.dropped
-    center = store.format.key_center
-    found = [
-        HistoryPart(0 if outside else sinks, *(buffer.tokens(0, sinks) for buffer in buffers)),
-        HistoryPart(both * size, *source.pages(0, both), center, sequence.page_position(0, size)),
-        HistoryPart((pages - both) * size, *half_quantized, center, sequence.page_position(both, size)),
-        HistoryPart(residual[0].shape[1], *residual),
-        *(HistoryPart(tokens, *sides) for tokens, sides in source.spans()),
-    ]
-    return [part for part in found if part.tokens]
+    def _parts(self, own: int) -> list[HistoryPart]:
+        """Everything stored before the row's newest `own` tokens, in the order of positions; spans come last."""
+        store, row, sequence, size = self.store, self.row, self.sequence, self.store.page_size
+        sides = (sequence.keys, sequence.values)
+        buffers = (store.rows[row].keys, store.rows[row].values)
+        both, pages = min(len(side.pages) for side in sides), sequence.pages
+        before = [side.buffered - own for side in sides]
+        sinks = min(sequence.sink_tokens, *before)
+        source = _Addresses(store, row) if device.runs_triton(store.device) else _Readers(store, row)
+        half_quantized = [
+            paged if len(side.pages) == pages else buffer.tokens(sinks, sinks + (pages - both) * size)
+            for side, buffer, paged in zip(sides, buffers, source.pages(both, pages), strict=True)
+        ]
+        starts = [sinks + (pages - len(side.pages)) * size for side in sides]
+        residual = [buffer.tokens(start, stop) for buffer, start, stop in zip(buffers, starts, before, strict=True)]
+        outside = self.window is not None and sequence.dropped
+        center = store.format.key_center
+        found = [
+            HistoryPart(0 if outside else sinks, *(buffer.tokens(0, sinks) for buffer in buffers)),
+            HistoryPart(both * size, *source.pages(0, both), center, sequence.page_position(0, size)),
+            HistoryPart((pages - both) * size, *half_quantized, center, sequence.page_position(both, size)),
+            HistoryPart(residual[0].shape[1], *residual),
+            *(HistoryPart(tokens, *sides) for tokens, sides in source.spans()),
+        ]
+        return [part for part in found if part.tokens]
 
 
 class _Readers:
@@ -163,7 +181,7 @@ class _Readers:
         ]
 
     def spans(self) -> list:
-        """None: `unserved` refuses rows with spans on these devices."""
+        """None: `RowHistory.is_served` refuses rows with spans on these devices."""
         return []
 
 
@@ -172,7 +190,7 @@ class _Addresses:
 
     def __init__(self, store: LayerStore, row: int):
         self.store = store
-        self.tables, self.layer = chunk_tables(store)
+        self.tables, self.layer = store.group.registry.chunk_tables(store)
         self.plan = self.tables.plans[row]
         # A row's pages come first in the tables, those quantized on one side after the others.
         self.first = self.plan.half_quantized_begin - self.plan.half_quantized_token // store.page_size

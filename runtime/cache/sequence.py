@@ -117,6 +117,19 @@ class Sequence:
         keys, values = (replace(side, buffered=side.buffered - 1) for side in (self.keys, self.values))
         return replace(self, keys=keys, values=values, positions=self.positions.part(0, len(self.positions) - 1))
 
+    def crop(self, length: int) -> Sequence:
+        """Without the tokens from position `length` on, which have to be in full precision."""
+        removed = len(self) - self.before(length)
+        keys, values = (replace(side, buffered=side.buffered - removed) for side in (self.keys, self.values))
+        return replace(
+            self,
+            keys=keys,
+            values=values,
+            sink_tokens=min(self.sink_tokens, keys.buffered),
+            positions=self.positions.part(0, len(self.positions) - removed),
+            modality_runs=tuple((p, min(n, length - p)) for p, n in self.modality_runs if p < length),
+        )
+
     def extend(self, runs: list[tuple[int, int]], sink_tokens: int) -> Sequence:
         """With new tokens at runs of (first position, how many); the sequence's first ones become sink tokens."""
         count, positions = sum(n for _, n in runs), self.positions

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
-from kvconvert.runtime.cache.compress import Group, compress, read_flags, seal
-from kvconvert.runtime.cache.forward_pass import Chunk
-from kvconvert.runtime.cache.groups import ForwardPass
-from kvconvert.runtime.cache.pass_tables import prepare_step, runs_steps
+from kvconvert.runtime.cache.compress import compress, read_flags, seal
+from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
+from kvconvert.runtime.cache.registry import runs_steps
 from kvconvert.runtime.cache.sequence import Sequence
+from kvconvert.runtime.cache.store import Group
 from kvconvert.runtime.cache.tables import GroupTables
 
 # All new tokens are real, and layers bring their own mask functions.
@@ -59,7 +59,7 @@ class PlannedStep:
             self._before.append((group.sequences, group.forward_pass, group.passes))
             latest = group.begin(1)
             group.append(latest, _STEP, check=False)
-            self.tables.append(prepare_step(group, latest))
+            self.tables.append(group.registry.prepare_step(group, latest))
 
     def key(self) -> Hashable:
         """What a recording of the pass's kernels depends on: the tables, and how much work they have room for."""
@@ -75,8 +75,9 @@ class PlannedStep:
         passes = [store.forward_pass for store in stores]
         try:
             for group, tables in zip(self.groups, self.tables, strict=True):
-                latest = ForwardPass(group.logical - 1, 1, _STEP, appended=group.sequences, shared={"prepared": tables})
-                group.rehearsal = latest
+                tables.spread_step()
+                first = group.logical - 1
+                group.rehearsal = ForwardPass(first, 1, _STEP, appended=group.sequences, step_tables=tables)
             yield
         finally:
             for group in self.groups:

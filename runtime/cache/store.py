@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,11 +12,14 @@ from kvconvert.errors import CacheError
 from kvconvert.kernels.device import fall_back
 from kvconvert.kernels.pages import KeyPages, ValuePages, empty_keys, empty_values, page_bytes
 from kvconvert.kernels.rotate import KERNEL_DTYPES, LARGEST_HEAD
-from kvconvert.kernels.spans import Span
+from kvconvert.kernels.select import select_tokens
+from kvconvert.kernels.spans import Span, quantize_span
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH, BufferGrowth, TokenBuffer
-from kvconvert.runtime.cache.groups import ForwardPass, LayerGroup
+from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
+from kvconvert.runtime.cache.groups import LayerGroup
 from kvconvert.runtime.cache.pool import PageStorage
+from kvconvert.runtime.cache.prompts import Evict, SealSpan
 from kvconvert.runtime.cache.sequence import Sequence
 
 
@@ -37,6 +40,12 @@ class LayerRow:
     spans: list[Span] = field(default_factory=list)
     kept: torch.Tensor | None = None
     attention_mass: torch.Tensor | None = None
+
+    def add_attention_mass(self, sums: torch.Tensor) -> None:
+        """Add one chunk's column sums [H, n] to the attention mass of the open prompt's tokens."""
+        if self.attention_mass is not None:
+            sums[:, : self.attention_mass.shape[1]] += self.attention_mass
+        self.attention_mass = sums
 
     def copy(self) -> LayerRow:
         """A copy that shares spans and owns its buffers."""
@@ -183,6 +192,21 @@ class LayerStore:
         self.sequences = self.group.sequences
         self.rows = [self.empty_row() for _ in range(rows)]
 
+    def take_row(self, row: int, other: LayerStore, by: int, rows: int) -> None:
+        """Take the only sequence of another store of this layer as row `row` of `rows`; its positions are `by` further.
+
+        The other store has to be reset afterwards.
+        """
+        if not self.is_allocated:
+            self.adopt(other, rows)
+        tensors = other.rows[0]
+        if tensors.kept is not None:
+            tensors = replace(tensors, kept=tensors.kept + by)
+        self.rows[row] = tensors
+        self.flushes += other.flushes
+        self.fallbacks += other.fallbacks
+        self.clamped_rows = self.clamped_rows + other.clamped_rows
+
     def empty_row(self) -> LayerRow:
         """Room for a sequence without tokens."""
         return LayerRow(*(TokenBuffer(empty, self.growth) for empty in self._empty))
@@ -252,6 +276,31 @@ class LayerStore:
             taken.add(row)
         self.rows = reordered
 
+    def buffer(self, row: int, is_key: bool) -> TokenBuffer:
+        """The full-precision keys or values of a row."""
+        return self.rows[row].keys if is_key else self.rows[row].values
+
+    def seal_span(self, work: SealSpan) -> None:
+        """Quantize a prompt as spans."""
+        row, parts = self.rows[work.row], list(work.parts)
+        keys, values = (_joined([side.tokens(*part) for part in parts]) for side in (row.keys, row.values))
+        for side in zip(keys.split(work.lengths, 1), values.split(work.lengths, 1), strict=True):
+            row.spans.append(quantize_span(*side, self.span_format, self.format.key_feedback))
+        for side in (row.keys, row.values):
+            side.remove(parts, work.used)
+
+    def evict(self, work: Evict) -> None:
+        """Keep the sink tokens, heavy hitters and the newest tokens of each KV head."""
+        row, before = self.rows[work.row], self.sequences[work.row]
+        attention_mass, row.attention_mass = row.attention_mass, None
+        if work.keeps_all:
+            return
+        index = select_tokens(attention_mass, work.heavy_hitters, work.recent, work.sink_tokens)
+        row.kept = before.positions.slice(0, work.tokens, index.device)[index].to(torch.int32)
+        for side in (row.keys, row.values):
+            tokens = side.tokens(0, work.tokens)
+            side.replace(tokens.gather(1, index.unsqueeze(2).expand(-1, -1, tokens.shape[2])))
+
     def fall_back(self, operation: str, reason: str) -> None:
         """Count a call that a slower path serves than the one meant for this device, and warn once."""
         self.fallbacks += 1
@@ -295,6 +344,52 @@ class LayerStore:
                 parts.append(torch.cat(kept, 1))
         return parts[0], parts[1]
 
+    def read_pages(self, part: list[tuple[int, int]], is_key: bool) -> KeyPages | ValuePages | torch.Tensor:
+        """Pages (row, page), or the full-precision tokens [1, H, P, channels] of one not quantized on this side."""
+        storage: PageStorage = self.key_pages if is_key else self.value_pages
+        sides = [s.keys if is_key else s.values for s in (self.sequences[row] for row, _ in part)]
+        row, page = part[0]
+        if page >= len(sides[0].pages):
+            start = self.sequences[row].sink_tokens + (page - len(sides[0].pages)) * self.page_size
+            return self.buffer(row, is_key).tokens(start, start + self.page_size)[None]
+        return storage.read([side.pages[page] for side, (_, page) in zip(sides, part, strict=True)])
+
+    def described_rows(self) -> torch.Tensor:
+        """The layer's lines of `GroupTables.described`, as of now, counted from its origin."""
+        lines, origin, unit = [], self.origin.data_ptr(), 8 * self.dtype.itemsize
+        for sequence, row in zip(self.sequences, self.rows, strict=True):
+            line, skips = [], []
+            for side, buffer in ((sequence.keys, row.keys), (sequence.values, row.values)):
+                line += [(buffer.address - origin) // unit if buffer.address else 0, buffer.head_stride // 8]
+                skips.append((sequence.pages - len(side.pages)) * self.page_size)
+            lines.append([*line, sequence.sink_tokens, *skips, sequence.residual(self.page_size)])
+        return torch.tensor(lines, dtype=torch.int64).to(self.device, non_blocking=True)
+
+    def stored_mask(self, chunk: Chunk, queries: slice = slice(None)) -> torch.Tensor | None:
+        """Which stored tokens these queries of a forward pass attend to; None where each attends to all.
+
+        Returns:
+            uint8 [B, H or 1, T, n] with n the tokens of the fullest row. A row's tokens stand in the order of its pages
+            (quantized on both sides or on one), its spans and its residual tokens, one right after the other; what
+            follows is 0.
+        """
+        positions = chunk.query_positions[queries]
+        if chunk.is_causal and len(chunk.query_positions) == 1:
+            return None
+        seen = []
+        for row, sequence in enumerate(self.sequences):
+            stored = [self.page_positions(row, 0, sequence.pages)]
+            stored += [span.positions.slice(0, span.tokens, self.device) for span in sequence.spans]
+            stored.append(self.residual_positions(row))
+            heads = max(part.shape[0] if part.dim() == 2 else 1 for part in stored)
+            stored = [part.expand(heads, -1) for part in stored]
+            seen.append(chunk.visible(row, positions, torch.cat(stored, -1)))
+        heads, tokens = (max(part.shape[axis] for part in seen) for axis in (0, 2))
+        mask = torch.zeros(len(seen), heads, len(positions), tokens, dtype=torch.uint8, device=self.device)
+        for row, part in enumerate(seen):
+            mask[row, :, :, : part.shape[2]] = part
+        return mask
+
     def tokens(self) -> int:
         """Tokens stored over all sequences, shared pages counted once per sequence."""
         return sum(sequence.stored(self.page_size) for sequence in self.sequences)
@@ -332,3 +427,12 @@ class LayerStore:
         spans: dict[int, Span] = {id(span): span for row in self.rows for span in row.spans}
         extra = [t for row in self.rows for t in (row.kept, row.attention_mass) if t is not None]
         return sum(span.nbytes for span in spans.values()) + sum(tensor.nbytes for tensor in extra)
+
+
+# The layers of a cache that are planned together.
+Group = LayerGroup[LayerStore]
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Tokens [H, n, channels] one after another; a whole prompt needs no copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

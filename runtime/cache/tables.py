@@ -19,11 +19,10 @@ from kvconvert.errors import CacheError
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, plan_work
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.spans import Span
-from kvconvert.runtime.cache.forward_pass import Chunk
-from kvconvert.runtime.cache.groups import ForwardPass, LayerGroup
+from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
 from kvconvert.runtime.cache.pool import UNIT
 from kvconvert.runtime.cache.sequence import Sequence
-from kvconvert.runtime.cache.store import LayerStore
+from kvconvert.runtime.cache.store import Group, LayerStore
 
 # Full-precision tokens by which a sequence grows at most before its work is divided again.
 GROWTH = 128
@@ -32,40 +31,6 @@ FEWEST_ENTRIES = 16
 FEWEST_ITEMS = 16
 # Slots that a sequence may have in the merge's three forms, see `kernels/decode/triton/launch.py`.
 MOST_SLOTS = (16, 64, 1 << 20)
-Group = LayerGroup[LayerStore]
-
-
-class TableRegistry:
-    """Tables by what they are for, so that all caches of a model share them and captured steps serve every cache."""
-
-    def __init__(self) -> None:
-        self._tables: dict[Hashable, GroupTables] = {}
-
-    def tables_of(self, group: Group) -> list[GroupTables]:
-        """The tables whose contents are a group's."""
-        return [tables for tables in self._tables.values() if tables.belongs_to(group)]
-
-    def __deepcopy__(self, memo: dict) -> TableRegistry:
-        return self
-
-    def tables(self, group: Group, entries: int) -> GroupTables:
-        """Tables for a group's layers and rows, with room for so many pages and span blocks of a row."""
-        known = group.tables
-        if known is not None and known.rows == len(group.sequences) and known.entries >= entries:
-            return known
-        room = FEWEST_ENTRIES
-        while room < entries:
-            room *= 2
-        stores = group.stores
-        formats = tuple(
-            (s.index, s.dtype, s.device, s.format.keys, s.format.values, s.span_format, s.format.key_center is None)
-            for s in stores
-        )
-        key = (formats, len(group.sequences), room)
-        if key not in self._tables:
-            self._tables[key] = GroupTables(stores, len(group.sequences), room)
-        group.tables = self._tables[key]
-        return group.tables
 
 
 @dataclass(frozen=True)

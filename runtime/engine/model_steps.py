@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.runtime.hf.cache import rotary_switch
 from kvconvert.runtime.hf.prepare import prepare_steps
-from kvconvert.runtime.hf.rotary_switch import rotary_switch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -21,16 +21,13 @@ from kvconvert.models.configuration import (
     pages_unsupported,
     placeholder_ids,
 )
-from kvconvert.runtime.cache.compress import Group, read_flags, seal
+from kvconvert.runtime.cache.compress import read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry
-from kvconvert.runtime.cache.pass_tables import clamped_rows
-from kvconvert.runtime.cache.rows import join, leave, open_rows
-from kvconvert.runtime.cache.store import LayerStore
-from kvconvert.runtime.cache.tables import TableRegistry
+from kvconvert.runtime.cache.registry import TableRegistry
+from kvconvert.runtime.cache.store import Group, LayerStore
 from kvconvert.runtime.hf.hybrid_layer import HybridLayer
 from kvconvert.runtime.hf.layer import PagedLayer
-from kvconvert.runtime.hf.rotary_switch import rotary_switch
 
 
 @dataclass(frozen=True)
@@ -252,7 +249,7 @@ class KVCache(Cache):
                 "sequence begins; generate in batches instead."
             )
         for group in self.groups:
-            open_rows(group, count)
+            group.open_rows(count)
 
     def beside(self) -> KVCache:
         """An empty cache whose pages lie in the same storage, for a prompt that will join this cache."""
@@ -267,7 +264,8 @@ class KVCache(Cache):
         for layer, twin in zip(self.layers, other.layers, strict=True):
             layer.adopt(twin)
         for group, source in zip(self.groups, other.groups, strict=True):
-            join(group, row, source)
+            read_flags(source)
+            group.join(row, source)
         for twin in other.layers:
             twin.reset()
 
@@ -278,7 +276,7 @@ class KVCache(Cache):
             CacheError: the row holds none.
         """
         for group in self.groups:
-            leave(group, row)
+            group.leave(row)
 
     def free_pages(self) -> int | None:
         """Pages of 128 tokens that could still be written, in the group of layers with the fewest.
@@ -315,7 +313,7 @@ class KVCache(Cache):
             residual_tokens=max((store.residual_tokens() for store in stores), default=0),
             pages=sum(store.pages_used() for store in stores),
             flushes=sum(store.flushes for store in stores),
-            clamped_rows=sum(clamped_rows(store) for store in stores),
+            clamped_rows=sum(store.group.registry.clamped_rows(store) for store in stores),
             fallbacks=sum(store.fallbacks for store in stores),
             values=sum(store.numbers() for store in stores),
             bytes_used=sum(store.bytes_used() for store in stores),
@@ -364,3 +362,17 @@ def _per_layer(
                 "not; use KVScheme.with_online_rotation()."
             )
     return schemes
+
+
+def rotary_switch(config: PretrainedConfig) -> int | None:
+    """Tokens up to which a model has its short factors, or None where factors do not depend on length.
+
+    The factors of a forward pass follow from its largest position, so that they are those of all rows of a batch, and
+    keys that were stored before are turned by other ones.
+    """
+    text_config = config.get_text_config(decoder=True)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope" or rope.get("long_factor") == rope.get("short_factor"):
+        return None
+    switch = rope.get("original_max_position_embeddings")
+    return switch if switch and switch < text_config.max_position_embeddings else None

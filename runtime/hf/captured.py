@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
+from kvconvert.runtime.cache.registry import TableRegistry
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
-from kvconvert.runtime.cache.tables import TableRegistry
 from kvconvert.runtime.hf.cache import KVCache
 from kvconvert.runtime.hf.hybrid_layer import HybridLayer
 

@@ -23,7 +23,7 @@ from kvconvert.models.experts import (
     fused_layout,
     is_fused,
 )
-from kvconvert.runtime.hf.gates import find_gate
+from kvconvert.runtime.hf.fused_modules import find_gate
 
 
 class PackedExperts(SeparateExperts):

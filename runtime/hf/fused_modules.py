@@ -27,11 +27,16 @@ from kvconvert.kernels.elementwise import (
     rotary_reference,
     unsupported,
 )
-from kvconvert.runtime.hf.gates import find_gate
 
 ROTARY = "apply_rotary_pos_emb"
 # Share of values whose last bit may differ, because a float32 result is computed in another order.
 MOST_UNEQUAL = 0.02
+
+_ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
+# Values to try: far enough for any limit, near enough for every bend.
+_GRID = (
+    -40.0, -9.0, -7.5, -6.5, -3.0, -1.3, -0.6, -0.1, 0.0, 0.05, 0.4, 1.1, 2.5, 5.0, 6.8, 7.2, 9.5, 11.0, 40.0, 300.0,
+)  # fmt: skip
 
 
 def fuse_norm(module: nn.Module, dtype: torch.dtype) -> bool:
@@ -196,3 +201,27 @@ def _equal_but_for_rounding(found: Any, expected: Tensor) -> bool:
     size = expected.double().abs().clamp_min(1e-3 * float(expected.abs().double().mean()))
     few = float((found != expected).double().mean()) <= MOST_UNEQUAL or found.dtype == torch.float32
     return few and bool((error <= 8 * torch.finfo(found.dtype).eps * size).all())
+
+
+def find_gate(function: Callable[[Tensor, Tensor], Tensor], module: nn.Module) -> Gate | None:
+    """The `Gate` that a function of gate and up [n] (float32, on the CPU) computes; None if there is no such one.
+
+    `module` is asked for the constants `alpha` and `limit`, which some activations have.
+    """
+    grid = torch.tensor(_GRID)
+    gate, up = (values.flatten() for values in torch.meshgrid(grid, grid, indexing="ij"))
+    found = function(gate, up)
+    for kind in _gates_of(module):
+        if torch.allclose(found, gated_reference(gate, up, kind), rtol=1e-5, atol=1e-6):
+            return kind
+    return None
+
+
+def _gates_of(module: nn.Module) -> list[Gate]:
+    kinds = [Gate(activation) for activation in _ACTIVATIONS]
+    limit = next((getattr(module, name) for name in ("limit", "swiglu_limit") if hasattr(module, name)), None)
+    if isinstance(limit, (int, float)):
+        alpha = getattr(module, "alpha", 1.0)
+        alphas = {1.0, float(alpha)} if isinstance(alpha, (int, float)) else {1.0}
+        kinds += [Gate("silu", alpha, float(limit), offset) for alpha in sorted(alphas) for offset in (0.0, 1.0)]
+    return kinds

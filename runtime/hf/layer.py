@@ -12,9 +12,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvconvert.errors import CacheError
-from kvconvert.runtime.cache.compress import begin_forward
-from kvconvert.runtime.cache.crop import crop
-from kvconvert.runtime.cache.rows import reorder
+from kvconvert.runtime.cache.compress import begin_forward, crop
 from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.hf.handles import KeyHandle
 
@@ -114,7 +112,7 @@ class PagedLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Keep the sequences of `beam_idx`, in its order; pages are shared, full-precision tokens copied."""
         if self._leads and self.is_initialized:
-            reorder(self.store.group, beam_idx.tolist())
+            self.store.group.reorder(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence."""

@@ -16,8 +16,7 @@ from kvconvert.errors import BundleError
 from kvconvert.models.configuration import model_class, supports_images
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer
 from kvconvert.runtime.hf.fit import read_config
-from kvconvert.runtime.hf.model_check import check_fits
-from kvconvert.runtime.hf.quantizer import BundleConfig, Verify
+from kvconvert.runtime.hf.quantizer import BundleConfig, Verify, check_fits
 
 
 def load(

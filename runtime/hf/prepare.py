@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kvconvert.runtime.cache.compress import Group
 from kvconvert.runtime.cache.sequence import Sequence, Side
+from kvconvert.runtime.cache.store import Group
 
 # Lengths at which steps are recorded grow by this factor; room for work doubles, and not at the same lengths for all.
 FACTOR = 1.5

@@ -24,9 +24,10 @@ from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.kernels.linear import DenseLinear, QuantizedLinear
 from kvconvert.methods import KVScheme
+from kvconvert.models.configuration import model_class
 from kvconvert.runtime.hf.attention import NAME
 from kvconvert.runtime.hf.experts import SeparateExperts, merges_experts, place_packed_experts
-from kvconvert.runtime.hf.fit import compare_shapes
+from kvconvert.runtime.hf.fit import compare_shapes, no_model, read_config
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.generation import adopt
 from kvconvert.runtime.hf.save import save_as_bundle
@@ -191,3 +192,24 @@ def register() -> None:
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = BundleConfig
     auto.AUTO_QUANTIZER_MAPPING[METHOD] = BundleQuantizer
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING["awq"] = AwqDispatch
+
+
+def check_fits(bundle: Bundle) -> int:
+    """Build the bundle's model without weights and compare every module with its tensors.
+
+    Returns:
+        how many tensors were compared.
+
+    Raises:
+        BundleError: config.json makes no model, or one that other tensors belong to.
+    """
+    config = read_config(bundle)
+    del config.quantization_config
+    try:
+        with torch.device("meta"):
+            model = model_class(config).from_config(config)
+    except Exception as error:  # models are built by code of many authors
+        raise no_model(error) from error
+    compared = compare_shapes(bundle, model)
+    place_packed_linears(model, bundle)  # refuses what the manifest calls quantized and the model does not have
+    return compared

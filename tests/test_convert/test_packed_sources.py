@@ -13,7 +13,7 @@ from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import CheckpointError, RecipeError
 from kvconvert.kernels.linear.awq_format import dequantize_weight
-from kvconvert.kernels.linear.word_format import pack_words, unpack_words
+from kvconvert.kernels.packing import pack_words, unpack_words
 from kvconvert.models.source import open_source
 
 PARTS = ("qweight", "qzeros", "scales")

@@ -15,7 +15,6 @@ from kvconvert.runtime.cache.append import commit
 from kvconvert.runtime.cache.attend import attend
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk, ModalityMask
-from kvconvert.runtime.cache.pass_tables import clamped_rows
 
 CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 CONFIG.image_token_id = 1
@@ -80,4 +79,6 @@ def test_attention_over_the_cache_is_the_reference_paths(device, monkeypatch, na
         assert error < 2e-3, (tokens, mask_function)
         assert layer.store.fallbacks == 0
         if "tau" in name:
-            assert clamped_rows(layer.store) == clamped_rows(reference.store)
+            assert layer.store.group.registry.clamped_rows(layer.store) == reference.store.group.registry.clamped_rows(
+                reference.store
+            )

@@ -4,26 +4,19 @@ A sum of another order may decide between two codes, and then later ones of that
 Records hold noise beforehand.
 """
 
-import numpy as np
 import pytest
 import torch
+from page_writes import quantize_pages
 
 from kvconvert.calibration.error_feedback import feedback_matrices
 from kvconvert.kernels.pages import (
     ChannelScales,
     KeyFormat,
     KeyPages,
-    PageWrites,
     empty_keys,
     key_codes,
-    new_flag,
-    quantize_at,
-    quantize_in_place,
     quantize_keys,
-    raise_if_flagged,
 )
-from kvconvert.kernels.pages.triton import launch
-from kvconvert.kernels.rotate import hadamard_matrix
 from kvconvert.kernels.spans import SpanFormat, quantize_span, quantize_span_reference, span_keys
 
 
@@ -94,11 +87,8 @@ def test_pages_hold_the_codes_of_the_reference(device, name):
     static = None
     if f.static:
         static = ChannelScales(*(torch.full((2, f.head_dim), v, device=device).half() for v in (0.4, -3.0)))
-    pages, flag = noise(1, f, device), new_flag(device)
-    quantize_in_place(
-        list(keys), [pages], flag, None if fixed is None else fixed.to(device), static, pytest.fail, matrices
-    )
-    raise_if_flagged(flag, f.heads)
+    pages = noise(1, f, device)
+    quantize_pages(list(keys), [pages], None if fixed is None else fixed.to(device), static, [matrices])
     on_host = None if static is None else ChannelScales(*(part.cpu() for part in static))
     assert_same(pages, quantize_keys(keys.cpu(), f, fixed, on_host, matrices.cpu()), f, fixed)
 
@@ -108,7 +98,7 @@ def test_pages_hold_the_codes_of_the_reference(device, name):
 def test_every_dtype_of_keys(device, dtype):
     f = key_format()
     keys, pages = random_keys(2, f, device, dtype), noise(2, f, device)
-    quantize_in_place(list(keys), [pages], new_flag(device), fall_back=pytest.fail, feedback=feedback(16, device))
+    quantize_pages(list(keys), [pages], feedback=[feedback(16, device)])
     assert_same(pages, quantize_keys(keys.cpu(), f, feedback=feedback(16, "cpu")), f)
 
 
@@ -116,29 +106,9 @@ def test_pages_of_several_layers_have_matrices_of_their_own(device):
     f = key_format()
     keys, pages = random_keys(2, f, device), noise(2, f, device)
     matrices = [feedback(16, device, seed) for seed in (1, 2)]
-    records = pages.buffer
-    writes = PageWrites(
-        np.array([page.data_ptr() for page in keys]),
-        np.array([page.stride(0) for page in keys]),
-        np.array([record.data_ptr() for record in records]),
-        np.array([matrix.data_ptr() for matrix in matrices]),
-    )
-    quantize_at(writes, keys[0], pages, new_flag(device))
+    quantize_pages(list(keys), [pages], feedback=matrices)
     for i, matrix in enumerate(matrices):
         assert_same(pages.select(slice(i, i + 1)), quantize_keys(keys[i : i + 1].cpu(), f, feedback=matrix.cpu()), f)
-
-
-@pytest.mark.full
-def test_keys_that_are_rotated_on_the_way(device):
-    f = key_format()
-    keys, pages, flag = random_keys(1, f, device, torch.float32), noise(1, f, device), new_flag(device)
-    table = launch.page_table(list(keys), keys, [pages.buffer], pages.buffer, f.page_size)
-    matrices = launch.one_feedback(feedback(16, device), 1)
-    launch.quantize_key_pages(keys, keys.stride(2), table, f, pages.buffer, flag, rotate=True, feedback=matrices)
-    rotated = keys.cpu() @ hadamard_matrix(16).float()
-    expected = quantize_keys(rotated, f, feedback=feedback(16, "cpu"))
-    torch.testing.assert_close(pages.scale.cpu(), expected.scale, rtol=2e-3, atol=1e-4)
-    assert (key_codes(on_cpu(pages), f) != key_codes(expected, f)).any(2).float().mean() <= 0.05
 
 
 @pytest.mark.full

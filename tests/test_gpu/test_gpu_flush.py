@@ -22,19 +22,34 @@ MIXED = KVScheme(key_bits=16, value_bits=4)
 
 
 def fed(
-    scheme: KVScheme, where: torch.device, tokens: list[int], real: torch.Tensor | None = None, rows: int = 3
+    scheme: KVScheme,
+    where: torch.device,
+    tokens: list[int],
+    real: torch.Tensor | None = None,
+    rows: int = 3,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> KVCache:
     """A cache that stored random tokens, forward pass by forward pass."""
     cache, generator = KVCache(CONFIG, scheme), torch.Generator().manual_seed(0)
     layer = cache.layers[0]
     for n in tokens:
         start = layer.store.logical
-        keys, values = (torch.randn(rows, 2, n, 32, generator=generator).bfloat16().to(where) for _ in range(2))
+        keys, values = (torch.randn(rows, 2, n, 32, generator=generator).to(where, dtype) for _ in range(2))
         layer.update(keys, values)
         mask = None if real is None else real[:, : start + n].to(where)
         commit(layer.store, Chunk(torch.arange(start, start + n, device=where), mask, None))
         end_forward(layer.store)
     return cache
+
+
+def test_what_the_kernels_do_not_take_is_quantized_all_the_same(device, monkeypatch):
+    monkeypatch.setattr(compress, "quantize_at", pytest.fail)
+    layer = fed(OSCAR, device, [140], rows=1, dtype=torch.float64).layers[0]
+    with dispatch.interpreted(False):
+        expected = fed(OSCAR, torch.device("cpu"), [140], rows=1, dtype=torch.float64).layers[0]
+    found = layer.store.key_pages.read((0,)).buffer
+    assert torch.equal(found.cpu(), expected.store.key_pages.read((0,)).buffer)
+    assert (layer.store.flushes, layer.store.fallbacks, expected.store.fallbacks) == (2, 2, 0)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from page_writes import page_writes, quantize_pages
 
-from kvconvert.errors import NumericError, UsageError
+from kvconvert.errors import NumericError
 from kvconvert.kernels.pages import (
     ChannelScales,
     KeyFormat,
@@ -20,14 +21,13 @@ from kvconvert.kernels.pages import (
     empty_values,
     key_codes,
     new_flag,
-    quantize_in_place,
+    quantize_at,
     quantize_keys,
     quantize_values,
     raise_if_flagged,
     unsupported,
     value_codes,
 )
-from kvconvert.kernels.pages.triton import launch as gpu
 from kvconvert.kernels.quantizer import GroupRangeError
 
 
@@ -62,10 +62,9 @@ def poison(buffer: torch.Tensor) -> None:
 def quantized(tokens: torch.Tensor, f, channels=None, static=None) -> KeyPages | ValuePages:
     """Pages of tokens [N, H, P, channels], in records that held noise."""
     empty = empty_keys if isinstance(f, KeyFormat) else empty_values
-    pages, flag = empty(len(tokens), f, tokens.dtype, tokens.device), new_flag(tokens.device)
+    pages = empty(len(tokens), f, tokens.dtype, tokens.device)
     poison(pages.buffer)
-    quantize_in_place(list(tokens), [pages], flag, channels, static, pytest.fail)
-    raise_if_flagged(flag, f.heads)
+    quantize_pages(list(tokens), [pages], channels, static)
     return pages
 
 
@@ -176,23 +175,6 @@ def test_ties_boost_the_lower_channel(device):
     assert quantized(keys, f).channels.flatten().tolist() == [0, 1, 2, 9]
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.float16])
-def test_tokens_are_rotated_on_the_way(device, dtype):
-    """As if rotated and rounded before: the same but for the last place of what is rounded."""
-    from kvconvert.kernels.rotate.triton.launch import rotate
-
-    f = key_format(2, token_norm="joint", group=128, boosted=8, dim=48)
-    keys = random_tokens(1, f, device, dtype)
-    pages, flag = empty_keys(1, f, dtype, device), new_flag(device)
-    table = gpu.page_table(list(keys), keys, [pages.buffer], pages.buffer, f.page_size)
-    gpu.quantize_key_pages(keys, keys.stride(2), table, f, pages.buffer, flag, rotate=True)
-    found = pages
-    plain = quantized(rotate(keys), f)
-    assert torch.equal(found.channels, plain.channels)
-    torch.testing.assert_close(found.scale, plain.scale, rtol=2e-3, atol=1e-4)
-    assert (key_codes(found, f) != key_codes(plain, f)).float().mean() < 1e-3
-
-
 VALUE_FORMATS = [
     value_format(2),
     value_format(2, dim=128, group=128, clip_ratio=0.7, page=32),
@@ -265,9 +247,8 @@ def test_pages_of_sequences_with_their_own_buffers(device):
     for layout, empty in ((f, empty_keys), (g, empty_values)):
         pool = empty(5, layout, torch.bfloat16, device)
         poison(pool.buffer)
-        before, flag = pool.buffer.clone(), new_flag(device)
-        quantize_in_place(tokens, [pool.select(slice(slot, slot + 1)) for slot in slots], flag)
-        raise_if_flagged(flag, 2)
+        before = pool.buffer.clone()
+        quantize_pages(tokens, [pool.select(slice(slot, slot + 1)) for slot in slots])
         each = [page for part in tokens for page in part.split(32, 1)]
         for slot, page in zip(slots, each, strict=True):
             check = assert_same_keys if layout is f else assert_same_values
@@ -302,7 +283,7 @@ def test_bad_values_are_named_once(device, static):
     values = torch.randn(3, 2, 32, 16, device=device)
     values[1, 1, 31, 15] = torch.nan
     flag, pages = new_flag(values.device), empty_values(3, f, values.dtype, values.device)
-    quantize_in_place(list(values), [pages], flag, static=scales)
+    quantize_at(page_writes(list(values), [pages]), values[0], pages, flag, static=scales)
     with pytest.raises(GroupRangeError) as raised:
         raise_if_flagged(flag, 2)
     assert raised.value.index == (1, 1)
@@ -317,13 +298,3 @@ def test_what_the_kernels_do_not_take_has_a_reason(device):
     assert "pages" in unsupported(x, 96)
     assert "16 bytes" in unsupported(x[..., 2:58])
     assert "no kernels for meta" in unsupported(x.to("meta"))
-    with pytest.raises(UsageError, match="16 bytes"):
-        gpu.page_table([x[0, :, :, 2:]], x, [x], x, 128)
-
-
-def test_what_the_kernels_do_not_take_is_quantized_all_the_same(device):
-    f, x = key_format(2, token_norm="joint"), torch.randn(3, 2, 128, 64, device=device, dtype=torch.float64)
-    pages, reasons = empty_keys(3, f, x.dtype, device), []
-    quantize_in_place(list(x), [pages], new_flag(device), fall_back=lambda *why: reasons.append(why))
-    assert torch.equal(pages.buffer.cpu(), quantize_keys(x.cpu(), f).buffer)
-    assert reasons == [("page quantization", "the page kernels do not take torch.float64")]

@@ -32,7 +32,7 @@ def relative(got, expected):
 def check(tensors, scaling=0.2, softcap=None, sink_logits=None, window=None, tilings=(None, None), tolerance=1e-5):
     queries, keys, _ = tensors
     visible = causal(queries.shape[1], keys.shape[1], window, queries.device)
-    output, log_sum_exp = kernels.attention(*tensors, scaling, softcap, sink_logits, window, tilings[0])
+    output, log_sum_exp = kernels.attention(*tensors, scaling, softcap, sink_logits, window=window, tiling=tilings[0])
     assert output.dtype == queries.dtype
     assert (
         relative(output, attention_reference(*tensors, visible, scaling, softcap, sink_logits))
@@ -197,7 +197,7 @@ def test_misuse_is_refused_by_name(device):
     with pytest.raises(UsageError, match="do not belong together"):
         kernels.attention(queries, keys[:, :10], values[:, :10], 0.2)
     with pytest.raises(UsageError, match="window of 0"):
-        kernels.attention(queries, keys, values, 0.2, None, None, 0)
+        kernels.attention(queries, keys, values, 0.2, None, None, window=0)
     with pytest.raises(UsageError, match="log-sum-exp"):
         kernels.column_sums(queries, keys, torch.zeros(2, 19, device=device), 0.2)
 

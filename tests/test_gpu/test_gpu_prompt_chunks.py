@@ -10,9 +10,8 @@ from tiny.prompt_chunks import SCHEMES, WINDOW, counted, error, layer_of, output
 from kvconvert.kernels import decode
 from kvconvert.kernels import device as dispatch
 from kvconvert.kernels.history import FEWEST_QUERIES
-from kvconvert.runtime.cache import attend as attending
 from kvconvert.runtime.cache.forward_pass import Chunk
-from kvconvert.runtime.cache.history import is_served
+from kvconvert.runtime.cache.history import AttentionCall, RowHistory
 
 HALF = torch.float16
 FULL = pytest.mark.full
@@ -22,7 +21,7 @@ def compare(monkeypatch, device, layer, lengths=(290, 70), **options) -> list[in
     """The last chunk's attention on both paths is the same; the rows of which a history was dequantized for it."""
     with dispatch.interpreted(False), monkeypatch.context() as patch:
         patch.setattr(decode, "unsupported", lambda *given: "the reference is wanted")
-        patch.setattr(attending, "is_served", lambda *given: False)
+        patch.setattr(RowHistory, "is_served", lambda *given: False)
         other = copy.deepcopy(layer)
         expected = outputs(other, lengths, device, HALF, **options)
     # What the kernels make of a first prompt is tested elsewhere.
@@ -92,7 +91,7 @@ def test_what_is_not_served_has_a_reason_and_is_counted(
 ):
     layer = layer_of(SCHEMES[name], sliding_window)
     with dispatch.interpreted(False), monkeypatch.context() as patch:
-        patch.setattr(attending, "is_served", lambda *given: False)
+        patch.setattr(RowHistory, "is_served", lambda *given: False)
         patch.setattr(decode, "unsupported", lambda *given: "the reference is wanted")
         outputs(layer, (400, 60), device, HALF, None if name in ("spans", "eviction") else mask_function)
     monkeypatch.setattr(dispatch, "fallbacks", type(dispatch.fallbacks)())
@@ -100,12 +99,13 @@ def test_what_is_not_served_has_a_reason_and_is_counted(
     store.fallbacks = 0
     chunk = Chunk(positions, None, mask_function)
     queries = torch.zeros(3, 4, 60, 32, dtype=HALF, device=device)
+    history = RowHistory(AttentionCall(store, chunk, 0.2), row)
     for few in (1, 32):
-        assert not is_served(store, row, queries[:, :, :few], chunk, 0.2, None)
+        assert not history.is_served(queries[:, :, :few])
     assert store.fallbacks == 0
     if device.type == "cuda":
         monkeypatch.setitem(FEWEST_QUERIES, "cuda", 32)
-    assert is_served(store, row, queries, chunk, 0.2, None) == (reason is None)
+    assert history.is_served(queries) == (reason is None)
     assert store.fallbacks == (reason is not None)
     assert [key[0] for key in dispatch.fallbacks] == ["attention of prompts over stored tokens"] * (reason is not None)
     assert all(reason in key[1] for key in dispatch.fallbacks)

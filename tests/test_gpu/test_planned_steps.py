@@ -12,7 +12,6 @@ from kvconvert.kernels import device as dispatch
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import compress
-from kvconvert.runtime.cache.pass_tables import clamped_rows
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
 from kvconvert.runtime.hf.prepare import _pretend, _read_short_prompt
 
@@ -88,7 +87,7 @@ def test_planned_steps_give_the_same_tokens_and_store_the_same(device, name, win
     assert caches[0].stats().fallbacks == 0
     for mine, theirs in zip(caches[1].stores(), caches[0].stores(), strict=True):
         assert mine.sequences == theirs.sequences
-        assert clamped_rows(mine) == clamped_rows(theirs)
+        assert mine.group.registry.clamped_rows(mine) == theirs.group.registry.clamped_rows(theirs)
         for row, other, sequence in zip(mine.rows, theirs.rows, mine.sequences, strict=True):
             n = sequence.keys.buffered
             assert torch.equal(row.keys.tokens(0, n), other.keys.tokens(0, n))

@@ -26,7 +26,9 @@ def test_the_rule_is_legal_for_odd_weights(multiprocessors: int, device_capabili
     layouts = [(128, 4), (128, 8), (256, 2)]
     every = product([1, 17, 32, 33, 65, 300, 5000], [1, 3, 128, 4008], inputs, layouts)
     for rows, tiles, (groups, group_size), (k_block, bits) in every:
-        shape = split_shape(rows, tiles, groups, group_size, multiprocessors, device_capability, k_block, bits)
+        shape = split_shape(
+            rows, tiles, groups, group_size, multiprocessors, device_capability, k_block=k_block, bits=bits
+        )
         one = PromptShape(shape.rows, shape.tiles, shape.warps, shape.stages)
         assert one in prompt_shapes(device_capability, k_block)
         assert 1 <= shape.splits <= groups

@@ -6,7 +6,7 @@ from torch import nn
 
 from kvconvert.kernels import device
 from kvconvert.kernels.linear import DenseLinear
-from kvconvert.kernels.linear.dense import FEW_ROWS, tiled_dense_product
+from kvconvert.kernels.linear.cpu import FEW_ROWS, tiled_dense_product
 
 
 @pytest.fixture(params=[False, True], ids=["without instructions", "with instructions"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvconvert.kernels.finite import all_finite
+from kvconvert.kernels.quantizer import all_finite
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -23,6 +23,8 @@ class Buffer(list):
 class Layer:
     """Positions in place of keys and values."""
 
+    is_allocated = True
+
     def __init__(self, group, rows):
         self.group, self.sequences = group, (Sequence(),) * rows
         self.buffers = [(Buffer(), Buffer()) for _ in range(rows)]
@@ -104,7 +106,7 @@ class Cache:
 
     def seal(self):
         if any(sequence.open_from is not None for sequence in self.group.sequences):
-            self.layer.execute(self.group.compress(seal=True))
+            self.layer.execute(self.group.plan_compression(seal=True))
 
     def feed(self, tokens):
         """A forward pass, as layers go through it."""
@@ -117,7 +119,7 @@ class Cache:
         group.append(latest, Chunk(columns[latest.start :], mask))
         self.layer.append(latest)
         group.attended = group.logical
-        self.layer.execute(group.compress(seal=False))
+        self.layer.execute(group.plan_compression(seal=False))
 
     def check(self, expect=None):
         """Every token is somewhere, once, in order; `expect` gives (dropped, key pages, value pages) of a length."""

@@ -20,8 +20,7 @@ from kvconvert.kernels.elementwise import Gate, Norm
 from kvconvert.runtime.hf import fused_modules
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.fused_layers import fuse_residuals
-from kvconvert.runtime.hf.fused_modules import fuse_gated_mlp, fuse_norm, fuse_rotary
-from kvconvert.runtime.hf.gates import find_gate
+from kvconvert.runtime.hf.fused_modules import find_gate, fuse_gated_mlp, fuse_norm, fuse_rotary
 
 DTYPE = torch.bfloat16
 

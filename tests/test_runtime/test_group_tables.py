@@ -16,11 +16,11 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import tables as tables_module
 from kvconvert.runtime.cache.append import commit
-from kvconvert.runtime.cache.attend import attend, stored_mask
+from kvconvert.runtime.cache.attend import attend
 from kvconvert.runtime.cache.buffer import GPU_GROWTH
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk, ModalityMask
-from kvconvert.runtime.cache.pass_tables import entries_needed
+from kvconvert.runtime.cache.registry import entries_needed
 from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.cache.tables import GroupTables
 
@@ -132,7 +132,7 @@ def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(layer, queries, output, chunk, padding: torch.Tensor = PADDING) -> None:
-    mask = stored_mask(layer.store, chunk)
+    mask = layer.store.stored_mask(chunk)
     for row in range(len(layer.store.sequences)):
         keys, values = followed(layer, row)
         assert keys.shape == values.shape
@@ -167,7 +167,7 @@ def test_one_token_that_attends_to_everything_needs_no_mask():
     layer = KVCache(CONFIG, SCHEMES["16 bits"]).layers[0]
     advance(layer, 300)
     end_forward(layer.store)
-    assert stored_mask(layer.store, advance(layer, 1)[2]) is None
+    assert layer.store.stored_mask(advance(layer, 1)[2]) is None
 
 
 def test_tables_stay_where_they_are_and_are_written_when_a_page_is_or_rows_move(monkeypatch):

@@ -9,8 +9,7 @@ from listed_layers import Cache, Layer, P, expectation
 
 from kvconvert.errors import CacheError
 from kvconvert.methods import KVScheme
-from kvconvert.runtime.cache.crop import crop
-from kvconvert.runtime.cache.rows import leave, reorder
+from kvconvert.runtime.cache.compress import crop
 
 # A plan of which the layers see the outcome alone.
 NOTHING = partial(replace, seals=(), discards=(), keys=(), values=())
@@ -156,18 +155,18 @@ def test_numbers_come_back_after_resets_moves_and_leaves():
     numbers = group.key_numbers, group.value_numbers
     cache.feed(LONGEST)
     # The first row's pages are shared by two rows, the second row's by none.
-    reorder(group, [0, 0, 2])
+    group.reorder([0, 0, 2])
     shared = group.sequences[0].values.pages
     assert len(shared) == (LONGEST - 3) // P
     assert numbers[1].used == len(shared) + len(group.sequences[2].values.pages)
-    leave(group, 0)
+    group.leave(0)
     assert set(shared) <= set(group.sequences[1].values.pages)
-    leave(group, 1)
+    group.leave(1)
     assert numbers[1].used == len(group.sequences[2].values.pages) > 0
     taken = numbers[1].reserve(len(shared))
     assert not set(taken) & set(group.sequences[2].values.pages)
     numbers[1].release(taken)
-    leave(group, 2)
+    group.leave(2)
     assert [pool.used for pool in numbers] == [0, 0]
 
 
@@ -193,7 +192,7 @@ def test_what_was_held_back_and_cropped_is_planned_as_if_it_had_never_come(name)
     scheme, window = PAGED[name]
     for length in boundaries(scheme, window):
         cache = Cache(scheme, window)
-        plan = cache.group.compress
+        plan = cache.group.plan_compression
 
         def executed(seal, cache=cache, plan=plan):
             """What a crop compresses is done here rather than by the layers."""
@@ -206,9 +205,9 @@ def test_what_was_held_back_and_cropped_is_planned_as_if_it_had_never_come(name)
         for drafted, kept in ((5, 0), (5, 2), (90, 90), (128, 1), (1, 1)):
             cache.group.record_past = True
             cache.feed(drafted)
-            cache.group.compress = executed
+            cache.group.plan_compression = executed
             crop(cache.group, kept - drafted)
-            cache.group.compress = plan
+            cache.group.plan_compression = plan
             cache.check(expectation(scheme, window))
 
 

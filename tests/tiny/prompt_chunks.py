@@ -14,6 +14,7 @@ from kvconvert.runtime.cache import attend as attending
 from kvconvert.runtime.cache.append import commit
 from kvconvert.runtime.cache.compress import end_forward, seal
 from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.history import RowHistory
 
 CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 SCHEMES = {
@@ -75,13 +76,13 @@ def outputs(
 def counted(monkeypatch) -> list[int]:
     """The rows whose chunks will be attended to over a dequantized history, as they come."""
     rows: list[int] = []
-    attend_to_history = attending.attend_to_history
+    attend = RowHistory.attend
 
-    def counting(store, row, *arguments):
-        rows.append(row)
-        attend_to_history(store, row, *arguments)
+    def counting(history, *arguments):
+        rows.append(history.row)
+        attend(history, *arguments)
 
-    monkeypatch.setattr(attending, "attend_to_history", counting)
+    monkeypatch.setattr(RowHistory, "attend", counting)
     return rows
 
 
@@ -90,7 +91,7 @@ def both_paths(monkeypatch, layer, *arguments, **options) -> tuple[list[torch.Te
     other = copy.deepcopy(layer)
     got = outputs(layer, *arguments, **options)
     with monkeypatch.context() as patch:
-        patch.setattr(attending, "is_served", lambda *given: False)
+        patch.setattr(RowHistory, "is_served", lambda *given: False)
         expected = outputs(other, *arguments, **options)
     return got, expected
 

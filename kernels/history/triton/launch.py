@@ -43,6 +43,7 @@ def tiled_attention(
     scaling: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    *,
     window: int | None = None,
     backend: Backend | None = None,
     workspace_tokens: int | None = None,
@@ -70,7 +71,13 @@ def tiled_attention(
     def attend(stored: tuple[torch.Tensor, torch.Tensor], begin: int, last: bool) -> Partial:
         """Attention over consecutive tokens from number `begin` on."""
         output, log_sum_exp = attention(
-            queries, *stored, scaling, softcap, sink_logits if last else None, window, first_query=before - begin
+            queries,
+            *stored,
+            scaling,
+            softcap,
+            sink_logits if last else None,
+            window=window,
+            first_query=before - begin,
         )
         return output.unflatten(0, (heads, -1)), log_sum_exp.unflatten(0, (heads, -1))
 

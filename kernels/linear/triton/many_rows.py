@@ -278,7 +278,7 @@ def prompt(x: Tensor, weight: PackedWeight, shape: PromptShape | None = None, bi
     if shape is None:
         gpu = multiprocessors(x.device), capability(x.device)
         groups = k_blocks // group_k_blocks, group_k_blocks * weight.k_block
-        shape = split_shape(len(x), tiles, *groups, *gpu, weight.k_block, weight.bits)
+        shape = split_shape(len(x), tiles, *groups, *gpu, k_block=weight.k_block, bits=weight.bits)
     split_k_blocks = triton.cdiv(k_blocks // group_k_blocks, shape.splits) * group_k_blocks
     splits = triton.cdiv(k_blocks, split_k_blocks)
     y = rows.new_empty(rows.shape[0], weight.outputs)

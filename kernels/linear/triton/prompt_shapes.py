@@ -43,6 +43,7 @@ def split_shape(
     group_size: int,
     multiprocessors: int,
     device_capability: tuple[int, int],
+    *,
     k_block: int = 128,
     bits: int = 4,
 ) -> PromptShape:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvconvert.kernels.rotate.triton.kernels import product_with_signs
-
 LARGEST_HALF = tl.constexpr(65504.0)
 # Added to a float32 in 0..255, it leaves the nearest whole number, ties to even, in the lowest bits; 16 zeros above.
 ROUNDER = tl.constexpr(12582912.0)
@@ -78,40 +76,6 @@ def nearest_codes(x, scale, zero_point, levels):
 
 
 @triton.jit
-def read_tokens(
-    tokens,
-    offset,
-    token,
-    channel,
-    present,
-    signs,
-    normaliser,
-    token_stride,
-    HEAD_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    ROTATE: tl.constexpr,
-):
-    """Some channels of some tokens of one head: [tokens, channels] in their dtype.
-
-    With ROTATE their Hadamard rotation, rounded to that dtype; `signs` are those of `read_signs` for these channels.
-    """
-    rows = tokens + offset + token[:, None] * token_stride
-    if ROTATE:
-        every = tl.arange(0, TILE)
-        whole = tl.load(rows + every[None, :], mask=every[None, :] < HEAD_SIZE, other=0.0)
-        x = tl.zeros([whole.shape[0], signs.shape[1]], tl.float32)
-        x = (product_with_signs(whole, signs, x) * normaliser).to(tokens.dtype.element_ty)
-    else:
-        x = tl.load(rows + channel[None, :], mask=present, other=0.0)
-    return x
-
-
-@triton.jit
-def read_signs(matrix, channel, HEAD_SIZE: tl.constexpr, TILE: tl.constexpr, ROTATE: tl.constexpr):
-    """Columns `channel` of the matrix of signs, [TILE, channels]; nothing of use without ROTATE."""
-    signs = channel
-    if ROTATE:
-        every = tl.arange(0, TILE)
-        present = (every < HEAD_SIZE)[:, None] & ((channel >= 0) & (channel < HEAD_SIZE))[None, :]
-        signs = tl.load(matrix + every[:, None] * HEAD_SIZE + channel[None, :], mask=present, other=0.0)
-    return signs
+def read_tokens(tokens, offset, token, channel, present, token_stride):
+    """Some channels of some tokens of one head: [tokens, channels] in their dtype."""
+    return tl.load(tokens + offset + token[:, None] * token_stride + channel[None, :], mask=present, other=0.0)

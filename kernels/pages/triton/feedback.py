@@ -17,7 +17,6 @@ import triton.language as tl
 from kvconvert.kernels.pages.triton.affine import (
     TABLE_COLUMNS,
     nearest_codes,
-    read_signs,
     read_tokens,
     reciprocal,
 )
@@ -94,12 +93,10 @@ def key_feedback_kernel(
     static_scales,
     static_zero_points,
     boosted,
-    matrix,
     feedback,
     feedback_table,
     scratch,
     token_stride,
-    normaliser,
     HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -113,7 +110,6 @@ def key_feedback_kernel(
     SLOTS: tl.constexpr,
     DYNAMIC: tl.constexpr,
     STATIC: tl.constexpr,
-    ROTATE: tl.constexpr,
     PARTIAL: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     LANES: tl.constexpr,
@@ -152,10 +148,7 @@ def key_feedback_kernel(
     present = (channel < HEAD_SIZE)[None, :]
     if PARTIAL:
         present &= (token < count)[:, None]
-    signs = read_signs(matrix, channel, HEAD_SIZE, TILE, ROTATE)
-    w = read_tokens(keys, offset, token, channel, present, signs, normaliser, token_stride, HEAD_SIZE, TILE, ROTATE).to(
-        tl.float32
-    )
+    w = read_tokens(keys, offset, token, channel, present, token_stride).to(tl.float32)
     if NORM != NO_NORM:
         norms = records + record + JOINT_NORM if NORM == JOINT else records + part + PER_HEAD_NORM
         norm = tl.load(norms + token).to(tl.float16, bitcast=True).to(tl.float32)

@@ -19,7 +19,6 @@ from kvconvert.kernels.pages.triton.affine import (
     any_true,
     flag_if,
     nearest_codes,
-    read_signs,
     read_tokens,
     reciprocal,
     storable,
@@ -34,10 +33,8 @@ def joint_norm_kernel(
     keys,
     records,
     table,
-    matrix,
     flag,
     token_stride,
-    normaliser,
     HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -45,7 +42,6 @@ def joint_norm_kernel(
     TOKENS: tl.constexpr,
     OFFSET: tl.constexpr,
     MEAN_ABS: tl.constexpr,
-    ROTATE: tl.constexpr,
 ):
     """Norms over all heads of TOKENS tokens of a page, float16 at OFFSET of its record."""
     page, block = tl.program_id(0) // (PAGE // TOKENS), tl.program_id(0) % (PAGE // TOKENS)
@@ -54,13 +50,9 @@ def joint_norm_kernel(
     record = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8)
     token, channel = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, TILE)
     present = channel[None, :] < HEAD_SIZE
-    signs = read_signs(matrix, channel, HEAD_SIZE, TILE, ROTATE)
     total = tl.zeros([TOKENS, TILE], tl.float32)
     for head in tl.static_range(HEADS):
-        x = read_tokens(
-            keys, offset + head * head_stride, token, channel, present, signs, normaliser, token_stride, HEAD_SIZE,
-            TILE, ROTATE,
-        ).to(tl.float32)  # fmt: skip
+        x = read_tokens(keys, offset + head * head_stride, token, channel, present, token_stride).to(tl.float32)
         total += tl.abs(x) if MEAN_ABS else x * x
     norm = tl.sum(total, 1) / (HEADS * HEAD_SIZE)
     if not MEAN_ABS:
@@ -75,14 +67,11 @@ def _norms(
     offset,
     token,
     joint,
-    matrix,
-    normaliser,
     token_stride,
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     NORM: tl.constexpr,
     MEAN_ABS: tl.constexpr,
-    ROTATE: tl.constexpr,
 ):
     """Norms of some tokens, float16, and whether one cannot be stored: read at `joint` or computed of one head."""
     bad = False
@@ -90,11 +79,7 @@ def _norms(
         norm = tl.load(joint + token).to(tl.float16, bitcast=True)
     else:
         channel = tl.arange(0, TILE)
-        signs = read_signs(matrix, channel, HEAD_SIZE, TILE, ROTATE)
-        x = read_tokens(
-            keys, offset, token, channel, channel[None, :] < HEAD_SIZE, signs, normaliser, token_stride, HEAD_SIZE,
-            TILE, ROTATE,
-        ).to(tl.float32)  # fmt: skip
+        x = read_tokens(keys, offset, token, channel, channel[None, :] < HEAD_SIZE, token_stride).to(tl.float32)
         size = tl.sum(tl.abs(x) if MEAN_ABS else x * x, 1) / HEAD_SIZE
         if not MEAN_ABS:
             size = tl.sqrt_rn(size)
@@ -108,8 +93,6 @@ def _scores(
     keys,
     offset,
     joint,
-    matrix,
-    normaliser,
     token_stride,
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -117,22 +100,15 @@ def _scores(
     STEP: tl.constexpr,
     NORM: tl.constexpr,
     MEAN_ABS: tl.constexpr,
-    ROTATE: tl.constexpr,
 ):
     """Kitty's score of each channel, the sum of its magnitudes over the page: [TILE], -1 beyond the head's."""
     channel = tl.arange(0, TILE)
-    signs = read_signs(matrix, channel, HEAD_SIZE, TILE, ROTATE)
     total = tl.zeros([STEP, TILE], tl.float32)
     for step in range(PAGE // STEP):
         token = step * STEP + tl.arange(0, STEP)
-        x = read_tokens(
-            keys, offset, token, channel, channel[None, :] < HEAD_SIZE, signs, normaliser, token_stride, HEAD_SIZE,
-            TILE, ROTATE,
-        ).to(tl.float32)  # fmt: skip
+        x = read_tokens(keys, offset, token, channel, channel[None, :] < HEAD_SIZE, token_stride).to(tl.float32)
         if NORM != NO_NORM:
-            norm, _ = _norms(
-                keys, offset, token, joint, matrix, normaliser, token_stride, HEAD_SIZE, TILE, NORM, MEAN_ABS, ROTATE
-            )
+            norm, _ = _norms(keys, offset, token, joint, token_stride, HEAD_SIZE, TILE, NORM, MEAN_ABS)
             x *= reciprocal(norm.to(tl.float32))[:, None]
         total += tl.abs(x)
     return tl.where(channel < HEAD_SIZE, tl.sum(total, 0), -1.0)
@@ -174,8 +150,6 @@ def _paired_high_lanes(
     offset,
     chosen,
     joint,
-    matrix,
-    normaliser,
     token_stride,
     factor,
     shrink,
@@ -189,7 +163,6 @@ def _paired_high_lanes(
     SLOTS: tl.constexpr,
     HIGH_ROWS: tl.constexpr,
     LANES: tl.constexpr,
-    ROTATE: tl.constexpr,
 ):
     """Lanes int16 [LANES, SLOTS] of the upper bits of 1-bit keys' boosted channels, two of which share a field.
 
@@ -201,18 +174,13 @@ def _paired_high_lanes(
         token = step * CHUNK + tl.arange(0, CHUNK)
         inverse_norm = tl.full([CHUNK], 1.0, tl.float32)
         if NORM != NO_NORM:
-            norm, _ = _norms(
-                keys, offset, token, joint, matrix, normaliser, token_stride, HEAD_SIZE, TILE, NORM, MEAN_ABS, ROTATE
-            )
+            norm, _ = _norms(keys, offset, token, joint, token_stride, HEAD_SIZE, TILE, NORM, MEAN_ABS)
             inverse_norm = reciprocal(norm.to(tl.float32))
         for half in tl.static_range(2):
             picked = (slot[None, :] == slot[:, None] + half * HIGH_ROWS) & (slot < HIGH_ROWS)[:, None]
             channel = tl.sum(tl.where(picked, chosen[None, :] + 1, 0), 1) - 1
             present = (channel >= 0)[None, :]
-            signs = read_signs(matrix, channel, HEAD_SIZE, TILE, ROTATE)
-            x = read_tokens(
-                keys, offset, token, channel, present, signs, normaliser, token_stride, HEAD_SIZE, TILE, ROTATE
-            ).to(tl.float32)
+            x = read_tokens(keys, offset, token, channel, present, token_stride).to(tl.float32)
             codes, _, _ = _grouped_codes(x * inverse_norm[:, None], 3.0, 1.0 / 3.0, factor, shrink, CHUNK, GROUP, SLOTS)
             bit = tl.where(present, (codes >> 1) & 1, 0)
             lanes += packed_codes(bit, step * (CHUNK // LANES), half, 1, CHUNK, SLOTS, LANES)
@@ -228,10 +196,8 @@ def key_page_kernel(
     static_scales,
     static_zero_points,
     boosted,
-    matrix,
     flag,
     token_stride,
-    normaliser,
     factor,
     shrink,
     HEADS: tl.constexpr,
@@ -248,7 +214,6 @@ def key_page_kernel(
     SLOTS: tl.constexpr,
     DYNAMIC: tl.constexpr,
     STATIC: tl.constexpr,
-    ROTATE: tl.constexpr,
     PARTIAL: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     LANES: tl.constexpr,
@@ -284,8 +249,8 @@ def key_page_kernel(
     chosen = tl.full([SLOTS], -1, tl.int32)
     if BOOSTED > 0 and DYNAMIC:
         score = _scores(
-            keys, offset, joint, matrix, normaliser, token_stride, HEAD_SIZE, TILE, PAGE, CHUNK * ROW_TILE // TILE,
-            NORM, MEAN_ABS, ROTATE,
+            keys, offset, joint, token_stride, HEAD_SIZE, TILE, PAGE, CHUNK * ROW_TILE // TILE,
+            NORM, MEAN_ABS,
         )  # fmt: skip
         chosen = _highest(score, TILE, SLOTS, BOOSTED)
         tl.store(record_bytes + (part + CHANNELS) * 2 + slot, chosen.to(tl.uint8), mask=slot < BOOSTED)
@@ -304,19 +269,14 @@ def key_page_kernel(
         present = there & (token < count)[:, None] if PARTIAL else there
         inverse_norm = tl.full([CHUNK], 1.0, tl.float32)
         if NORM != NO_NORM:
-            norm, bad = _norms(
-                keys, offset, token, joint, matrix, normaliser, token_stride, HEAD_SIZE, TILE, NORM, MEAN_ABS, ROTATE
-            )
+            norm, bad = _norms(keys, offset, token, joint, token_stride, HEAD_SIZE, TILE, NORM, MEAN_ABS)
             inverse_norm = reciprocal(norm.to(tl.float32))
             if NORM == PER_HEAD:
                 flag_if(bad, flag, page, head, 0, HEADS)
                 tl.store(records + part + PER_HEAD_NORM + token, norm.to(tl.int16, bitcast=True))
         for half in tl.static_range(HALVES):
             channel = row + half * ROWS
-            signs = read_signs(matrix, channel, HEAD_SIZE, TILE, ROTATE)
-            x = read_tokens(
-                keys, offset, token, channel, present, signs, normaliser, token_stride, HEAD_SIZE, TILE, ROTATE
-            ).to(tl.float32)
+            x = read_tokens(keys, offset, token, channel, present, token_stride).to(tl.float32)
             if NORM == NO_NORM:
                 # A sum of finite numbers overflows only beyond what float16 scales describe; static ones clamp that.
                 checked = x * 0.0 if STATIC else x
@@ -367,8 +327,8 @@ def key_page_kernel(
         tl.store(records + part + HIGH + lane * BOOSTED + slot_of, high_lanes.to(tl.int16), mask=slot_of >= 0)
     elif BOOSTED > 0:
         high_lanes = _paired_high_lanes(
-            keys, offset, chosen, joint, matrix, normaliser, token_stride, factor, shrink, HEAD_SIZE, TILE, PAGE, CHUNK,
-            GROUP, NORM, MEAN_ABS, SLOTS, (BOOSTED + 1) // 2, LANES, ROTATE,
+            keys, offset, chosen, joint, token_stride, factor, shrink, HEAD_SIZE, TILE, PAGE, CHUNK,
+            GROUP, NORM, MEAN_ABS, SLOTS, (BOOSTED + 1) // 2, LANES,
         )  # fmt: skip
         HIGH_ROWS: tl.constexpr = (BOOSTED + 1) // 2
         target = records + part + HIGH + lane * HIGH_ROWS + slot[None, :]

@@ -11,25 +11,22 @@ device, which `raise_if_flagged` reads once per flush.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import triton
 
-from kvconvert.errors import UsageError
 from kvconvert.kernels.packing import field_bits
 from kvconvert.kernels.pages.center import KeyCenter
 from kvconvert.kernels.pages.formats import ChannelScales, KeyFormat, TokenNorm, ValueFormat
-from kvconvert.kernels.pages.layout import ALIGNMENT, KeyLayout, ValueLayout
+from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.pages.records import KeyPages, PageWrites, ValuePages
 from kvconvert.kernels.pages.triton.center import launch_centers, uploaded
 from kvconvert.kernels.pages.triton.feedback import PageFeedback, launch_feedback
 from kvconvert.kernels.pages.triton.keys import joint_norm_kernel, key_page_kernel
 from kvconvert.kernels.pages.triton.packing import halves_of
 from kvconvert.kernels.pages.triton.values import copy_page_kernel, value_page_kernel
-from kvconvert.kernels.rotate.matrices import hadamard_signs
 
 # Every operation is rounded by itself, as on a CPU.
 UNFUSED = {"enable_fp_fusion": False}
@@ -43,25 +40,43 @@ VALUE_TOKENS = 16
 NORM_TOKENS = 16
 
 
-def quantize_page_records(
-    tokens: Sequence[torch.Tensor],
-    pages: Sequence[KeyPages] | Sequence[ValuePages],
-    flag: torch.Tensor,
-    channels: torch.Tensor | None,
-    static: ChannelScales | None,
-    feedback: torch.Tensor | None,
-) -> None:
-    """`quantize_in_place` of kernels/pages/__init__.py, of tokens that `unsupported` accepts."""
-    f, base, records = pages[0].format, tokens[0], pages[0].buffer
-    table = page_table(tokens, base, [view.buffer for view in pages], records, f.page_size)
-    if isinstance(f, KeyFormat):
-        matrices = None if feedback is None else one_feedback(feedback, len(table))
-        quantize_key_pages(base, base.stride(1), table, f, records, flag, channels, static, feedback=matrices)
-    else:
-        quantize_value_pages(base, base.stride(1), table, f, records, flag, static)
+class PageLaunch(NamedTuple):
+    """The pages that one launch writes.
+
+    Attributes:
+        base: any tensor of the tokens' dtype and device, from whose address the table counts tokens.
+        token_stride: elements from one token to the next; a multiple of 8.
+        table: int64 [N, 4], see above.
+        records: int16, from whose address the table counts records; of 16-bit pages, the tokens' dtype.
+        flag: int32 [1], see `raise_if_flagged`.
+        feedback: the pages' matrices where keys are rounded with error feedback; 16-bit keys are not rounded.
+    """
+
+    base: torch.Tensor
+    token_stride: int
+    table: torch.Tensor
+    records: torch.Tensor
+    flag: torch.Tensor
+    feedback: PageFeedback | None = None
 
 
-def quantize_addressed(
+def page_launch(writes: PageWrites, like: torch.Tensor, pages: KeyPages | ValuePages, flag: torch.Tensor) -> PageLaunch:
+    """The tables of a launch on the device; arguments as for `quantize_at` of kernels/pages/__init__.py."""
+    records = pages.buffer
+    table = np.empty((len(writes.tokens), 4), dtype=np.int64)
+    table[:, 0] = (writes.tokens - like.data_ptr()) // like.element_size()
+    table[:, 1] = writes.head_strides
+    table[:, 2] = (writes.records - records.data_ptr()) // records.element_size()
+    table[:, 3] = pages.format.page_size
+    on_device, feedback = uploaded(table, like.device), None
+    if writes.feedback is not None:
+        # Addresses of float16 numbers, counted from the records', which are of 16 bits too.
+        base = records.view(torch.float16)
+        feedback = PageFeedback(base, uploaded((writes.feedback - base.data_ptr()) // 2, like.device))
+    return PageLaunch(like, like.stride(1), on_device, records, flag, feedback)
+
+
+def quantize_at(
     writes: PageWrites,
     like: torch.Tensor,
     pages: KeyPages | ValuePages,
@@ -71,158 +86,87 @@ def quantize_addressed(
     center: KeyCenter | None,
 ) -> None:
     """`quantize_at` of kernels/pages/__init__.py."""
-    f, records = pages.format, pages.buffer
-    table = np.empty((len(writes.tokens), 4), dtype=np.int64)
-    table[:, 0] = (writes.tokens - like.data_ptr()) // like.element_size()
-    table[:, 1] = writes.head_strides
-    table[:, 2] = (writes.records - records.data_ptr()) // records.element_size()
-    table[:, 3] = f.page_size
-    on_device = uploaded(table, like.device)
-    if isinstance(f, KeyFormat):
-        if writes.centers is not None:
-            bases, centers = (center.matrix, center.frequencies), writes.centers.copy()
-            for column, base in enumerate(bases, 1):
-                centers[:, column] = (centers[:, column] - base.data_ptr()) // base.element_size()
-            on_device_centers = uploaded(centers, like.device)
-            launch_centers(like, like.stride(1), on_device, on_device_centers, center, f.page_size, sign=-1)
-        feedback = None
-        if writes.feedback is not None:
-            # Addresses of float16 numbers, counted from the records', which are of 16 bits too.
-            base = records.view(torch.float16)
-            feedback = PageFeedback(base, uploaded((writes.feedback - base.data_ptr()) // 2, like.device))
-        quantize_key_pages(like, like.stride(1), on_device, f, records, flag, channels, static, feedback=feedback)
-    else:
-        quantize_value_pages(like, like.stride(1), on_device, f, records, flag, static)
-
-
-def one_feedback(feedback: torch.Tensor, pages: int) -> PageFeedback:
-    """One layer's matrices float16 [H, D, D], contiguous, for all pages."""
-    return PageFeedback(feedback, torch.zeros(pages, dtype=torch.int64, device=feedback.device))
-
-
-def page_table(
-    tokens: Sequence[torch.Tensor],
-    base: torch.Tensor,
-    records: Sequence[torch.Tensor],
-    record_base: torch.Tensor,
-    page_size: int,
-) -> torch.Tensor:
-    """The table of pages that lie anywhere on the bases' device.
-
-    Args:
-        tokens: [H, n P, channels], the tokens of n pages each.
-        base: what addresses of tokens count from.
-        records: [m, ...], the records of m pages each, in the tokens' order.
-        record_base: what addresses of records count from.
-        page_size: P.
-
-    Raises:
-        UsageError: tokens or records do not lie at multiples of 16 bytes.
-    """
-    sources, targets = [], []
-    for part in tokens:
-        distance, stride = part.data_ptr() - base.data_ptr(), part.stride(1)
-        if distance % 16 or part.stride(0) % ALIGNMENT or stride % ALIGNMENT:
-            raise UsageError("The tokens of pages do not lie at multiples of 16 bytes; copy them first.")
-        first = distance // base.element_size()
-        sources += [(first + token * stride, part.stride(0)) for token in range(0, part.shape[1], page_size)]
-    for part in records:
-        distance = part.data_ptr() - record_base.data_ptr()
-        if distance % 16:
-            raise UsageError("The records of pages do not lie at multiples of 16 bytes.")
-        first = distance // record_base.element_size()
-        targets += [first + page * part.stride(0) for page in range(part.shape[0])]
-    rows = [(*source, target, page_size) for source, target in zip(sources, targets, strict=True)]
-    return torch.tensor(rows, dtype=torch.int64).to(base.device, non_blocking=True)
+    f, launch = pages.format, page_launch(writes, like, pages, flag)
+    if isinstance(f, ValueFormat):
+        quantize_value_pages(launch, f, static)
+        return
+    if writes.centers is not None:
+        bases, centers = (center.matrix, center.frequencies), writes.centers.copy()
+        for column, base in enumerate(bases, 1):
+            centers[:, column] = (centers[:, column] - base.data_ptr()) // base.element_size()
+        on_device = uploaded(centers, like.device)
+        launch_centers(like, launch.token_stride, launch.table, on_device, center, f.page_size, sign=-1)
+    quantize_key_pages(launch, f, channels, static)
 
 
 def quantize_key_pages(
-    base: torch.Tensor,
-    token_stride: int,
-    table: torch.Tensor,
-    f: KeyFormat,
-    records: torch.Tensor,
-    flag: torch.Tensor,
-    channels: torch.Tensor | None = None,
-    static: ChannelScales | None = None,
-    rotate: bool = False,
-    feedback: PageFeedback | None = None,
+    launch: PageLaunch, f: KeyFormat, channels: torch.Tensor | None = None, static: ChannelScales | None = None
 ) -> None:
-    """Write key pages into their records; `quantize_keys` in kernels/pages/reference.py says what.
+    """Write full key pages into their records; `quantize_keys` in kernels/pages/reference.py says what.
 
     Args:
-        base: any tensor of the keys' dtype and device, from whose address the table counts.
-        token_stride: elements from one token to the next; a multiple of 8.
-        table: int64 [N, 4], see above. Every page is full.
+        launch: the pages.
         f: their format.
-        records: int16, from whose address the table counts records; of 16-bit pages, the keys' dtype.
-        flag: int32 [1], see `raise_if_flagged`.
         channels: int64 [H, boosted], where the format fixes them.
         static: of the layer, where `f.static`.
-        rotate: keys are not rotated yet; a Hadamard rotation, rounded to their dtype as a stored key is, goes first.
-        feedback: the pages' matrices where keys are rounded with error feedback; 16-bit keys are not rounded.
     """
+    base, stride, table, records, flag, _ = launch
     pages, tile = table.shape[0], tile_of(f.head_dim, f.bits)
-    matrix, normaliser = hadamard_signs(f.head_dim, base.dtype, base.device) if rotate else (base, 1.0)
     if f.bits == 16:
-        copy_page_kernel[(pages * f.heads,)](
-            base, records, table, matrix, token_stride, normaliser, f.heads, f.head_dim, tile, f.page_size,
-            rotate, num_warps=warps_for(f.page_size * tile), **UNFUSED,
-        )  # fmt: skip
+        _copy_pages(launch, f)
         return
     layout = KeyLayout.of(f)
     mean_abs = f.token_norm_measure == "mean_abs"
     if f.token_norm is TokenNorm.JOINT:
         tokens = min(NORM_TOKENS, f.page_size)
         joint_norm_kernel[(pages * (f.page_size // tokens),)](
-            base, records, table, matrix, flag, token_stride, normaliser, f.heads, f.head_dim, tile, f.page_size,
-            tokens, layout.joint_norm, mean_abs, rotate, num_warps=warps_for(tokens * tile), **UNFUSED,
+            base, records, table, flag, stride, f.heads, f.head_dim, tile, f.page_size, tokens, layout.joint_norm,
+            mean_abs, num_warps=warps_for(tokens * tile), **UNFUSED,
         )  # fmt: skip
-    launch_keys(base, token_stride, table, f, records, flag, channels, static, rotate, False, feedback)
+    launch_keys(launch, f, channels, static, partial=False)
+
+
+def _copy_pages(launch: PageLaunch, f: KeyFormat | ValueFormat) -> None:
+    tile = tile_of(f.head_dim, f.bits)
+    copy_page_kernel[(launch.table.shape[0] * f.heads,)](
+        launch.base, launch.records, launch.table, launch.token_stride, f.heads, f.head_dim, tile, f.page_size,
+        num_warps=warps_for(f.page_size * tile), **UNFUSED,
+    )  # fmt: skip
 
 
 def launch_keys(
-    base: torch.Tensor,
-    token_stride: int,
-    table: torch.Tensor,
+    launch: PageLaunch,
     f: KeyFormat,
-    records: torch.Tensor,
-    flag: torch.Tensor,
     channels: torch.Tensor | None,
     static: ChannelScales | None,
-    rotate: bool,
     partial: bool,
-    feedback: PageFeedback | None = None,
 ) -> None:
     """Write key pages of 8 bits or fewer, whose joint norms are there; `partial` pages may have fewer tokens."""
-    tile = tile_of(f.head_dim, f.bits)
-    matrix, normaliser = hadamard_signs(f.head_dim, base.dtype, base.device) if rotate else (base, 1.0)
+    table, records = launch.table, launch.records
     dynamic = f.boosted > 0 and not f.fixed_channels
-    constants = key_constants(f, tile, rotate, partial)
+    constants = key_constants(f, partial)
     blocks = triton.cdiv(f.head_dim // halves_of(f.bits), constants["ROW_TILE"])
     shared = {
-        "keys": base,
+        "keys": launch.base,
         "records": records,
         "record_bytes": records.view(torch.uint8) if dynamic else records,
         "table": table,
         "static_scales": static.scale if f.static else records,
         "static_zero_points": static.zero_point if f.static else records,
         "boosted": channels if f.boosted and not dynamic else table,
-        "matrix": matrix,
-        "token_stride": token_stride,
-        "normaliser": normaliser,
+        "token_stride": launch.token_stride,
     }
     factor, shrink = shrinkage(f.clip_ratio)
     key_page_kernel[(table.shape[0] * f.heads * blocks,)](
-        **shared, flag=flag, factor=factor, shrink=shrink, **constants, num_warps=key_warps(constants), **UNFUSED
+        **shared, flag=launch.flag, factor=factor, shrink=shrink, **constants, num_warps=key_warps(constants), **UNFUSED
     )
-    if feedback is not None:
-        launch_feedback(feedback, table.shape[0], shared, constants)
+    if launch.feedback is not None:
+        launch_feedback(launch.feedback, table.shape[0], shared, constants)
 
 
-def key_constants(f: KeyFormat, tile: int, rotate: bool, partial: bool) -> dict[str, Any]:
+def key_constants(f: KeyFormat, partial: bool) -> dict[str, Any]:
     """Compile-time arguments of `key_page_kernel`."""
-    layout = KeyLayout.of(f)
+    layout, tile = KeyLayout.of(f), tile_of(f.head_dim, f.bits)
     whole = tile // halves_of(f.bits)
     chunk = layout.lanes if f.static else max(f.group_size, layout.lanes)
     return {
@@ -240,7 +184,6 @@ def key_constants(f: KeyFormat, tile: int, rotate: bool, partial: bool) -> dict[
         "SLOTS": max(16, triton.next_power_of_2(f.boosted)),
         "DYNAMIC": not f.fixed_channels,
         "STATIC": f.static,
-        "ROTATE": rotate,
         "PARTIAL": partial,
         "HEAD_STRIDE": layout.head_stride,
         "LANES": layout.lanes,
@@ -254,48 +197,26 @@ def key_constants(f: KeyFormat, tile: int, rotate: bool, partial: bool) -> dict[
     }
 
 
-def quantize_value_pages(
-    base: torch.Tensor,
-    token_stride: int,
-    table: torch.Tensor,
-    f: ValueFormat,
-    records: torch.Tensor,
-    flag: torch.Tensor,
-    static: ChannelScales | None = None,
-) -> None:
-    """Write value pages into their records; arguments as for `quantize_key_pages`."""
-    pages = table.shape[0]
+def quantize_value_pages(launch: PageLaunch, f: ValueFormat, static: ChannelScales | None = None) -> None:
+    """Write full value pages into their records; arguments as for `quantize_key_pages`."""
     if f.bits == 16:
-        tile = tile_of(f.head_dim, f.bits)
-        copy_page_kernel[(pages * f.heads,)](
-            base, records, table, base, token_stride, 1.0, f.heads, f.head_dim, tile, f.page_size, False,
-            num_warps=warps_for(f.page_size * tile), **UNFUSED,
-        )  # fmt: skip
-        return
-    launch_values(base, token_stride, table, f, records, flag, static, partial=False)
+        _copy_pages(launch, f)
+    else:
+        launch_values(launch, f, static, partial=False)
 
 
-def launch_values(
-    base: torch.Tensor,
-    token_stride: int,
-    table: torch.Tensor,
-    f: ValueFormat,
-    records: torch.Tensor,
-    flag: torch.Tensor,
-    static: ChannelScales | None,
-    partial: bool,
-) -> None:
+def launch_values(launch: PageLaunch, f: ValueFormat, static: ChannelScales | None, partial: bool) -> None:
     """Write value pages of 8 bits or fewer; `partial` pages may have fewer tokens."""
-    constants = value_constants(f, partial)
+    constants, records = value_constants(f, partial), launch.records
     blocks = f.page_size // halves_of(f.bits) // constants["TOKENS"]
-    value_page_kernel[(table.shape[0] * f.heads * blocks,)](
-        base,
+    value_page_kernel[(launch.table.shape[0] * f.heads * blocks,)](
+        launch.base,
         records,
-        table,
+        launch.table,
         static.scale if f.static else records,
         static.zero_point if f.static else records,
-        flag,
-        token_stride,
+        launch.flag,
+        launch.token_stride,
         *shrinkage(f.clip_ratio),
         **constants,
         num_warps=value_warps(constants),

@@ -14,7 +14,6 @@ from kvconvert.kernels.pages.triton.affine import (
     affine_grid,
     flag_if,
     nearest_codes,
-    read_signs,
     read_tokens,
     storable,
 )
@@ -192,14 +191,11 @@ def copy_page_kernel(
     source,
     target,
     table,
-    matrix,
     token_stride,
-    normaliser,
     HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     PAGE: tl.constexpr,
-    ROTATE: tl.constexpr,
 ):
     """One head of an unquantized page, [P, channels] in the dtype of both."""
     page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
@@ -208,6 +204,5 @@ def copy_page_kernel(
     part = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8) + head * (HEAD_SIZE * PAGE)
     token, channel = tl.arange(0, PAGE), tl.arange(0, TILE)
     present = channel[None, :] < HEAD_SIZE
-    signs = read_signs(matrix, channel, HEAD_SIZE, TILE, ROTATE)
-    x = read_tokens(source, offset, token, channel, present, signs, normaliser, token_stride, HEAD_SIZE, TILE, ROTATE)
+    x = read_tokens(source, offset, token, channel, present, token_stride)
     tl.store(target + part + token[:, None] * HEAD_SIZE + channel[None, :], x, mask=present)

@@ -81,6 +81,7 @@ def attention(
     scaling: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    *,
     window: int | None = None,
     tiling: Tiling | None = None,
     first_query: int | None = None,

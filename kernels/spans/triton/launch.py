@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from kvconvert.kernels.pages.flag import new_flag, raise_if_flagged
 from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
+from kvconvert.kernels.pages.triton.feedback import PageFeedback
 from kvconvert.kernels.pages.triton.launch import (
     UNFUSED,
+    PageLaunch,
     launch_keys,
     launch_values,
-    one_feedback,
     shrinkage,
     tile_of,
     warps_for,
 )
+from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
 from kvconvert.kernels.spans.formats import Span, SpanFormat, key_blocks, value_blocks
 from kvconvert.kernels.spans.triton.kernels import channel_range_kernel, channel_scale_kernel
 
@@ -81,9 +82,11 @@ def _span_codes(
     table[:, 2] = torch.arange(blocks) * layout.record
     table = table.to(x.device, non_blocking=True)
     codes = torch.empty(blocks, heads, layout.lanes, layout.rows, dtype=torch.int16, device=x.device)
+    launch = PageLaunch(x, x.stride(1), table, codes, flag)
     if is_key:
-        matrices = None if feedback is None else one_feedback(feedback, blocks)
-        launch_keys(x, x.stride(1), table, f, codes, flag, None, scales, False, True, matrices)
+        if feedback is not None:
+            launch = launch._replace(feedback=PageFeedback(feedback, torch.zeros_like(table[:, 0])))
+        launch_keys(launch, f, None, scales, partial=True)
     else:
-        launch_values(x, x.stride(1), table, f, codes, flag, scales, partial=True)
+        launch_values(launch, f, scales, partial=True)
     return codes

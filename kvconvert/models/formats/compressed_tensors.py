@@ -20,7 +20,7 @@ from torch import Tensor
 from kvconvert.errors import CheckpointError
 from kvconvert.io.records import TensorInfo
 from kvconvert.kernels.linear.awq_format import AwqWeight, pack_bits
-from kvconvert.kernels.linear.word_format import unpack_words
+from kvconvert.kernels.packing import unpack_words
 from kvconvert.models.formats.format import Encoded, SourceFormat, require
 from kvconvert.models.formats.packed import expect, half_scales, packed_linear, some
 
