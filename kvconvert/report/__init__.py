@@ -1,6 +1,6 @@
 """`report`: what a bundle is and what it costs, as one HTML file and PNG figures.
 
-Needs matplotlib (`pip install kvconvert[report]`). docs/report.md shows the figures.
+Needs matplotlib (`pip install kvconvert[report]`). docs/evaluation.md shows the figures.
 """
 
 from __future__ import annotations
