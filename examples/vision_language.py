@@ -1,4 +1,4 @@
-"""Convert the language part of a vision-language model and ask about an image (pip install "kvconvert[images]"):
+"""Convert the language part of a vision-language model and ask about an image (pip install ".[images]"):
 
     python examples/vision_language.py examples/reference-vlm OUTPUT IMAGE
 

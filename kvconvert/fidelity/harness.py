@@ -2,7 +2,7 @@
 
 Prompts of likelihoods are read page by page through the cache, so that a continuation is judged from what the cache
 made of its context; contexts within a page, and the page that is being filled, are in full precision, as they are when
-a bundle serves. Generation is `model.generate`, greedy. Needs the package lm-eval (`pip install kvconvert[harness]`).
+a bundle serves. Generation is `model.generate`, greedy. Needs the package lm-eval (`pip install ".[harness]"`).
 """
 
 from __future__ import annotations
