@@ -93,7 +93,7 @@ def _compared(found: list[dict[str, Any]], cell: Callable[[dict[str, Any], dict[
 
 def _asked(label: str) -> str:
     """How a user asks for a case that is searched; presets by their names."""
-    return re.sub(r"^auto:kv_bits=([\d.]+)", r"auto --kv-bits \1", label)
+    return re.sub(r"^auto:kv_bits=([\d.]+)(.*)", r"`auto --kv-bits \1`\2", label)
 
 
 def _span(bits: list[float]) -> str:

@@ -174,7 +174,7 @@ def test_models_are_compared_by_scheme_wherever_it_was_measured():
         "| scheme | bits | tiny | other |",
         "| --- | --- | --- | --- |",
         "| source | 16 | 0 | 0 |",
-        "| auto --kv-bits 2 | 2.00 | 0.125 / 0.125 |  |",
+        "| `auto --kv-bits 2` | 2.00 | 0.125 / 0.125 |  |",
         "| kivi | 3.00 to 3.10 | 0.250 / 0.250 | 0.0625 / 0.0625 |",
     ]
     assert found[-1] == "| kivi | 3.00 to 3.10 | 100% / 100% | 50% / 50% |"

@@ -37,7 +37,8 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
     raise UsageError(
-        f"Tasks of lm-evaluation-harness need the package lm-eval ({error}); run pip install '.[harness]' in a clone of kvconvert."
+        f"Tasks of lm-evaluation-harness need the package lm-eval ({error}); run pip install '.[harness]' in a clone "
+        "of kvconvert."
     ) from error
 
 MAX_NEW_TOKENS = 256  # of a task that does not say
