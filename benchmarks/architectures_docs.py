@@ -12,6 +12,8 @@ FEATURES = {
     "moe": "experts",
     "alibi": "ALiBi",
 }
+# Bundles record these reasons as they are spelled in the adapters.
+AMERICAN = {"normalised": "normalized", "neighbouring": "neighboring"}
 OTHERS = {"dummy": "sharing layers", "linear_attention": "linear layers", "conv": "convolutions"}
 
 
@@ -68,4 +70,7 @@ def _treatment(entry: dict[str, Any]) -> tuple[str, str, str]:
     else:
         own = [f"{OTHERS[kind]}: transformers' own" for kind in cache["own"]]
         kept = "; ".join(["all methods", *own])
-    return treated, kept, "; ".join(why)
+    said = "; ".join(why)
+    for spelling, american in AMERICAN.items():
+        said = said.replace(spelling, american)
+    return treated, kept, said
