@@ -39,7 +39,7 @@ class Panel:
 def costs(reports: Sequence[Mapping[str, Any]]) -> str:
     """What recipes cost, on the first models: the cache alone, and with 4-bit weights where that was measured."""
     rows = []
-    for report in reports[:MODELS]:
+    for report in [report for report in reports if TEXT in report["settings"]["texts"]][:MODELS]:
         name, source = model_name(report), report["source"]
         first = next(row for row in report["caches"].values() if "texts" in row)
         found = [("source", "16", "0", first["texts"][TEXT]["source_perplexity"], source)]
@@ -58,8 +58,10 @@ def costs(reports: Sequence[Mapping[str, Any]]) -> str:
 
 def picture(report: Mapping[str, Any], engine: Mapping[str, Any], colors: Mapping[str, str]) -> str:
     """Memory, speed and fidelity as an SVG without a background, in the colors of a theme."""
-    asked, row = next((asked, row) for asked in CACHES if (row := _row(report, "caches", asked)))
-    settings, text, length = report["settings"], row["texts"][TEXT], longest_length(report)
+    length = longest_length(report)
+    measured = ((asked, _row(report, "caches", asked)) for asked in CACHES)
+    asked, row = next((asked, row) for asked, row in measured if row and length in row.get("found", {}))
+    settings, text = report["settings"], row["texts"][TEXT]
     recipe = asked.replace("auto:kv_bits=", "auto --kv-bits ")
     bits, rise = row["size"]["bits_per_value"], text["perplexity"] / text["source_perplexity"] - 1
     kept, whole = (sum(r["found"][length]) / len(r["found"][length]) for r in (row, report["source"]))

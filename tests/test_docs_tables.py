@@ -3,11 +3,13 @@
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import architectures_docs
 import gpu_docs
 import multimodal
 import pytest
+import readme_docs
 import tables
 from tiny.models import ARCHITECTURES
 
@@ -83,6 +85,38 @@ def test_every_architecture_of_the_matrix_has_a_row():
     assert not [name for name, entry in ARCHITECTURES.items() if f"`{entry.model_type}`" not in text]
     for entry in results["models"].values():
         assert entry["weights"].get("refused", "") in text
+    assert f"{len(results['models'])} architectures" in (ROOT / "README.md").read_text(encoding="utf8")
+
+
+def measured(perplexity, hits):
+    text = {"kl": 0.25, "perplexity": perplexity, "source_perplexity": 20.0}
+    return {"size": {"bits_per_value": 4.0}, "texts": {"wikitext2-test": text}, "found": {"64": hits}}
+
+
+def test_readme_shows_the_default_and_its_bundle_once_they_are_measured():
+    searched, default = measured(21.0, [True, True]), measured(22.0, [True, False])
+    report = {
+        "settings": {"model": "tiny", "texts": ["wikitext2-test"], "length": 128},
+        "source": {"found": {"64": [True, True]}},
+        "caches": {"auto:kv_bits=2.43,context=64": searched, "failed": {"failure": "no"}},
+        "bundles": {},
+    }
+    engine = {"machine": {"gpu": "GPU"}, "rows": {"engine": {"bf16": {"tokens_per_second": 1.0, "batch": 1}}}}
+    engine["rows"]["engine"]["2 bits"] = {"tokens_per_second": 2.0, "batch": 3, "ratio": 2.0}
+    themes = readme_docs.LIGHT, readme_docs.DARK
+    before = [ElementTree.fromstring(readme_docs.picture(report, engine, colors)) for colors in themes]
+    report["caches"]["default"], report["bundles"]["default"] = default, measured(24.0, [False, False])
+    assert readme_docs.costs([report]).splitlines()[2:] == [
+        "| tiny | source | 16 | 0 | 20.00 | 100% |",
+        "| tiny | `default`, cache alone | 4.00 | 0.250 | 22.00 | 50% |",
+        "| tiny | `auto --kv-bits 2.43`, cache alone | 4.00 | 0.250 | 21.00 | 100% |",
+        "| tiny | `default`, 4-bit weights and cache | 4.00 | 0.250 | 24.00 | 0% |",
+    ]
+    after = ElementTree.fromstring(readme_docs.picture(report, engine, readme_docs.LIGHT))
+    light, dark, changed = (["".join(element.itertext()) for element in tree] for tree in (*before, after))
+    assert light == dark
+    assert {"Perplexity +5.0%", "4.0x smaller KV cache", "recipe auto --kv-bits 2.43, all counted"} <= {*light}
+    assert {"Perplexity +10.0%", "50% retrieved", "recipe default, all counted"} <= {*changed}
 
 
 def bars() -> list[list[str]]:
