@@ -48,6 +48,16 @@ def expert_tokens(found: dict[str, dict[str, float]]) -> str:
     return table(("own tokens", *counts), rows)
 
 
+def memory(found: dict[str, Any]) -> str:
+    """The peaks of `calibrate` and `export`."""
+    rows = [
+        (case["shape"], case["layers"], weights_docs.NAMES.get(case["recipe"], case["recipe"]),
+         *(f"{case[step]['peak_anonymous_bytes'] / 1e9:.2f} GB" for step in ("calibrate", "export")))
+        for case in found["cases"]
+    ]  # fmt: skip
+    return table(("shape", "layers", "weights", "calibrate", "export"), rows)
+
+
 def matrix() -> str:
     """The architectures."""
     file = ROOT / "tests" / "test_matrix" / "models.json"
@@ -93,6 +103,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "fidelity": of(fidelity.tables, "fidelity"),
         "calibration data": lambda: calibration_data.table(results("calibration_data")["cases"]),
         "images": of(multimodal.tables, "multimodal"),
+        "memory": of(memory, "memory"),
         "other programs": of(interop.table, "interop"),
         "other sources": of(interop_sources.table, "interop_sources"),
     },

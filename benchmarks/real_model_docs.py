@@ -65,9 +65,9 @@ def comparison(found: list[dict[str, Any]]) -> str:
     """Every scheme on every model: KL on two texts, then what it still finds."""
     return "\n\n".join(
         [
-            "KL from the source, on WikiText-2 / on code:",
+            "KL from the source on WikiText-2 / on code, by bits per value:",
             _compared(found, _divergences),
-            "Values found in a JSON object of 40 pairs / numbers found in prose at the longest length:",
+            "Values retrieved from a JSON object of 40 pairs / numbers retrieved from prose of the longest length:",
             _compared(found, _finds),
         ]
     )
