@@ -20,6 +20,14 @@ from kvconvert.convert.recipe import Recipe, preset_names
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("kvconvert", "calibration", "kernels", "runtime")
 PAGES = ("README.md", "docs/quickstart.md")
+DOCUMENTS = [
+    "README.md",
+    *(
+        path.relative_to(ROOT).as_posix()
+        for room in ("docs", "benchmarks")
+        for path in sorted(ROOT.glob(f"{room}/*.md"))
+    ),
+]
 # What a test cannot run: it would install packages, run the tests, or need an account.
 NOT_RUN = ("pip install", "make ", "kvconvert push", "hf auth")
 # By default commands get fewer tokens than the pages give them.
@@ -92,15 +100,18 @@ def test_the_lines_of_a_page_run_in_their_order(page, short, tmp_path, monkeypat
         exec(compile(short_example, page, "exec"), given)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_command_that_is_not_run_exists_all_the_same(page):
+@pytest.mark.parametrize("page", DOCUMENTS)
+def test_commands_and_their_options_exist_wherever_they_are_named(page):
     targets = re.findall(r"^([a-z-]+):", text("Makefile"), re.MULTILINE)
-    for words in commands(page):
+    inline = [shlex.split(code) for code in re.findall(r"`((?:kvconvert|make) [^`.']+)`", text(page))]
+    for words in [*commands(page), *inline]:
         if words[0] == "make":
             assert words[1] in targets
         elif words[0] == "kvconvert" and words[1] in cli.commands:
             known = {option for parameter in cli.commands[words[1]].params for option in parameter.opts}
             assert {word for word in words[2:] if re.match(r"--?[a-z]", word)} <= known, words
+        elif words[0] == "kvconvert":
+            assert words[1].isupper() or words[1].startswith("-"), words
 
 
 def test_the_list_of_commands_is_complete():
@@ -151,10 +162,7 @@ def anchors(page):
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-DOCUMENTS = [path.relative_to(ROOT).as_posix() for room in ("docs", "benchmarks") for path in ROOT.glob(f"{room}/*.md")]
-
-
-@pytest.mark.parametrize("page", ["README.md", *sorted(DOCUMENTS)])
+@pytest.mark.parametrize("page", DOCUMENTS)
 def test_links_lead_somewhere(page):
     folder = (ROOT / page).parent
     for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text(page)):
