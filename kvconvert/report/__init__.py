@@ -18,7 +18,7 @@ from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.summary import kv_size, printable_manifest
 from kvconvert.errors import UsageError
 from kvconvert.io import disk
-from kvconvert.models.cache_shapes import sliding_windows
+from kvconvert.models.configuration import sliding_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

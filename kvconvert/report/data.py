@@ -18,7 +18,7 @@ from kvconvert.errors import RecipeError
 from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import GEOMETRIES, stores_keys
 from kvconvert.methods.minikv import spread_ratios
-from kvconvert.models.cache_shapes import model_cache, sliding_windows
+from kvconvert.models.configuration import model_cache, sliding_windows
 
 CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1,024 to 131,072
 BUDGETS = 16  # points of a frontier

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from kvconvert.bundle.allocation import allocation_line
 from kvconvert.bundle.reader import Bundle
 from kvconvert.bundle.summary import coverage_rows, describe_scheme, kv_line, layer_ranges, weights_line
-from kvconvert.models.cache_shapes import sliding_windows
+from kvconvert.models.configuration import sliding_windows
 from kvconvert.report import data, figures
 from kvconvert.report.activations import KeySample
 from kvconvert.report.data import NotDrawnError
