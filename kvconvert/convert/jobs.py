@@ -5,8 +5,7 @@ from __future__ import annotations
 from kvconvert.calibration.protocol import LayerJob
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.methods import KVScheme
-from kvconvert.models.adapters import head_dim, key_value_heads, layer_config
-from kvconvert.models.configuration import layer_types_of, pages_unsupported
+from kvconvert.models.configuration import head_dim, key_value_heads, layer_config, layer_types_of, pages_unsupported
 from kvconvert.recipes.recipe import Recipe
 
 

@@ -10,7 +10,7 @@ from kvconvert.calibration.protocol import LayerJob
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.methods.auto import DEFAULT_CONTEXT, AutoSearch
 from kvconvert.methods.minikv import FORMULAS, spread_ratios
-from kvconvert.models.cache_shapes import model_cache
+from kvconvert.models.configuration import model_cache
 from kvconvert.recipes.recipe import Recipe
 
 CONTEXT_LIMIT = 2**30

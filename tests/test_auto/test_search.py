@@ -23,7 +23,7 @@ from kvconvert.errors import RecipeError, UnsupportedModelError, UsageError
 from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
-from kvconvert.models.cache_shapes import model_cache
+from kvconvert.models.configuration import model_cache
 from kvconvert.models.source import open_source
 from kvconvert.runtime import KVCache
 
