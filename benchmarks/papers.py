@@ -42,8 +42,10 @@ from kvconvert.fidelity.scoring import Comparison, Decoder, before_chunks, compa
 from kvconvert.kernels import pages
 from kvconvert.kernels.pages import reference
 from kvconvert.kernels.select import column_sums, select_tokens
-from kvconvert.methods import KVScheme, LayerShape
+from kvconvert.methods import KVScheme
+from kvconvert.methods.auto import DEFAULT_CONTEXT
 from kvconvert.models.adapters import head_dim, key_value_heads
+from kvconvert.models.cache_shapes import model_cache
 from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import compress
@@ -252,7 +254,7 @@ def norms_by_the_maximum() -> Iterator[None]:
 
 
 def decoder_of(args: argparse.Namespace, model: Path, case: Case) -> tuple[Decoder, float]:
-    """The model with a case's cache, and its stored bits per value in complete pages, of the whole prompt's tokens."""
+    """The model with a case's cache, and its bits per value at `DEFAULT_CONTEXT` tokens."""
     source, scheme, plan = load_model(model, args.device, "kvconvert"), case.recipe().kv, {}
     config = source.config.get_text_config()
     schemes: list[KVScheme | None] = [scheme.with_online_rotation()] * config.num_hidden_layers
@@ -264,13 +266,8 @@ def decoder_of(args: argparse.Namespace, model: Path, case: Case) -> tuple[Decod
         plan = {name: tensor for layer in layers for name, tensor in store.layer_plan(layer).items()}
         found = [store.layer_record(layer).scheme for layer in layers]
         schemes = [s if s is None else KVScheme.from_dict(s).with_online_rotation() for s in found]
-    size, heads = head_dim(config), key_value_heads(config)
-    bits = [
-        s.bits_per_token(LayerShape(heads, size, s.value_group_for(size))) / (2 * heads * size)
-        for s in schemes
-        if s is not None
-    ]
-    return Decoder(source, lambda: KVCache(source.config, schemes, plan=plan)), sum(bits) / len(bits)
+    bits = model_cache(source.config, schemes).bits_per_value(DEFAULT_CONTEXT)
+    return Decoder(source, lambda: KVCache(source.config, schemes, plan=plan)), bits
 
 
 @torch.no_grad()

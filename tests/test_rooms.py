@@ -28,7 +28,13 @@ ALLOWED = {
         "kvconvert.models.structure",
         "kvconvert.errors",
     ),
-    "kvconvert/bundle": ("kvconvert.bundle", "kvconvert.io", "kvconvert.methods", "kvconvert.errors"),
+    "kvconvert/bundle": (
+        "kvconvert.bundle",
+        "kvconvert.cache",
+        "kvconvert.io",
+        "kvconvert.methods",
+        "kvconvert.errors",
+    ),
     # Sources may hold weights in the layout of bundles.
     "kvconvert/models": (
         "kvconvert.models",

@@ -46,6 +46,7 @@ from kvconvert.kernels.pages.records import (
     ValuePages,
     empty_keys,
     empty_values,
+    page_bytes,
     pages_of,
 )
 from kvconvert.kernels.pages.reference import (
@@ -86,6 +87,7 @@ __all__ = [
     "key_scales",
     "new_flag",
     "normalised_keys",
+    "page_bytes",
     "page_centers",
     "page_features",
     "pages_of",

@@ -154,6 +154,13 @@ def pages_of(buffer: torch.Tensor, f: KeyFormat | ValueFormat) -> KeyPages | Val
     return kind(buffer, f) if f.bits == 16 else kind(format=f, record=buffer, **layout.of(f).fields(buffer, f))
 
 
+def page_bytes(f: KeyFormat | ValueFormat, dtype: torch.dtype) -> int:
+    """Bytes of one page, the padding of its record included; `dtype` is the model's, used by 16-bit codes."""
+    if f.bits == 16:
+        return f.heads * f.page_size * f.head_dim * dtype.itemsize
+    return 2 * (KeyLayout if isinstance(f, KeyFormat) else ValueLayout).of(f).record
+
+
 def empty_keys(count: int, f: KeyFormat, dtype: torch.dtype, device: torch.device) -> KeyPages:
     """Uninitialised room for `count` key pages in one buffer; `dtype` is the model's, used by 16-bit codes."""
     shape = (f.heads, f.page_size, f.head_dim) if f.bits == 16 else (KeyLayout.of(f).record,)

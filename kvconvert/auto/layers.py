@@ -16,7 +16,7 @@ from kvconvert.calibration.protocol import LayerJob
 from kvconvert.errors import RecipeError
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES, Candidate
-from kvconvert.models.configuration import layer_types_of
+from kvconvert.models.cache_shapes import sliding_windows
 
 # A window is a choice only where most of the text that is measured lies beyond it.
 TEXT_PER_WINDOW = 8
@@ -32,7 +32,7 @@ class SearchedLayer:
         search: what calibration chooses for every candidate.
         heads, head_dim: KV heads and channels.
         keys, values: candidates, those without any quantization last.
-        costs: bytes of each candidate with `context` tokens read, by name.
+        costs: bytes of each candidate, summed over `lengths(context)`, by name.
         context: tokens of the sequence that costs are stated for.
         sliding_window: of the layer, or None.
         output: name of its output projection, or None where no adapter describes it.
@@ -92,10 +92,13 @@ class SearchedLayer:
         return replace(self, keys=keys, costs={**self.costs, **costs})
 
     def cost_of(self, candidate: Candidate) -> int:
-        """Bytes of a candidate with `context` tokens read."""
+        """Bytes of a candidate, summed over `lengths(context)`."""
         own = self.scheme_of(candidate).uncalibrated()
-        cache = LayerCache(self.heads, self.head_dim, self.head_dim, own, self.sliding_window)
-        return cache.sides(self.context)[0 if candidate.side == "key" else 1]
+        return self.cache_of(own).summed_sides(self.context)[0 if candidate.side == "key" else 1]
+
+    def cache_of(self, scheme: KVScheme | None) -> LayerCache:
+        """The layer's cache with a scheme, as bytes are counted."""
+        return LayerCache(self.heads, self.head_dim, self.head_dim, scheme, self.sliding_window)
 
     def pairs(self) -> list[tuple[Candidate, Candidate]]:
         """Every way to store keys with every way to store values."""
@@ -124,7 +127,7 @@ def searched_layers(
         context: tokens of the sequence that costs are stated for.
         text_length: tokens of the sequences on which candidates are measured.
     """
-    windows = [arguments.get("sliding_window") for arguments in layer_types_of(config)[1]]
+    windows = sliding_windows(config)
     layers = []
     for job, window in zip(jobs, windows, strict=True):
         if job.scheme is None:

@@ -40,7 +40,7 @@ class PlanSearch:
     Attributes:
         layers: of the model.
         losses: by layer and candidate's name.
-        budget: bytes.
+        budget: bytes, as costs are.
         measure: divergence of the whole model with a plan.
         repairs: how many plans may be measured after the first.
     """

@@ -25,6 +25,7 @@ from kvconvert.auto.model import ExactText, SearchRun
 from kvconvert.auto.plans import MeasuredPlan, Plan, PlanSearch
 from kvconvert.auto.record import NAME
 from kvconvert.bundle.manifest import Allocation, LayerAllocation
+from kvconvert.cache.size import lengths
 from kvconvert.calibration.clip_ratios import searched_sides
 from kvconvert.calibration.key_treatments import TreatmentSearch
 from kvconvert.calibration.protocol import LayerJob
@@ -48,7 +49,7 @@ class SearchTask:
         context: tokens of the sequence that the budget is for.
         text_length, text_rows: size of the text on which candidates are measured.
         layers: with their choices.
-        budget: bytes of the whole cache with `context` tokens read.
+        budget: bytes of the whole cache, summed over `lengths(context)`.
         repairs: see `AutoSearch`.
     """
 
@@ -60,13 +61,19 @@ class SearchTask:
     repairs: int
 
     @property
-    def numbers(self) -> int:
-        """Key and value numbers of one token, over all searched layers."""
-        return sum(2 * layer.heads * layer.head_dim for layer in self.layers)
+    def plain_bytes(self) -> int:
+        """Of the searched layers in 16 bits, summed likewise."""
+        caches = [layer.cache_of(None) for layer in self.layers]
+        return sum(cache.plain_bytes(length) for cache in caches for length in lengths(self.context))
 
     def bits(self, size: float) -> float:
-        """A cache's bytes as bits per value."""
-        return 8 * size / (self.numbers * self.context)
+        """A cache's bytes, summed over `lengths(context)`, as bits per value."""
+        return 16 * size / self.plain_bytes
+
+    def per_token(self, size: float) -> float:
+        """The same as bytes per token of a sequence of `context`."""
+        held = sum(layer.cache_of(None).plain_bytes(self.context) for layer in self.layers)
+        return self.bits(size) / 16 * held / self.context
 
 
 def search_task(config: PretrainedConfig, jobs: Sequence[LayerJob], recipe: Recipe, device: torch.device) -> SearchTask:
@@ -108,14 +115,14 @@ def search_task(config: PretrainedConfig, jobs: Sequence[LayerJob], recipe: Reci
             "its keys and values in a kvconvert cache; choose the recipe weights-only."
         )
     task = SearchTask(context, length, tokens // length, layers, 0, auto.repairs)
-    per_token = auto.kv_bytes_per_token if auto.kv_bits is None else auto.kv_bits * task.numbers / 8
-    task = SearchTask(context, length, tokens // length, layers, int(per_token * context), auto.repairs)
+    budget = task.plain_bytes / 16 * auto.kv_bits if auto.kv_bits else auto.kv_bytes_per_token / task.per_token(1)
+    task = replace(task, budget=int(budget))
     sides = [[layer.costs[c.name] for c in side] for layer in layers for side in (layer.keys, layer.values)]
     least, most = sum(map(min, sides)), sum(side[-1] for side in sides)
     if not least <= task.budget < most:
         bits = auto.kv_bits is not None
         name, unit = ("kv_bits", "bits per value") if bits else ("kv_bytes_per_token", "bytes per token")
-        low, high, given = (task.bits(x) if bits else x / context for x in (least, most, per_token * context))
+        low, high, given = map(task.bits if bits else task.per_token, (least, most, budget))
         raise UsageError(
             f"`{name}` is {given:.6g}, and at {context:,} tokens this model's cache can be allocated from {low:.4g} to "
             f"below {high:.4g} {unit}; choose one in between."
@@ -291,8 +298,8 @@ def _record(task: SearchTask, table: list[LayerAllocation], best: MeasuredPlan, 
     fields = {candidate.name: candidate.fields for candidate in KEY_CANDIDATES + VALUE_CANDIDATES}
     return Allocation(
         context=task.context,
-        budget_bytes_per_token=task.budget / task.context,
-        bytes_per_token=size / task.context,
+        budget_bytes_per_token=task.per_token(task.budget),
+        bytes_per_token=task.per_token(size),
         bits_per_value=task.bits(size),
         candidates={name: fields[name] for layer in task.layers for name in layer.costs},
         layers=chosen,

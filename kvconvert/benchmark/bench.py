@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import transformers
@@ -120,8 +120,15 @@ def bench(
     with tqdm(total=len(models) * len(cases), desc="bench", unit="case", disable=not progress) as bar:
         for name, directory in models:
             bar.set_postfix_str(name)
-            job = {"model": name, "directory": str(directory.resolve()), "tokenizer": str(opened.directory.resolve())}
-            job |= {"device": str(place), "dtype": dtype, "cases": cases, "new_tokens": new_tokens}
+            job: dict[str, Any] = {
+                "model": name,
+                "directory": str(directory.resolve()),
+                "tokenizer": str(opened.directory.resolve()),
+                "device": str(place),
+                "dtype": dtype,
+                "cases": cases,
+                "new_tokens": new_tokens,
+            }
             for measurement in _run(job):
                 measured.append(measurement)
                 bar.update()
@@ -169,9 +176,9 @@ def _run(job: dict[str, Any]) -> Iterator[Measurement]:
     # In a session of its own, an interrupt reaches this process alone, which then ends the other.
     with subprocess.Popen(WORKER, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as process:
         try:
-            with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+            with contextlib.suppress(BrokenPipeError), cast(IO[str], process.stdin) as stdin:
                 json.dump(job, stdin)
-            for line in process.stdout:
+            for line in cast(IO[str], process.stdout):
                 answer = json.loads(line)
                 if "error" in answer:
                     raise getattr(errors, answer["error"])(answer["message"])

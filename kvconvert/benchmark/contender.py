@@ -91,7 +91,7 @@ class Contender:
             model, _ = load(directory, dtype=wanted, verify="headers")
         else:
             model = open_source(str(directory)).load(wanted or "auto")
-        self.model: PreTrainedModel = model.to(self.device).eval()
+        self.model: PreTrainedModel = model.to(self.device).eval()  # type: ignore[arg-type]
         text = (importlib.resources.files("kvconvert.data.texts") / TEXT).read_text(encoding="utf-8")
         encoded = load_tokenizer(tokenizer)(text, add_special_tokens=False, verbose=False)  # longer than any prompt
         self.text_ids: list[int] = encoded.input_ids
@@ -130,7 +130,7 @@ class Contender:
         options: dict[str, Any] = {"cache_implementation": "static"} if self.name == "source, compiled" else {}
         if ids.shape[1] > ONE_PASS:
             options["prefill_chunk_size"] = PROMPT_CHUNK
-        return self.model.generate(
+        return self.model.generate(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new_tokens,

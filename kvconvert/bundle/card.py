@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from kvconvert.bundle.manifest import Manifest
@@ -33,8 +35,8 @@ _FIGURES = {
     "images.top1_agreement": "top-1 agreement on text about images",
     "passkey.source": "passkeys found, source model",
     "passkey.bundle": "passkeys found, this bundle",
-    "kv.bits_per_value": "KV cache, bits per value (measured)",
-    "kv.bytes_per_token": "KV cache, bytes per token (measured)",
+    "kv.bits_per_value": "KV cache, bits per value",
+    "kv.bytes_per_token": "KV cache, bytes per token",
 }
 
 _INSTALL = (
@@ -62,10 +64,16 @@ def _supports_images(manifest: Manifest) -> bool:
     return has_tower and any(name.endswith("processor_config.json") for name in manifest.files)
 
 
-def model_card(manifest: Manifest) -> str:
-    """README.md with the Hub's YAML header; depends on the manifest alone, whose texts are shown, never interpreted."""
+def model_card(manifest: Manifest, windows: Sequence[int | None] = ()) -> str:
+    """README.md with the Hub's YAML header; texts of the manifest are shown, never interpreted.
+
+    Args:
+        manifest: of the bundle.
+        windows: the sliding window of each layer; empty for a model without any.
+    """
     manifest = printable_manifest(manifest)
-    parts = (_header, _introduction, _warning, _usage, _coverage, _kv_plan, fidelity_section, _recipe, _provenance)
+    plan = partial(_kv_plan, windows=windows)
+    parts = (_header, _introduction, _warning, _usage, _coverage, plan, fidelity_section, _recipe, _provenance)
     return "\n".join(line for part in parts for line in part(manifest))
 
 
@@ -173,9 +181,18 @@ def _coverage(manifest: Manifest) -> list[str]:
     ]
 
 
-def _kv_plan(manifest: Manifest) -> list[str]:
+def _kv_plan(manifest: Manifest, windows: Sequence[int | None]) -> list[str]:
     rows = [f"| {layers} | {_plain(describe_scheme(plan))} |" for layers, plan in layer_ranges(manifest.layers)]
-    lines = ["## Key-value cache", "", f"Size: {kv_line(manifest)}.", "", "| layers | plan |", "|---|---|", *rows, ""]
+    lines = [
+        "## Key-value cache",
+        "",
+        f"Size: {kv_line(manifest, windows)}.",
+        "",
+        "| layers | plan |",
+        "|---|---|",
+        *rows,
+        "",
+    ]
     for sentence in cautions(manifest.layers):
         lines += [f"> {sentence}", ""]
     return lines

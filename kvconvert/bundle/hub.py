@@ -153,13 +153,13 @@ def fetch(
     api = HfApi(library_name="kvconvert")
     # Asked first, so that what is taken from the cache is not taken for what the Hub has.
     info = ask_hub(repository, lambda: api.model_info(repository, revision=revision), revision=revision)
-    names = {entry.rfilename for entry in info.siblings or ()}
+    commit, names = str(info.sha), {entry.rfilename for entry in info.siblings or ()}
     if MANIFEST_NAME not in names:
         raise HubError(f"{repository} on the Hub is not a kvconvert bundle: it has no {MANIFEST_NAME}.")
     if target is None:
         directory = Path(ask_hub(repository, lambda: _snapshot(repository, revision), revision=revision))
         open_bundle(directory)
-        return directory, info.sha
+        return directory, commit
     disk.make_directory(target.parent)
     # The same for the same repository, so that the next pull goes on with what an interrupted one has.
     mark = hashlib.sha256(repository.encode()).hexdigest()[:8]
@@ -168,7 +168,7 @@ def fetch(
     with locked(staging) as held:
         if not held:
             raise UsageError(f"Another pull of {repository} to {output} is at work; wait for it.")
-        ask_hub(repository, lambda: _snapshot(repository, info.sha, staging), revision=revision)
+        ask_hub(repository, lambda: _snapshot(repository, commit, staging), revision=revision)
         for path in [path for path in staging.rglob("*") if path.is_file()]:  # of an earlier revision
             name = path.relative_to(staging).as_posix()
             if name not in names and not name.startswith(f"{CLIENT_FOLDER}/"):
@@ -182,7 +182,7 @@ def fetch(
             ) from error
         disk.remove_tree(staging / CLIENT_FOLDER)
         put_in_place(staging, target, force)
-    return target, info.sha
+    return target, commit
 
 
 def _snapshot(repository: str, revision: str | None, directory: Path | None = None) -> str:

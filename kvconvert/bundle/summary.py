@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -16,43 +16,49 @@ from kvconvert.bundle.allocation import (
 )
 from kvconvert.bundle.manifest import LayerPlan, Manifest, ModuleCoverage
 from kvconvert.bundle.picture import plan_picture, wrapped
+from kvconvert.cache.size import LayerCache, ModelCache
 from kvconvert.io.tensorfile import printable
-
-PLAIN_BITS = 16  # a bfloat16 or float16 cache, with which sizes are compared
+from kvconvert.methods import spread_ratios
+from kvconvert.methods.auto import DEFAULT_CONTEXT
 
 
 @dataclass(frozen=True)
-class KVEstimate:
-    """Size of the cache in complete pages, computed from the plan and NOT measured.
+class KVSize:
+    """Size of the cache by arithmetic (`kvconvert.cache.size`), of one sequence of `context` tokens.
 
     Attributes:
-        bytes_per_token: of keys and values, over all layers with a plan; per token of the prompt where only some are
-            kept, and per compressed token where only some kinds are.
+        context: tokens.
+        bytes_per_token: of keys and values, over all layers with a plan.
         plain_bytes_per_token: the same in 16 bits.
-        bits_per_value: average over all stored keys and values, with scales, zero_points and norms.
-        only_tokens: kinds of tokens that alone are compressed ("visual"), of all layers; empty where all are.
+        bits_per_value: average over all keys and values, with everything stored beside them.
+        only_tokens: kinds of tokens that alone are compressed ("visual"), of which the sequence then consists; empty
+            where all are.
     """
 
+    context: int
     bytes_per_token: float
     plain_bytes_per_token: float
     bits_per_value: float
     only_tokens: tuple[str, ...] = ()
 
 
-def estimate_kv(layers: Iterable[LayerPlan]) -> KVEstimate | None:
-    """Size of the planned layers' cache by arithmetic; None where every layer is left to the model's own cache."""
-    bits = values = 0.0
-    only = set()
-    for layer in layers:
-        scheme = layer.scheme()
+def kv_size(manifest: Manifest, windows: Sequence[int | None] = ()) -> KVSize | None:
+    """Size of the planned layers' cache; None where every layer is left to the model's own cache.
+
+    Args:
+        manifest: of a bundle; at as many tokens as its search was for, if there was one.
+        windows: the sliding window of each layer, see `kvconvert.models.cache_shapes`; empty for a model without any.
+    """
+    context = DEFAULT_CONTEXT if manifest.allocation is None else manifest.allocation.context
+    layers, only = [], set()
+    for layer, scheme in zip(manifest.layers, spread_ratios(manifest.schemes()), strict=True):
         if scheme is not None:
-            shape = layer.shape()
+            shape, window = layer.shape(), windows[layer.index] if windows else None
+            layers.append(LayerCache(shape.num_key_value_heads, shape.head_dim, shape.head_dim, scheme, window))
             only.add(scheme.only_tokens())
-            bits += scheme.bits_per_token(shape)
-            values += 2 * shape.num_key_value_heads * shape.head_dim
-    if not values:
-        return None
-    return KVEstimate(bits / 8, values * PLAIN_BITS / 8, bits / values, tuple(sorted(only - {None})))
+    cache = ModelCache(tuple(layers))
+    bits, plain = cache.bits_per_value(context), cache.plain_bytes(context) / context
+    return None if bits is None else KVSize(context, bits / 16 * plain, plain, bits, tuple(sorted(only - {None})))
 
 
 def layer_ranges(layers: Iterable[LayerPlan]) -> list[tuple[str, LayerPlan]]:
@@ -131,18 +137,17 @@ def weights_line(manifest: Manifest) -> str:
     return line
 
 
-def kv_line(manifest: Manifest) -> str:
-    """Estimated size of the cache in one sentence that says that it is an estimate."""
-    estimate = estimate_kv(manifest.layers)
-    if estimate is None:
+def kv_line(manifest: Manifest, windows: Sequence[int | None] = ()) -> str:
+    """Size of the cache in one sentence; arguments as of `kv_size`."""
+    size = kv_size(manifest, windows)
+    if size is None:
         return "left to the model's own cache"
     planned = sum(layer.kv is not None for layer in manifest.layers)
-    only = " and ".join(estimate.only_tokens)
+    only = " and ".join(size.only_tokens)
     rest = f"; holds for {only} tokens, others stay in full precision" if only else ""
     return (
-        f"{planned} of {len(manifest.layers)} layers; estimated from the plan, not measured: "
-        f"{estimate.bytes_per_token:,.1f} bytes per token in complete pages, {estimate.bits_per_value:.2f} bits per "
-        f"value ({estimate.plain_bytes_per_token:,.0f} bytes in 16 bits){rest}"
+        f"{planned} of {len(manifest.layers)} layers; {size.bits_per_value:.2f} bits per value at {size.context:,} "
+        f"tokens, {size.bytes_per_token:,.1f} bytes per token ({size.plain_bytes_per_token:,.0f} in 16 bits){rest}"
     )
 
 
@@ -167,12 +172,13 @@ def printable_manifest(manifest: Manifest) -> Manifest:
     return Manifest.model_validate(clean(manifest.model_dump(mode="json")))
 
 
-def manifest_text(manifest: Manifest, unicode: bool = False) -> str:
+def manifest_text(manifest: Manifest, unicode: bool = False, windows: Sequence[int | None] = ()) -> str:
     """A manifest for people: origin, weights and their coverage, the cache's plan as a picture and in words, fidelity.
 
     Args:
         manifest: of a bundle.
         unicode: whether the output has block characters.
+        windows: see `kv_size`.
     """
     manifest = printable_manifest(manifest)
     source, data = manifest.source, manifest.data
@@ -195,7 +201,7 @@ def manifest_text(manifest: Manifest, unicode: bool = False) -> str:
         lines += ["", f"Widths: {weight_allocation_line(manifest.weight_allocation)}"]
         lines.append("KL of the whole model, in 1/1000 nats per token, with these weights alone rounded to nearest:")
         lines.append(text_table(*weight_sensitivity_rows(manifest.weight_allocation)))
-    lines += ["", f"Key-value cache: {kv_line(manifest)}"]
+    lines += ["", f"Key-value cache: {kv_line(manifest, windows)}"]
     if any(layer.kv is not None for layer in manifest.layers):
         lines += ["", plan_picture(manifest.layers, unicode), ""]
     for layers, plan in layer_ranges(manifest.layers):

@@ -1,23 +1,32 @@
-"""Bytes of a key-value cache: the only arithmetic of them, for planner, search, recipes, reports and cards.
+"""Bytes of a key-value cache: the only arithmetic of them, for planner, search, recipes, reports, cards and `eval`.
 
-`KVCache.stats()` measures tensors instead; after a prompt that is read at once it finds these bytes exactly.
+A size that is stated at a number of tokens is the mean over how full the last page is then: over the 128 lengths up to
+it (`lengths`), with sink tokens, windows, scales and norms. Bits per value count the numbers that the model's own cache
+would hold: evicted tokens are among them, tokens outside of a layer's sliding window are not.
+
+`KVCache.stats()` measures tensors instead, at the length that it has; after a prompt it finds `exact_bytes`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from kvconvert.cache.format import CacheFormat
-from kvconvert.kernels.pages import PAGE_SIZE, empty_keys, empty_values
-from kvconvert.kernels.spans import span_lengths
+from kvconvert.kernels.pages import PAGE_SIZE, page_bytes
 from kvconvert.methods import KVScheme
 
 FULL_PRECISION = torch.bfloat16
 _POSITION_BYTES = 4  # of a token that an eviction kept: heads keep different ones
 _SPAN_SCALE_BYTES = 4  # a scale and a zero point of a channel, float16 each
+
+
+def lengths(context: int) -> range:
+    """The lengths over which sizes at `context` tokens are averaged."""
+    return range(max(1, context - PAGE_SIZE + 1), context + 1)
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,7 @@ class LayerCache:
             without any.
         scheme: how they are stored; None where the layer keeps transformers' own cache.
         sliding_window: of the layer in tokens, or None.
+        dtype: of full-precision tokens.
     """
 
     heads: int
@@ -36,17 +46,27 @@ class LayerCache:
     value_dim: int
     scheme: KVScheme | None = None
     sliding_window: int | None = None
+    dtype: torch.dtype = FULL_PRECISION
 
     @property
     def values_per_token(self) -> int:
         """Numbers of a token's keys and values."""
         return self.heads * (self.key_dim + self.value_dim)
 
-    def plain_bytes(self, context: int) -> int:
-        """Bytes of one sequence of `context` tokens in 16 bits, of which a sliding window leaves only the newest."""
-        return self.values_per_token * FULL_PRECISION.itemsize * min(context, self.sliding_window or context)
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys or values have fewer than 16 bits."""
+        return self.scheme is not None and self.scheme.quantizes
 
-    def bytes(self, context: int) -> int:
+    def numbers(self, context: int) -> int:
+        """Keys and values that the model's own cache holds of `context` tokens: all, or those of a sliding window."""
+        return self.values_per_token * min(context, self.sliding_window or context)
+
+    def plain_bytes(self, context: int) -> int:
+        """Bytes of one sequence of `context` tokens in full precision."""
+        return self.numbers(context) * self.dtype.itemsize
+
+    def exact_bytes(self, context: int) -> int:
         """Bytes of one sequence once a prompt of `context` tokens has been read.
 
         A scheme that compresses the tokens of one modality is taken to have read a prompt of nothing else.
@@ -78,6 +98,15 @@ class LayerCache:
         )
         return keys, values
 
+    def summed_sides(self, context: int) -> tuple[int, int]:
+        """Bytes of keys and of values, see `sides`, summed over `lengths`."""
+        keys, values = zip(*map(self.sides, lengths(context)), strict=True)
+        return sum(keys), sum(values)
+
+    def page_bits(self) -> float:
+        """Bits of a number in complete pages, keys and values together."""
+        return 8 * sum(page for _, _, page in self._sides) / (PAGE_SIZE * self.values_per_token)
+
     @cached_property
     def _sides(self) -> tuple[tuple[int, int, int], ...]:
         """Of keys and of values: recent tokens in full precision, bytes of one of them, bytes of a page."""
@@ -85,23 +114,25 @@ class LayerCache:
         return tuple(
             (
                 recent,
-                form.heads * form.head_dim * FULL_PRECISION.itemsize,
-                empty(1, form, FULL_PRECISION, torch.device("meta")).nbytes,
+                form.heads * form.head_dim * self.dtype.itemsize,
+                page_bytes(form, self.dtype),
             )
-            for recent, form, empty in (
-                (self.scheme.key_recent_tokens, pages.keys, empty_keys),
-                (self.scheme.value_recent_tokens, pages.values, empty_values),
+            for recent, form in (
+                (self.scheme.key_recent_tokens, pages.keys),
+                (self.scheme.value_recent_tokens, pages.values),
             )
         )
 
     def _span_bytes(self, context: int) -> int:
         scheme = self.scheme
         sinks = min(context, scheme.sink_tokens)
-        spans = span_lengths(context - sinks, scheme.span_tokens)
-        tokens = sum(-(-length // PAGE_SIZE) * PAGE_SIZE for length in spans)
+        whole, rest = divmod(context - sinks, length := scheme.span_tokens or max(context, 1))
+        spans = whole + (rest > 0)
+        # Of every span, codes lie in whole blocks.
+        tokens = PAGE_SIZE * (whole * -(-length // PAGE_SIZE) + -(-rest // PAGE_SIZE))
         codes = self.heads * (self.key_dim * scheme.key_bits + self.value_dim * scheme.value_bits) * tokens // 8
-        scales = self.heads * (self.key_dim + self.value_dim) * _SPAN_SCALE_BYTES * len(spans)
-        return codes + scales + sinks * self.values_per_token * FULL_PRECISION.itemsize
+        scales = self.heads * (self.key_dim + self.value_dim) * _SPAN_SCALE_BYTES * spans
+        return codes + scales + sinks * self.values_per_token * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -110,25 +141,42 @@ class ModelCache:
 
     Attributes:
         layers: one each.
-        budget_bytes_per_token: of the layers with a scheme together, where a search is yet to choose schemes that keep
+        budget_bits: bits per value of the quantized layers together, where a search is yet to choose schemes that keep
             to it; None for others.
     """
 
     layers: tuple[LayerCache, ...]
-    budget_bytes_per_token: float | None = None
+    budget_bits: float | None = None
 
-    def bytes(self, context: int) -> int:
-        """Bytes of one sequence of `context` tokens, sink tokens, windows and the page being filled included."""
-        if self.budget_bytes_per_token is None:
-            return sum(layer.bytes(context) for layer in self.layers)
-        rest = (layer for layer in self.layers if layer.scheme is None)
-        return round(self.budget_bytes_per_token * context) + sum(layer.bytes(context) for layer in rest)
+    def exact_bytes(self, context: int) -> float:
+        """Bytes of one sequence of `context` tokens, no more and no fewer, see `LayerCache.exact_bytes`."""
+        if self.budget_bits is None:
+            return sum(count * layer.exact_bytes(context) for layer, count in self._distinct)
+        return sum(
+            count
+            * (layer.numbers(context) * self.budget_bits / 8 if layer.is_quantized else layer.plain_bytes(context))
+            for layer, count in self._distinct
+        )
 
     def plain_bytes(self, context: int) -> int:
-        """The same in 16 bits."""
-        return sum(layer.plain_bytes(context) for layer in self.layers)
+        """The same in full precision."""
+        return sum(count * layer.plain_bytes(context) for layer, count in self._distinct)
+
+    def numbers(self, context: int) -> int:
+        """Keys and values that the model's own cache holds of `context` tokens."""
+        return sum(count * layer.numbers(context) for layer, count in self._distinct)
 
     def bits_per_value(self, context: int) -> float | None:
-        """Average over the numbers held; None for a model without keys and values."""
-        plain = self.plain_bytes(context)
-        return 16 * self.bytes(context) / plain if plain else None
+        """Mean bits of the numbers that the model's own cache would hold; None for a model without keys and values."""
+        numbers = sum(map(self.numbers, lengths(context)))
+        return 8 * sum(map(self.exact_bytes, lengths(context))) / numbers if numbers else None
+
+    def bytes(self, context: int) -> float:
+        """Bytes of one sequence at these bits."""
+        bits = self.bits_per_value(context)
+        return 0.0 if bits is None else bits * self.numbers(context) / 8
+
+    @cached_property
+    def _distinct(self) -> list[tuple[LayerCache, int]]:
+        """Layers that differ, and how many are like each."""
+        return list(Counter(self.layers).items())

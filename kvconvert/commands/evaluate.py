@@ -72,7 +72,9 @@ def evaluate(
         from kvconvert.fidelity.record import check_recordable, record
 
         check_recordable(bundle)
-    report = run(bundle, only=parts, **options, **({} if tokens is None else {"tokens": tokens}))
+    if tokens is not None:
+        options["tokens"] = tokens
+    report = run(bundle, only=parts, **options)
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2))
     else:

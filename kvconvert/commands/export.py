@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -54,10 +54,10 @@ def export(
     force: bool,
     device: str | None,
     format_: str,
-    kv_cache: str | None,
+    kv_cache: Literal["plan", "float"] | None,
     int8_activations: bool,
     weights_format: str,
-    **stated: str | None,
+    **stated: Any,
 ) -> None:
     """Write the bundle of a finished calibration, or a model for other programs."""
     if (format_, weights_format) != ("bundle", "awq"):
@@ -92,7 +92,7 @@ def exported(bundle: Path) -> str:
     return f"Exported {bundle}, {_size(bundle):,} bytes; next: kvconvert generate {bundle} --prompt TEXT"
 
 
-def _export_onnx(source: str, output: Path, kv_cache: str | None, **options: Any) -> None:
+def _export_onnx(source: str, output: Path, kv_cache: Literal["plan", "float"] | None, **options: Any) -> None:
     from kvconvert.onnx.export import GENAI_NAME, export_onnx
 
     export_onnx(source, output, kv_cache=kv_cache or "plan", **options)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -25,17 +26,21 @@ def inspect(bundle: str, as_json: bool) -> None:
 
     from kvconvert.bundle.locate import locate
     from kvconvert.bundle.reader import open_bundle
-    from kvconvert.bundle.summary import estimate_kv, manifest_text
+    from kvconvert.bundle.summary import kv_size, manifest_text
+    from kvconvert.models.cache_shapes import sliding_windows
+    from kvconvert.runtime.hf.fit import read_config
 
-    verify = "headers" if os.path.exists(bundle) else "plan"
-    manifest = open_bundle(locate(bundle, weights=False), verify=verify).manifest
+    verify: Literal["headers", "plan"] = "headers" if os.path.exists(bundle) else "plan"
+    opened = open_bundle(locate(bundle, weights=False), verify=verify)
+    manifest = opened.manifest
+    windows = sliding_windows(read_config(opened)) if any(manifest.schemes()) else ()
     if as_json:
-        estimate = estimate_kv(manifest.layers)
+        size = kv_size(manifest, windows)
         fields = manifest.model_dump(mode="json")
-        fields["kv_estimate_not_measured"] = None if estimate is None else asdict(estimate)
+        fields["kv_size"] = None if size is None else asdict(size)
         click.echo(json.dumps(fields, indent=2))
     else:
-        click.echo(manifest_text(manifest, unicode=_is_utf8(sys.stdout.encoding)))
+        click.echo(manifest_text(manifest, _is_utf8(sys.stdout.encoding), windows))
 
 
 def _is_utf8(encoding: str | None) -> bool:

@@ -8,7 +8,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 from tqdm import tqdm
@@ -46,6 +46,8 @@ from kvconvert.io.disk import check_writable, make_directory
 from kvconvert.io.hub import is_hub_id
 from kvconvert.io.records import FileInfo, SourceInfo, TensorInfo
 from kvconvert.io.tensorfile import nbytes, tensor_info, write_tensors
+from kvconvert.methods.awq import StoredMethod
+from kvconvert.models.cache_shapes import sliding_windows
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.recipes.recipe import Limits, Recipe
 from kvconvert.version import __version__
@@ -199,7 +201,7 @@ def _export(
                     "`force=True`."
                 )
             write_manifest(directory, manifest)
-        write_text(directory / CARD_NAME, model_card(manifest))
+        write_text(directory / CARD_NAME, model_card(manifest, sliding_windows(source.config)))
     return output
 
 
@@ -391,7 +393,7 @@ def _weights_info(contents: _Contents) -> WeightsInfo:
     # All of them agree, but for their widths: they are one recipe's or one source's.
     first, stored = next(iter(quantized.values()), None), widths(contents.modules)
     return WeightsInfo(
-        method="none" if first is None else first.method,
+        method="none" if first is None else cast(StoredMethod, first.method),
         bits=stored[0] if len(stored) == 1 else None,
         group_size=None if first is None else first.group_size,
         bytes=total,

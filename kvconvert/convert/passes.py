@@ -72,12 +72,12 @@ def resolve_layers(
     """
     layers = {
         record.index: MeasuredLayer(
-            recipe.scheme(record.index),
+            nominal,
             KVScheme.from_dict(record.scheme),
             {name.split(".", 2)[2]: tensor for name, tensor in plan(record.index).items()},
         )
         for record in records
-        if record.scheme is not None
+        if record.scheme is not None and (nominal := recipe.scheme(record.index)) is not None
     }
     resolved = {record.index: record for record in records}
     for kind in PASSES:

@@ -417,7 +417,7 @@ def _damaged(file: Path, reason: str) -> UsageError:
     )
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0].rstrip(".")
 
 

@@ -52,6 +52,7 @@ from kvconvert.fidelity.sizes import measure_cache, weight_size
 from kvconvert.fidelity.verdict import abilities, measure_probes, verdict
 from kvconvert.io.hub import is_hub_id
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.methods.auto import DEFAULT_CONTEXT
 from kvconvert.models.configuration import supports_images
 from kvconvert.models.device import choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
@@ -61,7 +62,7 @@ from kvconvert.version import __version__
 
 CONTEXT = 1024  # tokens of a segment by default
 SCORED_TOKENS_WANTED = 512  # of each segment
-CACHE_TOKENS = (512, 2048)  # at which the cache's size is measured, at least and at most
+CACHE_TOKENS = (512, 2048)  # that the cache is filled with, at least and at most
 NOISE_TOKENS = 512
 SCORED = ("perplexity", "kl", "top1")
 ROWS = {"cpu": 4, "cuda": 16}  # segments scored at a time
@@ -175,11 +176,10 @@ def evaluate(
     cache = None
     if "cache" in parts:
         least, most = CACHE_TOKENS
-        size = min(max(least, tokens), most, _positions(checkpoint) or most)
-        # Complete pages after the sink tokens.
-        size = max(1, (size - sinks) // PAGE_SIZE * PAGE_SIZE + sinks)
+        longest = min(DEFAULT_CONTEXT, _positions(checkpoint) or DEFAULT_CONTEXT)
+        size = min(max(least, tokens), most, longest)
         served = checkpoint.config.dtype or torch.float32
-        cache = measure_cache(decoder, samples.ids, size, served, comparison)
+        cache = measure_cache(decoder, samples.ids, size, longest, served, comparison)
 
     notes = []
     if comparison is not None and shape.scored < SCORED_TOKENS_WANTED:

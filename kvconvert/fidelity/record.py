@@ -14,7 +14,9 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.report import FidelityReport
 from kvconvert.io import disk
+from kvconvert.models.cache_shapes import sliding_windows
 from kvconvert.recipes.recipe import Limits, Recipe
+from kvconvert.runtime.hf.fit import read_config
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,8 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
         BundleError: the bundle changed since it was measured.
     """
     directory = Path(bundle)
-    before = open_bundle(directory, verify="headers").manifest
+    opened = open_bundle(directory, verify="headers")
+    before, windows = opened.manifest, sliding_windows(read_config(opened))
     if not report.against.is_recorded_source:
         raise UsageError(
             f"{report.against.id} is not the checkpoint that {MANIFEST_NAME} records ({before.source.id}), so the "
@@ -63,8 +66,8 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
     fidelity = fidelity_of(before, Recipe.from_dict(before.recipe).limits, report)
     manifest = before.model_copy(update={"fidelity": fidelity})
     path = directory / CARD_NAME
-    card = path.read_text(encoding="utf-8") if path.is_file() else model_card(before)
-    written = model_card(manifest) if card == model_card(before) else replace_fidelity(card, manifest)
+    card = path.read_text(encoding="utf-8") if path.is_file() else model_card(before, windows)
+    written = model_card(manifest, windows) if card == model_card(before, windows) else replace_fidelity(card, manifest)
     disk.replace_bytes(directory / MANIFEST_NAME, manifest.to_bytes())
     if written is not None and CARD_NAME in manifest.informative:
         disk.replace_bytes(path, written.encode())

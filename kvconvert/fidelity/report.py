@@ -49,12 +49,14 @@ class Divergence:
 
 @dataclass(frozen=True)
 class CacheSize:
-    """The bundle's cache after `tokens` tokens of one sequence, measured from its tensors.
+    """The bundle's cache of one sequence.
 
     Attributes:
-        bits_per_value: bits per stored key or value number, scales, norms and full-precision tokens included.
-        bytes_per_token: over all layers.
-        bytes_used, bytes_allocated: in total.
+        context: tokens for which bits and bytes per token are stated.
+        bits_per_value: the mean over how full the last page is (`kvconvert.cache.size`), scales, norms and
+            full-precision tokens included; of schemes that compress the tokens of one modality, measured with text.
+        bytes_per_token: over all layers, at these bits.
+        bytes_used, bytes_allocated: measured from the tensors of a cache of `tokens` tokens.
         source_bytes_per_token: of the source's cache in the same dtype.
         tokens, residual_tokens: stored, and how many of them in full precision.
         dtype: of full-precision tokens.
@@ -64,6 +66,7 @@ class CacheSize:
             fidelity was scored.
     """
 
+    context: int
     bits_per_value: float
     bytes_per_token: float
     bytes_used: int

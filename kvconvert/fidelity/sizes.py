@@ -1,4 +1,4 @@
-"""Sizes of a bundle: its cache, measured from tensors, and its weight files, from their headers."""
+"""Sizes of a bundle: its cache, by arithmetic and measured, and its weight files, from their headers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.errors import BundleError
 from kvconvert.fidelity.report import CacheSize, WeightSize
-from kvconvert.fidelity.scoring import Comparison, Decoder, feed, read_prompt
+from kvconvert.fidelity.scoring import Comparison, Decoder, read_prompt
 from kvconvert.io.tensorfile import nbytes, read_header
-from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.models.cache_shapes import model_cache
 from kvconvert.models.source import SourceModel
 from kvconvert.runtime import KVCache
 
@@ -22,14 +22,15 @@ CHUNK = 1024  # tokens per pass
 
 @torch.no_grad()
 def measure_cache(
-    decoder: Decoder, ids: torch.Tensor, tokens: int, dtype: torch.dtype, comparison: Comparison | None
+    decoder: Decoder, ids: torch.Tensor, tokens: int, context: int, dtype: torch.dtype, comparison: Comparison | None
 ) -> CacheSize:
-    """Fill the bundle's cache with `tokens` tokens and measure its tensors.
+    """Fill the bundle's cache with `tokens` tokens and measure its tensors; sizes at `context` follow by arithmetic.
 
     Args:
         decoder: the bundle, which is left in `dtype`.
         ids: of text, repeated where it is too short.
-        tokens: how many; whole pages, where there is room for them.
+        tokens: how many.
+        context: tokens for which bits per value are stated.
         dtype: that the bundle serves, in which full-precision tokens are counted.
         comparison: while which the share of full-precision tokens was counted, if there was one.
     """
@@ -38,28 +39,26 @@ def measure_cache(
         model.to(dtype)
     flat = ids.flatten()
     filler = flat.repeat(-(-tokens // len(flat)))[:tokens].unsqueeze(0)
-    cache, plain = decoder.new_cache(), Decoder.plain(model).new_cache()
+    cache = decoder.new_cache()
     read_prompt(decoder, cache, filler, CHUNK)
-    # The source's cache holds as many numbers, all of them in the model's dtype: one page tells the size of a token.
-    feed(Decoder.plain(model), plain, filler[:, :PAGE_SIZE], logits_to_keep=1)
-    source_bytes = sum(_nbytes(layer) for layer in plain.layers) / plain.get_seq_length()
+    schemes = cache.schemes if isinstance(cache, KVCache) else [None] * len(cache.layers)
+    size = model_cache(model.config, schemes, dtype)
+    bits = size.bits_per_value(context) or 0.0
     if isinstance(cache, KVCache):
         stats = cache.stats()
-        used, allocated, bits, residual = (
-            stats.bytes_used,
-            stats.bytes_allocated,
-            stats.bits_per_value,
-            stats.residual_tokens,
-        )
+        used, allocated, residual = stats.bytes_used, stats.bytes_allocated, stats.residual_tokens
+        if any(scheme is not None and scheme.only_tokens() for scheme in schemes):
+            context, bits = tokens, stats.bits_per_value  # the filler has none of those
     else:
         used = allocated = sum(_nbytes(layer) for layer in cache.layers)
-        bits, residual = 8.0 * dtype.itemsize, tokens
+        residual = tokens
     return CacheSize(
+        context=context,
         bits_per_value=bits,
-        bytes_per_token=used / tokens,
+        bytes_per_token=bits / 8 * size.numbers(context) / context,
         bytes_used=used,
         bytes_allocated=allocated,
-        source_bytes_per_token=source_bytes,
+        source_bytes_per_token=size.plain_bytes(context) / context,
         tokens=tokens,
         residual_tokens=residual,
         dtype=str(dtype).removeprefix("torch."),

@@ -90,7 +90,7 @@ def _sizes(report: FidelityReport) -> list[tuple[str, ...]]:
         ratio = kv.source_bytes_per_token / kv.bytes_per_token
         exact = "" if kv.residual_share is None else f"{kv.residual_share:.0%} of attended tokens exact"
         rows.append(("KV cache, bytes per token", f"{plain / 8:,.0f}", f"{kv.bytes_per_token:,.0f}", f"{ratio:.1f}x"))
-        told = ", ".join(filter(None, (f"at {kv.tokens:,} tokens", exact)))
+        told = ", ".join(filter(None, (f"at {kv.context:,} tokens", exact)))
         rows.append(("KV cache, bits per value", f"{_plain_bits(kv.dtype)}", f"{kv.bits_per_value:.2f}", told))
     if (weights := report.weights) is not None:
         rows.append(

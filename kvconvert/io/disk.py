@@ -86,6 +86,8 @@ class OutputFile:
 
     def sha256(self) -> str:
         """Of everything written, hexadecimal; the file has to be a hashed one."""
+        if self._digest is None:
+            raise ValueError(f"{self.path} is written without a checksum")
         return self._digest.hexdigest()
 
     def sync(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from kvconvert.errors import HubError
 from kvconvert.io.tensorfile import printable
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 _MAX_REASON = 300
 
 
-def is_hub_id(name: str | Path) -> bool:
+def is_hub_id(name: str | Path) -> TypeGuard[str]:
     """Whether a name can be the id of a repository, owner/name, and does not look like a path.
 
     What begins with `.`, `/` or `~`, ends in `/`, or has a backslash or more than one slash is a path.

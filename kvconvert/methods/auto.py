@@ -90,8 +90,8 @@ class AutoSearch(BaseModel):
     """The [auto] table of a recipe.
 
     Attributes:
-        kv_bits: the budget: average bits per key or value number that a sequence of `context` tokens takes, with
-            everything in it: scales, norms, sink tokens, windows and the page being filled.
+        kv_bits: the budget: bits per key or value of a sequence of `context` tokens, in the mean over how full the last
+            page is, with everything in it: scales, norms, sink tokens and windows.
         kv_bytes_per_token: the same budget in bytes per token over all layers; one of the two has to be given.
         context: tokens of the sequence that the budget is for; None takes 4,096, or the model's positions if fewer.
         tokens: held-out calibration tokens on which candidates are measured; None takes 16,384 on a GPU and 1,024 on

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
-from kvconvert.methods.part import PRESET_SINKS, SCALE_BITS, STRICT, LayerShape, Part, option
+from kvconvert.methods.part import PRESET_SINKS, STRICT, LayerShape, Part, option
 
 _SHIFT = "it is a shift of scores"
 SPAN_BLOCK = 128  # tokens whose codes are packed together
@@ -125,11 +125,6 @@ class CalibQuant(Part):
     def stores_group_scales(self) -> bool:
         """Scales are per channel of the whole span: none per token."""
         return not self.is_span
-
-    def bits_per_token(self, shape: LayerShape) -> float:
-        """The scales of shorter spans; those of a whole prompt are no bits of a token."""
-        numbers = 2 * shape.num_key_value_heads * shape.head_dim
-        return numbers * SCALE_BITS / self.span_tokens if self.span_tokens else 0.0
 
     def compresses_prompts(self) -> bool:
         """A complete prompt becomes a span."""

@@ -10,7 +10,6 @@ from pydantic.dataclasses import dataclass
 
 from kvconvert.methods.part import STRICT, LayerShape, Part, PlanTensor, option
 
-INDEX_BITS = 8
 # The paper has sinks of its own.
 _KITTY = {
     "key_group_size": 128,
@@ -73,11 +72,6 @@ class Kitty(Part):
     def before_calibration(self) -> dict[str, Any]:
         """Until the channels are fixed, pages rank them."""
         return {"boost_select": "dynamic"}
-
-    def bits_per_token(self, shape: LayerShape) -> float:
-        """As many bits again for each boosted channel, and a byte for its number where every page ranks anew."""
-        index_bits = INDEX_BITS / self.page_size if self.boost_select == "dynamic" else 0
-        return shape.num_key_value_heads * self.boosted_for(shape.head_dim) * (self.key_bits + index_bits)
 
     def clauses(self, shape: LayerShape) -> list[str]:
         """How many channels, and who chooses them."""

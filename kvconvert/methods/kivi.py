@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
 from kvconvert.errors import RecipeError
-from kvconvert.methods.part import PRESET_SINKS, SCALE_BITS, STRICT, LayerShape, Part, one_of, option
+from kvconvert.methods.part import PRESET_SINKS, STRICT, LayerShape, Part, one_of, option
 
 BITS = (1, 2, 3, 4, 8, 16)
 GROUP_SIZES = (16, 32, 64, 128)
@@ -81,16 +81,6 @@ class Kivi(Part):
             f"[kv] value_group_size = {self.value_group_size} does not suit a head size of {head_dim}: no multiple of "
             "8 up to it divides the head size; the model's cache cannot be quantized in groups."
         )
-
-    def bits_per_token(self, shape: LayerShape) -> float:
-        """Codes, and the scale and zero point of each group."""
-        numbers = shape.num_key_value_heads * shape.head_dim
-        bits = float(numbers * (self.key_bits + self.value_bits))
-        if self.group_scales and self.key_bits < 16:
-            bits += numbers * SCALE_BITS / self.key_group_size
-        if self.group_scales and self.value_bits < 16:
-            bits += numbers * SCALE_BITS / shape.value_group_size
-        return bits
 
     def clauses(self, shape: LayerShape) -> list[str]:
         """Widths and groups, unless another method says it; sinks and windows."""

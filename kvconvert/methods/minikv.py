@@ -74,10 +74,6 @@ class MiniKV(Part):
         """Allocations that are no formula."""
         return "allocation" if self.allocation not in FORMULAS else None
 
-    def kept_share(self) -> float:
-        """Heavy hitters and newest tokens, at most everything."""
-        return min(1.0, self.heavy_ratio + self.recent_ratio) if self.evicts else 1.0
-
     def compresses_prompts(self) -> bool:
         """A prompt loses tokens when it is complete."""
         return self.evicts

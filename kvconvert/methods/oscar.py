@@ -13,7 +13,6 @@ from pydantic.dataclasses import dataclass
 
 from kvconvert.methods.part import PRESET_SINKS, STRICT, LayerShape, Part, option
 
-NORM_BITS = 16
 _OSCAR = {"rotate_keys": "hadamard", "rotate_values": "folded", "token_norm": "joint"}
 _PAPER = {"oscar": _OSCAR, "oscar-g128": _OSCAR | {"key_group_size": 128, "value_group_size": 128}}
 
@@ -74,10 +73,6 @@ class Oscar(Part):
     def transforms(self) -> tuple[str, ...]:
         """The fold."""
         return ("fold_value_rotation",) if self.folds_values else ()
-
-    def bits_per_token(self, shape: LayerShape) -> float:
-        """One norm per token, or per token and head."""
-        return {"none": 0, "joint": 1, "per_head": shape.num_key_value_heads}[self.token_norm] * NORM_BITS
 
     def clauses(self, shape: LayerShape) -> list[str]:
         """Rotations and norm."""

@@ -18,7 +18,6 @@ from kvconvert.errors import RecipeError
 # First tokens that presets leave in full precision wherever they quantize. Nearly all of what quantization does to a
 # language model through them is gone with one token; the others cost next to nothing.
 PRESET_SINKS = 4
-SCALE_BITS = 32  # a scale and a zero point, float16 each
 # Of every dataclass that holds fields: unknown ones are refused, and no type is converted into another.
 STRICT = ConfigDict(extra="forbid", strict=True)
 
@@ -119,14 +118,6 @@ class Part:
     def stores_group_scales(self) -> bool:
         """Whether pages may hold a scale and zero point for each group; False where the method has others."""
         return True
-
-    def bits_per_token(self, shape: LayerShape) -> float:
-        """Bits that the method adds to each stored token of a layer, keys and values of all heads together."""
-        return 0.0
-
-    def kept_share(self) -> float:
-        """Share of a prompt's tokens that are kept."""
-        return 1.0
 
     def compresses_prompts(self) -> bool:
         """Whether a prompt is treated as a whole when it is complete, instead of page by page."""

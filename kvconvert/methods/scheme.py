@@ -98,15 +98,6 @@ class KVScheme(_Fields):
         """Whether pages hold a scale and zero point for each group."""
         return all(part.stores_group_scales(self) for part in PARTS)
 
-    def bits_per_token(self, shape: LayerShape) -> float:
-        """Bits of a stored token in complete pages, keys and values of all heads; per token of the prompt where only
-        some are kept.
-        """
-        bits = sum(part.bits_per_token(self, shape) for part in self.parts())
-        for part in self.parts():
-            bits *= part.kept_share(self)
-        return bits
-
     def compresses_prompts(self) -> bool:
         """Whether prompts are treated as a whole when they are complete, instead of page by page."""
         return any(part.compresses_prompts(self) for part in PARTS)
@@ -235,7 +226,9 @@ def preset_calibration(name: str) -> KVCalibration:
 
 OPTIONS: tuple[str, ...] = tuple(field.name for field in fields(KVCalibration) if field.name != "given")
 # Options of the whole model, each with the search that it belongs to.
-WHOLE_MODEL_OPTIONS = {name: search for search in SEARCHES for name in getattr(search, "whole_model", ())}
+WHOLE_MODEL_OPTIONS: dict[str, Any] = {
+    name: search for search in SEARCHES for name in getattr(search, "whole_model", ())
+}
 
 
 def layer_conventions(layers: Sequence[tuple[KVScheme, LayerShape]]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attenti
 HYBRID_LAYER_TYPES = ("hybrid", "hybrid_sliding")
 
 
-def model_class(config: PretrainedConfig) -> type:
+def model_class(config: PretrainedConfig) -> Any:
     """The Auto class that loads a model: of causal, vision-language, or audio-language and other multimodal models.
 
     Where several of them know the configuration, its `architectures` decide.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from kvconvert.cache.size import ModelCache
 from kvconvert.calibration.protocol import LayerJob
 from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.methods.auto import DEFAULT_CONTEXT, AutoSearch
 from kvconvert.methods.minikv import FORMULAS, spread_ratios
 from kvconvert.models.cache_shapes import model_cache
 from kvconvert.recipes.recipe import Recipe
@@ -24,15 +25,15 @@ def recipe_cache(runner: LayerRunner, recipe: Recipe, jobs: Sequence[LayerJob]) 
     if all(scheme is None or not scheme.evicts or scheme.allocation in FORMULAS for scheme in schemes):
         schemes = list(spread_ratios(schemes))
     cache = model_cache(runner.config, schemes)
-    if recipe.auto is None:
-        return cache
-    budget = recipe.auto.kv_bytes_per_token
-    if budget is None:
-        numbers = sum(
-            layer.values_per_token for layer, scheme in zip(cache.layers, schemes, strict=True) if scheme is not None
-        )
-        budget = recipe.auto.kv_bits / 8 * numbers
-    return replace(cache, budget_bytes_per_token=budget)
+    return cache if recipe.auto is None else replace(cache, budget_bits=_budget_bits(recipe.auto, cache))
+
+
+def _budget_bits(auto: AutoSearch, cache: ModelCache) -> float:
+    if auto.kv_bits is not None:
+        return auto.kv_bits
+    searched = ModelCache(tuple(layer for layer in cache.layers if layer.is_quantized))
+    context = auto.context or DEFAULT_CONTEXT
+    return 16 * auto.kv_bytes_per_token * context / searched.plain_bytes(context)
 
 
 @dataclass(frozen=True)
@@ -82,5 +83,5 @@ def fit(
             high = middle - 1
     longest = low if room >= 0 else 0
     each = cache.bytes(context) + allowance(2) - allowance(1)
-    rows = max(0, (memory - weights - allowance(0)) // each) if each else 0
+    rows = max(0, int((memory - weights - allowance(0)) // each)) if each else 0
     return Fit(allowance(batch), longest, "the model's positions" if longest == most else "memory", rows)

@@ -18,6 +18,7 @@ from kvconvert.convert.passes import make_passes
 from kvconvert.convert.pipeline import kept_tensors, make_runner, with_group_size
 from kvconvert.data.samples import TEXT_LENGTH
 from kvconvert.errors import UsageError
+from kvconvert.methods.auto import DEFAULT_CONTEXT
 from kvconvert.models.device import choose_device
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import SourceModel, open_source
@@ -28,7 +29,6 @@ from kvconvert.planning.probe import Probe, run_probe
 from kvconvert.recipes.recipe import Recipe
 
 _HASHED = 2**25  # bytes on which the speed of checksums is measured
-DEFAULT_CONTEXT = 4096
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Cache:
 
     Attributes:
         context: tokens.
-        bytes_per_token, bits_per_value: averages over them, with sink tokens, windows, scales and norms; None for a
+        bytes_per_token, bits_per_value: as `kvconvert.cache.size` defines them; None for a
             model without keys and values.
         plain_bytes_per_token: in 16 bits.
         basis: what the figures rest on, for people.
@@ -276,7 +276,7 @@ def _cache(planned: ModelCache, context: int) -> Cache:
 
 
 def _basis(planned: ModelCache) -> str:
-    if planned.budget_bytes_per_token is not None:
+    if planned.budget_bits is not None:
         return "what the search may spend"
     only = {layer.scheme.only_tokens() for layer in planned.layers if layer.scheme is not None} - {None}
     return "everything in it included" + (f", of {' and '.join(sorted(only))} tokens alone" if only else "")

@@ -251,17 +251,17 @@ def changed(tables: Mapping[str, Any], changes: Mapping[str, Any], where: str) -
     Raises:
         RecipeError: a change of weights that the recipe keeps.
     """
-    tables = copy.deepcopy(dict(tables))
+    found = copy.deepcopy(dict(tables))
     for key, value in changes.items():
         table, _, name = key.partition(".")
-        tables.setdefault(table, dict(_LEFT_OUT.get(table, {})))[name] = value
+        found.setdefault(table, dict(_LEFT_OUT.get(table, {})))[name] = value
     useless = next((key for key in _OF_QUANTIZED_WEIGHTS if key in changes), None)
-    if useless is not None and tables["weights"].get("method") == "none":
+    if useless is not None and found["weights"].get("method") == "none":
         raise RecipeError(
             f'The recipe {where} sets {useless}, but its [weights] method = "none" keeps every weight; leave it out, '
             "or choose another method."
         )
-    return tables
+    return found
 
 
 def _said(value: Any) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvconvert.bundle.summary import text_table
+from kvconvert.cache.size import LayerCache, ModelCache
 from kvconvert.methods import (
     FIELDS,
     OPTIONS,
@@ -19,7 +20,7 @@ from kvconvert.methods import (
     LayerShape,
     preset_calibration,
 )
-from kvconvert.methods.auto import CHOSEN_FIELDS
+from kvconvert.methods.auto import CHOSEN_FIELDS, DEFAULT_CONTEXT
 from kvconvert.methods.awq import WeightsRecipe, describe
 from kvconvert.recipes.recipe import LayerOverride, Recipe, preset_names
 
@@ -54,7 +55,8 @@ def list_recipes() -> str:
     rows = [(name, *_sizes(Recipe.load(name)), USES.get(name, "see docs/methods.md")) for name in order]
     lines = [text_table(header, rows), ""]
     lines.append(
-        "cache: stored bits per value in complete pages, scales and zero points included; 16 without kvconvert."
+        f"cache: bits per value at {DEFAULT_CONTEXT:,} tokens, everything included ({HEADS} KV heads of {HEAD_DIM}); "
+        "16 without kvconvert."
     )
     lines.append(f"NAME-paper and NAME-plain are what the papers describe, to compare with: {', '.join(papers)}.")
     lines.append(
@@ -71,8 +73,8 @@ def _sizes(recipe: Recipe) -> tuple[str, str]:
 
 
 def bits_per_value(scheme: KVScheme) -> float:
-    """Average stored bits of a number in complete pages, for heads of `HEAD_DIM` channels."""
-    return scheme.bits_per_token(_shape(scheme)) / (2 * HEADS * HEAD_DIM)
+    """Of a layer of `HEADS` KV heads of `HEAD_DIM` channels, at `DEFAULT_CONTEXT` tokens."""
+    return ModelCache((LayerCache(HEADS, HEAD_DIM, HEAD_DIM, scheme),)).bits_per_value(DEFAULT_CONTEXT)
 
 
 def _shape(scheme: KVScheme) -> LayerShape:
@@ -105,7 +107,8 @@ def _explanation(recipe: Recipe) -> list[str]:
     else:
         only = recipe.kv.only_tokens()
         share = f", of {only} tokens alone" if only else ""
-        lines.append(f"Cache: {bits_per_value(recipe.kv):.2f} bits per value in complete pages{share} (16 without);")
+        size = f"{bits_per_value(recipe.kv):.2f} bits per value at {DEFAULT_CONTEXT:,} tokens"
+        lines.append(f"Cache: {size}{share} (16 without);")
     lines += [f"  - {clause}" for clause in recipe.kv.clauses(_shape(recipe.kv))]
     searched = recipe.calibration.searched(recipe.kv)
     if searched:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.manifest import MANIFEST_NAME, Manifest
 from kvconvert.bundle.reader import Bundle, open_bundle
-from kvconvert.bundle.summary import estimate_kv, printable_manifest
+from kvconvert.bundle.summary import kv_size, printable_manifest
 from kvconvert.errors import UsageError
 from kvconvert.io import disk
+from kvconvert.models.cache_shapes import sliding_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -98,7 +99,7 @@ def render(
     manifest = printable_manifest(bundle.manifest)
     contents = Contents(replace(bundle, manifest=manifest), config, fidelity, list(missed), sample)
     contents.build()
-    heading = Heading(manifest.source.id, _facts(manifest), _tiles(manifest, fidelity))
+    heading = Heading(manifest.source.id, _facts(manifest), _tiles(manifest, config, fidelity))
     return page(heading, contents.sections, contents.omitted), contents.images
 
 
@@ -144,18 +145,13 @@ def _facts(manifest: Manifest) -> list[tuple[str, str]]:
     return facts
 
 
-def _tiles(manifest: Manifest, measured: dict[str, Any] | None) -> list[tuple[str, str]]:
+def _tiles(manifest: Manifest, config: PretrainedConfig, measured: dict[str, Any] | None) -> list[tuple[str, str]]:
     from kvconvert.report.fidelity import number
 
     tiles = []
-    bits, estimate = number(measured or {}, "kv.bits_per_value"), estimate_kv(manifest.layers)
-    if manifest.allocation is not None:
-        found = manifest.allocation
-        tiles.append((f"{found.bits_per_value:.2f}", f"bits per cached value at {found.context:,} tokens"))
-    elif bits is not None:
-        tiles.append((f"{bits:.2f}", "bits per cached value, measured"))
-    elif estimate is not None:
-        tiles.append((f"{estimate.bits_per_value:.2f}", "bits per value, in complete pages"))
+    size = kv_size(manifest, sliding_windows(config))
+    if size is not None:
+        tiles.append((f"{size.bits_per_value:.2f}", f"bits per cached value at {size.context:,} tokens"))
     tiles.append((f"{manifest.weights.bits_per_weight:.2f}", "bits per weight, embeddings included"))
     kl, agreement = number(measured or {}, "kl.mean"), number(measured or {}, "top1_agreement")
     before, after = (number(measured or {}, f"perplexity.{side}") for side in ("source", "bundle"))

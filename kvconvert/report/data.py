@@ -13,13 +13,12 @@ from transformers import PretrainedConfig
 
 from kvconvert.auto.allocation import Option, allocate
 from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest
-from kvconvert.cache.size import LayerCache
+from kvconvert.cache.size import LayerCache, lengths
 from kvconvert.errors import RecipeError
 from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import GEOMETRIES
 from kvconvert.methods.minikv import spread_ratios
-from kvconvert.models.cache_shapes import model_cache
-from kvconvert.models.configuration import layer_types_of
+from kvconvert.models.cache_shapes import model_cache, sliding_windows
 
 CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1,024 to 131,072
 BUDGETS = 16  # points of a frontier
@@ -97,7 +96,7 @@ def frontier(manifest: Manifest, config: PretrainedConfig) -> Frontier:
     if not 0 < found.context <= LONGEST_CONTEXT:
         raise NotDrawnError(f"the allocation's context of {found.context:,} tokens is none that a cache has.")
     windows = _windows(config, len(manifest.layers))
-    layers, numbers, size, predicted = [], 0, 0, 0.0
+    layers, plain_bytes, size, predicted = [], 0, 0, 0.0
     for own in found.layers:
         if not 0 <= own.index < len(manifest.layers) or manifest.layers[own.index].kv is None:
             raise NotDrawnError(f"the allocation names layer {own.index}, which has no scheme.")
@@ -109,13 +108,14 @@ def frontier(manifest: Manifest, config: PretrainedConfig) -> Frontier:
             raise NotDrawnError(f"what was chosen for layer {own.index} is not among its candidates.")
         size += options[own.keys, own.values].cost
         predicted += options[own.keys, own.values].loss
-        numbers += 2 * shape.num_key_value_heads * shape.head_dim
+        plain = LayerCache(shape.num_key_value_heads, shape.head_dim, shape.head_dim, None, windows[own.index])
+        plain_bytes += sum(map(plain.plain_bytes, lengths(found.context)))
         layers.append(options)
-    if not math.isclose(size, found.bytes_per_token * found.context, rel_tol=1e-3):
+    if not math.isclose(16 * size / plain_bytes, found.bits_per_value, rel_tol=1e-3):
         raise NotDrawnError("the sizes of the candidates do not add up to the size that the manifest states.")
 
     def bits(cost: float) -> float:
-        return 8 * cost / (numbers * found.context)
+        return 16 * cost / plain_bytes
 
     choices = [list(options.values()) for options in layers]
     least = sum(min(option.cost for option in options) for options in choices)
@@ -150,7 +150,7 @@ def _options(
             of_keys = "key_bits" in fields
             scheme = KVScheme.from_dict(base.to_dict() | fields)
             cache = LayerCache(shape.num_key_value_heads, shape.head_dim, shape.head_dim, scheme, window)
-            size = cache.sides(found.context)[0 if of_keys else 1]
+            size = cache.summed_sides(found.context)[0 if of_keys else 1]
             recent = scheme.key_recent_tokens if of_keys else scheme.value_recent_tokens
             sides[of_keys].append((name, size, loss, recent))
     except (RecipeError, KeyError, TypeError, ValueError) as error:
@@ -164,10 +164,10 @@ def _options(
 
 def _windows(config: PretrainedConfig, layers: int) -> list[int | None]:
     """The sliding window of each decoder layer."""
-    arguments = layer_types_of(config)[1]
-    if len(arguments) != layers:
-        raise NotDrawnError(f"config.json describes {len(arguments)} layers, and the manifest {layers}.")
-    return [each.get("sliding_window") for each in arguments]
+    windows = sliding_windows(config)
+    if len(windows) != layers:
+        raise NotDrawnError(f"config.json describes {len(windows)} layers, and the manifest {layers}.")
+    return windows
 
 
 @dataclass(frozen=True)
@@ -199,12 +199,13 @@ def memory(manifest: Manifest, config: PretrainedConfig, contexts: Sequence[int]
             raise NotDrawnError(f"only {scheme.only_tokens()} tokens are compressed, and prompts differ in these.")
         if layer.values_per_token > 2 * WIDEST_LAYER:
             raise NotDrawnError(f"config.json claims {layer.heads:,} KV heads of {layer.key_dim:,} channels.")
-    plain = tuple(map(cache.plain_bytes, contexts))
+    plain = tuple(cache.plain_bytes(context) for context in contexts)
     if not any(plain):
         raise NotDrawnError("no layer of this model has keys and values.")
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     stateful = sum(not layer.values_per_token for layer in cache.layers)
-    return Memory(tuple(contexts), plain, tuple(map(cache.bytes, contexts)), positions, stateful)
+    bundle = tuple(round(cache.bytes(context)) for context in contexts)
+    return Memory(tuple(contexts), plain, bundle, positions, stateful)
 
 
 @dataclass(frozen=True)

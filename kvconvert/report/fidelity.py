@@ -67,7 +67,7 @@ def fidelity_rows(report: dict[str, Any]) -> list[Row]:
     single("KL divergence, text about images", "images.kl", ".4g", "0")
     source, bundle = number(report, "kv.source_bytes_per_token"), number(report, "kv.bytes_per_token")
     if source and bundle:
-        tokens = number(report, "kv.tokens")
+        tokens = number(report, "kv.context")
         note = f"{source / bundle:.1f}x smaller" + ("" if tokens is None else f" at {tokens:,.0f} tokens")
         rows.append(("cache, bytes per token", f"{source:,.0f}", f"{bundle:,.0f}", note))
     single("cache, bits per value", "kv.bits_per_value", ".2f")

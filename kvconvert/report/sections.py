@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from kvconvert.bundle.allocation import allocation_line
 from kvconvert.bundle.reader import Bundle
 from kvconvert.bundle.summary import coverage_rows, describe_scheme, kv_line, layer_ranges, weights_line
+from kvconvert.models.cache_shapes import sliding_windows
 from kvconvert.report import data, figures
 from kvconvert.report.activations import KeySample
 from kvconvert.report.data import NotDrawnError
@@ -144,7 +145,7 @@ def _plan(c: Contents) -> None:
     rows = [(layers, describe_scheme(plan)) for layers, plan in layer_ranges(manifest.layers)]
     alt = "" if found is None else f"Bits of keys and of values in each of {len(found.layers)} layers."
     figure = None if found is None else figures.draw_widths(found)
-    caption = f"What every layer's keys and values become. {kv_line(manifest)}."
+    caption = f"What every layer's keys and values become. {kv_line(manifest, sliding_windows(c.config))}."
     c.add("plan", "Plan of the cache", caption, alt, figure, header=("layers", "plan"), rows=rows, wide=True)
 
 

@@ -141,7 +141,7 @@ class Eviction(Pages):
         keys, values = (replace(side, buffered=kept) for side in (sealed.keys, sealed.values))
         bound = sequence.positions.position(n - 1) + 1
         empty = TokenPositions()
-        kept_tokens = {"kept": kept, "kept_before": bound, "evicted": True, "positions": empty}
+        kept_tokens = {"kept": kept, "kept_before": bound, "evicted": n - kept, "positions": empty}
         return replace(sealed, keys=keys, values=values, **kept_tokens), work
 
 

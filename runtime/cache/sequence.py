@@ -39,7 +39,7 @@ class Sequence:
         sink_tokens: sink tokens at the beginning of both buffers.
         dropped: pages that left a sliding window for good.
         kept: tokens that survived an eviction. They come first, and each layer knows their positions by KV head.
-        evicted: whether a prompt was reduced, even to nothing.
+        evicted: tokens that a prompt was reduced by.
         kept_before: a position that all kept tokens are below.
         positions: of all other sink tokens, pages and residual tokens, dropped pages included; ascending.
         spans: whole prompts.
@@ -53,7 +53,7 @@ class Sequence:
     sink_tokens: int = 0
     dropped: int = 0
     kept: int = 0
-    evicted: bool = False
+    evicted: int = 0
     kept_before: int = 0
     positions: TokenPositions = field(default_factory=TokenPositions)
     spans: tuple[SpanTokens, ...] = ()
@@ -83,6 +83,11 @@ class Sequence:
     def stored(self, page_size: int) -> int:
         """Tokens stored; one whose key is in a page and whose value is not counts once."""
         return len(self) - self.dropped * page_size + sum(span.tokens for span in self.spans)
+
+    @property
+    def seen(self) -> int:
+        """Tokens that were ever stored, evicted and dropped ones included."""
+        return len(self) + self.evicted + sum(span.tokens for span in self.spans)
 
     def residual(self, page_size: int) -> int:
         """Sink tokens and tokens after the last page of either side."""

@@ -10,7 +10,7 @@ import torch
 from kvconvert.cache.format import CacheFormat, rotations, with_plan
 from kvconvert.errors import CacheError
 from kvconvert.kernels.device import fall_back
-from kvconvert.kernels.pages import KeyPages, ValuePages, empty_keys, empty_values
+from kvconvert.kernels.pages import KeyPages, ValuePages, empty_keys, empty_values, page_bytes
 from kvconvert.kernels.rotate import KERNEL_DTYPES, LARGEST_HEAD
 from kvconvert.kernels.select import select_tokens
 from kvconvert.kernels.spans import Span, quantize_span
@@ -162,8 +162,8 @@ class LayerStore:
             self.key_pages, self.value_pages = self.pages.key_pages, self.pages.value_pages
         else:
             if self.page_bytes is not None:
-                meta = torch.device("meta")
-                capacity = self.page_bytes // (self._empty_keys(1, meta).nbytes + self._empty_values(1, meta).nbytes)
+                both = page_bytes(self.format.keys, self.dtype) + page_bytes(self.format.values, self.dtype)
+                capacity = self.page_bytes // both
                 group.key_numbers.limit(capacity)
                 group.value_numbers.limit(capacity)
             self.key_pages: PageStorage[KeyPages] = PageStorage(self._empty_keys, self.device, group.key_numbers)
@@ -402,9 +402,11 @@ class LayerStore:
         """Key and value pages in use; one page's worth of tokens counts 1."""
         return max(self.group.key_numbers.used, self.group.value_numbers.used)
 
-    def numbers_per_token(self) -> int:
-        """Key and value numbers of one token over all KV heads."""
-        return self.format.keys.heads * (self.format.keys.head_dim + self.format.values.head_dim)
+    def numbers(self) -> int:
+        """Keys and values that the model's own cache would hold: of all tokens, or of those in the sliding window."""
+        window = self.group.sliding_window
+        tokens = sum(min(sequence.seen, window or sequence.seen) for sequence in self.sequences)
+        return tokens * self.format.keys.heads * (self.format.keys.head_dim + self.format.values.head_dim)
 
     def bytes_used(self) -> int:
         """Bytes of pages in use, spans, full-precision tokens and kept positions, from the tensors' own sizes."""

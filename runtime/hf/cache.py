@@ -42,7 +42,7 @@ class CacheStats:
         clamped_rows: query rows for which CalibQuant's shift had to make different scores of a span equal, so far.
         fallbacks: calls that a slower path served than the one meant for the device, over all layers; a warning gives
             the reason of the first. Always 0 on a CPU, which has one path.
-        values: numbers that the stored keys and values stand for, over all layers.
+        values: keys and values that the model's own cache would hold of these sequences, over all layers.
         bytes_used, bytes_allocated: of pages with their metadata and of full-precision tokens, over all layers.
         other_layers: layers that keep transformers' own cache (linear attention and the like), not counted above.
     """
@@ -60,7 +60,7 @@ class CacheStats:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits per stored key or value number, metadata and full-precision tokens included."""
+        """Bits of a key or value at the present length, metadata and full-precision tokens included."""
         return 8 * self.bytes_used / self.values if self.values else 0.0
 
     @property
@@ -315,7 +315,7 @@ class KVCache(Cache):
             flushes=sum(store.flushes for store in stores),
             clamped_rows=sum(store.group.registry.clamped_rows(store) for store in stores),
             fallbacks=sum(store.fallbacks for store in stores),
-            values=sum(store.tokens() * store.numbers_per_token() for store in stores),
+            values=sum(store.numbers() for store in stores),
             bytes_used=sum(store.bytes_used() for store in stores),
             bytes_allocated=sum(store.bytes_allocated() for store in stores),
             other_layers=len(self.layers) - len(self.paged_layers()),

@@ -23,11 +23,12 @@ from kvconvert.errors import RecipeError, UnsupportedModelError, UsageError
 from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.models.cache_shapes import model_cache
 from kvconvert.models.source import open_source
 from kvconvert.runtime import KVCache
 
 CONTEXT = 400
-BITS = 9.0  # with 4 sink tokens and 12 in the page being filled, 384 of 400 tokens are in pages
+BITS = 10.0  # in the mean over the 128 lengths up to 400, a fifth of all tokens is exact
 RECIPE = Recipe.load("auto").model_copy(
     update={"weights": WeightsRecipe(method="none"), "auto": AutoSearch(context=CONTEXT, tokens=CONTEXT, repairs=2)}
 )
@@ -80,7 +81,9 @@ def test_the_bundle_takes_what_was_allowed_and_says_what_was_measured(place, fin
     ids = torch.randint(1, 4096, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
     out = loaded.generate(ids, max_new_tokens=1, do_sample=False, eos_token_id=None, return_dict_in_generate=True)
     assert isinstance(out.past_key_values, KVCache)
-    assert out.past_key_values.stats().bits_per_value == pytest.approx(found.bits_per_value)
+    size = model_cache(loaded.config, manifest.schemes())
+    assert size.bits_per_value(CONTEXT) == pytest.approx(found.bits_per_value)
+    assert size.exact_bytes(CONTEXT) == out.past_key_values.stats().bytes_used
     shown = manifest_text(manifest)
     assert f"{found.bits_per_value:.3f} bits per value at {CONTEXT} tokens" in shown
     row = next(line.split() for line in shown.splitlines() if line.startswith("1  ") and "*" in line)
@@ -179,7 +182,7 @@ def test_a_budget_may_be_given_in_bytes(model):
         search.search_task(runner.config, layer_jobs(runner, RECIPE), RECIPE.with_budget(**budget), runner.device)
         for budget in ({"kv_bits": BITS}, {"kv_bytes_per_token": BITS * 128 / 8})
     ]
-    assert tasks[0].budget == tasks[1].budget == BITS * 128 / 8 * CONTEXT
+    assert tasks[0].budget == tasks[1].budget == BITS * 128 / 8 * sum(range(273, 401))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from tiny.models import random_ids, tiny_model
 from transformers import DynamicCache
 
 from kvconvert import KVCache
-from kvconvert.cache.size import LayerCache
+from kvconvert.cache.size import LayerCache, ModelCache
 from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.models.cache_shapes import model_cache
 
@@ -40,8 +40,29 @@ PINNED = {
 @pytest.mark.parametrize(("preset", "window"), PINNED, ids=lambda part: str(part))
 def test_sizes_are_what_they_were(preset, window):
     cache = LayerCache(HEADS, CHANNELS, CHANNELS, PRESETS[preset], window)
-    found = tuple(cache.bytes(context) for context in CONTEXTS)
+    found = tuple(cache.exact_bytes(context) for context in CONTEXTS)
     assert found == PINNED[preset, window]
+
+
+@pytest.mark.parametrize(
+    ("fields", "bits"),
+    [
+        ({"key_bits": 16, "value_bits": 16}, 2 * 64 * 32),
+        ({}, 2 * 64 * (2 + 2) + 2 * 64 * 2),  # 32 bits of scale and zero point for every 32 numbers, both sides
+        ({"key_group_size": 128}, 2 * 64 * (2 + 2) + 2 * 64 * (32 / 128 + 1)),
+        ({"key_bits": 3}, 2 * 64 * (3 + 2) + 2 * 64 * 2),
+        ({"token_norm": "joint"}, 2 * 64 * (2 + 2) + 2 * 64 * 2 + 16),
+        ({"token_norm": "per_head"}, 2 * 64 * (2 + 2) + 2 * 64 * 2 + 2 * 16),
+        # eight channels of each head with twice the bits, and 16 bytes in each page for their numbers
+        ({"boost_fraction": 0.125}, 2 * 64 * (2 + 2) + 2 * 64 * 2 + 2 * (8 * 2 + 16 * 8 / 128)),
+        ({"boost_fraction": 0.125, "boost_select": "calibrated"}, 2 * 64 * (2 + 2) + 2 * 64 * 2 + 2 * 8 * 2),
+        ({"static_scales": "calibrated", "key_bits": 4, "value_bits": 8}, 2 * 64 * 12),
+    ],
+    ids=str,
+)
+def test_pages_hold_codes_and_everything_stored_beside_them(fields, bits):
+    """Bits per token of two heads of 64 channels."""
+    assert LayerCache(2, 64, 64, KVScheme(**fields)).page_bits() * 2 * 2 * 64 == pytest.approx(bits)
 
 
 def read(model, schemes, tokens):
@@ -61,7 +82,7 @@ def test_bytes_are_those_of_a_cache_after_a_prompt(preset, tokens, unquantized):
     schemes = [KVScheme.preset(preset).with_online_rotation()] * 4
     schemes[unquantized] = None  # it has pages of the model's own dtype, with a sliding window or without
     found = read(model, schemes, tokens).stats()
-    assert model_cache(model.config, schemes).bytes(tokens) == found.bytes_used
+    assert model_cache(model.config, schemes).exact_bytes(tokens) == found.bytes_used
 
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
@@ -73,3 +94,32 @@ def test_plain_bytes_are_those_of_transformers_cache(architecture):
     stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     sizes = model_cache(model.config, [None] * model.config.num_hidden_layers)
     assert sizes.bytes(50) == sizes.plain_bytes(50) == stored
+
+
+def test_a_stated_size_is_the_mean_over_how_full_the_last_page_is():
+    """By hand: keys of 2 bits in groups of 32 tokens have 3 a number, values alike; four sink tokens of 16."""
+    cache = ModelCache((LayerCache(2, 64, 64, KVScheme(sink_tokens=4)),))
+    for context, full in ((100, 0), (132, 1), (4096, 1)):
+        lengths = range(max(1, context - 127), context + 1)
+        exact = [n if n < 132 else 4 + (n - 4) % 128 for n in lengths]
+        bits = sum(16 * e + 3 * (n - e) for n, e in zip(lengths, exact, strict=True)) / sum(lengths)
+        assert cache.bits_per_value(context) == pytest.approx(bits)
+        assert cache.bytes(context) == pytest.approx(bits / 8 * context * 2 * 2 * 64)
+        assert (bits < 16) == bool(full)
+
+
+def test_a_budget_stands_for_the_layers_that_it_pays_for():
+    kept, searched = LayerCache(2, 64, 64), LayerCache(2, 64, 64, KVScheme(), sliding_window=512)
+    cache = ModelCache((kept, searched), budget_bits=3.0)
+    numbers = kept.numbers(4096), searched.numbers(4096)
+    assert numbers == (4096 * 256, 512 * 256)
+    assert cache.exact_bytes(4096) == (16 * numbers[0] + 3 * numbers[1]) / 8
+
+
+@pytest.mark.parametrize("preset", ["kitty", "minikv", "calibquant-1bit"])
+def test_statistics_count_the_same_numbers(preset):
+    model = tiny_model("gemma2", attention="kvconvert", num_hidden_layers=2).to(torch.bfloat16)
+    schemes = [KVScheme.preset(preset).with_online_rotation()] * 2
+    found, expected = read(model, schemes, 400).stats(), model_cache(model.config, schemes)
+    assert found.values == expected.numbers(400)
+    assert found.bits_per_value == 8 * expected.exact_bytes(400) / expected.numbers(400)

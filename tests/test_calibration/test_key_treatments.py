@@ -7,6 +7,7 @@ import torch
 from sample_layers import cache_format, layer_work, random_sample, run_passes
 
 from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.size import LayerCache
 from kvconvert.calibration.attention_sample import AttentionSampler
 from kvconvert.calibration.clip_ratios import ClipRatioPass, stored_keys
 from kvconvert.calibration.error_feedback import ErrorFeedbackPass
@@ -91,15 +92,16 @@ def test_without_a_constant_no_centered_treatment_is_tried():
     assert not any(name.startswith("centered") for name in errors)
 
 
-@pytest.mark.parametrize(("bits", "group"), [(3, 128), (2, 128), (2, 64), (2, 32), (1, 128), (4, 32)])
-def test_treatments_take_no_more_bits_than_the_scheme_and_a_norm(bits, group):
-    from kvconvert.methods import LayerShape
+@pytest.mark.parametrize(("bits_of_keys", "group"), [(3, 128), (2, 128), (2, 64), (2, 32), (1, 128), (4, 32)])
+def test_treatments_take_no_more_bits_than_the_scheme_and_a_norm(bits_of_keys, group):
+    def bits(scheme):
+        return LayerCache(4, 128, 128, scheme).page_bits() * 2 * 4 * 128
 
-    own, shape = KVScheme(key_bits=bits, key_group_size=group), LayerShape(4, 128, 32)
-    allowed = own.bits_per_token(shape) + 16 + shape.num_key_value_heads * shape.head_dim * 0.05
+    own = KVScheme(key_bits=bits_of_keys, key_group_size=group)
+    allowed = bits(own) + 16 + 4 * 128 * 0.05
     found = treatments(own, 128)
     assert len({treatment.name for treatment in found}) == len(found) >= 8
-    assert all(treatment.over(own).bits_per_token(shape) <= allowed for treatment in found)
+    assert all(bits(treatment.over(own).uncalibrated()) <= allowed for treatment in found)
 
 
 def test_keys_stored_without_their_constant_come_back_with_it():

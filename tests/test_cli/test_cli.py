@@ -102,11 +102,15 @@ def test_inspect_shows_coverage_and_labels_its_estimate(folder):
         assert words in result.stdout
 
 
-def test_inspect_json_is_the_manifest_with_an_estimate_that_says_what_it_is(folder):
+def test_inspect_json_is_the_manifest_with_the_size_of_the_cache(folder):
     values = json.loads(kvconvert("inspect", folder / "bundle", "--json").stdout)
     # Per layer, one head of 16 channels: 2-bit keys with 32/32 bits of scale and minimum, 2-bit values with 32/16,
     # and a norm per token.
-    assert values["kv_estimate_not_measured"]["bytes_per_token"] == 2 * (16 * (2 + 1) + 16 * (2 + 2) + 16) / 8
+    in_pages, lengths = 16 * (2 + 1) + 16 * (2 + 2) + 16, range(3969, 4097)
+    exact = sum(4 + (n - 4) % 128 for n in lengths) / sum(lengths)  # four sink tokens
+    size = values["kv_size"]
+    assert size["context"] == 4096
+    assert size["bytes_per_token"] == pytest.approx(2 * (in_pages + (2 * 16 * 16 - in_pages) * exact) / 8)
     assert {"format_version", "modules", "layers", "files", "source"} <= values.keys()
 
 

@@ -10,7 +10,7 @@ from tiny.checkpoints import save_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.summary import estimate_kv, manifest_text
+from kvconvert.bundle.summary import manifest_text
 from kvconvert.calibration.calibquant import choose_taus
 from kvconvert.calibration.minikv import allocate
 from kvconvert.convert import workdir
@@ -19,6 +19,7 @@ from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import BundleError, RecipeError, UnsupportedModelError
 from kvconvert.methods import PRESETS, SEARCHED_FIELDS, KVScheme
 from kvconvert.methods.key_treatments import treatments
+from kvconvert.models.cache_shapes import model_cache
 from kvconvert.recipes.recipe import KVCalibration, LayerOverride, Recipe, WeightsRecipe, preset_names
 from kvconvert.runtime import KVCache, load
 
@@ -196,7 +197,9 @@ def test_three_bits_calibrate_export_verify_and_generate(tmp_path, model, text):
     assert errors[0] < errors[1]
     cache = loaded.new_kv_cache()
     loaded(ids[:, :256], past_key_values=cache)
-    assert cache.stats().bits_per_value == pytest.approx(estimate_kv(opened.manifest.layers).bits_per_value)
+    assert cache.stats().bits_per_value == pytest.approx(
+        8 * model_cache(loaded.config, opened.manifest.schemes(), torch.float32).exact_bytes(256) / cache.stats().values
+    )
     assert loaded.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None).shape == (1, 263)
 
 

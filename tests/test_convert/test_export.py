@@ -164,7 +164,7 @@ def test_the_card_links_a_hub_source_and_states_the_licence(exported):
     header = model_card(manifest.model_copy(update={"source": hub})).split("---")[1]
     assert 'base_model: "org/model"\nbase_model_relation: quantized\n' in header
     assert 'license: "apache-2.0"' in header
-    assert "not measured" in card
+    assert "bits per value at 4,096 tokens" in card
 
 
 def test_an_existing_bundle_is_replaced_only_with_force(work, exported, tmp_path):

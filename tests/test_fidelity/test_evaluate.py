@@ -70,7 +70,10 @@ def test_sizes_in_the_report_are_those_of_the_files_and_tensors(report, source):
     assert figures.weights.bytes == sum(tensor.nbytes for tensor in tensors.values())
     assert figures.weights.bits_per_weight == pytest.approx(8 * figures.weights.bytes / parameters)
     # Head size 16: keys 2 bits + 32/32, values 2 bits + 32/16, a 16-bit norm over a head's 16 keys; mean of K and V.
-    assert figures.kv.bits_per_value == pytest.approx((2 + 1 + 2 + 2 + 16 / 16) / 2)
+    in_pages, lengths = (2 + 1 + 2 + 2 + 16 / 16) / 2, range(385, 513)
+    bits = sum(in_pages * (n - n % 128) + 16 * (n % 128) for n in lengths) / sum(lengths)
+    assert (figures.kv.context, figures.kv.bits_per_value) == (512, pytest.approx(bits))
+    assert figures.kv.bytes_used == 512 * 2 * 2 * 16 * in_pages / 8
     assert figures.kv.bytes_per_token == pytest.approx(figures.kv.bits_per_value / 8 * 2 * 2 * 16)
     assert (figures.kv.tokens, figures.kv.residual_tokens, figures.kv.dtype) == (512, 0, "bfloat16")
     assert figures.kv.source_bytes_per_token == 2 * 2 * 16 * 2

@@ -103,29 +103,6 @@ def test_spans_take_no_part_in_what_pages_have(fields, words):
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("fields", "bits"),
-    [
-        ({"key_bits": 16, "value_bits": 16}, 2 * 64 * 32),
-        ({}, 2 * 64 * (2 + 2) + 2 * 64 * 2),  # 32 bits of scale and zero point for every 32 numbers, both sides
-        ({"key_group_size": 128}, 2 * 64 * (2 + 2) + 2 * 64 * (32 / 128 + 1)),
-        ({"key_bits": 3}, 2 * 64 * (3 + 2) + 2 * 64 * 2),
-        ({"token_norm": "joint"}, 2 * 64 * (2 + 2) + 2 * 64 * 2 + 16),
-        ({"token_norm": "per_head"}, 2 * 64 * (2 + 2) + 2 * 64 * 2 + 2 * 16),
-        # eight channels of each head with twice the bits, and a byte in each page for their numbers
-        ({"boost_fraction": 0.125}, 2 * 64 * (2 + 2) + 2 * 64 * 2 + 2 * 8 * (2 + 8 / 128)),
-        ({"boost_fraction": 0.125, "boost_select": "calibrated"}, 2 * 64 * (2 + 2) + 2 * 64 * 2 + 2 * 8 * 2),
-        ({"static_scales": "calibrated", "key_bits": 4, "value_bits": 8}, 2 * 64 * 12),
-        ({"key_granularity": "span", "value_granularity": "span", "key_bits": 1, "value_bits": 2}, 2 * 64 * 3),
-        ({"heavy_ratio": 0.25, "recent_ratio": 0.25}, (2 * 64 * 4 + 2 * 64 * 2) / 2),
-        ({"heavy_ratio": 0.75, "recent_ratio": 0.5}, 2 * 64 * 4 + 2 * 64 * 2),
-    ],
-    ids=str,
-)
-def test_bits_per_token_are_codes_and_everything_stored_beside_them(fields, bits):
-    assert KVScheme(**fields).bits_per_token(SHAPE) == pytest.approx(bits)
-
-
 def test_a_line_about_a_scheme_names_its_methods():
     kitty = ", ".join(KVScheme.preset("kitty").clauses(SHAPE))
     assert "keys 2 bit in groups of 128 tokens" in kitty

@@ -9,10 +9,11 @@ from tiny.models import random_ids, tiny_model
 
 from kvconvert import KVCache
 from kvconvert.bundle.manifest import Allocation, LayerAllocation, LayerPlan
-from kvconvert.cache.size import LayerCache
+from kvconvert.cache.size import LayerCache, lengths
 from kvconvert.io.records import DataInfo
-from kvconvert.methods import KVScheme
+from kvconvert.methods import KVScheme, spread_ratios
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES
+from kvconvert.models.cache_shapes import model_cache
 from kvconvert.report.data import NotDrawnError, budgets, frontier, memory, module_sizes, sensitivity, tau_surfaces
 
 HEADS, CHANNELS, CONTEXT = 2, 16, 1000
@@ -42,7 +43,16 @@ def manifest_with(schemes):
 
 def size_of(candidate, base):
     scheme = KVScheme.from_dict(base.to_dict() | candidate.fields)
-    return LayerCache(HEADS, CHANNELS, CHANNELS, scheme).sides(CONTEXT)[0 if candidate.side == "key" else 1]
+    return LayerCache(HEADS, CHANNELS, CHANNELS, scheme).summed_sides(CONTEXT)[0 if candidate.side == "key" else 1]
+
+
+def bits(size):
+    """Bits per value of two layers whose bytes over all lengths add up to `size`."""
+    return 8 * size / (4 * HEADS * CHANNELS * sum(lengths(CONTEXT)))
+
+
+def sizes(config, scheme):
+    return model_cache(config, spread_ratios([scheme] * config.num_hidden_layers))
 
 
 def searched_manifest(**changes):
@@ -58,7 +68,7 @@ def searched_manifest(**changes):
         "context": CONTEXT,
         "budget_bytes_per_token": size / CONTEXT,
         "bytes_per_token": size / CONTEXT,
-        "bits_per_value": 8 * size / (4 * HEADS * CHANNELS * CONTEXT),
+        "bits_per_value": bits(size),
         "candidates": {c.name: c.fields for c in CANDIDATES},
         "layers": [
             LayerAllocation(index=i, keys=key, values=value, kl=kl[i], clip_ratios={})
@@ -91,10 +101,10 @@ def test_the_frontier_has_no_plan_below_it():
         pairs = [(names[0], names[1]), (names[2], names[3])]
         layers = manifest.allocation.layers
         loss = sum(layer.kl[name] for layer, pair in zip(layers, pairs, strict=True) for name in pair)
-        plans.append((8 * sum(cost[name] for name in names) / (4 * HEADS * CHANNELS * CONTEXT), loss))
-    for bits, kl in zip(found.bits, found.kl, strict=True):
-        assert any((bits, kl) == pytest.approx(plan) for plan in plans)
-        assert kl == pytest.approx(min(loss for size, loss in plans if size <= bits * (1 + 1e-9)))
+        plans.append((bits(sum(cost[name] for name in names)), loss))
+    for point, kl in zip(found.bits, found.kl, strict=True):
+        assert any((point, kl) == pytest.approx(plan) for plan in plans)
+        assert kl == pytest.approx(min(loss for size, loss in plans if size <= point * (1 + 1e-9)))
     assert list(found.kl) == sorted(found.kl, reverse=True)
     assert found.predicted_kl == pytest.approx(0.03 + 0.01 + 0.01 + 0.05)
     assert (found.chosen_bits, found.measured_kl) == (pytest.approx(manifest.allocation.bits_per_value), 0.09)
@@ -104,7 +114,7 @@ def test_the_frontier_has_no_plan_below_it():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"bytes_per_token": 1.0},
+        {"bits_per_value": 1.0},
         {"context": 2**40},
         {"candidates": {"K2g128": {"key_bits": "many"}}},
         {"layers": [LayerAllocation(index=99, keys="K16", values="V16", kl={"K16": 1.0}, clip_ratios={})]},
@@ -150,8 +160,9 @@ def test_memory_is_what_a_cache_holds_after_a_prompt(preset):
                   value_group_size=scheme.value_group_for(channels))
         for i in range(layers)
     ]  # fmt: skip
-    found = memory(manifest_with([]).model_copy(update={"layers": plans}), own, [tokens])
-    assert found.bundle == (cache.stats().bytes_used,)
+    found, size = memory(manifest_with([]).model_copy(update={"layers": plans}), own, [tokens]), sizes(own, scheme)
+    assert size.exact_bytes(tokens) == cache.stats().bytes_used
+    assert found.bundle == (round(size.bytes(tokens)),)
     assert found.plain == (2 * layers * own.num_key_value_heads * channels * tokens * 2,)
 
 
