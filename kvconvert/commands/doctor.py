@@ -123,11 +123,11 @@ def _processors() -> Iterator[Finding]:
             )
             continue
         free, total = torch.cuda.mem_get_info(index)
-        reason = unsupported(device)
-        kernels = "runs the kernels" if reason is None else f"takes the plain PyTorch path: {reason}"
+        plain = unsupported(device)
+        kernels = "runs the kernels" if plain is None else f"takes the plain PyTorch path: {plain}"
         memory = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
         yield Finding(f"gpu {index}", f"{name}, compute capability {major}.{minor}, {memory}; {kernels}")
-        if index == 0 and reason is None:
+        if index == 0 and plain is None:
             yield check_compiler()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from facts import LIMITS, weight_facts
 from kv_cells import generate
-from models_page import RESULTS
+from record import RESULTS
 from tiny.models import ARCHITECTURES, architectures
 from weight_cells import CACHE_ONLY, convert, weight_cell
 
