@@ -2,8 +2,8 @@
 # make test         run the test suite (what CI runs)
 # make test-full    run the slow groups too, then sweep the kernels (an hour)
 # make baselines    measure the figures of the slow tests anew and write tests/baselines (a quarter of an hour)
-# make readme       run the quickstart and write its output into README.md
-# make docs         write the tables that are made from the code into docs
+# make quickstart-page   the same, and write its output into docs/quickstart.md
+# make docs         write the tables and pictures of README.md, docs and benchmarks that are made from results or code
 # make real-model   measure cache presets on a real model (minutes on a GPU; MODEL=name, TEXT=directory of the texts)
 # make lint         ruff
 # make types        mypy on the modules that programs import
@@ -14,13 +14,13 @@ BIN := $(VENV)/bin
 # Two processes of one thread each make better use of two cores than the reverse, and none of them spins while it waits.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test test-full baselines readme docs real-model lint types clean
+.PHONY: quickstart test test-full baselines quickstart-page docs real-model lint types clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python examples/quickstart.py
 
-readme: $(VENV)/ready
-	$(BIN)/python examples/quickstart.py --write README.md
+quickstart-page: $(VENV)/ready
+	$(BIN)/python examples/quickstart.py --write docs/quickstart.md
 
 # Where there is no GPU, Triton's interpreter stands in for one; it has to be chosen before Triton is imported.
 INTERPRET = TRITON_INTERPRET=$$($(BIN)/python -c "import torch; print(int(not torch.cuda.is_available()))")
@@ -37,8 +37,7 @@ baselines: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m full --update-baselines tests/test_claims.py tests/test_presets.py
 
 docs: $(VENV)/ready
-	$(BIN)/python -m kvconvert.methods.tables
-	$(BIN)/python -m kvconvert.bundle.schema
+	$(BIN)/python benchmarks/docs.py
 
 MODEL ?= smollm2
 TEXT ?= texts

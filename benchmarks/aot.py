@@ -2,7 +2,7 @@
 
 Run: python benchmarks/aot.py            a covering subset, in a minute or two
      python benchmarks/aot.py --full     what `make test-full` checks, in about a quarter of an hour
-     add --json benchmarks/results/aot.json --docs docs/kernels.md to keep the figures after a kernel has changed
+     add --json benchmarks/results/aot.json to keep the figures after a kernel has changed
 
 It fails (exit status 1) where a kernel does not compile, spills registers, takes more shared memory than there is,
 lacks matrix instructions or wide loads that it should have, or takes too many instructions per code. Figures of
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from aot_cover import covering
-from aot_docs import write_tables
 
 # Values that are left to the full run, where pairs of all values would take the subset too long.
 FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
@@ -185,7 +184,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="the wide sweep")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures there")
-    parser.add_argument("--docs", type=Path, metavar="FILE", help="write the readable table into this document")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one per core)")
     parser.add_argument("--module", action="append", default=[], help="only this module, by its name in aot_variants")
     parser.add_argument("--list", action="store_true", help="say how much would be compiled, and stop")
@@ -202,8 +200,6 @@ def main() -> None:
         rows = run(tasks, args.jobs)
         if args.json:
             write_json(args.json, merged(args.json, rows, args.full and not args.module))
-        if args.docs:
-            write_tables(args.docs, json.loads(args.json.read_text(encoding="utf8")) if args.json else {"rows": rows})
     wrong = sum(bool(row["problems"]) for row in rows)
     print(f"{len(rows)} variants compiled, {wrong} with problems.")
     sys.exit(1 if wrong else 0)

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from calibrate_docs import write_page
 from calibrate_measure import Settings, import_seconds, run, saved_model
 from memory import SHAPES, write_checkpoint
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
+from weights_docs import beside_peers
 from weights_measure import SourceScores
 
 from kvconvert.data.text import load_token_samples, spaced_samples
@@ -35,7 +35,6 @@ from kvconvert.fidelity.evaluate import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "calibrate.json"
-PAGE = ROOT / "docs" / "weights.md"
 CASES = ("kvconvert:awq", "llm-compressor:awq", "llm-compressor:gptq")
 
 
@@ -141,7 +140,7 @@ def main() -> None:
     report[label] = found
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(write_page(report, PAGE if args.output == RESULTS else None))
+    print(beside_peers(report))
 
 
 if __name__ == "__main__":

@@ -25,11 +25,9 @@ from kvconvert.fidelity.evaluate import versions
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples" / "reference-lm"
 RESULTS = ROOT / "benchmarks" / "results" / "calibration_data.json"
-PAGE = ROOT / "docs" / "calibration-data.md"
 CALIBRATION = {"novels": "books-calib", "WikiText": "wikitext2-valid", "stories": "tinystories-val"}
 REPORTED = {"WikiText": "wikitext2-test", "novels": "books-val"}
 DEFAULT_SAMPLES = 64
-BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 
 
 def arguments() -> argparse.Namespace:
@@ -43,7 +41,7 @@ def arguments() -> argparse.Namespace:
 
 
 def table(cases: list[dict[str, Any]]) -> str:
-    """Markdown: one row for each calibration, the KL of each text with its 95 % interval."""
+    """Markdown: one row for each calibration, the KL of each text with its 95% interval."""
     lines = [f"| calibrated on | sequences | {' | '.join(f'KL on {name}' for name in REPORTED)} |"]
     lines.append("|---|---|" + "---|" * len(REPORTED))
     for case in cases:
@@ -79,9 +77,7 @@ def main() -> None:
                 "cases": cases,
             }
             RESULTS.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    page = PAGE.read_text(encoding="utf-8")
-    head, rest = page.split(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n{table(cases)}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    print(table(cases))
 
 
 if __name__ == "__main__":

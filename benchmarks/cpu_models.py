@@ -37,7 +37,7 @@ from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.append import commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk
-from kvconvert.runtime.hf.quantizer import BundleConfig, place_dense_linears
+from kvconvert.runtime.hf.bundle_quantizer import BundleConfig, place_dense_linears
 
 SCHEME = "oscar-g128"
 PROMPT, PILOT = 2048, 64

@@ -12,9 +12,9 @@ from transformers.models.auto import AutoModelForCausalLM
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.methods import KVScheme
 from kvconvert.models.experts import EXPERT_ROLES, is_fused
-from kvconvert.runtime.hf.experts import PackedExperts
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.generation import adopt
+from kvconvert.runtime.hf.packed_experts import PackedExperts
 
 GROUP_SIZE = 128
 # So that weights have the standard deviation of transformers' initialisation, 0.02.

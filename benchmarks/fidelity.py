@@ -4,8 +4,8 @@
 
 Parameters are chosen on one text (books-calib), figures reported on another (books-val): KL to the full-precision model
 in nats, over continuation tokens scored through the cache. Methods see the same segments; an interval is the 95 %
-bootstrap over segments of the paired difference. Writes JSON, and with --output's default the tables of
-docs/fidelity.md; `--write` puts OUTPUT's tables into that page and measures nothing.
+bootstrap over segments of the paired difference. Writes JSON, which `make docs` shows in
+benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import copy
 import json
 import sys
-import textwrap
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -40,8 +39,6 @@ from kvconvert.runtime import KVCache
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples" / "reference-lm"
 RESULTS = ROOT / "benchmarks" / "results" / "fidelity.json"
-PAGE = ROOT / "docs" / "fidelity.md"
-BEGIN, END = "<!-- written by benchmarks/fidelity.py -->", "<!-- end -->"
 WEIGHT_GROUP = 128
 WEIGHT_BITS = (4, 3)
 CALIBRATION = (64, 512)  # samples, tokens in each: the defaults of `kvconvert calibrate`
@@ -212,15 +209,15 @@ def markdown(report: dict) -> str:
     """The tables that are printed."""
     lines = []
     for part, title in (("weights", "weights"), ("cache", "KV cache, 2 bits")):
-        lines += [f"| {title} | KL | 99 % | perplexity | same first token |", "|---|---|---|---|---|"]
+        lines += [f"| {title} | KL | 99% | perplexity | same first token |", "|---|---|---|---|---|"]
         source = next(iter(report[part]["methods"].values()))["perplexity"]["source"]
-        lines.append(f"| full precision | 0 | 0 | {source:.2f} | 100 % |")
+        lines.append(f"| full precision | 0 | 0 | {source:.2f} | 100% |")
         for name, row in report[part]["methods"].items():
             lines.append(
                 f"| {name} | {row['kl']['mean']:.4f} | {row['kl']['p99']:.3f} | {row['perplexity']['bundle']:.2f} "
                 f"| {row['top1_agreement']:.1%} |"
             )
-        lines += ["", "| paired difference in KL | mean | 95 % interval |", "|---|---|---|"]
+        lines += ["", "| paired difference in KL | mean | 95% interval |", "|---|---|---|"]
         for name, row in report[part]["differences"].items():
             lines.append(f"| {name} | {row['mean']:+.4f} | {row['low']:+.4f} to {row['high']:+.4f} |")
         lines.append("")
@@ -236,15 +233,13 @@ def markdown(report: dict) -> str:
     return "\n".join(lines)
 
 
-def write(report: dict) -> None:
-    """Put the tables between the marks of docs/fidelity.md."""
-    head, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+def tables(report: dict) -> str:
+    """How it was measured, and the tables."""
     text = (
         f"`{report['command']}`, torch {report['versions']['torch']}: {report['scored_tokens']:,} scored tokens; while "
         f"caches were scored, {report['residual_share']:.0%} of the attended tokens were in full precision."
     )
-    body = f"{textwrap.fill(text, 120)}\n\n{markdown(report)}"
-    PAGE.write_text(f"{head}{BEGIN}\n{body}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    return f"{text}\n\n{markdown(report)}"
 
 
 def main() -> None:
@@ -254,11 +249,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="of torch; results depend on it in the last digits")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--write", action="store_true", help="only put the tables of OUTPUT into docs/fidelity.md")
     args = parser.parse_args()
-    if args.write:
-        write(json.loads(args.output.read_text(encoding="utf-8")))
-        return
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
@@ -290,8 +281,6 @@ def main() -> None:
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if args.output == RESULTS:
-        write(report)
     print(markdown(report))
 
 

@@ -4,7 +4,8 @@
 
 Readers: transformers alone, with gptqmodel, and with compressed-tensors, gptqmodel, and vLLM's CPU build.
 `--find-links` is a directory or page that has PyTorch's CPU build. An environment that exists is used as it is. Writes
-benchmarks/results/interop.json, from which `--table` prints the table of docs/interop.md.
+benchmarks/results/interop.json, which `make docs` shows in
+benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Rows of docs/interop.md."""
+    """Rows of benchmarks/RESULTS.md."""
     lines = ["| reader and bundle | versions | weights | logits | 16 greedy tokens |", "|---|---|---|---|---|"]
     for name, found in results.items():
         versions = ", ".join(f"{key} {value}" for key, value in found.get("versions", {}).items() if key != "torch")
@@ -163,14 +164,11 @@ def parser(description: str, made: str, timeout: int) -> argparse.ArgumentParser
     options.add_argument(f"--{made}", help=f"directory of the {made}; those in it are used as they are")
     options.add_argument("--find-links", help="where PyTorch's CPU build is")
     options.add_argument("--timeout", type=int, default=timeout, help="seconds for one case")
-    options.add_argument("--table", action="store_true", help="print the table of the committed results")
     return options
 
 
 def main() -> None:
-    """Run, or print the table."""
-    arguments = parser(__doc__, "bundles", 1200).parse_args()
-    print(table(json.loads(RESULTS.read_text())) if arguments.table else json.dumps(run(arguments), indent=1))
+    print(json.dumps(run(parser(__doc__, "bundles", 1200).parse_args()), indent=1))
 
 
 if __name__ == "__main__":

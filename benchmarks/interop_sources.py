@@ -4,8 +4,8 @@
 
 Each program quantizes the reference model in an environment of its own and writes down the weights that its checkpoint
 stands for. A bundle is then made of the checkpoint with a KV plan (recipe kv-only), and every weight of the bundle is
-compared with the program's own. Writes benchmarks/results/interop_sources.json; `--table` prints the table of
-docs/interop.md.
+compared with the program's own. Writes benchmarks/results/interop_sources.json, which `make docs`
+shows in benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Rows of docs/interop.md."""
+    """Rows of benchmarks/RESULTS.md."""
     lines = ["| made by | versions | Linears kept | largest difference of a weight |", "|---|---|---|---|"]
     for name, found in results.items():
         versions = ", ".join(f"{key} {value}" for key, value in found["versions"].items() if key != "torch")
@@ -129,12 +129,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run, or print the table."""
-    arguments = parser(__doc__, "checkpoints", 1800).parse_args()
-    if arguments.table:
-        print(table(json.loads(RESULTS.read_text())))
-    else:
-        run(arguments)
+    run(parser(__doc__, "checkpoints", 1800).parse_args())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Low-bit keys and values of images on the reference vision-language model: CalibQuant and its ablations.
 
-    python benchmarks/multimodal.py [--pairs N] [--seed S] [--only ROW ...] [--write docs/images.md]
+    python benchmarks/multimodal.py [--pairs N] [--seed S] [--only ROW ...]
 
 Prompts show two drawings that neither training nor calibration saw; see benchmarks/multimodal_measure.py for how they
 are read. Spans go through the runtime's own cache; formats that it does not have (values per token or with one range
@@ -15,7 +15,6 @@ import argparse
 import json
 import sys
 import tempfile
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -33,6 +32,7 @@ from multimodal_measure import (
     fake_reader,
     span_read_back,
 )
+from tables import table
 from transformers import AutoModelForImageTextToText, AutoProcessor, DynamicCache
 
 from kvconvert.calibration.attention_sample import AttentionSample
@@ -49,7 +49,6 @@ from kvconvert.runtime.hf.attention import NAME
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples" / "reference-vlm"
 RESULTS = ROOT / "benchmarks" / "results" / "multimodal.json"
-BEGIN, END = "<!-- multimodal: written by benchmarks/multimodal.py -->", "<!-- end of multimodal -->"
 # The script of the reference trains with seeds from 1,000,000 on and examines with 2,000,000.
 HELD_OUT_SEED, CALIBRATION_SEED = 3_000_000, 4_000_000
 SAMPLES = 8
@@ -57,6 +56,15 @@ BUNDLE_SAMPLES = 16  # sequences of 512 tokens, about three drawings each
 TAUS = (0.0, 1.0, 2.0, 3.0)
 BITS = (8, 4, 2, 1)
 SPAN = KVScheme(key_granularity="span", value_granularity="span", modality="visual")
+# Rows of the table for users, with what they are called there.
+SHOWN = {
+    "8 bit, range": "8 bits",
+    "4 bit, range": "4 bits",
+    "2 bit, range": "2 bits, calibrated range",
+    "1 bit, min and max": "1 bit, full range",
+    "1 bit, range": "1 bit, calibrated range",
+    "pages, oscar": "pages of all tokens, `oscar`",
+}
 SEARCHES = {
     "tau": (TAUS, (1.0,)),
     "range": ((0.0,), SPAN_CLIP_RATIO_GRID),
@@ -282,7 +290,7 @@ def markdown(result: dict) -> str:
     full = result["full_precision"]
     lines = [
         (
-            "| drawings' keys and values | chosen | bits per value | error of weights | exact answers | KL | KL, 99 % "
+            "| drawings' keys and values | chosen | bits per value | error of weights | exact answers | KL | KL, 99% "
             "| exact captions | KL |"
         ),
         "|---|---|---|---|---|---|---|---|---|",
@@ -334,7 +342,7 @@ def chosen(row: dict) -> str:
 
 
 def share(value: float) -> str:
-    return f"{100 * value:.1f} %"
+    return f"{100 * value:.1f}%"
 
 
 COMPARED = (
@@ -351,7 +359,7 @@ COMPARED = (
 
 
 def comparisons(result: dict) -> str:
-    lines = ["| paired, means of pairs | than | KL lower by (95 % interval) |", "|---|---|---|"]
+    lines = ["| paired, means of pairs | than | KL lower by (95% interval) |", "|---|---|---|"]
     for name in COMPARED:
         gain = result["better_by"][name]
         numbers = f"{gain['mean']:.2g} ({gain['low']:.2g} to {gain['high']:.2g})"
@@ -359,19 +367,24 @@ def comparisons(result: dict) -> str:
     return "\n".join(lines)
 
 
-def write(result: dict, readme: Path) -> None:
-    """Put the tables between the marks."""
-    text = readme.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
+def tables(result: dict) -> str:
+    """How it was measured, all rows, and paired differences."""
     held_out = result["held_out"]
     head = (
         f"`{result['command']}`: {held_out['pairs']} pairs of drawings of seed {held_out['seed']:,}, "
         f"{held_out['questions']} questions with {result['answer_tokens']:,} tokens of answers, {held_out['pairs']} "
         f"captions with {result['caption_tokens']:,}; calibrated on drawings of seed {result['calibration']['seed']:,}."
     )
-    body = "\n\n".join((textwrap.fill(head, 120), markdown(result), comparisons(result)))
-    readme.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")
+    return "\n\n".join((head, markdown(result), comparisons(result)))
+
+
+def summary(result: dict) -> str:
+    """What users need of it: exact answers by how image tokens are stored."""
+    rows = [("full precision", "16", share(result["full_precision"]["exact_answers"]))]
+    for name, label in SHOWN.items():
+        row = result["rows"][name]
+        rows.append((label, f"{row['bits_per_visual_value']:.2f}", share(row["exact_answers"])))
+    return table(("image tokens", "bits per value", "exact answers"), rows)
 
 
 def main() -> None:
@@ -382,11 +395,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--only", nargs="+", metavar="ROW", help="measure rows that begin so, and keep the others")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="only put the table of OUTPUT into this file")
     args = parser.parse_args()
-    if args.write:
-        write(json.loads(args.output.read_text(encoding="utf-8")), args.write)
-        return
     torch.set_num_threads(args.threads)
     model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=torch.float32).eval()
     bench = Bench(model, AutoProcessor.from_pretrained(args.model), HELD_OUT_SEED, args.pairs)

@@ -1,13 +1,12 @@
 """The papers' own tables on real models: every method to its paper's letter and as it is here, and every part apart.
 
     python benchmarks/papers.py MODEL... --text DIR [--tables NAME ...]
-    python benchmarks/papers.py --write
 
 DIR holds wikitext2-test.txt; the second text is code, the standard library of the Python that runs this. Caches are
 calibrated on novels that ship with kvconvert, and weights stay as they are but for the table of AWQ. Pages are scored
 as decoding reads them, from token 160 of each segment on; what compresses whole prompts after a sealed prompt. All
 models compute in float32. Results go to benchmarks/results/papers_MODEL.json row by row, and rows that are there,
-measured in the same way, are kept; the tables go to benchmarks/PAPERS.md and a summary to docs/methods.md.
+measured in the same way, are kept; `make docs` then writes the tables into benchmarks/PAPERS.md.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from unittest.mock import patch
 
 import papers_weights
 import torch
-from papers_docs import write_pages
+from papers_docs import laboratory, reports
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -419,8 +418,8 @@ class _now:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", type=Path, metavar="MODEL")
-    parser.add_argument("--text", type=Path, metavar="DIR", help="of wikitext2-test.txt")
+    parser.add_argument("models", nargs="+", type=Path, metavar="MODEL")
+    parser.add_argument("--text", type=Path, required=True, metavar="DIR", help="of wikitext2-test.txt")
     parser.add_argument(
         "--tables", nargs="+", choices=TABLES, default=list(TABLES), metavar="NAME", help=", ".join(TABLES)
     )
@@ -434,16 +433,12 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure anew what is there already")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "papers", help="of calibrations")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR")
-    parser.add_argument("--write", action="store_true", help="only write the pages")
     args = parser.parse_args()
-    if args.models and not args.write:
-        if args.text is None:
-            parser.error("--text DIR is needed to measure.")
-        args.work.mkdir(parents=True, exist_ok=True)
-        (args.work / "python.txt").write_text(code(), encoding="utf-8")
-        for model in args.models:
-            run(args, model.resolve())
-    write_pages(args.output, TABLES, in_place=args.output == RESULTS)
+    args.work.mkdir(parents=True, exist_ok=True)
+    (args.work / "python.txt").write_text(code(), encoding="utf-8")
+    for model in args.models:
+        run(args, model.resolve())
+    print(laboratory(reports(args.output), TABLES))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ MODEL is a directory (`make real-model MODEL=NAME` makes one); DIR holds the tex
 wikitext2-test.txt and books-val.txt, and the text `python` is read from the running Python's standard library. Caches
 are calibrated on text that ships with kvconvert, or on --calibration, never on what is reported on. A CASE is a preset
 with changes: `oscar-g128:key_bits=3,sink_tokens=8`; `auto:kv_bits=2.5` passes arguments of `calibrate`. Without --only,
-the cases of docs/real-model.md are measured and those added.
+the cases of docs/choosing.md are measured and those added; `make docs` then writes the pages.
 
 Tables of caches have weights in full precision. Segments are evenly spaced over each text and read page by page from
 token 160 on; caches that compress whole prompts read half of each segment, or --sealed-prompt tokens, as a sealed
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 from real_model_bench import Bench, joined
-from real_model_docs import PAGE, RESULTS, cases_of, write_models_page, write_page
+from real_model_docs import RESULTS, cases_of, markdown
 
 from kvconvert.errors import UsageError
 
@@ -73,17 +73,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, help="cases at a time (default: 4 on a GPU, 1 on a CPU)")
     parser.add_argument("--again", action="store_true", help="calibrate and measure anew what is there already")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/real_model_MODEL.json")
-    parser.add_argument(
-        "--page",
-        type=Path,
-        help=f"Markdown to write; {PAGE.relative_to(ROOT)}, of all models, with --output's default",
-    )
     args = parser.parse_args()
     name = args.model.resolve().name
     args.work = args.work or ROOT / "build" / "real-model" / name
     if args.output is None:
         args.output = RESULTS / f"real_model_{name}.json"
-        args.page = args.page or PAGE
     return args
 
 
@@ -111,9 +105,7 @@ def main() -> None:
             bench.measure(name, "bundles")
     except UsageError as error:
         sys.exit(f"Error: {error}")
-    if args.page == PAGE:
-        write_models_page()
-    print(write_page(bench.report, None if args.page == PAGE else args.page))
+    print(markdown(bench.report))
 
 
 if __name__ == "__main__":

@@ -1,50 +1,52 @@
-"""The tables of docs/real-model.md, from the reports of `benchmarks/real_model.py`."""
+"""Caches on real models as tables, from the reports of `benchmarks/real_model.py`: one comparison, one section a model.
+
+`make docs` puts the comparison into docs/choosing.md and the sections into benchmarks/RESULTS.md.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
+from tables import difference, signed, table
 
-from kvconvert.fidelity.bootstrap import Interval, bootstrap_mean
+from kvconvert.fidelity.bootstrap import Interval
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "real-model.md"
-MODELS = ("smollm2", "qwen25-coder-0.5b", "gemma3-270m", "neox-code-31m")  # in the page's order
+# In the order of the columns, as files and as people call them.
+MODELS = {
+    "smollm2": "SmolLM2-135M-Instruct",
+    "qwen25-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct",
+    "gemma3-270m": "Gemma 3 270M",
+    "neox-code-31m": "GPT-NeoX 31M, code",
+}
 SAME_SIZE = 0.005  # bits per value
 SEALED = ", sealed prompt"  # after the name of a cache that treats no whole prompts, measured as those that do
-BASELINES = Path(__file__).resolve().parent / "baselines.txt"  # their rows are on docs/choosing.md
-BEGIN, END = "<!-- written by benchmarks/real_model.py -->", "<!-- end -->"
+BASELINES = Path(__file__).resolve().parent / "baselines.txt"
 TEXTS = {"wikitext2-test": "WikiText-2", "python": "code", "books-val": "novels"}
 COMPARED = ("wikitext2-test", "python")
 PAIRS = "40"  # of the JSON object whose column is shown
 
 
-def write_page(report: dict[str, Any], page: Path | None) -> str:
-    """The tables of one model, and the same between the markers of `page`, which is made if it is missing."""
-    text = markdown(report)
-    if page is not None:
-        _put(text, page)
-    return text
+def reports(results: Path = RESULTS) -> list[dict[str, Any]]:
+    """The reports of all models that were measured."""
+    files = [results / f"real_model_{name}.json" for name in MODELS]
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
 
 
-def write_models_page(page: Path = PAGE, results: Path = RESULTS) -> None:
-    """The page of all models that have a report among the results, between its markers."""
-    files = {name: results / f"real_model_{name}.json" for name in MODELS}
-    reports = [json.loads(file.read_text(encoding="utf-8")) for file in files.values() if file.is_file()]
-    sections = [f"## {report['settings']['model']}\n\n{markdown(report)}" for report in reports]
-    _put("\n\n".join([comparison(reports), *sections]), page)
+def sections(found: list[dict[str, Any]]) -> str:
+    """A section for each model."""
+    return "\n\n".join(f"### {model_name(report)}\n\n{markdown(report)}" for report in found)
 
 
-def _put(text: str, page: Path) -> None:
-    old = page.read_text(encoding="utf-8") if page.is_file() else f"# Caches on a model\n\n{BEGIN}\n{END}\n"
-    head, _, rest = old.partition(BEGIN)
-    page.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+def model_name(report: dict[str, Any]) -> str:
+    """What people call the model of a report."""
+    return MODELS.get(report["settings"]["model"], report["settings"]["model"])
 
 
 def cases_of(file: Path) -> dict[str, str]:
@@ -53,36 +55,45 @@ def cases_of(file: Path) -> dict[str, str]:
     return {case.strip(): label.strip() or case.strip() for case, _, label in lines if case.strip()}
 
 
-def comparison(reports: list[dict[str, Any]]) -> str:
+@cache
+def labels() -> dict[str, str]:
+    """What the file of baselines calls its cases."""
+    return cases_of(BASELINES)
+
+
+def comparison(found: list[dict[str, Any]]) -> str:
     """Every scheme on every model: KL on two texts, then what it still finds."""
     return "\n\n".join(
         [
-            "KL from the source, on WikiText-2 / on code:",
-            _compared(reports, _divergences),
-            "Values found in a JSON object of 40 pairs / numbers found in prose at the longest length:",
-            _compared(reports, _finds),
+            "KL from the source on WikiText-2 / on code, by bits per value:",
+            _compared(found, _divergences),
+            "Values retrieved from a JSON object of 40 pairs / numbers retrieved from prose of the longest length:",
+            _compared(found, _finds),
         ]
     )
 
 
-def _compared(reports: list[dict[str, Any]], cell: Callable[[dict[str, Any], dict[str, Any]], str]) -> str:
+def _compared(found: list[dict[str, Any]], cell: Callable[[dict[str, Any], dict[str, Any]], str]) -> str:
     """A column for each model, of what `cell` says of a row and its report; the source first, then by bits."""
     columns = [
         {_label(name, report): row for name, row in _measured(report).items() if row["protocol"] == "pages"}
-        for report in reports
+        for report in found
     ]
-    lines = [
-        ["scheme", "bits", *(report["settings"]["model"] for report in reports)],
-        ["source", "16", *(cell(report["source"], report) for report in reports)],
-    ]
+    head = ["scheme", "bits", *map(model_name, found)]
+    lines = [["source", "16", *(cell(report["source"], report) for report in found)]]
     bits = {
         label: [rows[label]["size"]["bits_per_value"] for rows in columns if label in rows]
         for label in {label: None for rows in columns for label in rows}
     }
     for label in sorted(bits, key=lambda label: min(bits[label])):
-        cells = [cell(rows[label], of) if label in rows else "" for rows, of in zip(columns, reports, strict=True)]
-        lines.append([label, _span(bits[label]), *cells])
-    return _rows(lines)
+        cells = [cell(rows[label], of) if label in rows else "" for rows, of in zip(columns, found, strict=True)]
+        lines.append([_asked(label), _span(bits[label]), *cells])
+    return table(head, lines)
+
+
+def _asked(label: str) -> str:
+    """How a user asks for a case that is searched; presets by their names."""
+    return re.sub(r"^auto:kv_bits=([\d.]+)(.*)", r"`auto --kv-bits \1`\2", label)
 
 
 def _span(bits: list[float]) -> str:
@@ -97,7 +108,7 @@ def _divergences(row: dict[str, Any], report: dict[str, Any]) -> str:
 
 
 def _finds(row: dict[str, Any], report: dict[str, Any]) -> str:
-    cells = [_percent(row.get("json", {}).get(PAIRS)), _percent(row.get("found", {}).get(_longest(report)))]
+    cells = [percent(row.get("json", {}).get(PAIRS)), percent(row.get("found", {}).get(longest_length(report)))]
     return " / ".join(cell or "-" for cell in cells)
 
 
@@ -120,8 +131,8 @@ def markdown(report: dict[str, Any]) -> str:
         parts += ["Weights and cache, by recipes:", _table(report, "bundles", None)]
     failures = [
         f"- {_label(name, report)}: {row['failure']}"
-        for table in ("caches", "bundles")
-        for name, row in report[table].items()
+        for part in ("caches", "bundles")
+        for name, row in report[part].items()
         if "failure" in row
     ]
     if failures:
@@ -139,8 +150,8 @@ def _introduction(report: dict[str, Any]) -> str:
             f"heads of {shape['head_dim']}, {shape['positions']:,} positions"
         )
     code = f"; code is the standard library of Python {s['python']}" if "python" in s else ""
-    asked = [f"{_percent(hits)} of the numbers at {int(n):,} tokens" for n, hits in source.get("found", {}).items()]
-    asked += [f"{_percent(hits)} of the values in {n} pairs" for n, hits in source.get("json", {}).items()]
+    asked = [f"{percent(hits)} of the numbers at {int(n):,} tokens" for n, hits in source.get("found", {}).items()]
+    asked += [f"{percent(hits)} of the values in {n} pairs" for n, hits in source.get("json", {}).items()]
     recall = f" Of {s['prompts']} prompts each the source finds {', '.join(asked)}." if asked else ""
     calibrated = s["calibrated_on"]
     return (
@@ -161,21 +172,22 @@ def _options(report: dict[str, Any]) -> str:
 
 
 def _label(name: str, report: dict[str, Any]) -> str:
-    """A case's name as tables show it."""
+    """A case's name as tables show it: a baseline's as its file has it, a search's without what all searches share."""
     shared = _shared_options(report)
+    name = labels().get(name, name)
     return re.sub(f",{re.escape(shared)}(?={SEALED}|$)", "", name) if shared and name.startswith("auto:") else name
 
 
-def _table(report: dict[str, Any], table: str, protocol: str | None) -> str:
+def _table(report: dict[str, Any], part: str, protocol: str | None) -> str:
     """At most seven columns: scheme, bits, KL of two texts, perplexity of the first, JSON, numbers; source first."""
     rows = {
         name: row
-        for name, row in report[table].items()
+        for name, row in report[part].items()
         if "texts" in row and (protocol is None or row["protocol"] == protocol)
     }
     if not rows:
         return ""
-    texts, longest = report["settings"]["texts"], _longest(report)
+    texts, longest = report["settings"]["texts"], longest_length(report)
     shown = texts[:2]
     heads = ["scheme", "bits", *(f"KL {TEXTS.get(text, text)}" for text in shown)]
     heads.append(f"perplexity {TEXTS.get(texts[0], texts[0])}")
@@ -184,8 +196,8 @@ def _table(report: dict[str, Any], table: str, protocol: str | None) -> str:
     heads += [f"numbers at {int(longest):,}"] if longest is not None else []
 
     def recalled(row: dict[str, Any]) -> list[str]:
-        cells = [_percent(row.get("json", {}).get(PAIRS))] if asks_json else []
-        return cells + ([_percent(row.get("found", {}).get(longest))] if longest is not None else [])
+        cells = [percent(row.get("json", {}).get(PAIRS))] if asks_json else []
+        return cells + ([percent(row.get("found", {}).get(longest))] if longest is not None else [])
 
     first = next(iter(rows.values()))
     perplexity = f"{first['texts'][texts[0]]['source_perplexity']:.2f}"
@@ -194,16 +206,10 @@ def _table(report: dict[str, Any], table: str, protocol: str | None) -> str:
         cells = [_label(name, report), f"{row['size']['bits_per_value']:.2f}"]
         cells += [_kl(row["texts"][text]["kl"]) for text in shown]
         lines.append([*cells, f"{row['texts'][texts[0]]['perplexity']:.2f}", *recalled(row)])
-    return _rows([heads, *lines])
+    return table(heads, lines)
 
 
-def _rows(lines: list[list[str]]) -> str:
-    """Markdown, the first line the heads."""
-    heads, *rest = ("| " + " | ".join(cells) + " |" for cells in lines)
-    return "\n".join([heads, "|" + "---|" * len(lines[0]), *rest])
-
-
-def _longest(report: dict[str, Any]) -> str | None:
+def longest_length(report: dict[str, Any]) -> str | None:
     """The longest length at which the source finds any numbers, else the longest."""
     found = report["source"].get("found", {})
     lengths = sorted(found, key=int)
@@ -215,11 +221,11 @@ def _auto(report: dict[str, Any]) -> str:
     caches, texts = _measured(report), report["settings"]["texts"]
     lines, better, worse = [], 0, 0
     for name, beside in _same_size(caches):
-        found = [difference(caches[name]["texts"][t], caches[beside]["texts"][t]) for t in texts]
+        found = [_less(caches[name], caches[beside], text) for text in texts]
         better += sum(interval.high is not None and interval.high < 0 for interval in found)
         worse += sum(interval.low is not None and interval.low > 0 for interval in found)
         bits = [f"{_mean_bits(caches[each]):.3f}" for each in (beside, name)]
-        lines.append([beside.removesuffix(SEALED), *bits, *map(_interval, found)])
+        lines.append([_label(beside, report), *bits, *map(signed, found)])
     if not lines:
         return ""
     count = len(lines) * len(texts)
@@ -229,7 +235,7 @@ def _auto(report: dict[str, Any]) -> str:
         f"segments; negative: `auto` is better. Of {count} differences {better} are significantly better and {worse} "
         "significantly worse:"
     )
-    return f"{about}\n\n{_rows([heads, *lines])}"
+    return f"{about}\n\n{table(heads, lines)}"
 
 
 def _differences(report: dict[str, Any]) -> str:
@@ -240,15 +246,19 @@ def _differences(report: dict[str, Any]) -> str:
         beside = baseline + SEALED if row["protocol"] == "sealed prompt" else baseline
         if beside not in caches or name == beside or name.startswith("auto:"):
             continue
-        cells = [name, beside]
+        cells = [_label(name, report), _label(beside, report)]
         for text in report["settings"]["texts"]:
-            cells.append(_interval(difference(row["texts"][text], caches[beside]["texts"][text])))
+            cells.append(signed(_less(row, caches[beside], text)))
         lines.append(cells)
     if not lines:
         return ""
     heads = ["cache", "less", *(f"KL {TEXTS.get(text, text)}" for text in report["settings"]["texts"])]
     about = "Paired differences in KL with 95% bootstrap intervals over segments; negative is better:"
-    return f"{about}\n\n{_rows([heads, *lines])}"
+    return f"{about}\n\n{table(heads, lines)}"
+
+
+def _less(row: dict[str, Any], other: dict[str, Any], text: str) -> Interval:
+    return difference(row["texts"][text]["kl_by_segment"], other["texts"][text]["kl_by_segment"])
 
 
 def _measured(report: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +276,7 @@ def _same_size(caches: dict[str, Any]) -> list[tuple[str, str]]:
     for protocol in ("pages", "sealed prompt"):
         bits = {name: _mean_bits(row) for name, row in caches.items() if row["protocol"] == protocol}
         found = [name for name in bits if name.startswith("auto:")]
-        for other in sorted(bits.keys() - set(found), key=bits.__getitem__):
+        for other in sorted(bits.keys() - set(found), key=lambda name: (bits[name], name)):
             # The baseline after a sealed prompt is compared with `auto` page by page.
             fitting = [name for name in found if bits[name] < bits[other] + SAME_SIZE]
             if fitting and not other.endswith(SEALED):
@@ -274,21 +284,24 @@ def _same_size(caches: dict[str, Any]) -> list[tuple[str, str]]:
     return pairs
 
 
-def difference(row: dict[str, Any], other: dict[str, Any], seed: int = 0) -> Interval:
-    """Mean KL of one row less that of another, of the same segments of one text."""
-    one, two = (torch.tensor(r["kl_by_segment"], dtype=torch.float64) for r in (row, other))
-    return bootstrap_mean(one - two, seed)
-
-
-def _interval(found: Interval) -> str:
-    if found.low is None:
-        return f"{found.mean:+.4f}"
-    return f"{found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f})"
-
-
 def _kl(value: float) -> str:
     return f"{value:.3f}" if value >= 0.1 else f"{value:.4f}"
 
 
-def _percent(hits: list[bool] | None) -> str:
+def percent(hits: list[bool] | None) -> str:
     return "" if hits is None else f"{100 * sum(hits) / len(hits):.0f}%"
+
+
+def simulated(report: dict[str, Any]) -> str:
+    """What the cache has no format for, by bits."""
+    lines = [
+        (name, f"{row['bits']:.2f}", f"{row['kl']:.4f}", f"{row['perplexity']:.2f}")
+        for name, row in sorted(report["rows"].items(), key=lambda item: item[1]["bits"])
+    ]
+    about = (
+        f"Quantized and dequantized in place: {report['prompts']} prompts of {report['length']:,} tokens "
+        f"of {report['text']}, the next {report['scored']} scored, codes and metadata counted; all but the first 4 and "
+        "the newest tokens are quantized at once, so that these rows compare with each other alone "
+        f"(source perplexity {report['source_perplexity']:.2f}):"
+    )
+    return f"{about}\n\n{table(('simulated', 'bits per value', 'KL', 'perplexity'), lines)}"

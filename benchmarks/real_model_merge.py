@@ -1,6 +1,6 @@
-"""Rows that `benchmarks/real_model.py` measured in several runs, put into one report, and its page written anew.
+"""Rows that `benchmarks/real_model.py` measured in several runs, put into one report.
 
-    python benchmarks/real_model_merge.py FILE [FILE ...] --output REPORT [--page PAGE]
+    python benchmarks/real_model_merge.py FILE [FILE ...] --output REPORT
 
 Reports are merged if they were measured in the same way. A row that several have must be the same in all, but for the
 time it took; the first is kept.
@@ -14,8 +14,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from real_model_docs import PAGE, write_models_page, write_page
 
 from kvconvert.errors import UsageError
 
@@ -45,7 +43,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--output", type=Path, required=True, help="merged with the files if it is there")
-    parser.add_argument("--page", type=Path, default=PAGE, help="default: docs/real-model.md, of all models")
     args = parser.parse_args()
     files = [args.output, *args.files] if args.output.is_file() else args.files
     try:
@@ -53,10 +50,6 @@ def main() -> None:
     except UsageError as error:
         sys.exit(f"Error: {error}")
     args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if args.page == PAGE:
-        write_models_page()
-    else:
-        write_page(report, args.page)
 
 
 if __name__ == "__main__":

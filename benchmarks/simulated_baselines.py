@@ -7,8 +7,8 @@ A prompt is read in full precision, its keys and values are replaced by what a m
 are dropped, and the next tokens are scored over them. Nothing is stored at low bits, so bits per value are nominal:
 codes, scales and zero points in float16, norms and indices, and what stays exact. The first tokens and what does not
 fill a page of 128 stay exact in every row, and uniform grids have one clip ratio per width that is not calibrated, but
-for the rows of `simulated_feedback.py`: rows compare with each other, not with docs/real-model.md, which measures the
-cache itself.
+for the rows of `simulated_feedback.py`: rows compare with each other, not with the tables of real models, which
+measure the cache itself.
 """
 
 from __future__ import annotations

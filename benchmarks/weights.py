@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from transformers import AutoTokenizer
-from weights_docs import write_page
+from weights_docs import methods
 from weights_measure import Case, SourceScores, quantized_model
 
 from kvconvert.data.text import spaced_samples
@@ -35,7 +35,6 @@ from kvconvert.fidelity.evaluate import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "weights.json"
-PAGE = ROOT / "docs" / "weights.md"
 METHODS = ("rtn", "awq", "gptq", "awq+gptq")
 
 
@@ -58,9 +57,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "weights", help="of the source's logits")
     parser.add_argument("--again", action="store_true", help="measure anew what is there already")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument(
-        "--page", type=Path, help=f"Markdown to write; {PAGE.relative_to(ROOT)} with --output's default"
-    )
     return parser.parse_args()
 
 
@@ -127,7 +123,7 @@ def main() -> None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(f"{case.name}: KL {figures['kl']['mean']:.4f}, {figures['seconds']} s", file=sys.stderr, flush=True)
-    print(write_page(report, args.page or (PAGE if args.output == RESULTS else None)))
+    print(methods(report))
 
 
 if __name__ == "__main__":

@@ -1,33 +1,23 @@
-"""The tables of docs/weights.md, from the report of `benchmarks/weights.py`."""
+"""Tables of quantized weights, from the reports of `benchmarks/weights.py` and `benchmarks/calibrate.py`."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from statistics import median
 from typing import Any
 
-import torch
-
-from kvconvert.fidelity.bootstrap import bootstrap_mean
+from tables import difference, signed, table, within
 
 SAME = ("bits", "group_size", "samples", "length", "texts")  # in cases whose methods are compared
-BEGIN, END = "<!-- written by benchmarks/weights.py -->", "<!-- end -->"
+NAMES = {"rtn": "rounding", "awq": "AWQ", "gptq": "GPTQ", "awq+gptq": "AWQ + GPTQ"}
+COMPARED = (("awq+gptq", "awq"), ("awq+gptq", "gptq"), ("gptq", "awq"), ("awq", "rtn"))
+SHOWN = "SmolLM2-135M-Instruct, NVIDIA H200"  # of calibrate.json, to users
 
 
-def write_page(report: dict[str, Any], page: Path | None) -> str:
-    """The tables; put between the markers of `page`, which is made if it is missing."""
-    text = markdown(report)
-    if page is not None:
-        old = page.read_text(encoding="utf-8") if page.is_file() else f"# Quantized weights\n\n{BEGIN}\n{END}\n"
-        head, _, rest = old.partition(BEGIN)
-        page.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
-    return text
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """What was measured and how; per model its cases and their differences from AWQ at the same width and groups."""
-    parts = ["KL is to the source in nats per token, with 95 % bootstrap intervals over segments; all in float32."]
+def methods(report: dict[str, Any]) -> str:
+    """What was measured and how; per model its cases and their differences at the same width and groups."""
+    parts = ["KL is to the source in nats per token, with 95% bootstrap intervals over segments; all in float32."]
     for name, model in report["models"].items():
-        parts += [f"## {name}", _introduction(model["settings"]), _table(model), _differences(model)]
+        parts += [f"### {name}", _introduction(model["settings"]), _cases(model), _differences(model)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -39,42 +29,31 @@ def _introduction(s: dict[str, Any]) -> str:
     )
 
 
-def _table(model: dict[str, Any]) -> str:
-    lines = [
-        "| method | bits | group size | samples | KL | perplexity | same first token | seconds of calibration |",
-        "|---|---|---|---|---|---|---|---|",
-        f"| source | | | | 0 | {model['source_perplexity']:.2f} | 100% | |",
-    ]
+def _cases(model: dict[str, Any]) -> str:
+    rows: list[tuple[object, ...]] = [("source", "", "", "", "0", f"{model['source_perplexity']:.2f}", "100%", "")]
     for row in _sorted(model):
-        case, kl = row["case"], row["kl"]
+        case = row["case"]
         data = f"{case['samples']} x {case['length']}{_texts(case)}"
-        lines.append(
-            f"| {_method(case)} | {case['bits']} | {case['group_size']} | {data} | {kl['mean']:.4f}{_interval(kl)} "
-            f"| {row['perplexity']:.2f} | {row['top1_agreement']:.1%} | {row['seconds']:,} |"
-        )
-    return "\n".join(lines)
+        figures = (within(row["kl"]), f"{row['perplexity']:.2f}", f"{row['top1_agreement']:.1%}", f"{row['seconds']:,}")
+        rows.append((NAMES[case["method"]], case["bits"], case["group_size"], data, *figures))
+    head = ("method", "bits", "group size", "samples", "KL", "perplexity", "same first token", "seconds of calibration")
+    return table(head, rows)
 
 
 def _differences(model: dict[str, Any]) -> str:
     """Paired differences in KL: AWQ + GPTQ against each alone, and everything against AWQ."""
-    rows = _sorted(model)
-    lines = []
-    for better in rows:
-        for worse in rows:
-            same = all((better["case"].get(f) or []) == (worse["case"].get(f) or []) for f in SAME)
-            pair = (better["case"]["method"], worse["case"]["method"])
-            if same and pair in (("awq+gptq", "awq"), ("awq+gptq", "gptq"), ("gptq", "awq"), ("awq", "rtn")):
-                delta = torch.tensor(better["kl_by_segment"]) - torch.tensor(worse["kl_by_segment"])
-                found = bootstrap_mean(delta, 0)
-                interval = _interval({"low": found.low, "high": found.high})
-                lines.append(
-                    f"| {better['case']['bits']} | {better['case']['group_size']} | {_method(better['case'])} "
-                    f"| {_method(worse['case'])} | {found.mean:+.4f}{interval} |"
-                )
-    if not lines:
+    rows = []
+    for better in _sorted(model):
+        for worse in _sorted(model):
+            one, two = better["case"], worse["case"]
+            same = all((one.get(field) or []) == (two.get(field) or []) for field in SAME)
+            if same and (one["method"], two["method"]) in COMPARED:
+                found = signed(difference(better["kl_by_segment"], worse["kl_by_segment"]))
+                rows.append((one["bits"], one["group_size"], NAMES[one["method"]], NAMES[two["method"]], found))
+    if not rows:
         return ""
-    head = ["Paired differences in KL; negative is better:", "", "| bits | group size | method | less | KL |"]
-    return "\n".join([*head, "|---|---|---|---|---|", *lines])
+    about = "Paired differences in KL; negative is better:"
+    return f"{about}\n\n{table(('bits', 'group size', 'method', 'less', 'KL'), rows)}"
 
 
 def _sorted(model: dict[str, Any]) -> list[dict[str, Any]]:
@@ -85,13 +64,76 @@ def _sorted(model: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(model["cases"].values(), key=key)
 
 
-def _method(case: dict[str, Any]) -> str:
-    return {"rtn": "rounding", "awq": "AWQ", "gptq": "GPTQ", "awq+gptq": "AWQ + GPTQ"}[case["method"]]
-
-
 def _texts(case: dict[str, Any]) -> str:
     return f" of {' and '.join(case['texts'])}" if case.get("texts") else ""
 
 
-def _interval(values: dict[str, Any]) -> str:
-    return "" if values["low"] is None else f" ({values['low']:.4f} to {values['high']:.4f})"
+def beside_peers(report: dict[str, Any]) -> str:
+    """kvconvert beside llm-compressor: time, memory and loss of every case, then what each pair says."""
+    return "\n\n".join(_section(label, found) for label, found in report.items())
+
+
+def summary(report: dict[str, Any]) -> str:
+    """The same of one model for users, by what is lost."""
+    found = report[SHOWN]
+    rows = [
+        (_name(name), f"{case['quality']['kl']['mean']:.3f}", f"{case['quality']['perplexity']:.2f}",
+         f"{_median(case, 'wall_s'):.0f}")
+        for name, case in sorted(found["cases"].items(), key=lambda item: item[1]["quality"]["kl"]["mean"])
+    ]  # fmt: skip
+    rows.insert(0, ("source", "0", f"{found['source_perplexity']:.2f}", ""))
+    return table(("4 bits by", "KL", "perplexity", "seconds"), rows)
+
+
+def _section(label: str, found: dict[str, Any]) -> str:
+    s, cases = found["settings"], found["cases"]
+    peer = next((case["rounds"][0]["versions"] for name, case in cases.items() if name.startswith("llm")), {})
+    rounds = len(next(iter(cases.values()))["rounds"])
+    quality = all("quality" in case for case in cases.values())
+    listed = " and ".join(f"{value:.1f} s for {program}" for program, value in found.get("import_s", {}).items())
+    about = (
+        f"**{label}**: {s['samples']} x {s['length']} tokens of {s['calibration']}, {s['bits']} bits in groups of "
+        f"{s['group_size']}; llm-compressor {peer.get('llmcompressor', '')} with batches of {s['peer_batch']} and "
+        f"dtype `{s['peer_dtype']}`"
+        + (f"; medians of {rounds} rounds" if rounds > 1 else "")
+        + (f"; KL on {s['segments']} segments of {s['scored_per_segment']:,} tokens of {s['text']}" if quality else "")
+        + "."
+        + (f" Of the wall time imports take {listed}." if listed else "")
+    )
+    head = ["", "wall time, s", "processor time, s", "peak memory, GB"] + ["KL", "perplexity"] * quality
+    rows = [["source", "", "", "", "0", f"{found['source_perplexity']:.2f}"]] if quality else []
+    for name, case in cases.items():
+        peak = max(r["peak_anonymous_bytes"] for r in case["rounds"]) / 1e9
+        row = [_name(name), *(f"{_median(case, field):.1f}" for field in ("wall_s", "processor_s")), f"{peak:.2f}"]
+        rows.append(row + ([within(case["quality"]["kl"]), f"{case['quality']['perplexity']:.2f}"] if quality else []))
+    return "\n\n".join([about, table(head, rows), _ratios(cases, quality)])
+
+
+def _name(case: str) -> str:
+    program, _, method = case.partition(":")
+    return f"{program} {NAMES[method]}"
+
+
+def _median(case: dict[str, Any], field: str) -> float:
+    return median(found[field] for found in case["rounds"])
+
+
+def _ratios(cases: dict[str, Any], quality: bool) -> str:
+    """Every case of ours beside llm-compressor's, as sentences."""
+    sentences = []
+    for ours in (name for name in cases if name.startswith("kvconvert")):
+        for theirs in (name for name in cases if not name.startswith("kvconvert")):
+            pairs = list(zip(cases[theirs]["rounds"], cases[ours]["rounds"], strict=True))
+            wall, processor, memory = (
+                median(them[field] / us[field] for them, us in pairs)
+                for field in ("wall_s", "processor_s", "peak_anonymous_bytes")
+            )
+            sentence = (
+                f"- {NAMES[ours.partition(':')[2]]} beside llm-compressor's {NAMES[theirs.partition(':')[2]]}: "
+                f"{wall:.2f} times as fast, {processor:.2f} times by processor time, {1 / memory:.2f} times the memory"
+            )
+            if quality:
+                segments = (cases[name]["quality"]["kl_by_segment"] for name in (ours, theirs))
+                sentence += f", KL {signed(difference(*segments))}"
+            sentences.append(f"{sentence}.")
+    return "\n".join(sentences)

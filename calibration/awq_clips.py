@@ -4,7 +4,7 @@ Each group of each output channel of every Linear but the query and key projecti
 i = 0..9, taking the i with the least squared error of that group's share of the output. The error needs no activations,
 only the group's second moment E[x x^T], so all calibration tokens count. Where rounding is compensated, the error is
 what compensation leaves, channel by channel: `ActivationStatistics.remaining`; but not at 2 bits, where clips that were
-searched so lost more (docs/weights.md).
+searched so lost more (benchmarks/WEIGHTS.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.models.structure import LayerStructure, Projection
 
 CLIP_STEPS = 10
-# Fewest bits at which clips are searched by what compensation leaves of an error: docs/weights.md.
+# Fewest bits at which clips are searched by what compensation leaves of an error: benchmarks/WEIGHTS.md.
 COMPENSATED_CLIP_BITS = 3
 # Bits of all Linears' weights, or of each one's by name.
 Widths = int | Mapping[str, int]

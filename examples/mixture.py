@@ -2,7 +2,7 @@
 
     python examples/mixture.py MODEL OUTPUT
 
-Each expert is calibrated on the tokens that the router sends to it; docs/mixtures.md says what happens to those that
+Each expert is calibrated on the tokens that the router sends to it; docs/models.md says what happens to those that
 receive few. The router keeps its dtype.
 """
 

@@ -2,7 +2,8 @@
 
     python examples/own_data.py MODEL OUTPUT CALIBRATION HELD_OUT
 
-Both are .txt or .jsonl files, or others that docs/api.md lists. Rows with `messages` go through the chat template.
+Both are .txt or .jsonl files, or others that docs/quickstart.md lists. Rows with `messages` go through the chat
+template.
 Never measure on what was calibrated on: the figures would be too good.
 """
 

@@ -1,8 +1,8 @@
 """Convert the reference model and show what that does: commands, text before and after, fidelity, memory.
 
     python examples/quickstart.py                      run everything and print it
-    python examples/quickstart.py --write README.md    also put the output between the README's quickstart markers
-    python examples/quickstart.py --check README.md    also compare its figures with the README's
+    python examples/quickstart.py --write docs/quickstart.md    also put the output between the page's markers
+    python examples/quickstart.py --check docs/quickstart.md    also compare its figures with the page's
 
 No network is needed: the model and the text lie in this repository.
 """
@@ -30,8 +30,8 @@ COMMANDS = (
     ("eval", BUNDLE, "--against", MODEL, "--json"),
 )
 PROMPT = "It was a dark night, and the old house stood"
-BEGIN, END = "<!-- quickstart: written by `make readme` -->", "<!-- end of quickstart -->"
-# Relative difference from the README's figures that --check allows: other processors round differently, and 4-bit
+BEGIN, END = "<!-- quickstart: written by `make quickstart-page` -->", "<!-- end of quickstart -->"
+# Relative difference from the page's figures that --check allows: other processors round differently, and 4-bit
 # codes and greedy recall amplify it. Sizes do not depend on the processor.
 TOLERANCE = {"perplexity": 0.02, "KL": 0.15, "recall": 0.35, "bytes": 0.0}
 
@@ -79,7 +79,7 @@ def table(report: dict) -> list[tuple[str, str, str, str]]:
 
 
 def quickstart() -> tuple[str, list[tuple[str, str, str, str]]]:
-    """Convert, evaluate, generate; returns the README block and its rows."""
+    """Convert, evaluate, generate; returns the page's block and its rows."""
     shutil.rmtree(ROOT / OUT, ignore_errors=True)
     begun = time.monotonic()
     report = json.loads([run(*command) for command in COMMANDS][-1])
@@ -97,30 +97,30 @@ def quickstart() -> tuple[str, list[tuple[str, str, str, str]]]:
     return block, rows
 
 
-def compare(readme: Path, rows: list[tuple[str, str, str, str]]) -> list[str]:
-    """Figures that differ from the README's by more than the tolerance, one sentence each."""
+def compare(page: Path, rows: list[tuple[str, str, str, str]]) -> list[str]:
+    """Figures that differ from the page's by more than the tolerance, one sentence each."""
 
     def number(text: str) -> float:
         return float(re.sub(r"[ ,%]", "", text))
 
-    written = readme.read_text(encoding="utf8")
+    written = page.read_text(encoding="utf8")
     wrong = []
     for kind, measure, source, converted in rows:
         found = re.search(rf"^\| {re.escape(measure)} \| (.*?) \| (.*?) \|$", written, re.MULTILINE)
         if not found:
-            wrong.append(f"{readme.name} has no row {measure!r}.")
+            wrong.append(f"{page.name} has no row {measure!r}.")
             continue
         for what, now, then in zip(("source", "bundle"), (source, converted), found.groups(), strict=True):
             if abs(number(now) - number(then)) > TOLERANCE[kind] * abs(number(then)):
-                wrong.append(f"{measure}, {what}: {readme.name} says {then}, measured {now}.")
+                wrong.append(f"{measure}, {what}: {page.name} says {then}, measured {now}.")
     return wrong
 
 
 def main() -> None:
     """Run, and write or check if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, metavar="README")
-    parser.add_argument("--check", type=Path, metavar="README")
+    parser.add_argument("--write", type=Path, metavar="PAGE")
+    parser.add_argument("--check", type=Path, metavar="PAGE")
     args = parser.parse_args()
     block, rows = quickstart()
     if args.write:

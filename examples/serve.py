@@ -1,4 +1,4 @@
-"""Serve a bundle over HTTP, many clients from one low-bit cache (pip install "kvconvert[serve]"):
+"""Serve a bundle over HTTP, many clients from one low-bit cache (pip install ".[serve]"):
 
     python examples/serve.py BUNDLE --port 8000
     curl -N localhost:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 50, "stream": true}'

@@ -1,8 +1,8 @@
-"""Convert the language part of a vision-language model and ask about an image (pip install "kvconvert[images]"):
+"""Convert the language part of a vision-language model and ask about an image (pip install ".[images]"):
 
     python examples/vision_language.py examples/reference-vlm OUTPUT IMAGE
 
-calibquant-2bit-visual stores what the image became at 2 bits and leaves text exact; docs/images.md has other choices.
+calibquant-2bit-visual stores what the image became at 2 bits and leaves text exact; docs/models.md has other choices.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Convert Hugging Face models into bundles with quantized weights and a calibrated low-bit key-value cache.
 
-Everything that a program needs is imported from here (docs/api.md):
+Everything that a program needs is imported from here (docs/runtime.md):
 
     from kvconvert import bench, calibrate, export, evaluate, load, Recipe, KVScheme, KVCache
 

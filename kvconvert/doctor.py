@@ -178,7 +178,8 @@ def _extras() -> Iterator[Finding]:
         ]
         lacking = [r.name for r in needed if check_package(r).problem]
         if lacking:
-            yield Finding("extra", f'{extra}: without {" and ".join(lacking)}; pip install "kvconvert[{extra}]"')
+            remedy = f'pip install ".[{extra}]" in a clone of kvconvert'
+            yield Finding("extra", f"{extra}: without {' and '.join(lacking)}; {remedy}")
         else:
             present.append(extra)
     if present:

@@ -7,7 +7,7 @@ from pathlib import Path
 from kvconvert.bundle import hub
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.runtime.hf.quantizer import check_fits
+from kvconvert.runtime.hf.bundle_quantizer import check_fits
 
 
 def push(bundle: str | Path, repository: str, *, private: bool = False, revision: str | None = None) -> str:

@@ -7,7 +7,7 @@ Importing this package registers the "kvconvert" attention implementation and bu
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvconvert.runtime.hf import attention, quantizer
+from kvconvert.runtime.hf import attention, bundle_quantizer
 from kvconvert.runtime.hf.cache import CacheStats, KVCache
 from kvconvert.runtime.hf.generation import watch_inputs
 from kvconvert.runtime.hf.load import load
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvconvert.runtime.engine import Engine, Sampling
 
 attention.register()
-quantizer.register()
+bundle_quantizer.register()
 
 __all__ = ["CacheStats", "Engine", "KVCache", "Sampling", "load", "watch_inputs"]
 

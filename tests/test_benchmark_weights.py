@@ -42,7 +42,7 @@ def test_the_measured_model_is_the_converted_one(model, tmp_path):
 def test_rows_are_measured_and_kept(model, tmp_path, monkeypatch, jobs, capsys):
     folder, output = str(model.parent), tmp_path / "out.json"
     arguments = [str(model), "--text", folder, "--name", "text", "--segments", "2", "--length", "16", "--jobs", jobs]
-    arguments += ["--work", str(tmp_path / "work"), "--output", str(output), "--page", str(tmp_path / "page.md")]
+    arguments += ["--work", str(tmp_path / "work"), "--output", str(output)]
     only = ["rtn:group_size=32", "gptq:group_size=32,samples=4,length=32,texts=text"]
     monkeypatch.setattr(sys, "argv", ["weights.py", *arguments, "--device", "cpu", "--only", *only])
     for _ in range(2):
@@ -53,4 +53,4 @@ def test_rows_are_measured_and_kept(model, tmp_path, monkeypatch, jobs, capsys):
     kl = [row["kl"]["mean"] for row in report["cases"].values()]
     assert len(kl) == 2
     assert all(0 < value < 5 for value in kl)
-    assert "| GPTQ | 4 | 32 | 4 x 32 of text |" in (tmp_path / "page.md").read_text()
+    assert "| GPTQ | 4 | 32 | 4 x 32 of text |" in printed.out

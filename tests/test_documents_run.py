@@ -1,6 +1,6 @@
-"""README.md and docs/tutorial.md: every command, every example and every recipe in them runs, on a tiny model.
+"""README.md and docs/quickstart.md: every command, every example and every recipe in them runs, on a tiny model.
 
-They speak of MODEL, WORK and BUNDLE; here these are folders of that name. The quickstart's commands are those of
+They speak of MODEL, WORK and BUNDLE; here these are folders of that name. The reference model's commands are those of
 test_quickstart.py.
 """
 
@@ -9,7 +9,6 @@ import re
 import shlex
 from pathlib import Path
 
-import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -20,7 +19,15 @@ from kvconvert.recipes.recipe import Recipe, preset_names
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("kvconvert", "calibration", "kernels", "runtime")
-PAGES = ("README.md", "docs/tutorial.md")
+PAGES = ("README.md", "docs/quickstart.md")
+DOCUMENTS = [
+    "README.md",
+    *(
+        path.relative_to(ROOT).as_posix()
+        for room in ("docs", "benchmarks")
+        for path in sorted(ROOT.glob(f"{room}/*.md"))
+    ),
+]
 # What a test cannot run: it would install packages, run the tests, or need an account.
 NOT_RUN = ("pip install", "make ", "kvconvert push", "hf auth")
 # By default commands get fewer tokens than the pages give them.
@@ -37,7 +44,7 @@ def text(page):
 
 
 def blocks(page, language):
-    """Fenced blocks of a page without the output of `make readme`."""
+    """Fenced blocks of a page without the output of `make quickstart-page`."""
     shown = re.sub(r"<!-- quickstart: .*?<!-- end of quickstart -->", "", text(page), flags=re.DOTALL)
     fenced = re.findall(r"^```(\w*)\n(.*?)^```$", shown, re.MULTILINE | re.DOTALL)
     return [block for kind, block in fenced if kind == language]
@@ -93,28 +100,23 @@ def test_the_lines_of_a_page_run_in_their_order(page, short, tmp_path, monkeypat
         exec(compile(short_example, page, "exec"), given)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_command_that_is_not_run_exists_all_the_same(page):
+@pytest.mark.parametrize("page", DOCUMENTS)
+def test_commands_and_their_options_exist_wherever_they_are_named(page):
     targets = re.findall(r"^([a-z-]+):", text("Makefile"), re.MULTILINE)
-    for words in commands(page):
+    inline = [shlex.split(code) for code in re.findall(r"`((?:kvconvert|make) [^`.']+)`", text(page))]
+    for words in [*commands(page), *inline]:
         if words[0] == "make":
             assert words[1] in targets
         elif words[0] == "kvconvert" and words[1] in cli.commands:
             known = {option for parameter in cli.commands[words[1]].params for option in parameter.opts}
             assert {word for word in words[2:] if re.match(r"--?[a-z]", word)} <= known, words
+        elif words[0] == "kvconvert":
+            assert words[1].isupper() or words[1].startswith("-"), words
 
 
-def test_the_list_of_commands_is_complete_and_names_options_that_exist():
-    (listed,) = [block for block in blocks("README.md", "") if block.startswith("kvconvert plan")]
-    lines = listed.splitlines()
-    assert {line.split()[1] for line in lines} >= {*cli.commands}
-    for line in lines:
-        command = cli.commands.get(line.split()[1])
-        if command is None:
-            continue
-        known = {opt for parameter in command.params if isinstance(parameter, click.Option) for opt in parameter.opts}
-        stated = {*re.findall(r"(?<![\w-])--?[a-z][a-z-]*", line)}
-        assert stated <= known, (line, stated - known)
+def test_the_list_of_commands_is_complete():
+    listed = text("docs/quickstart.md").split("## Commands")[1].split("## ")[0]
+    assert not [command for command in cli.commands if f"`{command}`" not in listed]
 
 
 def messages():
@@ -143,10 +145,35 @@ def test_every_recipe_that_the_readme_names_is_a_preset():
     assert {*named} <= {*preset_names()}
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md"))]
-)
-def test_links_to_files_lead_somewhere(page):
+def test_a_page_of_the_documentation_that_a_source_names_exists():
+    sources = [path for room in (*ROOMS, "tests", "benchmarks", "examples") for path in (ROOT / room).rglob("*.py")]
+    named = {
+        (path, page)
+        for path in sources
+        for page in re.findall(r"\bdocs/[\w.-]+\.(?:md|json|svg|png)\b", path.read_text("utf8"))
+    }
+    assert len(named) > 10
+    assert not [(path.name, page) for path, page in named if not (ROOT / page).exists()]
+
+
+def anchors(page):
+    """Of every heading, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", DOCUMENTS)
+def test_links_lead_somewhere(page):
     folder = (ROOT / page).parent
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text(page)):
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text(page)):
         assert (folder / target).exists(), target
+        if anchor:
+            assert anchor in anchors(((folder / target) if target else ROOT / page).read_text("utf8")), (target, anchor)
+
+
+def test_the_documentation_stays_readable():
+    """Ten pages of 22,000 words, and a README of 700, were asked for."""
+    pages = sorted(ROOT.glob("docs/*.md"))
+    assert len(pages) == 10
+    assert sum(len(page.read_text("utf8").split()) for page in pages) <= 22_000
+    assert len(text("README.md").split()) <= 700

@@ -4,7 +4,6 @@ import json
 import sys
 
 import papers
-import papers_docs
 import papers_weights
 import pytest
 import torch
@@ -77,10 +76,3 @@ def test_kept_channels_are_the_sources_and_a_common_scale_changes_nothing(model)
     assert len(chosen[1]) == count
     assert not torch.equal(*chosen)
     assert not torch.equal(weight("scale", 0.05, scale=2.0), rounded)
-
-
-def test_the_pages_hold_the_tables_of_the_results():
-    files = sorted(papers.RESULTS.glob("papers_*.json"))
-    reports = {file.stem.removeprefix("papers_"): json.loads(file.read_text(encoding="utf-8")) for file in files}
-    assert papers_docs.laboratory(reports, papers.TABLES) in papers_docs.LABORATORY.read_text(encoding="utf-8")
-    assert papers_docs.summary(reports, papers.TABLES) in papers_docs.USERS.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The README's quickstart: its commands work and its figures are the README's within the stated tolerance."""
+"""The quickstart: its commands work and its figures are the page's within the stated tolerance."""
 
 import subprocess
 import sys
@@ -19,11 +19,11 @@ from kvconvert.io.tensorfile import nbytes, read_header
 from kvconvert.kernels.pages import PAGE_SIZE
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "quickstart.md"
 MODEL = ROOT / quickstart.MODEL
 
 
-def test_a_small_conversion_of_the_reference_model_has_the_readmes_sizes_and_divergence(tmp_path):
+def test_a_small_conversion_of_the_reference_model_has_the_pages_sizes_and_divergence(tmp_path):
     """A thirtieth of the quickstart's calibration tokens and a ninth of its text: KL hardly depends on either."""
     calibrate(MODEL, tmp_path / "work", samples=4, seq_len=256, progress=False)
     manifest = open_bundle(export(tmp_path / "work", tmp_path / "bundle", progress=False)).manifest
@@ -41,18 +41,18 @@ def test_a_small_conversion_of_the_reference_model_has_the_readmes_sizes_and_div
         ("bytes", "KV cache, bytes per token", f"{cache.source_bytes_per_token:.0f}", f"{cache.bytes_per_token:.0f}"),
         ("bytes", "weights, bytes", f"{source_bytes}", f"{manifest.weights.bytes}"),
     ]
-    assert quickstart.compare(README, rows) == []
+    assert quickstart.compare(PAGE, rows) == []
 
 
-def test_the_readme_shows_the_commands_that_the_quickstart_runs():
-    block = README.read_text(encoding="utf8").split(quickstart.BEGIN)[1].split(quickstart.END)[0]
+def test_the_page_shows_the_commands_that_the_quickstart_runs():
+    block = PAGE.read_text(encoding="utf8").split(quickstart.BEGIN)[1].split(quickstart.END)[0]
     shown = [line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ ")]
     assert shown == [" ".join(["kvconvert", *command]) for command in quickstart.COMMANDS]
 
 
 @pytest.mark.full
-def test_the_quickstarts_output_is_the_readmes():
-    command = [sys.executable, "examples/quickstart.py", "--check", "README.md"]
+def test_the_quickstarts_output_is_the_pages():
+    command = [sys.executable, "examples/quickstart.py", "--check", "docs/quickstart.md"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Greedy continuation" in done.stdout

@@ -1,5 +1,6 @@
 """What the simulated baselines do to keys and values."""
 
+import real_model_docs
 import simulated_baselines
 import simulated_feedback
 import simulated_methods as simulated
@@ -79,3 +80,13 @@ def test_eviction_keeps_what_the_counted_queries_attend_to():
     assert held[32][40]
     assert held[None][100]
     assert not held[32][100]
+
+
+def test_rows_are_shown_by_bits():
+    rows = {
+        "large": {"bits": 4.0, "kl": 0.1, "perplexity": 20.0},
+        "small": {"bits": 2.0, "kl": 0.5, "perplexity": 25.0},
+    }
+    about = {"prompts": 2, "length": 8, "scored": 4, "text": "novels.txt", "source_perplexity": 19.0}
+    text = real_model_docs.simulated({"rows": rows, **about})
+    assert text.endswith("| small | 2.00 | 0.5000 | 25.00 |\n| large | 4.00 | 0.1000 | 20.00 |")

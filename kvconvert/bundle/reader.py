@@ -54,7 +54,7 @@ def open_bundle(path: str | Path, verify: Literal["full", "headers", "plan"] = "
     shape against the manifest; coverage and packing of quantized modules; scales and KV-plan tensors finite, scales
     positive, and, with "full", all other floating-point tensors finite; agreement of config.json; settings that would
     run code or fetch something absent. Whether the model that transformers builds fits the tensors is checked where one
-    is built (`runtime/hf/quantizer.py`).
+    is built (`runtime/hf/bundle_quantizer.py`).
 
     Args:
         path: the bundle's directory.

@@ -61,7 +61,7 @@ def verify(bundle: str) -> None:
     opened = open_bundle(locate(bundle), verify="full")
     for line in opened.checks:
         click.echo(f"ok  {line}")
-    from kvconvert.runtime.hf.quantizer import check_fits
+    from kvconvert.runtime.hf.bundle_quantizer import check_fits
 
     click.echo(f"ok  config.json: {check_fits(opened)} tensors fit the model that it describes")
     click.echo(f"{bundle} is intact.")

@@ -2,7 +2,7 @@
 
 Prompts of likelihoods are read page by page through the cache, so that a continuation is judged from what the cache
 made of its context; contexts within a page, and the page that is being filled, are in full precision, as they are when
-a bundle serves. Generation is `model.generate`, greedy. Needs the package lm-eval (`pip install kvconvert[harness]`).
+a bundle serves. Generation is `model.generate`, greedy. Needs the package lm-eval (`pip install ".[harness]"`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
     raise UsageError(
-        f"Tasks of lm-evaluation-harness need the package lm-eval ({error}); install kvconvert[harness]."
+        f"Tasks of lm-evaluation-harness need the package lm-eval ({error}); run pip install '.[harness]' in a clone "
+        "of kvconvert."
     ) from error
 
 MAX_NEW_TOKENS = 256  # of a task that does not say

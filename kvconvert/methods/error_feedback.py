@@ -106,7 +106,7 @@ class KeyRoundingSearch:
     def chooses_error_feedback(self, scheme: Any) -> bool:
         """Whether calibration is to choose error feedback for the keys of a scheme that leaves it open."""
         is_open = self.calibrate_key_rounding and "key_rounding" not in self.given
-        # It does harm to drawings at one bit (docs/images.md).
+        # It does harm to drawings at one bit (benchmarks/RESULTS.md).
         harms = scheme.key_bits == 1 and scheme.modality == "visual"
         return is_open and scheme.key_bits in CHOSEN_BITS and not harms
 

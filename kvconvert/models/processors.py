@@ -38,7 +38,7 @@ def load_processor(directory: Path) -> ProcessorMixin:
             "processed; fetch the model again."
         )
     if not is_vision_available():
-        raise UsageError("Reading images needs Pillow, which is not installed; run pip install 'kvconvert[images]'.")
+        raise UsageError("Reading images needs Pillow; run pip install '.[images]' in a clone of kvconvert.")
     try:
         if is_torchvision_available():
             return AutoProcessor.from_pretrained(directory, trust_remote_code=False)

@@ -2,5 +2,5 @@
 
     from kvconvert.onnx.export import export_onnx
 
-Needs the package onnx (`pip install kvconvert[onnx]`). docs/onnx.md describes the result and what is served.
+Needs the package onnx (`pip install ".[onnx]"`). docs/bundle.md describes the result and what is served.
 """

@@ -71,7 +71,7 @@ def export_onnx(
         if error.name != "onnx":
             raise
         raise UsageError(
-            "The export to ONNX needs the package onnx; install it with `pip install 'kvconvert[onnx]'`."
+            "The export to ONNX needs the package onnx; run `pip install '.[onnx]'` in a clone of kvconvert."
         ) from error
     target = Path(output)
     check_output(target, force, marker=GENAI_NAME)

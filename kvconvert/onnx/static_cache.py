@@ -119,7 +119,7 @@ def _obstacle(scheme: KVScheme) -> str | None:
 
 def _unsupported(
     reason: str,
-    advice: str = 'calibrate with static_scales = "calibrated" and 8 or 4 bits (docs/onnx.md has the recipe), or ',
+    advice: str = 'calibrate with static_scales = "calibrated" and 8 or 4 bits (docs/bundle.md has the recipe), or ',
 ) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"ONNX Runtime's quantized cache cannot follow this bundle's KV plan: {reason}; {advice}set `kv_cache` to "

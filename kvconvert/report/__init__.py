@@ -1,6 +1,6 @@
 """`report`: what a bundle is and what it costs, as one HTML file and PNG figures.
 
-Needs matplotlib (`pip install kvconvert[report]`). docs/report.md shows the figures.
+Needs matplotlib (`pip install ".[report]"`). docs/evaluation.md shows the figures.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ def write_report(
         KvconvertError: one of its children; nothing was written then.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(
-            "A report is drawn with matplotlib, which is not installed; run pip install 'kvconvert[report]'."
-        )
+        raise UsageError("A report is drawn with matplotlib; run pip install '.[report]' in a clone of kvconvert.")
     from kvconvert.report.activations import sample_keys
     from kvconvert.report.fidelity import read_fidelity
     from kvconvert.runtime.hf.fit import read_config

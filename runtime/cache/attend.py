@@ -21,9 +21,9 @@ from kvconvert.kernels.prompt import prompt_attention
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.select import column_sums, selective_attention
 from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.group_tables import GroupTables
 from kvconvert.runtime.cache.history import AttentionCall, RowHistory
 from kvconvert.runtime.cache.store import LayerStore
-from kvconvert.runtime.cache.tables import GroupTables
 
 EVERY = slice(None)
 

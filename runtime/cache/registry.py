@@ -7,9 +7,9 @@ from collections.abc import Hashable
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.runtime.cache.forward_pass import ForwardPass
+from kvconvert.runtime.cache.group_tables import FEWEST_ENTRIES, GroupTables
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import Group, LayerStore
-from kvconvert.runtime.cache.tables import FEWEST_ENTRIES, GroupTables
 
 
 class TableRegistry:

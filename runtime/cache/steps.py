@@ -9,10 +9,10 @@ import torch
 
 from kvconvert.runtime.cache.compress import compress, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
+from kvconvert.runtime.cache.group_tables import GroupTables
 from kvconvert.runtime.cache.registry import runs_steps
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import Group
-from kvconvert.runtime.cache.tables import GroupTables
 
 # All new tokens are real, and layers bring their own mask functions.
 _STEP = Chunk(torch.zeros(1, dtype=torch.int64))

@@ -13,7 +13,7 @@ from kvconvert.errors import UsageError
 from kvconvert.runtime.engine.model_steps import ModelSteps
 from kvconvert.runtime.engine.request import Request
 from kvconvert.runtime.engine.sampling import Sampling
-from kvconvert.runtime.engine.text import TextStream
+from kvconvert.runtime.engine.text_stream import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

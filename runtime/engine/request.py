@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvconvert.runtime.engine.sampling import Sampling
-from kvconvert.runtime.engine.text import TextStream
+from kvconvert.runtime.engine.text_stream import TextStream
 
 State = Literal["waiting", "prompt", "running", "finished"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]

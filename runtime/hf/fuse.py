@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from kvconvert.kernels.linear import QuantizedLinear, share_input
-from kvconvert.runtime.hf.experts import PackedExperts
 from kvconvert.runtime.hf.fused_layers import fuse_residuals
 from kvconvert.runtime.hf.fused_modules import fuse_gated_mlp, fuse_norm, fuse_rotary
+from kvconvert.runtime.hf.packed_experts import PackedExperts
 
 # Names of Linears beside each other that read one input: attention, a gated MLP, latent attention.
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))

@@ -15,8 +15,8 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError
 from kvconvert.models.configuration import model_class, supports_images
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer
+from kvconvert.runtime.hf.bundle_quantizer import BundleConfig, Verify, check_fits
 from kvconvert.runtime.hf.fit import read_config
-from kvconvert.runtime.hf.quantizer import BundleConfig, Verify, check_fits
 
 
 def load(

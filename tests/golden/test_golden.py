@@ -18,7 +18,7 @@ from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
 from kvconvert.kernels.pages import KeyFormat, ValueFormat
 from kvconvert.kernels.pages.reference import dequantize_keys, dequantize_values, quantize_keys, quantize_values
 from kvconvert.kernels.rotate.matrices import hadamard_matrix
-from kvconvert.runtime.hf.quantizer import check_fits
+from kvconvert.runtime.hf.bundle_quantizer import check_fits
 
 HERE = Path(__file__).parent
 BUNDLES = sorted(path for path in HERE.glob("format-*") if path.is_dir())

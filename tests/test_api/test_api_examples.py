@@ -1,4 +1,4 @@
-"""docs/api.md: its examples run, and it describes every public name and every argument."""
+"""docs/runtime.md: its examples run, and it describes every public name and every argument."""
 
 import inspect
 import re
@@ -10,8 +10,9 @@ from tiny.checkpoints import save_checkpoint
 import kvconvert
 from kvconvert.recipes.recipe import Budget
 
-PAGE = (Path(kvconvert.__file__).resolve().parent.parent / "docs" / "api.md").read_text(encoding="utf8")
-SECTIONS = dict(re.findall(r"^## (.+?)$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+PAGE = (Path(kvconvert.__file__).resolve().parent.parent / "docs" / "runtime.md").read_text(encoding="utf8")
+API = PAGE.split("## Python API")[1].split("\n## ")[0]
+SECTIONS = dict(re.findall(r"^### (.+?)$(.*?)(?=^### |\Z)", API, re.MULTILINE | re.DOTALL))
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -27,7 +28,7 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys, every):
     for example in examples:
         if not every and re.search(r"= (evaluate|bench)\(", example):
             continue
-        exec(compile(example, "docs/api.md", "exec"), namespace)
+        exec(compile(example, "docs/runtime.md", "exec"), namespace)
     assert "`device` may be cpu or cuda" in capsys.readouterr().out
 
 

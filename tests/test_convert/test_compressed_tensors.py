@@ -15,7 +15,7 @@ from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import UsageError
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, pack_bits, unpack_bits
 
-NEEDS = 'needs pip install "kvconvert[compressed-tensors]"'
+NEEDS = 'needs pip install ".[compressed-tensors]"'
 
 
 def unpacked(words, count):

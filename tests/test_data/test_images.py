@@ -295,5 +295,5 @@ def test_images_that_are_too_many_for_memory_are_kept_in_files(model, tmp_path, 
 
 def test_a_processor_without_its_packages_says_which(model, monkeypatch):
     monkeypatch.setattr("kvconvert.models.processors.is_vision_available", lambda: False)
-    with pytest.raises(UsageError, match=r"kvconvert\[images\]"):
+    with pytest.raises(UsageError, match=r"pip install .\.\[images\]"):
         load_image_samples(None, load_processor(model), ARCHITECTURES["llava"].config(), 1, 64, 0)

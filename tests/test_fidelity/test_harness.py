@@ -34,7 +34,7 @@ def test_without_lm_eval_one_sentence_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "kvconvert.fidelity.harness", raising=False)
     result = CliRunner().invoke(cli, ["eval", "bundle", "--harness", "ours.yaml"])
     assert result.exit_code == 2
-    assert "install kvconvert[harness]" in result.stderr
+    assert "pip install '.[harness]'" in result.stderr
     result = CliRunner().invoke(cli, ["eval", "bundle", "--harness", "ours.yaml", "--tokens", "5"])
     assert "--tokens says nothing to tasks" in result.stderr
 
@@ -42,7 +42,7 @@ def test_without_lm_eval_one_sentence_says_what_to_install(monkeypatch):
 @pytest.fixture
 def lm():
     """Makes the harness's view of a tiny model, with a cache of a scheme."""
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvconvert[harness]")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed; pip install '.[harness]'")
     from kvconvert.fidelity.harness import CachedLM
 
     model = tiny_model("llama", 0, max_position_embeddings=512)

@@ -18,7 +18,7 @@ from compiled_toys import spilling_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "benchmarks" / "results" / "aot.json"
-REGENERATE = "python benchmarks/aot.py --full --json benchmarks/results/aot.json --docs docs/kernels.md"
+REGENERATE = "python benchmarks/aot.py --full --json benchmarks/results/aot.json"
 FIGURES = ("registers", "stack", "local", "shared", "instructions", "loop", "matrix", "wide", "per_code")
 # With another compiler than the table's, figures may grow by so much before it is worth a look.
 GROWTH = 1.25

@@ -1,4 +1,4 @@
-"""What the matrix finds out about an architecture, as data: docs/models.json keeps it, docs/models.md shows it."""
+"""What the matrix finds out about an architecture, as data: models.json keeps it, docs/models.md shows it."""
 
 from __future__ import annotations
 

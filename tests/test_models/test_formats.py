@@ -96,7 +96,7 @@ def shorten_tokenizer(file):
 
 def write_gguf(directory, kind="F16"):
     """A tiny Llama in llama.cpp's names and order of rows; returns the file, the model, and the weights to be read."""
-    gguf = pytest.importorskip("gguf", reason="needs the package gguf (pip install 'kvconvert[gguf]')")
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf (pip install '.[gguf]')")
     model = save_checkpoint(directory / "model", dtype=torch.float16, vocab_size=VOCABULARY)
     shorten_tokenizer(model / "tokenizer.json")
     config = json.loads((model / "config.json").read_text())

@@ -249,7 +249,7 @@ def test_a_recipe_that_keeps_weights_keeps_the_sources_own_form_of_experts(model
 
 def test_the_docs_state_the_threshold_and_what_was_measured():
     root = Path(__file__).parents[2]
-    words = " ".join((root / "docs" / "mixtures.md").read_text().split())
+    words = " ".join((root / "docs" / "models.md").read_text().split())
     measured = json.loads((root / "benchmarks" / "results" / "expert_tokens.json").read_text())
     assert f"fewer than {MIN_EXPERT_TOKENS} calibration tokens" in words
     for group_size, row in measured.items():

@@ -21,7 +21,7 @@ from kvconvert.errors import UsageError
 from kvconvert.report import render, write_report
 from kvconvert.report.activations import KeySample, sample_keys
 
-matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'kvconvert[report]'")
+matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install '.[report]'")
 
 HOSTILE = """<script>alert("1")</script>'"><img src=http://x.example/a onerror=alert(1)>\n\r\x1b[2J\u2028&lt;$\\frac$"""
 REPORT = {
@@ -194,7 +194,7 @@ def test_what_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = CliRunner().invoke(cli, ["report", str(bundle)])
     assert result.exit_code == 2
-    assert "pip install 'kvconvert[report]'" in result.output
+    assert "pip install '.[report]'" in result.output
     assert not (tmp_path / "bundle-report").exists()
 
 

@@ -14,8 +14,8 @@ from kvconvert.runtime.cache.attend import attend
 from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.group_tables import GroupTables
 from kvconvert.runtime.cache.steps import PlannedStep
-from kvconvert.runtime.cache.tables import GroupTables
 
 DIM, STEPS = 16, 300
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": DIM}

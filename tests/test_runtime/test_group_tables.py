@@ -14,15 +14,15 @@ from kvconvert.kernels.pages import dequantize_keys, dequantize_values, empty_ke
 from kvconvert.kernels.spans import Span, span_keys, span_values
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
-from kvconvert.runtime.cache import tables as tables_module
+from kvconvert.runtime.cache import group_tables as tables_module
 from kvconvert.runtime.cache.append import commit
 from kvconvert.runtime.cache.attend import attend
 from kvconvert.runtime.cache.buffer import GPU_GROWTH
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk, ModalityMask
+from kvconvert.runtime.cache.group_tables import GroupTables
 from kvconvert.runtime.cache.registry import entries_needed
 from kvconvert.runtime.cache.store import LayerStore
-from kvconvert.runtime.cache.tables import GroupTables
 
 CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 CONFIG.image_token_id = 1

@@ -16,7 +16,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import BundleError, RecipeError, UsageError
 from kvconvert.runtime import KVCache, load
-from kvconvert.runtime.hf.quantizer import check_fits
+from kvconvert.runtime.hf.bundle_quantizer import check_fits
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-1"
 

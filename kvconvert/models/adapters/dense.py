@@ -1,4 +1,4 @@
-"""Dense text models. An architecture is one entry; docs/adding-an-architecture.md says how to write it."""
+"""Dense text models. An architecture is one entry; docs/models.md says how to write it."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def open_gguf(file: Path) -> GgufFile:
         from transformers import modeling_gguf_pytorch_utils as conversion
     except ImportError as error:
         raise UsageError(
-            f"Reading {file} needs the package gguf, which is not installed; run pip install 'kvconvert[gguf]'."
+            f"Reading {file} needs the package gguf; run pip install '.[gguf]' in a clone of kvconvert."
         ) from error
     try:
         reader = gguf.GGUFReader(file)

@@ -26,10 +26,10 @@ from kvconvert.kernels.linear import DenseLinear, QuantizedLinear
 from kvconvert.methods import KVScheme
 from kvconvert.models.configuration import model_class
 from kvconvert.runtime.hf.attention import NAME
-from kvconvert.runtime.hf.experts import SeparateExperts, merges_experts, place_packed_experts
 from kvconvert.runtime.hf.fit import compare_shapes, no_model, read_config
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.generation import adopt
+from kvconvert.runtime.hf.packed_experts import SeparateExperts, merges_experts, place_packed_experts
 from kvconvert.runtime.hf.save import save_as_bundle
 
 METHOD = "kvconvert"

@@ -1,0 +1,152 @@
+"""Write every table and picture of the documentation that is made from results or from the code: `make docs`.
+
+    python benchmarks/docs.py
+
+Nothing is measured here: figures come from benchmarks/results, tests/test_matrix/models.json, and the methods'
+classes. A test fails where a page differs from what this writes; read then whether the text beside it still fits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import architectures_docs
+import calibration_data
+import fidelity
+import gpu_docs
+import interop
+import interop_sources
+import methods_docs
+import multimodal
+import papers
+import papers_docs
+import readme_docs
+import real_model_docs
+import weights_docs
+from tables import put, table
+
+from kvconvert.bundle.schema import schema_text
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@cache
+def results(name: str) -> Any:
+    """One file of results."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def expert_tokens(found: dict[str, dict[str, float]]) -> str:
+    """Error with an expert's own tokens over that with the layer's."""
+    counts = list(next(iter(found.values())))
+    rows = [(f"groups of {size}", *(f"{value:.2f}" for value in row.values())) for size, row in found.items()]
+    return table(("own tokens", *counts), rows)
+
+
+def memory(found: dict[str, Any]) -> str:
+    """The peaks of `calibrate` and `export`."""
+    rows = [
+        (case["shape"], case["layers"], weights_docs.NAMES.get(case["recipe"], case["recipe"]),
+         *(f"{case[step]['peak_anonymous_bytes'] / 1e9:.2f} GB" for step in ("calibrate", "export")))
+        for case in found["cases"]
+    ]  # fmt: skip
+    return table(("shape", "layers", "weights", "calibrate", "export"), rows)
+
+
+def matrix() -> str:
+    """The architectures."""
+    file = ROOT / "tests" / "test_matrix" / "models.json"
+    return architectures_docs.architectures(json.loads(file.read_text(encoding="utf-8")))
+
+
+def picture(colors: dict[str, str]) -> str:
+    """README's picture, of the first model that has a report."""
+    return readme_docs.picture(real_model_docs.reports()[0], results("engine"), colors)
+
+
+def of(make: Callable[[Any], str], name: str) -> Callable[[], str]:
+    """A table that is made from one file of results."""
+    return lambda: make(results(name))
+
+
+# For each page its tables by the names of their places.
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"costs": lambda: readme_docs.costs(real_model_docs.reports())},
+    "docs/choosing.md": {"real models": lambda: real_model_docs.comparison(real_model_docs.reports())},
+    "docs/methods.md": {
+        "methods": methods_docs.methods,
+        "presets": methods_docs.presets,
+        "weights": of(weights_docs.summary, "calibrate"),
+    },
+    "docs/models.md": {
+        "architectures": matrix,
+        "expert tokens": of(expert_tokens, "expert_tokens"),
+        "images": of(multimodal.summary, "multimodal"),
+    },
+    "docs/performance.md": {
+        "whole models": of(gpu_docs.whole_models, "engine"),
+        "kernels": of(gpu_docs.kernels, "gpu"),
+        "products": of(gpu_docs.products, "linear_shapes"),
+        "cpu": of(gpu_docs.on_cpu, "cpu_models"),
+    },
+    "docs/bundle.md": {"plan tensors": methods_docs.plan_tensors, "scheme fields": methods_docs.scheme_fields},
+    "benchmarks/RESULTS.md": {
+        "real models": lambda: real_model_docs.sections(real_model_docs.reports()),
+        "smollm2": of(real_model_docs.markdown, "real_model"),
+        "simulated": of(real_model_docs.simulated, "simulated_baselines"),
+        "reference model": of(real_model_docs.markdown, "real_model_reference"),
+        "fidelity": of(fidelity.tables, "fidelity"),
+        "calibration data": lambda: calibration_data.table(results("calibration_data")["cases"]),
+        "images": of(multimodal.tables, "multimodal"),
+        "memory": of(memory, "memory"),
+        "other programs": of(interop.table, "interop"),
+        "other sources": of(interop_sources.table, "interop_sources"),
+    },
+    "benchmarks/WEIGHTS.md": {
+        "methods": of(weights_docs.methods, "weights"),
+        "llm-compressor": of(weights_docs.beside_peers, "calibrate"),
+    },
+    "benchmarks/PAPERS.md": {"papers": lambda: papers_docs.laboratory(papers_docs.reports(RESULTS), papers.TABLES)},
+    "benchmarks/KERNELS.md": {
+        "machine": of(gpu_docs.machine, "gpu"),
+        "bars": of(gpu_docs.bars, "gpu"),
+        "decode": of(gpu_docs.decode, "gpu"),
+        "quantize": of(gpu_docs.quantize, "gpu"),
+        "prompts": of(gpu_docs.prompts, "gpu"),
+        "linear": of(gpu_docs.linear, "gpu"),
+        "widths": of(gpu_docs.widths, "linear_widths"),
+        "many rows": of(gpu_docs.many_rows, "linear_shapes"),
+        "whole models": of(gpu_docs.model_bars, "engine"),
+    },
+}
+# Files that are made as a whole.
+FILES: dict[str, Callable[[], str]] = {
+    "docs/manifest.schema.json": schema_text,
+    "docs/overview-light.svg": partial(picture, readme_docs.LIGHT),
+    "docs/overview-dark.svg": partial(picture, readme_docs.DARK),
+}
+
+
+def page_of(name: str) -> str:
+    """A page of the working tree with its tables made anew."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for place, make in PAGES[name].items():
+        text = put(text, place, make())
+    return text
+
+
+MAKERS: dict[str, Callable[[], str]] = {name: partial(page_of, name) for name in PAGES} | FILES
+
+
+def main() -> None:
+    for name, make in MAKERS.items():
+        (ROOT / name).write_text(make(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

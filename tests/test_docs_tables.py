@@ -1,0 +1,186 @@
+"""The documentation's tables and pictures are those that `make docs` writes, with every bar of the kernels."""
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import architectures_docs
+import gpu_docs
+import multimodal
+import pytest
+import readme_docs
+import tables
+from tiny.models import ARCHITECTURES
+
+import docs
+from kvconvert.methods.scheme import FIELDS, PLAN_TENSORS, PRESETS
+
+ROOT = Path(__file__).resolve().parent.parent
+BARS = ROOT / "benchmarks" / "KERNELS.md"
+
+STEPS = [
+    f"{scheme}, {size}, {parts}"
+    for scheme in ("oscar", "kitty")
+    for size in ("1 x 131,072", "32 x 8,192, all rows at once", "32 x 8,192, one row after another")
+    for parts in ("attention alone", "with Linears")
+]
+# (case of the table of bars, its bar), as they were asked for.
+ASKED = (
+    ("oscar-g128 (norms), 1 x 131,072", "at least 4.50 times as fast as the peer"),
+    ("oscar-g128 (norms), 32 x 8,192", "at least 4.50 times as fast as the peer"),
+    ("oscar-g128 (norms), 1 x 131,072", "at least 55.0% of copy bandwidth"),
+    ("oscar-g128 (norms), 32 x 8,192", "at least 55.0% of copy bandwidth"),
+    ("oscar G = 32, 1 x 131,072", "at least 3.50 times as fast as the peer"),
+    ("oscar G = 32, 32 x 8,192", "at least 3.50 times as fast as the peer"),
+    ("1-bit spans, 32 x 8,192", "at least 6.00 times as fast as the peer"),
+    ("1-bit spans with tau, 32 x 8,192", "at least 4.00 times as fast as the peer"),
+    ("oscar-g128 (norms), 1 x 1,024", "at least 1.00 times as fast as the peer"),
+    ("quantize a prompt of 32768 tokens, oscar-g128", "at most 15.0% of the peer's time"),
+    ("page flush, batch 1, oscar", "at most 1% of 128 steps"),
+    ("page flush, batch 32, oscar", "at most 1% of 128 steps"),
+    *((f"page flushes, {steps}", "at most 1% of the steps") for steps in STEPS),
+    *((f"p99 step time, {steps}", "at most 1% above the median step") for steps in STEPS),
+    ("prompt of 8192 tokens, output and sums", "at most 1.80 times the peer's time"),
+    ("selective flash attention, memory", "linear"),
+    ("W4A16, 4096 x 14336, 1 rows", "at least 3.20 times as fast as the peer"),
+    ("W4A16, 4096 x 14336, 1 rows", "at least 70.0% of copy bandwidth"),
+    ("W4A16, 4096 x 14336, 16 rows", "at least 2.50 times as fast as the peer"),
+    ("W4A16, 4096 x 14336, 256 rows", "at least 0.90 times as fast as the peer"),
+)
+
+
+@pytest.mark.parametrize("name", docs.MAKERS)
+def test_a_page_is_up_to_date_with_results_and_code(name):
+    message = "run `make docs` and read whether the text beside the table still fits"
+    assert (ROOT / name).read_text(encoding="utf-8") == docs.MAKERS[name](), message
+
+
+def test_a_table_is_put_between_the_comments_that_name_it():
+    begin, end = "<!-- a: written by `make docs` -->", "<!-- end of a -->"
+    page = tables.put(f"before\n{begin}\nold\n{end}\nafter", "a", "new")
+    assert page == f"before\n{begin}\nnew\n{end}\nafter"
+    assert tables.put(page, "a", "new") == page
+    with pytest.raises(ValueError, match="no place for the table 'b'"):
+        tables.put(page, "b", "new")
+
+
+def test_no_table_that_a_page_holds_is_written_by_hand():
+    for page in [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md"), ROOT / "README.md"]:
+        places = re.findall(r"<!-- ([\w -]+): written by `make docs` -->", page.read_text(encoding="utf-8"))
+        assert places == [*docs.PAGES.get(page.relative_to(ROOT).as_posix(), {})], page.name
+
+
+def test_the_format_and_the_methods_are_described_in_full():
+    bundle, methods = ((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("bundle", "methods"))
+    assert not [name for name in (*FIELDS, *PLAN_TENSORS) if f"| `{name}` |" not in bundle]
+    assert not [
+        name for name in PRESETS if f"| `{name.removesuffix('-paper').removesuffix('-plain')}` |" not in methods
+    ]
+
+
+def test_every_architecture_of_the_matrix_has_a_row():
+    results = json.loads((ROOT / "tests" / "test_matrix" / "models.json").read_text(encoding="utf8"))
+    text = architectures_docs.architectures(results)
+    assert not [name for name, entry in ARCHITECTURES.items() if f"`{entry.model_type}`" not in text]
+    for entry in results["models"].values():
+        assert entry["weights"].get("refused", "") in text
+    assert f"{len(results['models'])} architectures" in (ROOT / "README.md").read_text(encoding="utf8")
+
+
+def measured(perplexity, hits):
+    text = {"kl": 0.25, "perplexity": perplexity, "source_perplexity": 20.0}
+    return {"size": {"bits_per_value": 4.0}, "texts": {"wikitext2-test": text}, "found": {"64": hits}}
+
+
+def test_readme_shows_the_default_and_its_bundle_once_they_are_measured():
+    searched, default = measured(21.0, [True, True]), measured(22.0, [True, False])
+    report = {
+        "settings": {"model": "tiny", "texts": ["wikitext2-test"], "length": 128},
+        "source": {"found": {"64": [True, True]}},
+        "caches": {"auto:kv_bits=2.43,context=64": searched, "failed": {"failure": "no"}},
+        "bundles": {},
+    }
+    engine = {"machine": {"gpu": "GPU"}, "rows": {"engine": {"bf16": {"tokens_per_second": 1.0, "batch": 1}}}}
+    engine["rows"]["engine"]["2 bits"] = {"tokens_per_second": 2.0, "batch": 3, "ratio": 2.0}
+    themes = readme_docs.LIGHT, readme_docs.DARK
+    before = [ElementTree.fromstring(readme_docs.picture(report, engine, colors)) for colors in themes]
+    report["caches"]["default"], report["bundles"]["default"] = default, measured(24.0, [False, False])
+    assert readme_docs.costs([report]).splitlines()[2:] == [
+        "| tiny | source | 16 | 0 | 20.00 | 100% |",
+        "| tiny | `default`, cache alone | 4.00 | 0.250 | 22.00 | 50% |",
+        "| tiny | `auto --kv-bits 2.43`, cache alone | 4.00 | 0.250 | 21.00 | 100% |",
+        "| tiny | `default`, 4-bit weights and cache | 4.00 | 0.250 | 24.00 | 0% |",
+    ]
+    after = ElementTree.fromstring(readme_docs.picture(report, engine, readme_docs.LIGHT))
+    light, dark, changed = (["".join(element.itertext()) for element in tree] for tree in (*before, after))
+    assert light == dark
+    assert {"Perplexity +5.0%", "4.0x smaller KV cache", "recipe auto --kv-bits 2.43, all counted"} <= {*light}
+    assert {"Perplexity +10.0%", "50% retrieved", "recipe default, all counted"} <= {*changed}
+
+
+def bars() -> list[list[str]]:
+    table = BARS.read_text(encoding="utf8").split("<!-- bars: ")[1].split("<!-- end of bars -->")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+
+
+@pytest.mark.parametrize(("case", "bar"), ASKED)
+def test_every_bar_is_measured(case, bar):
+    found = [cells for cells in bars() if cells[0] == case and cells[1].startswith(bar)]
+    assert found
+    for cells in found:
+        assert cells[5].startswith(("met", "**missed**"))
+        assert cells[2]
+
+
+def test_every_bar_of_the_recorded_run_is_in_the_table():
+    asked = {case for case, _ in ASKED}
+    rows = [row for section in docs.results("gpu")["rows"].values() for row in section]
+    with_bars = {row["case"] for row in rows if row.get("bar") is not None or row.get("bandwidth_bar") is not None}
+    assert asked & with_bars
+    assert with_bars <= {cells[0] for cells in bars()}
+
+
+def test_every_bar_of_whole_models_has_its_row():
+    rows = gpu_docs.model_bars(docs.results("engine"))
+    assert rows.count("| met |") + rows.count("**missed**") == 3 + 3 + 3 + 3 + 2 + 1
+
+
+def test_a_missed_bar_leads_to_its_analysis():
+    text = BARS.read_text(encoding="utf8")
+    headings = [line.lstrip("# ").lower() for line in text.splitlines() if line.startswith("#")]
+    anchors = {re.sub(r"[^a-z0-9 -]", "", heading).replace(" ", "-") for heading in headings}
+    assert {*re.findall(r"\*\*missed\*\*: \[analysis\]\(#([^)]*)\)", text)} <= anchors
+
+
+def test_all_checks_of_the_recorded_run_passed():
+    assert all(check["passed"] for section in docs.results("gpu")["checks"].values() for check in section)
+
+
+def test_linears_take_what_measured_best_or_nearly_so():
+    rows = docs.results("linear_shapes")["rows"]
+    assert len(rows) == 4 * 7
+    for row in rows:
+        others = [time for path, time in row["times"].items() if path not in ("bf16", "dispatch", "humming")]
+        assert gpu_docs.chosen_path(row)[1] <= 1.05 * min(*others, *row["fused"].values()), (row["case"], row["rows"])
+
+
+def test_every_width_of_image_tokens_is_recorded_with_and_without_tau_and_range():
+    rows = docs.results("multimodal")["rows"]
+    for bits in (8, 4, 2, 1):
+        for name in ("min and max", "tau", "range", "tau and range", "values per token", "values with one range"):
+            assert f"{bits} bit, {name}" in rows
+
+
+def test_the_shares_that_the_notes_on_images_name_are_the_recorded_ones():
+    text = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf8").split("<!-- end of images -->")[1]
+    result = docs.results("multimodal")
+    rows = result["rows"]
+    exact = [
+        rows[f"1 bit, {name}"]["exact_answers"]
+        for name in ("min and max", "range", "released factors about the midpoint")
+    ]
+    captions = [rows[f"1 bit, {name}"]["exact_captions"] for name in ("range, values per token", "range")]
+    for value in (*exact, *captions, result["full_precision"]["exact_answers"]):
+        assert multimodal.share(value) in text
