@@ -85,7 +85,16 @@ def attention_function(
         )
     if not isinstance(key, KeyHandle):
         return _without_cache(
-            module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling,
+            dropout=dropout,
+            softcap=softcap,
+            sink_logits=s_aux,
+            **kwargs,
         ), None
     store = getattr(key, "store", None)
     where = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
@@ -114,6 +123,7 @@ def _without_cache(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    *,
     scaling: float,
     dropout: float,
     softcap: float | None,
