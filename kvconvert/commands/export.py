@@ -19,7 +19,7 @@ import click
 )
 @click.option("--base-model", metavar="ID", help="Id on the Hub of a source that was a local directory.")
 @click.option(
-    "--license", metavar="L", help="Licence, by the Hub's identifier; by default the one on the source's card."
+    "--license", metavar="L", help="License, by the Hub's identifier; by default the one on the source's card."
 )
 @click.option("--license-name", metavar="NAME", help="With --license other: its name.")
 @click.option("--license-link", metavar="URL", help="With --license other: its address, or a file of the bundle.")

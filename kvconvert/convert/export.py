@@ -73,7 +73,7 @@ COPIED_FILES = (
 )
 SHARED = "shares the embedding's weight"
 ELSEWHERE = "its tensors have names of their own in the checkpoint"
-LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+LICENSE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 
 def export(
@@ -103,8 +103,8 @@ def export(
         progress: show a progress bar.
         max_shard_bytes: size at which the weights are divided into several files.
         base_model: id on the Hub of the source model, where that was a local directory; for manifest and card.
-        license: identifier of the bundle's licence as the Hub has them; None takes the one on the source's card.
-        license_name, license_link: name and address of the licence "other".
+        license: identifier of the bundle's license as the Hub has them; None takes the one on the source's card.
+        license_name, license_link: name and address of the license "other".
 
     Returns:
         the path of the bundle.
@@ -183,7 +183,7 @@ def _export(
         config = safe_settings(config)  # without those that point to code, which a bundle never carries or runs
         config["quantization_config"] = quantization_config(manifest.weights, manifest.modules)
         files["config.json"] = write_json(directory / "config.json", config)
-        informative = [CARD_NAME, *copy_files(source.directory, directory, LICENCE_FILES)]
+        informative = [CARD_NAME, *copy_files(source.directory, directory, LICENSE_FILES)]
         manifest = manifest.model_copy(
             update={"files": dict(sorted(files.items())), "informative": sorted(informative)}
         )

@@ -29,7 +29,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Perplexity per token. `increase` is relative: 0.05 means 5 %; its interval is None with one segment."""
+    """Perplexity per token. `increase` is relative: 0.05 means 5%; its interval is None with one segment."""
 
     source: float
     bundle: float

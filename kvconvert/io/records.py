@@ -34,8 +34,8 @@ class SourceInfo(Record):
         id: Hub id, of a local checkpoint as it was given at export, or else the name of its directory (never the full
             path: machines differ).
         revision: commit of the Hub repository, where known.
-        licence: the licence that the model's card states, by the Hub's identifier, where known.
-        licence_name, licence_link: of the licence "other".
+        licence: the license that the model's card states, by the Hub's identifier, where known.
+        licence_name, licence_link: of the license "other".
         language: the languages that the card states.
         config_sha256: SHA-256 of `config.json`.
         weights_sha256: SHA-256 of each weight file, by name.

@@ -200,7 +200,7 @@ class SourceModel:
             plain.read_finite([name])
 
     def info(self, progress: bool = False) -> SourceInfo:
-        """Checksums of config and weights, revision, licence and languages; reads every weight file once.
+        """Checksums of config and weights, revision, license and languages; reads every weight file once.
 
         Those of weights that `checksums.begin` was given by the same paths are only waited for.
         """
@@ -383,7 +383,7 @@ def _stated_dtype(config: PretrainedConfig) -> torch.dtype | None:
 
 
 def card_facts(directory: Path) -> dict[str, Any]:
-    """Licence and languages that the front matter of the model card states, as fields of `SourceInfo`."""
+    """License and languages that the front matter of the model card states, as fields of `SourceInfo`."""
     card = directory / "README.md"
     if not card.is_file():
         return {}
@@ -394,7 +394,7 @@ def card_facts(directory: Path) -> dict[str, Any]:
     licence = re.search(r"^license:\s*[\"']?([\w.-]+)", front[1], re.MULTILINE)
     try:
         stated = yaml.safe_load(front[1])
-    except yaml.YAMLError:  # a card is for people; its line about the licence is read all the same
+    except yaml.YAMLError:  # a card is for people; its line about the license is read all the same
         stated = None
     stated = stated if isinstance(stated, dict) else {}
     named = {key: stated.get(f"license_{key}") for key in ("name", "link")}

@@ -18,7 +18,7 @@ from kvconvert.bundle.locate import locate
 from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import check_output, replacing, write_json
-from kvconvert.convert.export import COPIED_FILES, LICENCE_FILES, copy_files, export
+from kvconvert.convert.export import COPIED_FILES, LICENSE_FILES, copy_files, export
 from kvconvert.errors import UsageError
 from kvconvert.io.hub import is_hub_id
 from kvconvert.onnx.architecture import Decoder
@@ -89,7 +89,7 @@ def export_onnx(
             write_json(
                 directory / "config.json", {k: v for k, v in bundle.config.items() if k != "quantization_config"}
             )
-            copy_files(bundle.directory, directory, (*COPIED_FILES, *LICENCE_FILES))
+            copy_files(bundle.directory, directory, (*COPIED_FILES, *LICENSE_FILES))
     return target
 
 

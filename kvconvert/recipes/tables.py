@@ -52,7 +52,7 @@ class Limits(Table):
 
     Attributes:
         max_kl: mean KL divergence, nats per token; on text, and on text about images where these were measured.
-        max_perplexity_increase: relative to the source's perplexity (0.05 = 5 %).
+        max_perplexity_increase: relative to the source's perplexity (0.05 = 5%).
         min_passkey: share of passkeys that the bundle finds, 0 to 1.
     """
 
