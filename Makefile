@@ -6,6 +6,7 @@
 # make docs         write the tables and pictures of README.md, docs and benchmarks that are made from results or code
 # make real-model   measure cache presets on a real model (minutes on a GPU; MODEL=name, TEXT=directory of the texts)
 # make lint         ruff
+# make types        mypy on the modules that programs import
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 # Two processes of one thread each make better use of two cores than the reverse, and none of them spins while it waits.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test test-full baselines quickstart-page docs real-model lint clean
+.PHONY: quickstart test test-full baselines quickstart-page docs real-model lint types clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python examples/quickstart.py
@@ -54,6 +55,9 @@ real-model: build/models/$(MODEL)/config.json
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/ready
+	$(BIN)/mypy
 
 # torch goes first: with it in place nothing that depends on torch chooses another build.
 $(VENV)/ready: pyproject.toml constraints.txt

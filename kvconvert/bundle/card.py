@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvconvert.bundle.describe import Description, describe, figure, printable_manifest
 from kvconvert.bundle.manifest import Manifest
-from kvconvert.bundle.summary import (
-    cautions,
-    coverage_rows,
-    describe_scheme,
-    figure,
-    kv_line,
-    layer_ranges,
-    printable_manifest,
-    weights_line,
-)
 from kvconvert.methods import awq
 
 CARD_NAME = "README.md"
@@ -71,10 +61,11 @@ def model_card(manifest: Manifest, windows: Sequence[int | None] = ()) -> str:
         manifest: of the bundle.
         windows: the sliding window of each layer; empty for a model without any.
     """
-    manifest = printable_manifest(manifest)
-    plan = partial(_kv_plan, windows=windows)
-    parts = (_header, _introduction, _warning, _usage, _coverage, plan, fidelity_section, _recipe, _provenance)
-    return "\n".join(line for part in parts for line in part(manifest))
+    found = describe(manifest, windows)
+    manifest = found.manifest
+    before = [*_header(manifest), *_introduction(manifest), *_warning(manifest), *_usage(manifest)]
+    after = [*fidelity_section(manifest), *_recipe(manifest), *_provenance(manifest)]
+    return "\n".join([*before, *_coverage(found), *_kv_plan(found), *after])
 
 
 def _plain(text: str) -> str:
@@ -164,38 +155,22 @@ def _usage(manifest: Manifest) -> list[str]:
     return lines
 
 
-def _coverage(manifest: Manifest) -> list[str]:
-    rows = [
-        f"| {_code(name)} | {count} | {_plain(how)} | {_plain(why)} |"
-        for name, count, how, why in coverage_rows(manifest)
-    ]
-    return [
-        "## Coverage",
-        "",
-        f"{weights_line(manifest)}.",
-        "",
-        "| module | number | stored as | note |",
-        "|---|---|---|---|",
-        *rows,
-        "",
-    ]
+def _coverage(found: Description) -> list[str]:
+    rows = [(_code(name), *map(_plain, others)) for name, *others in found.modules.rows]
+    return ["## Coverage", "", f"{found.weights}.", "", *_table(found.modules.header, rows), ""]
 
 
-def _kv_plan(manifest: Manifest, windows: Sequence[int | None]) -> list[str]:
-    rows = [f"| {layers} | {_plain(describe_scheme(plan))} |" for layers, plan in layer_ranges(manifest.layers)]
-    lines = [
-        "## Key-value cache",
-        "",
-        f"Size: {kv_line(manifest, windows)}.",
-        "",
-        "| layers | plan |",
-        "|---|---|",
-        *rows,
-        "",
-    ]
-    for sentence in cautions(manifest.layers):
+def _kv_plan(found: Description) -> list[str]:
+    rows = [(layers, _plain(", ".join(clauses))) for layers, clauses in found.layers]
+    lines = ["## Key-value cache", "", f"Size: {found.cache}.", "", *_table(("layers", "plan"), rows), ""]
+    for sentence in found.cautions:
         lines += [f"> {sentence}", ""]
     return lines
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table; cells are Markdown."""
+    return [f"| {' | '.join(header)} |", f"{'|---' * len(header)}|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def fidelity_section(manifest: Manifest) -> list[str]:
@@ -205,7 +180,7 @@ def fidelity_section(manifest: Manifest) -> list[str]:
     report, limits = manifest.fidelity.report, manifest.fidelity.limits
     words = _FIGURES | _probe_figures(report)
     rows = [
-        f"| {_plain(what)} | {value:.4g} |"
+        (_plain(what), f"{value:.4g}")
         for name, what in words.items()
         if isinstance(value := figure(report, name), int | float)
     ]
@@ -218,9 +193,7 @@ def fidelity_section(manifest: Manifest) -> list[str]:
         *([f"**{_plain(fit)}**", ""] if isinstance(fit, str) else []),
         f"Measured on exactly these files{_circumstances(report)}.{outcome if bounds else ''}",
         "",
-        "| figure | value |",
-        "|---|---|",
-        *rows,
+        *_table(("figure", "value"), rows),
         "",
     ]
 

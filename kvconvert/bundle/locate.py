@@ -63,7 +63,7 @@ def _fetch(bundle: str, weights: bool, options: dict[str, Any]) -> Path:
             return None
         # Of the manifest's commit: the branch may have moved on.
         commit = options | {"revision": manifest.parent.name}
-        return snapshot_download(bundle, allow_patterns=None if weights else list(DESCRIPTION), **commit)
+        return snapshot_download(bundle, **commit if weights else commit | {"allow_patterns": list(DESCRIPTION)})
 
     found = ask_hub(bundle, fetch, revision=options["revision"], token=options["token"])
     if found is None:

@@ -24,9 +24,10 @@ def inspect(bundle: str, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
+    from kvconvert.bundle.describe import kv_size
     from kvconvert.bundle.locate import locate
     from kvconvert.bundle.reader import open_bundle
-    from kvconvert.bundle.summary import kv_size, manifest_text
+    from kvconvert.bundle.text import manifest_text
     from kvconvert.models.cache_shapes import sliding_windows
     from kvconvert.runtime.hf.fit import read_config
 

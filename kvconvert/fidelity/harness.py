@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.summary import text_table
+from kvconvert.bundle.text import text_table
 from kvconvert.errors import UsageError
 from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder, batches, feed, read_prompt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvconvert.bundle.summary import text_table
+from kvconvert.bundle.text import text_table
 from kvconvert.fidelity.report import FidelityReport
 
 HEADER = ("", "source", "bundle", "")

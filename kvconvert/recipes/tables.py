@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvconvert.bundle.summary import figure
+from kvconvert.bundle.describe import figure
 from kvconvert.errors import RecipeError, UsageError
 from kvconvert.methods import (
     OPTIONS,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from kvconvert.bundle.summary import text_table
+from kvconvert.bundle.text import text_table
 from kvconvert.cache.size import LayerCache, ModelCache
 from kvconvert.methods import (
     FIELDS,

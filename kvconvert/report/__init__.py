@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvconvert.bundle.describe import Description, describe
 from kvconvert.bundle.locate import locate
-from kvconvert.bundle.manifest import MANIFEST_NAME, Manifest
+from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import Bundle, open_bundle
-from kvconvert.bundle.summary import kv_size, printable_manifest
 from kvconvert.errors import UsageError
 from kvconvert.io import disk
 from kvconvert.models.cache_shapes import sliding_windows
@@ -94,10 +94,10 @@ def render(
     from kvconvert.report.page import Heading, page
     from kvconvert.report.sections import Contents
 
-    manifest = printable_manifest(bundle.manifest)
-    contents = Contents(replace(bundle, manifest=manifest), config, fidelity, list(missed), sample)
+    found = describe(bundle.manifest, sliding_windows(config))
+    contents = Contents(replace(bundle, manifest=found.manifest), found, config, fidelity, list(missed), sample)
     contents.build()
-    heading = Heading(manifest.source.id, _facts(manifest), _tiles(manifest, config, fidelity))
+    heading = Heading(found.manifest.source.id, found.facts, _tiles(found, fidelity))
     return page(heading, contents.sections, contents.omitted), contents.images
 
 
@@ -127,30 +127,13 @@ def _write(target: Path, html: str, images: dict[str, bytes]) -> None:
         raise UsageError(f"The report cannot be written ({error}); make room, or choose another `output`.") from error
 
 
-def _facts(manifest: Manifest) -> list[tuple[str, str]]:
-    source, read = manifest.source, manifest.data
-    facts = [
-        ("source", f"{source.id}{f' at {source.revision}' if source.revision else ''}"),
-        ("licence", source.licence or "not stated"),
-        ("recipe", str(manifest.recipe.get("name"))),
-        ("format", f"{manifest.format_version}, by kvconvert {manifest.kvconvert_version}"),
-    ]
-    if source.stored_as:
-        facts.insert(1, ("stored as", source.stored_as))
-    if read is not None:
-        facts.append(("calibrated on", f"{read.samples} x {read.length} tokens of {read.source}"))
-    facts.append(("changes", ", ".join(manifest.transforms) or "none"))
-    return facts
-
-
-def _tiles(manifest: Manifest, config: PretrainedConfig, measured: dict[str, Any] | None) -> list[tuple[str, str]]:
+def _tiles(found: Description, measured: dict[str, Any] | None) -> list[tuple[str, str]]:
     from kvconvert.report.fidelity import number
 
-    tiles = []
-    size = kv_size(manifest, sliding_windows(config))
+    tiles, size = [], found.size
     if size is not None:
         tiles.append((f"{size.bits_per_value:.2f}", f"bits per cached value at {size.context:,} tokens"))
-    tiles.append((f"{manifest.weights.bits_per_weight:.2f}", "bits per weight, embeddings included"))
+    tiles.append((f"{found.manifest.weights.bits_per_weight:.2f}", "bits per weight, embeddings included"))
     kl, agreement = number(measured or {}, "kl.mean"), number(measured or {}, "top1_agreement")
     before, after = (number(measured or {}, f"perplexity.{side}") for side in ("source", "bundle"))
     if kl is not None:

@@ -9,10 +9,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from transformers import PretrainedConfig
 
-from kvconvert.bundle.allocation import allocation_line
+from kvconvert.bundle.describe import Description
 from kvconvert.bundle.reader import Bundle
-from kvconvert.bundle.summary import coverage_rows, describe_scheme, kv_line, layer_ranges, weights_line
-from kvconvert.models.cache_shapes import sliding_windows
 from kvconvert.report import data, figures
 from kvconvert.report.activations import KeySample
 from kvconvert.report.data import NotDrawnError
@@ -29,6 +27,7 @@ class Contents:
 
     Attributes:
         bundle: verified; its manifest is fit to be printed.
+        description: of the bundle.
         config: transformers' configuration of the bundle.
         fidelity: as `kvconvert eval --json` prints it, or None.
         missed: the recipe's limits that the bundle misses.
@@ -37,6 +36,7 @@ class Contents:
     """
 
     bundle: Bundle
+    description: Description
     config: PretrainedConfig
     fidelity: dict[str, Any] | None
     missed: list[str]
@@ -132,7 +132,7 @@ def _sensitivity(c: Contents) -> None:
     found = data.sensitivity(allocation)
     caption = "Divergence of the whole model with one layer's keys (K) or values (V) alone stored so: bits, group (g), "
     caption += "share of boosted channels (+) or full-precision window (w). Dots mark what was chosen. "
-    caption += f"{allocation_line(allocation)}."
+    caption += f"{c.description.allocation[0]}."
     layer, kl = found.largest()
     alt = f"Heat map of divergences, {len(found.layers)} layers by {len(found.candidates)} candidates: the largest is "
     alt += f"{1000 * kl:.3g} thousandths of a nat, in layer {layer}."
@@ -142,10 +142,10 @@ def _sensitivity(c: Contents) -> None:
 def _plan(c: Contents) -> None:
     manifest = c.bundle.manifest
     found = data.layer_widths(manifest)
-    rows = [(layers, describe_scheme(plan)) for layers, plan in layer_ranges(manifest.layers)]
+    rows = [(layers, ", ".join(clauses)) for layers, clauses in c.description.layers]
     alt = "" if found is None else f"Bits of keys and of values in each of {len(found.layers)} layers."
     figure = None if found is None else figures.draw_widths(found)
-    caption = f"What every layer's keys and values become. {kv_line(manifest, sliding_windows(c.config))}."
+    caption = f"What every layer's keys and values become. {c.description.cache}."
     c.add("plan", "Plan of the cache", caption, alt, figure, header=("layers", "plan"), rows=rows, wide=True)
 
 
@@ -223,9 +223,9 @@ def _weights(c: Contents) -> None:
     total = {width: sum(each.parameters.get(width, 0) for each in found) for width in widths}
     words = ", ".join(f"{n:,} {f'at {width} bits' if width else 'kept'}" for width, n in total.items())
     figure = figures.draw_modules(found) if found else None
-    header = ("module", "number", "stored as", "note")
-    c.add("weights", "Coverage of the weights", f"{weights_line(manifest)}.", f"Parameters by width: {words}.", figure,
-          header=header, rows=coverage_rows(manifest), wide=True)  # fmt: skip
+    modules = c.description.modules
+    c.add("weights", "Coverage of the weights", f"{c.description.weights}.", f"Parameters by width: {words}.", figure,
+          header=modules.header, rows=modules.rows, wide=True)  # fmt: skip
 
 
 def _mean(values: tuple[float, ...]) -> float:

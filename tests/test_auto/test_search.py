@@ -14,7 +14,7 @@ from kvconvert.auto import search
 from kvconvert.auto.model import SimulatedModel
 from kvconvert.auto.record import read_allocation
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.summary import manifest_text
+from kvconvert.bundle.text import manifest_text
 from kvconvert.cli import cli
 from kvconvert.convert.jobs import layer_jobs
 from kvconvert.convert.layer_runner import LayerRunner

@@ -10,7 +10,7 @@ import pytest
 
 from kvconvert.bundle.card import model_card
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.summary import manifest_text
+from kvconvert.bundle.text import manifest_text
 from kvconvert.errors import KvconvertError
 
 MOST_MEMORY = 300 * 2**20

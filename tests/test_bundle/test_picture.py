@@ -8,8 +8,7 @@ from tiny.bundle import tiny_manifest, write_tiny_bundle
 
 from kvconvert.bundle.card import model_card
 from kvconvert.bundle.manifest import LayerPlan
-from kvconvert.bundle.picture import plan_picture, wrapped
-from kvconvert.bundle.summary import manifest_text
+from kvconvert.bundle.text import manifest_text, plan_picture, wrapped
 from kvconvert.commands.inspect import inspect
 from kvconvert.methods import PRESETS, KVScheme
 

@@ -10,7 +10,7 @@ from tiny.checkpoints import save_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.summary import manifest_text
+from kvconvert.bundle.text import manifest_text
 from kvconvert.calibration.calibquant import choose_taus
 from kvconvert.calibration.minikv import allocate
 from kvconvert.convert import workdir

@@ -6,7 +6,7 @@ import pytest
 import torch
 from facts import LIMITS, weight_facts
 from kv_cells import generate
-from models_page import RESULTS
+from record import RESULTS
 from tiny.models import ARCHITECTURES, architectures
 from weight_cells import CACHE_ONLY, convert, weight_cell
 
@@ -39,7 +39,7 @@ def test_a_converted_model_is_its_source_but_for_rounding_at_every_stage(name, t
     assert cell.loaded < LIMITS["loaded"]
     # Generation reads pages of those keys and values; a code at the edge between two may fall to either side.
     assert cell.generated is None or cell.generated < LIMITS["generated"]
-    # What the page of models says of it; record it anew where this fails (models_page.py).
+    # What the page of models says of it; record it anew where this fails (record.py).
     recorded = json.loads(RESULTS.read_text(encoding="utf8"))["models"][name]["weights"]
     assert weight_facts(ARCHITECTURES[name], cell.manifest).items() <= recorded.items()
     pages = [layer.kv is not None for layer in cell.manifest.layers]

@@ -18,9 +18,9 @@ from tiny.models import ARCHITECTURES
 from tiny.processors import write_processor
 from transformers import AutoModelForCausalLM
 
+from kvconvert.bundle.describe import coverage
 from kvconvert.bundle.manifest import sealed
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.summary import coverage_rows
 from kvconvert.bundle.writer import describe_files
 from kvconvert.calibration.activations import EXPERT_TOKENS, MIN_EXPERT_TOKENS, ActivationRecorder, ActivationStatistics
 from kvconvert.calibration.awq_scales import search_scales
@@ -191,10 +191,10 @@ def test_a_vision_language_mixture_loads_back(tmp_path):
 
 def test_the_coverage_of_hundreds_of_experts_is_a_few_lines(mixtral):
     manifest = open_bundle(mixtral).manifest
-    rows = {(name, method): int(count) for name, count, method, _ in coverage_rows(manifest)}
+    rows = {(name, method): int(count) for name, count, method, _ in coverage(manifest).rows}
     quantized = {name: count for (name, method), count in rows.items() if method != "kept" and "experts" in name}
     assert quantized.keys() == {f"model.layers.*.mlp.experts.*.{role}" for role in ("w1", "w3", "w2")}
-    assert len(coverage_rows(manifest)) < 20
+    assert len(coverage(manifest).rows) < 20
     few = [module for module in manifest.modules if f"fewer than {MIN_EXPERT_TOKENS}" in module.reason]
     counts = [count for layer in manifest.layers for count in layer.statistics["awq"]["tokens_per_expert"]]
     assert len(few) == 3 * sum(count < MIN_EXPERT_TOKENS for count in counts) > 0

@@ -1,0 +1,282 @@
+"""What a bundle is, in words and tables: described once, rendered as text, Markdown (the card) and HTML (a report)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest, ModuleCoverage, WeightAllocation
+from kvconvert.cache.size import LayerCache, ModelCache
+from kvconvert.io.tensorfile import printable
+from kvconvert.methods import spread_ratios
+from kvconvert.methods.auto import DEFAULT_CONTEXT
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as texts, a row as long as the header."""
+
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Description:
+    """A bundle for people; nothing in its texts begins a new line or speaks to a terminal.
+
+    Attributes:
+        manifest: that is described, printable.
+        facts: where it comes from, as (name, value).
+        weights: their size in one sentence.
+        modules: coverage of the weights.
+        size: of the cache; None where every layer is left to the model's own.
+        cache: the same in one sentence.
+        layers: clauses about the cache of consecutive layers, as ("0-5", clauses).
+        cautions: what the plan's schemes are known to be poor at, one sentence each.
+        widths, allocation: what a search of the weights' widths, or of the cache's schemes, measured and chose: the
+            outcome in one sentence, and its measurements; None without a search.
+    """
+
+    manifest: Manifest
+    facts: Sequence[tuple[str, str]]
+    weights: str
+    modules: Table
+    size: KVSize | None
+    cache: str
+    layers: Sequence[tuple[str, Sequence[str]]]
+    cautions: Sequence[str]
+    widths: tuple[str, Table] | None
+    allocation: tuple[str, Table] | None
+
+
+def describe(manifest: Manifest, windows: Sequence[int | None] = ()) -> Description:
+    """Describe a bundle.
+
+    Args:
+        manifest: of the bundle.
+        windows: see `kv_size`.
+    """
+    manifest = printable_manifest(manifest)
+    size, widths, allocation = kv_size(manifest, windows), manifest.weight_allocation, manifest.allocation
+    return Description(
+        manifest=manifest,
+        facts=_facts(manifest),
+        weights=_weights_line(manifest),
+        modules=coverage(manifest),
+        size=size,
+        cache=_cache_line(manifest, size),
+        layers=[(layers, _clauses(plan)) for layers, plan in _ranges(manifest.layers)],
+        cautions=_cautions(manifest.layers),
+        widths=None if widths is None else (_weight_allocation_line(widths), _weight_sensitivity(widths)),
+        allocation=None if allocation is None else (_allocation_line(allocation), _sensitivity(allocation)),
+    )
+
+
+def _facts(manifest: Manifest) -> list[tuple[str, str]]:
+    source, data = manifest.source, manifest.data
+    facts = [("source", f"{source.id}{f' at {source.revision}' if source.revision else ''}")]
+    facts += [("stored as", source.stored_as)] if source.stored_as else []
+    facts += [
+        ("license", source.licence or "not stated"),
+        ("recipe", str(manifest.recipe.get("name"))),
+        ("format", f"{manifest.format_version}, written by kvconvert {manifest.kvconvert_version}"),
+        ("changes", ", ".join(manifest.transforms) or "none"),
+    ]
+    if data is not None:
+        images = f" with {data.images} images" if data.images else ""
+        text = f"{data.samples} samples of {data.length} tokens{images}, {data.source}, seed {data.seed}"
+        facts.append(("data", text))
+    return facts
+
+
+@dataclass(frozen=True)
+class KVSize:
+    """Size of the cache by arithmetic (`kvconvert.cache.size`), of one sequence of `context` tokens.
+
+    Attributes:
+        context: tokens.
+        bytes_per_token: of keys and values, over all layers with a plan.
+        plain_bytes_per_token: the same in 16 bits.
+        bits_per_value: average over all keys and values, with everything stored beside them.
+        only_tokens: kinds of tokens that alone are compressed ("visual"), of which the sequence then consists; empty
+            where all are.
+    """
+
+    context: int
+    bytes_per_token: float
+    plain_bytes_per_token: float
+    bits_per_value: float
+    only_tokens: tuple[str, ...] = ()
+
+
+def kv_size(manifest: Manifest, windows: Sequence[int | None] = ()) -> KVSize | None:
+    """Size of the planned layers' cache; None where every layer is left to the model's own cache.
+
+    Args:
+        manifest: of a bundle; at as many tokens as its search was for, if there was one.
+        windows: the sliding window of each layer, see `kvconvert.models.cache_shapes`; empty for a model without any.
+    """
+    context = DEFAULT_CONTEXT if manifest.allocation is None else manifest.allocation.context
+    layers: list[LayerCache] = []
+    only: set[str] = set()
+    for layer, scheme in zip(manifest.layers, spread_ratios(manifest.schemes()), strict=True):
+        if scheme is not None:
+            shape, window = layer.shape(), windows[layer.index] if windows else None
+            layers.append(LayerCache(shape.num_key_value_heads, shape.head_dim, shape.head_dim, scheme, window))
+            only |= {tokens} if (tokens := scheme.only_tokens()) is not None else set()
+    cache = ModelCache(tuple(layers))
+    bits, plain = cache.bits_per_value(context), cache.plain_bytes(context) / context
+    return None if bits is None else KVSize(context, bits / 16 * plain, plain, bits, tuple(sorted(only)))
+
+
+def _ranges(layers: Iterable[LayerPlan]) -> list[tuple[str, LayerPlan]]:
+    """Consecutive layers with the same plan, as ("0-5", plan of the first)."""
+
+    def plan(layer: LayerPlan) -> str:
+        return str(layer.model_copy(update={"index": 0, "statistics": {}}))
+
+    ranges = []
+    for _, group in groupby(layers, key=plan):
+        members = list(group)
+        ranges.append((index_range([layer.index for layer in members]), members[0]))
+    return ranges
+
+
+def _clauses(layer: LayerPlan) -> list[str]:
+    """What to say of one layer's cache."""
+    scheme = layer.scheme()
+    if scheme is None:
+        return [f"left to the model's own cache{f' ({layer.reason})' if layer.reason else ''}"]
+    *others, last = scheme.clauses(layer.shape())
+    return [*others, last + (f" ({layer.reason})" if layer.reason else "")]
+
+
+def index_range(members: Sequence[int]) -> str:
+    """The first and the last of consecutive numbers."""
+    return str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}"
+
+
+def _cautions(layers: Iterable[LayerPlan]) -> list[str]:
+    """What schemes of the plan are known to be poor at, one sentence each."""
+    schemes = [scheme for layer in layers if (scheme := layer.scheme()) is not None]
+    return [*dict.fromkeys(sentence for scheme in schemes for sentence in scheme.cautions())]
+
+
+def _stored_as(module: ModuleCoverage) -> str:
+    """How a module is stored, in a few words."""
+    if module.method == "kept":
+        return "kept"
+    return f"{module.method} {module.bits} bit, groups of {module.group_size}"
+
+
+def coverage(manifest: Manifest) -> Table:
+    """Modules with the same name but for layer and expert, gathered."""
+    rows: dict[tuple[str, str, str], int] = {}
+    for module in manifest.modules:
+        name = ".".join("*" if part.isdecimal() else part for part in module.name.split("."))
+        reason = re.sub(r"(?<=\.)\d+(?=\.)", "*", module.reason)  # other modules of the same expert
+        key = (name, _stored_as(module), reason)
+        rows[key] = rows.get(key, 0) + 1
+    gathered = [(name, str(count), method, reason) for (name, method, reason), count in rows.items()]
+    return Table(("module", "number", "stored as", "note"), gathered)
+
+
+def _weights_line(manifest: Manifest) -> str:
+    """Size of the weights in one sentence."""
+    weights = manifest.weights
+    line = f"{weights.bytes:,} bytes for {weights.parameters:,} parameters, {weights.bits_per_weight:.2f} bits each"
+    if weights.quantized_bits_per_weight is not None:
+        line += (
+            f"; {weights.quantized_parameters:,} of them in quantized Linears at "
+            f"{weights.quantized_bits_per_weight:.2f} bits"
+        )
+    kept = [found for layer in manifest.layers if (found := figure(layer.statistics, "awq.kept")) is not None]
+    if kept:
+        line += f"; AWQ's scales kept in {kept.count('scales and clips')} of {len(kept)} layers"
+    return line
+
+
+def _cache_line(manifest: Manifest, size: KVSize | None) -> str:
+    """Size of the cache in one sentence."""
+    if size is None:
+        return "left to the model's own cache"
+    planned = sum(layer.kv is not None for layer in manifest.layers)
+    only = " and ".join(size.only_tokens)
+    rest = f"; holds for {only} tokens, others stay in full precision" if only else ""
+    return (
+        f"{planned} of {len(manifest.layers)} layers; {size.bits_per_value:.2f} bits per value at {size.context:,} "
+        f"tokens, {size.bytes_per_token:,.1f} bytes per token ({size.plain_bytes_per_token:,.0f} in 16 bits){rest}"
+    )
+
+
+def figure(report: dict[str, Any], name: str) -> Any:
+    """A figure of a fidelity report by its dotted name, or None where it was not measured."""
+    value: Any = report
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def printable_manifest(manifest: Manifest) -> Manifest:
+    """A manifest to be shown: nothing in its texts begins a new line or speaks to the terminal."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {clean(key): clean(entry) for key, entry in value.items()}
+        if isinstance(value, list):
+            return [clean(entry) for entry in value]
+        return printable(value) if isinstance(value, str) else value
+
+    return Manifest.model_validate(clean(manifest.model_dump(mode="json")))
+
+
+def _allocation_line(found: Allocation) -> str:
+    """The budget and the outcome in one sentence."""
+    size = (
+        f"{found.bits_per_value:.3f} bits per value at {found.context:,} tokens, {found.bytes_per_token:,.1f} bytes "
+        f"per token of {found.budget_bytes_per_token:,.1f} allowed"
+    )
+    return f"{size}; {_divergence(found, 'for the whole plan', f'{found.plans} plans')}"
+
+
+def _sensitivity(found: Allocation) -> Table:
+    """Divergences in 1/1000 nats, chosen ones with a star: a row for each layer."""
+    names = [name for name in found.candidates if any(name in layer.kl for layer in found.layers)]
+    rows = []
+    for layer in found.layers:
+        cells = [_cell(layer.kl.get(name), name in (layer.keys, layer.values)) for name in names]
+        rows.append((str(layer.index), *cells))
+    return Table(("layer", *names), rows)
+
+
+def _weight_allocation_line(found: WeightAllocation) -> str:
+    """The budget of the weights and the outcome in one sentence."""
+    size = f"{found.bits_per_weight:.3f} bits per weight of {found.budget_bits_per_weight:g} allowed"
+    return f"{size}; {_divergence(found, 'with all weights rounded so', f'{found.allocations} allocations')}"
+
+
+def _weight_sensitivity(found: WeightAllocation) -> Table:
+    """Divergences in 1/1000 nats, the chosen one with a star: a row for each unit."""
+    widths = sorted({bits for unit in found.units for bits in unit.kl}, key=int)
+    rows = []
+    for unit in found.units:
+        names = ", ".join(name.rpartition(".")[2] for name in unit.linears[:4]) + (", ..." if unit.linears[4:] else "")
+        rows.append((str(unit.layer), names, *(_cell(unit.kl.get(b), b == str(unit.bits)) for b in widths)))
+    return Table(("layer", "Linears", *(f"{bits} bits" for bits in widths)), rows)
+
+
+def _divergence(found: Allocation | WeightAllocation, of: str, tried: str) -> str:
+    """What was measured and predicted, on which text."""
+    text = found.data
+    return (
+        f"KL {found.measured_kl:.3g} measured {of}, {found.predicted_kl:.3g} as the sum of its parts ({tried} "
+        f"measured, {text.samples} x {text.length} tokens of {text.source}, {found.dtype})"
+    )
+
+
+def _cell(kl: float | None, chosen: bool) -> str:
+    shown = "-" if kl is None else "0" if kl == 0 else f"{1000 * kl:.3g}"
+    return f"{shown}*" if chosen else shown

@@ -1,0 +1,111 @@
+"""A bundle's description as plain text, with the plan of the cache as a picture: a row of blocks for each layer's keys
+and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from kvconvert.bundle.describe import Table, describe, figure, index_range
+from kvconvert.bundle.manifest import LayerPlan, Manifest
+
+FULL_BITS = 16
+BLOCK, PLAIN_BLOCK = "\u2588", "#"
+LINE_CHARACTERS = 100
+NAME_WIDTH = 11  # of facts
+
+
+def manifest_text(manifest: Manifest, unicode: bool = False, windows: Sequence[int | None] = ()) -> str:
+    """A manifest for people: origin, weights and their coverage, the cache's plan as a picture and in words, fidelity.
+
+    Args:
+        manifest: of a bundle.
+        unicode: whether the output has block characters.
+        windows: see `kvconvert.bundle.describe.kv_size`.
+    """
+    found = describe(manifest, windows)
+    lines = [f"{name:<{NAME_WIDTH}}{value}" for name, value in found.facts]
+    lines += ["", f"Weights: {found.weights}", _table(found.modules)]
+    if found.widths is not None:
+        line, table = found.widths
+        lines += ["", f"Widths: {line}"]
+        lines.append("KL of the whole model, in 1/1000 nats per token, with these weights alone rounded to nearest:")
+        lines.append(_table(table))
+    lines += ["", f"Key-value cache: {found.cache}"]
+    if found.size is not None:
+        lines += ["", plan_picture(found.manifest.layers, unicode), ""]
+    for layers, clauses in found.layers:
+        lines += [f"layer{'s' if '-' in layers else ''} {layers}", wrapped(clauses, "    ")]
+    lines += [f"Caution: {sentence}" for sentence in found.cautions]
+    if found.allocation is not None:
+        line, table = found.allocation
+        lines += ["", f"Allocation: {line}"]
+        lines.append(
+            "KL of the whole model, in 1/1000 nats per token, with one layer's keys or values alone stored so:"
+        )
+        lines.append(_table(table))
+    lines += ["", f"Fidelity: {_fidelity_line(found.manifest)}"]
+    return "\n".join(lines)
+
+
+def _fidelity_line(manifest: Manifest) -> str:
+    if manifest.fidelity is None:
+        return "not measured at export; kvconvert eval measures it"
+    kl, fit = (figure(manifest.fidelity.report, name) for name in ("kl.mean", "verdict"))
+    said = [f"mean KL {kl:.4g} nats per token"] if isinstance(kl, int | float) else []
+    said += manifest.fidelity.missed or ["all limits of the recipe met"]
+    said += [fit] if isinstance(fit, str) else []
+    return "; ".join(said)
+
+
+def text_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Columns padded to their widest cell."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *rows)
+    ]
+    return "\n".join(lines)
+
+
+def _table(table: Table) -> str:
+    return text_table(table.header, table.rows)
+
+
+def plan_picture(layers: Iterable[LayerPlan], unicode: bool) -> str:
+    """Bits of stored keys and values, a block for each bit; consecutive layers that look the same share a row.
+
+    Args:
+        layers: plans of all layers.
+        unicode: whether the output has block characters; number signs stand for them otherwise.
+    """
+    block = BLOCK if unicode else PLAIN_BLOCK
+    bits = [(layer.index, _bits(layer)) for layer in layers]
+    width = max((n for _, both in bits for n in both or (FULL_BITS,)), default=1)
+    rows = [("layers", "keys".ljust(width + 3), "values")]
+    for both, group in groupby(bits, key=lambda entry: entry[1]):
+        members = [index for index, _ in group]
+        keys, values = ("own cache", "") if both is None else (f"{block * n} {n}" for n in both)
+        rows.append((index_range(members), keys.ljust(width + 3), values.ljust(width + 3)))
+    column = max(len(row[0]) for row in rows)
+    return "\n".join(f"{name.ljust(column)}  {keys}  {values}".rstrip() for name, keys, values in rows)
+
+
+def _bits(layer: LayerPlan) -> tuple[int, int] | None:
+    """Width of the codes of keys and of values; None where the model's own cache holds them."""
+    scheme = layer.scheme()
+    return None if scheme is None else (scheme.key_bits, scheme.value_bits)
+
+
+def wrapped(clauses: Iterable[str], indent: str) -> str:
+    """Clauses joined by commas, on lines of `LINE_CHARACTERS` that end between two of them."""
+    lines = [""]
+    for clause in clauses:
+        longer = f"{lines[-1]}, {clause}" if lines[-1] else clause
+        if lines[-1] and len(indent + longer) > LINE_CHARACTERS:
+            lines[-1] += ","
+            lines.append(clause)
+        else:
+            lines[-1] = longer
+    return "\n".join(indent + line for line in lines)
