@@ -34,7 +34,8 @@ def test_a_small_conversion_of_the_reference_model_has_the_pages_sizes_and_diver
     first = before_chunks(decoder.new_cache())
     scored = compare(Decoder.plain(source), {"bundle": decoder}, ids, first)["bundle"]
     # As many whole pages as the evaluation fills.
-    cache = measure_cache(decoder, ids, first + (2048 - first) // PAGE_SIZE * PAGE_SIZE, torch.bfloat16, None)
+    filled = first + (2048 - first) // PAGE_SIZE * PAGE_SIZE
+    cache = measure_cache(decoder, ids, filled, model.config.max_position_embeddings, torch.bfloat16, None)
     source_bytes = sum(nbytes(info) for info in read_header(MODEL / "model.safetensors").values())
     rows = [
         ("KL", "KL divergence from the source, mean", "0", f"{float(scored.kl.mean()):.4f}"),
