@@ -267,8 +267,7 @@ def test_a_repository_on_the_hub_is_fetched_with_the_arguments_given(bundle, mon
     assert isinstance(model, LlamaForCausalLM)
     arguments = {"revision": "v1", "token": "secret", "local_files_only": True}
     commit = {"revision": bundle.name}  # the manifest's, in whose snapshot it lies
-    everything = arguments | commit | {"allow_patterns": None}
-    assert calls == [("owner/name", "kvconvert.json", arguments), ("owner/name", everything)]
+    assert calls == [("owner/name", "kvconvert.json", arguments), ("owner/name", arguments | commit)]
 
 
 def test_a_repository_that_cannot_be_fetched_is_one_sentence(tmp_path, monkeypatch):
