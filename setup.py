@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from setuptools import setup
-
 if not Path(__file__).with_name("src").joinpath("kvconvert", "kernels").is_dir():
     raise SystemExit(
         "This checkout has no symbolic links, which src/kvconvert is; kvconvert needs Linux (on Windows: WSL), where "
         "git makes them: clone it there, with `git config core.symlinks` not set to false."
     )
+
+from setuptools import setup
+
 setup()

@@ -43,8 +43,7 @@ from kvconvert.kernels.pages import reference
 from kvconvert.kernels.select import column_sums, select_tokens
 from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import DEFAULT_CONTEXT
-from kvconvert.models.adapters import head_dim, key_value_heads
-from kvconvert.models.cache_shapes import model_cache
+from kvconvert.models.configuration import head_dim, key_value_heads, model_cache
 from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import compress

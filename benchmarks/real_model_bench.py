@@ -26,7 +26,7 @@ from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.fidelity.evaluate import versions
 from kvconvert.fidelity.scoring import Decoder
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.models.adapters import head_dim, key_value_heads
+from kvconvert.models.configuration import head_dim, key_value_heads
 from kvconvert.recipes.recipe import Recipe
 
 FLOAT_BITS = 16

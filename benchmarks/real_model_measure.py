@@ -17,7 +17,7 @@ from kvconvert.fidelity.recall import PASSKEY_ANSWER_TOKENS, Drill, DrillBook, a
 from kvconvert.fidelity.scoring import Decoder, before_chunks, compare, feed, read_prompt, treats_whole_prompts
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import SEARCHED_FIELDS, KVScheme
-from kvconvert.models.adapters import head_dim, key_value_heads
+from kvconvert.models.configuration import head_dim, key_value_heads
 from kvconvert.runtime import KVCache
 
 MEASURED_CHUNK = 1024  # tokens per pass while the size of a cache is measured

@@ -201,8 +201,7 @@ def _errors(
 
 def searched_sides(scheme: KVScheme, search: KVCalibration) -> tuple[bool, bool]:
     """Whether keys, and whether values, are quantized with a clip ratio that is to be chosen."""
-    sides = (("key", scheme.key_bits), ("value", scheme.value_bits))
-    keys, values = (bits < 16 and search.searches_clip_ratio(side) for side, bits in sides)
+    keys, values = (side.quantized and search.searches_clip_ratio(side.name) for side in scheme.sides)
     return keys, values
 
 

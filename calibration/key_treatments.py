@@ -143,7 +143,7 @@ class TreatmentSearch:
         """Relative error of the layer's output with keys stored so."""
         cache = self.format_of(scheme)
         searched = self.search.searches_clip_ratio("key")
-        ratio = CLIP_RATIOS[scheme.key_bits] if searched else scheme.key_clip_ratio
+        ratio = CLIP_RATIOS[scheme.keys.bits] if searched else scheme.keys.clip_ratio
         whole = self.sample(cache.rotations.keys)
         some = replace(whole, **{name: getattr(whole, name)[:SEQUENCES] for name in ("queries", "keys", "values")})
         return float(key_clip_ratio_errors(some, cache, (ratio,), ranks))

@@ -15,10 +15,10 @@ from kvconvert.errors import KvconvertError
 from kvconvert.version import __version__
 
 if TYPE_CHECKING:  # what editors and type checkers read; `_HOMES` says the same to Python
-    from kvconvert.benchmark import bench
+    from kvconvert.benchmark.bench import bench
     from kvconvert.convert.export import export
     from kvconvert.convert.pipeline import calibrate
-    from kvconvert.fidelity import evaluate
+    from kvconvert.fidelity.evaluate import evaluate
     from kvconvert.methods import KVScheme
     from kvconvert.recipes.recipe import Recipe
     from kvconvert.runtime import KVCache, load

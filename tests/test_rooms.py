@@ -210,3 +210,12 @@ def test_an_installed_package_holds_every_file():
                 assert (Path(folder) / "__init__.py").is_file(), where
             elif not name.endswith(".pyc"):
                 assert any((where / name).match(str(pattern)) for pattern in declared), where / name
+
+
+def test_a_checkout_without_symbolic_links_is_refused_in_one_sentence(tmp_path):
+    (tmp_path / "setup.py").write_bytes((ROOT / "setup.py").read_bytes())
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "kvconvert").write_text("../kvconvert")
+    found = subprocess.run([sys.executable, "setup.py", "--version"], cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == 1
+    assert found.stderr.startswith("This checkout has no symbolic links, which src/kvconvert is;")

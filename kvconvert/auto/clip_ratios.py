@@ -16,7 +16,7 @@ from kvconvert.calibration.clip_ratios import key_clip_ratio_errors, pages_read,
 from kvconvert.calibration.key_treatments import TreatmentSearch, measure_constant_part
 from kvconvert.calibration.simulated_attention import AttentionCall
 from kvconvert.kernels.rotate import hadamard_transform
-from kvconvert.methods.auto import Candidate
+from kvconvert.methods.auto import Candidate, stores_keys
 from kvconvert.methods.key_treatments import treatments
 
 # Calibration refines the ratio of what is chosen on its own grid, on the finished weights.
@@ -62,13 +62,13 @@ def candidate_treatments(layer: SearchedLayer, measured: TreatmentSearch) -> dic
             continue
         if not pages_read(sample.num_tokens, scheme.sink_tokens, 0, scheme.page_size):
             continue
-        key = (scheme.key_bits, scheme.boost_fraction > 0)
+        key = (scheme.keys.bits, scheme.boost_fraction > 0)
         if key not in known:
             choices = treatments(scheme, layer.head_dim)
             if scheme.boost_fraction:
                 choices = [choice for choice in choices if choice.fields["rotate_keys"] == "none"]
             # What replaces widths is a candidate of its own.
-            choices = [choice for choice in choices if "key_bits" not in choice.fields]
+            choices = [choice for choice in choices if not stores_keys(choice.fields)]
             known[key] = dict(measured.best(scheme, choices)[0].fields)
         found[candidate.name] = known[key]
     return found

@@ -16,7 +16,7 @@ from kvconvert.calibration.protocol import LayerJob
 from kvconvert.errors import RecipeError
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES, Candidate
-from kvconvert.models.cache_shapes import sliding_windows
+from kvconvert.models.configuration import sliding_windows
 
 # A window is a choice only where most of the text that is measured lies beyond it.
 TEXT_PER_WINDOW = 8

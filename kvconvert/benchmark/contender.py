@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib.resources
+import os
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,6 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.generation import BaseStreamer
 
-from kvconvert.benchmark.memory import PeakMemory, resident_bytes
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import open_source
 from kvconvert.runtime import KVCache, load
@@ -149,3 +150,54 @@ def bytes_per_token(cache: Cache, tokens: int) -> float:
         return cache.stats().bytes_used / tokens
     held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
     return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor)) / tokens
+
+
+_STATM = Path("/proc/self/statm")  # Linux alone has it
+SECONDS = 0.005  # between two looks at the resident set
+
+
+class PeakMemory:
+    """Bytes at the worst moment within `with`: allocated on a GPU, or growth of the resident set since `baseline`.
+
+    Args:
+        device: where the model is.
+        baseline: bytes of the resident set before the model was loaded, from `resident_bytes`.
+
+    Attributes:
+        bytes: the peak, after the block; None where it cannot be measured.
+    """
+
+    def __init__(self, device: torch.device, baseline: int | None):
+        self.device, self.baseline = device, baseline
+        self.bytes: int | None = None
+
+    def __enter__(self) -> PeakMemory:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif self.baseline is not None:
+            self._over = threading.Event()
+            self._highest = 0
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.device.type == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated(self.device)
+        elif self.baseline is not None:
+            self._over.set()
+            self._thread.join()
+            self.bytes = max(0, max(self._highest, resident_bytes() or 0) - self.baseline)
+
+    def _watch(self) -> None:
+        while not self._over.wait(SECONDS):
+            self._highest = max(self._highest, resident_bytes() or 0)
+
+
+def resident_bytes() -> int | None:
+    """Bytes of this process in memory, None where the system does not tell."""
+    try:
+        pages = int(_STATM.read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")

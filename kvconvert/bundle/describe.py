@@ -117,7 +117,7 @@ def kv_size(manifest: Manifest, windows: Sequence[int | None] = ()) -> KVSize | 
 
     Args:
         manifest: of a bundle; at as many tokens as its search was for, if there was one.
-        windows: the sliding window of each layer, see `kvconvert.models.cache_shapes`; empty for a model without any.
+        windows: the sliding window of each layer, see `kvconvert.models.configuration`; empty for a model without any.
     """
     context = DEFAULT_CONTEXT if manifest.allocation is None else manifest.allocation.context
     layers: list[LayerCache] = []

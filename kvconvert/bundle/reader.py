@@ -15,9 +15,15 @@ from kvconvert.bundle.agreement import check_config, check_layers, check_modules
 from kvconvert.bundle.files import check_file, check_files, check_names, check_regular
 from kvconvert.bundle.json_files import MAX_JSON, parse_object
 from kvconvert.bundle.manifest import FORMAT_VERSION, MANIFEST_NAME, PLAN_NAME, Manifest, unseal
-from kvconvert.bundle.plan_file import check_plan_header, read_plan
 from kvconvert.bundle.settings import is_settings
-from kvconvert.bundle.weight_files import check_scales, check_tensors, is_finite, read_tensors
+from kvconvert.bundle.weight_files import (
+    check_plan_header,
+    check_scales,
+    check_tensors,
+    is_finite,
+    read_plan,
+    read_tensors,
+)
 from kvconvert.errors import BundleError
 from kvconvert.io.tensorfile import DTYPES, mismatch
 

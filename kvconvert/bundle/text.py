@@ -95,7 +95,7 @@ def plan_picture(layers: Iterable[LayerPlan], unicode: bool) -> str:
 def _bits(layer: LayerPlan) -> tuple[int, int] | None:
     """Width of the codes of keys and of values; None where the model's own cache holds them."""
     scheme = layer.scheme()
-    return None if scheme is None else (scheme.key_bits, scheme.value_bits)
+    return None if scheme is None else (scheme.keys.bits, scheme.values.bits)
 
 
 def wrapped(clauses: Iterable[str], indent: str) -> str:

@@ -21,7 +21,7 @@ from kvconvert.kernels.pages import (
 from kvconvert.kernels.quantizer import affine_grid
 from kvconvert.kernels.rotate import NO_ROTATION, Rotations
 from kvconvert.kernels.spans import SpanFormat
-from kvconvert.methods import KVScheme
+from kvconvert.methods import KVScheme, Spans
 
 
 class ChannelBounds(NamedTuple):
@@ -71,56 +71,57 @@ class CacheFormat:
             RecipeError: the head size cannot be packed at these bits.
         """
         value_dim = key_dim if value_dim is None else value_dim
-        for name, bits, dim in (("key_bits", scheme.key_bits, key_dim), ("value_bits", scheme.value_bits, value_dim)):
+        for side, dim in zip(scheme.sides, (key_dim, value_dim), strict=True):
             # Both planes of 3-bit codes have eight fields per lane.
-            multiple = 8 if bits == 3 else 16 // bits
-            if bits < 16 and dim % multiple:
+            multiple = 8 if side.bits == 3 else 16 // side.bits
+            if dim % multiple:
                 raise RecipeError(
-                    f"[kv] {name} = {bits} needs a head size that is a multiple of {multiple}; this model has {dim}."
+                    f"[kv] {side.name}_bits = {side.bits} needs a head size that is a multiple of {multiple}; this "
+                    f"model has {dim}."
                 )
-        static = scheme.is_static
+        (key, value), static = scheme.sides, scheme.is_static
         keys = KeyFormat(
             heads=heads,
             head_dim=key_dim,
             page_size=scheme.page_size,
-            bits=scheme.key_bits,
-            group_size=scheme.page_size if static else scheme.key_group_size,
+            bits=key.bits,
+            group_size=scheme.page_size if static else key.group_size,
             token_norm=TokenNorm(scheme.token_norm),
             token_norm_measure=scheme.token_norm_measure,
-            clip_ratio=scheme.key_clip_ratio,
+            clip_ratio=key.clip_ratio,
             boosted=scheme.boosted_for(key_dim),
             fixed_channels=scheme.boost_select == "calibrated",
-            static=static and scheme.key_bits < 16,
+            static=key.static,
         )
-        whole_head = static or scheme.value_bits == 16
+        whole_head = static or not value.quantized
         values = ValueFormat(
             heads=heads,
             head_dim=value_dim,
             page_size=scheme.page_size,
-            bits=scheme.value_bits,
+            bits=value.bits,
             group_size=value_dim if whole_head else scheme.value_group_for(value_dim),
-            clip_ratio=scheme.value_clip_ratio,
-            static=static and scheme.value_bits < 16,
+            clip_ratio=value.clip_ratio,
+            static=value.static,
         )
         span = None
-        if scheme.is_span:
+        if isinstance(scheme.prompt, Spans):
             span = SpanFormat(
-                key_bits=scheme.key_bits,
-                value_bits=scheme.value_bits,
-                key_clip_ratio=scheme.key_clip_ratio,
-                value_clip_ratio=scheme.value_clip_ratio,
+                key_bits=key.bits,
+                value_bits=value.bits,
+                key_clip_ratio=key.clip_ratio,
+                value_clip_ratio=value.clip_ratio,
                 tau1=scheme.tau1,
                 tau2=scheme.tau2,
-                span_tokens=scheme.span_tokens,
+                span_tokens=scheme.prompt.tokens,
             )
         return cls(
             pages=LayerFormat(keys, values),
             span=span,
             rotations=rotations(scheme),
             sink_tokens=scheme.sink_tokens,
-            key_recent_tokens=scheme.key_recent_tokens,
-            value_recent_tokens=scheme.value_recent_tokens,
-            modality=scheme.modality,
+            key_recent_tokens=key.recent_tokens,
+            value_recent_tokens=value.recent_tokens,
+            modality=scheme.prompt.modality,
         )
 
     def static_keys(self, clip_ratio: float) -> ChannelScales | None:

@@ -17,7 +17,7 @@ import torch
 
 from kvconvert.cache.format import CacheFormat
 from kvconvert.kernels.pages import PAGE_SIZE, page_bytes
-from kvconvert.methods import KVScheme
+from kvconvert.methods import Evict, KVScheme, Spans
 
 FULL_PRECISION = torch.bfloat16
 _POSITION_BYTES = 4  # of a token that an eviction kept: heads keep different ones
@@ -71,15 +71,13 @@ class LayerCache:
 
         A scheme that compresses the tokens of one modality is taken to have read a prompt of nothing else.
         """
-        scheme = self.scheme
-        if scheme is None:
+        if self.scheme is None:
             return self.plain_bytes(context)
-        if scheme.is_span:
-            return self._span_bytes(context)
-        positions = 0
-        if scheme.evicts:
-            sinks = min(context, scheme.sink_tokens)
-            kept = sinks + round(scheme.heavy_ratio * context) + round(scheme.recent_ratio * context)
+        prompt, positions = self.scheme.prompt, 0
+        if isinstance(prompt, Spans):
+            return self._span_bytes(context, prompt.tokens)
+        if isinstance(prompt, Evict):
+            kept = min(context, self.scheme.sink_tokens) + sum(prompt.budget(context))
             if kept < context:
                 # Of kept tokens only bounds of their positions are known, and with these the last page is `kept` away.
                 context, positions = kept, _POSITION_BYTES * self.heads * kept
@@ -112,25 +110,17 @@ class LayerCache:
         """Of keys and of values: recent tokens in full precision, bytes of one of them, bytes of a page."""
         pages = CacheFormat.of(self.scheme, heads=self.heads, key_dim=self.key_dim, value_dim=self.value_dim).pages
         return tuple(
-            (
-                recent,
-                form.heads * form.head_dim * self.dtype.itemsize,
-                page_bytes(form, self.dtype),
-            )
-            for recent, form in (
-                (self.scheme.key_recent_tokens, pages.keys),
-                (self.scheme.value_recent_tokens, pages.values),
-            )
+            (side.recent_tokens, form.heads * form.head_dim * self.dtype.itemsize, page_bytes(form, self.dtype))
+            for side, form in zip(self.scheme.sides, (pages.keys, pages.values), strict=True)
         )
 
-    def _span_bytes(self, context: int) -> int:
-        scheme = self.scheme
-        sinks = min(context, scheme.sink_tokens)
-        whole, rest = divmod(context - sinks, length := scheme.span_tokens or max(context, 1))
+    def _span_bytes(self, context: int, span_tokens: int) -> int:
+        sinks, (keys, values) = min(context, self.scheme.sink_tokens), self.scheme.sides
+        whole, rest = divmod(context - sinks, length := span_tokens or max(context, 1))
         spans = whole + (rest > 0)
         # Of every span, codes lie in whole blocks.
         tokens = PAGE_SIZE * (whole * -(-length // PAGE_SIZE) + -(-rest // PAGE_SIZE))
-        codes = self.heads * (self.key_dim * scheme.key_bits + self.value_dim * scheme.value_bits) * tokens // 8
+        codes = self.heads * (self.key_dim * keys.bits + self.value_dim * values.bits) * tokens // 8
         scales = self.heads * (self.key_dim + self.value_dim) * _SPAN_SCALE_BYTES * spans
         return codes + scales + sinks * self.values_per_token * self.dtype.itemsize
 

@@ -28,7 +28,7 @@ def inspect(bundle: str, as_json: bool) -> None:
     from kvconvert.bundle.locate import locate
     from kvconvert.bundle.reader import open_bundle
     from kvconvert.bundle.text import manifest_text
-    from kvconvert.models.cache_shapes import sliding_windows
+    from kvconvert.models.configuration import sliding_windows
     from kvconvert.runtime.hf.fit import read_config
 
     verify: Literal["headers", "plan"] = "headers" if os.path.exists(bundle) else "plan"

@@ -9,8 +9,7 @@ from kvconvert.cache.format import CacheFormat
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import CheckpointError, RecipeError, UnsupportedModelError, UsageError
 from kvconvert.methods.awq import AUTO_GROUP_SIZES, WeightsRecipe
-from kvconvert.models.adapters import head_dim, layer_config
-from kvconvert.models.configuration import layer_types_of, pages_unsupported, placeholder_ids
+from kvconvert.models.configuration import head_dim, layer_config, layer_types_of, pages_unsupported, placeholder_ids
 from kvconvert.models.structure import LayerStructure
 from kvconvert.recipes.recipe import Recipe
 

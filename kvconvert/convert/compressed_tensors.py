@@ -107,12 +107,12 @@ def kv_scales(bundle: Bundle) -> dict[str, Tensor]:
     for layer, scheme in zip(bundle.manifest.layers, bundle.manifest.schemes(), strict=True):
         if scheme is None or scheme.rotate_keys != "none" or scheme.rotate_values == "online":
             return {}
-        for side, bits, name in (("key", scheme.key_bits, "k_scale"), ("value", scheme.value_bits, "v_scale")):
-            step = bundle.plan.get(f"layers.{layer.index}.static_{side}_scale")
-            low = bundle.plan.get(f"layers.{layer.index}.static_{side}_zero_point")
+        for side, name in zip(scheme.sides, ("k_scale", "v_scale"), strict=True):
+            step = bundle.plan.get(f"layers.{layer.index}.static_{side.name}_scale")
+            low = bundle.plan.get(f"layers.{layer.index}.static_{side.name}_zero_point")
             if step is None or low is None or layer.index not in attention:
                 return {}
-            high = low.float() + step.float() * (2**bits - 1)
+            high = low.float() + step.float() * (2**side.bits - 1)
             largest = torch.maximum(low.float().abs(), high.abs()).amax()
             scales[f"{attention[layer.index]}.{name}"] = (largest / FP8_LARGEST).reshape(1)
     return scales

@@ -47,7 +47,7 @@ from kvconvert.io.hub import is_hub_id
 from kvconvert.io.records import FileInfo, SourceInfo, TensorInfo
 from kvconvert.io.tensorfile import nbytes, tensor_info, write_tensors
 from kvconvert.methods.awq import StoredMethod
-from kvconvert.models.cache_shapes import sliding_windows
+from kvconvert.models.configuration import sliding_windows
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.recipes.recipe import Limits, Recipe
 from kvconvert.version import __version__

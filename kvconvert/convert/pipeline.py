@@ -39,14 +39,13 @@ from kvconvert.convert.checks import (
 )
 from kvconvert.convert.host_memory import release_free_memory
 from kvconvert.convert.input_capture import CalibrationInputs
-from kvconvert.convert.jobs import layer_jobs
 from kvconvert.convert.layer_calibration import LayerCalibration
 from kvconvert.convert.layer_records import (
     module_kind,
     untouched_record,
 )
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.passes import resolve_layers
+from kvconvert.convert.passes import layer_jobs, resolve_layers
 from kvconvert.convert.searches import Searches
 from kvconvert.convert.work_records import WorkState
 from kvconvert.convert.workdir import WorkDir

@@ -14,7 +14,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.report import FidelityReport
 from kvconvert.io import disk
-from kvconvert.models.cache_shapes import sliding_windows
+from kvconvert.models.configuration import sliding_windows
 from kvconvert.recipes.recipe import Limits, Recipe
 from kvconvert.runtime.hf.fit import read_config
 

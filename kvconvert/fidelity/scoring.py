@@ -218,7 +218,7 @@ def seal(cache: Cache) -> None:
 
 def treats_whole_prompts(cache: Cache) -> bool:
     """Whether the cache compresses a prompt as a whole instead of page by page."""
-    return isinstance(cache, KVCache) and any(s is not None and (s.is_span or s.evicts) for s in cache.schemes)
+    return isinstance(cache, KVCache) and any(s is not None and s.compresses_prompts() for s in cache.schemes)
 
 
 def before_chunks(cache: Cache) -> int:
@@ -283,7 +283,7 @@ def batches(prompts: list[tuple[list[int], list[int]]], size: int) -> Iterator[l
 
 
 def _quantizes(scheme: KVScheme | None) -> bool:
-    return scheme is not None and min(scheme.key_bits, scheme.value_bits) < 16
+    return scheme is not None and scheme.quantizes
 
 
 def _share(attended: tuple[int, int]) -> float:

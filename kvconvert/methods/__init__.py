@@ -20,6 +20,7 @@ from kvconvert.methods.scheme import (
     preset_calibration,
     refuse_renamed,
 )
+from kvconvert.methods.sides import Evict, Pages, SchemeSide, Spans
 
 __all__ = [
     "FIELDS",
@@ -31,12 +32,16 @@ __all__ = [
     "SEARCHED_FIELDS",
     "UNQUANTIZED",
     "WHOLE_MODEL_OPTIONS",
+    "Evict",
     "FieldInfo",
     "KVCalibration",
     "KVScheme",
     "LayerShape",
+    "Pages",
     "Part",
     "PlanTensor",
+    "SchemeSide",
+    "Spans",
     "check_layers",
     "clamp_ratios",
     "layer_conventions",

@@ -6,6 +6,7 @@ scheme. A new method takes part as soon as it has a row here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -81,6 +82,12 @@ VALUE_CANDIDATES: tuple[Candidate, ...] = (
     _values("V8g128", 8),
     _values("V16", 16),
 )
+
+
+def stores_keys(fields: Mapping[str, Any]) -> bool:
+    """Whether the fields of a candidate are of keys."""
+    return "key_bits" in fields
+
 
 # Fields that every candidate has: what a recipe says of them would be replaced.
 CHOSEN_FIELDS = frozenset(KEY_CANDIDATES[0].fields) | frozenset(VALUE_CANDIDATES[0].fields)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
@@ -20,6 +21,7 @@ from kvconvert.methods.kivi import Kivi
 from kvconvert.methods.minikv import MiniKV
 from kvconvert.methods.oscar import Oscar
 from kvconvert.methods.part import STRICT, LayerShape, Part, PlanTensor
+from kvconvert.methods.sides import Evict, Pages, SchemeSide, Spans, prompt_of
 from kvconvert.methods.static_scales import StaticScales
 
 PARTS: tuple[type[Part], ...] = (
@@ -87,6 +89,31 @@ class KVScheme(_Fields):
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, for the manifest."""
         return asdict(self)
+
+    @cached_property
+    def keys(self) -> SchemeSide:
+        """How keys are stored."""
+        return SchemeSide.of(self, "key")
+
+    @cached_property
+    def values(self) -> SchemeSide:
+        """How values are stored."""
+        return SchemeSide.of(self, "value")
+
+    @property
+    def sides(self) -> tuple[SchemeSide, SchemeSide]:
+        """Keys and values."""
+        return self.keys, self.values
+
+    @property
+    def exact_tokens(self) -> int:
+        """Sink tokens and the longer window of newest tokens, which stay in full precision."""
+        return self.sink_tokens + max(side.recent_tokens for side in self.sides)
+
+    @cached_property
+    def prompt(self) -> Pages | Spans | Evict:
+        """What becomes of a complete prompt."""
+        return prompt_of(self)
 
     def parts(self) -> list[type[Part]]:
         """The parts in use; first the one that decides what scales there are."""

@@ -83,12 +83,12 @@ class StaticScales(Part):
             return "scales of 0 or more" if any(scale < 0 for head in heads for scale in head) else None
 
         return {
-            f"static_{side}_{part}": PlanTensor(
+            f"static_{side.name}_{part}": PlanTensor(
                 "F16", size, 'static_scales = "calibrated"', negative if part == "scale" else None
             )
-            for side, bits in (("key", self.key_bits), ("value", self.value_bits))
+            for side in self.sides
             for part in _PARTS
-            if bits < 16
+            if side.quantized
         }
 
     @classmethod

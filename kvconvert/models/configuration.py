@@ -1,5 +1,5 @@
-"""What a model's configuration tells: the class that loads it, the ids that stand for media, and which layers can keep
-their keys and values in pages.
+"""What a model's configuration tells: the class that loads it, the ids that stand for media, which layers can keep
+their keys and values in pages, and the shape of these.
 
 transformers' processors put one placeholder token into a prompt for every vector that an image, a video or an audio
 clip becomes.
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, PretrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.models.auto.modeling_auto import (
@@ -19,7 +21,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
+from kvconvert.cache.size import FULL_PRECISION, LayerCache, ModelCache
 from kvconvert.errors import UnsupportedModelError
+from kvconvert.methods import UNQUANTIZED, KVScheme
 
 _CLASSES = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -128,3 +132,52 @@ def _uses_attention_interface(config: PretrainedConfig) -> bool:
     if modeling not in sys.modules and importlib.util.find_spec(modeling) is None:
         return True
     return hasattr(importlib.import_module(modeling), "ALL_ATTENTION_FUNCTIONS")
+
+
+def layer_config(config: PretrainedConfig, index: int) -> PretrainedConfig:
+    """The text configuration of one layer: in some models the shape of the attention differs between layers."""
+    layers = getattr(config, "per_layer_config", None)
+    return config if layers is None else layers[index]
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Channels per attention head, of a configuration that `layer_config` gave."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def key_value_heads(config: PretrainedConfig) -> int:
+    """KV heads, of a configuration that `layer_config` gave."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def sliding_windows(config: PretrainedConfig) -> list[int | None]:
+    """The sliding window of each decoder layer in tokens, or None."""
+    return [arguments.get("sliding_window") for arguments in layer_types_of(config)[1]]
+
+
+def model_cache(
+    config: PretrainedConfig, schemes: Sequence[KVScheme | None], dtype: torch.dtype = FULL_PRECISION
+) -> ModelCache:
+    """The cache of a model whose layers have these schemes, as `KVCache` makes it.
+
+    Args:
+        config: of the model.
+        schemes: of all layers, budgets spread over them; None leaves a layer unquantized.
+        dtype: of full-precision tokens.
+    """
+    text = config.get_text_config(decoder=True)
+    quantized = any(scheme is not None for scheme in schemes)
+    layers = []
+    for index, (scheme, kind, arguments) in enumerate(zip(schemes, *layer_types_of(config), strict=True)):
+        own, window = layer_config(text, index), arguments.get("sliding_window")
+        if not has_pages(kind):
+            layers.append(LayerCache(0, 0, 0))
+        elif getattr(text, "kv_lora_rank", None):
+            # Of latent attention transformers stores one latent vector and the keys' rotated channels.
+            layers.append(LayerCache(1, text.kv_lora_rank, text.qk_rope_head_dim, None, window, dtype))
+        else:
+            # Beside quantized layers the others have pages, too, of the model's own dtype.
+            stored = UNQUANTIZED if scheme is None and quantized else scheme
+            channels = head_dim(own)
+            layers.append(LayerCache(key_value_heads(own), channels, channels, stored, window, dtype))
+    return ModelCache(tuple(layers))

@@ -11,9 +11,8 @@ from torch import Tensor
 from kvconvert.io.records import TensorInfo
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.onnx.architecture import Decoder
-from kvconvert.onnx.graph import MICROSOFT, Graph
+from kvconvert.onnx.graph import MICROSOFT, Graph, repack, stored_bits
 from kvconvert.onnx.static_cache import StaticCache, StaticLayer, StaticSide
-from kvconvert.onnx.weights import repack, stored_bits
 
 Shapes = dict[str, tuple[int, list[int | str]]]
 

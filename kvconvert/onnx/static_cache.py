@@ -96,18 +96,19 @@ def served_bits(plan: LayerPlan) -> int:
     obstacle = _obstacle(scheme)
     if obstacle is not None:
         raise _unsupported(f"layer {plan.index} has {obstacle}")
-    return scheme.key_bits
+    return scheme.keys.bits
 
 
 def _obstacle(scheme: KVScheme) -> str | None:
     """What of a scheme with static scales the operator cannot do."""
-    if scheme.key_bits != scheme.value_bits or scheme.key_bits not in (4, 8):
-        return f"keys of {scheme.key_bits} and values of {scheme.value_bits} bits, where both need 8 or both 4"
+    keys, values = scheme.sides
+    if keys.bits != values.bits or keys.bits not in (4, 8):
+        return f"keys of {keys.bits} and values of {values.bits} bits, where both need 8 or both 4"
     if scheme.rotate_keys != "none" or scheme.rotate_values == "online":
         return "keys or values that are rotated at run time"
     if scheme.sink_tokens:
         return f"{scheme.sink_tokens} sink tokens, which its scales leave out"
-    if scheme.key_recent_tokens or scheme.value_recent_tokens:
+    if keys.recent_tokens or values.recent_tokens:
         return "windows in full precision"
     if scheme.heavy_ratio is not None:
         return "a prompt budget (heavy_ratio)"

@@ -23,8 +23,8 @@ import torch
 from kvconvert.calibration.activations import LOSS_TOKENS
 from kvconvert.convert.host_memory import HUGE_PAGES, anonymous_bytes, return_large_blocks
 from kvconvert.convert.input_capture import CalibrationInputs
-from kvconvert.convert.jobs import layer_jobs
 from kvconvert.convert.layer_calibration import LayerCalibration
+from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.pipeline import make_runner
 from kvconvert.convert.work_records import WorkState
 from kvconvert.convert.workdir import WorkDir

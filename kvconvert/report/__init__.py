@@ -18,7 +18,7 @@ from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.errors import UsageError
 from kvconvert.io import disk
-from kvconvert.models.cache_shapes import sliding_windows
+from kvconvert.models.configuration import sliding_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -16,9 +16,9 @@ from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest
 from kvconvert.cache.size import LayerCache, lengths
 from kvconvert.errors import RecipeError
 from kvconvert.methods import KVScheme
-from kvconvert.methods.auto import GEOMETRIES
+from kvconvert.methods.auto import GEOMETRIES, stores_keys
 from kvconvert.methods.minikv import spread_ratios
-from kvconvert.models.cache_shapes import model_cache, sliding_windows
+from kvconvert.models.configuration import model_cache, sliding_windows
 
 CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1,024 to 131,072
 BUDGETS = 16  # points of a frontier
@@ -61,12 +61,12 @@ def sensitivity(found: Allocation) -> Sensitivity:
         for name in found.candidates
         if any(layer.kl.get(name) or name in (layer.keys, layer.values) for layer in found.layers)
     ]
-    names.sort(key=lambda name: "key_bits" not in found.candidates[name])
+    names.sort(key=lambda name: not stores_keys(found.candidates[name]))
     if not names or len(names) > MOST_CANDIDATES or len(found.layers) > MOST_LAYERS:
         raise NotDrawnError(f"{len(found.layers):,} layers with {len(names):,} candidates make no readable figure.")
     kl = np.array([[layer.kl.get(name, math.nan) for name in names] for layer in found.layers], np.float64)
     chosen = np.array([[name in (layer.keys, layer.values) for name in names] for layer in found.layers])
-    of_keys = sum("key_bits" in found.candidates[name] for name in names)
+    of_keys = sum(stores_keys(found.candidates[name]) for name in names)
     return Sensitivity(tuple(layer.index for layer in found.layers), tuple(names), kl, chosen, of_keys)
 
 
@@ -147,11 +147,11 @@ def _options(
         base = KVScheme.from_dict(manifest.recipe["kv"])
         for name, loss in kl.items():
             fields = found.candidates[name]
-            of_keys = "key_bits" in fields
+            of_keys = stores_keys(fields)
             scheme = KVScheme.from_dict(base.to_dict() | fields)
             cache = LayerCache(shape.num_key_value_heads, shape.head_dim, shape.head_dim, scheme, window)
             size = cache.summed_sides(found.context)[0 if of_keys else 1]
-            recent = scheme.key_recent_tokens if of_keys else scheme.value_recent_tokens
+            recent = scheme.sides[0 if of_keys else 1].recent_tokens
             sides[of_keys].append((name, size, loss, recent))
     except (RecipeError, KeyError, TypeError, ValueError) as error:
         raise NotDrawnError("the candidates in the manifest are not those of this version of kvconvert.") from error
@@ -268,7 +268,7 @@ class Widths:
 
 def layer_widths(manifest: Manifest) -> Widths | None:
     """None where all layers are alike, which a sentence says better."""
-    schemes = [(16, 16) if s is None else (s.key_bits, s.value_bits) for s in manifest.schemes()]
+    schemes = [(16, 16) if s is None else (s.keys.bits, s.values.bits) for s in manifest.schemes()]
     if len(set(schemes)) < 2 or len(schemes) > MOST_LAYERS:
         return None
     return Widths(tuple(range(len(schemes))), *zip(*schemes, strict=True))

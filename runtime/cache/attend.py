@@ -99,7 +99,7 @@ class LayerAttention(AttentionCall):
         """Attention of some rows' queries over pages as they are stored: [B, Hq, T, E], meaningless in other rows."""
         store = self.store
         tables = store.group.registry.step_tables(store)
-        key_window, value_window = store.scheme.key_recent_tokens, store.scheme.value_recent_tokens
+        key_window, value_window = (side.recent_tokens for side in store.scheme.sides)
         return decode_attention(
             queries,
             StoredRows(store, rows, self.chunk, queries.shape[2], tables),

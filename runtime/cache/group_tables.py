@@ -268,7 +268,7 @@ class GroupTables:
         scheme, tokens = group.scheme, sequence.residual(group.page_size)
         if not group.policy.flushes:
             return tokens + GROWTH - 1
-        recent = min(scheme.key_recent_tokens, scheme.value_recent_tokens)
+        recent = min(side.recent_tokens for side in scheme.sides)
         return tokens + (sequence.sink_tokens + recent - tokens) % GROWTH
 
     def _write_positions(self, group: Group, row: int, sequence: Sequence) -> None:
@@ -357,15 +357,10 @@ class GroupTables:
         for row in occupied:
             sequence, plan, room = group.sequences[row], self.plans[row], self.capacity[row]
             left.append(plan.residual - sequence.residual(size))
-            for side, recent, capacity in zip(
-                (sequence.keys, sequence.values),
-                (scheme.key_recent_tokens, scheme.value_recent_tokens),
-                room,
-                strict=True,
-            ):
+            for side, stored, capacity in zip((sequence.keys, sequence.values), scheme.sides, room, strict=True):
                 left.append(capacity - side.buffered)
                 if group.policy.flushes:
-                    left.append(sequence.sink_tokens + recent + size - 1 - side.buffered)
+                    left.append(sequence.sink_tokens + stored.recent_tokens + size - 1 - side.buffered)
             if group.sliding_window and (len(sequence) - sequence.sink_tokens) // size > sequence.dropped:
                 # The oldest page leaves the window.
                 last = sequence.position(sequence.sink_tokens + (sequence.dropped + 1) * size - 1)

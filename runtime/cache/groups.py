@@ -36,9 +36,8 @@ FREE = Sequence(occupied=False)
 
 def geometry(scheme: KVScheme, sliding_window: int | None, keep_for_sharing: bool) -> Hashable:
     """What layers have to share to be planned together."""
-    windows = (scheme.page_size, scheme.sink_tokens, scheme.key_recent_tokens, scheme.value_recent_tokens)
-    budget = (scheme.heavy_ratio, scheme.recent_ratio) if scheme.evicts else None
-    return (windows, scheme.is_span, scheme.modality, scheme.span_tokens, budget, sliding_window, keep_for_sharing)
+    windows = (scheme.page_size, scheme.sink_tokens, *(side.recent_tokens for side in scheme.sides))
+    return (windows, scheme.prompt, sliding_window, keep_for_sharing)
 
 
 class LayerGroup(Generic[Store]):
@@ -298,11 +297,11 @@ class LayerGroup(Generic[Store]):
         size, scheme = self.page_size, self.scheme
         held_back = size if self.record_past else 0
         sides = []
-        for side, recent, numbers, pending in (
-            (sequence.keys, scheme.key_recent_tokens, self.key_numbers, keys),
-            (sequence.values, scheme.value_recent_tokens, self.value_numbers, values),
+        for side, stored, numbers, pending in (
+            (sequence.keys, scheme.keys, self.key_numbers, keys),
+            (sequence.values, scheme.values, self.value_numbers, values),
         ):
-            count = (side.buffered - sequence.sink_tokens - recent - held_back) // size
+            count = (side.buffered - sequence.sink_tokens - stored.recent_tokens - held_back) // size
             if count > 0:
                 taken = numbers.reserve(count)
                 position = sequence.page_position(len(side.pages), size)

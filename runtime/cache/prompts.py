@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from kvconvert import methods
 from kvconvert.kernels.spans import span_lengths
-from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.sequence import Sequence, SpanTokens
 from kvconvert.runtime.cache.token_positions import TokenPositions
 
@@ -119,13 +119,13 @@ class Eviction(Pages):
     """Keeps a budget of the first prompt's tokens (MiniKV), and all later ones.
 
     Args:
-        heavy_ratio, recent_ratio: shares of the prompt's tokens that are kept as heavy hitters and as the newest ones.
+        shares: of the prompt's tokens that are kept as heavy hitters and as the newest ones.
     """
 
     selects = True
 
-    def __init__(self, heavy_ratio: float, recent_ratio: float):
-        self.heavy_ratio, self.recent_ratio = heavy_ratio, recent_ratio
+    def __init__(self, shares: methods.Evict):
+        self.shares = shares
 
     def opens(self, sequence: Sequence, decoding: bool) -> bool:
         """The first prompt alone."""
@@ -134,7 +134,7 @@ class Eviction(Pages):
     def seal(self, row: int, sequence: Sequence) -> tuple[Sequence, Evict]:
         """Reduce the open prompt to its budget."""
         sealed, n = replace(sequence, open_from=None), sequence.keys.buffered
-        work = Evict(row, n, sequence.sink_tokens, round(self.heavy_ratio * n), round(self.recent_ratio * n))
+        work = Evict(row, n, sequence.sink_tokens, *self.shares.budget(n))
         if work.keeps_all:
             return sealed, work
         kept = work.sink_tokens + work.heavy_hitters + work.recent
@@ -145,8 +145,9 @@ class Eviction(Pages):
         return replace(sealed, keys=keys, values=values, **kept_tokens), work
 
 
-def prompt_policy(scheme: KVScheme) -> Pages:
+def prompt_policy(scheme: methods.KVScheme) -> Pages:
     """How a scheme treats prompts."""
-    if scheme.is_span:
-        return Spans(scheme.modality == "all", scheme.span_tokens)
-    return Eviction(scheme.heavy_ratio, scheme.recent_ratio) if scheme.evicts else Pages()
+    prompt = scheme.prompt
+    if isinstance(prompt, methods.Spans):
+        return Spans(prompt.modality == "all", prompt.tokens)
+    return Eviction(prompt) if isinstance(prompt, methods.Evict) else Pages()

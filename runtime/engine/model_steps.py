@@ -77,7 +77,7 @@ class ModelSteps:
         if self.pages == 0:
             raise UsageError(f"`kv_memory` = {kv_memory} bytes are not enough for one page of {PAGE_SIZE} tokens.")
         schemes = [scheme for scheme in self.cache.schemes if scheme is not None]
-        self._whole_prompts = any(scheme.is_span or scheme.evicts for scheme in schemes)
+        self._whole_prompts = any(scheme.compresses_prompts() for scheme in schemes)
 
     def prepare(self) -> None:
         """Record decoding steps for sequences up to twice as long as those that the pages have room for on average."""

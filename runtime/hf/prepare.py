@@ -63,7 +63,7 @@ def prepare_steps(model: Any, tokens: Sequence_[int], longest: int) -> int:
 def _read_short_prompt(model: Any, cache: Any, tokens: Sequence_[int]) -> list[tuple[Group, tuple[Sequence, ...], int]]:
     """Read a prompt of at most a page beyond all windows; each group with its sequences and positions afterwards."""
     schemes = [group.scheme for group in cache.groups]
-    page = max(s.sink_tokens + max(s.key_recent_tokens, s.value_recent_tokens) + s.page_size for s in schemes) + 1
+    page = max(s.exact_tokens + s.page_size for s in schemes) + 1
     counts = [min(n, page) for n in tokens]
     width = max(counts)
     first = torch.tensor([width - n for n in counts], device=model.device)
@@ -80,7 +80,7 @@ def _pretend(group: Group, before: tuple[Sequence, ...], logical: int, tokens: l
     Their residual windows stay as they are, so that they may claim to have up to a page of tokens more.
     """
     size, scheme = group.page_size, group.scheme
-    exact = scheme.sink_tokens + max(scheme.key_recent_tokens, scheme.value_recent_tokens)
+    exact = scheme.exact_tokens
     group.logical = group.attended = longest + size
     found = []
     for row, (sequence, count) in enumerate(zip(before, tokens, strict=True)):

@@ -16,14 +16,14 @@ from kvconvert.auto.record import read_allocation
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.text import manifest_text
 from kvconvert.cli import cli
-from kvconvert.convert.jobs import layer_jobs
 from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import RecipeError, UnsupportedModelError, UsageError
 from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
-from kvconvert.models.cache_shapes import model_cache
+from kvconvert.models.configuration import model_cache
 from kvconvert.models.source import open_source
 from kvconvert.runtime import KVCache
 

@@ -16,8 +16,7 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 from kvconvert import KVCache, bench
 from kvconvert.benchmark import BenchReport, Measurement, contender, worker
 from kvconvert.benchmark.bench import HEADER, table
-from kvconvert.benchmark.contender import Contender, TokenTimes, bytes_per_token
-from kvconvert.benchmark.memory import PeakMemory, resident_bytes
+from kvconvert.benchmark.contender import Contender, PeakMemory, TokenTimes, bytes_per_token, resident_bytes
 from kvconvert.errors import BundleError, CheckpointError, KvconvertError, UsageError
 
 MODULE = sys.modules["kvconvert.benchmark.bench"]

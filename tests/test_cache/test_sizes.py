@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from kvconvert import KVCache
 from kvconvert.cache.size import LayerCache, ModelCache
 from kvconvert.methods import PRESETS, KVScheme
-from kvconvert.models.cache_shapes import model_cache
+from kvconvert.models.configuration import model_cache
 
 HEADS, CHANNELS = 3, 64
 CONTEXTS = (64, 1024, 4096, 4100)

@@ -11,8 +11,8 @@ import torch
 from click.testing import CliRunner
 from packaging.requirements import Requirement
 
-from kvconvert import doctor
 from kvconvert.cli import cli
+from kvconvert.commands import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -43,3 +43,12 @@ def test_a_missing_file_and_a_directory_are_refused(tmp_path):
     for path in (tmp_path / "nothing", tmp_path):
         with pytest.raises(CheckpointError, match="cannot be read"):
             checksums.sha256(path)
+
+
+def test_a_remembered_checksum_counts_until_the_file_changes(tmp_path):
+    file = tmp_path / "layer"
+    file.write_bytes(b"written")
+    checksums.remember(file, "as written")
+    assert checksums.known_sha256([file]) == {file: "as written"}
+    file.write_bytes(b"damaged since")
+    assert checksums.known_sha256([file]) == {file: hashlib.sha256(b"damaged since").hexdigest()}

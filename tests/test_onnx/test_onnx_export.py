@@ -21,8 +21,8 @@ from kvconvert.kernels.linear.awq_format import dequantize_weight, quantize_weig
 from kvconvert.methods import KVScheme
 from kvconvert.onnx.architecture import Decoder
 from kvconvert.onnx.export import export_onnx
+from kvconvert.onnx.graph import repack
 from kvconvert.onnx.static_cache import served_bits
-from kvconvert.onnx.weights import repack
 from kvconvert.recipes.recipe import Recipe
 
 EXAMPLES = Path(onnx_generate.__file__).parent

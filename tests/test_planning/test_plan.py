@@ -21,9 +21,8 @@ from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import UsageError
 from kvconvert.kernels.linear.awq_format import quantize_weight
-from kvconvert.planning.cache import fit
 from kvconvert.planning.layer_sizes import packed_bytes
-from kvconvert.planning.plan import plan
+from kvconvert.planning.plan import fit, plan
 from kvconvert.planning.probe import Probe, measure, sequences_probed
 from kvconvert.planning.text import plan_text
 from kvconvert.recipes.recipe import Recipe

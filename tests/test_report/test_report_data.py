@@ -13,7 +13,7 @@ from kvconvert.cache.size import LayerCache, lengths
 from kvconvert.io.records import DataInfo
 from kvconvert.methods import KVScheme, spread_ratios
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES
-from kvconvert.models.cache_shapes import model_cache
+from kvconvert.models.configuration import model_cache
 from kvconvert.report.data import NotDrawnError, budgets, frontier, memory, module_sizes, sensitivity, tau_surfaces
 
 HEADS, CHANNELS, CONTEXT = 2, 16, 1000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from kvconvert.errors import UnsupportedModelError
-from kvconvert.models.adapters.adapter import Adapter, LayerNames, Variant, head_dim, key_value_heads, layer_config
+from kvconvert.models.adapters.adapter import Adapter, LayerNames, Variant
 from kvconvert.models.adapters.dense import DENSE
 from kvconvert.models.adapters.hybrid import HYBRIDS
 from kvconvert.models.adapters.mixture import MIXTURES
@@ -17,9 +17,6 @@ __all__ = [
     "LayerNames",
     "Variant",
     "find_adapter",
-    "head_dim",
-    "key_value_heads",
-    "layer_config",
     "require_adapter",
 ]
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from kvconvert.errors import UnsupportedModelError
+from kvconvert.models.configuration import head_dim, key_value_heads, layer_config
 from kvconvert.models.structure import LayerStructure, NormGroup, Projection, ScalingPair
 
 
@@ -178,19 +179,3 @@ class Adapter:
 
 def _reason_set(config: PretrainedConfig, reasons: Mapping[str, str]) -> str | None:
     return next((reason for name, reason in reasons.items() if getattr(config, name, None)), None)
-
-
-def layer_config(config: PretrainedConfig, index: int) -> PretrainedConfig:
-    """The text configuration of one layer: in some models the shape of the attention differs between layers."""
-    layers = getattr(config, "per_layer_config", None)
-    return config if layers is None else layers[index]
-
-
-def head_dim(config: PretrainedConfig) -> int:
-    """Channels per attention head, of a configuration that `layer_config` gave."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def key_value_heads(config: PretrainedConfig) -> int:
-    """KV heads, of a configuration that `layer_config` gave."""
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
