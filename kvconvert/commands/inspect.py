@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
@@ -28,13 +28,15 @@ def inspect(bundle: str, as_json: bool) -> None:
     from kvconvert.bundle.locate import locate
     from kvconvert.bundle.reader import open_bundle
     from kvconvert.bundle.text import manifest_text
-    from kvconvert.models.configuration import sliding_windows
-    from kvconvert.runtime.hf.fit import read_config
 
     verify: Literal["headers", "plan"] = "headers" if os.path.exists(bundle) else "plan"
     opened = open_bundle(locate(bundle, weights=False), verify=verify)
     manifest = opened.manifest
-    windows = sliding_windows(read_config(opened)) if any(manifest.schemes()) else ()
+    windows: list[int | None] = []
+    if any(manifest.schemes()) and _speaks_of_windows(opened.config):
+        from kvconvert.models.configuration import read_config, sliding_windows
+
+        windows = sliding_windows(read_config(opened.directory, opened.config, len(manifest.tensors)))
     if as_json:
         size = kv_size(manifest, windows)
         fields = manifest.model_dump(mode="json")
@@ -42,6 +44,13 @@ def inspect(bundle: str, as_json: bool) -> None:
         click.echo(json.dumps(fields, indent=2))
     else:
         click.echo(manifest_text(manifest, _is_utf8(sys.stdout.encoding), windows))
+
+
+def _speaks_of_windows(config: dict[str, Any]) -> bool:
+    """Whether a config.json names windows: then transformers, which takes seconds to import, says where they are."""
+    parts = [config, config.get("text_config")]
+    entries = [entry for part in parts if isinstance(part, dict) for entry in part.items()]
+    return any(value and ("window" in name or "chunk" in name) for name, value in entries)
 
 
 def _is_utf8(encoding: str | None) -> bool:

@@ -14,9 +14,8 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.report import FidelityReport
 from kvconvert.io import disk
-from kvconvert.models.configuration import sliding_windows
+from kvconvert.models.configuration import read_config, sliding_windows
 from kvconvert.recipes.recipe import Limits, Recipe
-from kvconvert.runtime.hf.fit import read_config
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,8 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
     """
     directory = Path(bundle)
     opened = open_bundle(directory, verify="headers")
-    before, windows = opened.manifest, sliding_windows(read_config(opened))
+    before = opened.manifest
+    windows = sliding_windows(read_config(directory, opened.config, len(before.tensors)))
     if not report.against.is_recorded_source:
         raise UsageError(
             f"{report.against.id} is not the checkpoint that {MANIFEST_NAME} records ({before.source.id}), so the "

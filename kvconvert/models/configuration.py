@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+)
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -22,9 +29,15 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from kvconvert.cache.size import FULL_PRECISION, LayerCache, ModelCache
-from kvconvert.errors import UnsupportedModelError
+from kvconvert.errors import BundleError, UnsupportedModelError
+from kvconvert.io.tensorfile import mismatch
 from kvconvert.methods import UNQUANTIZED, KVScheme
 
+# Every layer has a tensor, so a config with more layers than the bundle has tensors is wrong. Small models leave out
+# towers that their config describes.
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "decoder_layers")
+_SPARE_LAYERS = 1000
+_MAX_LABELS = 1_000_000
 _CLASSES = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -181,3 +194,47 @@ def model_cache(
             channels = head_dim(own)
             layers.append(LayerCache(key_value_heads(own), channels, channels, stored, window, dtype))
     return ModelCache(tuple(layers))
+
+
+def read_config(directory: Path, contents: Mapping[str, Any], tensors: int) -> PretrainedConfig:
+    """transformers' configuration of a verified bundle.
+
+    Args:
+        directory: of the bundle.
+        contents: of its config.json.
+        tensors: how many it has.
+
+    Raises:
+        BundleError: its config.json makes no configuration.
+    """
+    _check_counts(contents, tensors)
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # classes of configs validate with exceptions of many kinds
+        raise no_model(error) from error
+
+
+def _check_counts(contents: Mapping[str, Any], tensors: int) -> None:
+    """Refuse counts for which building a model would take for ever."""
+    limit = max(_SPARE_LAYERS, tensors)
+    for path, key, value in _integers(contents):
+        most = limit if key in _LAYERS else _MAX_LABELS if key == "num_labels" else None
+        if most is not None and value > most:
+            raise mismatch("config.json", path, f"at most {most}", value)
+
+
+def _integers(value: object, path: str = "") -> list[tuple[str, str, int]]:
+    found = []
+    for key, entry in value.items() if isinstance(value, Mapping) else ():
+        where = f"{path}.{key}" if path else key
+        found += [(where, key, entry)] if isinstance(entry, int | float) else _integers(entry, where)
+    return found
+
+
+def no_model(error: Exception) -> BundleError:
+    """The error for a config.json from which transformers builds nothing."""
+    reason = " ".join(str(error).split()).rstrip(".")[:300] or type(error).__name__
+    return BundleError(
+        f"config.json describes no model that this version of transformers builds without other code ({reason}); "
+        "update transformers, or fetch or export the bundle again."
+    )

@@ -18,7 +18,7 @@ from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.errors import UsageError
 from kvconvert.io import disk
-from kvconvert.models.configuration import sliding_windows
+from kvconvert.models.configuration import read_config, sliding_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -56,7 +56,6 @@ def write_report(
         raise UsageError("A report is drawn with matplotlib; run pip install '.[report]' in a clone of kvconvert.")
     from kvconvert.report.activations import sample_keys
     from kvconvert.report.fidelity import read_fidelity
-    from kvconvert.runtime.hf.fit import read_config
 
     local = os.path.exists(bundle)
     directory = locate(bundle, weights=False)
@@ -70,7 +69,8 @@ def write_report(
     else:
         measured, missed = (None, []) if stored is None else (stored.report, stored.missed)
     sample = None if model is None else sample_keys(model, opened.manifest)
-    html, images = render(opened, read_config(opened), measured, missed, sample)
+    config = read_config(opened.directory, opened.config, len(opened.manifest.tensors))
+    html, images = render(opened, config, measured, missed, sample)
     _write(target, html, images)
     return target / PAGE_NAME
 

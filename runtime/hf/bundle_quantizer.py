@@ -24,9 +24,9 @@ from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.kernels.linear import DenseLinear, QuantizedLinear
 from kvconvert.methods import KVScheme
-from kvconvert.models.configuration import model_class
+from kvconvert.models.configuration import model_class, no_model, read_config
 from kvconvert.runtime.hf.attention import NAME
-from kvconvert.runtime.hf.fit import compare_shapes, no_model, read_config
+from kvconvert.runtime.hf.fit import compare_shapes
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.generation import adopt
 from kvconvert.runtime.hf.packed_experts import SeparateExperts, merges_experts, place_packed_experts
@@ -203,7 +203,7 @@ def check_fits(bundle: Bundle) -> int:
     Raises:
         BundleError: config.json makes no model, or one that other tensors belong to.
     """
-    config = read_config(bundle)
+    config = read_config(bundle.directory, bundle.config, len(bundle.manifest.tensors))
     del config.quantization_config
     try:
         with torch.device("meta"):

@@ -13,10 +13,9 @@ from kvconvert.bundle.locate import locate
 from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError
-from kvconvert.models.configuration import model_class, supports_images
+from kvconvert.models.configuration import model_class, read_config, supports_images
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer
 from kvconvert.runtime.hf.bundle_quantizer import BundleConfig, Verify, check_fits
-from kvconvert.runtime.hf.fit import read_config
 
 
 def load(
@@ -59,7 +58,7 @@ def load(
     # All of it is verified before transformers reads any of it, and the model built without weights before weights are.
     verified = open_bundle(directory, verify=verify)
     check_fits(verified)
-    config = read_config(verified)
+    config = read_config(verified.directory, verified.config, len(verified.manifest.tensors))
     config.quantization_config = BundleConfig(verified.config["quantization_config"], verify, verified)
     model, found = model_class(config).from_pretrained(
         directory,
