@@ -65,7 +65,7 @@ def comparison(found: list[dict[str, Any]]) -> str:
     """Every scheme on every model: KL on two texts, then what it still finds."""
     return "\n\n".join(
         [
-            "KL from the source on WikiText-2 / on code, by bits per value:",
+            "KL from the source on WikiText-2 / on code, by bits per value at 4,100 tokens:",
             _compared(found, _divergences),
             "Values retrieved from a JSON object of 40 pairs / numbers retrieved from prose of the longest length:",
             _compared(found, _finds),
@@ -82,7 +82,7 @@ def _compared(found: list[dict[str, Any]], cell: Callable[[dict[str, Any], dict[
     head = ["scheme", "bits", *map(model_name, found)]
     lines = [["source", "16", *(cell(report["source"], report) for report in found)]]
     bits = {
-        label: [rows[label]["size"]["bits_per_value"] for rows in columns if label in rows]
+        label: [mean_bits(rows[label]) for rows in columns if label in rows]
         for label in {label: None for rows in columns for label in rows}
     }
     for label in sorted(bits, key=lambda label: min(bits[label])):
@@ -172,8 +172,13 @@ def _options(report: dict[str, Any]) -> str:
 
 
 def _label(name: str, report: dict[str, Any]) -> str:
-    """A case's name as tables show it: a baseline's as its file has it, a search's without what all searches share."""
+    """A case's name as tables show it: a baseline's as its file has it, a search's without what all searches share.
+
+    A search's bits are those that were measured: budgets meant a full last page before they meant the mean.
+    """
     shared = _shared_options(report)
+    if name.startswith("auto:kv_bits="):
+        name = re.sub(r"[\d.]+", f"{mean_bits(report['caches'][name]):.2f}", name, count=1)
     name = labels().get(name, name)
     return re.sub(f",{re.escape(shared)}(?={SEALED}|$)", "", name) if shared and name.startswith("auto:") else name
 
@@ -202,8 +207,8 @@ def _table(report: dict[str, Any], part: str, protocol: str | None) -> str:
     first = next(iter(rows.values()))
     perplexity = f"{first['texts'][texts[0]]['source_perplexity']:.2f}"
     lines = [["source", "16", *("0" for _ in shown), perplexity, *recalled(report["source"])]]
-    for name, row in sorted(rows.items(), key=lambda item: item[1]["size"]["bits_per_value"]):
-        cells = [_label(name, report), f"{row['size']['bits_per_value']:.2f}"]
+    for name, row in sorted(rows.items(), key=lambda item: mean_bits(item[1])):
+        cells = [_label(name, report), f"{mean_bits(row):.2f}"]
         cells += [_kl(row["texts"][text]["kl"]) for text in shown]
         lines.append([*cells, f"{row['texts'][texts[0]]['perplexity']:.2f}", *recalled(row)])
     return table(heads, lines)
@@ -224,7 +229,7 @@ def _auto(report: dict[str, Any]) -> str:
         found = [_less(caches[name], caches[beside], text) for text in texts]
         better += sum(interval.high is not None and interval.high < 0 for interval in found)
         worse += sum(interval.low is not None and interval.low > 0 for interval in found)
-        bits = [f"{_mean_bits(caches[each]):.3f}" for each in (beside, name)]
+        bits = [f"{mean_bits(caches[each]):.3f}" for each in (beside, name)]
         lines.append([_label(beside, report), *bits, *map(signed, found)])
     if not lines:
         return ""
@@ -242,7 +247,7 @@ def _differences(report: dict[str, Any]) -> str:
     """Paired differences in KL from the baseline, of caches that are not searched."""
     caches, baseline = _measured(report), report["baseline"]
     lines = []
-    for name, row in sorted(caches.items(), key=lambda item: _mean_bits(item[1])):
+    for name, row in sorted(caches.items(), key=lambda item: mean_bits(item[1])):
         beside = baseline + SEALED if row["protocol"] == "sealed prompt" else baseline
         if beside not in caches or name == beside or name.startswith("auto:"):
             continue
@@ -265,7 +270,7 @@ def _measured(report: dict[str, Any]) -> dict[str, Any]:
     return {name: row for name, row in report["caches"].items() if "texts" in row}
 
 
-def _mean_bits(row: dict[str, Any]) -> float:
+def mean_bits(row: dict[str, Any]) -> float:
     """Bits per value: over the last page of lengths, or, after a sealed prompt, where no page is being filled."""
     return row["size"]["bits_per_value" if row["protocol"] == "sealed prompt" else "mean_bits_per_value"]
 
@@ -274,7 +279,7 @@ def _same_size(caches: dict[str, Any]) -> list[tuple[str, str]]:
     """(`auto`, other cache) for every cache of at least its bytes, the largest `auto` that fits, by bytes."""
     pairs = []
     for protocol in ("pages", "sealed prompt"):
-        bits = {name: _mean_bits(row) for name, row in caches.items() if row["protocol"] == protocol}
+        bits = {name: mean_bits(row) for name, row in caches.items() if row["protocol"] == protocol}
         found = [name for name in bits if name.startswith("auto:")]
         for other in sorted(bits.keys() - set(found), key=lambda name: (bits[name], name)):
             # The baseline after a sealed prompt is compared with `auto` page by page.
