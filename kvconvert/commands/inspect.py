@@ -97,7 +97,8 @@ def verify(bundle: str) -> None:
 def report(bundle: str, output: Path | None, fidelity: Path | None, model: str | None) -> None:
     """Write what BUNDLE is and costs as one HTML page, and its figures as PNG.
 
-    Of a repository on the Hub, no weights are fetched. Needs matplotlib: pip install 'kvconvert[report]'.
+    Of a repository on the Hub, no weights are fetched. Needs matplotlib:
+    pip install '.[report]' in a clone of kvconvert.
     """
     from kvconvert.report import write_report
 
