@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from real_model_cases import LENGTH, SAMPLES, Calibrated, Case, Workshop
 from real_model_docs import SEALED
-from real_model_measure import STEP, Recall, cache_size, is_sealed, text_figures
+from real_model_measure import Recall, cache_size, is_sealed, text_figures
 from transformers import AutoConfig, AutoTokenizer
 
 from kvconvert.data.text import spaced_samples
@@ -220,27 +220,26 @@ class Bench:
                 continue
             sealed = row["protocol"] == "sealed prompt"
             size, length = row["size"], self.args.length
+            bits = size["mean_bits_per_value"]
             if sealed:
-                bits = at_page_end(size["bits_per_value"], length, size["tokens"])
-            else:
-                bits = at_page_end(size["mean_bits_per_value"], length)
+                bits = over_a_page(size["bits_per_value"], length, size["tokens"])
             # Rounded down: at the same bytes, and never a byte more.
             budget = math.floor(bits * 10000) / 10000
             found.append(f"auto:kv_bits={budget},context={length}{options}{SEALED if sealed else ''}")
         return found
 
 
-def at_page_end(bits: float, length: int, prompt: int | None = None) -> float:
-    """Bits at `length`, where a page ends, of the `auto` that takes as many as another cache was measured to take.
+def over_a_page(bits: float, length: int, prompt: int) -> float:
+    """What an `auto` that takes `bits` after a prompt of so many tokens, where a page ends, takes at `length`.
 
-    That is after a prompt of so many tokens, where a page ends, too; or, without one, in the mean over 128 lengths,
-    which are 112, 96, ... 0 tokens shorter and have 16, 32, ... 112 and 0 tokens of a page that is being filled.
+    That is the mean over the 128 lengths up to it, as budgets are stated.
     """
     sinks = Recipe.load("auto").kv.sink_tokens
-    filling = (PAGE_SIZE - STEP) / 2
-    exact = (filling + sinks) / (length - filling) if prompt is None else sinks / prompt
+    exact = sinks / prompt
     codes = (bits - FLOAT_BITS * exact) / (1 - exact)
-    return codes + (FLOAT_BITS - codes) * sinks / length
+    filling = (PAGE_SIZE - 1) / 2
+    exact = (filling + sinks) / (length - filling)
+    return codes + (FLOAT_BITS - codes) * exact
 
 
 def library_text(work: Path) -> Path:

@@ -177,7 +177,7 @@ def _label(name: str, report: dict[str, Any]) -> str:
     A search's bits are those that were measured: budgets meant a full last page before they meant the mean.
     """
     shared = _shared_options(report)
-    if name.startswith("auto:kv_bits="):
+    if name.startswith("auto:kv_bits=") and "size" in report["caches"][name]:
         name = re.sub(r"[\d.]+", f"{mean_bits(report['caches'][name]):.2f}", name, count=1)
     name = labels().get(name, name)
     return re.sub(f",{re.escape(shared)}(?={SEALED}|$)", "", name) if shared and name.startswith("auto:") else name

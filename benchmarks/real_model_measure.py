@@ -174,9 +174,11 @@ def cache_size(
     decoder, bits = Decoder(model, lambda: cache), []
     last = 0 if treats_whole_prompts(cache) else PAGE_SIZE
     read_prompt(decoder, cache, ids[:, : tokens - last], MEASURED_CHUNK)
+    # In the middle of every STEP lengths.
     for start in range(tokens - last, tokens, STEP):
-        feed(decoder, cache, ids[:, start : start + STEP], logits_to_keep=1)
+        feed(decoder, cache, ids[:, start : start + STEP // 2], logits_to_keep=1)
         bits.append(bits_per_value())
+        feed(decoder, cache, ids[:, start + STEP // 2 : start + STEP], logits_to_keep=1)
     stores = [layer.store for layer in cache.paged_layers()]
     kept, exact = (
         sum(counts[layer] for layer in layers) / len(layers)
