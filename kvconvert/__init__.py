@@ -40,9 +40,9 @@ _HOMES = {
     "KVCache": "kvconvert.runtime",
     "KVScheme": "kvconvert.methods",
     "Recipe": "kvconvert.recipes.recipe",
-    "bench": "kvconvert.benchmark",
+    "bench": "kvconvert.benchmark.bench",
     "calibrate": "kvconvert.convert.pipeline",
-    "evaluate": "kvconvert.fidelity",
+    "evaluate": "kvconvert.fidelity.evaluate",
     "export": "kvconvert.convert.export",
     "load": "kvconvert.runtime",
 }
