@@ -164,20 +164,23 @@ def cache_size(
     layers = [layer for layer, count in enumerate(chosen.values()) for _ in range(count)]
     windows = [config.sliding_window if types[layer] == "sliding_attention" else tokens for layer in chosen]
 
-    def bits_per_value() -> float:
-        """Of the layers that are stood for, each as often as it stands for one."""
+    def filled() -> torch.Tensor:
+        """Bits, and numbers that they stand for, of the layers, each as often as it stands for one."""
         stores = [layer.store for layer in cache.paged_layers()]
         held = [min(window, cache.get_seq_length()) for window in windows]
         numbers = sum(held[layer] for layer in layers) * 2 * heads * channels
-        return 8 * sum(stores[layer].bytes_used() for layer in layers) / numbers
+        return torch.tensor([8.0 * sum(stores[layer].bytes_used() for layer in layers), numbers], dtype=torch.float64)
 
-    decoder, bits = Decoder(model, lambda: cache), []
+    def ratio(bits: torch.Tensor, numbers: torch.Tensor) -> float:
+        return float(bits / numbers)
+
+    decoder, over_page = Decoder(model, lambda: cache), torch.zeros(2, dtype=torch.float64)
     last = 0 if treats_whole_prompts(cache) else PAGE_SIZE
     read_prompt(decoder, cache, ids[:, : tokens - last], MEASURED_CHUNK)
     # In the middle of every STEP lengths.
     for start in range(tokens - last, tokens, STEP):
         feed(decoder, cache, ids[:, start : start + STEP // 2], logits_to_keep=1)
-        bits.append(bits_per_value())
+        over_page += filled()
         feed(decoder, cache, ids[:, start + STEP // 2 : start + STEP], logits_to_keep=1)
     stores = [layer.store for layer in cache.paged_layers()]
     kept, exact = (
@@ -186,8 +189,8 @@ def cache_size(
     )
     return {
         "tokens": tokens,
-        "bits_per_value": bits_per_value(),
-        "mean_bits_per_value": sum(bits) / len(bits) if bits else bits_per_value(),
+        "bits_per_value": ratio(*filled()),
+        "mean_bits_per_value": ratio(*over_page) if last else ratio(*filled()),
         "bytes_per_token": sum(stores[layer].bytes_used() for layer in layers) / tokens,
         "kept_tokens": kept,
         "full_precision_tokens": exact,

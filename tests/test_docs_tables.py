@@ -88,17 +88,22 @@ def test_every_architecture_of_the_matrix_has_a_row():
     assert f"{len(results['models'])} architectures" in (ROOT / "README.md").read_text(encoding="utf8")
 
 
-def measured(perplexity, hits):
+def measured(perplexity, hits, bits=4.0):
     text = {"kl": 0.25, "perplexity": perplexity, "source_perplexity": 20.0}
-    return {"size": {"bits_per_value": 4.0}, "texts": {"wikitext2-test": text}, "found": {"64": hits}}
+    return {
+        "protocol": "pages",
+        "size": {"mean_bits_per_value": bits},
+        "texts": {"wikitext2-test": text},
+        "found": {"64": hits},
+    }
 
 
 def test_readme_shows_the_default_and_its_bundle_once_they_are_measured():
-    searched, default = measured(21.0, [True, True]), measured(22.0, [True, False])
+    searched, default = measured(21.0, [True, True], 2.62), measured(22.0, [True, False])
     report = {
         "settings": {"model": "tiny", "texts": ["wikitext2-test"], "length": 128},
         "source": {"found": {"64": [True, True]}},
-        "caches": {"auto:kv_bits=2.43,context=64": searched, "failed": {"failure": "no"}},
+        "caches": {"auto:kv_bits=2.62,context=64": searched, "failed": {"failure": "no"}},
         "bundles": {},
     }
     engine = {"machine": {"gpu": "GPU"}, "rows": {"engine": {"bf16": {"tokens_per_second": 1.0, "batch": 1}}}}
@@ -109,13 +114,13 @@ def test_readme_shows_the_default_and_its_bundle_once_they_are_measured():
     assert readme_docs.costs([report]).splitlines()[2:] == [
         "| tiny | source | 16 | 0 | 20.00 | 100% |",
         "| tiny | `default`, cache alone | 4.00 | 0.250 | 22.00 | 50% |",
-        "| tiny | `auto --kv-bits 2.43`, cache alone | 4.00 | 0.250 | 21.00 | 100% |",
+        "| tiny | `auto --kv-bits 2.62`, cache alone | 2.62 | 0.250 | 21.00 | 100% |",
         "| tiny | `default`, 4-bit weights and cache | 4.00 | 0.250 | 24.00 | 0% |",
     ]
     after = ElementTree.fromstring(readme_docs.picture(report, engine, readme_docs.LIGHT))
     light, dark, changed = (["".join(element.itertext()) for element in tree] for tree in (*before, after))
     assert light == dark
-    assert {"Perplexity +5.0%", "4.0x smaller KV cache", "recipe auto --kv-bits 2.43, all counted"} <= {*light}
+    assert {"Perplexity +5.0%", "6.1x smaller KV cache", "recipe auto --kv-bits 2.62, all counted"} <= {*light}
     assert {"Perplexity +10.0%", "50% retrieved", "recipe default, all counted"} <= {*changed}
 
 

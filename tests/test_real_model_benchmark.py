@@ -13,8 +13,10 @@ from real_model_measure import cache_size
 from tiny.checkpoints import REFERENCE, tiny_model
 from transformers import AutoTokenizer, Gemma3TextConfig
 
+from kvconvert.cache.size import LayerCache, ModelCache
 from kvconvert.errors import UsageError
 from kvconvert.methods import PRESETS
+from kvconvert.models.configuration import head_dim, key_value_heads
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 FILES = ("ablations.txt", "baselines.txt")
@@ -29,14 +31,15 @@ def test_a_line_of_a_case_file_is_a_recipe_of_a_cache(case, tmp_path):
     assert recipe.weights.method == "none"
 
 
-def test_bits_at_a_pages_end_are_those_of_a_cache_that_was_measured_at_both():
+def test_bits_over_a_page_are_those_that_are_stated_and_follow_from_those_at_its_end():
     tiny = tiny_model("llama", 0).config
     schemes = [PRESETS["oscar-g128"]] * tiny.num_hidden_layers
     length = 4 + 4 * 128
     size = cache_size(tiny, schemes, {}, length, "cpu")
-    # Not equal, because quotients are averaged.
+    layer = LayerCache(key_value_heads(tiny), head_dim(tiny), head_dim(tiny), schemes[0])
+    assert size["mean_bits_per_value"] == pytest.approx(ModelCache((layer,)).bits_per_value(length), rel=0.01)
     longer = cache_size(tiny, schemes, {}, length + 128, "cpu")["bits_per_value"]
-    assert over_a_page(longer, length, length + 128) == pytest.approx(size["mean_bits_per_value"], abs=0.03)
+    assert over_a_page(longer, length, length + 128) == pytest.approx(size["mean_bits_per_value"], rel=0.01)
 
 
 def test_tokens_beyond_a_sliding_window_are_neither_stored_nor_divided_by():
@@ -173,7 +176,7 @@ def test_models_are_compared_by_scheme_wherever_it_was_measured():
         "| scheme | bits | tiny | other |",
         "| --- | --- | --- | --- |",
         "| source | 16 | 0 | 0 |",
-        "| `auto --kv-bits 2` | 2.00 | 0.125 / 0.125 |  |",
+        "| `auto --kv-bits 2.00` | 2.00 | 0.125 / 0.125 |  |",
         "| kivi | 3.00 to 3.10 | 0.250 / 0.250 | 0.0625 / 0.0625 |",
     ]
     assert found[-1] == "| kivi | 3.00 to 3.10 | 100% / 100% | 50% / 50% |"
