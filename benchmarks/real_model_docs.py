@@ -21,6 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # In the order of the columns, as files and as people call them.
 MODELS = {
     "smollm2": "SmolLM2-135M-Instruct",
+    "smollm2_cpu": "SmolLM2-135M-Instruct, on a CPU",
     "qwen25-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct",
     "gemma3-270m": "Gemma 3 270M",
     "neox-code-31m": "GPT-NeoX 31M, code",
@@ -35,8 +36,12 @@ PAIRS = "40"  # of the JSON object whose column is shown
 
 def reports(results: Path = RESULTS) -> list[dict[str, Any]]:
     """The reports of all models that were measured."""
-    files = [results / f"real_model_{name}.json" for name in MODELS]
-    return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
+    files = {title: results / f"real_model_{name}.json" for name, title in MODELS.items()}
+    return [
+        json.loads(file.read_text(encoding="utf-8")) | {"title": title}
+        for title, file in files.items()
+        if file.is_file()
+    ]
 
 
 def sections(found: list[dict[str, Any]]) -> str:
@@ -46,7 +51,7 @@ def sections(found: list[dict[str, Any]]) -> str:
 
 def model_name(report: dict[str, Any]) -> str:
     """What people call the model of a report."""
-    return MODELS.get(report["settings"]["model"], report["settings"]["model"])
+    return report.get("title", report["settings"]["model"])
 
 
 def cases_of(file: Path) -> dict[str, str]:
@@ -68,7 +73,7 @@ def comparison(found: list[dict[str, Any]]) -> str:
             "KL from the source on WikiText-2 / on code, by bits per value at 4,100 tokens:",
             _compared(found, _divergences),
             "Values retrieved from a JSON object of 40 pairs / numbers retrieved from prose of the longest length:",
-            _compared(found, _finds),
+            _compared([report for report in found if any(report["source"].values())], _finds),
         ]
     )
 

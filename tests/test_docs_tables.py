@@ -113,15 +113,17 @@ def test_readme_shows_the_default_and_its_bundle_once_they_are_measured():
     report["caches"]["default"], report["bundles"]["default"] = default, measured(24.0, [False, False])
     assert readme_docs.costs([report]).splitlines()[2:] == [
         "| tiny | source | 16 | 0 | 20.00 | 100% |",
-        "| tiny | `default`, cache alone | 4.00 | 0.250 | 22.00 | 50% |",
-        "| tiny | `auto --kv-bits 2.62`, cache alone | 2.62 | 0.250 | 21.00 | 100% |",
-        "| tiny | `default`, 4-bit weights and cache | 4.00 | 0.250 | 24.00 | 0% |",
+        "|  | `default`, weights unchanged | 4.00 | 0.250 | 22.00 | 50% |",
+        "|  | `auto --kv-bits 2.62`, weights unchanged | 2.62 | 0.250 | 21.00 | 100% |",
+        "|  | `default`, 4-bit weights | 4.00 | 0.250 | 24.00 | 0% |",
     ]
     after = ElementTree.fromstring(readme_docs.picture(report, engine, readme_docs.LIGHT))
     light, dark, changed = (["".join(element.itertext()) for element in tree] for tree in (*before, after))
     assert light == dark
-    assert {"Perplexity +5.0%", "6.1x smaller KV cache", "recipe auto --kv-bits 2.62, all counted"} <= {*light}
-    assert {"Perplexity +10.0%", "50% retrieved", "recipe default, all counted"} <= {*changed}
+    assert {"100% retrieved, source 100%", "6.1x smaller KV cache", "recipe auto --kv-bits 2.62, scales included"} <= {
+        *light
+    }
+    assert {"50% retrieved, source 100%", "recipe default, scales included"} <= {*changed}
 
 
 def bars() -> list[list[str]]:
