@@ -191,6 +191,9 @@ def test_what_is_refused(tmp_path, monkeypatch):
         other.write_text(content)
         with pytest.raises(UsageError, match=r"kvconvert eval"):
             write_report(bundle, fidelity=other)
+    with pytest.raises(UsageError) as refused:
+        write_report(bundle, fidelity=other)
+    assert str(refused.value).count(";") == 1, "one thing to do"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = CliRunner().invoke(cli, ["report", str(bundle)])
     assert result.exit_code == 2
