@@ -33,7 +33,7 @@ try:
     from lm_eval import evaluator, simple_evaluate
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
-    from lm_eval.tasks import TaskManager, get_task_dict
+    from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
     raise UsageError(
@@ -125,7 +125,7 @@ def harness(
     place = choose_device(device)
     directory = locate(bundle)
     try:  # before a model is loaded; the harness finds the data here again
-        get_task_dict(list(tasks), manager)
+        manager.load(list(tasks))
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise UsageError(

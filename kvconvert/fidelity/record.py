@@ -90,7 +90,7 @@ def fidelity_of(manifest: Manifest, limits: Limits, report: FidelityReport) -> F
 
 def _without_few_prompts(figures: dict[str, Any]) -> dict[str, Any]:
     """A report in which recall and probes that were measured on too few prompts to be judged are None, or absent."""
-    passkey, probes = figures["passkey"], figures["probes"] or {}
+    passkey, probes = figures.get("passkey"), figures.get("probes") or {}
     # A probe of which the source knows nothing is asked in few prompts.
     few = [name for name, found in probes.items() if found["prompts"] < MIN_PROMPTS and found["bundle"] is not None]
     few_recalled = passkey is not None and 0 < passkey["prompts"] < MIN_PROMPTS
