@@ -1,13 +1,13 @@
 """Generate with an ONNX export: onnxruntime and numpy, and tokenizers for the text.
 
     kvconvert export BUNDLE -o DIRECTORY --format onnx
-    python examples/onnx_generate.py DIRECTORY "Once upon a time" 40
+    python examples/onnx_generate.py DIRECTORY "Once upon a time" --tokens 40
 
 The cache is what the graph says it is: float32, or int8 codes, or int4 codes two in a byte. Nothing here depends on it.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -41,11 +41,16 @@ def main():
     """Print a continuation."""
     from tokenizers import Tokenizer
 
-    directory, prompt, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    end = json.loads((directory / "genai_config.json").read_text())["model"].get("eos_token_id", [])
-    ids = tokenizer.encode(prompt).ids
-    tokens = [token for token, _ in generate(directory, ids, count, end if isinstance(end, list) else [end])]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY")
+    parser.add_argument("prompt", metavar="TEXT")
+    parser.add_argument("--tokens", type=int, default=40, metavar="N", help="at most; 40 by default")
+    args = parser.parse_args()
+    tokenizer = Tokenizer.from_file(str(args.directory / "tokenizer.json"))
+    end = json.loads((args.directory / "genai_config.json").read_text())["model"].get("eos_token_id", [])
+    ids = tokenizer.encode(args.prompt).ids
+    stop = end if isinstance(end, list) else [end]
+    tokens = [token for token, _ in generate(args.directory, ids, args.tokens, stop)]
     print(tokenizer.decode(ids + tokens))
 
 

@@ -27,8 +27,7 @@ def main(bundle: str, pinned: str | None = None) -> list[str]:
         model, tokenizer = load(bundle, device_map="cuda" if torch.cuda.is_available() else None)
     except KvconvertError as error:  # one sentence for the log
         sys.exit(str(error))
-    tokenizer.padding_side = "left"
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # `load` has it pad on the left
     inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True).to(model.device)
     cache = model.new_kv_cache(kv_memory=CACHE_BYTES)  # taken at once, never exceeded
     ids = model.generate(

@@ -51,6 +51,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    importlib.import_module("kvconvert.models")  # refuses an unsupported transformers
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

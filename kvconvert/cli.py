@@ -50,7 +50,12 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            result = super().invoke(ctx)
+            try:
+                result = super().invoke(ctx)
+            except ImportError:
+                import kvconvert.models  # noqa: F401, says so if the names are those of another transformers
+
+                raise
             # Output that waits in a buffer is part of the command, and so is its failure.
             sys.stdout.flush()
             return result

@@ -7,6 +7,7 @@ Importing this package registers the "kvconvert" attention implementation and bu
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import kvconvert.models  # noqa: F401, first: it refuses an unsupported version of transformers
 from kvconvert.runtime.hf import attention, bundle_quantizer
 from kvconvert.runtime.hf.cache import CacheStats, KVCache
 from kvconvert.runtime.hf.generation import watch_inputs

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from kvconvert.auto.clip_ratios import candidate_clip_ratios, candidate_treatments, measured_layer
@@ -30,6 +29,7 @@ from kvconvert.calibration.clip_ratios import searched_sides
 from kvconvert.calibration.key_treatments import TreatmentSearch
 from kvconvert.calibration.protocol import LayerJob
 from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods.auto import DEFAULT_CONTEXT, KEY_CANDIDATES, VALUE_CANDIDATES, AutoSearch, Candidate
 from kvconvert.models.configuration import changing_rope
@@ -186,7 +186,7 @@ class _Measuring:
         self._announce(sides)
         done = []
         total = sum(len(layer.candidates) for layer in layers)
-        with tqdm(total=total, desc="candidates", unit="", disable=not self.run.progress) as bar:
+        with progress_bar(total=total, desc="candidates", unit="candidate", shown=self.run.progress) as bar:
             for number, layer in enumerate(layers):
                 name = f"layer-{layer.index:05d}"
                 committed = self.run.store.measurement(name)
@@ -209,7 +209,7 @@ class _Measuring:
         """The best plan of the whole model."""
         ratios = {layer.index: layer.clip_ratios for layer in table}
         known = self.run.store.measurement("plans") or {}
-        with tqdm(total=self.task.repairs + 1, desc="plans", unit="", disable=not self.run.progress) as bar:
+        with progress_bar(total=self.task.repairs + 1, desc="plans", unit="plan", shown=self.run.progress) as bar:
 
             def measure(plan: Plan) -> float:
                 names = json.dumps([[key.name, value.name] for key, value in plan])

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvconvert.auto.allocation import Option, allocate
@@ -26,6 +25,7 @@ from kvconvert.bundle.manifest import WeightAllocation, WeightUnit
 from kvconvert.calibration.activations import point_of
 from kvconvert.calibration.protocol import LayerJob
 from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.methods.awq import BITS, WeightsRecipe, WeightsRule
 from kvconvert.recipes.recipe import Recipe
@@ -148,7 +148,7 @@ class _Search:
         """Divergence by width, of each unit alone; committed layer by layer."""
         layers = sorted({unit.layer for unit in self.units})
         tables = []
-        for layer in tqdm(layers, desc="widths", unit="layer", disable=not self.run.progress):
+        for layer in progress_bar(layers, desc="widths", unit="layer", shown=self.run.progress):
             name = f"weights-{layer:05d}"
             committed = self.run.store.measurement(name)
             if committed is None:

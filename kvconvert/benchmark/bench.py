@@ -18,7 +18,6 @@ from typing import IO, Any, cast
 
 import torch
 import transformers
-from tqdm import tqdm
 from transformers import AutoConfig
 
 from kvconvert import errors
@@ -26,6 +25,7 @@ from kvconvert.benchmark.contender import Measurement, Name
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.io.progress import progress_bar
 from kvconvert.models.device import DTYPES, choose_device
 from kvconvert.models.source import open_source
 from kvconvert.version import __version__
@@ -117,7 +117,7 @@ def bench(
         else:
             notes.append("StaticCache with torch.compile is measured on a GPU only")
     measured: list[Measurement] = []
-    with tqdm(total=len(models) * len(cases), desc="bench", unit="case", disable=not progress) as bar:
+    with progress_bar(total=len(models) * len(cases), desc="bench", unit="case", shown=progress) as bar:
         for name, directory in models:
             bar.set_postfix_str(name)
             job: dict[str, Any] = {

@@ -71,7 +71,9 @@ def model_card(manifest: Manifest, windows: Sequence[int | None] = ()) -> str:
 def _plain(text: str) -> str:
     """Text of the manifest as Markdown that shows it: no emphasis, link, HTML, cell or heading begins in it."""
     escaped = re.sub(r"([\\`*\[\]<>|&~])", r"\\\1", text)
-    return re.sub(r"^([#+=-]|\d+[.)])", r"\\\1", escaped)
+    escaped = re.sub(r"^([#+=-])", r"\\\1", escaped)
+    # Before a digit a backslash would be shown, and "0.1.0" begins no list.
+    return re.sub(r"^(\d+)([.)])(?!\S)", r"\1\\\2", escaped)
 
 
 def _code(text: str) -> str:

@@ -103,7 +103,12 @@ class LayerCache:
 
     def page_bits(self) -> float:
         """Bits of a number in complete pages, keys and values together."""
-        return 8 * sum(page for _, _, page in self._sides) / (PAGE_SIZE * self.values_per_token)
+        return 8 * self.one_page_bytes / (PAGE_SIZE * self.values_per_token)
+
+    @property
+    def one_page_bytes(self) -> int:
+        """Bytes of a complete page of keys and one of values."""
+        return sum(page for _, _, page in self._sides)
 
     @cached_property
     def _sides(self) -> tuple[tuple[int, int, int], ...]:

@@ -15,7 +15,12 @@ from kvconvert.errors import UsageError
 @click.argument("bundle")
 @click.option("--against", metavar="MODEL", help="Model to compare with; the bundle's source by default.")
 @click.option("--data", metavar="SOURCE", help="Held-out text; the text that ships with kvconvert by default.")
-@click.option("--tokens", metavar="N", type=click.IntRange(min=1), help="Tokens to score, 8192 by default.")
+@click.option(
+    "--tokens",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Tokens to score, rounded up to whole segments; 8192 by default.",
+)
 @click.option(
     "--context",
     metavar="N",

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
-from tqdm import tqdm
 
 from kvconvert.auto.record import read_allocation, read_weight_allocation
 from kvconvert.bundle.card import CARD_NAME, model_card
@@ -44,6 +43,7 @@ from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageE
 from kvconvert.io.checksums import known_sha256
 from kvconvert.io.disk import check_writable, make_directory
 from kvconvert.io.hub import is_hub_id
+from kvconvert.io.progress import progress_bar
 from kvconvert.io.records import FileInfo, SourceInfo, TensorInfo
 from kvconvert.io.tensorfile import nbytes, tensor_info, write_tensors
 from kvconvert.methods.awq import StoredMethod
@@ -295,7 +295,7 @@ def _write_files(
 ) -> dict[str, FileInfo]:
     """Weights, KV plan, and what is copied; returns size and hash of the load-critical files."""
     loaded: tuple[int, dict[str, Tensor]] = (-1, {})
-    with tqdm(total=len(contents.infos), desc="export", unit="tensor", disable=not progress) as bar:
+    with progress_bar(total=len(contents.infos), desc="export", unit="tensor", shown=progress) as bar:
 
         def read(name: str) -> Tensor:
             nonlocal loaded

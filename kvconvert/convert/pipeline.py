@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Unpack
 
 import torch
-from tqdm import tqdm
 
 from kvconvert.auto.search import SearchTask, search_task
 from kvconvert.auto.weight_widths import budget_of, weight_units
@@ -53,6 +52,7 @@ from kvconvert.data.mixture import Sources
 from kvconvert.data.samples import load_samples
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.io.mapped import Mapped
+from kvconvert.io.progress import progress_bar
 from kvconvert.io.records import DataInfo
 from kvconvert.methods.awq import AUTO_GROUP_SIZES
 from kvconvert.models.adapters import Adapter, find_adapter, require_adapter
@@ -208,7 +208,7 @@ def _calibrate_layers(
         runner.begin(inputs)
     layers = LayerCalibration(runner, directory, jobs, inputs, ranks)
     done = count - len(todo)
-    for index in tqdm(todo, desc="layers", unit="layer", initial=done, total=count, disable=not searches.progress):
+    for index in progress_bar(todo, desc="layers", unit="layer", initial=done, total=count, shown=searches.progress):
         if runner.adapter is not None:
             layers.run(index)
         elif ranks.is_first:
@@ -313,4 +313,4 @@ def _kept_reason(name: str, adapter: Adapter | None) -> str:
 def _say(message: str, progress: bool) -> None:
     logger.info(message)
     if progress:
-        tqdm.write(message, file=sys.stderr)
+        print(message, file=sys.stderr, flush=True)

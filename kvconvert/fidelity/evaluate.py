@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from tqdm import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvconvert.bundle.locate import locate
@@ -128,6 +127,10 @@ def evaluate(
     model, processor = load(directory, dtype=computed_in, verify="headers")  # hashed a moment ago
     model = model.to(place).eval()
     tokenizer = tokenizer_of(processor)
+    if processor is tokenizer and "images" in parts:
+        if only is not None:
+            raise UsageError("`only`: the bundle's model reads text alone, so leave images out.")
+        parts.remove("images")
     decoder = decoder_of(model)
     shape = _segment_shape(checkpoint, context, decoder.new_cache())
     samples = load_token_samples(data, tokenizer, -(-tokens // shape.scored), shape.length, seed, default="evaluation")
@@ -147,12 +150,12 @@ def evaluate(
     empty = decoder.new_cache()
     sinks = 0 if treats_whole_prompts(empty) else before_chunks(empty) - PAGE_SIZE
     plan = _Drills.plan(parts, checkpoint, tokenizer, samples.ids, shape.length, drills, seed, sinks)
-    has_processor = processor is not tokenizer and "images" in parts
     if progress:
         work = [*plan.work, *([Work(*ids.shape, batch=ROWS[place.type])] if {*SCORED} & parts else [])]
-        work += [Work(drawings, 4 * PAGE_SIZE)] if has_processor else []
+        work += [Work(drawings, 4 * PAGE_SIZE)] if "images" in parts else []
         seconds = estimate_seconds((source, decoder), samples.ids, work)
-        tqdm.write(f"Measuring {', '.join(p for p in PARTS if p in parts)}: about {words(seconds)}.", file=sys.stderr)
+        named = ", ".join(part for part in PARTS if part in parts)
+        print(f"Measuring {named}: about {words(seconds)}.", file=sys.stderr, flush=True)
 
     comparison = None
     if {*SCORED} & parts:
@@ -171,7 +174,7 @@ def evaluate(
     if "free-running" in parts:
         continued = free_running(source, decoder, samples.ids, plan.reach, drills, progress, sinks)
     # Last: some models keep the positions that their latest image left behind.
-    images = image_figures(source, decoder, processor, seed, drawings, progress) if has_processor else None
+    images = image_figures(source, decoder, processor, seed, drawings, progress) if "images" in parts else None
     del source_model, source, answers
     cache = None
     if "cache" in parts:
@@ -184,7 +187,8 @@ def evaluate(
     notes = []
     if comparison is not None and shape.scored < SCORED_TOKENS_WANTED:
         notes.append(
-            f"the model's context of {shape.length} tokens leaves {shape.scored} scored tokens a segment instead of 512"
+            f"{'the model has' if context is None else 'you asked for'} a context of {shape.length} tokens, "
+            f"which leaves {shape.scored} scored tokens a segment instead of {SCORED_TOKENS_WANTED}"
         )
     if comparison is not None and tokens < shape.scored:
         notes.append(

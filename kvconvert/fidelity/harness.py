@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from kvconvert.bundle.locate import locate
@@ -23,6 +22,7 @@ from kvconvert.bundle.text import text_table
 from kvconvert.errors import UsageError
 from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder, batches, feed, read_prompt
+from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.device import choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
@@ -30,7 +30,7 @@ from kvconvert.models.source import open_source
 from kvconvert.runtime import load
 
 try:
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluator, simple_evaluate
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
     from lm_eval.tasks import TaskManager
@@ -40,6 +40,9 @@ except ImportError as error:
         f"Tasks of lm-evaluation-harness need the package lm-eval ({error}); run pip install '.[harness]' in a clone "
         "of kvconvert."
     ) from error
+
+# It names the commit of whatever directory it runs in, and git complains where there is none.
+evaluator.get_git_commit_hash = lambda: None
 
 MAX_NEW_TOKENS = 256  # of a task that does not say
 # What a task may say of generation; sampling is refused, for a bundle is compared greedily.
@@ -108,7 +111,7 @@ def harness(
         progress: bars on stderr.
 
     Raises:
-        UsageError: an unknown task, a request that is not served, or lm-eval is missing.
+        UsageError: an unknown task, one without data, a request that is not served, or lm-eval is missing.
         BundleError, CheckpointError: as their names say.
     """
     files = [task for task in tasks if task.endswith((".yaml", ".yml"))]
@@ -121,6 +124,14 @@ def harness(
             raise UsageError(f"lm-evaluation-harness has no task {task!r}; name another, or give a .yaml file.")
     place = choose_device(device)
     directory = locate(bundle)
+    try:  # before a model is loaded; the harness finds the data here again
+        manager.load(list(tasks))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UsageError(
+            f"lm-evaluation-harness cannot load the data of {', '.join(tasks)} ({reason}); connect to the Hub, or name "
+            "tasks whose data are on this machine."
+        ) from error
     opened = open_bundle(directory)
     checkpoint = None if against is None else open_source(str(against))
     # Older models' config.json says torch_dtype, which transformers reads as dtype.
@@ -230,7 +241,8 @@ class CachedLM(TemplateLM):
                 )
             prompts.append((context[-(self.max_length + 1 - len(continuation)) :], continuation))
         found: list[tuple[float, bool]] = [(0.0, True)] * len(prompts)
-        with tqdm(total=len(prompts), desc="likelihoods", disable=disable_tqdm or not self.progress) as bar:
+        shown = self.progress and not disable_tqdm
+        with progress_bar(total=len(prompts), desc="likelihoods", unit="prompt", shown=shown) as bar:
             for indices in batches(prompts, self.batch):
                 context, continuation = (torch.tensor([prompts[i][part] for i in indices]) for part in (0, 1))
                 for index, answer in zip(indices, self._score(context, continuation), strict=True):
@@ -263,7 +275,8 @@ class CachedLM(TemplateLM):
         """
         texts = []
         model = self.decoder.model
-        for request in tqdm(requests, desc="generation", disable=disable_tqdm or not self.progress):
+        shown = self.progress and not disable_tqdm
+        for request in progress_bar(requests, desc="generation", unit="prompt", shown=shown):
             prompt, options = request.args[0], dict(request.args[1])
             until = options.pop("until", None) or []
             until = [until] if isinstance(until, str) else list(until)

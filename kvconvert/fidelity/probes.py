@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from kvconvert.fidelity.recall import NAMES
 from kvconvert.fidelity.scoring import Decoder, feed, read_prompt
+from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
 
 ASKED = 6  # answers of a prompt
@@ -320,7 +320,7 @@ def ask(decoder: Decoder, prompts: Sequence[Prompt], batch: int = 1, progress: s
     groups: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(prompt.read, []).append(index)
-    with tqdm(total=len(prompts), desc=progress, unit="prompt", disable=progress is None) as bar:
+    with progress_bar(total=len(prompts), desc=progress or "", unit="prompt", shown=progress is not None) as bar:
         for read, group in groups.items():
             for chosen in (group[i : i + batch] for i in range(0, len(group), batch)):
                 longest = max(len(prompts[i].ids) for i in chosen)

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from kvconvert.errors import UsageError
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.scoring import Decoder, batches, generate_greedily
+from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
 
 NAMES = """
@@ -180,7 +180,7 @@ def answer_with(
     def answer(drills: Sequence[Drill], new_tokens: int) -> list[str]:
         prompts = [(drill.context, drill.cue) for drill in drills]
         texts = [""] * len(drills)
-        with tqdm(total=len(drills), desc=f"recall, {name}", unit="prompt", disable=not progress) as bar:
+        with progress_bar(total=len(drills), desc=f"recall, {name}", unit="prompt", shown=progress) as bar:
             for indices in batches(prompts, batch):
                 context, cue = (torch.tensor([prompts[i][part] for i in indices]) for part in (0, 1))
                 answers = generate_greedily(decoder, context, cue, new_tokens, chunk)
@@ -245,7 +245,7 @@ def free_running(
     context, cue = ids[:, :length], ids[:, length : length + 1]
     texts = [
         generate_greedily(decoder, context, cue, tokens)
-        for decoder in tqdm((source, bundle), desc="free running", unit="model", disable=not progress)
+        for decoder in progress_bar((source, bundle), desc="free running", unit="model", shown=progress)
     ]
     until = agreement(*texts)
     return FreeRunningResult(

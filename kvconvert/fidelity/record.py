@@ -13,6 +13,7 @@ from kvconvert.bundle.manifest import MANIFEST_NAME, Fidelity, Manifest
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.report import FidelityReport
+from kvconvert.fidelity.verdict import MIN_PROMPTS
 from kvconvert.io import disk
 from kvconvert.models.configuration import read_config, sliding_windows
 from kvconvert.recipes.recipe import Limits, Recipe
@@ -78,13 +79,28 @@ def fidelity_of(manifest: Manifest, limits: Limits, report: FidelityReport) -> F
     """A report on exactly the files of `manifest`, with the limits that it meets or misses; warns of what is lost."""
     if lost := report.losses():
         logger.warning("The bundle loses more than a tenth of what its source can do: %s.", "; ".join(lost))
-    figures = report.to_dict()
+    figures = _without_few_prompts(report.to_dict())
     return Fidelity(
         measured_on=manifest.files_digest(),
         report=_finite(figures),
         limits=limits.as_set(),
         missed=limits.missed(figures),
     )
+
+
+def _without_few_prompts(figures: dict[str, Any]) -> dict[str, Any]:
+    """A report in which recall and probes that were measured on too few prompts to be judged are None, or absent."""
+    passkey, probes = figures.get("passkey"), figures.get("probes") or {}
+    # A probe of which the source knows nothing is asked in few prompts.
+    few = [name for name, found in probes.items() if found["prompts"] < MIN_PROMPTS and found["bundle"] is not None]
+    few_recalled = passkey is not None and 0 < passkey["prompts"] < MIN_PROMPTS
+    if not few and not few_recalled:
+        return figures
+    logger.warning(
+        "Recall and probes of fewer than %d prompts show nothing and are not recorded: score more tokens.", MIN_PROMPTS
+    )
+    kept = {name: found for name, found in probes.items() if name not in few}
+    return figures | {"passkey": None if few_recalled else passkey, "probes": kept}
 
 
 def _finite(value: Any) -> Any:

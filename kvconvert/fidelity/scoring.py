@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvconvert.errors import NumericError
+from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.quantizer import all_finite
 from kvconvert.methods import KVScheme
@@ -142,7 +142,7 @@ def compare(
     found: dict[str, list[Comparison]] = {name: [] for name in others}
     starts = range(prefill, ids.shape[1] - 1, chunk)
     count = -(-ids.shape[0] // batch)
-    with tqdm(total=count * len(starts), desc="scoring", unit="chunk", disable=not progress) as bar:
+    with progress_bar(total=count * len(starts), desc="scoring", unit="chunk", shown=progress) as bar:
         for number, segments in enumerate(ids.split(batch)):
             readers = {name: Reader(decoder, name) for name, decoder in (("source", source), *others.items())}
             for reader in readers.values():

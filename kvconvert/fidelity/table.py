@@ -16,8 +16,8 @@ def table(report: FidelityReport) -> str:
     if text.scored_tokens:
         said.insert(
             0,
-            f"{text.scored_tokens:,} tokens of {text.samples.source} scored, {text.scored_per_segment:,} in a segment "
-            f"after {text.prefill:,} read first",
+            f"{text.scored_tokens:,} tokens of {text.samples.source} scored: whole segments, "
+            f"{text.scored_per_segment:,} of each after {text.prefill:,} read first",
         )
     judged = [] if report.verdict is None else [report.verdict, ""]
     return "\n".join([text_table(HEADER, rows), "", *judged, *said, *report.notes])

@@ -62,8 +62,12 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().split("\n")[0].rstrip(".")
-        raise CheckpointError(f"{directory} has no tokenizer that transformers can load ({reason}).") from error
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0].rstrip('.')}"
+        if not (directory / "tokenizer.json").is_file():  # transformers then lists what it tried, line by line
+            reason = "there is no tokenizer.json, and no older file that sentencepiece or tiktoken, installed, convert"
+        raise CheckpointError(
+            f"{directory} has no tokenizer that transformers can load ({reason}); fetch the model's tokenizer again."
+        ) from error
 
 
 def _load_without_torchvision(directory: Path) -> ProcessorMixin:

@@ -21,12 +21,12 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
 from kvconvert.io.checksums import FileStamps, begin, sha256
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
+from kvconvert.io.progress import WITHOUT_RATE, progress_bar
 from kvconvert.io.records import SourceInfo, TensorInfo
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.kernels.quantizer import all_finite
@@ -206,8 +206,9 @@ class SourceModel:
         """
         files = sorted(set(self.weight_map.values()))
         total = sum(self.file(file).stat().st_size for file in files)
-        with tqdm(
-            total=total, unit="B", unit_scale=True, desc="checksums", disable=not progress or total < _PROGRESS_FROM
+        shown = progress and total >= _PROGRESS_FROM
+        with progress_bar(
+            total=total, desc="checksums", unit="B", unit_scale=True, shown=shown, bar_format=WITHOUT_RATE
         ) as bar:
             begin(map(self.file, files))
             hashes = {file: sha256(self.file(file), bar.update) for file in files}

@@ -132,6 +132,8 @@ def _sensitivity(c: Contents) -> None:
     found = data.sensitivity(allocation)
     caption = "Divergence of the whole model with one layer's keys (K) or values (V) alone stored so: bits, group (g), "
     caption += "share of boosted channels (+) or full-precision window (w). Dots mark what was chosen. "
+    if (found.kl <= 0).any():
+        caption += "White fields have no divergence: storing that layer so cost nothing. "
     caption += f"{c.description.allocation[0]}."
     layer, kl = found.largest()
     alt = f"Heat map of divergences, {len(found.layers)} layers by {len(found.candidates)} candidates: the largest is "
@@ -196,7 +198,13 @@ def _ranges(c: Contents) -> None:
     if found is None:
         raise NotDrawnError(NO_MODEL)
     caption = "Squared ranges of the channels within pages over the keys' squared size, to which the error of a "
-    caption += "quantizer is proportional: as computed, rotated, and with each token scaled by its norm."
+    caption += (
+        "quantizer is proportional: as computed, rotated, and with each token scaled by its norm. One rotates even "
+    )
+    caption += (
+        "where that alone raises them, because it gives every channel its share of a token's size, which only then "
+    )
+    caption += "one norm per token can even out."
     alt = f"Three lines over layers; their means are {_mean(found.original):.3g} as computed, "
     alt += f"{_mean(found.rotated):.3g} rotated and {_mean(found.scaled):.3g} rotated and scaled."
     c.add("ranges", "Ranges of key channels", caption, alt, figures.draw_ranges(found))

@@ -11,13 +11,16 @@ import torch
 from transformers import PretrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
-from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError
+from kvconvert.cache.size import ModelCache
+from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError, UsageError
+from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import UNQUANTIZED, KVScheme, spread_ratios
 from kvconvert.models.configuration import (
     HYBRID_LAYER_TYPES,
     Modality,
     has_pages,
     layer_types_of,
+    model_cache,
     pages_unsupported,
     placeholder_ids,
 )
@@ -96,6 +99,7 @@ class KVCache(Cache):
         placeholders: ids of the tokens of each modality that a scheme compresses.
 
     Raises:
+        UsageError: `kv_memory` has no room for a page in every layer.
         RecipeError: a scheme says that weights are folded and the model's are not, or the number of schemes is wrong.
         UnsupportedModelError: no layer's keys and values can be kept here (latent attention, an attention of the
             model's own), or a scheme compresses a modality that the config has no token for.
@@ -121,6 +125,8 @@ class KVCache(Cache):
             )
         self.schemes = spread_ratios(_per_layer(scheme, len(layer_types), _folded_layers(config)))
         paged = sum(reason is None for reason in unsupported_reasons)
+        if kv_memory is not None:
+            _check_memory(kv_memory, model_cache(config, self.schemes), paged)
         page_bytes = kv_memory // paged if kv_memory is not None else None
         shared = bool(getattr(text_config, "num_kv_shared_layers", 0)) or "dummy" in layer_types
         self._chunked = "chunked_attention" in layer_types
@@ -335,6 +341,16 @@ def _layer_plans(plan: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.
         layer, _, what = name.rpartition(".")
         plans.setdefault(layer, {})[what] = tensor
     return plans
+
+
+def _check_memory(kv_memory: int, cache: ModelCache, paged: int) -> None:
+    """Refuse less than a page in every layer; `paged` layers get equal shares, so that the largest page decides."""
+    needed = paged * max((layer.one_page_bytes for layer in cache.layers if layer.is_quantized), default=0)
+    if kv_memory < needed:
+        raise UsageError(
+            f"`kv_memory` = {kv_memory:,} bytes are not enough for one page of {PAGE_SIZE} tokens in each of {paged} "
+            f"layers; give at least {needed:,} bytes, or leave it out to let the cache grow."
+        )
 
 
 def _per_layer(

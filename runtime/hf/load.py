@@ -14,7 +14,7 @@ from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError
 from kvconvert.models.configuration import model_class, read_config, supports_images
-from kvconvert.models.processors import has_processor, load_processor, load_tokenizer
+from kvconvert.models.processors import has_processor, load_processor, load_tokenizer, tokenizer_of
 from kvconvert.runtime.hf.bundle_quantizer import BundleConfig, Verify, check_fits
 
 
@@ -29,6 +29,7 @@ def load(
     local_files_only: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | ProcessorMixin]:
     """Load a bundle's model and its tokenizer; of a vision-language model its processor, if the bundle has one.
+    Batches are padded on the left, as generation needs.
 
     `model.generate(...)` then follows the bundle's KV plan by default, and `model.new_kv_cache()` makes a cache for
     other loops.
@@ -69,7 +70,10 @@ def load(
     )
     _require_complete(bundle, found["missing_keys"])
     processes = supports_images(config) and has_processor(directory)
-    return model, load_processor(directory) if processes else load_tokenizer(directory)
+    processor = load_processor(directory) if processes else load_tokenizer(directory)
+    # New tokens follow the last column.
+    tokenizer_of(processor).padding_side = "left"
+    return model, processor
 
 
 def _default_dtype(config: PretrainedConfig, device_map: str | dict[str, Any] | None) -> torch.dtype | Literal["auto"]:

@@ -90,3 +90,11 @@ def test_nothing_of_the_manifest_reaches_the_terminal_as_a_command_or_a_line():
     message = str(mismatch("x\n\x1b[2J", "y\r", "z\0", "w" * 10_000))
     assert message.isprintable()
     assert len(message) < 2000
+
+
+def test_a_version_is_shown_without_a_backslash_and_a_number_begins_no_list():
+    manifest = tiny_manifest(tiny_tensors(), {})
+    card = model_card(manifest.model_copy(update={"kvconvert_version": "0.1.0"}))
+    assert "- kvconvert 0.1.0, bundle format" in card
+    listed = model_card(manifest.model_copy(update={"kvconvert_version": "7. Buy this"}))
+    assert r"- kvconvert 7\. Buy this, bundle format" in listed

@@ -1,6 +1,7 @@
 """One evaluation of a bundle: the figures that it reports are those of its files, its cache and the same source."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -55,7 +56,9 @@ def test_the_report_has_the_promised_names_and_is_json(report):
     }
     assert {p["tokens"] for p in values["probes"].values()} == {256}, "two pages, and room for question and answers"
     assert values["verdict"].startswith("Not judged: continuing text, ")
-    assert "leaves 383 scored tokens a segment instead of 512" in " ".join(values["notes"])
+    told = "the model has a context of 512 tokens, which leaves 383 scored tokens a segment instead of 512"
+    assert told in values["notes"]
+    assert "images" not in values["parts"], "the model reads text alone"
     assert values["text"]["scored_tokens"] == 300
     assert 0 < values["kl"]["mean"] < values["kl"]["p99"] < values["kl"]["p999"]
     assert values["passkey"]["prompts"] == 5
@@ -118,6 +121,8 @@ def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp
         evaluate(bundle, against=str(source), context=513)
     with pytest.raises(UsageError, match="'speed' is not a part"):
         evaluate(bundle, against=str(source), only=["kl", "speed"])
+    with pytest.raises(UsageError, match="reads text alone, so leave images out"):
+        evaluate(bundle, against=str(source), only=["images"], progress=False)
     with pytest.raises(UsageError, match="drawings = 0"):
         evaluate(bundle, against=str(source), drawings=0)
 
@@ -145,6 +150,9 @@ def test_a_longer_context_is_read_page_by_page(report, source):
     figures = evaluate(bundle, str(source), tokens=500, context=256, only=["perplexity"], progress=False)
     assert (figures.text.prefill, figures.text.scored_per_segment, figures.text.scored_tokens) == (128, 127, 4 * 127)
     assert whole.text.scored_per_segment == 300
+    told = "you asked for a context of 256 tokens, which leaves 127 scored tokens a segment instead of 512"
+    assert told in figures.notes
+    assert re.search(r"\n508 tokens of .+ scored: whole segments, 127 of each after 128 read first\n", table(figures))
 
 
 def test_a_person_reads_some_twenty_rows_and_what_the_bundle_is_fit_for(report):

@@ -121,3 +121,23 @@ def test_sampling_is_refused_by_name(lm, tmp_path):
         run(lm(KVScheme()), tmp_path, GENERATION, options="{until: [], do_sample: true, temperature: 0.7}", **task)
     with pytest.raises(UsageError, match="repetition_penalty"):
         run(lm(KVScheme()), tmp_path, GENERATION, options="{until: [], repetition_penalty: 2.0}", **task)
+
+
+def test_a_task_whose_data_cannot_be_fetched_is_one_sentence_before_a_model_is_loaded(lm, tmp_path, monkeypatch):
+    from kvconvert.fidelity import harness
+
+    monkeypatch.setattr(harness, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
+    file = tmp_path / "ours.yaml"
+    file.write_text(TASK.format(rows=tmp_path / "nowhere.jsonl", kind="loglikelihood"))
+    result = CliRunner().invoke(cli, ["eval", str(tmp_path), "--harness", str(file)])
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("Error: lm-evaluation-harness cannot load the data of")
+    assert "connect to the Hub" in result.stderr
+
+
+def test_git_is_not_asked_for_the_commit_of_the_current_directory(lm, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    run(
+        lm(KVScheme()), tmp_path, GENERATION, kind="generate_until", texts=["It was"], answer="x", options="{until: []}"
+    )
+    assert "fatal" not in capfd.readouterr().err

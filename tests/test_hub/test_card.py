@@ -78,12 +78,22 @@ class Report:
         default_factory=lambda: SimpleNamespace(id="x", is_recorded_source=True)
     )
 
+    prompts: int = 16
+
     def losses(self):
         return ["following chains (10% right, the source 50%)"]
 
     def to_dict(self):
         text = {"samples": {"source": "novels"}, "scored_tokens": 8192}
-        return {"kl": {"mean": 0.0125, "p99": float("inf")}, "text": text, "compute_dtype": "float32", "device": "cpu"}
+        recall = {"source": 1.0, "bundle": 1.0, "prompts": self.prompts}
+        return {
+            "kl": {"mean": 0.0125, "p99": float("inf")},
+            "passkey": recall,
+            "probes": {"json": recall | {"ability": "looking up"}},
+            "text": text,
+            "compute_dtype": "float32",
+            "device": "cpu",
+        }
 
 
 def test_a_measurement_is_written_into_manifest_and_card_and_weights_are_untouched(golden, caplog):
@@ -104,6 +114,20 @@ def test_a_measurement_is_written_into_manifest_and_card_and_weights_are_untouch
     assert card == model_card(after)
     assert "| KL divergence, mean (nats per token) | 0.0125 |" in card
     assert "8,192 tokens of novels, in float32 on cpu" in card
+
+
+def test_what_one_prompt_found_is_not_sealed(golden, caplog):
+    digest = open_bundle(golden).manifest.files_digest()
+    record(golden, Report(digest))
+    assert "| passkeys found, this bundle | 1 |" in (golden / "README.md").read_text()
+    assert "fewer than 8 prompts" not in caplog.text
+    record(golden, Report(digest, prompts=1))
+    report = open_bundle(golden).manifest.fidelity.report
+    assert (report["passkey"], report["probes"], report["kl"]["mean"]) == (None, {}, 0.0125)
+    card = (golden / "README.md").read_text()
+    assert "passkeys" not in card
+    assert "looking up" not in card
+    assert "fewer than 8 prompts show nothing and are not recorded" in caplog.text
 
 
 def test_of_a_card_that_was_edited_only_the_table_is_replaced(golden):

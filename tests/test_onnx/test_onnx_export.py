@@ -185,9 +185,10 @@ def test_the_command_line_writes_replaces_and_refuses(bundle, tmp_path):
 def test_the_example_prints_a_continuation(bundle, tmp_path, capsys, monkeypatch):
     directory = export_onnx(bundle, tmp_path / "onnx")
     write_tokenizer(directory)
-    monkeypatch.setattr("sys.argv", ["onnx_generate.py", str(directory), "Once upon a time", "4"])
-    onnx_generate.main()
-    assert capsys.readouterr().out.startswith("Once upon a time")
+    for tokens in ([], ["--tokens", "4"]):
+        monkeypatch.setattr("sys.argv", ["onnx_generate.py", str(directory), "Once upon a time", *tokens])
+        onnx_generate.main()
+        assert capsys.readouterr().out.startswith("Once upon a time")
 
 
 @pytest.mark.parametrize("kv_cache", ["float", "plan"])

@@ -153,6 +153,21 @@ def test_nothing_of_a_bundle_is_markup(hostile):
     assert "currentColor" in html
 
 
+@pytest.mark.parametrize("divergence", [0.0, 0.01])
+def test_white_fields_are_explained_where_a_map_has_some_and_why_keys_are_rotated(tmp_path, divergence):
+    allocation = searched_manifest().allocation
+    layers = [
+        layer.model_copy(
+            update={"kl": {name: max(kl, divergence) for name, kl in layer.kl.items()} | {"K4g128": divergence}}
+        )
+        for layer in allocation.layers
+    ]
+    bundle = opened(tmp_path, allocation=allocation.model_copy(update={"layers": layers}))
+    text = "".join(check(render(bundle, config(), None, [], sample())[0]).text)
+    assert ("White fields have no divergence" in text) == (divergence == 0)
+    assert "One rotates even where that alone raises them, because" in text
+
+
 def test_what_cannot_be_drawn_is_said(tmp_path):
     html, images = render(opened(tmp_path, allocation=None), config())
     text = "".join(check(html).text)
@@ -191,6 +206,9 @@ def test_what_is_refused(tmp_path, monkeypatch):
         other.write_text(content)
         with pytest.raises(UsageError, match=r"kvconvert eval"):
             write_report(bundle, fidelity=other)
+    with pytest.raises(UsageError) as refused:
+        write_report(bundle, fidelity=other)
+    assert str(refused.value).count(";") == 1, "one thing to do"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = CliRunner().invoke(cli, ["report", str(bundle)])
     assert result.exit_code == 2
@@ -235,6 +253,8 @@ def test_a_browser_has_nothing_to_complain_of(hostile, tmp_path):
         for width, scheme in ((390, "light"), (390, "dark"), (1200, "light")):
             browser.open(page, width, scheme)
             assert browser.evaluate("document.scrollingElement.scrollWidth") <= width
+            bundle = "document.querySelector('section[aria-labelledby=fidelity] tr td:nth-child(3)')"
+            assert browser.evaluate(f"{bundle}.getBoundingClientRect().right") <= width
             assert browser.evaluate("document.querySelectorAll('svg').length") == len(hostile[1])
             ink = "getComputedStyle(document.querySelector('svg text')).fill"
             colours[scheme] = browser.evaluate(ink), browser.evaluate("getComputedStyle(document.body).backgroundColor")

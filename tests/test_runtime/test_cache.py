@@ -7,7 +7,7 @@ import torch
 from tiny.models import ARCHITECTURES, GREEDY, random_ids, tiny_model
 from transformers import DeepseekV3Config, LlamaConfig
 
-from kvconvert.errors import CacheError, NumericError, RecipeError, UnsupportedModelError
+from kvconvert.errors import CacheError, NumericError, RecipeError, UnsupportedModelError, UsageError
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.append import commit
@@ -174,6 +174,17 @@ def test_a_preallocated_cache_runs_out_of_pages_by_name():
     assert store.key_pages.bytes_allocated + store.value_pages.bytes_allocated == 3 * page
     with pytest.raises(CacheError, match=r"layer 0 of the KV cache is out of pages: 3 of 3 are in use.*kv_memory"):
         feed(cache, 128)
+
+
+def test_memory_for_less_than_a_page_in_every_layer_is_refused_when_the_cache_is_made():
+    page = KVCache(REFERENCE_SHAPE, "oscar-paper", kv_memory=10**6)
+    feed(page, 128)
+    least = sum(s.page_bytes for layer in page.layers for s in (layer.store.key_pages, layer.store.value_pages))
+    with pytest.raises(UsageError, match=f"1,000 bytes are not enough for one page.*at least {least:,} bytes"):
+        KVCache(REFERENCE_SHAPE, "oscar-paper", kv_memory=1000)
+    with pytest.raises(UsageError, match="not enough"):
+        KVCache(REFERENCE_SHAPE, "oscar-paper", kv_memory=least - 1)
+    feed(KVCache(REFERENCE_SHAPE, "oscar-paper", kv_memory=least), 128)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.errors import BundleError, RecipeError, UsageError
+from kvconvert.errors import BundleError, CheckpointError, RecipeError, UsageError
 from kvconvert.kernels.linear import DenseLinear, QuantizedLinear
+from kvconvert.models.processors import load_tokenizer
 from kvconvert.runtime import KVCache, load
 from kvconvert.runtime.hf import load as runtime_load
 
@@ -94,6 +95,24 @@ def test_load_gives_packed_weights_and_a_cache_after_the_plan(bundle):
     assert cache.schemes == tuple(model.kv_schemes)
     assert cache.schemes[0].rotate_values == "folded"
     assert cache.stats().pages == 2 * (cache.get_seq_length() // 128) > 0
+
+
+def test_a_batch_is_padded_on_the_left_and_continues_every_prompt(bundle):
+    model, tokenizer = load(bundle)
+    tokenizer.pad_token = tokenizer.eos_token
+    texts = ["It was", "It was a dark night, and the old house"]
+    together = model.generate(**tokenizer(texts, return_tensors="pt", padding=True), max_new_tokens=6, **GREEDY)
+    alone = model.generate(**tokenizer(texts[:1], return_tensors="pt"), max_new_tokens=6, **GREEDY)
+    assert together[0, -6:].tolist() == alone[0, -6:].tolist()
+
+
+def test_a_bundle_without_tokenizer_is_one_sentence(bundle, tmp_path):
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json, and no older file.*; fetch the model's tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    shutil.copy(bundle / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=r"can load \(\w+: .+\); fetch the model's tokenizer"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""A bar on a terminal, one line for each stage anywhere else."""
+
+import io
+import sys
+
+import pytest
+
+from kvconvert.io.progress import WITHOUT_RATE, progress_bar
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+ANYWHERE = pytest.mark.parametrize("kind", [Terminal, io.StringIO], ids=["terminal", "file"])
+
+
+@pytest.fixture
+def replaced(monkeypatch):
+    """Puts a stream in the place of stderr, which pytest replaces before each test."""
+
+    def replace(kind):
+        monkeypatch.setattr(sys, "stderr", kind())
+        return sys.stderr
+
+    return replace
+
+
+@ANYWHERE
+def test_a_log_has_one_line_for_a_stage_and_a_terminal_a_rate_with_its_unit(kind, replaced):
+    stderr = replaced(kind)
+    items = list(range(40))
+    assert list(progress_bar(items, desc="layers", unit="layer", shown=True, mininterval=0)) == items
+    if stderr.isatty():
+        assert "layer/s" in stderr.getvalue()
+    else:
+        assert stderr.getvalue() == "layers: 40 layers\n"
+
+
+@ANYWHERE
+def test_checksums_have_a_size_and_no_rate(kind, replaced):
+    stderr = replaced(kind)
+    with progress_bar(
+        total=3 * 10**9, desc="checksums", unit="B", unit_scale=True, shown=True, bar_format=WITHOUT_RATE
+    ) as bar:
+        bar.update(3 * 10**9)
+    assert "3.00G" in stderr.getvalue()
+    assert "B/s" not in stderr.getvalue()
+
+
+@ANYWHERE
+def test_what_is_not_to_be_shown_prints_nothing(kind, replaced):
+    stderr = replaced(kind)
+    assert list(progress_bar([1], desc="layers", unit="layer", shown=False)) == [1]
+    assert stderr.getvalue() == ""
