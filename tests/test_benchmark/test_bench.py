@@ -228,7 +228,8 @@ def test_peak_memory_sees_what_was_freed_again():
         held = torch.ones(2**26)  # 256 MiB
         time.sleep(0.05)
         del held
-    assert 2**28 <= peak.bytes < 2**29
+    # Memory of before may be given back meanwhile.
+    assert 0.9 * 2**28 <= peak.bytes < 2**29
     with PeakMemory(device, None) as unknown:
         pass
     assert unknown.bytes is None
