@@ -50,6 +50,7 @@ class ByteSize(click.ParamType):
 )
 @click.option("--kv-bits", metavar="B", type=float, help="Recipe auto: as calibrate.")
 @click.option("--kv-bytes-per-token", metavar="N", type=float, help="Recipe auto: as calibrate.")
+@click.option("--auto-tokens", metavar="N", type=int, help="Recipe auto: as calibrate.")
 @click.option("--no-probe", is_flag=True, help="Compute nothing of the model: no time, and memory by formula.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON, in bytes and seconds.")
 def plan(
@@ -64,6 +65,7 @@ def plan(
     device: str,
     kv_bits: float | None,
     kv_bytes_per_token: float | None,
+    auto_tokens: int | None,
     no_probe: bool,
     as_json: bool,
 ) -> None:
@@ -74,7 +76,9 @@ def plan(
     """
     from kvconvert.recipes.recipe import Recipe
 
-    loaded = Recipe.load(recipe).with_budget(kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token)
+    loaded = Recipe.load(recipe).with_budget(
+        kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, auto_tokens=auto_tokens
+    )
     from kvconvert.models.location import check_model
 
     check_model(model)
