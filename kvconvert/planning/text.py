@@ -28,10 +28,10 @@ def plan_text(plan: Plan) -> str:
         ("disk, bundle", size(disk.bundle), f"{disk.bundle:,} bytes of tensors"),
     ]
     if plan.seconds is not None:
-        what = "calibrate and export, from a probe of one layer"
-        if plan.searched:
-            what += f"; the search comes on top: up to {plan.searched:,} passes over {plan.search_tokens:,} tokens"
-        rows.append(("time", duration(plan.seconds), what))
+        rows.append(("time", duration(plan.seconds), "calibrate and export, from a probe of one layer"))
+    if plan.searched:
+        tokens = f"of the model over {plan.search_tokens:,} tokens each; takes time of its own"
+        rows.append(("search", f"up to {plan.searched:,} passes", tokens))
     lines = [
         f"{plan.model}, recipe {plan.recipe}: {plan.samples} sequences of {plan.length} tokens on {plan.device}",
         "",
