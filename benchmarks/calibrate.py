@@ -5,7 +5,7 @@
 
 PYTHON is the interpreter of an environment with llm-compressor. Both programs quantize weights alone, asymmetrically
 in the same groups and on the same token ids, with their defaults otherwise; llm-compressor's batches and dtype can be
-chosen. Each run is a fresh process, imports, reading and saving included (kvconvert: `calibrate --export`), and the
+chosen. Each run is a fresh process, imports, reading and saving included (kvconvert: `convert`), and the
 programs take turns. Recorded are wall and processor time and the largest anonymous resident memory, as in
 benchmarks/memory.py, and what the imports alone take; files of both programs are in memory before the first round.
 With --text, what each has saved is read back, dequantized in float32, and compared with the source in float32.

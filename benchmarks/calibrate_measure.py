@@ -79,8 +79,7 @@ def run(program: str, method: str, settings: Settings, ids: Path, folder: Path) 
     sizes = ["--samples", str(settings.samples), "--seq-len", str(settings.length), "--seed", str(settings.seed)]
     source = [] if settings.calibration is None else ["--data", settings.calibration]
     options = ["--recipe", str(recipe), "--device", settings.device, *sizes, *source]
-    work, bundle = str(folder / "work"), str(folder / "model")
-    command += ["calibrate", str(settings.model), "-o", work, *options, "--export", bundle]
+    command += ["convert", str(settings.model), str(folder / "model"), *options]
     return _process(command, settings, folder)[0]
 
 

@@ -12,18 +12,19 @@ from typing import Any
 import click
 
 from kvconvert.commands.bench import bench
-from kvconvert.commands.calibrate import calibrate
+from kvconvert.commands.calibrate import calibrate, convert
 from kvconvert.commands.doctor import doctor
 from kvconvert.commands.evaluate import evaluate
 from kvconvert.commands.export import export
 from kvconvert.commands.generate import generate
-from kvconvert.commands.hub import pull, push
+from kvconvert.commands.hub import list_bundles, pull, push, rm
 from kvconvert.commands.inspect import inspect, report, verify
 from kvconvert.commands.plan import plan
 from kvconvert.commands.recipes import recipes
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.version import __version__
 
+_INTERRUPTED = 128 + signal.SIGINT
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EBADF)
 
 
@@ -76,10 +77,11 @@ class _Commands(click.Group):
             )
             ctx.exit(1)
         except KeyboardInterrupt:
-            going_on = "go on from the last finished layer" if ctx.invoked_subcommand == "calibrate" else "repeat it"
+            resumes = ctx.invoked_subcommand in ("calibrate", "convert")
+            going_on = "go on from the last finished layer" if resumes else "repeat it"
             message = f"Interrupted; nothing half written was left behind: run the same command again to {going_on}."
             click.echo(f"Error: {message}", err=True)
-            ctx.exit(1)
+            ctx.exit(_INTERRUPTED)
 
     def _with_options(self, message: str, invoked: str | None) -> str:
         """A message in which options stand for the arguments that the library names: `restart=True` is --restart.
@@ -101,7 +103,7 @@ class _Commands(click.Group):
 def cli(ctx: click.Context) -> None:
     """Convert Hugging Face models into bundles with quantized weights and a calibrated low-bit key-value cache.
 
-    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 fidelity limit not met.
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 fidelity limit not met, 130 interrupted.
     """
     processes = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     if processes > 1 and ctx.invoked_subcommand != "calibrate":
@@ -115,6 +117,7 @@ def cli(ctx: click.Context) -> None:
 
 for command in (
     plan,
+    convert,
     calibrate,
     export,
     evaluate,
@@ -125,6 +128,8 @@ for command in (
     verify,
     push,
     pull,
+    list_bundles,
+    rm,
     recipes,
     doctor,
 ):

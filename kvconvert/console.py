@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import signal
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,7 @@ from kvconvert.runtime.engine.text_stream import TextStream
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-IMAGE_COMMAND = "/image"
+IMAGE_COMMAND, RESET, BYE = "/image", "/reset", "/bye"
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Printer(BaseStreamer):
 
     Attributes:
         text: everything printed.
-        stopped: whether a stop text was found.
+        stopped: whether a stop text was found, or the user ended the answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
@@ -219,7 +221,8 @@ class Console:
         from the beginning, because in some models the positions after an image depend on all images before it.
 
         Args:
-            lines: the user's turns; for a vision-language model, `/image FILE` gives an image to the next one.
+            lines: the user's turns; `/reset` forgets all before it, `/bye` ends the conversation, and for a
+                vision-language model `/image FILE` gives an image to the next turn.
             images: given to the first line.
         """
         interactive = sys.stdin.isatty()
@@ -228,18 +231,19 @@ class Console:
         if not templated:
             print("This tokenizer has no chat template: the conversation is plain text.", file=sys.stderr)
         if interactive:
-            command = "" if self.prompts is None else f" {IMAGE_COMMAND} FILE gives an image to the next line."
-            print(f"End with Ctrl-D.{command}", file=sys.stderr)
+            image = "" if self.prompts is None else f", {IMAGE_COMMAND} FILE gives an image to the next line"
+            print(f"Ctrl-C ends an answer, {RESET} forgets what was said, {BYE} leaves{image}.", file=sys.stderr)
         waiting, shown = self._open(images), []
         sequence = torch.empty(1, 0, dtype=torch.long)
         cache: Any = None
         while True:
-            if interactive:
-                print("> ", end="", file=sys.stderr, flush=True)
-            line = next(lines, "")
-            if not line:
+            line = next(lines, BYE).strip()
+            if line == BYE:
                 return
-            line = line.strip()
+            if line == RESET:
+                messages, waiting, shown = self._begin(), [], []
+                sequence, cache = sequence[:, :0], None
+                continue
             if self.prompts is not None and line.split(maxsplit=1)[:1] == [IMAGE_COMMAND]:
                 waiting += self._named(line, interactive)
                 continue
@@ -255,7 +259,7 @@ class Console:
             if cache is not None and (waiting or not _continues(ids, sequence, cache.get_seq_length())):
                 cache = None
             # The images are already in the cache that is continued.
-            sequence, cache, answer = self._generate(inputs if cache is None else {"input_ids": ids}, cache)
+            sequence, cache, answer = self._generate(inputs if cache is None else {"input_ids": ids}, cache, True)
             waiting = []
             messages.append(self._message("assistant", answer, 0))
 
@@ -296,9 +300,9 @@ class Console:
         added = self.tokenizer("\n" + line, return_tensors="pt", add_special_tokens=False).input_ids
         return torch.cat([sequence, added], dim=1)
 
-    def _generate(self, inputs: dict[str, Tensor], cache: Any) -> tuple[Tensor, Any, str]:
-        """Stream a continuation of ids [1, T]; returns the whole sequence, the cache, which lacks its end, and the text
-        that was printed.
+    def _generate(self, inputs: dict[str, Tensor], cache: Any, interruptible: bool = False) -> tuple[Tensor, Any, str]:
+        """Stream a continuation of ids [1, T], which Ctrl-C ends if it is `interruptible`; returns the whole sequence,
+        the cache, which lacks its end, and the text that was printed.
         """
         count, length = self.max_new_tokens, inputs["input_ids"].shape[1]
         if self.positions is not None:
@@ -315,16 +319,32 @@ class Console:
         padding = config.pad_token_id
         padding = self.tokenizer.eos_token_id if padding is None else padding
         config.update(max_new_tokens=count, pad_token_id=padding, return_dict_in_generate=True)
-        result = self.model.generate(
-            ids,
-            **inputs | {"attention_mask": torch.ones_like(ids)},
-            generation_config=config,
-            past_key_values=cache,
-            streamer=printer,
-            tokenizer=self.tokenizer,  # for the stop strings of a generation config
-            **({"stopping_criteria": [Stopped(printer)]} if self.choice.stop else {}),
-        )
+        with _interrupting(printer) if interruptible else nullcontext():
+            result = self.model.generate(
+                ids,
+                **inputs | {"attention_mask": torch.ones_like(ids)},
+                generation_config=config,
+                past_key_values=cache,
+                streamer=printer,
+                tokenizer=self.tokenizer,  # for the stop strings of a generation config
+                **({"stopping_criteria": [Stopped(printer)]} if self.choice.stop or interruptible else {}),
+            )
         return result.sequences.cpu(), result.past_key_values, printer.text
+
+
+@contextmanager
+def _interrupting(printer: Printer) -> Iterator[None]:
+    """Let Ctrl-C end an answer after its next token; what was generated stays in the cache. A second one ends all."""
+
+    def end(signum: int, frame: object) -> None:
+        printer.stopped = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _text(text: str) -> dict[str, str]:

@@ -3,8 +3,25 @@
 Each message is one sentence for a person: what is wrong, where, and what to do. Where it names an argument of the
 public functions, it does so in backquotes (`seq_len`, `restart=True`). The command line prints it with its own options
 in their place and exits with `exit_code`; every other exception is a defect and keeps its traceback. This module
-imports nothing, so every room may import it.
+imports nothing of kvconvert's, so every room may import it.
 """
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def printable(text: str) -> str:
+    """A bundle's text for a terminal: line breaks, control characters and the like as Python's escapes."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What to say of a name that does not exist: the one it resembles, or all that do."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}."
 
 
 class KvconvertError(Exception):

@@ -7,6 +7,7 @@ from pathlib import Path
 from kvconvert.bundle import hub
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
+from kvconvert.io.hub import check_can_push
 from kvconvert.runtime.hf.bundle_quantizer import check_fits
 
 
@@ -26,6 +27,7 @@ def push(bundle: str | Path, repository: str, *, private: bool = False, revision
         BundleError: the bundle does not verify; nothing is sent then.
         UsageError, HubError: see `kvconvert.bundle.hub.upload`.
     """
+    check_can_push(repository)
     opened = open_bundle(locate(bundle), verify="full")
     check_fits(opened)
     return hub.upload(opened, repository, private=private, revision=revision)

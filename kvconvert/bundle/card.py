@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvconvert.bundle.describe import Description, describe, figure, printable_manifest
-from kvconvert.bundle.manifest import Manifest
+from kvconvert.bundle.describe import Description, describe, printable_manifest
+from kvconvert.bundle.manifest import Manifest, figure
 from kvconvert.methods import awq
 
 CARD_NAME = "README.md"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest, ModuleCoverage, WeightAllocation
+from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest, ModuleCoverage, WeightAllocation, figure
 from kvconvert.cache.size import LayerCache, ModelCache
-from kvconvert.io.tensorfile import printable
+from kvconvert.errors import printable
 from kvconvert.methods import spread_ratios
 from kvconvert.methods.auto import DEFAULT_CONTEXT
 
@@ -210,14 +210,6 @@ def _cache_line(manifest: Manifest, size: KVSize | None) -> str:
         f"{planned} of {len(manifest.layers)} layers; {size.bits_per_value:.2f} bits per value at {size.context:,} "
         f"tokens, {size.bytes_per_token:,.1f} bytes per token ({size.plain_bytes_per_token:,.0f} in 16 bits){rest}"
     )
-
-
-def figure(report: dict[str, Any], name: str) -> Any:
-    """A figure of a fidelity report by its dotted name, or None where it was not measured."""
-    value: Any = report
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
 
 
 def printable_manifest(manifest: Manifest) -> Manifest:

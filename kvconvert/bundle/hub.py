@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.bundle.files import may_be_loaded, own_files
+from kvconvert.bundle.locate import check_output
 from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import Bundle, open_bundle
-from kvconvert.bundle.writer import check_output, locked, put_in_place
+from kvconvert.bundle.writer import locked, put_in_place
 from kvconvert.errors import BundleError, HubError, UsageError
 from kvconvert.io import disk
-from kvconvert.io.hub import ask_hub, is_hub_id
+from kvconvert.io.hub import ask_hub, check_can_push, check_id
 
 CLIENT_FOLDER = ".cache"  # where the client notes, inside a directory that it fetches into, what it has
 ATTRIBUTES = ".gitattributes"  # written by the Hub into every repository
@@ -38,14 +39,9 @@ def upload(bundle: Bundle, repository: str, *, private: bool = False, revision: 
         UsageError: no id, no access token, or a repository that does not fit.
         HubError: the Hub cannot be reached or refuses, or does not hold the bundle afterwards.
     """
-    from huggingface_hub import HfApi, get_token
+    from huggingface_hub import HfApi
 
-    _check_id(repository)
-    if ask_hub(repository, get_token) is None:
-        raise UsageError(
-            "Pushing needs an access token of the Hub with the right to write; log in with `hf auth login`, or set "
-            "HF_TOKEN."
-        )
+    check_can_push(repository)
     api = HfApi(library_name="kvconvert")
     names = {name for name in own_files(bundle.manifest) if (bundle.directory / name).is_file()}
     present = ask_hub(repository, lambda: _prepare(api, repository, private, revision), revision=revision)
@@ -145,7 +141,7 @@ def fetch(
     """
     from huggingface_hub import HfApi
 
-    _check_id(repository)
+    check_id(repository)
     target = None if output is None else Path(output).resolve()
     if target is not None:
         check_output(target, force)
@@ -191,8 +187,3 @@ def _snapshot(repository: str, revision: str | None, directory: Path | None = No
 
     ignored = None if directory is None else [ATTRIBUTES]
     return snapshot_download(repository, revision=revision, local_dir=directory, ignore_patterns=ignored)
-
-
-def _check_id(repository: str) -> None:
-    if not is_hub_id(repository):
-        raise UsageError(f"{repository!r} is no id of a repository on the Hub; give one of the form user/name.")

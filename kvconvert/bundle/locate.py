@@ -1,4 +1,7 @@
-"""Where a bundle lies: at a path, or on the Hub under the id of a repository."""
+"""Where a bundle lies, at a path or on the Hub under the id of a repository, and where one may be written.
+
+Nothing here imports torch, which takes seconds: commands refuse wrong paths before that.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.bundle.manifest import MANIFEST_NAME, PLAN_NAME
-from kvconvert.errors import BundleError, HubError
+from kvconvert.errors import BundleError, HubError, UsageError
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 
 DESCRIPTION = (MANIFEST_NAME, "config.json", PLAN_NAME)  # what a bundle does, without its weights
@@ -37,14 +40,49 @@ def locate(
     """
     if os.path.exists(bundle):
         return Path(bundle)
-    if not is_hub_id(bundle):
+    check_place(bundle)
+    return _fetch(str(bundle), weights, {"revision": revision, "token": token, "local_files_only": local_files_only})
+
+
+def check_place(bundle: str | Path) -> None:
+    """Refuse what is neither a directory with a manifest nor the id of a repository (BundleError)."""
+    if os.path.exists(bundle):
+        manifest_path(Path(bundle))
+    elif not is_hub_id(bundle):
         raise BundleError(f"{bundle} is not a kvconvert bundle: there is no such directory.")
-    if (owner := missing_below(bundle)) is not None:
+    elif (owner := missing_below(bundle)) is not None:
         raise BundleError(
             f"{bundle} is not a kvconvert bundle: there is no such directory, and as {owner} is one here, the Hub was "
             f"not asked; if you mean its repository {bundle}, pull it into a directory first (`kvconvert pull`)."
         )
-    return _fetch(bundle, weights, {"revision": revision, "token": token, "local_files_only": local_files_only})
+
+
+def manifest_path(directory: Path) -> Path:
+    """The manifest of a bundle; BundleError where there is none."""
+    if not directory.is_dir():
+        raise BundleError(f"There is no bundle at {directory}: it is not a directory; check the path.")
+    path = directory / MANIFEST_NAME
+    if not os.path.lexists(path):
+        raise BundleError(f"{directory} is not a bundle: it has no {MANIFEST_NAME}; make one with `kvconvert convert`.")
+    return path
+
+
+def check_output(output: Path, force: bool, marker: str = MANIFEST_NAME) -> None:
+    """Refuse an output that exists, before any work is done.
+
+    An empty directory may be filled. With `force` an earlier result of the same kind may be replaced, which the file
+    `marker` tells: a bundle by default.
+
+    Raises:
+        UsageError: the output exists and may not be replaced.
+    """
+    if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output.is_dir() and (output / marker).is_file()):
+        kind = "a bundle" if marker == MANIFEST_NAME else f"an earlier export with a {marker}"
+        raise UsageError(f"The output {output} exists and is not {kind}, so it is not replaced; choose another path.")
+    if not force:
+        raise UsageError(f"The output {output} exists; choose another path, or replace it with `force=True`.")
 
 
 def fetch_repository(repository: str, *, revision: str | None = None) -> Path:

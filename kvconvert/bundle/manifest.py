@@ -135,6 +135,14 @@ class Fidelity(Record):
     missed: list[str] = Field(default_factory=list)
 
 
+def figure(report: dict[str, Any], name: str) -> Any:
+    """A figure of a fidelity report by its dotted name, or None where it was not measured."""
+    value: Any = report
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
 class LayerAllocation(Record):
     """One layer.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from torch import Tensor
 from kvconvert.bundle.agreement import check_config, check_layers, check_modules
 from kvconvert.bundle.files import check_file, check_files, check_names, check_regular
 from kvconvert.bundle.json_files import MAX_JSON, parse_object
+from kvconvert.bundle.locate import manifest_path
 from kvconvert.bundle.manifest import FORMAT_VERSION, MANIFEST_NAME, PLAN_NAME, Manifest, unseal
 from kvconvert.bundle.settings import is_settings
 from kvconvert.bundle.weight_files import (
@@ -123,11 +123,7 @@ def _described(directory: Path, manifest: Manifest, checks: list[str]) -> Bundle
 
 
 def _read_manifest(directory: Path) -> Manifest:
-    if not directory.is_dir():
-        raise BundleError(f"There is no bundle at {directory}: it is not a directory; check the path.")
-    path = directory / MANIFEST_NAME
-    if not os.path.lexists(path):
-        raise BundleError(f"{directory} is not a bundle: it has no {MANIFEST_NAME}; make one with `kvconvert export`.")
+    path = manifest_path(directory)
     check_regular(path, MANIFEST_NAME)
     if path.stat().st_size > MAX_JSON:
         raise mismatch(MANIFEST_NAME, "its length", f"at most {MAX_JSON} bytes", f"{path.stat().st_size} bytes")

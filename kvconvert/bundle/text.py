@@ -4,11 +4,12 @@ and values.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from kvconvert.bundle.describe import Table, describe, figure, index_range
-from kvconvert.bundle.manifest import LayerPlan, Manifest
+from kvconvert.bundle.describe import Table, describe, index_range
+from kvconvert.bundle.manifest import LayerPlan, Manifest, figure
 
 FULL_BITS = 16
 BLOCK, PLAIN_BLOCK = "\u2588", "#"
@@ -25,8 +26,7 @@ def manifest_text(manifest: Manifest, unicode: bool = False, windows: Sequence[i
         windows: see `kvconvert.bundle.describe.kv_size`.
     """
     found = describe(manifest, windows)
-    lines = [f"{name:<{NAME_WIDTH}}{value}" for name, value in found.facts]
-    lines += ["", f"Weights: {found.weights}", _table(found.modules)]
+    lines = [_facts(found.facts), "", f"Weights: {found.weights}", _table(found.modules)]
     if found.widths is not None:
         line, table = found.widths
         lines += ["", f"Widths: {line}"]
@@ -47,6 +47,28 @@ def manifest_text(manifest: Manifest, unicode: bool = False, windows: Sequence[i
         lines.append(_table(table))
     lines += ["", f"Fidelity: {_fidelity_line(found.manifest)}"]
     return "\n".join(lines)
+
+
+def summary(manifest: Manifest, windows: Sequence[int | None] = ()) -> str:
+    """The same in about ten lines: consecutive layers differ in little but clip ratios.
+
+    Args:
+        manifest: of a bundle.
+        windows: see `kvconvert.bundle.describe.kv_size`.
+    """
+    found = describe(manifest, windows)
+    facts = [*found.facts, ("weights", found.weights), ("cache", found.cache)]
+    kinds = Counter(both for layer in found.manifest.layers if (both := _bits(layer)) is not None)
+    if kinds:
+        widths = [f"{count} with keys at {k} bit and values at {v} bit" for (k, v), count in kinds.most_common()]
+        facts.append(("layers", "; ".join(widths[:4]) + ("; ..." if widths[4:] else "")))
+    facts += [("caution", sentence) for sentence in found.cautions]
+    facts += [("fidelity", _fidelity_line(found.manifest)), ("more", "--layers shows every module and layer")]
+    return _facts(facts)
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"{name:<{NAME_WIDTH}}{value}" for name, value in facts)
 
 
 def _fidelity_line(manifest: Manifest) -> str:

@@ -14,32 +14,15 @@ from typing import Any
 
 from torch import Tensor
 
+from kvconvert.bundle.locate import check_output
 from kvconvert.bundle.manifest import MANIFEST_NAME, Manifest
-from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.errors import KvconvertError
 from kvconvert.io import disk
 from kvconvert.io.records import FileInfo, TensorInfo
 from kvconvert.io.tensorfile import nbytes, write_tensors
 
 MAX_SHARD_BYTES = 5_000_000_000
 INDEX_NAME = "model.safetensors.index.json"
-
-
-def check_output(output: Path, force: bool, marker: str = MANIFEST_NAME) -> None:
-    """Refuse an output that exists, before any work is done.
-
-    An empty directory may be filled. With `force` an earlier result of the same kind may be replaced, which the file
-    `marker` tells: a bundle by default.
-
-    Raises:
-        UsageError: the output exists and may not be replaced.
-    """
-    if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
-        return
-    if not (output.is_dir() and (output / marker).is_file()):
-        kind = "a bundle" if marker == MANIFEST_NAME else f"an earlier export with a {marker}"
-        raise UsageError(f"The output {output} exists and is not {kind}, so it is not replaced; choose another path.")
-    if not force:
-        raise UsageError(f"The output {output} exists; choose another path, or replace it with `force=True`.")
 
 
 @contextmanager

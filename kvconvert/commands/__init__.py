@@ -1,5 +1,18 @@
 """The commands, one module each; they import what they need when they run, so that --help answers at once."""
 
+from __future__ import annotations
+
+import click
+
+from kvconvert.errors import UsageError
+
+
+def check_device(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """--device, refused before torch is imported where it is neither a CPU nor a GPU of CUDA."""
+    if value is not None and value.partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"There is no device {value}; --device may be cpu or cuda.")
+    return value
+
 
 def quiet() -> None:
     """Keep transformers' loading bars out of generated text."""

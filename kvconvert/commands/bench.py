@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from kvconvert.commands import check_device
 from kvconvert.errors import UsageError
 
 
@@ -38,7 +39,7 @@ from kvconvert.errors import UsageError
     show_default=True,
     help="Tokens that each sequence generates.",
 )
-@click.option("--device", metavar="D", help="cpu or cuda; a GPU by default if there is one.")
+@click.option("--device", callback=check_device, metavar="D", help="cpu or cuda; a GPU by default if there is one.")
 @click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default what each model loads in.")
 @click.option(
     "--json", "file", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON, too."
@@ -60,6 +61,13 @@ def bench(
     """
     if file is not None and not file.absolute().parent.is_dir():
         raise UsageError(f"The directory of {file} does not exist; make it, or name another file for --json.")
+    from kvconvert.bundle.locate import check_place
+
+    check_place(bundle)
+    if against is not None:
+        from kvconvert.models.location import check_model
+
+        check_model(against)
     from kvconvert.benchmark import bench as run
     from kvconvert.benchmark.bench import table
 

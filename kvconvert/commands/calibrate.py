@@ -1,68 +1,78 @@
-"""kvconvert calibrate MODEL -o WORK."""
+"""kvconvert calibrate MODEL -o WORK, and kvconvert convert MODEL BUNDLE, which exports as well."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from kvconvert.commands import check_device
 from kvconvert.commands.recipes import changes_of, recipe_changes
-from kvconvert.errors import UsageError
+
+
+def _calibration(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of both commands."""
+    options = (
+        click.option("--recipe", metavar="PRESET|FILE.toml", default="default", show_default=True, help="What to do."),
+        recipe_changes,
+        click.option(
+            "--data",
+            metavar="SOURCE[=WEIGHT]",
+            multiple=True,
+            help="Calibration data, may be repeated; by default what ships with kvconvert.",
+        ),
+        click.option(
+            "--samples", metavar="N", type=click.IntRange(min=1), default=64, show_default=True, help="Sequences."
+        ),
+        click.option(
+            "--seq-len",
+            metavar="L",
+            type=click.IntRange(min=1),
+            help="Tokens in each; 512 by default, or what an image needs.",
+        ),
+        click.option(
+            "--seed", metavar="S", type=int, default=0, show_default=True, help="Seed of the choice of samples."
+        ),
+        click.option(
+            "--device",
+            callback=check_device,
+            metavar="D",
+            help="cpu or cuda, where layers are computed; a GPU by default if there is one.",
+        ),
+        click.option("--restart", is_flag=True, help="Discard an interrupted calibration instead of going on with it."),
+        click.option(
+            "--weight-bits", metavar="B", type=float, help="Average stored bits per weight, spent by measuring."
+        ),
+        click.option(
+            "--kv-bits", metavar="B", type=float, help="Recipe auto: average stored bits per value of the cache."
+        ),
+        click.option("--kv-bytes-per-token", metavar="N", type=float, help="Recipe auto: the same as bytes per token."),
+        click.option(
+            "--context", metavar="N", type=click.IntRange(min=1), help="Recipe auto: tokens for which that holds."
+        ),
+        click.option(
+            "--auto-tokens", metavar="N", type=int, help="Recipe auto: held-out tokens to measure candidates on."
+        ),
+        click.option(
+            "--auto-from",
+            metavar="WORK",
+            type=click.Path(path_type=Path),
+            help="Recipe auto: take measurements from there.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 @click.command()
 @click.argument("model")
 @click.option("-o", "work", metavar="WORK", required=True, type=click.Path(path_type=Path), help="Working directory.")
-@click.option("--recipe", metavar="PRESET|FILE.toml", default="default", show_default=True, help="What to do.")
-@recipe_changes
-@click.option(
-    "--data",
-    metavar="SOURCE[=WEIGHT]",
-    multiple=True,
-    help="Calibration data, may be repeated; by default what ships with kvconvert.",
-)
-@click.option("--samples", metavar="N", type=click.IntRange(min=1), default=64, show_default=True, help="Sequences.")
-@click.option(
-    "--seq-len", metavar="L", type=click.IntRange(min=1), help="Tokens in each; 512 by default, or what an image needs."
-)
-@click.option("--seed", metavar="S", type=int, default=0, show_default=True, help="Seed of the choice of samples.")
-@click.option("--device", metavar="D", help="cpu or cuda, where layers are computed; a GPU by default if there is one.")
-@click.option(
-    "--export",
-    "bundle",
-    metavar="BUNDLE",
-    type=click.Path(path_type=Path),
-    help="Then write the bundle, as kvconvert export WORK -o BUNDLE does.",
-)
-@click.option("--restart", is_flag=True, help="Discard what WORK holds instead of going on from there.")
-@click.option("--weight-bits", metavar="B", type=float, help="Average stored bits per weight, spent by measuring.")
-@click.option("--kv-bits", metavar="B", type=float, help="Recipe auto: average stored bits per value of the cache.")
-@click.option("--kv-bytes-per-token", metavar="N", type=float, help="Recipe auto: the same as bytes per token.")
-@click.option("--context", metavar="N", type=click.IntRange(min=1), help="Recipe auto: tokens for which that holds.")
-@click.option("--auto-tokens", metavar="N", type=int, help="Recipe auto: held-out tokens to measure candidates on.")
-@click.option(
-    "--auto-from", metavar="WORK", type=click.Path(path_type=Path), help="Recipe auto: take measurements from there."
-)
-def calibrate(
-    model: str,
-    work: Path,
-    recipe: str,
-    data: tuple[str, ...],
-    samples: int,
-    seq_len: int | None,
-    seed: int,
-    device: str | None,
-    bundle: Path | None,
-    restart: bool,
-    weight_bits: float | None,
-    kv_bits: float | None,
-    kv_bytes_per_token: float | None,
-    context: int | None,
-    auto_tokens: int | None,
-    auto_from: Path | None,
-    **changes: Any,
-) -> None:
+@_calibration
+def calibrate(model: str, work: Path, **options: Any) -> None:
     """Calibrate MODEL, a directory or Hub id, layer by layer into WORK; run again to resume.
 
     SOURCE is a .txt, .jsonl, .json, .csv or .parquet file or a directory of them, with optional ::column, a file or
@@ -81,15 +91,61 @@ def calibrate(
     --set and the options before it change single values of the recipe, as if its file said so; kvconvert recipes NAME
     shows them all.
     """
-    from kvconvert.convert.host_memory import return_large_blocks
-    from kvconvert.io.checksums import begin
+    _run(model, work, **options)
+    from kvconvert.calibration.ranks import is_first_process
 
-    return_large_blocks()
-    # Hashing the model, which takes long, begins before the imports, which take seconds.
-    begin(sorted(Path(model).glob("*.safetensors")))
+    if is_first_process():
+        click.echo(f"Calibrated {model} in {work}; next: kvconvert export {work} -o BUNDLE")
+
+
+@click.command()
+@click.argument("model")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@_calibration
+def convert(model: str, bundle: Path, **options: Any) -> None:
+    """Calibrate MODEL and export BUNDLE in one go; run again to resume.
+
+    The options are those of kvconvert calibrate. Its working directory, BUNDLE-work, is removed when BUNDLE is written.
+    """
+    from kvconvert.bundle.locate import check_output
+    from kvconvert.io.disk import check_writable, remove_tree
+
+    check_output(bundle, force=False)
+    check_writable(bundle.absolute().parent, "bundle")
+    work = bundle.absolute().with_name(f"{bundle.absolute().name}-work")
+    _run(model, work, **options)
+    from kvconvert.commands.export import exported
+    from kvconvert.convert.export import export
+
+    export(work, bundle, device=options["device"])
+    remove_tree(work)
+    click.echo(exported(bundle))
+
+
+def _run(
+    model: str,
+    work: Path,
+    *,
+    recipe: str,
+    data: tuple[str, ...],
+    samples: int,
+    seq_len: int | None,
+    seed: int,
+    device: str | None,
+    restart: bool,
+    weight_bits: float | None,
+    kv_bits: float | None,
+    kv_bytes_per_token: float | None,
+    context: int | None,
+    auto_tokens: int | None,
+    auto_from: Path | None,
+    **changes: Any,
+) -> None:
+    from kvconvert.convert.work_files import check_place
+    from kvconvert.models.location import check_model
     from kvconvert.recipes.recipe import Recipe
 
-    # A wrong recipe is refused before anything slow is imported.
+    # A wrong recipe, model or place is refused before anything slow is imported.
     loaded = Recipe.load(recipe, changes_of(**changes)).with_budget(
         kv_bits=kv_bits,
         kv_bytes_per_token=kv_bytes_per_token,
@@ -97,12 +153,18 @@ def calibrate(
         auto_tokens=auto_tokens,
         weight_bits=weight_bits,
     )
-    from kvconvert.calibration.ranks import is_first_process
-    from kvconvert.convert.pipeline import calibrate as run
+    check_model(model)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun's processes would be in each other's way
+        check_place(work)
+    from kvconvert.convert.host_memory import return_large_blocks
+    from kvconvert.io.checksums import begin
 
-    if bundle is not None and is_first_process():
-        _check_export(bundle, work)
-    run(
+    return_large_blocks()
+    # Hashing the model, which takes long, begins before the imports, which take seconds.
+    begin(sorted(Path(model).glob("*.safetensors")))
+    from kvconvert.convert.pipeline import calibrate
+
+    calibrate(
         model,
         work,
         recipe=loaded,
@@ -114,30 +176,3 @@ def calibrate(
         restart=restart,
         auto_from=auto_from,
     )
-    if not is_first_process():
-        return
-    if bundle is None:
-        click.echo(f"Calibrated {model} in {work}; next: kvconvert export {work} -o BUNDLE")
-        return
-    click.echo(f"Calibrated {model} in {work}.")
-    from kvconvert.commands.export import exported
-    from kvconvert.convert.export import export
-
-    export(work, bundle, device=device)
-    click.echo(exported(bundle))
-
-
-def _check_export(bundle: Path, work: Path) -> None:
-    """Refuse, before anything is computed, a bundle that could not be written afterwards."""
-    from kvconvert.bundle.writer import check_output
-    from kvconvert.io.disk import check_writable
-
-    if bundle.resolve() == work.resolve():
-        raise UsageError(f"--export and -o are both {work}; give the bundle a directory of its own.")
-    check_output(bundle, force=True)
-    try:
-        check_output(bundle, force=False)
-    except UsageError as error:
-        again = f"kvconvert export {work} -o {bundle} --force"
-        raise UsageError(f"{bundle} is there already; choose another --export, or replace it with {again}.") from error
-    check_writable(bundle.absolute().parent, "bundle")

@@ -13,12 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from packaging.requirements import Requirement
 
 from kvconvert.errors import KvconvertError
 from kvconvert.version import __version__
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 GIB = 2**30
 # Of kvconvert's own requirements these are large and compiled, so that having them does not mean that they load.
@@ -55,6 +58,8 @@ def _python() -> Finding:
 
 def requirements(distribution: str = "kvconvert") -> list[Requirement]:
     """What the installed package asks for, with its extras; none where it was not installed by an installer."""
+    from packaging.requirements import Requirement
+
     try:
         return [Requirement(text) for text in metadata.requires(distribution) or ()]
     except metadata.PackageNotFoundError:

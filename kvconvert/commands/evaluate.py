@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import quiet
+from kvconvert.commands import check_device, quiet
 from kvconvert.errors import UsageError
 
 
@@ -32,7 +32,7 @@ from kvconvert.errors import UsageError
     metavar="PART,...",
     help="Measure these: perplexity, kl, top1, recall, probes, free-running, images, cache, weights.",
 )
-@click.option("--device", metavar="D", help="cpu or cuda; a GPU by default if there is one.")
+@click.option("--device", callback=check_device, metavar="D", help="cpu or cuda; a GPU by default if there is one.")
 @click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default the model's, on a CPU float32.")
 @click.option(
     "--harness", "tasks", metavar="TASK,...", help="Measure tasks of lm-evaluation-harness, or .yaml files, instead."
@@ -56,6 +56,13 @@ def evaluate(
     """
     if write and (only is not None or tasks is not None):
         raise UsageError(f"--write records a whole evaluation; leave {'--only' if only else '--harness'} out.")
+    from kvconvert.bundle.locate import check_place
+
+    check_place(bundle)
+    if options["against"] is not None:
+        from kvconvert.models.location import check_model
+
+        check_model(options["against"])
     if tasks is not None:
         others = {"only": only, "tokens": tokens, "data": options.pop("data"), "context": options.pop("context")}
         given = [f"--{name}" for name, value in others.items() if value is not None]

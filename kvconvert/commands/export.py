@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import click
 
+from kvconvert.commands import check_device
+
 
 @click.command()
 @click.argument("work")
@@ -15,7 +17,10 @@ import click
 )
 @click.option("--force", is_flag=True, help="Replace an existing output, and accept missed fidelity limits.")
 @click.option(
-    "--device", metavar="D", help="cpu or cuda, where [limits] are measured; a GPU by default if there is one."
+    "--device",
+    callback=check_device,
+    metavar="D",
+    help="cpu or cuda, where [limits] are measured; a GPU by default if there is one.",
 )
 @click.option("--base-model", metavar="ID", help="Id on the Hub of a source that was a local directory.")
 @click.option(
@@ -64,6 +69,9 @@ def export(
         given = next((name for name, value in stated.items() if value is not None), None)
         if given is not None:
             raise click.UsageError(f"--{given.replace('_', '-')} is for the card of a bundle; leave it out.")
+    from kvconvert.bundle.locate import check_output
+    from kvconvert.convert.work_files import check_begun
+
     if format_ == "onnx":
         if weights_format != "awq":
             raise click.UsageError("--weights-format says nothing to --format onnx; leave one of them out.")
@@ -71,8 +79,7 @@ def export(
         return
     if kv_cache is not None or int8_activations:
         raise click.UsageError("--kv-cache and --int8-activations belong to --format onnx.")
-    from kvconvert.bundle.writer import check_output
-
+    check_begun(Path(work))
     check_output(bundle, force)
     if weights_format == "compressed-tensors":
         from kvconvert.convert.compressed_tensors import export_compressed_tensors

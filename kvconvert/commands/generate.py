@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
-from kvconvert.commands import quiet
+from kvconvert.commands import check_device, quiet
 from kvconvert.errors import UsageError
 
 
@@ -34,7 +35,7 @@ from kvconvert.errors import UsageError
 @click.option("--top-k", metavar="K", type=int, help="Draw among the K most likely tokens; 0 allows all.")
 @click.option("--seed", metavar="S", type=click.IntRange(min=0), help="The same seed draws the same tokens.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="End an answer before this text; may be given again.")
-@click.option("--device", metavar="D", help="cpu or cuda; a GPU by default if there is one.")
+@click.option("--device", callback=check_device, metavar="D", help="cpu or cuda; a GPU by default if there is one.")
 @click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default what the bundle loads in.")
 def generate(
     bundle: str,
@@ -57,7 +58,8 @@ def generate(
     A model with a chat template answers the prompt; any other, or --raw, continues it. Without a sampling option tokens
     are chosen as the model's generation_config.json says, and greedily where it says nothing.
 
-    In a conversation with a vision-language model, a line `/image FILE` gives an image to the next line.
+    In a conversation, Ctrl-C ends an answer, a line `/reset` forgets what was said and `/bye` ends it; with a
+    vision-language model, `/image FILE` gives an image to the next line.
     """
     if chat == (prompt is not None):
         raise UsageError("kvconvert generate needs either --prompt TEXT or --chat, and not both.")
@@ -65,6 +67,11 @@ def generate(
         raise UsageError("--raw is for --prompt; a conversation goes through the model's chat template if it has one.")
     for text, where in ((prompt, "--prompt"), (system, "--system"), *((text, "--stop") for text in stop)):
         _require_text(text or "", where)
+    from kvconvert.bundle.locate import check_place
+
+    check_place(bundle)
+    if sys.stderr.isatty():
+        print(f"Loading {bundle} ...", file=sys.stderr, flush=True)
     quiet()
     from kvconvert.console import Choice, Console
 
@@ -77,6 +84,13 @@ def generate(
 
 
 def _lines() -> Iterator[str]:
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401  gives `input` editing and a history
+        with suppress(EOFError):
+            while True:
+                yield input("> ") + "\n"
+        return
     try:
         for line in sys.stdin:
             _require_text(line, "The standard input")

@@ -1,4 +1,4 @@
-"""kvconvert push BUNDLE USER/NAME, kvconvert pull USER/NAME [-o DIR]."""
+"""kvconvert push BUNDLE USER/NAME, pull USER/NAME [-o DIR], list, and rm USER/NAME."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def push(bundle: str, repository: str, private: bool, revision: str | None) -> N
 
     The access token is the one of `hf auth login` or HF_TOKEN.
     """
+    from kvconvert.bundle.locate import check_place
+    from kvconvert.io.hub import check_can_push
+
+    check_can_push(repository)
+    check_place(bundle)
     from kvconvert.hub import push as run
 
     commit = run(bundle, repository, private=private, revision=revision)
@@ -36,3 +41,26 @@ def pull(repository: str, output: Path | None, revision: str | None, force: bool
 
     directory, commit = fetch(repository, output, revision=revision, force=force)
     click.echo(f"Pulled {repository}, commit {commit}, to {directory}; it is intact.")
+
+
+@click.command("list")
+def list_bundles() -> None:
+    """List the bundles in the Hub's cache: pulled without -o, or used by their id."""
+    from kvconvert.bundle.pulled import pulled
+    from kvconvert.bundle.text import text_table
+
+    found = pulled()
+    if not found:
+        click.echo("No bundle is in the Hub's cache; kvconvert pull USER/NAME fetches one.")
+        return
+    rows = [(b.repository, ", ".join(commit[:7] for commit in b.commits), f"{b.size:,}", b.modified) for b in found]
+    click.echo(text_table(("bundle", "commits", "bytes", "modified"), rows))
+
+
+@click.command()
+@click.argument("repository", metavar="USER/NAME")
+def rm(repository: str) -> None:
+    """Remove the bundle USER/NAME from the Hub's cache."""
+    from kvconvert.bundle.pulled import remove_pulled
+
+    click.echo(f"Removed {repository}, {remove_pulled(repository):,} bytes.")

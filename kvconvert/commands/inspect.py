@@ -16,9 +16,10 @@ from kvconvert.commands import quiet
 
 @click.command()
 @click.argument("bundle")
+@click.option("--layers", is_flag=True, help="Every module and layer as well, and what searches measured.")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
-def inspect(bundle: str, as_json: bool) -> None:
-    """Show what BUNDLE holds: coverage of the weights and the plan of the cache, also as a picture.
+def inspect(bundle: str, layers: bool, as_json: bool) -> None:
+    """Show what BUNDLE holds: its source, weights, cache and fidelity.
 
     Of a repository on the Hub, no weights are fetched.
     """
@@ -27,7 +28,7 @@ def inspect(bundle: str, as_json: bool) -> None:
     from kvconvert.bundle.describe import kv_size
     from kvconvert.bundle.locate import locate
     from kvconvert.bundle.reader import open_bundle
-    from kvconvert.bundle.text import manifest_text
+    from kvconvert.bundle.text import manifest_text, summary
 
     verify: Literal["headers", "plan"] = "headers" if os.path.exists(bundle) else "plan"
     opened = open_bundle(locate(bundle, weights=False), verify=verify)
@@ -43,7 +44,8 @@ def inspect(bundle: str, as_json: bool) -> None:
         fields["kv_size"] = None if size is None else asdict(size)
         click.echo(json.dumps(fields, indent=2))
     else:
-        click.echo(manifest_text(manifest, _is_utf8(sys.stdout.encoding), windows))
+        text = manifest_text(manifest, _is_utf8(sys.stdout.encoding), windows) if layers else summary(manifest, windows)
+        click.echo(text)
 
 
 def _speaks_of_windows(config: dict[str, Any]) -> bool:

@@ -7,7 +7,9 @@ from typing import Any
 
 import click
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+from kvconvert.commands import check_device
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "KIB": 2**10,
     "MIB": 2**20,
     "GIB": 2**30,
@@ -26,7 +28,7 @@ class ByteSize(click.ParamType):
             return value
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
         if found is None or found[2].upper() not in _UNITS or not float(found[1]):
-            self.fail(f"{value!r} is not a size; write a number and a unit, as in 24GB or 80GiB.", param, ctx)
+            self.fail(f"{value!r} is not a size; write a number with its unit, as in 24GB or 80GiB.", param, ctx)
         return round(float(found[1]) * _UNITS[found[2].upper()])
 
 
@@ -43,9 +45,12 @@ class ByteSize(click.ParamType):
 @click.option("--samples", metavar="N", type=click.IntRange(min=1), default=64, show_default=True, help="As calibrate.")
 @click.option("--seq-len", metavar="L", type=click.IntRange(min=2), help="As calibrate; 512 by default.")
 @click.option("--data", metavar="SOURCE[=WEIGHT]", multiple=True, help="As calibrate.")
-@click.option("--device", metavar="D", default="cpu", show_default=True, help="Where layers are computed.")
+@click.option(
+    "--device", callback=check_device, metavar="D", default="cpu", show_default=True, help="Where layers are computed."
+)
 @click.option("--kv-bits", metavar="B", type=float, help="Recipe auto: as calibrate.")
 @click.option("--kv-bytes-per-token", metavar="N", type=float, help="Recipe auto: as calibrate.")
+@click.option("--auto-tokens", metavar="N", type=int, help="Recipe auto: as calibrate.")
 @click.option("--no-probe", is_flag=True, help="Compute nothing of the model: no time, and memory by formula.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON, in bytes and seconds.")
 def plan(
@@ -60,6 +65,7 @@ def plan(
     device: str,
     kv_bits: float | None,
     kv_bytes_per_token: float | None,
+    auto_tokens: int | None,
     no_probe: bool,
     as_json: bool,
 ) -> None:
@@ -70,7 +76,12 @@ def plan(
     """
     from kvconvert.recipes.recipe import Recipe
 
-    loaded = Recipe.load(recipe).with_budget(kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token)
+    loaded = Recipe.load(recipe).with_budget(
+        kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, auto_tokens=auto_tokens
+    )
+    from kvconvert.models.location import check_model
+
+    check_model(model)
     import json
     from dataclasses import asdict
 

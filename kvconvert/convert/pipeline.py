@@ -46,6 +46,7 @@ from kvconvert.convert.layer_records import (
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs, resolve_layers
 from kvconvert.convert.searches import Searches
+from kvconvert.convert.work_files import check_place
 from kvconvert.convert.work_records import WorkState
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.data.mixture import Sources
@@ -120,7 +121,7 @@ def calibrate(
                     f"`auto_from` means nothing for the recipe {recipe.name}, which searches nothing; leave it out."
                 )
             if ranks.is_first:
-                WorkDir.check_place(work)
+                check_place(work)
             progress = progress and ranks.is_first
             model, data = str(model), str(data) if isinstance(data, Path) else data
             source = open_source(model)

@@ -21,6 +21,7 @@ from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.io import disk
 
 LOCK_NAME = "lock"
+STATE_NAME = "state.json"
 logger = logging.getLogger(__name__)
 
 
@@ -67,6 +68,30 @@ def check_free(work: Path) -> None:
     if (work / LOCK_NAME).exists():
         with work_lock(work):
             pass
+
+
+def check_place(path: Path | str) -> None:
+    """Refuse, before anything is computed, a place where `create` could not begin.
+
+    Raises:
+        UsageError: a file, a directory of something else, one that cannot be written to, or one in use.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file; `work` has to be a directory.")
+    # A kill before the first state.json leaves nothing but its temporary file, and the lock.
+    if path.exists() and not (path / STATE_NAME).exists():
+        names = [entry.name for entry in path.iterdir()]
+        if any(name != LOCK_NAME and not name.endswith(disk.TEMPORARY) for name in names):
+            raise UsageError(f"{path} holds files that are not kvconvert's; `work` has to be a new or empty directory.")
+    disk.check_writable(path, "work")
+    check_free(path)
+
+
+def check_begun(path: Path) -> None:
+    """Refuse what is no working directory (UsageError)."""
+    if not (path / STATE_NAME).is_file():
+        raise UsageError(f"{path} is not a working directory of kvconvert; make it with kvconvert calibrate first.")
 
 
 _CHECKSUM = "checksum"

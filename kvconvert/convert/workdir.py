@@ -34,7 +34,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvconvert.convert.hidden_states import HiddenStates, HiddenWriter
-from kvconvert.convert.work_files import LOCK_NAME, REPEAT, check_free, disk_errors, read_sealed, sealed_json, work_lock
+from kvconvert.convert.work_files import (
+    REPEAT,
+    STATE_NAME,
+    check_begun,
+    check_place,
+    disk_errors,
+    read_sealed,
+    sealed_json,
+    work_lock,
+)
 from kvconvert.convert.work_records import WORK_FORMAT, LayerRecord, WorkState
 from kvconvert.errors import CheckpointError, UsageError
 from kvconvert.io import disk
@@ -47,7 +56,6 @@ logger = logging.getLogger(__name__)
 
 SAVED_EVERY_S = 60.0  # inputs of layers that are in memory: about what a kill costs at most
 
-_STATE = "state.json"
 _TENSOR_FILES = ("safetensors", "plan.safetensors")
 
 
@@ -61,32 +69,12 @@ class WorkDir:
         self._held: dict[int, Tensor] = {}
         self._saved = time.monotonic()
 
-    @staticmethod
-    def check_place(path: Path | str) -> None:
-        """Refuse, before anything is computed, a place where `create` could not begin.
-
-        Raises:
-            UsageError: a file, a directory of something else, one that cannot be written to, or one in use.
-        """
-        path = Path(path)
-        if path.exists() and not path.is_dir():
-            raise UsageError(f"{path} is a file; `work` has to be a directory.")
-        # A kill before the first state.json leaves nothing but its temporary file, and the lock.
-        if path.exists() and not (path / _STATE).exists():
-            names = [entry.name for entry in path.iterdir()]
-            if any(name != LOCK_NAME and not name.endswith(disk.TEMPORARY) for name in names):
-                raise UsageError(
-                    f"{path} holds files that are not kvconvert's; `work` has to be a new or empty directory."
-                )
-        disk.check_writable(path, "work")
-        check_free(path)
-
     @classmethod
     @contextmanager
     def writing(cls, path: Path | str, state: WorkState, restart: bool = False) -> Iterator[WorkDir]:
         """`create`, as the only process that uses the directory until the block ends."""
         path = Path(path)
-        cls.check_place(path)
+        check_place(path)
         with ExitStack() as stack:
             with disk_errors(path):
                 disk.make_directory(path)
@@ -98,7 +86,7 @@ class WorkDir:
     def reading(cls, path: Path | str) -> Iterator[WorkDir]:
         """`open`, for a block in which no process changes the directory."""
         path = Path(path)
-        if not (path / _STATE).is_file():
+        if not (path / STATE_NAME).is_file():
             cls.open(path)  # says what is missing
         with ExitStack() as stack:
             with disk_errors(path, REPEAT):
@@ -109,8 +97,7 @@ class WorkDir:
     def open(cls, path: Path | str) -> WorkDir:
         """A finished working directory; UsageError where it is not one, or not finished."""
         path = Path(path)
-        if not (path / _STATE).is_file():
-            raise UsageError(f"{path} is not a working directory of kvconvert; make it with kvconvert calibrate first.")
+        check_begun(path)
         work = cls(path, _read_state(path))
         if not work.state.complete:
             raise UsageError(
@@ -132,7 +119,7 @@ class WorkDir:
             UsageError: the directory holds other files, or a calibration from other inputs.
         """
         path, state = Path(path), state.sealed()
-        begun = (path / _STATE).exists()
+        begun = (path / STATE_NAME).exists()
         if begun and not restart:
             previous = _read_state(path)
             if previous.fingerprint != state.fingerprint:
@@ -144,7 +131,7 @@ class WorkDir:
             if begun and restart:
                 cls._set_aside(path)
             if restart or not begun:
-                _write(path / _STATE, _to_json(state))
+                _write(path / STATE_NAME, _to_json(state))
             disk.remove_tree(path / f"layers{disk.TEMPORARY}")
             for left in [*path.glob(f"*{disk.TEMPORARY}"), *path.glob(f"*/*{disk.TEMPORARY}")]:
                 disk.remove(left)
@@ -153,7 +140,7 @@ class WorkDir:
                 disk.remove_tree(path / "hidden")
                 if work.uncommitted() or work.damaged_measurements():  # damaged since, and to be computed again
                     work.state = state.model_copy(update={"complete": False})
-                    _write(path / _STATE, _to_json(work.state))
+                    _write(path / STATE_NAME, _to_json(work.state))
             for folder in () if work.state.complete else ("layers", "hidden"):
                 disk.make_directory(path / folder)
         return work
@@ -164,9 +151,9 @@ class WorkDir:
         try:
             previous = _read_state(path)
         except UsageError:
-            logger.warning("%s cannot be read; starting anew.", path / _STATE)
+            logger.warning("%s cannot be read; starting anew.", path / STATE_NAME)
         else:
-            _write(path / _STATE, _to_json(previous.model_copy(update={"complete": False})))
+            _write(path / STATE_NAME, _to_json(previous.model_copy(update={"complete": False})))
         disk.remove_tree(path / "hidden")
         disk.remove_tree(path / "auto")
         disk.remove_tree(path / f"layers{disk.TEMPORARY}")
@@ -315,7 +302,7 @@ class WorkDir:
         """Mark the calibration complete and remove what only a resume would need."""
         self.state = self.state.model_copy(update={"complete": True})
         with disk_errors(self.path):
-            _write(self.path / _STATE, _to_json(self.state))
+            _write(self.path / STATE_NAME, _to_json(self.state))
             disk.remove_tree(self.path / "hidden")
 
     def share_samples(self, first: int, stop: int) -> None:
@@ -396,7 +383,7 @@ def _changes(previous: WorkState, state: WorkState) -> str:
 
 
 def _read_state(path: Path) -> WorkState:
-    file = path / _STATE
+    file = path / STATE_NAME
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(values, dict) and values.get("format") != WORK_FORMAT:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeGuard, TypeVar
 
-from kvconvert.errors import HubError
-from kvconvert.io.tensorfile import printable
+from kvconvert.errors import HubError, UsageError, printable
 
 Result = TypeVar("Result")
 _MAX_REASON = 300
@@ -43,6 +42,24 @@ def missing_below(name: str) -> Path | None:
     """
     owner = Path(name).parent
     return owner if owner.is_dir() and not os.path.lexists(name) else None
+
+
+def check_id(repository: str) -> None:
+    """Refuse what is no id of a repository (UsageError)."""
+    if not is_hub_id(repository):
+        raise UsageError(f"{repository!r} is no id of a repository on the Hub; give one of the form user/name.")
+
+
+def check_can_push(repository: str) -> None:
+    """Refuse what is no id, and that no access token is there (UsageError); the Hub is not asked."""
+    from huggingface_hub import get_token
+
+    check_id(repository)
+    if ask_hub(repository, get_token) is None:
+        raise UsageError(
+            "Pushing needs an access token of the Hub with the right to write; log in with `hf auth login`, or set "
+            "HF_TOKEN."
+        )
 
 
 def ask_hub(

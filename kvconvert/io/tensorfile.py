@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvconvert.errors import BundleError, KvconvertError
+from kvconvert.errors import BundleError, KvconvertError, printable
 from kvconvert.io.disk import OutputFile, new_file, replacement
 from kvconvert.io.records import FileInfo, TensorInfo
 
@@ -54,11 +54,6 @@ def mismatch(file: str, field: str, expected: object, found: object) -> BundleEr
         f"{file} does not fit the bundle: {field} should be {expected}, found {found}; the file is damaged or was "
         "changed, so fetch or export the bundle again."
     )
-
-
-def printable(text: str) -> str:
-    """A bundle's text for a terminal: line breaks, control characters and the like as Python's escapes."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def tensor_info(tensor: Tensor) -> TensorInfo:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from kvconvert.errors import RecipeError
+from kvconvert.errors import RecipeError, did_you_mean
 from kvconvert.methods.calibquant import CalibQuant, TauSearch
 from kvconvert.methods.clip_ratio import ClipRatio, ClipRatioSearch
 from kvconvert.methods.error_feedback import ErrorFeedback, KeyRoundingSearch
@@ -83,7 +83,7 @@ class KVScheme(_Fields):
         """The scheme of a preset: `NAME`, or for comparison `NAME-paper`, what the paper describes to the letter."""
         refuse_renamed(name)
         if name not in PRESETS:
-            raise RecipeError(f"[kv] preset {name!r} is not available; choose one of {', '.join(PRESETS)}.")
+            raise RecipeError(f"[kv] preset {name!r} is not available; {did_you_mean(name, PRESETS)}")
         return PRESETS[name]
 
     def to_dict(self) -> dict[str, Any]:

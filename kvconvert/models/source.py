@@ -25,13 +25,13 @@ from transformers import AutoConfig, PretrainedConfig
 
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
 from kvconvert.io.checksums import FileStamps, begin, sha256
-from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 from kvconvert.io.progress import WITHOUT_RATE, progress_bar
 from kvconvert.io.records import SourceInfo, TensorInfo
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.kernels.quantizer import all_finite
 from kvconvert.models.formats import Encoded, Packing, find_format
 from kvconvert.models.formats.gguf import find_gguf, open_gguf
+from kvconvert.models.location import locate_model
 from kvconvert.models.names import TensorNames
 from kvconvert.models.weight_files import read_weight_header, tensor_files, weight_files
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:  # transformers' modeling code takes seconds to import, and `e
     from transformers import PreTrainedModel
 
 FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
-_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*"]
 _PROGRESS_FROM = 256 * 2**20  # bytes
 
 
@@ -239,7 +238,7 @@ def open_source(model: str, *, was_fetched: bool = False) -> SourceModel:
     gguf = find_gguf(Path(model))
     if gguf is not None:
         return _open_gguf(gguf)
-    directory, model_id, revision = _locate(model, was_fetched)
+    directory, model_id, revision = locate_model(model, was_fetched)
     if not any(directory.iterdir()):
         raise CheckpointError(
             f"The model directory {directory} is empty; give one with config.json and safetensors files."
@@ -321,31 +320,6 @@ def _read_safetensors(file: Path, names: list[str]) -> dict[str, Tensor]:
             return {name: shard.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); fetch the file again.") from error
-
-
-def _locate(model: str, was_fetched: bool) -> tuple[Path, str, str | None]:
-    """Directory, id and revision."""
-    path = Path(model)
-    if path.is_dir():
-        return path, path.resolve().name, None
-    if path.exists():
-        raise CheckpointError(
-            f"{model} is a file; give the directory that holds config.json and the weights, or a .gguf file."
-        )
-    if not is_hub_id(model):
-        raise CheckpointError(
-            f"There is no model directory {model}; check the path, or give the id of a model on the Hub, user/name."
-        )
-    if not was_fetched and (owner := missing_below(model)) is not None:
-        raise CheckpointError(
-            f"There is no model directory {model}, and as {owner} is a directory here, the Hub was not asked; if you "
-            f"mean its model {model}, fetch it with `hf download {model} --local-dir DIR`."
-        )
-    from huggingface_hub import snapshot_download
-
-    ignored = ["original/*", "consolidated*", "*/*.safetensors"]
-    snapshot = ask_hub(model, lambda: snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=ignored))
-    return Path(snapshot), model, Path(snapshot).name
 
 
 def _load_config(directory: Path) -> PretrainedConfig:

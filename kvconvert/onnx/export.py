@@ -14,10 +14,10 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from kvconvert.bundle.locate import locate
+from kvconvert.bundle.locate import check_output, locate
 from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import Bundle, open_bundle
-from kvconvert.bundle.writer import check_output, replacing, write_json
+from kvconvert.bundle.writer import replacing, write_json
 from kvconvert.convert.export import COPIED_FILES, LICENSE_FILES, copy_files, export
 from kvconvert.errors import UsageError
 from kvconvert.io.hub import is_hub_id

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvconvert.auto.search import search_task
 from kvconvert.cache.size import ModelCache
 from kvconvert.calibration.protocol import LayerJob
 from kvconvert.convert.checks import check_purpose, check_recipe
@@ -99,7 +100,9 @@ class Plan:
         batch: sequences that are served at once.
         gpu_memory: bytes of the GPU that serves, or None; `fit` says what fits in it.
         seconds: of calibrate and export together, from the probe; None without one.
-        searched: the recipe searches the cache's layout, which takes time that no probe measures.
+        searched: passes of the whole model that the search for the cache's layout may take, which no probe measures; 0
+            where the recipe states the layout.
+        search_tokens: tokens in each of them.
     """
 
     model: str
@@ -114,7 +117,8 @@ class Plan:
     gpu_memory: int | None
     fit: Fit | None
     seconds: float | None
-    searched: bool
+    searched: int
+    search_tokens: int
 
 
 def plan(
@@ -165,6 +169,7 @@ def plan(
     own = anonymous_bytes() or 0
     kept = kept_bytes(runner, kept_tensors(runner, recipe.weights))
     jobs = layer_jobs(runner, recipe)
+    task = None if recipe.auto is None else search_task(runner.config, jobs, recipe, target)
     layers = _layers(runner, recipe)
     largest = max(range(len(layers)), key=lambda index: layers[index].parameters, default=None)
     probed: Probe | None = None
@@ -200,7 +205,8 @@ def plan(
             gpu_memory, weights, planned, context, batch, positions, lambda rows: _allowance(runner, layers, rows)
         ),
         seconds=None if not probe else _seconds(source, layers, probed, disk, samples * length),
-        searched=recipe.auto is not None,
+        searched=0 if task is None else sum(len(layer.candidates) for layer in task.layers) + task.repairs + 1,
+        search_tokens=0 if task is None else task.text_rows * task.text_length,
     )
 
 

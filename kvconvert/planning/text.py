@@ -28,10 +28,10 @@ def plan_text(plan: Plan) -> str:
         ("disk, bundle", size(disk.bundle), f"{disk.bundle:,} bytes of tensors"),
     ]
     if plan.seconds is not None:
-        what = "calibrate and export, from a probe of one layer"
-        if plan.searched:
-            what += "; the search for the cache's layout comes on top"
-        rows.append(("time", duration(plan.seconds), what))
+        rows.append(("time", duration(plan.seconds), "calibrate and export, from a probe of one layer"))
+    if plan.searched:
+        tokens = f"of the model over {plan.search_tokens:,} tokens each; takes time of its own"
+        rows.append(("search", f"up to {plan.searched:,} passes", tokens))
     lines = [
         f"{plan.model}, recipe {plan.recipe}: {plan.samples} sequences of {plan.length} tokens on {plan.device}",
         "",
@@ -55,7 +55,7 @@ def plan_text(plan: Plan) -> str:
                 f"{fit.longest_context:,} tokens" if fit.longest_context else "none",
                 f"{_sequences(plan.batch)}, limited by {fit.limited_by}"
                 if fit.longest_context
-                else f"weights and allowance leave no room in {size(plan.gpu_memory)}",
+                else f"{_sequences(plan.batch)}: weights and allowance leave no room",
             ),
             ("largest batch", f"{fit.largest_batch:,}", f"sequences of {cache.context:,} tokens"),
         ]

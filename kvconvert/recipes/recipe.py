@@ -48,7 +48,7 @@ from typing import Any, TypedDict
 
 from pydantic import Field, ValidationError
 
-from kvconvert.errors import RecipeError, UsageError
+from kvconvert.errors import RecipeError, UsageError, did_you_mean
 from kvconvert.methods import PRESETS, KVCalibration, KVScheme, check_layers, preset_calibration, refuse_renamed
 from kvconvert.methods.auto import CHOSEN_FIELDS, AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
@@ -129,8 +129,8 @@ class Recipe(Table):
         if recipe.auto is None:
             if given:
                 raise UsageError(
-                    f"`{next(iter(given))}` belongs to recipes that search, such as auto; {recipe.name} states what "
-                    "each layer's cache is, so leave it out."
+                    f"`{next(iter(given))}` belongs to recipes that search, and {recipe.name} states what each layer's "
+                    "cache is; choose the `recipe` auto, or leave it out."
                 )
             return recipe
         fields = recipe.auto.model_dump()
@@ -193,8 +193,8 @@ class Recipe(Table):
         refuse_renamed(name)
         if name not in preset_names():
             raise RecipeError(
-                f"There is no recipe preset {name!r}; choose one of {', '.join(preset_names())}, or give the path of a "
-                ".toml file."
+                f"There is no recipe preset {name!r}, and a recipe file's name ends in .toml; "
+                f"{did_you_mean(name, preset_names())}"
             )
         file = resources.files("kvconvert.recipes") / "presets" / f"{name}.toml"
         text = file.read_text(encoding="utf-8") if file.is_file() else f'[kv]\npreset = "{name}"\n'

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvconvert.bundle.describe import figure
-from kvconvert.errors import RecipeError, UsageError
+from kvconvert.bundle.manifest import figure
+from kvconvert.errors import RecipeError, UsageError, did_you_mean
 from kvconvert.methods import (
     OPTIONS,
     PRESETS,
@@ -188,8 +188,8 @@ def _kv(
     refuse_renamed(preset)
     if preset is not None and preset not in PRESETS:
         raise RecipeError(
-            f"The recipe {where} asks for {table} preset = {preset!r}, which is not available; choose one of none, "
-            f"{', '.join(PRESETS)}."
+            f"The recipe {where} asks for {table} preset = {preset!r}, which is not available; "
+            f"{did_you_mean(str(preset), ['none', *PRESETS])}"
         )
     given = {*fields} & {*SEARCHED_FIELDS}
     if preset is None:  # a layer's own table adds to what [kv] states

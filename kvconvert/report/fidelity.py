@@ -6,9 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from kvconvert.bundle.describe import figure
 from kvconvert.bundle.json_files import read_object
-from kvconvert.bundle.manifest import Manifest
+from kvconvert.bundle.manifest import Manifest, figure
 from kvconvert.errors import BundleError, UsageError
 
 Row = tuple[str, ...]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-from kvconvert.io.tensorfile import printable
+from kvconvert.errors import printable
 
 Row = tuple[str, ...]
 ROWS_SHOWN = 16  # longer tables are closed at first

@@ -49,25 +49,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_calibrate_can_export_at_once_and_refuses_an_output_that_is_there_first(folder, tmp_path):
-    options = ["--recipe", folder / "tiny.toml", "--samples", "2", "--seq-len", "32"]
-    result = kvconvert(
-        "calibrate", folder / "model", "-o", tmp_path / "work", *options, "--export", tmp_path / "bundle"
-    )
-    assert result.exit_code == 0, result.output
-    assert "Exported" in result.stdout
-    for file in ("model.safetensors", "kvconvert/plan.safetensors", "kvconvert.json", "config.json"):
-        assert (tmp_path / "bundle" / file).read_bytes() == (folder / "bundle" / file).read_bytes()
-    said = refusal(
-        2, "calibrate", folder / "model", "-o", tmp_path / "again", *options, "--export", tmp_path / "bundle"
-    )
-    assert f"or replace it with kvconvert export {tmp_path / 'again'} -o {tmp_path / 'bundle'} --force" in said
-    for place, why in ((tmp_path / "again", "are both"), (folder / "model", "is not a bundle, so it is not replaced")):
-        command = ("calibrate", folder / "model", "-o", tmp_path / "again", *options, "--export", place)
-        assert why in refusal(2, *command)
-    assert not (tmp_path / "again").exists()
-
-
 def test_help_and_wrong_usage_answer_without_importing_torch():
     code = (
         "import sys; from kvconvert.cli import cli\n"
@@ -92,6 +73,10 @@ def test_a_fresh_bundle_verifies_and_says_what_was_checked(folder):
 def test_inspect_shows_coverage_and_labels_its_estimate(folder):
     result = kvconvert("inspect", folder / "bundle")
     assert result.exit_code == 0, result.output
+    assert len(result.stdout.splitlines()) <= 12
+    for words in ("bits each", "2 with keys at 2 bit", "not measured", "--layers"):
+        assert words in result.stdout
+    result = kvconvert("inspect", folder / "bundle", "--layers")
     for words in (
         "model.layers.*.mlp.down_proj",
         "awq 4 bit, groups of 16",
@@ -305,7 +290,7 @@ def test_an_interrupted_command_says_so_and_fails(folder, tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kvconvert.convert.export.export", interrupt)
-    assert "Interrupted" in refusal(1, "export", folder / "work", "-o", tmp_path / "bundle")
+    assert "Interrupted" in refusal(130, "export", folder / "work", "-o", tmp_path / "bundle")
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

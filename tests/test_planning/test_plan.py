@@ -216,4 +216,4 @@ def test_every_figure_says_what_it_rests_on(tmp_path):
     shown = plan_text(plan(model, recipe=recipe(tmp_path), probe=False, gpu_memory=10**6))
     assert "computed" in shown
     assert "not measured" in shown
-    assert "leave no room in 1 MB" in shown
+    assert "leave no room" in shown

@@ -13,7 +13,7 @@ from tiny.bundle import edit_json, reseal
 from transformers import AutoModelForCausalLM
 
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.convert.workdir import WorkDir
+from kvconvert.convert.work_files import check_place
 from kvconvert.errors import BundleError, RecipeError, UsageError
 from kvconvert.runtime import KVCache, load
 from kvconvert.runtime.hf.bundle_quantizer import check_fits
@@ -105,7 +105,7 @@ def test_a_cache_of_no_scheme_is_refused(model, scheme):
 def test_a_working_directory_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="no directory"):
-        WorkDir.check_place(tmp_path / "file" / "work")
+        check_place(tmp_path / "file" / "work")
 
 
 @pytest.mark.full

@@ -1,0 +1,162 @@
+"""What someone meets in the first hour: wrong arguments answered at once, in one sentence that helps."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny.hub import standing_in
+from tiny.llama import write_recipe, write_tiny_llama
+
+from kvconvert.cli import cli
+
+GOLDEN = Path(__file__).parent / "golden" / "format-1"
+FAST = """
+import sys
+from kvconvert.cli import cli
+try:
+    cli({arguments!r}, prog_name="kvconvert")
+except SystemExit as stopped:
+    code = stopped.code
+heavy = [name for name in ("torch", "transformers", "datasets") if name in sys.modules]
+print("AFTER", code, heavy)
+"""
+
+
+def kvconvert(*arguments):
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--help"], 0, "convert"),
+        (["calibrate", "gone/gone/gone", "-o", "WORK"], 1, "There is no model directory"),
+        (["calibrate", "MODEL", "-o", "WORK", "--recipe", "defualt"], 2, "did you mean default?"),
+        (["calibrate", "MODEL", "-o", "WORK", "--kv-bits", "2.5"], 2, "choose the --recipe auto"),
+        (["calibrate", "MODEL", "-o", "BUNDLE"], 2, "not kvconvert's"),
+        (["convert", "MODEL", "BUNDLE"], 2, "exists"),
+        (["convert", "gone/gone/gone", "NEW"], 1, "There is no model directory"),
+        (["convert", "MODEL", "NEW", "--device", "cudaa"], 2, "--device may be cpu or cuda"),
+        (["plan", "gone/gone/gone"], 1, "There is no model directory"),
+        (["plan", "MODEL", "--gpu-memory", "24"], 2, "with its unit, as in 24GB"),
+        (["export", "gone", "-o", "NEW"], 2, "is not a working directory"),
+        (["export", "gone", "-o", "BUNDLE"], 2, "is not a working directory"),
+        (["generate", "MODEL", "--prompt", "x"], 1, "kvconvert convert"),
+        (["eval", "gone"], 1, "no such directory"),
+        (["eval", "BUNDLE", "--against", "gone/gone/gone"], 1, "There is no model directory"),
+        (["bench", "gone"], 1, "no such directory"),
+        (["push", "BUNDLE", "someone/model"], 2, "needs an access token"),
+    ],
+)
+def test_help_and_wrong_arguments_are_answered_before_torch_is_imported(tmp_path, arguments, code, said):
+    (tmp_path / "MODEL").mkdir()
+    shutil.copytree(GOLDEN, tmp_path / "BUNDLE")
+    offline = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
+    offline |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    program = [sys.executable, "-c", FAST.format(arguments=arguments)]
+    found = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, env=offline)
+    assert f"AFTER {code} []" in found.stdout, found.stderr
+    assert said in found.stdout + found.stderr
+    assert sorted(os.listdir(tmp_path)) == ["BUNDLE", "MODEL"] + (["hub"] if (tmp_path / "hub").exists() else [])
+
+
+def test_inspect_is_ten_lines_and_imports_none_of_transformers_models():
+    program = (
+        "import sys; from kvconvert.cli import cli\n"
+        f"try: cli(['inspect', {str(GOLDEN)!r}])\nexcept SystemExit as stopped: assert stopped.code == 0\n"
+        "assert 'transformers.modeling_utils' not in sys.modules and 'kvconvert.runtime' not in sys.modules\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert 8 <= len(found.stdout.splitlines()) <= 12
+
+
+def test_convert_gives_the_bytes_of_calibrate_and_export_and_leaves_nothing_else(tmp_path):
+    torch.set_num_threads(1)
+    write_tiny_llama(tmp_path / "model", tied=True)
+    recipe = write_recipe(tmp_path / "tiny.toml", method="awq")
+    options = ["--recipe", recipe, "--samples", "2", "--seq-len", "32"]
+    result = kvconvert("convert", tmp_path / "model", tmp_path / "one", *options)
+    assert result.exit_code == 0, result.output
+    assert "kvconvert generate" in result.stdout
+    assert sorted(os.listdir(tmp_path)) == ["model", "one", "tiny.toml"]
+    assert kvconvert("calibrate", tmp_path / "model", "-o", tmp_path / "work", *options).exit_code == 0
+    assert kvconvert("export", tmp_path / "work", "-o", tmp_path / "two").exit_code == 0
+    for file in ("model.safetensors", "kvconvert/plan.safetensors", "kvconvert.json", "config.json", "README.md"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+def test_pulled_bundles_are_listed_and_removed(tmp_path, monkeypatch):
+    with standing_in(monkeypatch, tmp_path):
+        assert "No bundle" in kvconvert("list").stdout
+        bundle = shutil.copytree(GOLDEN, tmp_path / "bundle")
+        assert kvconvert("push", bundle, "someone/golden").exit_code == 0
+        assert kvconvert("pull", "someone/golden").exit_code == 0
+        assert "someone/golden" in kvconvert("list").stdout
+        refused = kvconvert("rm", "someone/goldne")
+        assert refused.exit_code == 1
+        assert "did you mean someone/golden?" in refused.stderr
+        assert kvconvert("rm", "someone/golden").exit_code == 0
+        assert "No bundle" in kvconvert("list").stdout
+
+
+class _Slow:
+    """Stands for the model's time: Ctrl-C comes after three tokens of the first answer."""
+
+    def __init__(self, console):
+        self.put, self.count = console.Printer.put, 0
+
+    def __call__(self, printer, value):
+        self.put(printer, value)
+        self.count += 1
+        if self.count == 4:  # the prompt, and three tokens
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_in_a_conversation_ctrl_c_ends_the_answer_reset_forgets_and_bye_leaves(monkeypatch, capsys):
+    from kvconvert import console
+
+    slow = _Slow(console)
+    monkeypatch.setattr(console.Printer, "put", lambda printer, value: slow(printer, value))
+    talk = console.Console(GOLDEN, 12, "cpu")
+    lengths = []
+    generate = talk._generate
+
+    def noted(inputs, cache, interruptible):
+        sequence, cache, text = generate(inputs, cache, interruptible)
+        lengths.append((inputs["input_ids"].shape[1], sequence.shape[1]))
+        return sequence, cache, text
+
+    monkeypatch.setattr(talk, "_generate", noted)
+    before = signal.getsignal(signal.SIGINT)
+    talk.chat(iter(["Hello\n", "And\n", "/reset\n", "Hello\n", "/bye\n", "never asked\n"]))
+    assert signal.getsignal(signal.SIGINT) is before
+    (first, ended), (second, _), (again, _) = lengths
+    assert first + 3 <= ended <= first + 4  # of twelve
+    assert second > ended  # the interrupted answer is part of the conversation
+    assert again == first
+
+
+def test_an_interrupted_command_exits_with_130(tmp_path):
+    torch.set_num_threads(1)
+    write_tiny_llama(tmp_path / "model", tied=True)
+    write_recipe(tmp_path / "tiny.toml", method="awq")
+    program = [sys.executable, "-m", "kvconvert", "calibrate", "model", "-o", "work", "--recipe", "tiny.toml"]
+    running = subprocess.Popen(program, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    stop = threading.Timer(300, running.kill)
+    stop.start()
+    while running.poll() is None and not (tmp_path / "work" / "state.json").exists():
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    said = running.communicate()[1]
+    stop.cancel()
+    assert running.returncode == 130, said
+    assert "run the same command again to go on from the last finished layer" in said
