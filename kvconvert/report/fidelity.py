@@ -25,9 +25,7 @@ def read_fidelity(path: Path, manifest: Manifest) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"`fidelity` {path} cannot be read ({error.strerror}); check its path.") from error
     except BundleError as error:
-        raise UsageError(
-            f"`fidelity` {path} holds no JSON object, as `kvconvert eval --json` prints one; measure the bundle again."
-        ) from error
+        raise UsageError(f"`fidelity` {path} is no JSON report of kvconvert eval; measure the bundle again.") from error
     if report.get("files_digest") != manifest.files_digest():
         raise UsageError(f"`fidelity` {path} was not measured on this bundle; measure this one with kvconvert eval.")
     return report
