@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.bundle.describe import figure
-from kvconvert.bundle.json_files import read_object
+from kvconvert.bundle.files import read_object
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.errors import BundleError, UsageError
 

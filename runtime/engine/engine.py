@@ -13,8 +13,7 @@ from torch import Tensor
 
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.runtime.engine.model_steps import ModelSteps
-from kvconvert.runtime.engine.new_request import new_request
-from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request
+from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, new_request
 from kvconvert.runtime.engine.rows import RowState, choose_first
 from kvconvert.runtime.engine.sampling import Sampling
 from kvconvert.runtime.engine.scheduler import Scheduler

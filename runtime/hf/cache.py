@@ -29,8 +29,7 @@ from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry
 from kvconvert.runtime.cache.registry import TableRegistry
 from kvconvert.runtime.cache.store import Group, LayerStore
-from kvconvert.runtime.hf.hybrid_layer import HybridLayer
-from kvconvert.runtime.hf.layer import PagedLayer
+from kvconvert.runtime.hf.layer import HybridLayer, PagedLayer
 
 
 @dataclass(frozen=True)

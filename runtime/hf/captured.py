@@ -23,7 +23,7 @@ from transformers.utils import ModelOutput
 from kvconvert.runtime.cache.registry import TableRegistry
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
 from kvconvert.runtime.hf.cache import KVCache
-from kvconvert.runtime.hf.hybrid_layer import HybridLayer
+from kvconvert.runtime.hf.layer import HybridLayer
 
 logger = logging.getLogger(__name__)
 
