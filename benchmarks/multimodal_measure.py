@@ -22,8 +22,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, LlavaForConditionalGeneration, LlavaProcessor
 from transformers.cache_utils import DynamicLayer
 
-from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
-from kvconvert.calibration.attention_sample import AttentionSample, causal
+from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, AttentionSample, attention_observed, causal
 from kvconvert.data.drawings import Drawing, draw
 from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, span_keys, span_values
 from kvconvert.runtime import KVCache, watch_inputs

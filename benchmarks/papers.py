@@ -33,7 +33,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_arguments, attention_observed
+from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attention_arguments, attention_observed
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.data.text import spaced_samples
 from kvconvert.fidelity.evaluate import versions

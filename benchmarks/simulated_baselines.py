@@ -25,7 +25,7 @@ from simulated_methods import METHODS, PAGE, ROTATIONS, SINKS, Layer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
+from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attention_observed
 from kvconvert.calibration.error_feedback import QueryMoments
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 

@@ -16,15 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationRecorder, ActivationStatistics
 from kvconvert.calibration.awq_clips import Widths, apply_clips, search_clips
 from kvconvert.calibration.awq_scales import search_scales
 from kvconvert.calibration.awq_scaling import Scaling, apply_scales, reader_scales
 from kvconvert.calibration.layer_error import LayerSample, LayerSampler, quantized
-from kvconvert.calibration.matmul_precision import tf32_products
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult
-from kvconvert.calibration.value_cache import value_rounding
 from kvconvert.errors import NumericError
+from kvconvert.kernels.device import tf32_products
+from kvconvert.kernels.quantizer import dequantize, quantize
+from kvconvert.kernels.rotate import hadamard_transform
 
 
 def _short(label: str) -> str:
@@ -206,3 +208,33 @@ class AwqPass(CalibrationPass):
     def result(self) -> PassResult:
         """Ratio and loss of every scale found, loss of every clip kept, skipped pairs, errors of the finished layer."""
         return self._result
+
+
+def value_rounding(cache: CacheFormat | None) -> Callable[[Tensor], Tensor] | None:
+    """How a cache rounds values [..., head_dim]; None where scaling channels changes nothing about their error.
+
+    That is so where values are not quantized, and for spans and static pages, which have one scale per channel.
+    """
+    if cache is None or cache.span is not None or cache.pages.values.static or cache.pages.values.bits == 16:
+        return None
+    f = cache.pages.values
+    return lambda values: simulate_value_cache(values, f.bits, f.group_size, f.clip_ratio, cache.rotations.values)
+
+
+def simulate_value_cache(values: Tensor, bits: int, group_size: int, clip_ratio: float, rotate: bool) -> Tensor:
+    """Values [..., head_dim] as read back from a cache: quantized per token over groups of channels, float32.
+
+    Args:
+        bits, group_size, clip_ratio: as in a KV scheme; 16 bits leave values as they are.
+        rotate: rotate before and back after quantizing (schemes that rotate at run time; folded weights give rotated
+            values).
+
+    Raises:
+        GroupRangeError: values beyond fp16.
+    """
+    if bits == 16:
+        return values
+    stored = hadamard_transform(values) if rotate else values
+    quantized = quantize(stored, bits, group_size, dim=-1, clip_ratio=clip_ratio)
+    read = dequantize(*quantized, group_size, dim=-1)
+    return hadamard_transform(read, inverse=True) if rotate else read

@@ -40,9 +40,8 @@ from torch import Tensor, nn
 
 from kvconvert.calibration.activations import ActivationStatistics, point_of
 from kvconvert.calibration.awq_clips import Widths, width_of
-from kvconvert.calibration.awq_scaling import Scaling, scaling_label
+from kvconvert.calibration.awq_scaling import Reader, Scaling, rounded, scaling_label
 from kvconvert.calibration.ranks import ALONE, Ranks
-from kvconvert.calibration.rounded_readers import Reader, rounded
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
 from kvconvert.models.structure import LayerStructure, NormGroup, ScalingPair

@@ -21,11 +21,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvconvert.calibration.attention_capture import attention_observed
-from kvconvert.calibration.attention_sample import as_cached
-from kvconvert.calibration.matmul_precision import float32_products
+from kvconvert.calibration.attention_sample import as_cached, attention_observed
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult, require_finite
 from kvconvert.calibration.ranks import ALONE, Ranks
+from kvconvert.kernels.device import float32_products
 
 DAMPING = 0.1  # of the mean diagonal; 0.01 to 0.3 made no difference on held-out text
 

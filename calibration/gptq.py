@@ -17,17 +17,31 @@ Damping adds to each diagonal entry a share of itself, H + lambda diag(H), where
 the result does not depend on how inputs are scaled, and one large input, such as that of the tokens which attention
 uses as a sink, does not keep all others from being made up for. An input that never occurs (H_ii = 0) is rounded to
 nearest, and moves nothing.
+
+As a calibration pass it rounds alone, or weights that AWQ scaled ("awq+gptq", table 9 of AWQ's paper).
+Each distinct input's Hessian is factorized once, before anything is chosen: scales and clips are searched by what
+compensation leaves of an error (`Factor.remaining`), and the factor for scaled weights is that factor scaled. Inputs
+are rounded in the order of their second moments in the unscaled model, whatever the scales. AWQ's clips, which both
+methods search, only bound the grids: weights are not clamped, and what a clip costs is an error like any other, which
+later columns make up for. Weights of an expert with too few tokens of its own are rounded to nearest.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvconvert.calibration.hessian_factor import Factor, damped_diagonal, factorize
+from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationStatistics, point_of
+from kvconvert.calibration.awq import AwqPass
+from kvconvert.calibration.awq_clips import search_clips
+from kvconvert.calibration.hessians import ERROR_ROWS, Factor, HessianRecorder, damped_diagonal, factorize
+from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult
 from kvconvert.calibration.weight_grid import WeightGrid
+from kvconvert.errors import NumericError
 
 DAMPING = 0.3
 _BLOCK = 128
@@ -119,3 +133,159 @@ def output_error(weight: Tensor, rounded: Tensor, hessian: Tensor) -> float:
     """Mean squared error of the outputs, summed over them: trace of D H D^T for D = rounded - weight."""
     delta = rounded - weight
     return float(((delta @ hessian) * delta).sum(dtype=torch.float64))
+
+
+_CHUNK_WEIGHTS = 2**24
+
+
+def outputs_at_once(outputs: int, inputs: int, device: str) -> int:
+    """How many outputs of a weight are compensated together: none depends on another.
+
+    On a CPU so many as bounds what is beside the Hessian; on a GPU all, where every column costs a few launches.
+    """
+    bounded = max(1, _CHUNK_WEIGHTS // inputs // ERROR_ROWS) * ERROR_ROWS
+    return min(outputs, bounded) if device == "cpu" else outputs
+
+
+class GptqPass(CalibrationPass):
+    """Find codes by error compensation; the layer's Linears are left with the values that these codes stand for.
+
+    Args:
+        bits, group_size: of the weights; `LayerWork.bits` says which Linears have other bits.
+        awq: searches scales and clips first; None takes the weights as they are and searches clips alone.
+    """
+
+    name = "gptq"
+
+    def __init__(self, bits: int, group_size: int, awq: AwqPass | None = None) -> None:
+        self.bits, self.group_size, self.awq = bits, group_size, awq
+        self._hessians: HessianRecorder | None = None
+        self._factors: dict[str, Factor] = {}
+        self._remaining: dict[str, Tensor] = {}
+        self._moments: dict[str, Tensor] = {}
+        self._inputs: dict[str | None, list[str]] = {}
+        self._result = PassResult()
+
+    @classmethod
+    def of(cls, job: LayerJob, sampler: CalibrationPass) -> GptqPass | None:
+        """Of a recipe whose weights are compensated."""
+        weights = job.weights
+        if not weights.compensates:
+            return None
+        awq = AwqPass(weights.bits, weights.group_size, compensated=True) if weights.scales else None
+        return cls(weights.bits, weights.group_size, awq)
+
+    @contextmanager
+    def observe(self, work: LayerWork) -> Iterator[None]:
+        """Record the Hessians, and what AWQ's search needs."""
+        self._hessians = HessianRecorder(work.structure, work.ranks)
+        with ExitStack() as hooks:
+            if self.awq is not None:
+                hooks.enter_context(self.awq.observe(work))
+            hooks.enter_context(self._hessians.attached(work.layer))
+            yield
+
+    def solve(self, work: LayerWork) -> None:
+        """Factorize the Hessians, and search AWQ's scales."""
+        self._inputs, self._remaining, self._moments = self._by_input(work), {}, {}
+        for number, point in enumerate(filter(None, self._inputs)):
+            owner = work.ranks.owner(number)
+            if owner == work.ranks.rank:
+                try:
+                    hessian = self._hessians.of(point, release=True)
+                    moments = _diagonal_blocks(hessian, self.group_size)
+                    factor = self._factors[point] = factorize(hessian, rounding_order(hessian), DAMPING)
+                except NumericError as error:
+                    raise NumericError(f"GPTQ cannot quantize {work.name}.{point}: {error}") from error
+                remaining = factor.remaining()
+            else:
+                weight = work.layer.get_submodule(point).weight
+                remaining = weight.new_empty(weight.shape[1], dtype=torch.float32)
+                moments = remaining.new_empty(len(remaining) // self.group_size, self.group_size, self.group_size)
+            self._remaining[point] = work.ranks.broadcast_(remaining, owner)
+            self._moments[point] = work.ranks.broadcast_(moments, owner)
+        self._hessians = None
+        if self.awq is not None:
+            self.awq.remaining = self._remaining
+            self.awq.solve(work)
+
+    def apply(self, work: LayerWork) -> None:
+        """Scale the layer, fix every Linear's grid, and replace its weight by values of that grid."""
+        scales: dict[str, Tensor] = {}
+        if self.awq is not None:
+            self.awq.apply(work)
+            scales, clips = self.awq.input_scales, self.awq.clips
+        else:
+            clips = self._search_clips(work)
+        losses: dict[str, dict[str, float]] = {}
+        reasons = {} if self.awq is None else dict(self.awq.result().reasons)
+        for point, names in self._inputs.items():
+            factor = self._factors.pop(point, None)
+            if factor is not None and names[0] in scales:
+                factor = factor.scaled_(scales[names[0]])
+            for name in names:
+                linear = work.layer.get_submodule(name)
+                bound = clips[name][0] if name in clips else None
+                try:
+                    grid = WeightGrid.of(linear.weight, work.bits.get(name, self.bits), self.group_size, bound)
+                except NumericError as error:
+                    raise NumericError(f"GPTQ cannot quantize {work.name}.{name}: {error}") from error
+                work.grids[name] = grid
+                if factor is not None:
+                    losses[name] = self._compensate_(linear.weight.data, factor, grid)
+                elif point is None:
+                    linear.weight.data.copy_(grid.round(linear.weight))
+                    note = f"its expert saw fewer than {MIN_EXPERT_TOKENS} calibration tokens and is rounded to nearest"
+                    reasons[name] = "; ".join(filter(None, (reasons.get(name), note)))
+        losses = dict(work.ranks.gather_list(list(losses.items())))
+        for number, point in enumerate(filter(None, self._inputs)):
+            for name in self._inputs[point]:
+                work.ranks.broadcast_(work.layer.get_submodule(name).weight.data, work.ranks.owner(number))
+        statistics: dict[str, Any] = {} if self.awq is None else dict(self.awq.result().statistics)
+        self._result = PassResult(statistics=statistics | {"compensation": losses}, reasons=reasons)
+
+    def result(self) -> PassResult:
+        """AWQ's statistics, and for every compensated Linear its output's error when rounded and when compensated."""
+        return self._result
+
+    def _by_input(self, work: LayerWork) -> dict[str | None, list[str]]:
+        """The layer's Linears by the input that they read; None for those of experts with too few tokens."""
+        experts, found = work.structure.experts, {}
+        for name in work.structure.linears:
+            point = point_of(work.structure, name)
+            routed = experts is not None and experts.owner(name) is not None
+            enough = self._hessians.tokens.get(point, 0) >= (MIN_EXPERT_TOKENS if routed else 1)
+            found.setdefault(point if enough else None, []).append(name)
+        return found
+
+    def _search_clips(self, work: LayerWork) -> dict[str, tuple[Tensor, float, float]]:
+        return search_clips(
+            work.layer,
+            work.structure,
+            ActivationStatistics(second_moment=self._moments, remaining=self._remaining),
+            [],
+            dict.fromkeys(work.structure.linears, self.bits) | dict(work.bits),
+            self.group_size,
+            work.ranks,
+        )
+
+    @staticmethod
+    def _compensate_(weight: Tensor, factor: Factor, grid: WeightGrid) -> dict[str, float]:
+        """Replace a weight by values of its grid, some outputs at a time; the error before and after."""
+        losses = {"loss_before": 0.0, "loss_after": 0.0}
+        size = outputs_at_once(*weight.shape, weight.device.type)
+        for start in range(0, len(weight), size):
+            rows = slice(start, start + size)
+            part, some = weight[rows], grid.of_rows(rows)
+            losses["loss_before"] += factor.output_error(part, some.round(part))
+            found = compensate_by(part, factor, some)
+            losses["loss_after"] += factor.output_error(part, found)
+            part.copy_(found)
+            found = None  # frees it before there is another
+        return losses if factor.damping == DAMPING else losses | {"damping": factor.damping}
+
+
+def _diagonal_blocks(hessian: Tensor, group_size: int) -> Tensor:
+    """The second moments within each group of inputs, a copy [in / group_size, group_size, group_size]."""
+    groups = range(0, len(hessian), group_size)
+    return torch.stack([hessian[start : start + group_size, start : start + group_size] for start in groups])

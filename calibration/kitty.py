@@ -21,8 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvconvert.calibration.attention_capture import attention_observed
-from kvconvert.calibration.attention_sample import as_cached
+from kvconvert.calibration.attention_sample import as_cached, attention_observed
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult, require_finite
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.kernels.pages import PAGE_SIZE, normalised_keys

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from kvconvert.calibration.activations import same_argument_chunks
 from kvconvert.calibration.awq_clips import Widths, width_of
-from kvconvert.calibration.awq_scaling import Scaling, scaled_modules, scaled_parameters
+from kvconvert.calibration.awq_scaling import Scaling, scaled_modules, scaled_parameters, while_computing
 from kvconvert.calibration.protocol import LayerWork
-from kvconvert.calibration.rounded_readers import while_computing
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.models.structure import LayerStructure
 

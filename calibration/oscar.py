@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from kvconvert.calibration.attention_capture import attention_observed
+from kvconvert.calibration.attention_sample import attention_observed
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult, require_finite
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.kernels.rotate import hadamard_matrix, hadamard_transform

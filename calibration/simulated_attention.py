@@ -21,8 +21,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvconvert.cache.format import CacheFormat
-from kvconvert.calibration.attention_capture import model_attention
-from kvconvert.calibration.attention_sample import as_cached
+from kvconvert.calibration.attention_sample import as_cached, model_attention
 from kvconvert.calibration.clip_ratios import pages_read, stored_keys, stored_values
 from kvconvert.kernels.rotate import hadamard_transform
 

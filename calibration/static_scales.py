@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.cache.format import ChannelBounds
-from kvconvert.calibration.attention_capture import attention_observed
-from kvconvert.calibration.attention_sample import as_cached
+from kvconvert.calibration.attention_sample import as_cached, attention_observed
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult
 from kvconvert.calibration.ranks import Ranks
 from kvconvert.errors import NumericError

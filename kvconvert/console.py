@@ -23,7 +23,7 @@ from kvconvert.models.device import choose_device, compute_dtype
 from kvconvert.models.image_prompts import ImagePrompts
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.runtime import Sampling, load
-from kvconvert.runtime.engine.text_stream import TextStream
+from kvconvert.runtime.engine.request import TextStream
 
 if TYPE_CHECKING:
     from PIL.Image import Image

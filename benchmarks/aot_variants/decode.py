@@ -15,7 +15,6 @@ import torch
 
 from aot_variants.variant import Variant
 from kvconvert.cache.format import CacheFormat
-from kvconvert.kernels.decode.triton.combine import combine_kernel
 from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
 from kvconvert.kernels.decode.triton.launch import (
     FEW_REGISTERS,
@@ -27,6 +26,7 @@ from kvconvert.kernels.decode.triton.launch import (
     warps_for,
 )
 from kvconvert.kernels.decode.triton.shape import DecodeShape, query_columns, query_rows
+from kvconvert.kernels.decode.triton.sums import combine_kernel
 from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVScheme

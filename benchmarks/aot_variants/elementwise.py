@@ -8,9 +8,7 @@ from itertools import product
 import triton
 
 from aot_variants.variant import DTYPES, Variant
-from kvconvert.kernels.elementwise.triton.gated import COLUMNS, gated_kernel
-from kvconvert.kernels.elementwise.triton.norm import rms_norm_kernel, shape
-from kvconvert.kernels.elementwise.triton.rotary import HEADS, rotary_kernel
+from kvconvert.kernels.elementwise.triton import COLUMNS, HEADS, gated_kernel, rms_norm_kernel, rotary_kernel, shape
 
 GATES = (("silu", False), ("silu", True), ("gelu_tanh", False), ("gelu", False))
 ROTARY_SIZES = ((64, 0), (128, 0), (256, 0), (64, 64))

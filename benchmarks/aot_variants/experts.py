@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from aot_variants.variant import Variant
-from kvconvert.kernels.experts.triton.kernels import (
+from kvconvert.kernels.experts.triton import (
+    COMBINE_COLUMNS,
+    SORT_CHUNK,
     combine_kernel,
     few_pairs_kernel,
     many_pairs_kernel,
     sort_by_expert_kernel,
 )
-from kvconvert.kernels.experts.triton.launch import COMBINE_COLUMNS, SORT_CHUNK
 from kvconvert.kernels.linear.packed_layout import TILE
 from kvconvert.kernels.linear.triton.few_rows import few_rows_shapes
 from kvconvert.kernels.linear.triton.prompt_shapes import prompt_shape

@@ -21,8 +21,7 @@ from kvconvert.kernels.pages.triton.launch import (
     warps_for,
 )
 from kvconvert.kernels.pages.triton.values import copy_page_kernel, value_page_kernel
-from kvconvert.kernels.spans.triton.kernels import channel_range_kernel, channel_scale_kernel
-from kvconvert.kernels.spans.triton.launch import RANGE_TOKENS, SPAN_PARTS
+from kvconvert.kernels.spans.triton import RANGE_TOKENS, SPAN_PARTS, channel_range_kernel, channel_scale_kernel
 
 
 def variants(capability: int) -> Iterator[Variant]:

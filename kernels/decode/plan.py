@@ -23,8 +23,6 @@ MOST_ROWS = 16
 # Full-precision tokens that cost as much as a page, and a half-quantized page's cost; both as timed on an H200.
 RESIDUAL_TOKENS = 64
 HALF_QUANTIZED_COST = 16
-# Columns of an item, which the kernel knows by number.
-ITEM_COLUMNS = 16
 # How often programs are replaced by others where there are many sequences.
 WAVES = 4
 # An end that no sequence reaches: the kernel stops at the residual window's own length.

@@ -63,7 +63,7 @@ def gated(gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
     """
     if unsupported(gate, up) is not None:
         return gated_reference(gate, up, kind)
-    from kvconvert.kernels.elementwise.triton import gated as launch
+    from kvconvert.kernels.elementwise import triton as launch
 
     return launch.gated(gate, up, kind)
 
@@ -81,9 +81,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, kind: Norm) -> Tensor:
     """
     if _unsupported_norm(x, weight) is not None:
         return rms_norm_reference(x, weight, kind)
-    from kvconvert.kernels.elementwise.triton import norm
+    from kvconvert.kernels.elementwise import triton as launch
 
-    return norm.rms_norm(x, weight, kind)[0]
+    return launch.rms_norm(x, weight, kind)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, kind: Norm) -> tuple[Tensor, Tensor]:
@@ -91,9 +91,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, kind: Norm)
     if _unsupported_norm(x, weight, residual) is not None or x.shape != residual.shape:
         total = residual + x
         return rms_norm_reference(total, weight, kind), total
-    from kvconvert.kernels.elementwise.triton import norm
+    from kvconvert.kernels.elementwise import triton as launch
 
-    return norm.rms_norm(x, weight, kind, residual)
+    return launch.rms_norm(x, weight, kind, residual)
 
 
 def _unsupported_norm(x: Tensor, weight: Tensor | None, *others: Tensor) -> str | None:
@@ -110,6 +110,6 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     """
     if unsupported(q, k, cos, sin) is not None:
         return rotary_reference(q, k, cos, sin)
-    from kvconvert.kernels.elementwise.triton import rotary as launch
+    from kvconvert.kernels.elementwise import triton as launch
 
     return launch.rotary(q, k, cos, sin)

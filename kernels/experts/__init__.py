@@ -17,8 +17,8 @@ from kvconvert.kernels import linear
 from kvconvert.kernels.elementwise.reference import Gate
 from kvconvert.kernels.experts.reference import experts_reference
 from kvconvert.kernels.linear.packed_layout import TILE
-from kvconvert.kernels.linear.shared_storage import PackedLinear, SharedStorage
-from kvconvert.kernels.linear.shared_storage import unsupported as unshared
+from kvconvert.kernels.linear.shared_input import PackedLinear, SharedStorage
+from kvconvert.kernels.linear.shared_input import unsupported as unshared
 
 __all__ = ["ExpertLinears", "experts_reference", "routed_experts", "scored_experts", "store_experts", "unsupported"]
 
@@ -89,7 +89,7 @@ def routed_experts(x: Tensor, chosen: Tensor, scores: Tensor, stored: ExpertLine
     Returns:
         [tokens, hidden] in the dtype of `x`.
     """
-    from kvconvert.kernels.experts.triton import launch
+    from kvconvert.kernels.experts import triton as launch
 
     if not len(x):
         return torch.zeros_like(x)
@@ -110,7 +110,7 @@ def scored_experts(x: Tensor, stored: ExpertLinears, kind: Gate) -> Tensor:
     Returns:
         the same shape and dtype, zeros for rows of zeros.
     """
-    from kvconvert.kernels.experts.triton import launch
+    from kvconvert.kernels.experts import triton as launch
 
     if not len(x):
         return torch.zeros_like(x)

@@ -20,7 +20,7 @@ from kvconvert.kernels.history.reference import history_reference, merge_referen
 from kvconvert.kernels.pages import LayerFormat, unsupported_dequantization
 
 if TYPE_CHECKING:
-    from kvconvert.kernels.history.triton.launch import Backend
+    from kvconvert.kernels.history.triton import Backend
 
 __all__ = [
     "FEWEST_CENTERED",
@@ -104,7 +104,7 @@ def history_attention(
     """
     if queries.device.type == "cpu" and not device.runs_triton(queries.device):
         return cpu.tiled_attention(queries, parts, keys, values, scaling, sink_logits, workspace_tokens)
-    from kvconvert.kernels.history.triton import launch
+    from kvconvert.kernels.history import triton as launch
 
     return launch.tiled_attention(
         queries,

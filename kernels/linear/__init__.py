@@ -38,9 +38,8 @@ from kvconvert.kernels.linear.cpu import (
 )
 from kvconvert.kernels.linear.packed_layout import PackedWeight, has_layout, pack_weight, unpack_codes
 from kvconvert.kernels.linear.reference import w4a16_reference
-from kvconvert.kernels.linear.shared_input import SharedInput
-from kvconvert.kernels.linear.shared_storage import SharedStorage, layout_lock
-from kvconvert.kernels.linear.shared_storage import unsupported as unshared
+from kvconvert.kernels.linear.shared_input import SharedInput, SharedStorage, layout_lock
+from kvconvert.kernels.linear.shared_input import unsupported as unshared
 
 __all__ = [
     "DenseLinear",

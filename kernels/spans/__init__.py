@@ -62,7 +62,7 @@ def quantize_span(
     """
     reason = unsupported(keys, values)
     if reason is None:
-        from kvconvert.kernels.spans.triton.launch import quantize_span as quantize_by_kernels
+        from kvconvert.kernels.spans.triton import quantize_span as quantize_by_kernels
 
         return quantize_by_kernels(keys, values, f, feedback)
     if device.runs_triton(keys.device):

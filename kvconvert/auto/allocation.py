@@ -3,15 +3,58 @@
 A multiple-choice knapsack. It is solved exactly: layer by layer, of all selections so far only those are kept that no
 other beats in cost and loss at once. Their number is bounded by the number of different sums of costs, a few thousand
 for byte counts that have large common factors.
+
+What a search found is committed with its measurements, under `NAME` and `WEIGHTS_NAME`, and read from there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import combinations
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from pydantic import ValidationError
+
+from kvconvert.bundle.manifest import Allocation, WeightAllocation
+from kvconvert.errors import UsageError
+
+NAME, WEIGHTS_NAME = "allocation", "weights"
+
+
+class Measurements(Protocol):
+    """Where measurements survive a kill: a working store."""
+
+    path: Path
+
+    def measurement(self, name: str) -> dict[str, Any] | None:
+        """A measurement that an earlier run committed, or None."""
+
+    def commit_measurement(self, name: str, values: dict[str, Any]) -> None:
+        """Write a measurement; once this returns it survives a kill."""
+
+
+def read_allocation(store: Measurements) -> Allocation | None:
+    """The outcome of a finished search; None where it has not finished.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
+    values = store.measurement(NAME)
+    try:
+        return None if values is None else Allocation.model_validate(values)
+    except ValidationError as error:
+        raise UsageError(
+            f"The allocation in {store.path} cannot be read ({str(error).splitlines()[0]}); calibrate again with "
+            "`restart=True`."
+        ) from error
+
+
+def read_weight_allocation(store: Measurements) -> WeightAllocation | None:
+    """The outcome of a finished search of widths; None where it has not finished."""
+    values = store.measurement(WEIGHTS_NAME)
+    return None if values is None else WeightAllocation.model_validate(values)
 
 
 class Option(NamedTuple):

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from kvconvert.auto.allocation import NAME
 from kvconvert.auto.clip_ratios import candidate_clip_ratios, candidate_treatments, measured_layer
 from kvconvert.auto.layers import SearchedLayer, searched_layers
 from kvconvert.auto.model import ExactText, SearchRun
 from kvconvert.auto.plans import MeasuredPlan, Plan, PlanSearch
-from kvconvert.auto.record import NAME
 from kvconvert.bundle.manifest import Allocation, LayerAllocation
 from kvconvert.cache.size import lengths
 from kvconvert.calibration.clip_ratios import searched_sides

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kvconvert.auto.allocation import Option, allocate
+from kvconvert.auto.allocation import WEIGHTS_NAME, Option, allocate
 from kvconvert.auto.model import ExactText, SearchRun
-from kvconvert.auto.record import WEIGHTS_NAME
 from kvconvert.bundle.manifest import WeightAllocation, WeightUnit
 from kvconvert.calibration.activations import point_of
 from kvconvert.calibration.protocol import LayerJob

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from kvconvert.bundle.json_files import read_object
+from kvconvert.bundle.files import read_object
 from kvconvert.bundle.manifest import MANIFEST_NAME, PLAN_NAME, LayerPlan, Manifest
 from kvconvert.errors import BundleError
 from kvconvert.io.records import TensorInfo

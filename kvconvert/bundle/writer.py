@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import glob
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -202,16 +201,6 @@ def copy_file(source: Path, target: Path) -> FileInfo:
 
 def _info(file: disk.OutputFile) -> FileInfo:
     return FileInfo(size=file.size, sha256=file.sha256())
-
-
-def describe_files(directory: Path, names: Iterable[str]) -> dict[str, FileInfo]:
-    """Size and SHA-256 of each named file, in the order of their names."""
-    described = {}
-    for name in sorted(names):
-        with (directory / name).open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        described[name] = FileInfo(size=(directory / name).stat().st_size, sha256=digest)
-    return described
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from kvconvert.auto.record import read_allocation, read_weight_allocation
+from kvconvert.auto.allocation import read_allocation, read_weight_allocation
 from kvconvert.bundle.card import CARD_NAME, model_card
 from kvconvert.bundle.locate import check_output
 from kvconvert.bundle.manifest import (

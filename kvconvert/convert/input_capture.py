@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from kvconvert.calibration.activations import same_arguments
 from kvconvert.errors import NumericError, UnsupportedModelError
-from kvconvert.io.mapped import Mapped
+from kvconvert.io.tensorfile import Mapped
 from kvconvert.kernels.quantizer import all_finite
 
 _UNSET = -(2**31) + 1  # stands in integer buffers that the model has not filled

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kvconvert.calibration.attention_capture import RECORDING_ATTENTION
-from kvconvert.calibration.matmul_precision import tf32_products
-from kvconvert.convert.hidden_states import HiddenStates
+from kvconvert.calibration.attention_sample import RECORDING_ATTENTION
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill, rows_as_looked_up
+from kvconvert.convert.work_files import HiddenStates
 from kvconvert.errors import NumericError, UnsupportedModelError
-from kvconvert.io.mapped import Mapped
+from kvconvert.io.tensorfile import Mapped
+from kvconvert.kernels.device import tf32_products
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.kernels.quantizer import all_finite
 from kvconvert.models.adapters import Adapter

@@ -52,9 +52,9 @@ from kvconvert.convert.workdir import WorkDir
 from kvconvert.data.mixture import Sources
 from kvconvert.data.samples import load_samples
 from kvconvert.errors import UnsupportedModelError, UsageError
-from kvconvert.io.mapped import Mapped
 from kvconvert.io.progress import progress_bar
 from kvconvert.io.records import DataInfo
+from kvconvert.io.tensorfile import Mapped
 from kvconvert.methods.awq import AUTO_GROUP_SIZES
 from kvconvert.models.adapters import Adapter, find_adapter, require_adapter
 from kvconvert.models.configuration import supports_images

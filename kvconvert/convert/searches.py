@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvconvert.auto.allocation import read_allocation, read_weight_allocation
 from kvconvert.auto.model import SearchRun, SimulatedModel
-from kvconvert.auto.record import read_allocation, read_weight_allocation
 from kvconvert.auto.search import CLIP_ROWS, SearchTask, allocated_recipe, find_allocation
 from kvconvert.auto.weight_widths import allocated_widths, find_widths, text_size, weight_units
 from kvconvert.calibration.protocol import LayerJob

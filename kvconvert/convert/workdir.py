@@ -33,10 +33,11 @@ from pydantic import BaseModel
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvconvert.convert.hidden_states import HiddenStates, HiddenWriter
 from kvconvert.convert.work_files import (
     REPEAT,
     STATE_NAME,
+    HiddenStates,
+    HiddenWriter,
     check_begun,
     check_place,
     disk_errors,
@@ -48,9 +49,8 @@ from kvconvert.convert.work_records import WORK_FORMAT, LayerRecord, WorkState
 from kvconvert.errors import CheckpointError, UsageError
 from kvconvert.io import disk
 from kvconvert.io.checksums import known_sha256, remember
-from kvconvert.io.mapped import Mapped
 from kvconvert.io.records import TensorInfo
-from kvconvert.io.tensorfile import read_header, replace_tensors
+from kvconvert.io.tensorfile import Mapped, read_header, replace_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from kvconvert.data.sources import is_plain_text, local_files, source_name
 from kvconvert.data.tables import Table
 from kvconvert.data.text import EMBEDDED, TokenData
 from kvconvert.errors import CheckpointError, DataError
-from kvconvert.io.mapped import Mapped
 from kvconvert.io.records import DataInfo
+from kvconvert.io.tensorfile import Mapped
 from kvconvert.models.image_prompts import ImagePrompts
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from kvconvert.data.image_samples import holds_images, load_image_samples
 from kvconvert.data.mixture import Sources, load_mixture, unlike_the_model, weighted_sources
 from kvconvert.data.text import TokenData
 from kvconvert.errors import DataError, UsageError
-from kvconvert.io.mapped import Mapped
+from kvconvert.io.tensorfile import Mapped
 from kvconvert.models.configuration import supports_images
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer
 from kvconvert.models.source import SourceModel

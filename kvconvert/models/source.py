@@ -32,8 +32,7 @@ from kvconvert.kernels.quantizer import all_finite
 from kvconvert.models.formats import Encoded, Packing, find_format
 from kvconvert.models.formats.gguf import find_gguf, open_gguf
 from kvconvert.models.location import locate_model
-from kvconvert.models.names import TensorNames
-from kvconvert.models.weight_files import read_weight_header, tensor_files, weight_files
+from kvconvert.models.weight_files import TensorNames, read_weight_header, tensor_files, weight_files
 
 if TYPE_CHECKING:  # transformers' modeling code takes seconds to import, and `export` runs without it
     from transformers import PreTrainedModel

@@ -1,10 +1,19 @@
-"""The safetensors files of a checkpoint: which there are, what their headers and their index say."""
+"""The safetensors files of a checkpoint: which there are, what headers and index say, and how tensors are named.
+
+Checkpoints keep the names of the library that wrote them (`language_model.model.layers.0...` in older LLaVA models,
+`model.layers.0...` in older Qwen2-VL models), and transformers renames on loading (`model.language_model.layers.0...`).
+Modules are called here as in the loaded model; files keep the checkpoint's names, which other engines expect too.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+
+from torch import nn
 
 from kvconvert.errors import CheckpointError
 from kvconvert.io.records import TensorInfo
@@ -94,3 +103,98 @@ def read_weight_header(path: Path) -> dict[str, TensorInfo]:
         )
 
     return read_header(path, refuse, any_dtype=True)
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Both names of every tensor of a checkpoint.
+
+    Attributes:
+        stored: the checkpoint's name of each tensor, by the loaded model's name, in order of the latter.
+        prefixes: the same for the modules around them, as far as they differ.
+        merged: tensors of the loaded model that loading makes from others, by merging or rearranging them.
+    """
+
+    stored: Mapping[str, str]
+    prefixes: Mapping[str, str]
+    merged: frozenset[str] = frozenset()
+
+    @classmethod
+    def same(cls, names: Iterable[str]) -> TensorNames:
+        """Names that are not changed on loading."""
+        return cls({name: name for name in sorted(names)}, {})
+
+    @classmethod
+    def of(cls, model: nn.Module, names: Iterable[str]) -> TensorNames:
+        """Names as transformers' own conversions for this model change them.
+
+        Only renaming is followed: a tensor that loading merges with others (an expert) or rearranges keeps the name
+        that it has just before that, which is the name of its own module (`mlp.experts.3.gate_proj.weight`).
+
+        Args:
+            model: of the class that loads the checkpoint, on any device.
+            names: of the checkpoint's tensors.
+
+        Raises:
+            CheckpointError: two tensors would get the same name.
+        """
+        # Seconds of imports, which those who only read files do without.
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
+
+        conversions = get_model_conversion_mapping(model)
+        renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+        state, base = model.state_dict(), model.base_model_prefix
+        stored: dict[str, str] = {}
+        merged: set[str] = set()
+        for name in sorted(names):
+            loaded, converter = rename_source_key(name, renamings, converters, base, state)
+            if converter is not None:
+                merged.add(loaded)
+                plain = apply_renamings(name, renamings)
+                nested = loaded.startswith(f"{base}.") and not plain.startswith(f"{base}.")
+                loaded = f"{base}.{plain}" if nested else plain
+            elif loaded not in state and name in state:
+                loaded = name
+            if loaded in stored:
+                raise CheckpointError(
+                    f"The checkpoint holds both {stored[loaded]} and {name}, which are one tensor, {loaded}, for "
+                    "transformers; remove the wrong one."
+                )
+            stored[loaded] = name
+        return cls(dict(sorted(stored.items())), _prefixes(stored), frozenset(merged))
+
+    def of_tensor(self, name: str) -> str:
+        """The checkpoint's name of a tensor, or the one that a new tensor of the same module has to get."""
+        if name in self.stored:
+            return self.stored[name]
+        module, _, part = name.rpartition(".")
+        return f"{self.of_module(module)}.{part}"
+
+    def of_module(self, name: str) -> str:
+        """The checkpoint's name of a module, also of one inside a module that the checkpoint has tensors of."""
+        head, rest = name, ""
+        while head and head not in self.prefixes:
+            head, _, last = head.rpartition(".")
+            rest = f".{last}{rest}"
+        return f"{self.prefixes[head]}{rest}" if head else name
+
+
+def _prefixes(stored: Mapping[str, str]) -> dict[str, str]:
+    """Modules whose names differ, and those inside them: everything before a common ending of two tensor names."""
+    prefixes: dict[str, str] = {}
+    for loaded, name in stored.items():
+        ours, theirs = loaded.split("."), name.split(".")
+        if ours == theirs:
+            continue
+        while len(ours) > 1 and len(theirs) > 1 and ours[-1] == theirs[-1]:
+            ours.pop()
+            theirs.pop()
+            prefixes[".".join(ours)] = ".".join(theirs)
+    # A module's own tensors take precedence over those of modules inside it, which a checkpoint may hold elsewhere.
+    for loaded, name in stored.items():
+        (ours, _, part), (theirs, _, other) = loaded.rpartition("."), name.rpartition(".")
+        if ours in prefixes and part == other:
+            prefixes[ours] = theirs
+    return prefixes

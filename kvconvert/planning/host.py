@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from kvconvert.calibration.activations import EXPERT_TOKENS, LOSS_TOKENS, input_points, point_of
 from kvconvert.calibration.attention_sample import SAMPLE_SEQUENCES, SAMPLE_TOKENS
 from kvconvert.calibration.clip_ratios import CLIP_RATIO_GRID, QUERY_BLOCK
-from kvconvert.calibration.gptq_pass import outputs_at_once
-from kvconvert.calibration.hessian_factor import FACTOR_BLOCK
-from kvconvert.calibration.hessians import BLOCK_NUMBERS, block_rows
+from kvconvert.calibration.gptq import outputs_at_once
+from kvconvert.calibration.hessians import BLOCK_NUMBERS, FACTOR_BLOCK, block_rows
 from kvconvert.calibration.layer_error import SAMPLE_TOKENS as LAYER_TOKENS
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.planning.layer_sizes import LayerSizes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.bundle.manifest import Manifest
-from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
+from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attention_observed
 from kvconvert.calibration.oscar import KeyStatistics
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import UsageError

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from kvconvert.bundle.json_files import read_object
+from kvconvert.bundle.files import read_object
 from kvconvert.bundle.manifest import Manifest, figure
 from kvconvert.errors import BundleError, UsageError
 

@@ -53,7 +53,7 @@ class LayerGroup(Generic[Store]):
     Attributes:
         stores: the layers, in the model's order.
         indices: their numbers in the model.
-        registry: of the tables that kernels follow (`runtime/cache/registry.py`); tables: those in use.
+        registry: of the tables that kernels follow (`runtime/cache/steps.py`); tables: those in use.
         policy: how prompts are compressed.
         key_numbers, value_numbers: which pages are in use on each side.
         shares_pages: whether another group has pages under these numbers, too.

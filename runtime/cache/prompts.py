@@ -7,8 +7,7 @@ from itertools import accumulate
 
 from kvconvert import methods
 from kvconvert.kernels.spans import span_lengths
-from kvconvert.runtime.cache.sequence import Sequence, SpanTokens
-from kvconvert.runtime.cache.token_positions import TokenPositions
+from kvconvert.runtime.cache.sequence import Sequence, SpanTokens, TokenPositions
 
 
 @dataclass(frozen=True)

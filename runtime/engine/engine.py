@@ -13,11 +13,9 @@ from torch import Tensor
 
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.runtime.engine.model_steps import ModelSteps
-from kvconvert.runtime.engine.new_request import new_request
-from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request
-from kvconvert.runtime.engine.rows import RowState, choose_first
+from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, new_request
 from kvconvert.runtime.engine.sampling import Sampling
-from kvconvert.runtime.engine.scheduler import Scheduler
+from kvconvert.runtime.engine.scheduler import RowState, Scheduler, choose_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

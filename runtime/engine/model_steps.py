@@ -12,7 +12,7 @@ from torch import Tensor
 from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.runtime.hf.cache import rotary_switch
-from kvconvert.runtime.hf.prepare import prepare_steps
+from kvconvert.runtime.hf.captured import prepare_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,13 +1,83 @@
-"""One request of an Engine and what is reported of it."""
+"""Requests of an Engine: how they are made from what callers give, the text that arrives, and what is reported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
+from torch import Tensor
+
+from kvconvert.errors import UsageError
+from kvconvert.runtime.engine.model_steps import ModelSteps
 from kvconvert.runtime.engine.sampling import Sampling
-from kvconvert.runtime.engine.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# Tokens of the prompt that are decoded along with the first generated ones, so that spaces between words are right.
+CONTEXT_TOKENS = 5
+INCOMPLETE = "\ufffd"  # what a decoder shows for bytes of a character whose rest has not come yet
+
+
+class TextStream:
+    """Decodes tokens one at a time and ends the text before a stop string.
+
+    Text that may be the beginning of a stop string, and bytes of an incomplete character, are held back until the next
+    token decides.
+
+    Args:
+        tokenizer: special tokens leave no text.
+        prompt: the prompt's token ids.
+        stop: strings that end the text; the earliest one found counts.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str] = ()):
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._ids = list(prompt[-CONTEXT_TOKENS:])
+        self._begin, self._read = 0, len(self._ids)  # decoded again for context, and already shown
+        self._held = ""
+
+    def push(self, token: int) -> tuple[str, bool]:
+        """Add a token; the text that is certain now, and whether a stop string was found."""
+        self._ids.append(token)
+        piece = self._undecoded()
+        if piece.endswith(INCOMPLETE) or not piece:
+            return "", False
+        self._begin, self._read = self._read, len(self._ids)
+        return self._certain(piece)
+
+    def finish(self) -> str:
+        """What was held back, when no token follows."""
+        piece, stopped = self._certain(self._undecoded())
+        self._begin = self._read = len(self._ids)
+        rest, self._held = self._held, ""
+        return piece if stopped else piece + rest
+
+    def _undecoded(self) -> str:
+        """Text of the tokens that were not shown yet."""
+        shown = self._decode(self._ids[self._begin : self._read])
+        return self._decode(self._ids[self._begin :])[len(shown) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _certain(self, piece: str) -> tuple[str, bool]:
+        """Split what is held and `piece` into text to show and text that may still become a stop string."""
+        text = self._held + piece
+        found = min((place for stop in self._stop if (place := text.find(stop)) >= 0), default=-1)
+        if found >= 0:
+            self._held = ""
+            return text[:found], True
+        longest = max(map(len, self._stop), default=1) - 1
+        hold = next(
+            (n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0
+        )
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold], False
+
 
 State = Literal["waiting", "prompt", "running", "finished"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -128,3 +198,48 @@ class EngineStats:
     def tokens_per_second(self) -> float:
         """Generated tokens per second of stepping, reading prompts included."""
         return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+
+def new_request(
+    steps: ModelSteps,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: Sequence[int] | Tensor,
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_token_ids: Sequence[int] | None,
+    stop: Sequence[str],
+) -> Request:
+    """A request after every check of `Engine.add`'s arguments; its id is given later.
+
+    Raises:
+        UsageError: it can never be served.
+    """
+    if isinstance(prompt, Tensor):
+        if prompt.ndim not in (1, 2) or (prompt.ndim == 2 and prompt.shape[0] != 1):
+            raise UsageError(f"`prompt` has the shape {list(prompt.shape)}; give one sequence, [n] or [1, n].")
+        prompt = prompt.flatten().tolist()
+    ids = list(prompt)
+    if not ids:
+        raise UsageError("`prompt` has no tokens; give at least one.")
+    wrong = next((id for id in ids if not isinstance(id, int) or not 0 <= id < steps.vocabulary), None)
+    if wrong is not None:
+        raise UsageError(f"`prompt` has the token {wrong!r}; the model's ids are 0 to {steps.vocabulary - 1}.")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise UsageError(f"`max_new_tokens` is {max_new_tokens}; it has to be an integer, at least 1.")
+    if steps.max_positions is not None and len(ids) + max_new_tokens > steps.max_positions:
+        raise UsageError(
+            f"A prompt of {len(ids)} tokens with up to {max_new_tokens} new ones does not fit the "
+            f"{steps.max_positions} positions that an Engine serves of this model; shorten the prompt or lower "
+            "`max_new_tokens`."
+        )
+    if stop and tokenizer is None:
+        raise UsageError("`stop` needs text; give the engine a `tokenizer`, or use `stop_token_ids`.")
+    if isinstance(stop, str) or not all(stop):
+        raise UsageError(f"`stop` is {stop!r}; give a list of strings that are not empty.")
+    if sampling.seed is None:
+        sampling = replace(sampling, seed=random.getrandbits(63))
+    stops = steps.stop_token_ids() if stop_token_ids is None else frozenset(stop_token_ids)
+    request = Request(-1, ids, max_new_tokens, sampling, stops)
+    request.pages = steps.pages_needed(len(ids), max_new_tokens)
+    request.text_stream = TextStream(tokenizer, ids, stop) if tokenizer is not None else None
+    return request

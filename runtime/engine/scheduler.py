@@ -1,11 +1,20 @@
-"""Which request gets a row of the batch, and when: first come, first served, within rows and pages."""
+"""The rows of the decoding batch: which request gets one, and when, and what each goes on from.
+
+Requests are served first come, first served, within rows and pages. A row goes on from its newest token, its position,
+and how its next token is chosen.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from kvconvert.errors import QueueFullError, UsageError
 from kvconvert.runtime.engine.request import Request
+from kvconvert.runtime.engine.sampling import Sampling, sample
 
 
 class Scheduler:
@@ -86,3 +95,92 @@ class Scheduler:
     def _fits(self, request: Request) -> bool:
         enough = self.pages is None or self.pages_reserved + request.pages <= self.pages
         return bool(self._free_rows) and enough
+
+
+GREEDY = Sampling()
+
+
+class RowState:
+    """Parameters of all rows, in tensors of fixed address on the device.
+
+    The newest tokens stay on the device: a step reads what the step before chose without waiting for the host. All else
+    is written on the host and copied before a step.
+
+    Args:
+        rows: their number.
+        device: where tokens are chosen.
+
+    Attributes:
+        ids, positions: of the tokens that the next pass reads, int64 [rows].
+    """
+
+    def __init__(self, rows: int, device: torch.device):
+        # Positions, counters, top_k, seeds; temperature, top_p. Single numbers are written faster by NumPy.
+        self._host_integers = np.zeros((4, rows), np.int64)
+        self._host_floats = np.ones((2, rows), np.float32)
+        self._host_floats[0] = GREEDY.temperature
+        self._integers = torch.from_numpy(self._host_integers).to(device, copy=True)
+        self._floats = torch.from_numpy(self._host_floats).to(device, copy=True)
+        # A copy from pageable memory would wait for what the device is doing. These are written again after as many
+        # steps, when their copies are over: results are read one step late at most.
+        pinned = device.type == "cuda"
+        self._staging = [
+            (
+                torch.zeros(self._integers.shape, dtype=torch.int64, pin_memory=pinned),
+                torch.zeros(self._floats.shape, dtype=torch.float32, pin_memory=pinned),
+            )
+            for _ in range(4)
+        ]
+        self._turn = 0
+        self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._sampling = [GREEDY] * rows
+
+    @property
+    def positions(self) -> Tensor:
+        """Of the tokens in `ids`, int64 [rows]."""
+        return self._integers[0]
+
+    def enter(self, row: int, request: Request, first: Tensor) -> None:
+        """Let a row go on from a request's first token, int64 [1]."""
+        sampling = self._sampling[row] = request.sampling
+        self._host_integers[2, row] = sampling.top_k
+        self._host_integers[3, row] = sampling.seed or 0
+        self._host_floats[:, row] = sampling.temperature, sampling.top_p
+        self.ids[row : row + 1] = first
+
+    def leave(self, row: int) -> None:
+        """Let nothing be drawn for a row that is free."""
+        self._sampling[row] = GREEDY
+        self._host_floats[0, row] = GREEDY.temperature
+
+    def prepare(self, running: dict[int, Request]) -> None:
+        """Copy to the device where each running row stands."""
+        for row, request in running.items():
+            self._host_integers[0, row] = len(request.prompt) + request.launched - 1
+            self._host_integers[1, row] = request.launched
+        integers, floats = self._staging[self._turn]
+        self._turn = (self._turn + 1) % len(self._staging)
+        integers.numpy()[:], floats.numpy()[:] = self._host_integers, self._host_floats
+        self._integers.copy_(integers, non_blocking=True)
+        self._floats.copy_(floats, non_blocking=True)
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The next token of every row from logits [rows, V], int64 [rows]; they become `ids`."""
+        if all(sampling.greedy for sampling in self._sampling):
+            chosen = logits.argmax(-1)
+        else:
+            _, counters, top_k, seeds = self._integers
+            temperature, top_p = self._floats
+            restrict = any(sampling.restricts for sampling in self._sampling)
+            chosen = sample(logits, temperature, top_k, top_p, seeds, counters, restrict=restrict)
+        self.ids.copy_(chosen)
+        return chosen
+
+
+def choose_first(logits: Tensor, sampling: Sampling) -> Tensor:
+    """A request's first token from logits [1, V], int64 [1]."""
+    if sampling.greedy:
+        return logits.argmax(-1)
+    integers = torch.tensor([[sampling.top_k], [sampling.seed], [0]], device=logits.device)
+    floats = torch.tensor([[sampling.temperature], [sampling.top_p]], device=logits.device)
+    return sample(logits, floats[0], integers[0], floats[1], integers[1], integers[2], restrict=sampling.restricts)

@@ -13,24 +13,152 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import AwqConfig, PretrainedConfig, PreTrainedModel
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from kvconvert.bundle.files import own_files
+from kvconvert.bundle.hub import upload
 from kvconvert.bundle.locate import fetch_repository
-from kvconvert.bundle.manifest import MANIFEST_NAME
+from kvconvert.bundle.manifest import MANIFEST_NAME, LayerPlan
 from kvconvert.bundle.reader import Bundle, open_bundle
+from kvconvert.bundle.writer import copy_file, replacing
 from kvconvert.errors import BundleError, UsageError
+from kvconvert.io.tensorfile import mismatch
 from kvconvert.kernels.linear import DenseLinear, QuantizedLinear
 from kvconvert.methods import KVScheme
 from kvconvert.models.configuration import model_class, no_model, read_config
 from kvconvert.runtime.hf.attention import NAME
-from kvconvert.runtime.hf.fit import compare_shapes
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.generation import adopt
 from kvconvert.runtime.hf.packed_experts import SeparateExperts, merges_experts, place_packed_experts
-from kvconvert.runtime.hf.save import save_as_bundle
+
+
+class SavedAsBundle:
+    """Mixed into the class of every model that was loaded from a bundle."""
+
+    bundle_directory: Path
+
+    def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **options: Any) -> None:
+        """Copy the verified bundle that this model was loaded from, tokenizer and KV plan included.
+
+        What was changed in the model since it was loaded is not saved. An adapter of PEFT that was added is saved by
+        transformers, alone, as for any other model.
+
+        Args:
+            save_directory: a new or empty directory, or one with a bundle, which is replaced.
+            is_main_process: save nothing in other processes.
+            options: of transformers; none of them is possible with a bundle.
+
+        Raises:
+            UsageError: an option, or a directory with something else in it.
+            BundleError: the bundle's directory changed or is gone.
+        """
+        if getattr(self, "_hf_peft_config_loaded", False):
+            return super().save_pretrained(save_directory, is_main_process=is_main_process, **options)
+        given = [name for name, value in options.items() if value not in (None, False)]
+        if given:
+            raise UsageError(
+                f"save_pretrained({given[0]}=...) is not possible with a bundle, whose files are copied as they are; "
+                f"leave it out{', and use `kvconvert push`' if given[0] == 'push_to_hub' else ''}."
+            )
+        target = Path(save_directory)
+        if not is_main_process or (target.exists() and target.samefile(self.bundle_directory)):
+            return None
+        bundle = open_bundle(self.bundle_directory)
+        with replacing(target, force=True) as directory:
+            for name in sorted(own_files(bundle.manifest)):
+                if not (bundle.directory / name).is_file():
+                    continue
+                copied = copy_file(bundle.directory / name, directory / name)
+                if name in bundle.manifest.files and copied != bundle.manifest.files[name]:
+                    raise BundleError(f"{name} of {bundle.directory} changed while it was copied; save again.")
+        return None
+
+    def push_to_hub(
+        self, repo_id: str, *, private: bool | None = None, revision: str | None = None, **options: Any
+    ) -> str:
+        """Upload the verified bundle that this model was loaded from, as `kvconvert push` does; returns the commit.
+
+        Raises:
+            UsageError: another option of transformers, or see `kvconvert.bundle.hub.upload`.
+            BundleError, HubError: the bundle does not verify, or the Hub refuses; see there.
+        """
+        given = [name for name, value in options.items() if value not in (None, False)]
+        if given:
+            raise UsageError(
+                f"push_to_hub({given[0]}=...) is not possible with a bundle; leave it out, or use `kvconvert push`."
+            )
+        return upload(open_bundle(self.bundle_directory), repo_id, private=bool(private), revision=revision)
+
+
+def save_as_bundle(model: PreTrainedModel, directory: Path) -> None:
+    """Let a model that was loaded from the bundle in `directory` be saved as that bundle."""
+    base = type(model)
+    model.bundle_directory = directory
+    model.__class__ = type(
+        base.__name__, (SavedAsBundle, base), {"__module__": base.__module__, "__doc__": base.__doc__}
+    )
+
+
+def compare_shapes(bundle: Bundle, model: nn.Module) -> int:
+    """Compare a bundle's tensors with the modules of a model that was built from its config.json.
+
+    Modules that the model builds otherwise (experts in one parameter) are left to their own checks.
+
+    Returns:
+        how many tensors were compared.
+
+    Raises:
+        BundleError: a shape that differs.
+    """
+    tensors, compared = bundle.manifest.tensors, 0
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    for module in bundle.manifest.modules:
+        if module.method != "kept":
+            linear = own.get(f"{module.name}.weight")
+            if linear is None or linear.dim() != 2:
+                continue
+            expected, found = list(linear.shape), [module.out_features, module.in_features]
+            if expected != found:
+                raise _misfit(f"{module.prefix}.qweight", expected, found)
+            compared += 1
+            continue
+        for part in ("weight", "bias"):
+            stored, parameter = tensors.get(f"{module.prefix}.{part}"), own.get(f"{module.name}.{part}")
+            if stored is None or parameter is None:
+                continue
+            if list(parameter.shape) != stored.shape:
+                raise _misfit(f"{module.prefix}.{part}", list(parameter.shape), stored.shape)
+            compared += 1
+    for module in model.modules():
+        _compare_heads(module, bundle.manifest.layers)
+    return compared
+
+
+def _compare_heads(module: nn.Module, layers: list[LayerPlan]) -> None:
+    """Compare an attention module with the plan of its layer, where both say what its keys look like."""
+    index, head_dim = getattr(module, "layer_idx", None), getattr(module, "head_dim", None)
+    keys = getattr(module, "k_proj", None)
+    if type(index) is not int or type(head_dim) is not int or not isinstance(keys, nn.Linear) or index >= len(layers):
+        return
+    layer = layers[index]
+    if layer.kv is None or keys.out_features % head_dim:
+        return
+    expected, found = (head_dim, keys.out_features // head_dim), (layer.head_dim, layer.num_key_value_heads)
+    if expected != found:
+        raise mismatch(MANIFEST_NAME, f"layers[{index}]: head_dim, num_key_value_heads", expected, found)
+
+
+def _misfit(tensor: str, expected: list[int], found: object) -> BundleError:
+    return BundleError(
+        f"config.json does not fit the bundle's weights: {tensor} should stand for a matrix or vector {expected} in "
+        f"the model that it describes, found {found}; the file is damaged or was changed, so fetch or export the "
+        "bundle again."
+    )
+
 
 METHOD = "kvconvert"
 KEY = "kvconvert"

@@ -27,10 +27,9 @@ from kvconvert.models.configuration import (
 from kvconvert.runtime.cache.compress import read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry
-from kvconvert.runtime.cache.registry import TableRegistry
+from kvconvert.runtime.cache.steps import TableRegistry
 from kvconvert.runtime.cache.store import Group, LayerStore
-from kvconvert.runtime.hf.hybrid_layer import HybridLayer
-from kvconvert.runtime.hf.layer import PagedLayer
+from kvconvert.runtime.hf.layer import HybridLayer, PagedLayer
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.attention import NAME
 from kvconvert.runtime.hf.cache import KVCache
-from kvconvert.runtime.hf.captured import CapturedSteps
-from kvconvert.runtime.hf.prepare import prepare_steps
+from kvconvert.runtime.hf.captured import CapturedSteps, prepare_steps
 
 # Generated tokens whose steps are recorded before a prompt is read.
 PREPARED_TOKENS = 2048

@@ -11,8 +11,8 @@ from tiny.models import ARCHITECTURES
 
 from kvconvert import Recipe, calibrate, export, load
 from kvconvert.auto import search
+from kvconvert.auto.allocation import read_allocation
 from kvconvert.auto.model import SimulatedModel
-from kvconvert.auto.record import read_allocation
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.text import manifest_text
 from kvconvert.cli import cli

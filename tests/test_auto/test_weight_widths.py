@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny.llama import write_tiny_llama
 
-from kvconvert.auto.record import WEIGHTS_NAME
+from kvconvert.auto.allocation import WEIGHTS_NAME
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.text import manifest_text
 from kvconvert.convert.export import export

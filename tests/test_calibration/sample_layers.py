@@ -8,8 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvconvert.cache.format import CacheFormat
-from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
-from kvconvert.calibration.attention_sample import AttentionSample, causal
+from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, AttentionSample, attention_observed, causal
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult
 from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
 from kvconvert.models.structure import LayerStructure, Projection

@@ -5,8 +5,7 @@ import torch
 from sample_layers import STRUCTURE, cache_format
 from tiny.models import ARCHITECTURES, random_ids
 
-from kvconvert.calibration.attention_capture import RECORDING_ATTENTION
-from kvconvert.calibration.attention_sample import AttentionSampler
+from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, AttentionSampler
 from kvconvert.calibration.protocol import LayerWork
 
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from kvconvert.calibration.activations import LOSS_TOKENS, ActivationRecorder
-from kvconvert.calibration.awq import AwqPass
+from kvconvert.calibration.awq import AwqPass, simulate_value_cache
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
 from kvconvert.calibration.awq_scales import (
     _best_ratio,
@@ -24,7 +24,6 @@ from kvconvert.calibration.awq_scales import (
 from kvconvert.calibration.awq_scaling import apply_scales
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.calibration.ranks import ALONE
-from kvconvert.calibration.value_cache import simulate_value_cache
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.models.structure import LayerStructure, NormGroup, Projection, ScalingPair

@@ -9,16 +9,14 @@ import pytest
 import torch
 from test_awq import GROUP, LENGTH, SAMPLES, STRUCTURE, Setting
 
-from kvconvert.calibration import gptq_pass, hessians
+from kvconvert.calibration import gptq, hessians
 from kvconvert.calibration.activations import point_of
 from kvconvert.calibration.awq import AwqPass
 from kvconvert.calibration.awq_clips import search_clips
 from kvconvert.calibration.awq_scales import search_scales
 from kvconvert.calibration.awq_scaling import Scaling
-from kvconvert.calibration.gptq import compensate, compensate_reference, output_error, rounding_order
-from kvconvert.calibration.gptq_pass import GptqPass
-from kvconvert.calibration.hessian_factor import damped_diagonal, factorize
-from kvconvert.calibration.hessians import HessianRecorder, SquareSum
+from kvconvert.calibration.gptq import GptqPass, compensate, compensate_reference, output_error, rounding_order
+from kvconvert.calibration.hessians import HessianRecorder, SquareSum, damped_diagonal, factorize
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
@@ -199,7 +197,7 @@ def test_hessians_are_the_inputs_second_moments_in_any_batches():
         for batch in setting.hidden.split([1, SAMPLES - 1]):
             setting.layer(batch, **setting.kwargs)
     for point, expected in setting.observed.second_moment.items():
-        blocks = gptq_pass._diagonal_blocks(recorder.of(point), GROUP)
+        blocks = gptq._diagonal_blocks(recorder.of(point), GROUP)
         torch.testing.assert_close(blocks, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     scale = torch.rand(64) + 0.5
     name = "mlp.gate_proj"
@@ -254,7 +252,7 @@ def test_outputs_compensated_in_parts_are_those_compensated_together(monkeypatch
     whole, parts = Setting(), Setting()
     passes = GptqPass(3, GROUP), GptqPass(3, GROUP)
     converted(whole, passes[0])
-    monkeypatch.setattr(gptq_pass, "outputs_at_once", lambda outputs, inputs, device: 5)
+    monkeypatch.setattr(gptq, "outputs_at_once", lambda outputs, inputs, device: 5)
     converted(parts, passes[1])
     for name in STRUCTURE.linears:
         weight, other = whole.layer.get_submodule(name).weight, parts.layer.get_submodule(name).weight
@@ -265,9 +263,9 @@ def test_outputs_compensated_in_parts_are_those_compensated_together(monkeypatch
 
 
 def test_outputs_at_once_bound_their_weights():
-    assert gptq_pass.outputs_at_once(4096, 14336, "cpu") * 14336 <= 2**24
-    assert gptq_pass.outputs_at_once(40, 14336, "cpu") == 40
-    assert gptq_pass.outputs_at_once(4096, 14336, "cuda") == 4096
+    assert gptq.outputs_at_once(4096, 14336, "cpu") * 14336 <= 2**24
+    assert gptq.outputs_at_once(40, 14336, "cpu") == 40
+    assert gptq.outputs_at_once(4096, 14336, "cuda") == 4096
 
 
 @pytest.mark.parametrize(("method", "scales"), [("awq", None), ("rtn", None), ("gptq", False), ("awq+gptq", True)])

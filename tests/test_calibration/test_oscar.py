@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
+from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attention_observed
+from kvconvert.calibration.awq import simulate_value_cache
 from kvconvert.calibration.oscar import (
     STAGES,
     KeyStatistics,
@@ -13,7 +14,6 @@ from kvconvert.calibration.oscar import (
     fold_value_rotation,
 )
 from kvconvert.calibration.protocol import LayerWork
-from kvconvert.calibration.value_cache import simulate_value_cache
 from kvconvert.errors import NumericError
 from kvconvert.kernels.rotate import hadamard_matrix
 from kvconvert.methods.oscar import Oscar

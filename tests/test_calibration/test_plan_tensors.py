@@ -10,7 +10,7 @@ from kvconvert.calibration.awq import AwqPass
 from kvconvert.calibration.calibquant import CalibQuantPass
 from kvconvert.calibration.clip_ratios import ClipRatioPass
 from kvconvert.calibration.error_feedback import ErrorFeedbackPass
-from kvconvert.calibration.gptq_pass import GptqPass
+from kvconvert.calibration.gptq import GptqPass
 from kvconvert.calibration.key_treatments import KeyTreatmentPass
 from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.minikv import MiniKVPass

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny.models import ARCHITECTURES
 
-from kvconvert.calibration.attention_capture import RECORDING_ATTENTION
+from kvconvert.calibration.attention_sample import RECORDING_ATTENTION
 from kvconvert.models.structure import LayerStructure, NormGroup, Projection
 
 # Rows of a Linear with 2 query heads and 1 KV head of 2 channels, or of 2 heads with query, key and value each.

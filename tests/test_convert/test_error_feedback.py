@@ -5,7 +5,7 @@ import torch
 from tiny.checkpoints import save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
+from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attention_observed
 from kvconvert.calibration.error_feedback import feedback_matrices
 from kvconvert.convert import pipeline
 from kvconvert.convert.export import export

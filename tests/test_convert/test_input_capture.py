@@ -5,12 +5,12 @@ import torch
 from tiny.models import ARCHITECTURES, architectures
 from torch import nn
 
-from kvconvert.convert.hidden_states import HiddenStates
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, rows_as_looked_up
 from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.convert.work_files import HiddenStates
 from kvconvert.errors import NumericError, UnsupportedModelError
-from kvconvert.io import mapped
-from kvconvert.io.mapped import Mapped
+from kvconvert.io import tensorfile
+from kvconvert.io.tensorfile import Mapped
 from kvconvert.models.adapters import find_adapter
 from kvconvert.models.source import open_source
 
@@ -76,7 +76,7 @@ class Layer(nn.Module):
 def test_what_differs_between_samples_is_kept_for_each_and_what_the_model_adds_is_added(
     tmp_path, monkeypatch, in_files
 ):
-    monkeypatch.setattr(mapped, "_SMALLEST", 1)
+    monkeypatch.setattr(tensorfile, "_SMALLEST", 1)
     place = Mapped(tmp_path) if in_files else None
     features = torch.zeros(1, 3, 4)
     features[0, 1] = 2.5

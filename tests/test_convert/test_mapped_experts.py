@@ -14,8 +14,8 @@ from tiny.mixtures import tiny_mixture
 from kvconvert.convert import layer_runner
 from kvconvert.convert.checks import check_layers_fit
 from kvconvert.errors import KvconvertError, UsageError
-from kvconvert.io import mapped
-from kvconvert.io.mapped import Mapped
+from kvconvert.io import tensorfile
+from kvconvert.io.tensorfile import Mapped
 from kvconvert.models.adapters import find_adapter
 from kvconvert.models.source import open_source
 from kvconvert.recipes.recipe import Recipe, WeightsRecipe
@@ -33,7 +33,7 @@ def mixture(place):
 def copies(monkeypatch):
     """Bytes of every tensor that was kept in a file; with room for none in memory."""
     made, empty = [], Mapped._empty
-    monkeypatch.setattr(mapped, "_SMALLEST", 1)
+    monkeypatch.setattr(tensorfile, "_SMALLEST", 1)
     monkeypatch.setattr(Mapped, "_empty", lambda self, size: made.append(size) or empty(self, size))
     return made
 

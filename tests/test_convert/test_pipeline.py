@@ -113,7 +113,7 @@ def test_layer_inputs_come_from_unquantized_layers_with_the_models_own_masks(pla
     """The statistics of the last layer's keys are those of the whole source model, sliding windows and all."""
     from transformers import AutoTokenizer
 
-    from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
+    from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attention_observed
     from kvconvert.calibration.oscar import KeyStatistics
     from kvconvert.data.text import load_token_samples
 

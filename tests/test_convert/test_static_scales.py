@@ -5,7 +5,7 @@ import torch
 from tiny.checkpoints import save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvconvert.calibration.attention_capture import RECORDING_ATTENTION, attention_observed
+from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attention_observed
 from kvconvert.calibration.protocol import CalibrationPass
 from kvconvert.calibration.static_scales import RunningBounds
 from kvconvert.convert import layer_calibration, pipeline

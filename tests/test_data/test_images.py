@@ -22,7 +22,7 @@ from kvconvert.data.image_samples import holds_images, load_image_samples
 from kvconvert.data.images import directory_documents, read_image
 from kvconvert.data.samples import load_samples
 from kvconvert.errors import DataError, UsageError
-from kvconvert.io.mapped import Mapped
+from kvconvert.io.tensorfile import Mapped
 from kvconvert.models.processors import load_processor
 from kvconvert.models.source import open_source
 

@@ -9,8 +9,8 @@ from fake_model import END, VOCABULARY, FakeModel, next_logits
 
 from kvconvert.errors import QueueFullError, UnsupportedModelError, UsageError
 from kvconvert.runtime import Engine, Sampling
-from kvconvert.runtime.engine.rows import choose_first
 from kvconvert.runtime.engine.sampling import sample
+from kvconvert.runtime.engine.scheduler import choose_first
 
 
 def alone(prompt, max_new_tokens, sampling, stops=(END,)):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from kvconvert.runtime.engine.text_stream import TextStream
+from kvconvert.runtime.engine.request import TextStream
 
 REFERENCE = Path(__file__).resolve().parents[2] / "examples" / "reference-lm"
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine
+from kvconvert.runtime.hf.captured import prepare_steps
 from kvconvert.runtime.hf.generation import adopt
-from kvconvert.runtime.hf.prepare import prepare_steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 

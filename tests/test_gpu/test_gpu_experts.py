@@ -20,7 +20,7 @@ from kvconvert.kernels.experts import (
     store_experts,
     unsupported,
 )
-from kvconvert.kernels.experts.triton import launch
+from kvconvert.kernels.experts import triton as launch
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
 

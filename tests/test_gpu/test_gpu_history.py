@@ -10,8 +10,8 @@ from kvconvert.errors import UsageError
 from kvconvert.kernels import history
 from kvconvert.kernels.decode import attention_reference
 from kvconvert.kernels.history import HistoryPart, history_attention, history_reference, merge_reference
-from kvconvert.kernels.history.triton import launch
-from kvconvert.kernels.history.triton.merge import merge_partials
+from kvconvert.kernels.history import triton as launch
+from kvconvert.kernels.history.triton import merge_partials
 from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses
 
 # Chunks of prompts over every kind of history are in the default run: tests/test_gpu/test_gpu_prompt_chunks.py.

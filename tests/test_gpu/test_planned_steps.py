@@ -13,7 +13,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import compress
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
-from kvconvert.runtime.hf.prepare import _pretend, _read_short_prompt
+from kvconvert.runtime.hf.captured import _pretend, _read_short_prompt
 
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 SCHEMES = {

@@ -8,11 +8,12 @@ from kvconvert.kernels.linear.awq_format import (
     AwqWeight,
     dequantize_weight,
     fake_quantize_weight,
+    pack_planes,
     quantize_weight,
     unpack_bits,
     unpack_channels,
+    unpack_planes,
 )
-from kvconvert.kernels.linear.plane_format import pack_planes, unpack_planes
 
 
 def read_code(row: list[int], channel: int, outputs: int, bits: int) -> int:

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from kvconvert.kernels.select import column_sums_reference, select_tokens
-from kvconvert.kernels.select.cpu import blockwise_column_sums
+from kvconvert.kernels.select import blockwise_column_sums, column_sums_reference, select_tokens
 
 
 def by_loops(queries, keys, visible, scaling):

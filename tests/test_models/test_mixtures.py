@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny.bundle import describe_files
 from tiny.checkpoints import REFERENCE, save_text
 from tiny.mixtures import MIXTURES, few_and_full, tiny_mixture
 from tiny.models import ARCHITECTURES
@@ -21,7 +22,6 @@ from transformers import AutoModelForCausalLM
 from kvconvert.bundle.describe import coverage
 from kvconvert.bundle.manifest import sealed
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.writer import describe_files
 from kvconvert.calibration.activations import EXPERT_TOKENS, MIN_EXPERT_TOKENS, ActivationRecorder, ActivationStatistics
 from kvconvert.calibration.awq_scales import search_scales
 from kvconvert.calibration.awq_scaling import apply_scales

@@ -9,8 +9,8 @@ from tiny.processors import quick_and_full
 from kvconvert.bundle.manifest import ModuleCoverage, WeightsInfo, quantization_config
 from kvconvert.errors import CheckpointError
 from kvconvert.models.configuration import model_class
-from kvconvert.models.names import TensorNames
 from kvconvert.models.source import open_source
+from kvconvert.models.weight_files import TensorNames
 
 MULTIMODAL = [name for name, entry in ARCHITECTURES.items() if entry.multimodal]
 

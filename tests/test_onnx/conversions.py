@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny.bundle import describe_files
 from tiny.models import ARCHITECTURES, random_ids
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
@@ -20,7 +21,7 @@ from kvconvert.bundle.manifest import (
     WeightsInfo,
     quantization_config,
 )
-from kvconvert.bundle.writer import describe_files, write_json, write_manifest, write_weights
+from kvconvert.bundle.writer import write_json, write_manifest, write_weights
 from kvconvert.io.records import SourceInfo
 from kvconvert.io.tensorfile import tensor_info, write_tensors
 from kvconvert.kernels.linear.awq_format import dequantize_weight, quantize_weight

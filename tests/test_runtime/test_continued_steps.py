@@ -72,7 +72,7 @@ class Stepped:
 
     def step(self, number):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvconvert.runtime.cache.registry.runs_triton", lambda device: True)
+            patch.setattr("kvconvert.runtime.cache.steps.runs_triton", lambda device: True)
             if not self.continues:
                 patch.setattr(steps, "_continues", lambda group: False)
             step = PlannedStep(self.cache.groups)

@@ -18,8 +18,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from kvconvert.kernels.elementwise import Gate, Norm
 from kvconvert.runtime.hf import fused_modules
-from kvconvert.runtime.hf.fuse import fuse
-from kvconvert.runtime.hf.fused_layers import fuse_residuals
+from kvconvert.runtime.hf.fuse import fuse, fuse_residuals
 from kvconvert.runtime.hf.fused_modules import find_gate, fuse_gated_mlp, fuse_norm, fuse_rotary
 
 DTYPE = torch.bfloat16

@@ -21,7 +21,7 @@ from kvconvert.runtime.cache.buffer import GPU_GROWTH
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk, ModalityMask
 from kvconvert.runtime.cache.group_tables import GroupTables
-from kvconvert.runtime.cache.registry import entries_needed
+from kvconvert.runtime.cache.steps import entries_needed
 from kvconvert.runtime.cache.store import LayerStore
 
 CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16)

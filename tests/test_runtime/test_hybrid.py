@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicCache
 from kvconvert.errors import CacheError, UnsupportedModelError
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
-from kvconvert.runtime.hf.hybrid_layer import HybridLayer
+from kvconvert.runtime.hf.layer import HybridLayer
 
 EXACT = KVScheme(key_bits=16, value_bits=16, rotate_keys="hadamard", rotate_values="online", sink_tokens=5)
 

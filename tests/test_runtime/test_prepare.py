@@ -3,8 +3,8 @@
 from tiny.models import tiny_model
 
 from kvconvert.methods import KVScheme
+from kvconvert.runtime.hf.captured import prepare_steps
 from kvconvert.runtime.hf.generation import adopt
-from kvconvert.runtime.hf.prepare import prepare_steps
 
 
 def test_prepared_steps_stay_within_the_models_positions(monkeypatch):

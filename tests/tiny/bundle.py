@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from kvconvert.bundle.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     PLAN_NAME,
+    FileInfo,
     LayerPlan,
     Manifest,
     ModuleCoverage,
@@ -22,7 +25,7 @@ from kvconvert.bundle.manifest import (
     sealed,
 )
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.writer import describe_files, write_json, write_manifest, write_weights
+from kvconvert.bundle.writer import write_json, write_manifest, write_weights
 from kvconvert.errors import BundleError
 from kvconvert.io.records import DataInfo, SourceInfo
 from kvconvert.io.tensorfile import tensor_info, write_tensors
@@ -30,6 +33,16 @@ from kvconvert.methods import KVScheme
 
 HIDDEN, INTERMEDIATE, GROUP = 32, 64, 16
 SHAPES = {"q_proj": (HIDDEN, HIDDEN), "down_proj": (INTERMEDIATE, HIDDEN)}
+
+
+def describe_files(directory: Path, names: Iterable[str]) -> dict[str, FileInfo]:
+    """Size and SHA-256 of each named file, in the order of their names."""
+    described = {}
+    for name in sorted(names):
+        with (directory / name).open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        described[name] = FileInfo(size=(directory / name).stat().st_size, sha256=digest)
+    return described
 
 
 def tiny_tensors() -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ import triton
 from kvconvert.kernels.decode.plan import MOST_ROWS
 from kvconvert.kernels.decode.stored import PageTables, ResidualWindows, Visibility
 from kvconvert.kernels.decode.triton.center import launch_center_scores, workspace_dtype
-from kvconvert.kernels.decode.triton.combine import combine_kernel
 from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
 from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, query_columns, query_rows
+from kvconvert.kernels.decode.triton.sums import combine_kernel
 from kvconvert.kernels.device import capability, multiprocessors
 from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout

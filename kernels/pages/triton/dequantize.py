@@ -14,8 +14,8 @@ import triton.language as tl
 from kvconvert.kernels.pages.formats import KeyFormat, TokenNorm, ValueFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.pages.records import PageAddresses
+from kvconvert.kernels.pages.triton.affine import field_width, halves_of
 from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM
-from kvconvert.kernels.pages.triton.packing import field_width, halves_of
 
 # Tile elements per thread.
 PER_THREAD = 16

@@ -16,12 +16,15 @@ import triton.language as tl
 
 from kvconvert.kernels.pages.triton.affine import (
     TABLE_COLUMNS,
+    field_width,
+    fields_of,
+    halves_of,
     nearest_codes,
     read_tokens,
     reciprocal,
+    store_words,
 )
 from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM
-from kvconvert.kernels.pages.triton.packing import field_width, fields_of, halves_of, store_words
 
 # Tokens of one program: those of one warp.
 FEEDBACK_TOKENS = 32

@@ -18,12 +18,14 @@ from kvconvert.kernels.pages.triton.affine import (
     affine_grid,
     any_true,
     flag_if,
+    halves_of,
     nearest_codes,
+    packed_codes,
     read_tokens,
     reciprocal,
     storable,
+    store_words,
 )
-from kvconvert.kernels.pages.triton.packing import halves_of, packed_codes, store_words
 
 NO_NORM, JOINT, PER_HEAD = (tl.constexpr(norm.mode) for norm in TokenNorm)
 

@@ -22,10 +22,10 @@ from kvconvert.kernels.pages.center import KeyCenter
 from kvconvert.kernels.pages.formats import ChannelScales, KeyFormat, TokenNorm, ValueFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.pages.records import KeyPages, PageWrites, ValuePages
+from kvconvert.kernels.pages.triton.affine import halves_of
 from kvconvert.kernels.pages.triton.center import launch_centers, uploaded
 from kvconvert.kernels.pages.triton.feedback import PageFeedback, launch_feedback
 from kvconvert.kernels.pages.triton.keys import joint_norm_kernel, key_page_kernel
-from kvconvert.kernels.pages.triton.packing import halves_of
 from kvconvert.kernels.pages.triton.values import copy_page_kernel, value_page_kernel
 
 # Every operation is rounded by itself, as on a CPU.

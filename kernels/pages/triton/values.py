@@ -12,12 +12,15 @@ import triton.language as tl
 from kvconvert.kernels.pages.triton.affine import (
     TABLE_COLUMNS,
     affine_grid,
+    field_width,
+    fields_of,
     flag_if,
+    halves_of,
     nearest_codes,
     read_tokens,
     storable,
+    store_words,
 )
-from kvconvert.kernels.pages.triton.packing import field_width, fields_of, halves_of, store_words
 
 
 @triton.jit

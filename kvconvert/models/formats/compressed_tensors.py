@@ -21,8 +21,7 @@ from kvconvert.errors import CheckpointError
 from kvconvert.io.records import TensorInfo
 from kvconvert.kernels.linear.awq_format import AwqWeight, pack_bits
 from kvconvert.kernels.packing import unpack_words
-from kvconvert.models.formats.format import Encoded, SourceFormat, require
-from kvconvert.models.formats.packed import expect, half_scales, packed_linear, some
+from kvconvert.models.formats.format import Encoded, SourceFormat, expect, half_scales, packed_linear, require, some
 
 SCALES = ("F16", "BF16", "F32")
 WIDTHS = (4, 8)
