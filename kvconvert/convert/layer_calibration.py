@@ -13,11 +13,11 @@ from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.activations import count_routed
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork
 from kvconvert.calibration.ranks import ALONE, Ranks
+from kvconvert.convert.hidden_states import HiddenStates, HiddenWriter
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_records import converted_tensors, layer_coverage, resolved_fields
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import make_passes, plan_of
-from kvconvert.convert.work_files import HiddenStates, HiddenWriter
 from kvconvert.convert.work_records import LayerRecord
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.models.configuration import changing_rope

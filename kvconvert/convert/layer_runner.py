@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION
+from kvconvert.convert.hidden_states import HiddenStates
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill, rows_as_looked_up
-from kvconvert.convert.work_files import HiddenStates
 from kvconvert.errors import NumericError, UnsupportedModelError
 from kvconvert.io.tensorfile import Mapped
 from kvconvert.kernels.device import tf32_products

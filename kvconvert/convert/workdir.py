@@ -33,11 +33,10 @@ from pydantic import BaseModel
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kvconvert.convert.hidden_states import HiddenStates, HiddenWriter
 from kvconvert.convert.work_files import (
     REPEAT,
     STATE_NAME,
-    HiddenStates,
-    HiddenWriter,
     check_begun,
     check_place,
     disk_errors,

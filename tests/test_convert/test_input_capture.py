@@ -5,9 +5,9 @@ import torch
 from tiny.models import ARCHITECTURES, architectures
 from torch import nn
 
+from kvconvert.convert.hidden_states import HiddenStates
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, rows_as_looked_up
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.work_files import HiddenStates
 from kvconvert.errors import NumericError, UnsupportedModelError
 from kvconvert.io import tensorfile
 from kvconvert.io.tensorfile import Mapped
