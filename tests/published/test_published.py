@@ -62,7 +62,7 @@ def test_a_published_configuration_goes_through_the_whole_path_or_is_refused_by_
     done("calibrate", source, "-o", work, "--recipe", recipe, *samples)
     done("export", work, "-o", bundle)
     assert "intact" in done("verify", bundle)
-    assert "Key-value cache" in done("inspect", bundle)
+    assert "Key-value cache" in done("inspect", bundle, "--layers")
     options = ("--against", source, "--tokens", "120", "--context", "256", "--only", PARTS, "--json")
     report = json.loads(done("eval", bundle, *options))
     assert math.isfinite(report["perplexity"]["bundle"])

@@ -47,7 +47,7 @@ def test_inspect_draws_with_what_the_output_can_show(tmp_path, monkeypatch, enco
     write_tiny_bundle(tmp_path / "bundle")
     output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", output)
-    inspect.callback(tmp_path / "bundle", as_json=False)
+    inspect.callback(tmp_path / "bundle", layers=True, as_json=False)
     output.flush()
     assert shown in output.buffer.getvalue().decode(encoding)
 

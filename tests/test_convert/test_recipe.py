@@ -178,9 +178,11 @@ def test_a_recipe_that_means_nothing_is_refused_by_file_table_and_key(tmp_path, 
         assert word in str(caught.value)
 
 
-def test_an_unknown_preset_lists_those_there_are():
-    with pytest.raises(RecipeError, match=r"'defalt'.*default.*kv-only"):
+def test_an_unknown_preset_is_told_what_it_is_like_or_those_there_are():
+    with pytest.raises(RecipeError, match=r"'defalt'.*did you mean default\?"):
         Recipe.load("defalt")
+    with pytest.raises(RecipeError, match=r"'zzz'.*default.*kv-only"):
+        Recipe.load("zzz")
 
 
 def test_a_missing_recipe_file_is_named(tmp_path):

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from click.testing import CliRunner
+from tiny.bundle import write_tiny_bundle
 from tiny.checkpoints import REFERENCE, tiny_model
 from transformers import AutoTokenizer
 
@@ -29,13 +30,14 @@ GENERATION = (
 )
 
 
-def test_without_lm_eval_one_sentence_says_what_to_install(monkeypatch):
+def test_without_lm_eval_one_sentence_says_what_to_install(monkeypatch, tmp_path):
+    write_tiny_bundle(tmp_path)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "kvconvert.fidelity.harness", raising=False)
-    result = CliRunner().invoke(cli, ["eval", "bundle", "--harness", "ours.yaml"])
+    result = CliRunner().invoke(cli, ["eval", str(tmp_path), "--harness", "ours.yaml"])
     assert result.exit_code == 2
     assert "pip install '.[harness]'" in result.stderr
-    result = CliRunner().invoke(cli, ["eval", "bundle", "--harness", "ours.yaml", "--tokens", "5"])
+    result = CliRunner().invoke(cli, ["eval", str(tmp_path), "--harness", "ours.yaml", "--tokens", "5"])
     assert "--tokens says nothing to tasks" in result.stderr
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvconvert.models import OLDEST, TOO_NEW
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "format-1"
 NEEDED = "run pip install 'transformers>=5.23,<6'"
 
 
@@ -30,7 +31,7 @@ def test_load_refuses_it(version, tmp_path):
     )
 
 
-@pytest.mark.parametrize("command", ["calibrate m -o w", "eval b", "generate b --prompt x"])
+@pytest.mark.parametrize("command", ["calibrate m -o w", f"eval {GOLDEN}", f"generate {GOLDEN} --prompt x"])
 def test_a_command_says_one_sentence(command, tmp_path):
     code = f"sys.argv = ['kvconvert', *{command.split()!r}]; from kvconvert.cli import main; main()"
     found = run(code, "5.20.0", tmp_path)
