@@ -78,7 +78,7 @@ def _value(text: str) -> int | bool | str:
 
 @dataclass
 class States:
-    """Hidden states in memory, read like `kvconvert.convert.work_files.HiddenStates`."""
+    """Hidden states in memory, read like `kvconvert.convert.hidden_states.HiddenStates`."""
 
     values: Tensor
     first: int = 0

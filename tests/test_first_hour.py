@@ -1,5 +1,6 @@
 """What someone meets in the first hour: wrong arguments answered at once, in one sentence that helps."""
 
+import functools
 import os
 import shutil
 import signal
@@ -150,7 +151,9 @@ def test_an_interrupted_command_exits_with_130(tmp_path):
     write_tiny_llama(tmp_path / "model", tied=True)
     write_recipe(tmp_path / "tiny.toml", method="awq")
     program = [sys.executable, "-m", "kvconvert", "calibrate", "model", "-o", "work", "--recipe", "tiny.toml"]
-    running = subprocess.Popen(program, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    # A shell's background jobs, and what they start, ignore the signal.
+    heeded = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    running = subprocess.Popen(program, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heeded)
     stop = threading.Timer(300, running.kill)
     stop.start()
     while running.poll() is None and not (tmp_path / "work" / "state.json").exists():

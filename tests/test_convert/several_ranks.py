@@ -15,7 +15,7 @@ import torch.distributed as dist
 from calibrations import run
 
 from kvconvert.calibration import activations
-from kvconvert.convert import layer_runner, work_files
+from kvconvert.convert import layer_runner
 from kvconvert.errors import KvconvertError
 
 LENGTH = 150  # one page that some query reads
@@ -61,7 +61,7 @@ def _rank(rank: int, size: int, store: Path, fault: str, arguments: tuple[Any, .
     layer_runner.BATCH_TOKENS = activations.LOSS_TOKENS = 2 * LENGTH
     activations.EXPERT_TOKENS = 40
     if fault:
-        work_files.HiddenWriter.commit = _killed if fault == "killed" else _failed
+        hidden_states.HiddenWriter.commit = _killed if fault == "killed" else _failed
     code = 1
     try:
         if size > 1:
@@ -75,14 +75,14 @@ def _rank(rank: int, size: int, store: Path, fault: str, arguments: tuple[Any, .
         os._exit(code)  # the others may be gone, for whom an orderly end would wait
 
 
-_commit = work_files.HiddenWriter.commit
+_commit = hidden_states.HiddenWriter.commit
 
 
-def _killed(writer: work_files.HiddenWriter) -> None:
+def _killed(writer: hidden_states.HiddenWriter) -> None:
     if writer._path.name.startswith("00001"):
         os.kill(os.getpid(), signal.SIGKILL)
     _commit(writer)
 
 
-def _failed(writer: work_files.HiddenWriter) -> None:
+def _failed(writer: hidden_states.HiddenWriter) -> None:
     raise KvconvertError("The disk is full")

@@ -58,15 +58,15 @@ def test_killed_at_any_moment_the_rerun_gives_the_same_bytes(tmp_path, model, te
 
 KILL = """
 import os, signal, sys
-from kvconvert.convert import work_files
+from kvconvert.convert import hidden_states
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 def commit(self):
     if self._path.name == "00001.f32":
         os.kill(os.getpid(), signal.SIGKILL)
     original(self)
-original = work_files.HiddenWriter.commit
-work_files.HiddenWriter.commit = commit
+original = hidden_states.HiddenWriter.commit
+hidden_states.HiddenWriter.commit = commit
 recipe = Recipe(weights=WeightsRecipe(method="awq", group_size=32))
 calibrate(sys.argv[1], sys.argv[2], recipe=recipe, data=sys.argv[3], samples=3, seq_len=24, progress=False)
 """
