@@ -15,7 +15,7 @@ import torch.distributed as dist
 from calibrations import run
 
 from kvconvert.calibration import activations
-from kvconvert.convert import layer_runner
+from kvconvert.convert import hidden_states, layer_runner
 from kvconvert.errors import KvconvertError
 
 LENGTH = 150  # one page that some query reads
