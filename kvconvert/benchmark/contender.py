@@ -92,6 +92,7 @@ class Contender:
             model, _ = load(directory, dtype=wanted, verify="headers")
         else:
             model = open_source(str(directory)).load(wanted or "auto")
+        # Decorators of transformers hide the signatures of `to` and `generate` from type checkers.
         self.model: PreTrainedModel = model.to(self.device).eval()  # type: ignore[arg-type]
         text = (importlib.resources.files("kvconvert.data.texts") / TEXT).read_text(encoding="utf-8")
         encoded = load_tokenizer(tokenizer)(text, add_special_tokens=False, verbose=False)  # longer than any prompt
