@@ -21,12 +21,13 @@ from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder
 from kvconvert.methods import KVScheme
 from kvconvert.methods.awq import WeightsRecipe
-from kvconvert.recipes.recipe import Recipe
+from kvconvert.recipes.recipe import Budget, Recipe
 from kvconvert.runtime import KVCache, load
 
 SAMPLES, LENGTH = 32, 512  # of the calibration text
 # What a case may say to `calibrate` instead of to the cache.
-ARGUMENTS = set(inspect.signature(calibrate).parameters) - {"model", "work", "recipe", "device", "restart", "progress"}
+ARGUMENTS = set(inspect.signature(calibrate).parameters) | set(Budget.__annotations__)
+ARGUMENTS -= {"model", "work", "recipe", "device", "restart", "progress", "budget"}
 _UNSAFE = re.compile(r"[^\w.=-]+")  # in the name of a directory
 
 
