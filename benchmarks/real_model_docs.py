@@ -21,7 +21,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 # In the order of the columns, as files and as people call them.
 MODELS = {
     "smollm2": "SmolLM2-135M-Instruct",
-    "smollm2_cpu": "SmolLM2-135M-Instruct, on a CPU",
     "qwen25-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct",
     "gemma3-270m": "Gemma 3 270M",
     "neox-code-31m": "GPT-NeoX 31M, code",
