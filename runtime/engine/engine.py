@@ -117,6 +117,13 @@ class Engine:
             raise
         return request
 
+    def room(self, prompt_tokens: int) -> int | None:
+        """The largest `max_new_tokens` that `add` takes with a prompt of so many tokens; None without a limit.
+
+        It is at most 0 where the prompt alone is too long.
+        """
+        return self._steps.room(prompt_tokens)
+
     def step(self) -> list[Event]:
         """Read one chunk of a prompt, decode one token of every running request, and return what came of it.
 

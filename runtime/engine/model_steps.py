@@ -97,6 +97,16 @@ class ModelSteps:
             return -(-prompt_tokens // PAGE_SIZE) + -(-new_tokens // PAGE_SIZE)
         return -(-(prompt_tokens + new_tokens) // PAGE_SIZE)
 
+    def room(self, prompt_tokens: int) -> int | None:
+        """New tokens that fit after a prompt of so many, at most 0 where none do; None without a limit."""
+        limits = []
+        if self.max_positions is not None:
+            limits.append(self.max_positions - prompt_tokens)
+        if self.pages is not None:
+            begun = self.pages_needed(prompt_tokens, 0) * PAGE_SIZE if self._whole_prompts else prompt_tokens
+            limits.append(self.pages * PAGE_SIZE - begun)
+        return min(limits, default=None)
+
     def new_prompt(self) -> Any:
         """An empty cache for one prompt, whose pages come from those of the batch."""
         prompt = self.cache.beside()
