@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import architectures_docs
-import calibration_data
 import fidelity
 import gpu_docs
 import interop
-import interop_sources
 import methods_docs
 import multimodal
 import papers
@@ -98,14 +96,11 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "benchmarks/RESULTS.md": {
         "real models": lambda: real_model_docs.sections(real_model_docs.reports()),
         "smollm2": of(real_model_docs.markdown, "real_model"),
-        "simulated": of(real_model_docs.simulated, "simulated_baselines"),
         "reference model": of(real_model_docs.markdown, "real_model_reference"),
         "fidelity": of(fidelity.tables, "fidelity"),
-        "calibration data": lambda: calibration_data.table(results("calibration_data")["cases"]),
         "images": of(multimodal.tables, "multimodal"),
         "memory": of(memory, "memory"),
         "other programs": of(interop.table, "interop"),
-        "other sources": of(interop_sources.table, "interop_sources"),
     },
     "benchmarks/WEIGHTS.md": {
         "methods": of(weights_docs.methods, "weights"),
@@ -119,8 +114,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "quantize": of(gpu_docs.quantize, "gpu"),
         "prompts": of(gpu_docs.prompts, "gpu"),
         "linear": of(gpu_docs.linear, "gpu"),
-        "widths": of(gpu_docs.widths, "linear_widths"),
-        "many rows": of(gpu_docs.many_rows, "linear_shapes"),
         "whole models": of(gpu_docs.model_bars, "engine"),
     },
 }

@@ -1,4 +1,4 @@
-"""What each method keeps, on the reference model: weights (AWQ against rounding), cache (OScaR against KIVI), bytes.
+"""What each method keeps, on the reference model: weights (AWQ against rounding), cache (OScaR against KIVI).
 
     python benchmarks/fidelity.py [--text FILE] [--segments N] [--output FILE]
 
@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from tables import signed, table
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -27,9 +28,9 @@ from kvconvert.calibration.awq_clips import apply_clips, search_clips
 from kvconvert.calibration.awq_scales import search_scales
 from kvconvert.calibration.awq_scaling import apply_scales
 from kvconvert.data.text import load_token_samples
-from kvconvert.fidelity.bootstrap import bootstrap_mean
+from kvconvert.fidelity.bootstrap import Interval, bootstrap_mean
 from kvconvert.fidelity.evaluate import text_figures, versions
-from kvconvert.fidelity.scoring import Comparison, Decoder, before_chunks, compare, feed
+from kvconvert.fidelity.scoring import Comparison, Decoder, before_chunks, compare
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import require_adapter
@@ -50,30 +51,14 @@ SCHEMES = {
     "kivi, G = 128": replace(KVScheme.preset("kivi"), key_group_size=128, value_group_size=128),
     "oscar, G = 128": KVScheme.preset("oscar-g128"),
 }
-# Scale search, clip search, and whether what the searches saw of the activations was dealt to the wrong channels:
-# "statistic" the mean |x| that makes candidate scales, "activations" everything, as if calibrated on another model.
-WEIGHT_METHODS = {
-    "rtn": (False, False, None),
-    "AWQ": (True, True, None),
-    "AWQ, shuffled activations": (True, True, "activations"),
-    "AWQ, shuffled statistic": (True, True, "statistic"),
-    "scales alone": (True, False, None),
-    "scales alone, shuffled statistic": (True, False, "statistic"),
-    "clips alone": (False, True, None),
-}
-# (worse, better): positive differences say that the second has the lower KL.
-WEIGHT_COMPARISONS = [
-    ("rtn", "AWQ"),
-    ("AWQ, shuffled activations", "AWQ"),
-    ("AWQ, shuffled statistic", "AWQ"),
-    ("rtn", "scales alone"),
-    ("scales alone, shuffled statistic", "scales alone"),
-    ("clips alone", "AWQ"),
-]
+# With everything that the searches see dealt to the wrong channels, as if calibrated on another model.
+SHUFFLED = "AWQ, shuffled activations"
+WEIGHT_METHODS = ("rtn", "AWQ", SHUFFLED)
+# (label, worse, better): positive differences say that the second has the lower KL.
 WEIGHT_PAIRS = [
-    (f"{bits} bits: {worse} - {better}", f"{worse} ({bits} bits)", f"{better} ({bits} bits)")
+    (f"{bits} bits: {worse} - AWQ", f"{worse} ({bits} bits)", f"AWQ ({bits} bits)")
     for bits in WEIGHT_BITS
-    for worse, better in WEIGHT_COMPARISONS
+    for worse in ("rtn", SHUFFLED)
 ]
 KV_PAIRS = [(f"kivi - oscar, G = {g}", f"kivi, G = {g}", f"oscar, G = {g}") for g in (32, 128)]
 
@@ -90,12 +75,8 @@ def observe(model: LlamaForCausalLM, structure: LayerStructure, ids: torch.Tenso
     return [recorder.result() for recorder in recorders]
 
 
-def shuffled(
-    observed: ActivationStatistics, structure: LayerStructure, what: str | None, seed: int
-) -> ActivationStatistics:
+def shuffled(observed: ActivationStatistics, structure: LayerStructure, seed: int) -> ActivationStatistics:
     """Activations with permuted channels: whole groups, and channels within, so that second moments stay blocks."""
-    if what is None:
-        return observed
     generator = torch.Generator().manual_seed(seed)
     mean_abs, moments, tokens, sequences = {}, {}, {}, observed.sequences
     for name, statistic in observed.mean_abs.items():
@@ -107,28 +88,23 @@ def shuffled(
         tokens[name] = observed.tokens[name][:, channels]
         if name == structure.query.linear:
             sequences = sequences[..., channels]
-    if what == "statistic":
-        return replace(observed, mean_abs=mean_abs)
     return replace(observed, mean_abs=mean_abs, second_moment=moments, tokens=tokens, sequences=sequences)
 
 
 @torch.no_grad()
 def quantized(
-    model: LlamaForCausalLM,
-    structure: LayerStructure,
-    bits: int,
-    scale: bool,
-    clip: bool,
-    seen: list[ActivationStatistics],
+    model: LlamaForCausalLM, structure: LayerStructure, bits: int, seen: list[ActivationStatistics] | None
 ) -> LlamaForCausalLM:
-    """A copy with fake-quantized Linears. Norms are rounded to bf16, as a conversion would store them."""
+    """A copy with fake-quantized Linears, searched by AWQ on what was `seen`, if anything was.
+
+    Norms are rounded to bf16, as a conversion would store them.
+    """
     model = copy.deepcopy(model)
-    for layer, observed in zip(model.model.layers, seen, strict=True):
+    for index, layer in enumerate(model.model.layers):
         scalings, clips = [], {}
-        if scale:
-            scalings, _ = search_scales(layer, structure, observed, bits, WEIGHT_GROUP, dtype=torch.bfloat16)
-        if clip:
-            clips = search_clips(layer, structure, observed, scalings, bits, WEIGHT_GROUP)
+        if seen is not None:
+            scalings, _ = search_scales(layer, structure, seen[index], bits, WEIGHT_GROUP, dtype=torch.bfloat16)
+            clips = search_clips(layer, structure, seen[index], scalings, bits, WEIGHT_GROUP)
         apply_scales(layer, structure, scalings, torch.bfloat16)
         apply_clips(layer, clips, WEIGHT_GROUP)
         for name in structure.linears:
@@ -141,12 +117,13 @@ def weight_variants(model: LlamaForCausalLM, ids: torch.Tensor, seed: int) -> di
     """Fake-quantized models by name; the searches are given ids [samples, length], nothing of the text reported on."""
     structure = require_adapter(model.config).structure(model.config, 0)
     observed = observe(model, structure, ids)
-    jobs = [(bits, name, *method) for bits in WEIGHT_BITS for name, method in WEIGHT_METHODS.items()]
-    variants = {}
-    for bits, name, scale, clip, shuffle in tqdm(jobs, desc="quantizing weights"):
-        seen = [shuffled(layer, structure, shuffle, seed + index) for index, layer in enumerate(observed)]
-        variants[f"{name} ({bits} bits)"] = Decoder.plain(quantized(model, structure, bits, scale, clip, seen))
-    return variants
+    wrong = [shuffled(layer, structure, seed + index) for index, layer in enumerate(observed)]
+    seen = dict(zip(WEIGHT_METHODS, (None, observed, wrong), strict=True))
+    jobs = [(bits, name) for bits in WEIGHT_BITS for name in WEIGHT_METHODS]
+    return {
+        f"{name} ({bits} bits)": Decoder.plain(quantized(model, structure, bits, seen[name]))
+        for bits, name in tqdm(jobs, desc="quantizing weights")
+    }
 
 
 def cache_variants(model: LlamaForCausalLM) -> dict[str, Decoder]:
@@ -158,35 +135,6 @@ def cache_variants(model: LlamaForCausalLM) -> dict[str, Decoder]:
         return lambda: KVCache(model.config, scheme.with_online_rotation())
 
     return {name: Decoder(model, make(scheme)) for name, scheme in SCHEMES.items()}
-
-
-@torch.no_grad()
-def cache_bytes(model: LlamaForCausalLM, ids: torch.Tensor) -> list[dict]:
-    """Measured bytes of bf16 caches; 124, 100 and 94 tokens wait for their page to be complete."""
-    model = copy.deepcopy(model).to(torch.bfloat16)
-    model.set_attn_implementation("kvconvert")
-    rows = []
-    for name, scheme in SCHEMES.items():
-        for tokens in (2048, 4200, 8290):
-            filler = ids.flatten().repeat(-(-tokens // ids.numel()))[:tokens].unsqueeze(0)
-            cache = KVCache(model.config, scheme.with_online_rotation())
-            decoder = Decoder(model, lambda cache=cache: cache)
-            for start in range(0, tokens, SEGMENT_TOKENS):
-                feed(decoder, cache, filler[:, start : start + SEGMENT_TOKENS], logits_to_keep=1)
-            stats = cache.stats()
-            rows.append(
-                {
-                    "scheme": name,
-                    "tokens": tokens,
-                    "residual_tokens": stats.residual_tokens,
-                    "bits_per_value": stats.bits_per_value,
-                    "bytes_used": stats.bytes_used,
-                    "bytes_allocated": stats.bytes_allocated,
-                    "smaller_than_bf16": 2 * stats.values / stats.bytes_used,
-                    "allocated_over_used": stats.bytes_allocated / stats.bytes_used,
-                }
-            )
-    return rows
 
 
 def figures(comparisons: dict[str, Comparison], seed: int) -> dict[str, dict]:
@@ -205,41 +153,27 @@ def differences(comparisons: dict[str, Comparison], pairs: list[tuple[str, str, 
     }
 
 
-def markdown(report: dict) -> str:
-    """The tables that are printed."""
-    lines = []
-    for part, title in (("weights", "weights"), ("cache", "KV cache, 2 bits")):
-        lines += [f"| {title} | KL | 99% | perplexity | same first token |", "|---|---|---|---|---|"]
-        source = next(iter(report[part]["methods"].values()))["perplexity"]["source"]
-        lines.append(f"| full precision | 0 | 0 | {source:.2f} | 100% |")
-        for name, row in report[part]["methods"].items():
-            lines.append(
-                f"| {name} | {row['kl']['mean']:.4f} | {row['kl']['p99']:.3f} | {row['perplexity']['bundle']:.2f} "
-                f"| {row['top1_agreement']:.1%} |"
-            )
-        lines += ["", "| paired difference in KL | mean | 95% interval |", "|---|---|---|"]
-        for name, row in report[part]["differences"].items():
-            lines.append(f"| {name} | {row['mean']:+.4f} | {row['low']:+.4f} to {row['high']:+.4f} |")
-        lines.append("")
-    lines += [
-        "| KV bytes (bf16 as 16 bit) | tokens | bits per value | smaller than bf16 | allocated / used |",
-        "|---|---|---|---|---|",
-    ]
-    for row in report["bytes"]:
-        lines.append(
-            f"| {row['scheme']} | {row['tokens']:,} | {row['bits_per_value']:.2f} | {row['smaller_than_bf16']:.2f}x "
-            f"| {row['allocated_over_used']:.3f} |"
-        )
-    return "\n".join(lines)
-
-
 def tables(report: dict) -> str:
     """How it was measured, and the tables."""
-    text = (
+    about = (
         f"`{report['command']}`, torch {report['versions']['torch']}: {report['scored_tokens']:,} scored tokens; while "
         f"caches were scored, {report['residual_share']:.0%} of the attended tokens were in full precision."
     )
-    return f"{text}\n\n{markdown(report)}"
+    parts = [about]
+    for part, title in (("weights", "weights"), ("cache", "KV cache, 2 bits")):
+        methods = report[part]["methods"]
+        source = next(iter(methods.values()))["perplexity"]["source"]
+        rows = [("full precision", 0, 0, f"{source:.2f}", "100%")]
+        rows += [
+            (name, f"{row['kl']['mean']:.4f}", f"{row['kl']['p99']:.3f}", f"{row['perplexity']['bundle']:.2f}",
+             f"{row['top1_agreement']:.1%}")
+            for name, row in methods.items()
+        ]  # fmt: skip
+        parts.append(table((title, "KL", "99%", "perplexity", "same first token"), rows))
+        found = report[part]["differences"].items()
+        rows = [(name, signed(Interval(row["mean"], row["low"], row["high"]))) for name, row in found]
+        parts.append(table(("paired difference in KL", "mean (95% interval)"), rows))
+    return "\n\n".join(parts)
 
 
 def main() -> None:
@@ -277,11 +211,10 @@ def main() -> None:
             "differences": differences(weights, WEIGHT_PAIRS, args.seed),
         },
         "cache": {"methods": figures(cache, args.seed), "differences": differences(cache, KV_PAIRS, args.seed)},
-        "bytes": cache_bytes(model, held_out.ids),
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(markdown(report))
+    print(tables(report))
 
 
 if __name__ == "__main__":

@@ -26,12 +26,10 @@ import gpu_linear  # noqa: E402
 import gpu_prompt  # noqa: E402
 import gpu_quantize  # noqa: E402
 import gpu_steps  # noqa: E402
-import gpu_widths  # noqa: E402
 from gpu_timing import copy_bandwidth, matmul_rate  # noqa: E402
 
 SECTIONS = {
     "decode": gpu_decode,
-    "widths": gpu_widths,
     "quantize": gpu_quantize,
     "prompt": gpu_prompt,
     "linear": gpu_linear,

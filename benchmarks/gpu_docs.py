@@ -1,6 +1,6 @@
 """What kernels and whole models take on a GPU, and models on a CPU, as tables.
 
-Every figure comes from the results of gpu.py, engine.py, linear_widths.py, linear_shapes.py, and cpu_models.py, or is
+Every figure comes from the results of gpu.py, engine.py, linear_shapes.py, and cpu_models.py, or is
 computed from them alone; a bar is met or missed by the unrounded figure.
 """
 
@@ -195,39 +195,6 @@ def linear(results: dict[str, Any]) -> str:
             for row in results["rows"]["linear"]
         ],
     )  # fmt: skip
-
-
-def widths(results: dict[str, Any]) -> str:
-    """The GPU, and a line per weight with a column per width, at one row."""
-    cases = list(dict.fromkeys(row["case"] for row in results["rows"]))
-    found = {(row["case"], row["bits"]): row for row in results["rows"]}
-    bits = sorted({row["bits"] for row in results["rows"]})
-    about = (
-        f"{results['gpu']}, Triton {results['triton']}; microseconds (share of the time at 4 bits / of its bytes); of "
-        f"{results['checks']} products compared with float64 {len(results['failed'])} were wrong."
-    )
-    rows = [
-        (case, *(f"{row['us']:.1f} ({row['to_4_bits']:.2f} / {row['bytes_to_4_bits']:.2f})" for row in
-                 (found[case, b] for b in bits)))
-        for case in cases
-    ]  # fmt: skip
-    return f"{about}\n\n{table(('', *(f'{b} bits' if b != 16 else 'bf16' for b in bits)), rows)}"
-
-
-def many_rows(results: dict[str, Any]) -> str:
-    """The GPU, and a line per number of rows with a column per weight."""
-    cases = list(dict.fromkeys(row["case"] for row in results["rows"]))
-    found = {(row["case"], row["rows"]): row for row in results["rows"]}
-    rows = []
-    for count in sorted({row["rows"] for row in results["rows"]}):
-        cells = []
-        for case in cases:
-            path, time = chosen_path(found[case, count])
-            times = found[case, count]["times"]
-            cells.append(f"{path}: {time:.1f} / {times['bf16']:.1f} / {times['humming']:.1f}")
-        rows.append((count, *cells))
-    about = f"{results['gpu']}, Triton {results['triton']}; microseconds: ours / torch's bf16 product / Humming."
-    return f"{about}\n\n{table(('rows', *cases), rows)}"
 
 
 def products(results: dict[str, Any]) -> str:

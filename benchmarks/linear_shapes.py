@@ -1,10 +1,10 @@
-"""The fastest shape of the 4-bit Linear's kernels for 16 to 512 rows, against torch's bf16 product and Humming.
+"""The fastest shape of the 4-bit Linear's kernels for 16 to 512 rows, against torch's bf16 product.
 
     python benchmarks/linear_shapes.py --json shapes.json
 
 Takes about a minute on one GPU with 16 cores beside it, compilation included. Every figure is of a product that was
 first compared with float64. What it prints is what `split_shape` and the thresholds in kvconvert.kernels.linear are
-chosen from. Humming is measured if `humming-kernels` is installed and finds a CUDA toolkit.
+chosen from.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ import torch
 import triton
 from gpu_linear import TOLERANCE, product, random_weight
 from gpu_timing import buffers_beyond_cache, graph_time
-from linear_humming import HummingProduct, compile_all
-from linear_humming import unsupported as no_humming
 from torch import Tensor
 
 from kvconvert.kernels.device import multiprocessors
@@ -38,8 +36,6 @@ SHAPES = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]
 ROWS = [16, 32, 64, 128, 192, 256, 512]
 GROUP_SIZE = 128
 DTYPE = torch.bfloat16
-# Humming rounds the scales to bf16, 2^-9 of each weight at most, of which most averages out.
-HUMMING_TOLERANCE = 8e-3
 # Rows and tiles per program, warps and stages, with the least and most rows of x that they are tried for.
 CANDIDATES = {
     (16, 4, 4, 4): (1, 16),
@@ -105,12 +101,11 @@ class Case:
         dense = dequantize(packed, DTYPE)
         self.dense = [dense, *(dense.clone() for _ in range(buffers_beyond_cache(dense.nbytes, 8) - 1))]
         self.exact = dequantize_weight(self.awq, torch.float64)
-        self.humming: HummingProduct | None = None
 
-    def timed(self, calls: list[partial[Tensor]], x: Tensor, exact: Tensor, tolerance: float) -> float:
+    def timed(self, calls: list[partial[Tensor]], x: Tensor, exact: Tensor) -> float:
         """Microseconds per call, NaN if the first one is wrong."""
         error = float((calls[0]().double() - exact).norm() / exact.norm())
-        if not error <= tolerance:
+        if not error <= TOLERANCE[DTYPE]:
             print(f"  WRONG: {self.name}, {len(x)} rows, error {error:.1e}: {calls[0]}"[:300], flush=True)
             return float("nan")
         return graph_time(calls, repeats=7) * 1e6
@@ -122,29 +117,18 @@ class Case:
 
         def timed(function, *arguments: object, weights: list = self.packed) -> float:
             calls = [partial(function, x, one, *arguments) for one in weights]
-            return self.timed(calls, x, exact, TOLERANCE[DTYPE])
+            return self.timed(calls, x, exact)
 
         times = {"bf16": timed(lambda x, one: x @ one.T, weights=self.dense), "dispatch": timed(product)}
         if rows <= 64:
             times["few rows"] = timed(few_rows)
         if rows >= 128:
             times |= {f"unpacked {name}": timed(unpacked, chunk) for name, chunk in CHUNKS.items()}
-        if self.humming:
-            times["humming"] = self.timed(self.humming.calls(x), x, exact, HUMMING_TOLERANCE)
         fused = {}
         for shape in shapes_for(rows, self.packed[0], multiprocessors(x.device)):
             name = f"{shape.rows}x{shape.tiles}t {shape.warps}w {shape.stages}s /{shape.splits}"
             fused[name] = timed(prompt, shape)
         return {"case": self.name, "rows": rows, "times": times, "fused": fused}
-
-
-def add_humming(cases: list[Case], row_counts: list[int]) -> int:
-    """Give every case its weight in Humming's layout, with all kernels compiled; how many these are."""
-    products = [HummingProduct(case.awq, len(case.packed), DTYPE) for case in cases]
-    count = compile_all(products, row_counts)
-    for case, one in zip(cases, products, strict=True):
-        case.humming = one
-    return count
 
 
 def line(result: dict) -> str:
@@ -163,28 +147,17 @@ def main() -> int:
         "--weights", nargs="*", help="inputs and outputs, such as 4096x1024; of Llama's 8B if not given"
     )
     parser.add_argument("--jobs", type=int, default=len(CANDIDATES), help="processes that compile")
-    parser.add_argument("--without-humming", action="store_true")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks/linear_shapes.py needs a CUDA device, and torch finds none here.", file=sys.stderr)
         return 1
     begin, device = time.perf_counter(), torch.device("cuda")
-    reason = "left out" if arguments.without_humming else no_humming()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
-    print("Humming:", reason or "measured", flush=True)
     compiled(arguments.jobs)
     print(f"candidates compiled, {time.perf_counter() - begin:.0f} s", flush=True)
-    results = {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__, "humming": reason, "rows": []}
+    results = {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__, "rows": []}
     weights = [tuple(map(int, name.split("x"))) for name in arguments.weights or []]
     cases = [Case(*weight, device) for weight in weights or SHAPES]
-    if not reason:
-        try:
-            count = add_humming(cases, arguments.rows)
-            print(f"{count} Humming kernels compiled, {time.perf_counter() - begin:.0f} s", flush=True)
-            results["humming_bytes"] = {case.name: case.humming.nbytes for case in cases}
-        except Exception as error:  # ours are worth measuring alone, whatever its compiler lacks
-            results["humming"] = f"{type(error).__name__}: {error}"
-            print("Humming fails:", results["humming"][:2000], flush=True)
     results["our_bytes"] = {case.name: case.packed[0].lanes.nbytes + case.packed[0].grid.nbytes for case in cases}
     for case in cases:
         unpacking = [partial(dequantize, one, DTYPE) for one in case.packed]

@@ -1,13 +1,14 @@
 """Peak memory and time of `calibrate` and `export` on random checkpoints of common shapes, by number of layers.
 
-    python benchmarks/memory.py [SHAPE:LAYERS ...] [--recipe rtn|awq|gptq] [--samples 8] [--length 128]
-        [--device cpu] [--json FILE]
+    python benchmarks/memory.py [SHAPE:LAYERS ...] [--recipe rtn|awq|gptq|PRESET|FILE] [--probe] [--samples 8]
+        [--length 128] [--device cpu] [--json FILE]
 
 SHAPE is 0.5b, 1.5b, 8b or moe (16 experts of 2,048 x 7,168 in a layer). A sharded bfloat16 checkpoint of that shape
 with LAYERS decoder layers is written to a temporary directory; `kvconvert plan --no-probe`, `kvconvert calibrate` and
 `kvconvert export` then run as processes of their own. What is recorded is the largest anonymous resident memory
 (RssAnon of /proc/PID/status, looked at every 10 ms), which is what cannot be taken back under pressure, and the
-processor and wall time of each.
+processor and wall time of each. With --probe, `kvconvert plan` also runs as users run it, and what it says of memory,
+disk and time is recorded beside what then happened.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -150,35 +151,47 @@ def run(*arguments: str) -> dict[str, float]:
     return {"peak_anonymous_bytes": peak, "processor_s": round(used, 1), "wall_s": round(wall, 1)}
 
 
-def planned(*arguments: str) -> int:
-    """Peak of `calibrate` that the formula of `plan` gives."""
-    command = [sys.executable, "-m", "kvconvert", "plan", *arguments, "--json", "--no-probe"]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)["memory"]["calibrate"]
+def planned(*arguments: str) -> dict[str, Any]:
+    """What `plan --json` says."""
+    command = [sys.executable, "-m", "kvconvert", "plan", *arguments, "--json"]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
-def measure(case: str, recipe: str, samples: int, length: int, device: str) -> dict[str, object]:
+def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
     """One shape with so many layers."""
     name, _, layers = case.partition(":")
-    shape = SHAPES[name]
     with tempfile.TemporaryDirectory(prefix="kvconvert-memory-") as folder:
         model, work, bundle = (Path(folder) / part for part in ("model", "work", "bundle"))
         model.mkdir()
-        write_checkpoint(model, shape, int(layers))
-        file = Path(folder) / "recipe.toml"
-        file.write_text(RECIPES[recipe])
-        options = ("--recipe", str(file), "--samples", str(samples), "--seq-len", str(length), "--device", device)
-        formula = planned(str(model), *options)
+        write_checkpoint(model, SHAPES[name], int(layers))
+        recipe = args.recipe
+        if recipe in RECIPES:
+            recipe = str(Path(folder) / "recipe.toml")
+            Path(recipe).write_text(RECIPES[args.recipe])
+        options = ["--recipe", recipe, "--samples", str(args.samples), "--seq-len", str(args.length)]
+        options += ["--device", args.device]
+        formula = planned(str(model), *options, "--no-probe")
+        probed = planned(str(model), *options) if args.probe else None
         calibrated = run("calibrate", str(model), "-o", str(work), *options)
         exported = run("export", str(work), "-o", str(bundle))
-    setting = {"shape": name, "layers": int(layers), "recipe": recipe, "samples": samples, "length": length}
-    setting |= {"device": device}
-    return setting | {"planned_bytes": formula, "calibrate": calibrated, "export": exported}
+        manifest = json.loads((bundle / "kvconvert.json").read_text())
+    found = {"shape": name, "layers": int(layers), "recipe": args.recipe, "samples": args.samples}
+    found |= {"length": args.length, "device": args.device, "planned_bytes": formula["memory"]["calibrate"]}
+    found |= {"calibrate": calibrated, "export": exported}
+    if probed is not None:
+        found["plan"] = {
+            "memory": {"formula": formula["memory"], "probe": probed["memory"]},
+            "bundle_bytes": {"plan": formula["disk"]["bundle"], "bundle": manifest["weights"]["bytes"]},
+            "seconds": {"plan": probed["seconds"], "real": calibrated["wall_s"] + exported["wall_s"]},
+        }
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("cases", nargs="*", default=CASES, help="SHAPE:LAYERS")
-    parser.add_argument("--recipe", choices=tuple(RECIPES), default="rtn")
+    parser.add_argument("--recipe", default="rtn", help=f"{', '.join(RECIPES)}, a preset or a file (default: rtn)")
+    parser.add_argument("--probe", action="store_true", help="compare with what `plan` says, its probe included")
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--device", default="cpu")
@@ -186,12 +199,14 @@ def main() -> None:
     args = parser.parse_args()
     results = json.loads(args.json.read_text())["cases"] if args.json and args.json.exists() else []
     for case in args.cases:
-        found = measure(case, args.recipe, args.samples, args.length, args.device)
+        found = measure(case, args)
         key = ("shape", "layers", "recipe", "samples", "length", "device")
         results = [old for old in results if any(old.get(part) != found[part] for part in key)] + [found]
         peaks = {step: found[step]["peak_anonymous_bytes"] / 1e9 for step in ("calibrate", "export")}
         peaks = {"planned": found["planned_bytes"] / 1e9} | peaks
         print(case, args.recipe, *(f"{step} {peak:.2f} GB" for step, peak in peaks.items()), flush=True)
+        if args.probe:
+            print(json.dumps(found["plan"]), flush=True)
         if args.json:
             setting = {"torch": torch.__version__, "cpus": os.cpu_count()}
             args.json.write_text(json.dumps({"setting": setting, "cases": results}, indent=1) + "\n")

@@ -3,10 +3,8 @@
     python benchmarks/multimodal.py [--pairs N] [--seed S] [--only ROW ...]
 
 Prompts show two drawings that neither training nor calibration saw; see benchmarks/multimodal_measure.py for how they
-are read. Spans go through the runtime's own cache; formats that it does not have (values per token or with one range
-for all) are quantized and dequantized in place in transformers' cache and called "simulated". tau and ranges are
-calibrated with calibration/calibquant.py on drawings of another seed, one pair of taus for all layers, and ranges of
-simulated values by the same rule. Writes JSON; `--write` puts its table into that page and measures nothing.
+are read. Spans go through the runtime's own cache. tau and ranges are calibrated with calibration/calibquant.py on
+drawings of another seed, one pair of taus for all layers.
 """
 
 from __future__ import annotations
@@ -25,12 +23,7 @@ from multimodal_measure import (
     QUESTIONS,
     Answers,
     Bench,
-    FakeFormat,
     Reader,
-    attention_errors,
-    best_value_range,
-    fake_reader,
-    span_read_back,
 )
 from tables import table
 from transformers import AutoModelForImageTextToText, AutoProcessor, DynamicCache
@@ -74,34 +67,22 @@ SEARCHES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One row: how prompts are read, and how its attention errs.
+    """One row: how prompts are read.
 
     Attributes:
         reader: reads prompts.
-        read_back: per layer, what its spans give back; None for pages.
-        taus: per layer.
         chosen: parameters for the record.
         bench: of the model that reads, where it is not the source.
     """
 
     reader: Reader
-    read_back: list[Callable] | None
-    taus: list[tuple[float, float]]
     chosen: dict
     bench: Bench | None = None
 
 
 def through_cache(bench: Bench, schemes: list[KVScheme]) -> Setting:
-    spans = schemes[0].is_span
-    formats = (
-        [SpanFormat(s.key_bits, s.value_bits, s.key_clip_ratio, s.value_clip_ratio) for s in schemes] if spans else []
-    )
-    return Setting(
-        Reader(lambda _: KVCache(bench.model.config, schemes), NAME),
-        [span_read_back(f) for f in formats] if spans else None,
-        [(s.tau1, s.tau2) for s in schemes],
-        parameters_of(schemes) if spans else {},
-    )
+    reader = Reader(lambda _: KVCache(bench.model.config, schemes), NAME)
+    return Setting(reader, parameters_of(schemes) if schemes[0].is_span else {})
 
 
 def parameters_of(schemes: Sequence[KVScheme]) -> dict[str, list[float]]:
@@ -109,14 +90,6 @@ def parameters_of(schemes: Sequence[KVScheme]) -> dict[str, list[float]]:
     return {
         name: [getattr(s, name) for s in schemes] for name in ("tau1", "tau2", "key_clip_ratio", "value_clip_ratio")
     }
-
-
-def simulated(bits: int, formats: list[FakeFormat]) -> Setting:
-    ranges = {side: [getattr(f, side) for f in formats] for side in ("key_clip_ratio", "value_clip_ratio")}
-    shrunk = any(min(values) < 1 for values in ranges.values())
-    return Setting(
-        fake_reader(formats), [f.read_back for f in formats], [(0.0, 0.0)] * len(formats), ranges if shrunk else {}
-    )
 
 
 class Plan:
@@ -152,29 +125,12 @@ class Plan:
         if bits == 1:
             rows[group, "released factors about the midpoint"] = fixed(scheme(1, **released))
             rows[group, "released factors and tau"] = fixed(scheme(1, **released, tau2=3.0))
-        for values, name in (("token", "values per token"), ("global", "values with one range")):
-            rows[group, name] = partial(self.other_values, bits, values, False)
-            if bits <= 2:
-                rows[group, f"range, {name}"] = partial(self.other_values, bits, values, True)
-        one_range = [FakeFormat(bits, "global", "global")] * self.layers
-        rows[group, "keys and values with one range"] = partial(simulated, bits, one_range)
 
     def cached(self, same: KVScheme) -> Setting:
         return through_cache(self.bench, [same] * self.layers)
 
     def calibrated(self, bits: int, search: str) -> Setting:
         return through_cache(self.bench, self.searched(bits, search))
-
-    def other_values(self, bits: int, values: str, shrunk: bool) -> Setting:
-        """Keys per channel, as in spans, and values of another grain, for which ranges are searched by themselves."""
-        formats = [FakeFormat(bits, "channel", values)] * self.layers
-        if shrunk:
-            found = [best_value_range(sample, bits, values, SPAN_CLIP_RATIO_GRID) for sample in self.samples]
-            schemes = self.searched(bits, "range")
-            formats = [
-                FakeFormat(bits, "channel", values, s.key_clip_ratio, r) for s, r in zip(schemes, found, strict=True)
-            ]
-        return simulated(bits, formats)
 
     def bundle(self, preset: str) -> Setting:
         """What the command line makes of the reference: 4-bit weights and a cache calibrated on its own drawings."""
@@ -184,7 +140,7 @@ class Plan:
             export(work, bundle, progress=False)
             model, processor = load(bundle, dtype=torch.float32)
         bench = Bench(model.eval(), processor, HELD_OUT_SEED, len(self.bench.pairs))
-        return Setting(Reader(lambda _: model.new_kv_cache(), NAME), None, [], parameters_of(model.kv_schemes), bench)
+        return Setting(Reader(lambda _: model.new_kv_cache(), NAME), parameters_of(model.kv_schemes), bench)
 
     @cached_property
     def samples(self) -> list[AttentionSample]:
@@ -212,12 +168,10 @@ def base_of(name: str) -> str:
     """The row that a row is compared with."""
     if name == "released factors and tau":
         return "released factors about the midpoint"
-    return "range" if name.startswith("range, ") else "min and max"
+    return "min and max"
 
 
-def measured(
-    setting: Setting, bench: Bench, exact: tuple[Answers, Answers], samples: list, seed: int
-) -> tuple[dict, torch.Tensor]:
+def measured(setting: Setting, bench: Bench, exact: tuple[Answers, Answers], seed: int) -> tuple[dict, torch.Tensor]:
     """The row's figures, and its mean KL for each pair."""
     bench = setting.bench or bench
     answers = bench.answers(setting.reader)
@@ -227,7 +181,6 @@ def measured(
     captions = bench.captions(setting.reader)
     caption_kl = captions.divergence(exact[1])
     row = {
-        "simulated": setting.reader.attention != NAME,
         "kl": float(kl.mean()),
         "kl_by_pair": {"mean": interval.mean, "low": interval.low, "high": interval.high},
         "kl_p99": float(torch.quantile(kl, 0.99)),
@@ -238,15 +191,12 @@ def measured(
         "bits_per_visual_value": answers.bits or None,
         **setting.chosen,
     }
-    if setting.read_back is not None:
-        row["weights_error"], row["output_error"] = attention_errors(samples, setting.read_back, setting.taus)
     return row, each
 
 
 def report(bench: Bench, args: argparse.Namespace) -> dict:
     full = Reader(lambda _: DynamicCache(config=bench.model.config))
     exact = answers, captions = bench.answers(full), bench.captions(full)
-    samples = bench.attention_samples(HELD_OUT_SEED, SAMPLES)
     result: dict = {
         "command": f"python benchmarks/multimodal.py --pairs {args.pairs} --seed {args.seed} --threads {args.threads}",
         "seed": args.seed,
@@ -269,7 +219,7 @@ def report(bench: Bench, args: argparse.Namespace) -> dict:
     each: dict[tuple[str, str], torch.Tensor] = {}
     plan = Plan(bench, args.only)
     for (group, name), make in plan.rows.items():
-        row, each[group, name] = measured(make(), bench, exact, samples, args.seed)
+        row, each[group, name] = measured(make(), bench, exact, args.seed)
         result["rows"][f"{group}, {name}"] = {"group": group, **row}
         print(f"{group}, {name}: {json.dumps(row)}", file=sys.stderr, flush=True)
         base = each.get((group, base_of(name)))
@@ -287,30 +237,17 @@ def report(bench: Bench, args: argparse.Namespace) -> dict:
 
 
 def markdown(result: dict) -> str:
+    """All rows, the source first."""
     full = result["full_precision"]
-    lines = [
-        (
-            "| drawings' keys and values | chosen | bits per value | error of weights | exact answers | KL | KL, 99% "
-            "| exact captions | KL |"
-        ),
-        "|---|---|---|---|---|---|---|---|---|",
-        f"| full precision | | 16 | 0 | {share(full['exact_answers'])} | 0 | 0 | {share(full['exact_captions'])} | 0 |",
-    ]
-    for names, row in distinct(result["rows"]):
-        bits, error = row["bits_per_visual_value"], row.get("weights_error")
-        cells = (
-            f"{row['group']}: {' = '.join(names)}" + (" (simulated)" if row["simulated"] else ""),
-            chosen(row),
-            f"{bits:.2f}" if bits else "",
-            f"{error:.2g}" if error is not None else "",
-            share(row["exact_answers"]),
-            f"{row['kl']:.2g}",
-            f"{row['kl_p99']:.2g}",
-            share(row["exact_captions"]),
-            f"{row['caption_kl']:.2g}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    rows = [("full precision", "", 16, share(full["exact_answers"]), 0, 0, share(full["exact_captions"]), 0)]
+    rows += [
+        (f"{row['group']}: {' = '.join(names)}", chosen(row), f"{row['bits_per_visual_value']:.2f}",
+         share(row["exact_answers"]), f"{row['kl']:.2g}", f"{row['kl_p99']:.2g}", share(row["exact_captions"]),
+         f"{row['caption_kl']:.2g}")
+        for names, row in distinct(result["rows"])
+    ]  # fmt: skip
+    head = ("drawings' keys and values", "chosen", "bits per value", "exact answers", "KL", "KL, 99%")
+    return table((*head, "exact captions", "KL"), rows)
 
 
 def distinct(rows: dict[str, dict]) -> list[tuple[list[str], dict]]:
@@ -345,26 +282,17 @@ def share(value: float) -> str:
     return f"{100 * value:.1f}%"
 
 
-COMPARED = (
-    "2 bit, tau",
-    "2 bit, range",
-    "2 bit, range, values per token",
-    "2 bit, range, values with one range",
-    "1 bit, tau",
-    "1 bit, range",
-    "1 bit, released factors and tau",
-    "1 bit, range, values per token",
-    "1 bit, range, values with one range",
-)
+COMPARED = ("2 bit, tau", "2 bit, range", "1 bit, tau", "1 bit, range", "1 bit, released factors and tau")
 
 
 def comparisons(result: dict) -> str:
-    lines = ["| paired, means of pairs | than | KL lower by (95% interval) |", "|---|---|---|"]
+    """Paired differences of rows from what they are compared with."""
+    rows = []
     for name in COMPARED:
         gain = result["better_by"][name]
         numbers = f"{gain['mean']:.2g} ({gain['low']:.2g} to {gain['high']:.2g})"
-        lines.append(f"| {name.replace(',', ':', 1)} | {gain['than']} | {numbers} |")
-    return "\n".join(lines)
+        rows.append((name.replace(",", ":", 1), gain["than"], numbers))
+    return table(("paired, means of pairs", "than", "KL lower by (95% interval)"), rows)
 
 
 def tables(result: dict) -> str:

@@ -1,4 +1,4 @@
-"""What benchmarks/multimodal.py measures and how: prompts of two drawings, exact answers, KL, attention errors.
+"""What benchmarks/multimodal.py measures and how: prompts of two drawings, exact answers and KL.
 
 Every prompt shows two drawings, 288 visual tokens. Two ways of reading them through a low-bit cache:
 
@@ -16,15 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, LlavaForConditionalGeneration, LlavaProcessor
-from transformers.cache_utils import DynamicLayer
 
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, AttentionSample, attention_observed, causal
 from kvconvert.data.drawings import Drawing, draw
-from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, span_keys, span_values
 from kvconvert.runtime import KVCache, watch_inputs
 
 USER, TURN = "<|user|>", "<|end|><|assistant|>"
@@ -65,7 +62,7 @@ class Answers:
         scores: log-probabilities of the answers' tokens, float32 [tokens, vocabulary].
         pair: which pair of drawings each token is about, int64 [tokens].
         exact: whether each answer is right in every token, its end included.
-        bits: per number of the drawings' keys and values in the cache; 0 where they are simulated.
+        bits: per number of the drawings' keys and values in the cache; 0 in full precision.
     """
 
     scores: Tensor
@@ -218,9 +215,6 @@ def seal(cache: Cache) -> None:
     """Say that the prompt is complete."""
     if isinstance(cache, KVCache):
         cache.seal()
-    for layer in cache.layers:
-        if isinstance(layer, FakeLayer):
-            layer.seal()
 
 
 def bits_per_value(cache: KVCache) -> float:
@@ -234,131 +228,3 @@ def bits_per_value(cache: KVCache) -> float:
             size += pool.numbers.used * pool.page_bytes
             numbers += pool.numbers.used * f.page_size * f.heads * f.head_dim
     return 8 * size / numbers
-
-
-# --- formats that the runtime does not have
-
-
-def fake_quantized(x: Tensor, bits: int, grain: str, value_clip_ratio: float = 1.0) -> Tensor:
-    """[B, H, n, D] with one range per channel ("channel"), token ("token"), or for all heads ("global") of a row."""
-    dims = {"channel": (2,), "token": (3,), "global": (1, 2, 3)}[grain]
-    low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
-    cut = (1 - value_clip_ratio) / 2 * (high - low)
-    low, high = low + cut, high - cut
-    scale = ((high - low) / (2**bits - 1)).clamp(min=torch.finfo(x.dtype).tiny)
-    return ((x - low) / scale).round().clamp(0, 2**bits - 1) * scale + low
-
-
-@dataclass(frozen=True)
-class FakeFormat:
-    """Bits, what shares a range, and how far ranges are shrunk, of keys and of values."""
-
-    bits: int
-    keys: str
-    values: str
-    key_clip_ratio: float = 1.0
-    value_clip_ratio: float = 1.0
-
-    def read_back(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        stored = fake_quantized(keys, self.bits, self.keys, self.key_clip_ratio)
-        return stored, fake_quantized(values, self.bits, self.values, self.value_clip_ratio)
-
-
-class FakeLayer(DynamicLayer):
-    """A full-precision layer that quantizes and dequantizes its visual tokens when the prompt is complete."""
-
-    def __init__(self, f: FakeFormat, visual: Tensor):
-        super().__init__()
-        self.format, self.positions, self.sealed = f, visual.nonzero().flatten(), False
-
-    def seal(self) -> None:
-        self.sealed = True
-        keys, values = self.format.read_back(self.keys[:, :, self.positions], self.values[:, :, self.positions])
-        self.keys, self.values = self.keys.clone(), self.values.clone()
-        self.keys[:, :, self.positions], self.values[:, :, self.positions] = keys, values
-
-
-def fake_reader(formats: list[FakeFormat]) -> Reader:
-    """A reader whose layers have these formats."""
-    return Reader(lambda visual: Cache(layers=[FakeLayer(f, visual) for f in formats]))
-
-
-def best_value_range(sample: AttentionSample, bits: int, grain: str, grid: tuple[float, ...]) -> float:
-    """The factor whose values, weighted by exact attention, give the smallest squared error: as `search_taus` does."""
-    case = Case.of(sample)
-    values = sample.values[:, :, case.span]
-    errors = [
-        float(
-            (case.weights[..., case.span] @ (fake_quantized(values, bits, grain, r) - values).unsqueeze(2))
-            .square()
-            .sum()
-        )
-        for r in grid
-    ]
-    return grid[int(np.argmin(errors))]
-
-
-# --- errors
-
-
-@dataclass(frozen=True)
-class Case:
-    """A sample's drawing, which stands at the same place in every sequence, and the queries after it.
-
-    Attributes:
-        span: the drawing's tokens.
-        queries: [B, H, Hq / H, q, D].
-        scores, weights: in full precision, [B, H, Hq / H, q, T]; scores of invisible tokens are -inf.
-    """
-
-    span: slice
-    queries: Tensor
-    scores: Tensor
-    weights: Tensor
-
-    @classmethod
-    def of(cls, sample: AttentionSample) -> Case:
-        first, after = 1, sample.num_tokens - QUERIES
-        queries = sample.queries[:, :, after:].unflatten(1, (sample.keys.shape[1], -1))
-        scores = queries @ sample.keys.unsqueeze(2).transpose(3, 4) * sample.scaling
-        scores = scores.masked_fill(~sample.visible[after:], float("-inf"))
-        return cls(slice(first, after), queries, scores, scores.softmax(-1))
-
-
-def attention_errors(
-    samples: list[AttentionSample], read_back: list[Callable], taus: list[tuple[float, float]]
-) -> tuple[float, float]:
-    """Squared errors of the post-softmax weights and of the attention output, each relative to its mean square.
-
-    Args:
-        samples: per layer, as `Bench.attention_samples` takes them.
-        read_back: per layer, what becomes of the drawing's keys and values [B, H, n, D].
-        taus: per layer.
-    """
-    weights_error, output_error = [], []
-    for sample, back, (tau1, tau2) in zip(samples, read_back, taus, strict=True):
-        case = Case.of(sample)
-        keys, values = back(sample.keys[:, :, case.span], sample.values[:, :, case.span])
-        low = case.queries @ keys.unsqueeze(2).transpose(3, 4) * sample.scaling
-        scores = case.scores.clone()
-        scores[..., case.span] = shift_extremes(low, tau1, tau2) if tau1 or tau2 else low
-        weights = scores.softmax(-1)
-        stored = sample.values.clone()
-        stored[:, :, case.span] = values
-        wanted = case.weights @ sample.values.unsqueeze(2)
-        error = (weights - case.weights).square().mean() / case.weights.square().mean()
-        weights_error.append(float(error))
-        output_error.append(float((weights @ stored.unsqueeze(2) - wanted).square().mean() / wanted.square().mean()))
-    return float(np.mean(weights_error)), float(np.mean(output_error))
-
-
-def span_read_back(f: SpanFormat) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Keys and values as the runtime's spans give them back."""
-
-    def back(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        spans = [quantize_span(k, v, f) for k, v in zip(keys, values, strict=True)]
-        return torch.stack([span_keys(span, f) for span in spans]), torch.stack(
-            [span_values(span, f) for span in spans]
-        )
-
-    return back

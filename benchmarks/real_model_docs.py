@@ -299,18 +299,3 @@ def _kl(value: float) -> str:
 
 def percent(hits: list[bool] | None) -> str:
     return "" if hits is None else f"{100 * sum(hits) / len(hits):.0f}%"
-
-
-def simulated(report: dict[str, Any]) -> str:
-    """What the cache has no format for, by bits."""
-    lines = [
-        (name, f"{row['bits']:.2f}", f"{row['kl']:.4f}", f"{row['perplexity']:.2f}")
-        for name, row in sorted(report["rows"].items(), key=lambda item: item[1]["bits"])
-    ]
-    about = (
-        f"Quantized and dequantized in place: {report['prompts']} prompts of {report['length']:,} tokens "
-        f"of {report['text']}, the next {report['scored']} scored, codes and metadata counted; all but the first 4 and "
-        "the newest tokens are quantized at once, so that these rows compare with each other alone "
-        f"(source perplexity {report['source_perplexity']:.2f}):"
-    )
-    return f"{about}\n\n{table(('simulated', 'bits per value', 'KL', 'perplexity'), lines)}"

@@ -28,7 +28,7 @@ from kvconvert.planning.layer_sizes import LayerSizes
 
 _SEARCH_TOKENS = 1024  # of one forward pass of AWQ's scale search
 _CLIP_WEIGHTS = 2**22  # weights whose clips are searched at once
-# What BLAS and the C library hold beside tensors, measured: benchmarks/plan.py.
+# What BLAS and the C library hold beside tensors, measured: benchmarks/memory.py --probe.
 LIBRARY_BYTES = 40_000_000
 
 

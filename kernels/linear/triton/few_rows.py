@@ -309,7 +309,7 @@ def few_rows_shapes(k_block: int) -> dict[tuple[int, int, int], FewRowsShape]:
 
 
 def few_rows_shape(rows: int, tiles: int, weight: PackedWeight, multiprocessors: int) -> FewRowsShape:
-    """What measured best on an H200 for so many rows of so many tiles of a weight; benchmarks/linear_widths.py."""
+    """What measured best on an H200 for so many rows of so many tiles of a weight; benchmarks/KERNELS.md."""
     rows, k_blocks = min(rows, 32), weight.lanes.shape[1]
     return next(
         shape
