@@ -98,7 +98,7 @@ def test_a_published_configuration_has_the_cache_without_a_conversion(name, tmp_
     expected = read(network, ids, mask, DynamicCache(config=network.config))
     network.set_attn_implementation("kvconvert")
     found = read(network, ids, mask, KVCache(network.config, EXACT))
-    # Both in float32: other orders of summation, which a few layers of random weights enlarge. Where logits of attention
+    # Both in float32: other orders of summation, which a few layers of random weights enlarge. Where attention's logits
     # are large (Gemma 4 does not divide by the root of the head's size) they do so beyond any fixed tolerance, and
     # transformers' own two implementations are the measure.
     tolerance = 2e-3 * float(expected.abs().max())
