@@ -20,12 +20,34 @@ from kvconvert.kernels.decode import (
 from kvconvert.kernels.prompt import prompt_attention
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.select import column_sums, selective_attention
+from kvconvert.runtime.cache.append import commit
+from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.group_tables import GroupTables
 from kvconvert.runtime.cache.history import AttentionCall, RowHistory
 from kvconvert.runtime.cache.store import LayerStore
 
 EVERY = slice(None)
+
+
+def store_and_attend(
+    store: LayerStore,
+    queries: torch.Tensor,
+    chunk: Chunk,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Store the parked tokens, attend from their queries [B, Hq, T, D] as `attend` does, and compress what is complete.
+
+    Raises:
+        KvconvertError: those of `commit` and `end_forward`.
+    """
+    rotated = commit(store, chunk, queries)
+    queries = queries if rotated is None else rotated
+    output = attend(store, queries, chunk, scaling, softcap, sink_logits, rotated=rotated is not None)
+    end_forward(store)
+    return output
 
 
 def attend(

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kvconvert.errors import KvconvertError, UsageError
-from kvconvert.runtime.engine.model_steps import ModelSteps
+from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, new_request
 from kvconvert.runtime.engine.sampling import Sampling
-from kvconvert.runtime.engine.scheduler import RowState, Scheduler, choose_first
+from kvconvert.runtime.engine.scheduler import RowState, Scheduler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,7 +28,8 @@ class Engine:
     """Continuous batching of a bundle's model over one low-bit cache.
 
     Requests wait in a queue until a row of the batch and pages for all their tokens are free, first come, first served.
-    Each step reads one chunk of the oldest unread prompt and decodes one token of every running request.
+    Each step is one pass of the model: it reads a chunk of each of the oldest unread prompts, as many as fit, and
+    decodes one token of every running request.
 
     `add`, `Request.cancel` and `stats` may be called from any thread, while another one steps. `step` and what calls it
     (`run`, `stream`) may be called from several threads, too; steps then follow one another.
@@ -39,7 +40,8 @@ class Engine:
         kv_memory: bytes for pages over all layers, taken at once; None grows as needed. Sink tokens, residual windows
             and the prompt being read come on top.
         max_batch: rows, the number of requests that are decoded together.
-        prompt_chunk: tokens of a prompt that one step reads at most.
+        prompt_chunk: tokens of one prompt that a step reads at most.
+        max_batch_tokens: tokens of all prompts that a step reads at most.
         max_waiting: requests that may wait; `add` refuses more. None for any number.
 
     Raises:
@@ -55,14 +57,19 @@ class Engine:
         kv_memory: int | None = None,
         max_batch: int = 32,
         prompt_chunk: int = 2048,
+        max_batch_tokens: int = 8192,
         max_waiting: int | None = None,
     ):
         for name, value, least in (("max_batch", max_batch, 1), ("prompt_chunk", prompt_chunk, 1)):
             if value < least:
                 raise UsageError(f"`{name}` is {value}; it has to be at least {least}.")
+        if prompt_chunk > max_batch_tokens:
+            raise UsageError(
+                f"`max_batch_tokens` is {max_batch_tokens}; it has to be at least `prompt_chunk`, which is {prompt_chunk}."
+            )
         if max_waiting is not None and max_waiting < 0:
             raise UsageError(f"`max_waiting` is {max_waiting}; it has to be at least 0, or None.")
-        self._tokenizer, self._prompt_chunk = tokenizer, prompt_chunk
+        self._tokenizer, self._prompt_chunk, self._max_batch_tokens = tokenizer, prompt_chunk, max_batch_tokens
         self._steps = ModelSteps(model, max_batch, kv_memory)
         self._steps.prepare()
         self._rows = RowState(max_batch, self._steps.device)
@@ -71,8 +78,8 @@ class Engine:
         self._stepping = threading.Lock()  # of the model and its cache
         self._work = threading.Condition(self._lock)
         self._cancelled: list[Request] = []  # what they hold is freed as soon as no pass is under way
-        # Of each step whose tokens were not read yet: their copy to the host, and whose they are, by place in it.
-        self._unread: deque[list[tuple[Callable[[], list[int]], dict[int, Request]]]] = deque()
+        # Of each step whose tokens were not read yet: their copy to the host, and whose they are, by row.
+        self._unread: deque[tuple[Callable[[], list[int]], dict[int, Request]]] = deque()
         self._counts = dict.fromkeys(("finished", "cancelled", "failed", "refused", "prompt", "generated", "steps"), 0)
         self._seconds = 0.0
         self._next_id = 0
@@ -125,7 +132,7 @@ class Engine:
         return self._steps.room(prompt_tokens)
 
     def step(self) -> list[Event]:
-        """Read one chunk of a prompt, decode one token of every running request, and return what came of it.
+        """Read chunks of prompts, decode one token of every running request, and return what came of it.
 
         On a GPU the tokens of a step are returned by the step after it.
         """
@@ -207,96 +214,85 @@ class Engine:
     def _step(self) -> list[Event]:
         with self._lock:
             self._scheduler.admit()
-            prompt = self._scheduler.prompts[0] if self._scheduler.prompts else None
-        launched = []
-        try:
-            if prompt is not None and (first := self._guarded([prompt], self._read_prompt, prompt)) is not None:
-                launched.append((self._steps.fetch(first), {0: prompt}))
-            if running := dict(self._scheduler.running):
-                tokens = self._guarded(list(running.values()), self._decode, running)
-                launched.append((self._steps.fetch(tokens), running))
-        finally:
-            # A first token outlives the failure of the pass after it.
-            if launched:
-                self._unread.append(launched)
+            reading = self._scheduler.next_chunks(self._prompt_chunk, self._max_batch_tokens)
+            running = dict(self._scheduler.running)
+        launched = bool(reading or running)
+        if launched:
+            try:
+                error = self._launch(running, reading)
+            except BaseException:
+                for request in (*running.values(), *(request for request, _ in reading)):
+                    self._end(request, "error")
+                raise
+            if error is not None:
+                raise error
         events = []
         while len(self._unread) > (self._steps.lag if launched else 0):
-            events += self._collect(self._unread.popleft())
+            events += self._collect(*self._unread.popleft())
         return events
 
-    def _guarded(self, requests: list[Request], run: Callable, argument: object) -> Tensor | None:
-        """Run a pass; if it fails, the requests in it are lost and the others go on."""
-        try:
-            return run(argument)
-        except BaseException:
-            for request in requests:
-                self._end(request, "error")
-            raise
+    def _launch(self, running: dict[int, Request], reading: list[tuple[Request, int]]) -> Exception | None:
+        """One pass: a token of every running request, and the next tokens of prompts, so many of each.
 
-    def _read_prompt(self, request: Request) -> Tensor | None:
-        """Read the next chunk of a prompt; the first new token, int64 [1], once it is complete."""
-        chunk = request.prompt[request.prompt_read : request.prompt_read + self._prompt_chunk]
-        read = request.prompt_read + len(chunk)
-        complete = read == len(request.prompt)
-        if request.prompt_cache is None:
-            request.prompt_cache = self._steps.new_prompt()
-        logits = self._steps.read_prompt(request.prompt_cache, chunk, request.prompt_read, complete)
-        request.prompt_read = read
-        with self._lock:
-            self._counts["prompt"] += len(chunk)
-        if not complete:
-            return None
-        first = choose_first(logits, request.sampling)
-        request.launched = 1
-        if request.max_new_tokens == 1:
-            self._free(request)
-            return first
-        self._steps.join(request.row, request.prompt_cache)
-        self._rows.enter(request.row, request, first)
-        with self._lock:
-            request.prompt_cache = None
-            self._scheduler.start(request)
-        return first
-
-    def _decode(self, running: dict[int, Request]) -> Tensor:
-        """One token of every running request, int64 [rows]."""
+        Returns:
+            what a part of the cache failed with, whose requests have ended while the others go on; None if none has.
+        """
+        chunks: dict[PromptChunk, Request] = {}
+        for request, count in reading:
+            if request.prompt_cache is None:
+                request.prompt_cache = self._steps.new_prompt()
+            begin, end = request.prompt_read, request.prompt_read + count
+            last = end == len(request.prompt)
+            chunks[PromptChunk(request.row, request.prompt_cache, request.prompt[begin:end], begin, last)] = request
+            if last:
+                self._rows.enter(request.row, request)
         self._rows.prepare(running)
-        tokens = self._rows.choose(self._steps.decode(self._rows.ids, self._rows.positions))
-        for request in running.values():
+        logits, failures = self._steps.forward(self._rows.ids, self._rows.positions, bool(running), list(chunks))
+        chosen = self._rows.choose(logits)
+        for part in failures:
+            for request in running.values() if part is None else [chunks[part]]:
+                self._end(request, "error")
+        given = {} if None in failures else running
+        for chunk, request in chunks.items():
+            if chunk in failures:
+                continue
+            request.prompt_read += len(chunk.ids)
+            with self._lock:
+                self._counts["prompt"] += len(chunk.ids)
+            if chunk.last:
+                given[chunk.row] = request
+                if request.max_new_tokens > 1:
+                    self._steps.join(chunk.row, chunk.cache)
+                    with self._lock:
+                        request.prompt_cache = None
+                        self._scheduler.start(request)
+        if given:
+            self._unread.append((self._steps.fetch(chosen), given))
+        for request in given.values():
             request.launched += 1
             if request.launched == request.max_new_tokens:
                 self._free(request)
-        return tokens
+        return next(iter(failures.values()), None)
 
-    def _collect(self, launched: list[tuple[Callable[[], list[int]], dict[int, Request]]]) -> list[Event]:
+    def _collect(self, read: Callable[[], list[int]], requests: dict[int, Request]) -> list[Event]:
         """Read the tokens of a step and hand them out."""
-        new_tokens: defaultdict[Request, list[int]] = defaultdict(list)
-        texts: defaultdict[Request, str] = defaultdict(str)
-        reasons: dict[Request, FinishReason] = {}
-        for read, requests in launched:
-            try:
-                tokens = read()
-            except BaseException:
-                # What a GPU computes fails when it is read, and with it what was launched after it.
-                for request in {r for entry in (launched, *self._unread) for _, rs in entry for r in rs.values()}:
-                    self._end(request, "error")
-                raise
-            with self._lock:
-                for place, request in requests.items():
-                    if request.finished or request in reasons:
-                        continue
-                    text, reason = request.accept(tokens[place])
-                    new_tokens[request].append(tokens[place])
-                    texts[request] += text
-                    if reason:
-                        reasons[request] = reason
+        try:
+            tokens = read()
+        except BaseException:
+            # What a GPU computes fails when it is read, and with it what was launched after it.
+            for request in {r for _, others in ((read, requests), *self._unread) for r in others.values()}:
+                self._end(request, "error")
+            raise
+        events = []
+        with self._lock:
+            for row, request in requests.items():
+                if not request.finished:
+                    text, reason = request.accept(tokens[row])
+                    events.append(Event(request, (tokens[row],), text, reason))
                     self._counts["generated"] += 1
-        for request, reason in reasons.items():
-            self._end(request, reason, report=False)
-        events = [
-            Event(request, tuple(tokens), texts[request], reasons.get(request))
-            for request, tokens in new_tokens.items()
-        ]
+        for event in events:
+            if event.finish_reason:
+                self._end(event.request, event.finish_reason, report=False)
         for event in events:
             _report(event)
         return events
@@ -316,9 +312,9 @@ class Engine:
     def _free(self, request: Request) -> None:
         """Give back a request's row and pages, once; by the thread that has the cache."""
         if request.row is not None:
+            self._rows.leave(request.row)
             if request.state == "running":
                 self._steps.leave(request.row)
-                self._rows.leave(request.row)
             elif request.prompt_cache is not None:
                 self._steps.discard(request.prompt_cache)
                 request.prompt_cache = None

@@ -1,9 +1,11 @@
-"""A bundle's model and its cache as an Engine uses them: prompts in chunks beside a batch of decoding rows."""
+"""A bundle's model and its cache as an Engine uses them: one pass for decoding rows and chunks of prompts."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.hf.cache import rotary_switch
 from kvconvert.runtime.hf.captured import prepare_steps
 
@@ -31,6 +34,30 @@ def unsupported(model: PreTrainedModel) -> str | None:
             "rows begin at different positions"
         )
     return None
+
+
+@dataclass(frozen=True, eq=False)
+class PromptChunk:
+    """Tokens of one prompt that a pass reads.
+
+    Attributes:
+        row: that the prompt will join.
+        cache: where its tokens are stored, of `ModelSteps.new_prompt`.
+        ids: of the tokens.
+        position: of the first of them.
+        last: whether the prompt ends with them.
+    """
+
+    row: int
+    cache: Any
+    ids: Sequence[int]
+    position: int
+    last: bool
+
+    @property
+    def positions(self) -> range:
+        """Of all of the tokens."""
+        return range(self.position, self.position + len(self.ids))
 
 
 class ModelSteps:
@@ -70,8 +97,10 @@ class ModelSteps:
         self.pages: int | None = self.cache.free_pages()
         if self.pages is None and kv_memory is not None:
             # How many pages the memory holds is known once the first keys and values were seen.
-            first = self.new_prompt()
-            self.read_prompt(first, [0], 0, last=True)
+            first, none = self.new_prompt(), torch.zeros(rows, dtype=torch.int64, device=self.device)
+            _, failures = self.forward(none, none, False, [PromptChunk(0, first, [0], 0, last=True)])
+            for error in failures.values():
+                raise error
             self.discard(first)
             self.pages = self.cache.free_pages()
         if self.pages == 0:
@@ -113,25 +142,6 @@ class ModelSteps:
         prompt.begin_prompt()
         return prompt
 
-    @torch.no_grad()
-    def read_prompt(self, prompt_cache: Any, ids: list[int], position: int, last: bool) -> Tensor:
-        """Read the next tokens of a prompt.
-
-        Args:
-            prompt_cache: where they are stored.
-            ids: of the tokens.
-            position: of the first of them.
-            last: whether the prompt ends with them.
-
-        Returns:
-            logits [1, V] of the token that follows.
-        """
-        positions = torch.arange(position, position + len(ids), device=self.device)[None]
-        logits = self._logits(torch.tensor([ids], device=self.device), positions, prompt_cache, logits_to_keep=1)
-        if last:
-            prompt_cache.seal()
-        return logits
-
     def join(self, row: int, prompt_cache: Any) -> None:
         """Move a complete prompt into a free row."""
         self.cache.join(row, prompt_cache)
@@ -145,17 +155,44 @@ class ModelSteps:
         prompt_cache.reset()
 
     @torch.no_grad()
-    def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """One pass over the newest token of every row; rows without a sequence are computed and not stored.
+    def forward(
+        self, ids: Tensor, positions: Tensor, decodes: bool, chunks: Sequence[PromptChunk]
+    ) -> tuple[Tensor, dict[PromptChunk | None, Exception]]:
+        """One pass over the newest token of every row and over chunks of prompts, or over one of the two.
 
         Args:
-            ids: int64 [rows].
-            positions: int64 [rows].
+            ids, positions: of the rows' newest tokens, int64 [rows].
+            decodes: whether they are read; rows without a sequence are computed and not stored.
+            chunks: of different prompts; those that end are sealed.
 
         Returns:
-            logits [rows, V].
+            logits [rows, V] of the token after each row's newest one, or after the prompt that ends in this pass and
+            will join that row; meaningless in other rows, and in all of them if there is neither. And what a prompt's
+            cache, or under None that of the rows, failed with while the others went on.
         """
-        return self._logits(ids[:, None], positions[:, None], self.cache)
+        if not chunks:
+            return self._logits(ids[:, None], positions[:, None], self.cache)[:, -1], {}
+        own = self.rows if decodes else 0
+        tokens = [(chunk.cache, len(chunk.ids)) for chunk in chunks]
+        ends = [own + end - 1 for end in accumulate(count for _, count in tokens)]
+        kept = list(range(self.rows)) if decodes else [0] * self.rows
+        for chunk, end in zip(chunks, ends, strict=True):
+            if chunk.last:
+                kept[chunk.row] = end
+        read = upload([[i for c in chunks for i in c.ids], [p for c in chunks for p in c.positions]], self.device)
+        if decodes:
+            read = torch.cat([torch.stack([ids, positions]), read], 1)
+        cache = self.cache.packed(tokens, rows=decodes)
+        logits = self._logits(*read[:, None], cache, logits_to_keep=upload(kept, self.device))[0]
+        parts = [None, *chunks] if decodes else chunks
+        failures = {part: s.error for part, s in zip(parts, cache.segments, strict=True) if s.error is not None}
+        for chunk in chunks:
+            if chunk.last and chunk not in failures:
+                try:
+                    chunk.cache.seal()
+                except Exception as error:
+                    failures[chunk] = error
+        return logits, failures
 
     def fetch(self, tokens: Tensor) -> Callable[[], list[int]]:
         """Begin to copy tokens to the host; the result waits for them."""
@@ -176,4 +213,4 @@ class ModelSteps:
         output = self.model(
             input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, return_dict=True, **options
         )
-        return output.logits[:, -1]
+        return output.logits

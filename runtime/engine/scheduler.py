@@ -72,8 +72,26 @@ class Scheduler:
             self.pages_reserved += request.pages
             self.prompts.append(request)
 
+    def next_chunks(self, chunk: int, most: int) -> list[tuple[Request, int]]:
+        """What the next pass reads of which prompts: the oldest ones, and later ones that fit beside them.
+
+        A prompt is read in chunks of `chunk` tokens, of which the last may have fewer, whatever else is in a pass:
+        pages are quantized between chunks, so that other chunks could give other tokens.
+
+        Args:
+            chunk: tokens of one prompt, at most `most`.
+            most: tokens in all.
+        """
+        taken = []
+        for request in self.prompts:
+            count = min(chunk, len(request.prompt) - request.prompt_read)
+            if count <= most:
+                taken.append((request, count))
+                most -= count
+        return taken
+
     def start(self, request: Request) -> None:
-        """State that the prompt of the oldest admitted request has been read."""
+        """State that the prompt of an admitted request has been read."""
         self.prompts.remove(request)
         request.state = "running"
         self.running[request.row] = request
@@ -140,13 +158,13 @@ class RowState:
         """Of the tokens in `ids`, int64 [rows]."""
         return self._integers[0]
 
-    def enter(self, row: int, request: Request, first: Tensor) -> None:
-        """Let a row go on from a request's first token, int64 [1]."""
+    def enter(self, row: int, request: Request) -> None:
+        """Let a row's next token be a request's first one."""
         sampling = self._sampling[row] = request.sampling
         self._host_integers[2, row] = sampling.top_k
         self._host_integers[3, row] = sampling.seed or 0
         self._host_floats[:, row] = sampling.temperature, sampling.top_p
-        self.ids[row : row + 1] = first
+        self._host_integers[1, row] = 0
 
     def leave(self, row: int) -> None:
         """Let nothing be drawn for a row that is free."""
@@ -175,12 +193,3 @@ class RowState:
             chosen = sample(logits, temperature, top_k, top_p, seeds, counters, restrict=restrict)
         self.ids.copy_(chosen)
         return chosen
-
-
-def choose_first(logits: Tensor, sampling: Sampling) -> Tensor:
-    """A request's first token from logits [1, V], int64 [1]."""
-    if sampling.greedy:
-        return logits.argmax(-1)
-    integers = torch.tensor([[sampling.top_k], [sampling.seed], [0]], device=logits.device)
-    floats = torch.tensor([[sampling.temperature], [sampling.top_p]], device=logits.device)
-    return sample(logits, floats[0], integers[0], floats[1], integers[1], integers[2], restrict=sampling.restricts)

@@ -13,11 +13,10 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from kvconvert.errors import CacheError, UnsupportedModelError
 from kvconvert.kernels.decode import ResidualTokens, paged_attention
 from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
-from kvconvert.runtime.cache.append import commit
-from kvconvert.runtime.cache.attend import attend
-from kvconvert.runtime.cache.compress import end_forward
+from kvconvert.runtime.cache.attend import store_and_attend
 from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.hf.handles import KeyHandle, MaskHandle
+from kvconvert.runtime.hf.packed import PackedLayer
 
 NAME = "kvconvert"
 
@@ -98,7 +97,7 @@ def attention_function(
         ), None
     store = getattr(key, "store", None)
     where = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
-    if not isinstance(store, LayerStore):
+    if not isinstance(store, (LayerStore, PackedLayer)):
         raise CacheError(
             f"The keys that reached {where} have lost their cache layer; the model changes them after the cache update."
         )
@@ -109,11 +108,10 @@ def attention_function(
         )
     if dropout:
         raise CacheError(f"Attention dropout is on in {where}; call model.eval() before generating.")
+    if isinstance(store, PackedLayer):
+        return store.attend(query, attention_mask, scaling, softcap, s_aux), None
     chunk = attention_mask.chunk(query.device, query.shape[2])
-    rotated = commit(store, chunk, query)
-    queries = query if rotated is None else rotated
-    output = attend(store, queries, chunk, scaling, softcap, s_aux, rotated=rotated is not None)
-    end_forward(store)
+    output = store_and_attend(store, query, chunk, scaling, softcap, s_aux)
     return output.transpose(1, 2).contiguous(), None
 
 

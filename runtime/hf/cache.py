@@ -30,6 +30,7 @@ from kvconvert.runtime.cache.groups import LayerGroup, geometry
 from kvconvert.runtime.cache.steps import TableRegistry
 from kvconvert.runtime.cache.store import Group, LayerStore
 from kvconvert.runtime.hf.layer import HybridLayer, PagedLayer
+from kvconvert.runtime.hf.packed import PackedCache
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,16 @@ class KVCache(Cache):
     def beside(self) -> KVCache:
         """An empty cache whose pages lie in the same storage, for a prompt that will join this cache."""
         return KVCache(**self._made_with, beside=self)
+
+    def packed(self, prompts: Sequence_[tuple[KVCache, int]], *, rows: bool) -> PackedCache:
+        """What to pass as `past_key_values` of one forward pass over tokens of several caches.
+
+        Args:
+            prompts: caches made by `beside()`, and how many new tokens each has in the pass.
+            rows: whether one token of every row of this cache comes before them.
+        """
+        own = [(self, self.groups[0].rows)] if rows else []
+        return PackedCache([*own, *prompts])
 
     def join(self, row: int, other: KVCache) -> None:
         """Move the only sequence of a cache made by `beside()` to a free row; the other cache is empty afterwards.

@@ -9,14 +9,17 @@ allocated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvconvert.errors import CacheError
 from kvconvert.runtime.cache.forward_pass import Chunk
-from kvconvert.runtime.cache.store import LayerStore
+
+if TYPE_CHECKING:
+    from kvconvert.runtime.cache.store import LayerStore
+    from kvconvert.runtime.hf.packed import PackedLayer
 
 
 class KeyHandle(torch.Tensor):
@@ -26,10 +29,10 @@ class KeyHandle(torch.Tensor):
     kvconvert's received it and would silently ignore everything stored before: that is an error.
     """
 
-    store: LayerStore
+    store: LayerStore | PackedLayer
 
     @staticmethod
-    def wrap(keys: torch.Tensor, store: LayerStore) -> KeyHandle:
+    def wrap(keys: torch.Tensor, store: LayerStore | PackedLayer) -> KeyHandle:
         """The keys as a handle of `store`."""
         handle = keys.as_subclass(KeyHandle)
         handle.store = store

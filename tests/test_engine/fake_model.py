@@ -42,6 +42,9 @@ class FakeCache:
         cache.rows = [[]]
         return cache
 
+    def packed(self, prompts, *, rows):
+        return FakePacked([*([(self, len(self.rows))] if rows else []), *prompts])
+
     def append(self, row, tokens):
         sequence = self.rows[row]
         before = pages_of(sequence)
@@ -73,6 +76,14 @@ class FakeCache:
         return None if self.pool.pages is None else self.pool.pages - self.pool.used
 
 
+class FakePacked:
+    """Caches whose new tokens come one after another, and how many each."""
+
+    def __init__(self, parts):
+        self.parts = parts
+        self.segments = [SimpleNamespace(error=None) for _ in parts]
+
+
 class FakeModel:
     """`kv_memory` is a number of pages here."""
 
@@ -88,6 +99,7 @@ class FakeModel:
         self.batches = []  # occupied rows of each decoding pass
         self.chunks = []
         self.before_pass = lambda: None
+        self.before_segment = lambda number, tokens: None
 
     def _config(self, decoder):
         return self.config
@@ -98,21 +110,38 @@ class FakeModel:
 
     def forward(self, input_ids, position_ids, past_key_values, use_cache, return_dict, logits_to_keep=0):
         self.before_pass()
-        cache = past_key_values
         assert input_ids.shape == position_ids.shape
-        assert input_ids.shape[0] == len(cache.rows)
+        if not isinstance(past_key_values, FakePacked):
+            return SimpleNamespace(logits=self._read(past_key_values, input_ids, position_ids))
+        assert input_ids.shape == (1, sum(count for _, count in past_key_values.parts))
+        logits, begin = [], 0
+        for number, (cache, count) in enumerate(past_key_values.parts):
+            part = slice(begin, begin + count)
+            ids, positions = (x[0, part].view(len(cache.rows), -1) for x in (input_ids, position_ids))
+            try:
+                self.before_segment(number, count)
+                logits.append(self._read(cache, ids, positions).repeat(1, ids.shape[1], 1).flatten(0, 1))
+            except MemoryError as error:
+                past_key_values.segments[number].error = error
+                logits.append(torch.zeros(count, VOCABULARY))
+            begin += count
+        return SimpleNamespace(logits=torch.cat(logits)[None, logits_to_keep])
+
+    def _read(self, cache, ids, positions):
+        """Logits [rows, 1, V] of the tokens after those of each row."""
+        assert ids.shape[0] == len(cache.rows)
         logits = torch.zeros(len(cache.rows), 1, VOCABULARY)
         occupied = [row for row, sequence in enumerate(cache.rows) if sequence is not None]
         for row in occupied:
             start = len(cache.rows[row])
-            assert position_ids[row].tolist() == list(range(start, start + input_ids.shape[1]))
-            cache.append(row, input_ids[row].tolist())
+            assert positions[row].tolist() == list(range(start, start + ids.shape[1]))
+            cache.append(row, ids[row].tolist())
             logits[row, 0] = next_logits(cache.rows[row])
         if cache.open:
             self.batches.append(occupied)
         else:
-            self.chunks.append(input_ids.shape[1])
-        return SimpleNamespace(logits=logits)
+            self.chunks.append(ids.shape[1])
+        return logits
 
     __call__ = forward
 

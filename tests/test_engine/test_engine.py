@@ -10,7 +10,6 @@ from fake_model import END, VOCABULARY, FakeModel, next_logits
 from kvconvert.errors import QueueFullError, UnsupportedModelError, UsageError
 from kvconvert.runtime import Engine, Sampling
 from kvconvert.runtime.engine.sampling import sample
-from kvconvert.runtime.engine.scheduler import choose_first
 
 
 def alone(prompt, max_new_tokens, sampling, stops=(END,)):
@@ -192,7 +191,7 @@ def test_a_request_that_cancels_itself_from_its_own_event_ends_after_that_step()
     )
     engine.run()
     assert request.finish_reason == "cancelled"
-    assert len(request.tokens) == 3  # the first step reads the prompt and decodes: two tokens, then one a step
+    assert len(request.tokens) == 3
     assert model.pool.used == 0
 
 
@@ -248,7 +247,7 @@ def test_a_full_queue_refuses_and_takes_requests_again_later(limit):
     assert (stats.finished, stats.refused) == (3 + limit, 1)
 
 
-@pytest.mark.parametrize("arguments", [{"max_batch": 0}, {"prompt_chunk": 0}, {"max_waiting": -1}])
+@pytest.mark.parametrize("arguments", [{"max_batch": 0}, {"prompt_chunk": 0}, {"max_waiting": -1}, {"max_batch_tokens": 100}])
 def test_arguments_that_make_no_engine_are_refused(arguments):
     with pytest.raises(UsageError, match=next(iter(arguments))):
         Engine(FakeModel(), **arguments)
@@ -261,52 +260,99 @@ def test_a_cache_without_room_for_a_page_and_a_model_without_a_plan_are_refused(
         Engine(torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("during", ["prompt", "decoding"])
-def test_when_a_pass_fails_its_requests_are_lost_and_the_others_go_on(during):
-    model = FakeModel()
-    engine = Engine(model, kv_memory=20, max_batch=2, prompt_chunk=10)
-    lost = engine.add(prompt_of(15), max_new_tokens=30, stop_token_ids=[])
-    other = engine.add(prompt_of(25), max_new_tokens=30, stop_token_ids=[])
-    for _ in range(1 if during == "prompt" else 2):
-        engine.step()
+def fail_once(model, when=lambda number, tokens: True):
+    """Let the model's cache fail in the first segment for which `when(number, tokens)` is true."""
 
-    def fail():
-        if during == "prompt" or len(model.chunks) > 2:
-            model.before_pass = lambda: None
+    def fail(number, tokens):
+        if when(number, tokens):
+            model.before_segment = lambda number, tokens: None
             raise MemoryError
 
+    model.before_segment = fail
+
+
+@pytest.mark.parametrize("failing", ["prompt", "rows"])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_when_a_part_of_the_cache_fails_its_requests_are_lost_and_the_others_in_the_pass_go_on(failing, lag):
+    model = FakeModel()
+    engine = Engine(model, kv_memory=20, max_batch=4, prompt_chunk=10)
+    engine._steps.lag = lag
+    rows = [engine.add(prompt_of(5, n), max_new_tokens=30, stop_token_ids=[]) for n in range(2)]
+    engine.step()
+    prompts = [engine.add(prompt_of(25, n), max_new_tokens=30, stop_token_ids=[]) for n in range(2)]
+    fail_once(model, lambda number, tokens: number == (2 if failing == "prompt" else 0))
+    with pytest.raises(MemoryError):
+        engine.step()
+    lost = [prompts[1]] if failing == "prompt" else rows
+    assert all(list(engine.stream(request))[-1].finish_reason == "error" for request in lost)
+    engine.run()
+    for request in {*rows, *prompts} - {*lost}:
+        assert request.tokens == alone(request.prompt, 30, request.sampling, stops=())
+    assert model.pool.used == 0
+    assert engine.stats().failed == len(lost)
+
+
+def test_when_the_model_fails_the_requests_in_the_pass_are_lost_and_the_others_go_on():
+    model = FakeModel()
+    engine = Engine(model, kv_memory=20, max_batch=2, prompt_chunk=10)
+    lost = [engine.add(prompt_of(n), max_new_tokens=30, stop_token_ids=[]) for n in (5, 25)]
+    engine.step()
+    assert [request.state for request in lost] == ["running", "prompt"]
+    waiting = engine.add(prompt_of(25), max_new_tokens=30, stop_token_ids=[])
+    single = engine.add(prompt_of(5), max_new_tokens=30)
+
+    def fail():
+        model.before_pass = lambda: None
+        single.cancel()
+        raise MemoryError
+
     model.before_pass = fail
+    with pytest.raises(MemoryError):
+        engine.step()
+    assert [request.finish_reason for request in (*lost, single)] == ["error", "error", "cancelled"]
+    engine.run()
+    assert waiting.tokens == alone(waiting.prompt, 30, waiting.sampling, stops=())
+    assert model.pool.used == 0
+
+
+def test_tokens_chosen_on_a_gpu_outlive_the_failure_of_the_pass_after_them():
+    model = FakeModel()
+    engine = Engine(model, kv_memory=20, max_batch=3)
+    engine._steps.lag = 1
+    single = engine.add(prompt_of(25), max_new_tokens=1)
+    engine.step()
+    assert not single.finished
+    lost = engine.add(prompt_of(15), max_new_tokens=30, stop_token_ids=[])
+    fail_once(model)
     with pytest.raises(MemoryError):
         engine.step()
     assert lost.finish_reason == "error"
-    assert list(engine.stream(lost))[-1].finish_reason == "error"
-    engine.run()
-    assert other.tokens == alone(other.prompt, 30, other.sampling, stops=())
-    assert model.pool.used == 0
-    assert engine.stats().failed == 1
-
-
-def test_a_first_token_and_a_cancellation_outlive_the_failure_of_the_pass_after_them():
-    model = FakeModel()
-    engine = Engine(model, kv_memory=20, max_batch=3)
-    lost = engine.add(prompt_of(15), max_new_tokens=30, stop_token_ids=[])
-    engine.step()
-    single = engine.add(prompt_of(25), max_new_tokens=1)
-    waiting = engine.add(prompt_of(5), max_new_tokens=5)
-
-    def fail():
-        if len(model.chunks) == 2:
-            model.before_pass = lambda: None
-            waiting.cancel()
-            raise MemoryError
-
-    model.before_pass = fail
-    with pytest.raises(MemoryError):
-        engine.step()
-    assert (lost.finish_reason, waiting.finish_reason) == ("error", "cancelled")
     engine.run()
     assert single.tokens == alone(single.prompt, 1, single.sampling)
     assert model.pool.used == 0
+
+
+def test_short_prompts_share_a_pass_with_each_other_and_with_all_running_requests():
+    model = FakeModel()
+    engine = Engine(model, max_batch=8, prompt_chunk=60, max_batch_tokens=100)
+    running = [engine.add(prompt_of(3, n), max_new_tokens=50, stop_token_ids=[]) for n in range(2)]
+    engine.step()
+    model.chunks.clear()
+    model.batches.clear()
+    long, *short = (engine.add(prompt_of(n, n), max_new_tokens=50, stop_token_ids=[]) for n in (150, 30, 60, 10))
+    read = []
+    for _ in range(3):
+        engine.step()
+        read.append(list(model.chunks))
+        model.chunks.clear()
+    # A chunk that does not fit waits, and later ones that do go with the pass.
+    assert read == [[60, 30, 10], [60], [30, 60]]
+    assert len(model.batches) == 3
+    assert [len(request.tokens) for request in running] == [4, 4]
+    assert [len(request.tokens) for request in (long, *short)] == [1, 3, 1, 3]
+    engine.run()
+    for request in (*running, long, *short):
+        assert request.tokens == alone(request.prompt, 50, request.sampling, stops=())
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -340,12 +386,7 @@ def test_serving_goes_on_after_a_failed_step_and_a_failed_listener_and_logs_both
     engine = Engine(model, kv_memory=20, max_batch=2)
     over = threading.Event()
     server = threading.Thread(target=engine.run, args=[over])
-
-    def fail():
-        model.before_pass = lambda: None
-        raise MemoryError
-
-    model.before_pass = fail
+    fail_once(model)
     server.start()
     lost = engine.add(prompt_of(15), max_new_tokens=5)
     while not lost.finished:
@@ -365,24 +406,19 @@ def test_serving_goes_on_after_a_failed_step_and_a_failed_listener_and_logs_both
 def test_a_stream_raises_the_failure_of_its_own_step_and_outlives_that_of_others(caplog):
     model = FakeModel()
     engine = Engine(model, kv_memory=20, max_batch=2, prompt_chunk=10)
-
-    def fail():
-        model.before_pass = lambda: None
-        raise MemoryError
-
-    model.before_pass = fail
+    fail_once(model)
     other, request = engine.add(prompt_of(5)), engine.add(prompt_of(5), max_new_tokens=6, stop_token_ids=[])
     assert sum(len(event.tokens) for event in engine.stream(request)) == 6
     assert other.finish_reason == "error"
     assert "A step of the engine failed" in caplog.text
-    model.before_pass = fail
+    fail_once(model)
     with pytest.raises(MemoryError):
         list(engine.stream(engine.add(prompt_of(5))))
 
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_stop_token_that_comes_first_is_the_only_token(lag):
-    # The step that completes the prompt decodes as well: what comes after the stop token is dropped.
+    # On a GPU the pass after it has begun when the stop token is read: what comes after it is dropped.
     prompt = prompt_of(5)
     (first,) = alone(prompt, 1, Sampling())
     model = FakeModel()
@@ -443,12 +479,3 @@ def test_every_draw_without_a_seed_has_one_of_its_own_and_can_be_repeated_with_i
     again = engine.add(prompt_of(5), max_new_tokens=20, sampling=first.sampling, stop_token_ids=[])
     engine.run()
     assert again.tokens == first.tokens
-
-
-def test_the_first_token_is_drawn_like_the_others():
-    logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    for seed in range(50):
-        sampling = Sampling(temperature=1.0, top_k=20, top_p=0.8, seed=seed)
-        columns = [torch.tensor([value]) for value in (20, seed, 0)]
-        expected = sample(logits, torch.tensor([1.0]), columns[0], torch.tensor([0.8]), columns[1], columns[2])
-        assert choose_first(logits, sampling).equal(expected)
