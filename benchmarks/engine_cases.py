@@ -22,6 +22,7 @@ from kvconvert.runtime import Engine, KVCache
 from kvconvert.runtime.cache.append import commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.engine.model_steps import PromptChunk
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.generation import adopt
 
@@ -240,13 +241,17 @@ def _throughput(model: PreTrainedModel, memory: int, prompt: int, steps: int) ->
     gc.collect()
     torch.cuda.empty_cache()
     served = Engine(model, kv_memory=memory, max_batch=batch, prompt_chunk=prompt)
+    forward = served._steps.forward
 
-    def random_prompt(cache: KVCache, ids: list[int], position: int, last: bool) -> torch.Tensor:
-        filled(model, 1, len(ids), cache)
-        cache.seal()
-        return torch.randn(1, model.config.vocab_size, device=GPU)
+    def random_prompts(ids: torch.Tensor, positions: torch.Tensor, decodes: bool, chunks: list[PromptChunk]) -> tuple:
+        for chunk in chunks:
+            filled(model, 1, len(chunk.ids), chunk.cache)
+            chunk.cache.seal()
+        if decodes:
+            return forward(ids, positions, True, [])
+        return torch.randn(batch, model.config.vocab_size, device=GPU), {}
 
-    served._steps.read_prompt = random_prompt
+    served._steps.forward = random_prompts
     for _ in range(batch):
         served.add([7] * prompt, max_new_tokens=new_tokens, stop_token_ids=[])
     while served.stats().waiting or served.stats().prompt_tokens < batch * prompt:

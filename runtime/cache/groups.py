@@ -419,8 +419,11 @@ class LayerGroup(Generic[Store]):
             store.rows[row] = store.empty_row()
         self._put(row, FREE)
         if not any(sequence.occupied for sequence in self.sequences):
-            # What an error made unusable is gone.
-            self.error, self.unread_flags = None, []
+            # What an error made unusable is gone, and with it a pass that some layers did not come to.
+            self.error, self.unread_flags, self.forward_pass = None, [], None
+            for store in self.stores:
+                store.forward_pass = store.ended = store.pending = None
+                store.passes = self.passes
 
     def _put(self, row: int, sequence: Sequence) -> None:
         self._replace_sequences((*self.sequences[:row], sequence, *self.sequences[row + 1 :]))

@@ -65,7 +65,8 @@ class Engine:
                 raise UsageError(f"`{name}` is {value}; it has to be at least {least}.")
         if prompt_chunk > max_batch_tokens:
             raise UsageError(
-                f"`max_batch_tokens` is {max_batch_tokens}; it has to be at least `prompt_chunk`, which is {prompt_chunk}."
+                f"`max_batch_tokens` is {max_batch_tokens}; it has to be at least `prompt_chunk`, which is "
+                f"{prompt_chunk}."
             )
         if max_waiting is not None and max_waiting < 0:
             raise UsageError(f"`max_waiting` is {max_waiting}; it has to be at least 0, or None.")

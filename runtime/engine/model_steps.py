@@ -84,6 +84,8 @@ class ModelSteps:
         self.device: torch.device = model.device
         self.lag = 1 if self.device.type == "cuda" else 0
         config = model.config.get_text_config(decoder=True)
+        # Without it logits of all tokens are computed.
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.vocabulary: int = config.vocab_size
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         switch = rotary_switch(config)
@@ -183,7 +185,11 @@ class ModelSteps:
         if decodes:
             read = torch.cat([torch.stack([ids, positions]), read], 1)
         cache = self.cache.packed(tokens, rows=decodes)
-        logits = self._logits(*read[:, None], cache, logits_to_keep=upload(kept, self.device))[0]
+        keep = upload(kept, self.device)
+        if self._keeps_logits:
+            logits = self._logits(*read[:, None], cache, logits_to_keep=keep)[0]
+        else:
+            logits = self._logits(*read[:, None], cache)[0, keep]
         parts = [None, *chunks] if decodes else chunks
         failures = {part: s.error for part, s in zip(parts, cache.segments, strict=True) if s.error is not None}
         for chunk in chunks:

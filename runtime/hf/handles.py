@@ -9,31 +9,29 @@ allocated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvconvert.errors import CacheError
 from kvconvert.runtime.cache.forward_pass import Chunk
-
-if TYPE_CHECKING:
-    from kvconvert.runtime.cache.store import LayerStore
-    from kvconvert.runtime.hf.packed import PackedLayer
+from kvconvert.runtime.cache.store import LayerStore
 
 
 class KeyHandle(torch.Tensor):
-    """New keys on their way to attention, with a pointer to the store that parked them.
+    """New keys on their way to attention, with a pointer to the store that parked them, or the layer of several stores.
 
     Models may read its shape, or move and cast it. Any computation with it means that an attention function other than
     kvconvert's received it and would silently ignore everything stored before: that is an error.
     """
 
-    store: LayerStore | PackedLayer
+    store: LayerStore | CacheLayerMixin
 
     @staticmethod
-    def wrap(keys: torch.Tensor, store: LayerStore | PackedLayer) -> KeyHandle:
-        """The keys as a handle of `store`."""
+    def wrap(keys: torch.Tensor, store: LayerStore | CacheLayerMixin) -> KeyHandle:
+        """The keys as a handle of `store`, which has an `index`."""
         handle = keys.as_subclass(KeyHandle)
         handle.store = store
         return handle

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +17,9 @@ from transformers.masking_utils import causal_mask_function
 
 from kvconvert.errors import CacheError
 from kvconvert.runtime.cache.attend import store_and_attend
-from kvconvert.runtime.cache.forward_pass import Chunk, ModalityMask
+from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.hf.handles import KeyHandle, MaskHandle
 from kvconvert.runtime.hf.layer import PagedLayer
-
-if TYPE_CHECKING:
-    from kvconvert.runtime.hf.cache import KVCache
 
 
 @dataclass(eq=False)
@@ -30,13 +27,13 @@ class Segment:
     """The tokens of one cache in a packed pass.
 
     Attributes:
-        cache: where they are stored.
+        cache: where they are stored, a `KVCache`.
         rows: of the cache; each has equally many of the tokens, one row after the other.
         tokens: which of the pass they are.
         error: what the cache failed with, after which the rest of the pass passes it over; None while it has not.
     """
 
-    cache: KVCache
+    cache: Any
     rows: int
     tokens: slice
     error: Exception | None = None
@@ -103,9 +100,7 @@ class PackedLayer(CacheLayerMixin):
             if segment.error is None:
                 try:
                     chunk = _chunk(mask, segment, layer.store.forward_pass.start, queries.device)
-                    output = store_and_attend(
-                        layer.store, segment.split(queries), chunk, scaling, softcap, sink_logits
-                    )
+                    output = store_and_attend(layer.store, segment.split(queries), chunk, scaling, softcap, sink_logits)
                     outputs.append(output.transpose(1, 2).flatten(0, 1))
                     continue
                 except Exception as error:
@@ -142,15 +137,15 @@ class PackedCache(Cache):
     meaningless. What the model raises outside of the caches concerns all of them.
 
     Args:
-        parts: each cache and its number of new tokens, one or more sequences' equally many one after another, in the
-            order in which the model's input has them.
+        parts: each `KVCache` and its number of new tokens, in the order in which the model's input has them; of a cache
+            with several sequences one's after the other's, equally many of each.
 
     Attributes:
         segments: of the pass.
         placeholders: see `KVCache`.
     """
 
-    def __init__(self, parts: Sequence[tuple[KVCache, int]]):
+    def __init__(self, parts: Sequence[tuple[Any, int]]):
         self.segments: list[Segment] = []
         begin = 0
         for cache, count in parts:

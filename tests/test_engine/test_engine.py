@@ -247,7 +247,9 @@ def test_a_full_queue_refuses_and_takes_requests_again_later(limit):
     assert (stats.finished, stats.refused) == (3 + limit, 1)
 
 
-@pytest.mark.parametrize("arguments", [{"max_batch": 0}, {"prompt_chunk": 0}, {"max_waiting": -1}, {"max_batch_tokens": 100}])
+@pytest.mark.parametrize(
+    "arguments", [{"max_batch": 0}, {"prompt_chunk": 0}, {"max_waiting": -1}, {"max_batch_tokens": 100}]
+)
 def test_arguments_that_make_no_engine_are_refused(arguments):
     with pytest.raises(UsageError, match=next(iter(arguments))):
         Engine(FakeModel(), **arguments)

@@ -1,0 +1,120 @@
+"""Packed passes of the Engine on real models: prompts and decoding rows in one pass do not change each other."""
+
+import random
+
+import pytest
+import torch
+from tiny.models import ARCHITECTURES, GREEDY, tiny_model
+
+from kvconvert.errors import NumericError
+from kvconvert.methods import PRESETS, KVScheme
+from kvconvert.runtime import Engine
+from kvconvert.runtime.hf import packed
+from kvconvert.runtime.hf.generation import adopt
+
+LENGTHS = (1, 2, 127, 128, 129, 300)
+CHUNK = 130
+ALWAYS = ("oscar-g128", "kitty", "calibquant-1bit", "minikv-pyramid")
+
+
+def low_bit(model, scheme):
+    """The model with the attention and the caches of a bundle."""
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    adopt(model, [KVScheme.preset(scheme).with_online_rotation()] * layers, {})
+    return model
+
+
+def prompts_of(vocabulary, lengths, seed=0):
+    dice = random.Random(seed)
+    return [dice.choices(range(1, vocabulary), k=length) for length in lengths]
+
+
+def alone(model, prompt, new):
+    """What `generate` gives for the same chunks."""
+    ids = torch.tensor([prompt])
+    return model.generate(ids, max_new_tokens=new, prefill_chunk_size=CHUNK, **GREEDY)[0, len(prompt) :].tolist()
+
+
+def check_company(model, lengths, new):
+    """Requests that join in the middle of others and leave at other times give what they give alone."""
+    engine = Engine(model, max_batch=5, prompt_chunk=CHUNK, max_batch_tokens=2 * CHUNK)
+    prompts = prompts_of(model.config.get_text_config(decoder=True).vocab_size, lengths)
+    requests = []
+    for number, prompt in enumerate(prompts + prompts[::-1]):
+        requests.append(engine.add(prompt, max_new_tokens=new + 3 * (number % 3), stop_token_ids=[]))
+        if number in (1, 6, 9):
+            engine.step()
+        if number == 7:
+            # One of which chunks were read, and one that decodes, if there are such ones.
+            for state in ("prompt", "running"):
+                found = [r for r in requests if r.state == state and (r.prompt_read or r.tokens)]
+                if found:
+                    found[-1].cancel()
+    engine.run()
+    cancelled = [request for request in requests if request.finish_reason == "cancelled"]
+    assert 1 <= len(cancelled) <= 2
+    for request in requests:
+        expected = alone(model, request.prompt, request.max_new_tokens)
+        assert request.tokens == expected[: len(request.tokens)]
+        assert request in cancelled or len(request.tokens) == request.max_new_tokens
+    assert engine.stats().pages_reserved == 0
+    assert engine._steps.cache.stats().pages == 0
+
+
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.full) for name in PRESETS]
+)
+def test_prompts_and_decoding_rows_in_one_pass_give_what_each_gives_alone(scheme):
+    check_company(low_bit(tiny_model("llama", num_hidden_layers=2, gain=3.0), scheme), LENGTHS, 8)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_sliding_windows_soft_caps_and_sink_logits_hold_in_a_packed_pass(name):
+    check_company(low_bit(ARCHITECTURES[name].build(), "kivi"), LENGTHS, 6)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("failing", ["rows", "prompt"])
+def test_a_cache_that_fails_within_a_pass_leaves_the_others_and_later_requests_as_they_are(monkeypatch, failing, layer):
+    model = low_bit(tiny_model("llama", num_hidden_layers=2, gain=3.0), "kivi")
+    engine = Engine(model, max_batch=4, prompt_chunk=CHUNK)
+    first, second, third, *later = prompts_of(model.config.vocab_size, (129, 5, 200, 140, 20, 300))
+    rows = [engine.add(prompt, max_new_tokens=20, stop_token_ids=[]) for prompt in (first, second)]
+    engine.step()
+    prompt = engine.add(third, max_new_tokens=10, stop_token_ids=[])
+    own = engine._steps.cache
+
+    def attend(store, *arguments, after=packed.store_and_attend):
+        if store.index == layer and (store is own.layers[layer].store) == (failing == "rows"):
+            raise NumericError("not a number")
+        return after(store, *arguments)
+
+    monkeypatch.setattr(packed, "store_and_attend", attend)
+    with pytest.raises(NumericError):
+        engine.step()
+    monkeypatch.undo()
+    lost = rows if failing == "rows" else [prompt]
+    assert [request.finish_reason for request in (*rows, prompt) if request.finished] == ["error"] * len(lost)
+    others = [request for request in (*rows, prompt) if request not in lost]
+    others += [engine.add(ids, max_new_tokens=10, stop_token_ids=[]) for ids in later]
+    engine.run()
+    for request in others:
+        assert request.tokens == alone(model, request.prompt, request.max_new_tokens)
+    assert own.stats().pages == 0
+
+
+def test_keys_that_cannot_be_stored_end_their_own_request_alone():
+    model = low_bit(tiny_model("llama", num_hidden_layers=2, gain=3.0), "kivi")
+    poison = 3
+    with torch.no_grad():
+        model.get_input_embeddings().weight[poison] = float("nan")
+    engine = Engine(model, max_batch=4, prompt_chunk=CHUNK)
+    prompts = [[i for i in ids if i != poison] for ids in prompts_of(model.config.vocab_size, (100, 290, 290))]
+    requests = [engine.add(ids, max_new_tokens=5, stop_token_ids=[]) for ids in prompts]
+    poisoned = engine.add([*prompts[1][:20], poison, *prompts[1][:250]], max_new_tokens=5)
+    with pytest.raises(NumericError, match="cannot store"):
+        engine.run()
+    engine.run()
+    assert poisoned.finish_reason == "error"
+    for request in requests:
+        assert request.tokens == alone(model, request.prompt, 5)
