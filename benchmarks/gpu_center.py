@@ -6,6 +6,7 @@ Run: python benchmarks/gpu_center.py [--json benchmarks/results/gpu_center.json]
 A layer of 8 KV heads for 32 query heads of 128 channels in bfloat16, as benchmarks/gpu_steps.py steps it: new tokens
 are stored and attended to, pages flushed when they are complete, and with Linears the layer's 4-bit products follow.
 Each time is that of one layer's part of a step in a CUDA graph; the bar is a whole step with centers over one without.
+Flushes of all rows' pages, and the kernel that computes what centers add to scores, are timed alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,14 +29,14 @@ from gpu_steps import DIM, DTYPE, GROUP, HEADS, SCHEMES, Linears, Scheme, Steppe
 from gpu_timing import buffers_beyond_cache, graph_time
 
 from kvconvert.kernels.decode import attention_reference
-from kvconvert.kernels.decode.triton import center as kernel
+from kvconvert.kernels.decode.triton.center import launch_center_scores
 from kvconvert.kernels.decode.triton.launch import decode_shape
 from kvconvert.kernels.pages import PAGE_SIZE, KeyCenter, page_centers, rope_matrix
 from kvconvert.kernels.pages.triton.center import launch_centers
 
 SIZES = ((1, 131072), (32, 8192))
 BAR = 1.1
-CYCLES = 8
+CYCLES = 12
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -54,7 +56,7 @@ class CenteredLayer(SteppedLayer):
         )
         self.center = KeyCenter(matrix.half().to(device), (10_000.0 ** (-half / len(half))).to(device))
         self.format = replace(self.format, key_center=self.center)
-        rows = [[row * self.stored, self.stored, scheme.sink_tokens, row * self.stored] for row in range(batch)]
+        rows = [[row * self.stored, self.stored, scheme.sink_tokens] for row in range(batch)]
         self.tables = replace(self.tables, center=self.center, key_rows=self._tensor(rows))
         self.centers = {
             step: self._tensor([[scheme.sink_tokens + self.stored * PAGE_SIZE, 0, 0]] * len(table[0]))
@@ -90,62 +92,55 @@ def check() -> list[dict[str, Any]]:
 
 
 def measure() -> list[dict[str, Any]]:
-    """Steps with and without centers."""
+    """Steps with and without centers, flushes, and the kernel before decoding, each alone."""
     rows = []
     for name, scheme in SCHEMES.items():
         for batch, tokens in SIZES:
-            linears, times = Linears(batch, DEVICE), {}
-            for centered in (False, True):
-                kind = CenteredLayer if centered else SteppedLayer
-                first = kind(scheme, batch, tokens, False, DEVICE)
-                layers = [first] + [
-                    kind(scheme, batch, tokens, False, DEVICE) for _ in range(buffers_beyond_cache(first.nbytes) - 1)
-                ]
-                for whole in (False, True):
-                    times[centered, whole] = gpu_steps._compare(layers, linears if whole else None)
-                if centered:
-                    alone = _alone(layers)
-                del first, layers
+            linears, us, flush_us = Linears(batch, DEVICE), {False: [], True: []}, []
+            for kind in (SteppedLayer, CenteredLayer):
+                layers = [kind(scheme, batch, tokens, False, DEVICE)]
+                count = buffers_beyond_cache(layers[0].nbytes)
+                layers += [kind(scheme, batch, tokens, False, DEVICE) for _ in range(count - 1)]
+                for whole, times in us.items():
+                    times.append(_step_us(layers, linears if whole else None))
+                flush_us.append(1e6 * graph_time([lambda x=x: x.flush(PAGE_SIZE - 1) for x in layers]))
+                if kind is CenteredLayer:
+                    kernel_us = 1e6 * graph_time([lambda x=x: _scores(x) for x in layers])
+                del layers
                 gc.collect()
                 torch.cuda.empty_cache()
-            for whole in (False, True):
-                plain, with_centers = times[False, whole], times[True, whole]
-                us = [x["us_without_flushes"]["median"] for x in (plain, with_centers)]
-                row = {
-                    "scheme": name,
-                    "batch": batch,
-                    "tokens": tokens,
-                    "linears": whole,
-                    "us": us,
-                    "ratio": us[1] / us[0],
-                    "flush_us": [plain["flush_us"], with_centers["flush_us"]],
-                }
-                rows.append(row)
-                part = "layer of a step" if whole else "attention alone"
-                print(
-                    f"{name}, {batch} x {tokens:,}, {part}: {us[0]:.1f} -> {us[1]:.1f} us, {us[1] / us[0]:.3f}x"
-                    f"{f' (bar {BAR})' if whole else ''}; flush {plain['flush_us']:.1f} -> "
-                    f"{with_centers['flush_us']:.1f} us",
-                    flush=True,
-                )
-            rows[-1]["kernel_us"] = alone
-            print(f"  its own kernel by programs per multiprocessor: {alone}", flush=True)
+            for whole, times in us.items():
+                row = {"scheme": name, "batch": batch, "tokens": tokens, "linears": whole, "us": times}
+                rows.append(row | {"ratio": times[1] / times[0]})
+                part = f"layer of a step (bar {BAR})" if whole else "attention alone"
+                print(f"{name}, {batch} x {tokens:,}, {part}: {times[0]:.1f} -> {times[1]:.1f} us, ", end="")
+                print(f"{times[1] / times[0]:.3f}x", flush=True)
+            rows[-1] |= {"flush_us": flush_us, "kernel_us": kernel_us}
+            print(f"  flush {flush_us[0]:.1f} -> {flush_us[1]:.1f} us; its own kernel {kernel_us:.1f} us", flush=True)
     return rows
 
 
-def _alone(layers: list[CenteredLayer]) -> dict[int, float]:
-    """Microseconds of the kernel before decoding, by programs per multiprocessor."""
-    found, usual = {}, kernel.PROGRAMS_PER_MULTIPROCESSOR
-    for programs in (1, 2, 3, 4):
-        kernel.PROGRAMS_PER_MULTIPROCESSOR = programs
-        found[programs] = round(1e6 * graph_time([lambda x=x: _scores(x) for x in layers]), 2)
-    kernel.PROGRAMS_PER_MULTIPROCESSOR = usual
-    return found
+def _step_us(layers: list[SteppedLayer], linears: Linears | None) -> float:
+    """Median microseconds of steps without flushes, at residual windows of all lengths."""
+    pool, stream, graphs = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), []
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for layer in layers:
+            layer.step(0, linears, False)
+        torch.cuda.synchronize()
+        for i in range(8 * len(layers)):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=pool)
+            layers[i % len(layers)].step(i * 16 // len(layers) % PAGE_SIZE, linears, False)
+            graph.capture_end()
+            graphs.append(graph.replay)
+    torch.cuda.synchronize()
+    return statistics.median(gpu_steps.step_times(graphs))
 
 
 def _scores(layer: CenteredLayer) -> None:
     shape = decode_shape(layer.format, None, DTYPE, GROUP, 1)
-    kernel.launch_center_scores(layer.new[0], layer.tables, DIM**-0.5, 1, shape, False)
+    launch_center_scores(layer.new[0], layer.tables, DIM**-0.5, 1, shape, False)
 
 
 def prompts() -> dict[str, float]:

@@ -65,6 +65,11 @@ def capability(device: torch.device) -> tuple[int, int]:
     return _capability(device.index or 0) if device.type == "cuda" else (9, 0)
 
 
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether a GPU, from Hopper on, launches a kernel while the one before it is at work, and lets it wait there."""
+    return device.type == "cuda" and capability(device) >= (9, 0)
+
+
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; a small number under the interpreter, so that splits are exercised."""
     return _properties(device.index or 0).multi_processor_count if device.type == "cuda" else 4

@@ -52,7 +52,7 @@ def variants(capability: int) -> Iterator[Variant]:
             most_local=0.35 if crowded else 0.05,
         )
     for dim, dtype in product(DIMS, DTYPES):
-        constants = center.center_constants(HEADS, dim, PAGE_SIZE, 1)
+        constants = center.center_constants(HEADS, dim, PAGE_SIZE, 1) | {"FAST": dtype != "fp32"}
         yield Variant(
             f"pages-{dim}-{dtype}",
             center.center_kernel,
@@ -60,6 +60,7 @@ def variants(capability: int) -> Iterator[Variant]:
             constants,
             center.center_warps(PAGE_SIZE),
             num_stages=3,
+            max_registers=None if dtype == "fp32" else center.FEW_REGISTERS,
             axes={"kernel": "pages", "head_size": dim, "dtype": dtype},
             tensor_cores=True,
             spills="sines and cosines of angles of any size",

@@ -20,7 +20,7 @@ def variants(capability: int) -> Iterator[Variant]:
                 for inverse in (False, True):
                     yield _rotate_variant(name, shared, axes, inverse)
                 for rotate_values in (False, True):
-                    yield _append_variant(name, shared, axes, rotate_values)
+                    yield _append_variant(name, shared, axes, rotate_values, capability >= 90)
 
 
 def _rotate_variant(name: str, shared: dict[str, int], axes: dict[str, object], inverse: bool) -> Variant:
@@ -37,7 +37,9 @@ def _rotate_variant(name: str, shared: dict[str, int], axes: dict[str, object], 
     )
 
 
-def _append_variant(name: str, shared: dict[str, int], axes: dict[str, object], rotate_values: bool) -> Variant:
+def _append_variant(
+    name: str, shared: dict[str, int], axes: dict[str, object], rotate_values: bool, dependent: bool
+) -> Variant:
     return Variant.of(
         f"append-{name}-{shared['SIZE']}-{shared['ROWS']}{'-values' * rotate_values}",
         rotate_and_append_kernel,
@@ -53,6 +55,7 @@ def _append_variant(name: str, shared: dict[str, int], axes: dict[str, object], 
             "ROTATE_KEYS": True,
             "ROTATE_VALUES": rotate_values,
             "ROWS_ARE_HEADS": shared["ROWS"] == FEW_ROWS,
+            "DEPENDENT": dependent,
         },
         num_warps=4,
         axes=axes | {"rotate_values": rotate_values},

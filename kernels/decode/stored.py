@@ -53,8 +53,8 @@ class PageTables:
             of value scale and zero point [H, E] relative to `value_base`; None where pages have scales of their own.
         boosted: integers [H, n], the channels with more bits where these are fixed for the layer, else None.
         center: what key pages leave out; None for whole keys.
-        key_rows: int64 [B, 4], of each sequence's key pages the first entry, their number, the position of the first
-            one's first token, and how many pages the sequences before it have; None without a center.
+        key_rows: int64 [B, 3], of each sequence's key pages the first entry, their number, and the position of the
+            first one's first token; None without a center.
     """
 
     key_base: torch.Tensor

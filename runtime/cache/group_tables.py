@@ -78,8 +78,8 @@ class GroupTables:
         capacity: tokens that a row's key and value buffers have room for, in every layer.
         boosted: for each layer int32 [H, n], boosted channels of a scheme that fixes them; else None.
         centers: of each layer's keys, None where pages hold whole keys.
-        key_rows: int64 [B, 4], of each row's key pages the first entry, their number, the position of the first one's
-            first token, and how many pages the rows before it have; None without centers.
+        key_rows: int64 [B, 3], of each row's key pages the first entry, their number, and the position of the first
+            one's first token; None without centers.
         clamped_rows: int64 [L], see `LayerStore`: what was counted for the present owner.
     """
 
@@ -96,7 +96,7 @@ class GroupTables:
         self.clamped_rows = torch.zeros(self._layers, **device)
         # Caches of one model share tables and recordings of their kernels, which know the addresses of these.
         self.centers = [store.format.key_center for store in stores]
-        self.key_rows = torch.zeros(rows, 4, **device) if any(self.centers) else None
+        self.key_rows = torch.zeros(rows, 3, **device) if any(self.centers) else None
         self.boosted = [None if store.format.boosted is None else store.format.boosted.int() for store in stores]
         self.shared: list[torch.Tensor | None] = [None] * self._layers
         self._owner: weakref.ref[Group] | None = None
@@ -139,6 +139,7 @@ class GroupTables:
         first_span = self._write_shared(sequences, stores)
         self._write_entries(stores, sequences, rows)
         if self.key_rows is not None:
+            # Not last: a kernel that is launched early reads them before it waits for the one before it.
             self._write_key_rows(sequences, size)
         tables = np.zeros((self._layers, len(rows), 12), dtype=np.int64)
         for column, row in enumerate(rows):
@@ -194,12 +195,11 @@ class GroupTables:
                     self._place(table, list(range(begin, begin + len(blocks[0]))), np.stack(blocks))
 
     def _write_key_rows(self, sequences: tuple[Sequence, ...], page_size: int) -> None:
-        """Write where all rows' key pages begin: how many come before one depends on the others."""
-        lines, before = [], 0
-        for row, sequence in enumerate(sequences):
-            pages = len(sequence.keys.pages)
-            lines.append([row * self.entries, pages, sequence.page_position(0, page_size), before])
-            before += pages
+        """Write where all rows' key pages begin, how many there are, and at which position."""
+        lines = [
+            [row * self.entries, len(sequence.keys.pages), sequence.page_position(0, page_size)]
+            for row, sequence in enumerate(sequences)
+        ]
         self.key_rows.copy_(upload(lines, self.device))
 
     def _blocks(self, spans: list[Span], is_key: bool) -> np.ndarray:

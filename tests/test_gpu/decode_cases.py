@@ -124,7 +124,7 @@ class Stored:
             dv = dequantize_values(qv, values, scales[1])
             dk[key_count:], dv[value_count:] = k[key_count:].float(), v[value_count:].float()
             first = c.position + 1000 * row
-            key_rows.append([len(key_pages), key_count, first, sum(line[1] for line in key_rows)])
+            key_rows.append([len(key_pages), key_count, first])
             if center is not None and key_count:
                 dk[:key_count] += page_centers(first + PAGE_SIZE * torch.arange(key_count), PAGE_SIZE, center)
             # Both tables have an entry for every half-quantized page; the side in full precision has no page.

@@ -36,6 +36,9 @@ CASES = (
     Case(center=3.0, dtype=HALF, queries=3, masked=True, group=2),
     Case(center=3.0, queries=9, group=4, key_group=32, pages=(2, 0, 0), **{**SMALL, "residual": (3, 1, 1)}),
     Case(center=300.0, position=130_000, pages=(1, 3, 2), key_dim=64, value_dim=64, value_group=64),
+    # Under the interpreter, programs that take tiles of several rows, one of them without pages, and half a row's.
+    Case(center=3.0, heads=4, group=8, key_dim=32, value_dim=32, value_group=32, pages=(3, 0, 5)),
+    Case(center=3.0, dtype=HALF, heads=8, group=16, key_dim=48, value_dim=32, value_group=32, pages=(5, 1, 6)),
 )
 
 

@@ -7,8 +7,19 @@ With q M = [a, b] for the F frequencies w, and t the position of a page's first 
 (`kernels/pages/center.py`): the queries are turned back once per page, and multiplied with a table that all pages
 share. The decode kernel has one warp per program and no room for the table; so a kernel of its own, whose programs
 hold it, takes several pages for the rows of one product, and leaves the results in a workspace, in the order in which
-the decode kernel has its scores. Pages of all sequences are divided evenly among a fixed number of programs, which find
+the decode kernel has its scores. Tiles of as many pages are divided evenly among a fixed number of programs, which find
 on the device how many there are.
+
+From Hopper on this kernel, the decode kernel and the merge are each launched while the one before is at work, and a
+captured graph has the same edges. That is safe for three reasons.
+
+- Each of them waits in every program, so that it is complete only when all before it are. What is launched as usual (the
+  next layer's append, a flush that writes pages, the tables of the next step) therefore begins when nobody reads scores,
+  pages or tokens of this step any more.
+- This kernel writes scores, and lets the decode kernel begin, only after it has waited: then the append is complete,
+  whose tokens and queries the decode kernel reads before it waits itself, and so is whoever used the workspace before.
+- Before it waits, it reads what no kernel directly before it writes: `key_rows`, after which a group's other tables are
+  written, and the center, whose first use computes its steps.
 """
 
 from __future__ import annotations
@@ -24,15 +35,11 @@ from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, key_lan
 from kvconvert.kernels.decode.triton.tiles import PAGE
 from kvconvert.kernels.device import capability, multiprocessors
 from kvconvert.kernels.pages.formats import PAGE_SIZE
+from kvconvert.kernels.pages.triton.center import cos_and_sin
 
 # Columns of `PageTables.key_rows`.
-KEY_ROW = tl.constexpr(4)
+KEY_ROW = tl.constexpr(3)
 FEWEST_ROWS = tl.constexpr(16)
-# Channels of queries that are multiplied at a time: bounds shared memory.
-CHANNELS = tl.constexpr(64)
-# 2 pi in fp32, and what it is less than that.
-TURN = tl.constexpr(6.2831854820251465)
-TURN_REST = tl.constexpr(-1.7484556000744883e-07)
 PROGRAMS_PER_MULTIPROCESSOR = 2
 # Loads in advance would take more shared memory than there is.
 STAGES = 1
@@ -62,28 +69,6 @@ def for_every_page(x, M: tl.constexpr):
 
 
 @triton.jit
-def cos_and_sin(angle, F: tl.constexpr):
-    """Both of any angle in fp32.
-
-    Where results are rounded to fp16, to an error of 2^-20: the first step of the reduction by multiples of 2 pi is
-    exact, and the hardware's instructions have that error between -pi and pi, and larger ones elsewhere.
-    """
-    if F.inline_asm and not F.split_query:
-        turns = tl.floor(angle * (1.0 / TURN) + 0.5)
-        angle = tl.fma(turns, -TURN, angle)
-        angle = tl.fma(turns, -TURN_REST, angle)
-        cos = tl.inline_asm_elementwise(
-            "cos.approx.f32 $0, $1;", "=r,r", [angle], dtype=tl.float32, is_pure=True, pack=1
-        )
-        sin = tl.inline_asm_elementwise(
-            "sin.approx.f32 $0, $1;", "=r,r", [angle], dtype=tl.float32, is_pure=True, pack=1
-        )
-        return cos, sin
-    else:
-        return tl.cos(angle), tl.sin(angle)
-
-
-@triton.jit
 def step_features(steps, place, f, F: tl.constexpr):
     """cos(j w) and sin(j w), [F, N], of the tokens j at `place` [N] of a row of `rest`."""
     COUNT: tl.constexpr = F.key_dim // 2
@@ -92,6 +77,16 @@ def step_features(steps, place, f, F: tl.constexpr):
     table = steps + token[None, :] * (2 * COUNT) + f[:, None]
     known = (f < COUNT)[:, None]
     return tl.load(table, mask=known, other=0.0), tl.load(table + COUNT, mask=known, other=0.0)
+
+
+@triton.jit
+def center_part(matrix, head, begin, f, CHANNELS: tl.constexpr, F: tl.constexpr):
+    """Both halves of some channels' rows of a head's matrix: [CHANNELS, F] each."""
+    COUNT: tl.constexpr = F.key_dim // 2
+    channel = begin + tl.arange(0, CHANNELS)
+    here = matrix + (head * F.key_dim + channel[:, None]) * (2 * COUNT) + f[None, :]
+    known = (channel < F.key_dim)[:, None] & (f < COUNT)[None, :]
+    return tl.load(here, mask=known, other=0.0), tl.load(here + COUNT, mask=known, other=0.0)
 
 
 @triton.jit(do_not_specialize=["query_row", "count", "batch"])
@@ -112,6 +107,7 @@ def center_scores_kernel(
     F: tl.constexpr,
     PAGES: tl.constexpr,
     TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -121,88 +117,93 @@ def center_scores_kernel(
     tokens, as many as are computed at a time, to `mean` fp32 [entries, blocks, H, rows]; what is left to `rest`
     [entries, blocks, H, rows, 128], token = plane * lanes + lane at lane * planes + plane.
     """
-    if DEPENDENT:
-        # The decode kernel begins with full-precision tokens, and then waits.
-        tl.extra.cuda.gdc_launch_dependents()
     COUNT: tl.constexpr = F.key_dim // 2
     R: tl.constexpr = query_rows(F)
     M: tl.constexpr = PAGES * R
     head = tl.program_id(1)
     block = tl.program_id(2)
-    last = key_rows + (batch - 1) * KEY_ROW
-    total = tl.load(last + 1) + tl.load(last + 3)
-    programs = tl.num_programs(0)
-    share = (total + programs * PAGES - 1) // (programs * PAGES) * PAGES
-    page = tl.program_id(0) * share
-    end = tl.minimum(page + share, total)
-    if page < end:
-        f = tl.arange(0, block_of(COUNT))
-        known = f < COUNT
-        w = tl.load(frequencies + f, mask=known, other=0.0)
-        place = tl.arange(0, TOKENS)
+    number = tl.arange(0, BLOCK_BATCH)
+    tiles = tl.load(key_rows + number * KEY_ROW + 1, mask=number < batch, other=0)
+    tiles = (tiles.to(tl.int32) + PAGES - 1) // PAGES
+    total = tl.sum(tiles, 0)
+    before_end = tl.cumsum(tiles, 0)
+    share = (total + tl.num_programs(0) - 1) // tl.num_programs(0)
+    tile = tl.program_id(0) * share
+    end = tl.minimum(tile + share, total)
+    f = tl.arange(0, block_of(COUNT))
+    w = tl.load(frequencies + f, mask=f < COUNT, other=0.0)
+    if F.key_dim <= CHANNELS:
+        of_cos, of_sin = center_part(matrix, head, 0, f, CHANNELS, F)
+    place = tl.arange(0, TOKENS)
+    every = tl.arange(0, M)
+    r = every % R
+    # The fewest rows of a product, of which the first R are looked at.
+    some = tl.arange(0, FEWEST_ROWS) % R
+    member = some // F.queries
+    asked = block * F.queries + some % F.queries
+    here = (head * F.group + member) * query_head + asked * query_token
+    real = (member < F.group) & (asked < count)
+    row = tl.sum((before_end <= tile).to(tl.int32), 0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        # Not earlier: the decode kernel begins with full-precision tokens, which the append has just stored.
+        tl.extra.cuda.gdc_launch_dependents()
+    while tile < end:
+        before = tl.sum(tl.where(number < row, tiles, 0), 0)
+        line = key_rows + row * KEY_ROW
+        entry = tl.load(line)
+        pages = tl.load(line + 1).to(tl.int32)
+        position = tl.load(line + 2)
+        stop = tl.minimum(end - before, (pages + PAGES - 1) // PAGES)
+        own = (queries + row.to(tl.int64) * query_row + here)[:, None]
+        channel = tl.arange(0, block_of(F.key_dim))
+        query = tl.load(own + channel[None, :], mask=real[:, None] & (channel < F.key_dim)[None, :], other=0.0)
         if TOKENS == PAGE:
             step_cos, step_sin = step_features(steps, place, f, F)
-        slot = tl.arange(0, PAGES)
-        every = tl.arange(0, M)
-        r = every % R
-        # The fewest rows of a product, of which the first R are looked at.
-        some = tl.arange(0, FEWEST_ROWS) % R
-        member = some // F.queries
-        asked = block * F.queries + some % F.queries
-        here = (head * F.group + member) * query_head + asked * query_token
-        real = (member < F.group) & (asked < count)
-        number = tl.arange(0, BLOCK_BATCH)
-        ends = key_rows + number * KEY_ROW
-        there = number < batch
-        before_end = tl.load(ends + 1, mask=there, other=0) + tl.load(ends + 3, mask=there, other=0)
-        row = tl.sum((there & (before_end <= page)).to(tl.int32), 0)
-        while page < end:
-            line = key_rows + row * KEY_ROW
-            before = tl.load(line + 3)
-            entry = tl.load(line) - before
-            position = tl.load(line + 2) - before * PAGE
-            stop = tl.minimum(end, before + tl.load(line + 1))
-            own = (queries + row.to(tl.int64) * query_row + here)[:, None]
-            every_channel = tl.arange(0, block_of(F.key_dim))[None, :]
-            whole_query = tl.load(own + every_channel, mask=real[:, None] & (every_channel < F.key_dim), other=0.0)
-            unit = power_above(tl.max(tl.abs(whole_query.to(tl.float32)), 1))
+        query = query.to(tl.float32)
+        unit = power_above(tl.max(tl.abs(query), 1))
+        if F.key_dim <= CHANNELS:
+            query = query * (1.0 / unit)[:, None]
+            none = tl.zeros([FEWEST_ROWS, block_of(COUNT)], tl.float32)
+            first = product(query, of_cos, none, F)
+            second = product(query, of_sin, none, F)
+        else:
             first = tl.zeros([FEWEST_ROWS, block_of(COUNT)], tl.float32)
             second = tl.zeros([FEWEST_ROWS, block_of(COUNT)], tl.float32)
-            for first_channel in range(0, F.key_dim, CHANNELS):
-                channel = first_channel + tl.arange(0, CHANNELS)
+            for begin in range(0, F.key_dim, CHANNELS):
+                channel = begin + tl.arange(0, CHANNELS)
                 mask = real[:, None] & (channel < F.key_dim)[None, :]
-                q = tl.load(own + channel[None, :], mask=mask, other=0.0).to(tl.float32)
-                q = q * (1.0 / unit)[:, None]
-                part = matrix + (head * F.key_dim + channel[:, None]) * (2 * COUNT) + f[None, :]
-                whole = (channel < F.key_dim)[:, None] & known[None, :]
-                first = product(q, tl.load(part, mask=whole, other=0.0), first, F)
-                second = product(q, tl.load(part + COUNT, mask=whole, other=0.0), second, F)
-            turned_unit = power_above(tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1)))
-            factor = for_every_page(product_factor(unit * turned_unit, scaling, F)[:, None], M)
-            first = for_every_page(first * (1.0 / turned_unit)[:, None], M)
-            second = for_every_page(second * (1.0 / turned_unit)[:, None], M)
-            for start in range(page, stop, PAGES):
-                angle = (position + (start + slot) * PAGE).to(tl.float32)[:, None] * w[None, :]
-                cos, sin = cos_and_sin(angle, F)
-                cos = for_every_row(cos, PAGES, R)
-                sin = for_every_row(sin, PAGES, R)
-                turned_first = first * cos + second * sin
-                turned_second = second * cos - first * sin
-                at = start + every // R
-                where = (((entry + at) * tl.num_programs(2) + block) * tl.num_programs(1) + head) * R + r
-                for begin in tl.static_range(0, PAGE, TOKENS):
-                    if TOKENS < PAGE:
-                        step_cos, step_sin = step_features(steps, begin + place, f, F)
-                    x = product(turned_first, step_cos, tl.zeros([M, TOKENS], tl.float32), F)
-                    x = product(turned_second, step_sin, x, F) * factor
-                    if begin == 0:
-                        average = tl.sum(x, 1) / TOKENS
-                        tl.store(mean + where, average, mask=at < stop)
-                    x = (x - average[:, None]).to(rest.dtype.element_ty)
-                    target = rest + where[:, None] * PAGE + begin + place[None, :]
-                    tl.store(target, x, mask=(at < stop)[:, None])
-            page = stop
-            row += 1
+                q = tl.load(own + channel[None, :], mask=mask, other=0.0).to(tl.float32) * (1.0 / unit)[:, None]
+                part_cos, part_sin = center_part(matrix, head, begin, f, CHANNELS, F)
+                first = product(q, part_cos, first, F)
+                second = product(q, part_sin, second, F)
+        turned_unit = power_above(tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1)))
+        factor = for_every_page(product_factor(unit * turned_unit, scaling, F)[:, None], M)
+        first = for_every_page(first * (1.0 / turned_unit)[:, None], M)
+        second = for_every_page(second * (1.0 / turned_unit)[:, None], M)
+        for number_of_tile in range(tile - before, stop):
+            page = number_of_tile * PAGES + tl.arange(0, PAGES)
+            angle = (position + page * PAGE).to(tl.float32)[:, None] * w[None, :]
+            cos, sin = cos_and_sin(angle, F.inline_asm and not F.split_query)
+            cos = for_every_row(cos, PAGES, R)
+            sin = for_every_row(sin, PAGES, R)
+            turned_first = first * cos + second * sin
+            turned_second = second * cos - first * sin
+            at = number_of_tile * PAGES + every // R
+            where = (((entry + at) * tl.num_programs(2) + block) * tl.num_programs(1) + head) * R + r
+            for begin in tl.static_range(0, PAGE, TOKENS):
+                if TOKENS < PAGE:
+                    step_cos, step_sin = step_features(steps, begin + place, f, F)
+                x = product(turned_first, step_cos, tl.zeros([M, TOKENS], tl.float32), F)
+                x = product(turned_second, step_sin, x, F) * factor
+                if begin == 0:
+                    average = tl.sum(x, 1) / TOKENS
+                    tl.store(mean + where, average, mask=at < pages, eviction_policy="evict_last")
+                x = (x - average[:, None]).to(rest.dtype.element_ty)
+                target = rest + where[:, None] * PAGE + begin + place[None, :]
+                tl.store(target, x, mask=(at < pages)[:, None], eviction_policy="evict_last")
+        tile = before + stop
+        row += 1
 
 
 @triton.jit
@@ -256,6 +257,7 @@ def launch_center_scores(
         DEPENDENT=dependent,
         num_warps=center_warps(shape),
         num_stages=STAGES,
+        **({"launch_pdl": True} if dependent else {}),
     )
     return rest, mean
 
@@ -266,16 +268,19 @@ def workspace_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def center_constants(shape: DecodeShape, major: int) -> dict[str, int]:
-    """Compile-time arguments: pages whose query rows are those of one product, and tokens, as registers allow them.
+    """Compile-time arguments: pages whose query rows are those of one product, tokens and channels that are multiplied
+    at a time, as registers and shared memory allow them.
 
     Args:
         shape: of the decode kernel.
         major: the GPU's compute capability; from 9 on operands stay in shared memory.
     """
-    rows, wide = query_rows(shape), shape.key_dim > 128
+    rows, tokens, channels = 64 if major >= 9 else 32, PAGE_SIZE, block_of(shape.key_dim)
+    if shape.key_dim > 128:
+        tokens, channels = 64, 64
     if shape.split_query:
-        return {"PAGES": 16 // rows, "TOKENS": 32}
-    return {"PAGES": (64 if major >= 9 else 32) // rows, "TOKENS": PAGE_SIZE // 2 if wide else PAGE_SIZE}
+        rows, tokens, channels = 16, 32, min(64, channels)
+    return {"PAGES": rows // query_rows(shape), "TOKENS": tokens, "CHANNELS": channels}
 
 
 def center_warps(shape: DecodeShape) -> int:

@@ -11,7 +11,7 @@ from kvconvert.kernels.decode.triton.center import launch_center_scores, workspa
 from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
 from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, query_columns, query_rows
 from kvconvert.kernels.decode.triton.sums import combine_kernel
-from kvconvert.kernels.device import capability, multiprocessors
+from kvconvert.kernels.device import multiprocessors, overlaps_launches
 from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.spans.formats import SpanFormat
@@ -221,8 +221,7 @@ def decode_attention(
         "maxnreg": registers_for(shape),
     }
     grid = (plan.items.shape[0], heads, blocks)
-    # From Hopper on, a kernel is launched while the one before it is still at work, and waits for it on the device.
-    dependent = device.type == "cuda" and capability(device) >= (9, 0)
+    dependent = overlaps_launches(device)
     overlapped = {"launch_pdl": True} if dependent else {}
     rest, mean = stats, stats
     if shape.centered:

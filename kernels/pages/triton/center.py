@@ -9,10 +9,37 @@ import triton.language as tl
 
 from kvconvert.kernels.pages.center import KeyCenter
 
-# Frequencies and channels of one matrix product: bounds shared memory for heads of 256 channels.
-FREQUENCIES = 32
+# Frequencies and channels of one matrix product, and registers of a thread with which two programs fit a
+# multiprocessor; those of exact sines are more.
+FREQUENCIES = 16
 CHANNELS = 64
+FEW_REGISTERS = 128
 LARGEST_HALF = tl.constexpr(65504.0)
+# 2 pi in fp32, and what it is less than that.
+TURN = tl.constexpr(6.2831854820251465)
+TURN_REST = tl.constexpr(-1.7484556000744883e-07)
+
+
+@triton.jit
+def cos_and_sin(angle, FAST: tl.constexpr):
+    """Both of any angle in fp32; FAST for results that are rounded to 16 bits, to an error of 2^-20.
+
+    The first step of the reduction by multiples of 2 pi is exact, and the hardware's instructions have that error
+    between -pi and pi, and larger ones elsewhere.
+    """
+    if FAST:
+        turns = tl.floor(angle * (1.0 / TURN) + 0.5)
+        angle = tl.fma(turns, -TURN, angle)
+        angle = tl.fma(turns, -TURN_REST, angle)
+        cos = tl.inline_asm_elementwise(
+            "cos.approx.f32 $0, $1;", "=r,r", [angle], dtype=tl.float32, is_pure=True, pack=1
+        )
+        sin = tl.inline_asm_elementwise(
+            "sin.approx.f32 $0, $1;", "=r,r", [angle], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return cos, sin
+    else:
+        return tl.cos(angle), tl.sin(angle)
 
 
 @triton.jit
@@ -29,6 +56,7 @@ def center_kernel(
     SIGN: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     """Add SIGN c(t), in float32, to one page's tokens of one head and block of channels.
 
@@ -49,10 +77,8 @@ def center_kernel(
         w = tl.load(speeds + f, mask=f < COUNT, other=0.0)
         start = first * w
         step = token.to(tl.float32)[:, None] * w[None, :]
-        cos_start = tl.cos(start)[None, :]
-        sin_start = tl.sin(start)[None, :]
-        cos_step = tl.cos(step)
-        sin_step = tl.sin(step)
+        cos_start, sin_start = cos_and_sin(start[None, :], FAST)
+        cos_step, sin_step = cos_and_sin(step, FAST)
         # Stored channel by channel; of pairs beyond the last one the matrix has zeros here.
         here = matrix + channel[None, :] * 2 * COUNT + f[:, None]
         known = (f < COUNT)[:, None] & (channel < HEAD_SIZE)[None, :]
@@ -90,6 +116,7 @@ def launch_centers(
         sign: 1 or -1.
     """
     heads, dim, _ = like.matrix.shape
+    fast = base.is_cuda and base.dtype != torch.float32
     center_kernel[(len(table) * heads, triton.cdiv(dim, CHANNELS))](
         base,
         table,
@@ -98,7 +125,9 @@ def launch_centers(
         like.frequencies,
         token_stride,
         **center_constants(heads, dim, page_size, sign),
+        FAST=fast,
         num_warps=center_warps(page_size),
+        maxnreg=FEW_REGISTERS if fast else None,
         # Every operation is rounded by itself, as on a CPU.
         enable_fp_fusion=False,
     )

@@ -188,8 +188,12 @@ def rotate_and_append_kernel(
     ROTATE_KEYS: tl.constexpr,
     ROTATE_VALUES: tl.constexpr,
     ROWS_ARE_HEADS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Programs take ROWS rows, heads of a token or tokens of a head, of keys, then of values, then of queries."""
+    if DEPENDENT:
+        # `center_scores_kernel` may be set up meanwhile: it waits for all of this before it reads a query.
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     programs = batch * (tl.cdiv(HEADS, ROWS) * tokens if ROWS_ARE_HEADS else tl.cdiv(tokens, ROWS) * HEADS)
     if program < programs:

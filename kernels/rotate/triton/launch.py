@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from kvconvert.kernels.device import overlaps_launches
 from kvconvert.kernels.rotate.matrices import hadamard_signs
 from kvconvert.kernels.rotate.triton.kernels import rotate_and_append_kernel, rotate_kernel
 
@@ -90,7 +91,7 @@ def rotate_and_append(
         *values.stride()[:3], query_heads, heads, dim, tile_of(dim), value_dim, tile_of(value_dim),
         columns_for(dim, keys.dtype), inner_for(dim, keys.dtype), columns_for(value_dim, keys.dtype),
         inner_for(value_dim, keys.dtype), per_program, keys_rotate, values_rotate,
-        rows_are_heads, num_warps=4,
+        rows_are_heads, overlaps_launches(keys.device), num_warps=4,
     )  # fmt: skip
     return rotated
 
