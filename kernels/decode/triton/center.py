@@ -13,9 +13,9 @@ on the device how many there are.
 From Hopper on this kernel, the decode kernel and the merge are each launched while the one before is at work, and a
 captured graph has the same edges. That is safe for three reasons.
 
-- Each of them waits in every program, so that it is complete only when all before it are. What is launched as usual (the
-  next layer's append, a flush that writes pages, the tables of the next step) therefore begins when nobody reads scores,
-  pages or tokens of this step any more.
+- Each of them waits in every program, so that it is complete only when all before it are. What is launched as usual
+  (the next layer's append, a flush that writes pages, the tables of the next step) therefore begins when nobody reads
+  scores, pages or tokens of this step any more.
 - This kernel writes scores, and lets the decode kernel begin, only after it has waited: then the append is complete,
   whose tokens and queries the decode kernel reads before it waits itself, and so is whoever used the workspace before.
 - Before it waits, it reads what no kernel directly before it writes: `key_rows`, after which a group's other tables are
