@@ -19,27 +19,45 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import processes
 import torch
-from calibrate_measure import Settings, import_seconds, run, saved_model
 from memory import SHAPES, write_checkpoint
-from safetensors.torch import save_file
-from transformers import AutoTokenizer
+from runner import RESULTS, ROOT, option_parser, read, save
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from weights_docs import beside_peers
 from weights_measure import SourceScores
 
 from kvconvert.data.text import load_token_samples, spaced_samples
 from kvconvert.fidelity.evaluate import versions
+from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "calibrate.json"
+OUTPUT = RESULTS / "calibrate.json"
+PEER = ROOT / "benchmarks" / "calibrate_peers" / "llm_compressor.py"
+PEER_IMPORTS = "from llmcompressor import oneshot; from llmcompressor.modifiers.transform.awq import AWQModifier"
+# What the report says of how cases were measured, by the names of options.
+RECORDED = (
+    "samples",
+    "length",
+    "seed",
+    "bits",
+    "group_size",
+    "device",
+    "threads",
+    "peer_batch",
+    "peer_dtype",
+    "segments",
+)
 CASES = ("kvconvert:awq", "llm-compressor:awq", "llm-compressor:gptq")
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("model", type=Path, nargs="?", help="directory of a dense model")
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead of a model")
     parser.add_argument("--layers", type=int, default=4, help="of --shape (default: 4)")
@@ -63,7 +81,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--segment-length", type=int, default=1024, help="scored tokens of a segment (default: 1024)")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "weights", help="of the source's logits")
     parser.add_argument("--label", help="of this measurement among the results (default: says model and device)")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
     if (args.model is None) == (args.shape is None):
         parser.error("give a MODEL or --shape")
@@ -72,62 +90,106 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def run(program: str, method: str, args: argparse.Namespace, ids: Path, folder: Path) -> dict[str, Any]:
+    """Quantize with one program into `folder`: its processes' wall and processor time and peak anonymous memory."""
+    folder.mkdir()
+    if program == "llm-compressor":
+        chosen = {"method": method, "bits": args.bits, "group_size": args.group_size, "batch_size": args.peer_batch}
+        chosen |= {"dtype": args.peer_dtype, "device": args.device}
+        (folder / "settings.json").write_text(json.dumps(chosen))
+        files = (args.model, ids, folder / "model", folder / "settings.json")
+        measured, said = process([args.peer_python, PEER, "quantize", *files], args)
+        return measured | json.loads(said.strip().splitlines()[-1])
+    recipe = folder / "recipe.toml"
+    recipe.write_text(
+        f'[weights]\nmethod = "{method}"\nbits = {args.bits}\ngroup_size = {args.group_size}\n\n[kv]\npreset = "none"\n'
+    )
+    command = [sys.executable, "-m", "kvconvert", "convert", args.model, folder / "model", "--recipe", recipe]
+    command += ["--device", args.device, "--samples", args.samples, "--seq-len", args.length, "--seed", args.seed]
+    command += [] if args.calibration is None else ["--data", args.calibration]
+    return process(command, args)[0]
+
+
+def process(command: Sequence[object], args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """A command with as many threads as every program gets."""
+    threads = {name: str(args.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    return processes.run([str(part) for part in command], threads, args.timeout)
+
+
+def import_seconds(program: str, args: argparse.Namespace) -> float:
+    """What a program's imports alone take in a process that finds their files in memory."""
+    ours = [sys.executable, "-c", "import kvconvert.convert.pipeline, kvconvert.convert.export"]
+    theirs = [args.peer_python, "-c", f"{PEER_IMPORTS}; from transformers import AutoModelForCausalLM"]
+    for _ in range(2):
+        measured, _ = process(theirs if program == "llm-compressor" else ours, args)
+    return measured["wall_s"]
+
+
+def saved_model(program: str, args: argparse.Namespace, folder: Path) -> PreTrainedModel:
+    """The source in float32 with all weights replaced by those that a program saved, dequantized in float32."""
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    if program == "llm-compressor":
+        file = folder / "weights.safetensors"
+        process([args.peer_python, PEER, "dequantize", folder / "model", file], args)
+        weights = load_file(file)
+    else:
+        weights = bundle_weights(folder / "model")
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    if unexpected or set(missing) - tied:
+        raise SystemExit(f"{program} saved other tensors than the model's: {[*missing, *unexpected][:3]}")
+    return model.to(args.device).eval()
+
+
+def bundle_weights(bundle: Path) -> dict[str, Tensor]:
+    """The weights of a bundle, dequantized."""
+    stored: dict[str, Tensor] = {}
+    for file in sorted(bundle.glob("model*.safetensors")):
+        stored |= load_file(file)
+    dense = {name: tensor.float() for name, tensor in stored.items() if name.rpartition(".")[2] in ("weight", "bias")}
+    for name in stored:
+        linear, _, part = name.rpartition(".")
+        if part == "qweight":
+            packed = AwqWeight(*(stored[f"{linear}.{field}"] for field in AwqWeight._fields))
+            dense[f"{linear}.weight"] = dequantize_weight(packed)
+    return dense
+
+
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All rounds of all cases, and the quality of the last round's weights."""
-    model = args.model
+    name = f"random {args.shape}, {args.layers} layers" if args.shape else args.model.resolve().name
     if args.shape:
-        model = folder / "source"
-        model.mkdir()
-        write_checkpoint(model, SHAPES[args.shape], args.layers)
-    settings = Settings(
-        model=model,
-        samples=args.samples,
-        length=args.length,
-        seed=args.seed,
-        calibration=args.calibration,
-        bits=args.bits,
-        group_size=args.group_size,
-        device=args.device,
-        threads=args.threads,
-        peer_python=args.peer_python,
-        peer_batch=args.peer_batch,
-        peer_dtype=args.peer_dtype,
-        timeout=args.timeout,
-    )
-    tokenizer = AutoTokenizer.from_pretrained(model)
+        args.model = folder / "source"
+        args.model.mkdir()
+        write_checkpoint(args.model, SHAPES[args.shape], args.layers)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = folder / "ids.safetensors"
     data = load_token_samples(args.calibration, tokenizer, args.samples, args.length, args.seed)
     save_file({"ids": data.ids}, ids)
     cases: dict[str, dict[str, Any]] = {case: {"rounds": []} for case in args.cases}
-    programs = dict.fromkeys(case.partition(":")[0] for case in cases)
-    imports = {program: import_seconds(program, settings, folder) for program in programs}
+    imports = {program: import_seconds(program, args) for program in {case.partition(":")[0]: None for case in cases}}
     for number in range(args.rounds):
         for case, found in cases.items():
             program, _, method = case.partition(":")
             place = folder / f"{case.replace(':', '-')}-{number}"
-            found["rounds"].append(run(program, method, settings, ids, place))
+            found["rounds"].append(run(program, method, args, ids, place))
             print(case, json.dumps(found["rounds"][-1]), file=sys.stderr, flush=True)
+    settings = {field: getattr(args, field) for field in RECORDED}
+    settings |= {"model": name, "calibration": data.info.source, "scored_per_segment": args.segment_length}
+    settings |= {"text": args.name if args.text else None}
+    settings["hardware"] = torch.cuda.get_device_name() if args.device == "cuda" else f"{os.cpu_count()} CPU cores"
+    report = {"settings": settings, "versions": versions(), "import_s": imports, "cases": cases}
     if args.text:
         torch.set_num_threads(args.threads)
         file = str(args.text / f"{args.name}.txt")
         segments = spaced_samples(file, tokenizer, args.segments, args.segment_length + 1)
-        source = SourceScores(model, segments, args.work, args.device)
+        source = SourceScores(args.model, segments, args.work, args.device)
+        report["source_perplexity"] = source.perplexity
         for case, found in cases.items():
             place = folder / f"{case.replace(':', '-')}-{args.rounds - 1}"
-            found["quality"] = source.compare(saved_model(case.partition(":")[0], settings, place))
+            found["quality"] = source.compare(saved_model(case.partition(":")[0], args, place))
             print(case, json.dumps(found["quality"]["kl"]), file=sys.stderr, flush=True)
-    named = settings._asdict() | {
-        "model": f"random {args.shape}, {args.layers} layers" if args.shape else args.model.resolve().name,
-        "calibration": data.info.source,
-        "text": args.name if args.text else None,
-        "segments": args.segments,
-        "scored_per_segment": args.segment_length,
-        "hardware": torch.cuda.get_device_name() if args.device == "cuda" else f"{os.cpu_count()} CPU cores",
-    }
-    for private in ("peer_python", "timeout"):
-        del named[private]
-    found = {"settings": named, "versions": versions(), "import_s": imports, "cases": cases}
-    return found | ({"source_perplexity": source.perplexity} if args.text else {})
+    return report
 
 
 @torch.no_grad()
@@ -136,10 +198,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvconvert-calibrate-") as folder:
         found = measure(args, Path(folder))
     label = args.label or f"{found['settings']['model']}, {found['settings']['hardware']}"
-    report = json.loads(args.output.read_text(encoding="utf-8")) if args.output.is_file() else {}
-    report[label] = found
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    report = read(args.output) | {label: found}
+    save(args.output, report)
     print(beside_peers(report))
 
 

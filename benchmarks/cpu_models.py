@@ -17,7 +17,6 @@ quarter of an hour; results go to benchmarks/results/cpu_models.json.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import json
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from runner import option_parser, save
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvconvert.kernels.linear import QuantizedLinear
@@ -190,7 +190,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("smollm2", type=Path)
     parser.add_argument("--only", choices=[*CASES])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -213,7 +213,7 @@ def main() -> None:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         versions["cpu"] = torch.backends.cpu.get_cpu_capability()
         found = {"versions": versions, "results": results, "speed over the source's faster dtype": compared}
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        save(args.json, found)
 
 
 if __name__ == "__main__":

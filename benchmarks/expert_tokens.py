@@ -13,12 +13,11 @@ expert's own are better.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from pathlib import Path
 
 import torch
+from runner import option_parser, save
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -107,15 +106,14 @@ def measure(group_size: int) -> dict[int, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = option_parser(__doc__)
     parser.add_argument("--json", type=Path)
     results = {str(group_size): measure(group_size) for group_size in (64, 128)}
     print("own tokens      " + "".join(f"{count:>8}" for count in COUNTS))
     for group_size, row in results.items():
         print(f"groups of {group_size:>4}  " + "".join(f"{row[count]:8.3f}" for count in COUNTS))
     output = parser.parse_args().json
-    if output:
-        output.write_text(json.dumps(results, indent=1) + "\n")
+    save(output, results)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,14 @@ benchmarks/RESULTS.md.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from runner import RESULTS, ROOT, option_parser, save
 from tables import signed, table
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -37,9 +36,8 @@ from kvconvert.models.adapters import require_adapter
 from kvconvert.models.structure import LayerStructure
 from kvconvert.runtime import KVCache
 
-ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples" / "reference-lm"
-RESULTS = ROOT / "benchmarks" / "results" / "fidelity.json"
+OUTPUT = RESULTS / "fidelity.json"
 WEIGHT_GROUP = 128
 WEIGHT_BITS = (4, 3)
 CALIBRATION = (64, 512)  # samples, tokens in each: the defaults of `kvconvert calibrate`
@@ -177,12 +175,12 @@ def tables(report: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--text", help="held-out text to report on (default: the excerpt that ships with kvconvert)")
     parser.add_argument("--segments", type=int, default=24, help=f"segments of {SEGMENT_TOKENS} tokens (default: 24)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="of torch; results depend on it in the last digits")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -212,8 +210,7 @@ def main() -> None:
         },
         "cache": {"methods": figures(cache, args.seed), "differences": differences(cache, KV_PAIRS, args.seed)},
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save(args.output, report)
     print(tables(report))
 
 

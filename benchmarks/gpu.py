@@ -9,76 +9,43 @@ one.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
+from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
-import triton
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "test_gpu"))  # the random cases that checks share with the tests
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "test_gpu"))  # cases shared with the tests
 
-import gpu_decode  # noqa: E402
-import gpu_linear  # noqa: E402
-import gpu_prompt  # noqa: E402
-import gpu_quantize  # noqa: E402
-import gpu_steps  # noqa: E402
-from gpu_timing import copy_bandwidth, matmul_rate  # noqa: E402
+import gpu_decode
+import gpu_linear
+import gpu_prompt
+import gpu_quantize
+import gpu_steps
+from gpu_timing import copy_bandwidth, matmul_rate
+from runner import run_sections
 
-SECTIONS = {
-    "decode": gpu_decode,
-    "quantize": gpu_quantize,
-    "prompt": gpu_prompt,
-    "linear": gpu_linear,
-    "steps": gpu_steps,
-}
+MODULES = (gpu_decode, gpu_quantize, gpu_prompt, gpu_linear, gpu_steps)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--only", nargs="*", choices=SECTIONS, help="leave out the other sections")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("benchmarks/gpu.py needs a CUDA device, and torch finds none here.", file=sys.stderr)
-        return 1
-    device = torch.device("cuda")
-    properties = torch.cuda.get_device_properties(device)
-    begin = time.perf_counter()
-    machine = {
-        "gpu": properties.name,
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-        "copy_bytes_per_second": copy_bandwidth(),
-        "bf16_matmul_flops": matmul_rate(),
-    }
-    print(json.dumps(machine, indent=2), flush=True)
-    results: dict[str, object] = {"machine": machine, "checks": {}, "rows": {}}
-    failed = 0
-    for name in arguments.only or SECTIONS:
-        section = SECTIONS[name]
-        checks = section.check(device)
-        bad = [check for check in checks if not check["passed"]]
-        failed += len(bad)
-        print(f"{name}: {len(checks)} checks, {len(bad)} failed, {time.perf_counter() - begin:.0f} s", flush=True)
-        for check in bad:
-            print("  FAILED", check, flush=True)
-        results["checks"][name] = checks
-        results["rows"][name] = section.measure(device)
-        torch.cuda.empty_cache()
-        print(f"{name}: measured, {time.perf_counter() - begin:.0f} s", flush=True)
-    results["seconds"] = time.perf_counter() - begin
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf8")
-    return 1 if failed else 0
+def section(module: ModuleType, report: dict[str, Any]) -> bool:
+    """Check, then measure."""
+    name, device = module.__name__.removeprefix("gpu_"), torch.device("cuda")
+    checks = module.check(device)
+    failed = [check for check in checks if not check["passed"]]
+    print(f"{name}: {len(checks)} checks", *(f"  FAILED {check}" for check in failed), sep="\n", flush=True)
+    report.setdefault("checks", {})[name] = {"made": len(checks), "failed": failed}
+    report.setdefault("rows", {})[name] = []
+    for row in module.measure(device):
+        report["rows"][name].append(row)
+        us = row["ours_us"] if "ours_us" in row else row["us"]["median"]
+        print(f"{row['case']}: {us:.1f} us", f"ratio {row['ratio']:.3f}" if "ratio" in row else "", flush=True)
+    return not failed
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sections = {module.__name__.removeprefix("gpu_"): partial(section, module) for module in MODULES}
+    rates = {"copy_bytes_per_second": copy_bandwidth, "bf16_matmul_flops": matmul_rate}
+    sys.exit(run_sections(__doc__, sections, lambda: {name: rate() for name, rate in rates.items()}))

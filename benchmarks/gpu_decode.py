@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from gpu_timing import buffers_beyond_cache, copy_bandwidth, graph_time
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from gpu_timing import attention_launches, beyond_cache, buffers_beyond_cache, copy_bandwidth, graph_time
+from runner import checked
 
 from kvconvert.kernels.decode import PageTables, ResidualWindows
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
@@ -18,24 +19,15 @@ from kvconvert.kernels.spans import SpanFormat
 
 HEADS, GROUP, DIM = 8, 4, 128
 DTYPE = torch.bfloat16
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: `bits` and groups of keys and values, what the batch holds, and the bar.
-
-    `value_bits` differ from those of keys unless they are None.
-    """
+    """One row of the table: `bits` and groups of keys and values, and what the batch holds."""
 
     name: str
     batch: int
     tokens: int
-    bar: float | None
     bits: int = 2
     key_group: int = 128
     value_group: int = 128
@@ -44,24 +36,23 @@ class Case:
     span: bool = False
     tau: float = 0.0
     residual: int = 64
-    value_bits: int | None = None
 
 
 CASES = (
-    Case("oscar-g128 (norms), 1 x 131,072", 1, 131072, 4.5),
-    Case("oscar-g128 (norms), 32 x 8,192", 32, 8192, 4.5),
-    Case("oscar G = 32, 1 x 131,072", 1, 131072, 3.5, key_group=32, value_group=32),
-    Case("oscar G = 32, 32 x 8,192", 32, 8192, 3.5, key_group=32, value_group=32),
-    Case("kitty, 32 x 8,192", 32, 8192, None, norm="none", boosted=16),
-    Case("4 bits G = 128, 32 x 8,192", 32, 8192, None, bits=4, norm="none"),
-    Case("8 bits G = 128, 32 x 8,192", 32, 8192, None, bits=8, norm="none"),
-    Case("1-bit pages, 32 x 8,192", 32, 8192, None, bits=1),
-    Case("1-bit spans, 32 x 8,192", 32, 8192, 6.0, bits=1, norm="none", span=True),
-    Case("1-bit spans with tau, 32 x 8,192", 32, 8192, 4.0, bits=1, norm="none", span=True, tau=0.5),
-    Case("16 bits, our kernel, 32 x 8,192", 32, 8192, None, bits=16, norm="none"),
-    Case("oscar-g128 (norms), 1 x 1,024", 1, 1024, 1.0),
-    Case("oscar-g128 (norms), 1 x 8,192", 1, 8192, None),
-    Case("oscar-g128 (norms), 8 x 8,192", 8, 8192, None),
+    Case("oscar-g128 (norms), 1 x 131,072", 1, 131072),
+    Case("oscar-g128 (norms), 32 x 8,192", 32, 8192),
+    Case("oscar G = 32, 1 x 131,072", 1, 131072, key_group=32, value_group=32),
+    Case("oscar G = 32, 32 x 8,192", 32, 8192, key_group=32, value_group=32),
+    Case("kitty, 32 x 8,192", 32, 8192, norm="none", boosted=16),
+    Case("4 bits G = 128, 32 x 8,192", 32, 8192, bits=4, norm="none"),
+    Case("8 bits G = 128, 32 x 8,192", 32, 8192, bits=8, norm="none"),
+    Case("1-bit pages, 32 x 8,192", 32, 8192, bits=1),
+    Case("1-bit spans, 32 x 8,192", 32, 8192, bits=1, norm="none", span=True),
+    Case("1-bit spans with tau, 32 x 8,192", 32, 8192, bits=1, norm="none", span=True, tau=0.5),
+    Case("16 bits, our kernel, 32 x 8,192", 32, 8192, bits=16, norm="none"),
+    Case("oscar-g128 (norms), 1 x 1,024", 1, 1024),
+    Case("oscar-g128 (norms), 1 x 8,192", 1, 8192),
+    Case("oscar-g128 (norms), 8 x 8,192", 8, 8192),
 )
 
 
@@ -73,8 +64,7 @@ class Layer:
         keys = KeyFormat(
             HEADS, DIM, PAGE_SIZE, case.bits, case.key_group, case.norm, boosted=case.boosted, static=static
         )
-        value_bits = case.bits if case.value_bits is None else case.value_bits
-        values = ValueFormat(HEADS, DIM, PAGE_SIZE, value_bits, case.value_group, static=static)
+        values = ValueFormat(HEADS, DIM, PAGE_SIZE, case.bits, case.value_group, static=static)
         self.case, self.format = case, LayerFormat(keys, values)
         pages = (case.tokens - case.residual) // PAGE_SIZE if not case.span else case.tokens // PAGE_SIZE
         count = case.batch * pages
@@ -82,9 +72,9 @@ class Layer:
         self.values = empty_values(count, values, DTYPE, torch.device("cuda"))
         for tensors in (self.keys, self.values):
             for name, tensor in tensors.tensors():
-                self._fill(name, tensor)
+                fill(name, tensor)
         key_pool = self.keys.codes if case.bits == 16 else self.keys.record
-        value_pool = self.values.codes if value_bits == 16 else self.values.record
+        value_pool = self.values.codes if case.bits == 16 else self.values.record
         self.bytes = count * (key_pool[0].nbytes + value_pool[0].nbytes) + case.batch * case.residual * 4 * HEADS * DIM
         order = torch.randperm(count, device="cuda")
         last = torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -95,7 +85,7 @@ class Layer:
             SequencePlan((Segment(row * pages, (row + 1) * pages, pages * PAGE_SIZE),), residual)
             for row in range(case.batch)
         ]
-        self.span = SpanFormat(case.bits, value_bits, tau1=case.tau, tau2=case.tau * 2) if case.span else None
+        self.span = SpanFormat(case.bits, case.bits, tau1=case.tau, tau2=case.tau * 2) if case.span else None
         programs = programs_for(torch.device("cuda"), self.format, self.span, GROUP, 1)
         plan = plan_work(sequences, programs).to(torch.device("cuda"))
         self.scales = torch.rand(4, HEADS, DIM, dtype=torch.float16, device="cuda") + 0.5
@@ -115,54 +105,34 @@ class Layer:
         self.windows = ResidualWindows(self.buffer, rows.cuda())
         self.queries = torch.randn(case.batch, HEADS * GROUP, 1, DIM, dtype=DTYPE, device="cuda")
 
-    @staticmethod
-    def _fill(name: str, tensor: torch.Tensor) -> None:
-        if name == "channels":
-            tensor.copy_(torch.arange(tensor.shape[-1], dtype=torch.uint8, device="cuda").expand(tensor.shape))
-        elif tensor.dtype == torch.int16:
-            tensor.copy_(torch.randint(-(1 << 15), 1 << 15, tensor.shape, dtype=torch.int16, device="cuda"))
-        elif name in ("scale", "norm"):
-            tensor.copy_(torch.rand(tensor.shape, dtype=tensor.dtype, device="cuda") + 0.5)
-        else:
-            tensor.copy_(torch.randn(tensor.shape, dtype=tensor.dtype, device="cuda"))
-
     def step(self) -> torch.Tensor:
         """One decode step of the layer."""
-        return decode_attention(
-            self.queries,
-            self.tables,
-            self.windows,
-            self.format,
-            DIM**-0.5,
-            span=self.span,
-        )
+        return decode_attention(self.queries, self.tables, self.windows, self.format, DIM**-0.5, span=self.span)
 
 
-def flash_times(batch: int, tokens: int) -> dict[str, float]:
+def fill(name: str, tensor: torch.Tensor) -> None:
+    """Random contents of one of a page's tensors."""
+    if name == "channels":
+        tensor.copy_(torch.arange(tensor.shape[-1], dtype=tensor.dtype, device=tensor.device).expand(tensor.shape))
+    elif tensor.dtype == torch.int16:
+        tensor.random_(-(1 << 15), 1 << 15)
+    elif name in ("scale", "norm"):
+        tensor.uniform_(0.5, 1.5)
+    else:
+        tensor.normal_()
+
+
+def peer_times(batch: int, tokens: int) -> dict[str, float]:
     """Seconds of one decode step by each of torch's attention backends over bf16 keys and values."""
-    nbytes = 4 * batch * HEADS * tokens * DIM
-    sets = [
-        [torch.randn(batch, HEADS, tokens, DIM, dtype=DTYPE, device="cuda") for _ in range(2)]
-        for _ in range(buffers_beyond_cache(nbytes, most=16))
-    ]
     queries = torch.randn(batch, HEADS * GROUP, 1, DIM, dtype=DTYPE, device="cuda")
-    times = {}
-    for name, backend in BACKENDS.items():
-
-        def launch(keys: torch.Tensor, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-            return lambda: torch.nn.functional.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
-
-        try:
-            with sdpa_kernel(backend):
-                times[name] = graph_time([launch(*kv) for kv in sets])
-        except RuntimeError as error:
-            # A backend without a kernel for grouped queries says so; every other failure is one of the benchmark.
-            if "No available kernel" not in str(error):
-                raise
-    return times
+    sets = [
+        (queries, *(torch.randn(batch, HEADS, tokens, DIM, dtype=DTYPE, device="cuda") for _ in range(2)))
+        for _ in range(buffers_beyond_cache(4 * batch * HEADS * tokens * DIM, most=16))
+    ]
+    return {name: graph_time(launches) for name, launches in attention_launches(sets).items()}
 
 
-def check(device: torch.device) -> list[dict]:
+def check(device: torch.device) -> list[dict[str, Any]]:
     """The fused kernel over random stored tokens against float64 attention over what they dequantize to."""
     # Random cases are shared with the tests, whose folder benchmarks/gpu.py puts on the path.
     from decode_cases import Case as Stored
@@ -193,51 +163,28 @@ def check(device: torch.device) -> list[dict]:
         ):
             case = replace(case, dtype=dtype)
             error, _ = compare(case, device)
-            results.append(
-                {
-                    "kernel": "decode",
-                    "case": f"{case} {dtype}",
-                    "error": error,
-                    "tolerance": tolerance,
-                    "passed": error < tolerance,
-                }
-            )
+            results.append(checked("decode", f"{case} {dtype}", error, tolerance))
     return results
 
 
-def measure(device: torch.device) -> list[dict]:
+def measure(device: torch.device) -> Iterator[dict[str, Any]]:
     """Every case against the fastest of torch's backends in this run."""
-    bandwidth = copy_bandwidth()
-    peers: dict[tuple[int, int], dict[str, float]] = {}
-    rows = []
+    bandwidth, peers = copy_bandwidth(), {}
     for case in CASES:
         shape = (case.batch, case.tokens)
-        if shape not in peers:
-            peers[shape] = flash_times(*shape)
-        first = Layer(case)
-        layers = [first] + [Layer(case) for _ in range(buffers_beyond_cache(first.bytes, most=24) - 1)]
-        seconds = graph_time([layer.step for layer in layers])
+        peers[shape] = peers.get(shape) or peer_times(*shape)
+        layers = beyond_cache(lambda case=case: Layer(case), lambda layer: layer.bytes, most=24)
+        seconds, nbytes = graph_time([layer.step for layer in layers]), layers[0].bytes
         fastest = min(peers[shape], key=peers[shape].get)
-        rows.append(
-            {
-                "operation": "decode attention",
-                "case": case.name,
-                "ours_us": seconds * 1e6,
-                "peer": fastest,
-                "peer_us": peers[shape][fastest] * 1e6,
-                "peers_us": {name: t * 1e6 for name, t in peers[shape].items()},
-                "ratio": peers[shape][fastest] / seconds,
-                "bar": case.bar,
-                "bytes": first.bytes,
-                "of_copy_bandwidth": first.bytes / seconds / bandwidth,
-            }
-        )
-        print(
-            f"{case.name:36s} {seconds * 1e6:8.1f} us  {fastest} {peers[shape][fastest] * 1e6:8.1f} us  "
-            f"ratio {rows[-1]['ratio']:.2f}  {rows[-1]['of_copy_bandwidth']:.0%} of copy bandwidth",
-            flush=True,
-        )
-        del first, layers
+        yield {
+            "case": case.name,
+            "ours_us": seconds * 1e6,
+            "peer": fastest,
+            "peers_us": {name: t * 1e6 for name, t in peers[shape].items()},
+            "ratio": peers[shape][fastest] / seconds,
+            "bytes": nbytes,
+            "of_copy_bandwidth": nbytes / seconds / bandwidth,
+        }
+        del layers
         gc.collect()
         torch.cuda.empty_cache()
-    return rows

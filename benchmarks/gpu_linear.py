@@ -6,11 +6,14 @@ take turns, so that none is still in the cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from gpu_timing import buffers_beyond_cache, copy_bandwidth, graph_time
+from runner import checked
 from torch import Tensor
 
 from kvconvert.kernels.linear import QuantizedLinear
@@ -21,10 +24,9 @@ from kvconvert.kernels.linear.triton.many_rows import dequantize, prompt, unpack
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
-# Inputs and outputs; bars are (least ratio to bf16, least part of the copy bandwidth) by rows.
+# Inputs and outputs.
 SHAPES = [(4096, 14336), (14336, 4096), (4096, 4096), (4096, 1024)]
 ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
-BARS = {(4096, 14336, 1): (3.2, 0.7), (4096, 14336, 16): (2.5, None), (4096, 14336, 256): (0.9, None)}
 TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 4e-3}
 GROUP_SIZE = 128
 
@@ -48,7 +50,7 @@ def product(x: Tensor, packed: PackedWeight) -> Tensor:
     return kernels[module.path(len(x), x.dtype, x.device)](x, packed)
 
 
-def check(device: torch.device) -> list[dict]:
+def check(device: torch.device) -> list[dict[str, Any]]:
     """Every kernel, group size and dtype, with outputs that do not fill a tile."""
     results = []
     for inputs, outputs, group_size, dtypes, row_counts in (
@@ -71,50 +73,40 @@ def check(device: torch.device) -> list[dict]:
                     error = float((y.double() - exact).norm() / exact.norm())
                     # Several times, since wrong overlaps of copies and products would come and go.
                     same = all(torch.equal(kernel(x, packed), y) for _ in range(20))
-                    results.append(
-                        {
-                            "kernel": f"linear {kernel.__name__}",
-                            "case": f"{rows} rows, {case}",
-                            "error": error,
-                            "tolerance": TOLERANCE[dtype],
-                            "passed": intact and same and error <= TOLERANCE[dtype],
-                        }
-                    )
+                    name = f"linear {kernel.__name__}"
+                    results.append(checked(name, f"{rows} rows, {case}", error, TOLERANCE[dtype], intact and same))
     return results
 
 
-def measure(device: torch.device) -> list[dict]:
+def copies_of(packed: PackedWeight, most: int = 64) -> list[PackedWeight]:
+    """The weight as often as it takes for none to be in the cache."""
+    count = buffers_beyond_cache(packed.lanes.nbytes + packed.grid.nbytes, most)
+    again = (replace(packed, lanes=packed.lanes.clone(), grid=packed.grid.clone()) for _ in range(count - 1))
+    return [packed, *again]
+
+
+def dense_copies(packed: PackedWeight, most: int = 64) -> list[Tensor]:
+    """The same of the weight in bf16."""
+    dense = dequantize(packed, torch.bfloat16)
+    return [dense, *(dense.clone() for _ in range(buffers_beyond_cache(dense.nbytes, most) - 1))]
+
+
+def measure(device: torch.device) -> Iterator[dict[str, Any]]:
     """Time over torch's bf16 product on the same inputs, by rows, and the weight's bytes over the copy bandwidth."""
-    copying, results = copy_bandwidth(), []
+    copying = copy_bandwidth()
     for inputs, outputs in SHAPES:
-        packed = [pack_weight(random_weight(inputs, outputs, GROUP_SIZE, device))]
-        nbytes = packed[0].lanes.nbytes + packed[0].grid.nbytes
-        dense = [dequantize(packed[0], torch.bfloat16)]
-        for copies, one_bytes in ((packed, nbytes), (dense, dense[0].nbytes)):
-            while len(copies) < buffers_beyond_cache(one_bytes):
-                one = copies[0]
-                again = (
-                    replace(one, lanes=one.lanes.clone(), grid=one.grid.clone()) if copies is packed else one.clone()
-                )
-                copies.append(again)
+        packed = copies_of(pack_weight(random_weight(inputs, outputs, GROUP_SIZE, device)))
+        nbytes, dense = packed[0].lanes.nbytes + packed[0].grid.nbytes, dense_copies(packed[0])
         for rows in ROWS if outputs == 14336 else ROWS[::2]:
             x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
             copies = 2 if rows >= 512 else None
             ours = graph_time([partial(product, x, one) for one in packed[:copies]], repeats=10)
             peer = graph_time([partial(torch.mm, x, one.T) for one in dense[:copies]], repeats=10)
-            ratio_bar, bandwidth_bar = BARS.get((inputs, outputs, rows), (None, None))
-            results.append(
-                {
-                    "case": f"W4A16, {inputs} x {outputs}, {rows} rows",
-                    "ours_us": ours * 1e6,
-                    "peer": "torch bf16 matmul",
-                    "peer_us": peer * 1e6,
-                    "ratio": peer / ours,
-                    "bar": ratio_bar,
-                    "bytes": nbytes,
-                    "bandwidth": nbytes / ours,
-                    "bandwidth_of_copy": nbytes / ours / copying,
-                    "bandwidth_bar": bandwidth_bar,
-                }
-            )
-    return results
+            yield {
+                "case": f"W4A16, {inputs} x {outputs}, {rows} rows",
+                "ours_us": ours * 1e6,
+                "peer_us": peer * 1e6,
+                "ratio": peer / ours,
+                "bytes": nbytes,
+                "bandwidth_of_copy": nbytes / ours / copying,
+            }

@@ -8,13 +8,14 @@ beyond its inputs.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
-from gpu_timing import buffers_beyond_cache, graph_time
+from gpu_timing import attention_launches, beyond_cache, graph_time
+from runner import checked
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvconvert.kernels.decode import attention_reference
 from kvconvert.kernels.prompt import prompt_attention
@@ -27,13 +28,6 @@ QUERY_HEADS, KEY_HEADS, HEAD_SIZE = 32, 8, 128
 SCALING = HEAD_SIZE**-0.5
 ROUNDS = 5
 LENGTHS = [1024, 4096, 8192, 16384, 32768]
-# The most that output and sums may cost, over the peer's forward.
-BARS = {8192: 1.8}
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SUMS_TOLERANCE = 1e-5
 # Query heads, KV heads, T, n, D, E, softcap, with sinks, window.
@@ -63,7 +57,7 @@ def inputs(
     return [torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes]
 
 
-def check(device: torch.device) -> list[dict]:
+def check(device: torch.device) -> list[dict[str, Any]]:
     """Output and sums of every case in both dtypes."""
     results = []
     for dtype in DTYPES:
@@ -89,78 +83,40 @@ def check(device: torch.device) -> list[dict]:
             )
             for name, (got, reference, tolerance) in exact.items():
                 error = float((got.double() - reference).norm() / reference.norm())
-                results.append(
-                    {
-                        "kernel": f"selective attention, {name}",
-                        "case": f"{case}, {DTYPES[dtype]}",
-                        "error": error,
-                        "tolerance": tolerance,
-                        "passed": error <= tolerance,
-                    }
-                )
+                results.append(checked(f"selective attention, {name}", f"{case}, {DTYPES[dtype]}", error, tolerance))
     return results
 
 
-def measure(device: torch.device) -> list[dict]:
-    """Times by length; `ratio` is ours over the peer's here, and `bar` the most that it may be."""
-    results = []
+def measure(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Times by length; `ratio` is ours over the peer's here."""
     for length in LENGTHS:
-        first = inputs(length)
-        copies = [first]
-        while len(copies) < buffers_beyond_cache(sum(x.nbytes for x in first), most=8):
-            copies.append(inputs(length))
-        peers = {name: _peer(backend, copies) for name, backend in BACKENDS.items()}
-        peers = {name: launches for name, launches in peers.items() if launches}
-        log_sum_exp = kernels.attention(first[0], first[1], None, SCALING)[1]
-        parts: dict[str, Callable] = {
-            "output and sums": lambda one: selective_attention(*one, SCALING),
-            "output alone": lambda one: prompt_attention(*one, SCALING),
-            "sums alone": lambda one, known=log_sum_exp: kernels.column_sums(one[0], one[1], known, SCALING),
+        copies = beyond_cache(partial(inputs, length), lambda one: sum(x.nbytes for x in one), most=8)
+        peers = attention_launches([[x[None] for x in one] for one in copies], is_causal=True, scale=SCALING)
+        log_sum_exp = kernels.attention(copies[0][0], copies[0][1], None, SCALING)[1]
+        # What is computed, and how many products it takes.
+        parts: dict[str, tuple[Callable, int]] = {
+            "output and sums": (lambda one: selective_attention(*one, SCALING), 3),
+            "output alone": (lambda one: prompt_attention(*one, SCALING), 2),
+            "sums alone": (lambda one, known=log_sum_exp: kernels.column_sums(one[0], one[1], known, SCALING), 1),
         }
-        ours = {part: [partial(call, one) for one in copies] for part, call in parts.items()}
+        ours = {part: [partial(call, one) for one in copies] for part, (call, _) in parts.items()}
         seconds = _in_turn(peers | ours)
         fastest = min(peers, key=seconds.get)
-        for part, launches in ours.items():
-            products = {"output and sums": 3, "output alone": 2, "sums alone": 1}[part]
+        for part, (_, products) in parts.items():
             operations = products * QUERY_HEADS * HEAD_SIZE * length * (length + 1)
             row = {
                 "case": f"prompt of {length} tokens, {part}",
                 "ours_us": seconds[part] * 1e6,
                 "peer": f"torch, {fastest}",
-                "peer_us": seconds[fastest] * 1e6,
                 "ratio": seconds[part] / seconds[fastest],
-                "bar": BARS.get(length) if part == "output and sums" else None,
-                "bar_is": "most",
                 "teraflops": operations / seconds[part] / 1e12,
                 "peers_us": {name: seconds[name] * 1e6 for name in peers},
             }
             if part == "output and sums":
-                row["peak_bytes"] = _peak_bytes(launches[0])
+                row["peak_bytes"] = _peak_bytes(ours[part][0])
                 row["bytes_per_token"] = row["peak_bytes"] / length
-            results.append(row)
-        del copies, first, peers, ours
-    return results
-
-
-def _peer(backend: SDPBackend, copies: list[list[Tensor]]) -> list[Callable]:
-    """Launches of torch's causal attention, none where the backend refuses these inputs."""
-
-    def attend(one: list[Tensor]) -> Tensor:
-        with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(
-                *(x[None] for x in one), is_causal=True, scale=SCALING, enable_gqa=one[0].shape != one[1].shape
-            )
-
-    if backend == SDPBackend.EFFICIENT_ATTENTION:  # knows no groups of query heads
-        repeat = QUERY_HEADS // KEY_HEADS
-        copies = [[one[0], *(x.repeat_interleave(repeat, 0) for x in one[1:])] for one in copies]
-    try:
-        attend(copies[0])
-    except RuntimeError as error:
-        if "No available kernel" in str(error):
-            return []
-        raise
-    return [partial(attend, one) for one in copies]
+            yield row
+        del copies, peers, ours, log_sum_exp, parts
 
 
 def _in_turn(calls: dict[str, list[Callable]]) -> dict[str, float]:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "test_gpu"))
-from gpu_timing import buffers_beyond_cache, graph_time
+from gpu_timing import attention_launches, beyond_cache, graph_time, timed
 from page_writes import page_writes, quantize_pages
+from runner import checked
 
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
@@ -110,12 +111,10 @@ def append_table(
 def check(device: torch.device) -> list[dict[str, Any]]:
     """Every kernel on this GPU: pages against the reference on a CPU, rotations against float64."""
     torch.manual_seed(0)
-    rows = []
+    rows: list[dict[str, Any]] = []
 
-    def report(kernel: str, case: str, error: float, tolerance: float) -> None:
-        rows.append(
-            {"kernel": kernel, "case": case, "error": error, "tolerance": tolerance, "passed": error <= tolerance}
-        )
+    def report(*found: Any) -> None:
+        rows.append(checked(*found))
 
     for name, (f, g) in (FORMATS | MORE_FORMATS).items():
         for dtype in (torch.bfloat16, torch.float32) if name == "oscar" else (torch.bfloat16,):
@@ -219,57 +218,36 @@ class Job:
         return read + sum(launch.records.nbytes for launch in self.launches)
 
 
-def _prefill_us() -> float:
-    """Causal flash attention over the prompt."""
-    query = torch.randn(1, QUERY_HEADS, PROMPT, DIM, device="cuda", dtype=torch.bfloat16)
-    key, value = (torch.randn(1, HEADS, PROMPT, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+def _peer(name: str, us: float, peer_us: float) -> dict[str, Any]:
+    return {"ours_us": us, "peer": name, "peer_us": peer_us, "ratio": us / peer_us}
 
-    def attend() -> None:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
-    return graph_time([attend], repeats=5) * 1e6
+def _moved(nbytes: int, us: float) -> dict[str, float]:
+    return {"bytes": nbytes, "bandwidth": nbytes / us * 1e6}
 
 
 def _timed(make: Callable[[], Job], run: Callable[[Job], None] = Job.run) -> tuple[Job, float]:
     """One of the jobs, and the median microseconds of its launches over buffers that no cache holds."""
-    first = make()
-    jobs = [first] + [make() for _ in range(buffers_beyond_cache(first.nbytes) - 1)]
-    return first, graph_time([partial(run, job) for job in jobs]) * 1e6
+    jobs = beyond_cache(make, lambda job: job.nbytes)
+    return jobs[0], graph_time([partial(run, job) for job in jobs]) * 1e6
 
 
-def measure(device: torch.device) -> list[dict[str, Any]]:
+def measure(device: torch.device) -> Iterator[dict[str, Any]]:
     """Prompts and flushes by format, spans, and rotations."""
-    return [*_measure_pages(), *_measure_feedback(), *_measure_spans(), *_measure_rotations()]
+    return chain(_measure_pages(), _measure_feedback(), _measure_spans(), _measure_rotations())
 
 
 def _measure_pages() -> Iterator[dict[str, Any]]:
-    prefill = _prefill_us()
-    for name, (f, g) in FORMATS.items():
-        job, ours = _timed(lambda f=f, g=g: Job(f, g, PROMPT // PAGE_SIZE))
-        yield {
-            "case": f"quantize a prompt of {PROMPT} tokens, {name}",
-            "ours_us": ours,
-            "peer": "causal flash attention of that layer",
-            "peer_us": prefill,
-            "ratio": ours / prefill,
-            "bar": "<= 0.15",
-            "bytes": job.nbytes,
-            "bandwidth": job.nbytes / ours * 1e6,
-        }
-    for name in ("oscar", "kitty"):
-        for batch in (1, 32):
-            job, ours = _timed(lambda name=name, batch=batch: Job(*FORMATS[name], batch, batch))
-            yield {
-                "case": f"page flush, batch {batch}, {name}",
-                "ours_us": ours,
-                "peer": f"attention of {FLUSH_STEPS} decode steps of {STEP_US:.0f} us",
-                "peer_us": STEP_US * FLUSH_STEPS,
-                "ratio": ours / (STEP_US * FLUSH_STEPS),
-                "bar": "<= 0.01",
-                "bytes": job.nbytes,
-                "bandwidth": job.nbytes / ours * 1e6,
-            }
+    tensors = [torch.randn(1, heads, PROMPT, DIM, device="cuda").bfloat16() for heads in (QUERY_HEADS, HEADS, HEADS)]
+    prefill = graph_time(attention_launches([tensors], is_causal=True)["flash"], repeats=5) * 1e6
+    for name, formats in FORMATS.items():
+        job, ours = _timed(lambda formats=formats: Job(*formats, PROMPT // PAGE_SIZE))
+        peer = _peer("causal flash attention of that layer", ours, prefill)
+        yield {"case": f"quantize a prompt of {PROMPT} tokens, {name}"} | peer | _moved(job.nbytes, ours)
+    for name, batch in product(("oscar", "kitty"), (1, 32)):
+        job, ours = _timed(lambda name=name, batch=batch: Job(*FORMATS[name], batch, batch))
+        peer = _peer(f"attention of {FLUSH_STEPS} decode steps of {STEP_US:.0f} us", ours, STEP_US * FLUSH_STEPS)
+        yield {"case": f"page flush, batch {batch}, {name}"} | peer | _moved(job.nbytes, ours)
 
 
 def _measure_feedback() -> Iterator[dict[str, Any]]:
@@ -280,26 +258,15 @@ def _measure_feedback() -> Iterator[dict[str, Any]]:
                 _timed(lambda feedback=feedback, arguments=arguments: Job(*arguments, feedback), Job.quantize_keys)[1]
                 for feedback in (False, True)
             )
-            yield {
-                "case": f"keys of {case} with error feedback, {name}",
-                "ours_us": fed,
-                "peer": "rounding to nearest",
-                "peer_us": near,
-                "ratio": fed / near,
-            }
+            yield {"case": f"keys of {case} with error feedback, {name}"} | _peer("rounding to nearest", fed, near)
 
 
 def _measure_spans() -> Iterator[dict[str, Any]]:
     keys, values = (torch.randn(HEADS, PROMPT, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     quantize_span(keys, values, SpanFormat(1, 1))
-    start.record()
-    quantize_span(keys, values, SpanFormat(1, 1))
-    stop.record()
-    stop.synchronize()
     yield {
         "case": f"quantize a span of {PROMPT} tokens, 1 bit, host included",
-        "ours_us": start.elapsed_time(stop) * 1e3,
+        "ours_us": timed(lambda: quantize_span(keys, values, SpanFormat(1, 1))) * 1e6,
         "bytes": 2 * keys.nbytes + 2 * values.nbytes + keys.numel() // 4,
     }
 
@@ -309,29 +276,10 @@ def _measure_rotations() -> Iterator[dict[str, Any]]:
         steps = [DecodeStep(batch, 64) for _ in range(8)]
         ours = graph_time([step.run for step in steps]) * 1e6
         apart = graph_time([step.apart for step in steps]) * 1e6
-        yield {
-            "case": f"rotate and append a decode step, batch {batch}",
-            "ours_us": ours,
-            "peer": "two rotations and a copy per sequence and side",
-            "peer_us": apart,
-            "ratio": ours / apart,
-        }
+        peer = _peer("two rotations and a copy per sequence and side", ours, apart)
+        yield {"case": f"rotate and append a decode step, batch {batch}"} | peer
     rows = [torch.randn(1, QUERY_HEADS, 8192, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     matrix = hadamard_matrix(DIM, torch.bfloat16, torch.device("cuda"))
     ours = graph_time([lambda x=x: rotate(x) for x in rows]) * 1e6
-    product = graph_time([lambda x=x: x @ matrix for x in rows]) * 1e6
-    yield {
-        "case": "rotate the queries of 8,192 tokens",
-        "ours_us": ours,
-        "peer": "torch bf16 matmul",
-        "peer_us": product,
-        "ratio": ours / product,
-        "bytes": 2 * rows[0].nbytes,
-        "bandwidth": 2 * rows[0].nbytes / ours * 1e6,
-    }
-
-
-if __name__ == "__main__":
-    chosen = torch.device("cuda")
-    for line in (*check(chosen), *measure(chosen)):
-        print(line)
+    peer = _peer("torch bf16 matmul", ours, graph_time([lambda x=x: x @ matrix for x in rows]) * 1e6)
+    yield {"case": "rotate the queries of 8,192 tokens"} | peer | _moved(2 * rows[0].nbytes, ours)

@@ -17,13 +17,17 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import product as product_of
 from typing import Any
 
 import torch
+from gpu_decode import fill
 from gpu_linear import product, random_weight
 from gpu_quantize import FORMATS, append_table
-from gpu_timing import buffers_beyond_cache
+from gpu_timing import beyond_cache
 from page_writes import page_writes
+from runner import checked
 
 from kvconvert.kernels.decode import PageTables, ResidualWindows, attention_reference
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
@@ -88,7 +92,7 @@ class SteppedLayer:
         self.value_pages = empty_values(batch * self.pages, scheme.values, DTYPE, device)
         for pages in (self.key_pages, self.value_pages):
             for name, tensor in pages.tensors():
-                _fill(name, tensor)
+                fill(name, tensor)
         key_room, value_room = (
             -(-(scheme.sink_tokens + (1 + held) * PAGE_SIZE) // PAGE_SIZE) * PAGE_SIZE for held in (0, scheme.held)
         )
@@ -233,17 +237,6 @@ class Linears:
             product(self.inputs[weight.inputs], weight)
 
 
-def _fill(name: str, tensor: torch.Tensor) -> None:
-    if name == "channels":
-        tensor.copy_(torch.arange(tensor.shape[-1], dtype=tensor.dtype, device=tensor.device).expand(tensor.shape))
-    elif tensor.dtype == torch.int16:
-        tensor.random_(-(1 << 15), 1 << 15)
-    elif name in ("scale", "norm"):
-        tensor.uniform_(0.5, 1.5)
-    else:
-        tensor.normal_()
-
-
 def check(device: torch.device) -> list[dict[str, Any]]:
     """Steps against float64 attention over what is stored, and flushed pages against the reference."""
     rows = []
@@ -259,14 +252,10 @@ def check(device: torch.device) -> list[dict[str, Any]]:
                     wanted = attention_reference(queries[row].cpu(), *_stored(layer, row, step), None, DIM**-0.5)
                     found = output[row].double().cpu()
                     error = max(error, float((found - wanted).abs().max() / wanted.square().mean().sqrt()))
-                rows.append(_result("decode step", case, error, 5e-2))
+                rows.append(checked("decode step", case, error, 5e-2))
                 if layer.due(step):
                     rows += _check_flush(layer, step, case)
     return rows
-
-
-def _result(kernel: str, case: str, error: float, tolerance: float) -> dict[str, Any]:
-    return {"kernel": kernel, "case": case, "error": error, "tolerance": tolerance, "passed": error <= tolerance}
 
 
 def _stored(layer: SteppedLayer, row: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -295,53 +284,34 @@ def _check_flush(layer: SteppedLayer, step: int, case: str) -> list[dict[str, An
     layer.flush(step)
     rows = []
     for row in layer.due(step):
-        tokens = keys[row : row + 1, :, start : start + PAGE_SIZE]
-        place = int(layer.key_places[row, 0])
-        found = dequantize_keys(layer.key_pages.select(slice(place, place + 1)), scheme.keys).cpu()
-        wanted = dequantize_keys(quantize_keys(tokens, scheme.keys), scheme.keys)
-        rows.append(_result("flush, keys", f"{case}, row {row}", float((found - wanted).norm() / wanted.norm()), 1e-2))
-        tokens = values[row : row + 1, :, start : start + PAGE_SIZE]
+        place, case_of_row = int(layer.key_places[row, 0]), f"{case}, row {row}"
+        page = layer.key_pages.select(slice(place, place + 1))
+        wanted = quantize_keys(keys[row : row + 1, :, start : start + PAGE_SIZE], scheme.keys)
+        found, wanted = dequantize_keys(page, scheme.keys).cpu(), dequantize_keys(wanted, scheme.keys)
+        rows.append(checked("flush, keys", case_of_row, float((found - wanted).norm() / wanted.norm()), 1e-2))
         place = int(layer.value_places[row, 0])
-        found = dequantize_values(layer.value_pages.select(slice(place, place + 1)), scheme.values).cpu()
-        wanted = dequantize_values(quantize_values(tokens, scheme.values), scheme.values)
-        rows.append(
-            _result("flush, values", f"{case}, row {row}", float((found - wanted).norm() / wanted.norm()), 1e-3)
-        )
+        page = layer.value_pages.select(slice(place, place + 1))
+        wanted = quantize_values(values[row : row + 1, :, start : start + PAGE_SIZE], scheme.values)
+        found, wanted = dequantize_values(page, scheme.values).cpu(), dequantize_values(wanted, scheme.values)
+        rows.append(checked("flush, values", case_of_row, float((found - wanted).norm() / wanted.norm()), 1e-3))
         stop = start + scheme.held * PAGE_SIZE
-        moved = torch.equal(
-            layer.values[row, :, start:stop].cpu(), values[row, :, start + PAGE_SIZE : stop + PAGE_SIZE]
-        )
-        rows.append(_result("flush, what moves up", f"{case}, row {row}", float(not moved), 0.5))
+        moved_up = values[row, :, start + PAGE_SIZE : stop + PAGE_SIZE]
+        moved = torch.equal(layer.values[row, :, start:stop].cpu(), moved_up)
+        rows.append(checked("flush, what moves up", case_of_row, float(not moved), 0.5))
     return rows
 
 
-def measure(device: torch.device) -> list[dict[str, Any]]:
+def measure(device: torch.device) -> Iterator[dict[str, Any]]:
     """Every scheme and size, with and without the Linears, with flushes and without."""
-    rows = []
-    for name, scheme in SCHEMES.items():
-        for batch, tokens, staggered in SIZES:
-            first = SteppedLayer(scheme, batch, tokens, staggered, device)
-            count = buffers_beyond_cache(first.nbytes)
-            layers = [first] + [SteppedLayer(scheme, batch, tokens, staggered, device) for _ in range(count - 1)]
-            linears = Linears(batch, device)
-            for whole in (False, True):
-                rows.append(
-                    {
-                        "operation": "decode steps",
-                        "scheme": name,
-                        "batch": batch,
-                        "tokens": tokens,
-                        "staggered": staggered,
-                        "linears": whole,
-                        "case": _case(name, batch, tokens, staggered, whole),
-                        **_compare(layers, linears if whole else None),
-                    }
-                )
-                _print(rows[-1])
-            del first, layers, linears
-            gc.collect()
-            torch.cuda.empty_cache()
-    return rows
+    for (name, scheme), (batch, tokens, staggered) in product_of(SCHEMES.items(), SIZES):
+        make = partial(SteppedLayer, scheme, batch, tokens, staggered, device)
+        layers, linears = beyond_cache(make, lambda layer: layer.nbytes), Linears(batch, device)
+        for whole in (False, True):
+            case = _case(name, batch, tokens, staggered, whole)
+            yield {"case": case, **_compare(layers, linears if whole else None)}
+        del layers, linears
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _case(name: str, batch: int, tokens: int, staggered: bool, whole: bool) -> str:
@@ -364,30 +334,14 @@ def _compare(layers: list[SteppedLayer], linears: Linears | None) -> dict[str, A
         "us_without_flushes": _summary(control),
         "flush_us": flush,
         "us_after_flush": statistics.median(times[i] for i in range(len(times)) if (i - 1) % PAGE_SIZE in due),
-        "amortised": flush * len(due) / PAGE_SIZE / statistics.mean(control),
         "p99_over_median": _summary(times)["p99"] / _summary(times)["median"] - 1,
-        "p99_over_control": _summary(times)["p99"] / _summary(control)["p99"] - 1,
-        # Medians by how far the cycle has come, of steps without a flush.
-        "us_by_sixteenth": [
-            statistics.median(control[i] for i in range(len(control)) if i % PAGE_SIZE // 8 == part)
-            for part in range(16)
-        ],
     }
 
 
 def _summary(times: list[float]) -> dict[str, float]:
     ordered = sorted(times)
-
-    def at(share: float) -> float:
-        return ordered[math.ceil(share * len(ordered)) - 1]
-
-    return {
-        "median": statistics.median(ordered),
-        "mean": statistics.mean(ordered),
-        "p99": at(0.99),
-        "p99.5": at(0.995),
-        "max": ordered[-1],
-    }
+    p99 = ordered[math.ceil(0.99 * len(ordered)) - 1]
+    return {"median": statistics.median(ordered), "mean": statistics.mean(ordered), "p99": p99, "max": ordered[-1]}
 
 
 def step_graphs(layers: list[SteppedLayer], linears: Linears | None, flushes: bool) -> list[Callable[[], None]]:
@@ -420,20 +374,3 @@ def step_times(graphs: list[Callable[[], None]]) -> list[float]:
         events[i + 1].record()
     torch.cuda.synchronize()
     return [events[i].elapsed_time(events[i + 1]) * 1e3 for i in range(len(graphs), steps)]
-
-
-def _print(row: dict[str, Any]) -> None:
-    figures = "  ".join(f"{name} {value:.1f}" for name, value in row["us"].items())
-    control = "  ".join(f"{name} {value:.1f}" for name, value in row["us_without_flushes"].items())
-    print(f"{row['case']}: {figures}", flush=True)
-    print(f"  without: {control}; flush {row['flush_us']:.1f} us, amortised {row['amortised']:.2%}", flush=True)
-
-
-def _lines(device: torch.device) -> Iterator[dict[str, Any]]:
-    yield from check(device)
-    yield from measure(device)
-
-
-if __name__ == "__main__":
-    for line in _lines(torch.device("cuda")):
-        print(line)

@@ -19,8 +19,9 @@ import venv
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "interop.json"
+from runner import RESULTS, ROOT, read, save
+
+OUTPUT = RESULTS / "interop.json"
 READERS = ROOT / "benchmarks" / "interop_readers"
 TORCH = "torch==2.13.0+cpu"
 
@@ -114,7 +115,7 @@ def compare(found: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Every case, or those named."""
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = read(OUTPUT)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(arguments.bundles or temporary)
         make_bundles(folder)
@@ -136,7 +137,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             found = json.loads(last) if last.startswith("{") else {"error": done.stderr.strip().splitlines()[-1]}
             results[name] = compare(found, answers.get(bundle.removesuffix("-shards"), answers["awq"]))
             print(name, json.dumps(results[name])[:600], flush=True)
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            save(OUTPUT, results)
     return results
 
 

@@ -9,20 +9,18 @@ chosen from.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 import triton
-from gpu_linear import TOLERANCE, product, random_weight
-from gpu_timing import buffers_beyond_cache, graph_time
+from gpu_linear import TOLERANCE, copies_of, dense_copies, product, random_weight
+from gpu_timing import graph_time
+from runner import need_gpu, option_parser, save
 from torch import Tensor
 
 from kvconvert.kernels.device import multiprocessors
@@ -95,11 +93,7 @@ class Case:
         self.inputs = inputs
         self.awq = random_weight(inputs, outputs, GROUP_SIZE, device)
         packed = pack_weight(self.awq)
-        copies = buffers_beyond_cache(packed.lanes.nbytes, 16)
-        again = [replace(packed, lanes=packed.lanes.clone(), grid=packed.grid.clone()) for _ in range(copies - 1)]
-        self.packed = [packed, *again]
-        dense = dequantize(packed, DTYPE)
-        self.dense = [dense, *(dense.clone() for _ in range(buffers_beyond_cache(dense.nbytes, 8) - 1))]
+        self.packed, self.dense = copies_of(packed, 16), dense_copies(packed, 8)
         self.exact = dequantize_weight(self.awq, torch.float64)
 
     def timed(self, calls: list[partial[Tensor]], x: Tensor, exact: Tensor) -> float:
@@ -140,7 +134,7 @@ def line(result: dict) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = option_parser(__doc__)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
     parser.add_argument(
@@ -148,9 +142,7 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=len(CANDIDATES), help="processes that compile")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("benchmarks/linear_shapes.py needs a CUDA device, and torch finds none here.", file=sys.stderr)
-        return 1
+    need_gpu()
     begin, device = time.perf_counter(), torch.device("cuda")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
     compiled(arguments.jobs)
@@ -165,8 +157,7 @@ def main() -> int:
         for rows in arguments.rows:
             results["rows"].append(case.measured(rows))
             print(line(results["rows"][-1]), flush=True)
-            if arguments.json:
-                arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf8")
+            save(arguments.json, results)
     wrong = sum(time != time for row in results["rows"] for time in (row["times"] | row["fused"]).values())
     print(f"{wrong} wrong; {time.perf_counter() - begin:.0f} s")
     return 1 if wrong else 0

@@ -16,22 +16,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from processes import run
+from runner import ROOT, option_parser, read, save
 
 from kvconvert.bundle.writer import write_weights
-from kvconvert.convert.host_memory import anonymous_bytes
 from kvconvert.io.records import TensorInfo
 
-ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / "examples" / "reference-lm"
 SHARD_BYTES = 2**29
 CASES = ("0.5b:4", "0.5b:24", "1.5b:4", "1.5b:8", "8b:2", "8b:4", "8b:8")
@@ -136,21 +134,6 @@ def write_checkpoint(directory: Path, shape: Shape, layers: int) -> None:
     write_weights(directory, infos, tensor, SHARD_BYTES)
 
 
-def run(*arguments: str) -> dict[str, float]:
-    """Run a command of kvconvert; its peak of anonymous memory, processor and wall time."""
-    before, begun, peak = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter(), 0
-    process = subprocess.Popen([sys.executable, "-m", "kvconvert", *arguments], stdout=subprocess.DEVNULL)
-    while process.poll() is None:
-        peak = max(peak, anonymous_bytes(process.pid) or 0)
-        time.sleep(0.01)
-    if process.returncode:
-        raise SystemExit(f"kvconvert {arguments[0]} failed")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    wall = time.perf_counter() - begun
-    return {"peak_anonymous_bytes": peak, "processor_s": round(used, 1), "wall_s": round(wall, 1)}
-
-
 def planned(*arguments: str) -> dict[str, Any]:
     """What `plan --json` says."""
     command = [sys.executable, "-m", "kvconvert", "plan", *arguments, "--json"]
@@ -172,8 +155,9 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
         options += ["--device", args.device]
         formula = planned(str(model), *options, "--no-probe")
         probed = planned(str(model), *options) if args.probe else None
-        calibrated = run("calibrate", str(model), "-o", str(work), *options)
-        exported = run("export", str(work), "-o", str(bundle))
+        command = [sys.executable, "-m", "kvconvert"]
+        calibrated, _ = run([*command, "calibrate", str(model), "-o", str(work), *options])
+        exported, _ = run([*command, "export", str(work), "-o", str(bundle)])
         manifest = json.loads((bundle / "kvconvert.json").read_text())
     found = {"shape": name, "layers": int(layers), "recipe": args.recipe, "samples": args.samples}
     found |= {"length": args.length, "device": args.device, "planned_bytes": formula["memory"]["calibrate"]}
@@ -188,7 +172,7 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = option_parser(__doc__)
     parser.add_argument("cases", nargs="*", default=CASES, help="SHAPE:LAYERS")
     parser.add_argument("--recipe", default="rtn", help=f"{', '.join(RECIPES)}, a preset or a file (default: rtn)")
     parser.add_argument("--probe", action="store_true", help="compare with what `plan` says, its probe included")
@@ -197,7 +181,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="where to write the results; kept cases of other shapes stay")
     args = parser.parse_args()
-    results = json.loads(args.json.read_text())["cases"] if args.json and args.json.exists() else []
+    results = read(args.json).get("cases", [])
     for case in args.cases:
         found = measure(case, args)
         key = ("shape", "layers", "recipe", "samples", "length", "device")
@@ -207,9 +191,8 @@ def main() -> None:
         print(case, args.recipe, *(f"{step} {peak:.2f} GB" for step, peak in peaks.items()), flush=True)
         if args.probe:
             print(json.dumps(found["plan"]), flush=True)
-        if args.json:
-            setting = {"torch": torch.__version__, "cpus": os.cpu_count()}
-            args.json.write_text(json.dumps({"setting": setting, "cases": results}, indent=1) + "\n")
+        setting = {"torch": torch.__version__, "cpus": os.cpu_count()}
+        save(args.json, {"setting": setting, "cases": results})
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from multimodal_measure import (
     Bench,
     Reader,
 )
+from runner import RESULTS, ROOT, option_parser, read, save
 from tables import table
 from transformers import AutoModelForImageTextToText, AutoProcessor, DynamicCache
 
@@ -39,9 +40,8 @@ from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.runtime import KVCache, load
 from kvconvert.runtime.hf.attention import NAME
 
-ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples" / "reference-vlm"
-RESULTS = ROOT / "benchmarks" / "results" / "multimodal.json"
+OUTPUT = RESULTS / "multimodal.json"
 # The script of the reference trains with seeds from 1,000,000 on and examines with 2,000,000.
 HELD_OUT_SEED, CALIBRATION_SEED = 3_000_000, 4_000_000
 SAMPLES = 8
@@ -214,7 +214,7 @@ def report(bench: Bench, args: argparse.Namespace) -> dict:
         "better_by": {},
     }
     if args.only:
-        recorded = json.loads(args.output.read_text(encoding="utf-8"))
+        recorded = read(args.output)
         result |= {name: recorded[name] for name in ("rows", "better_by")}
     each: dict[tuple[str, str], torch.Tensor] = {}
     plan = Plan(bench, args.only)
@@ -316,19 +316,19 @@ def summary(result: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0, help="of the confidence intervals")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--only", nargs="+", metavar="ROW", help="measure rows that begin so, and keep the others")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=torch.float32).eval()
     bench = Bench(model, AutoProcessor.from_pretrained(args.model), HELD_OUT_SEED, args.pairs)
     result = report(bench, args)
-    args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(args.output, result)
     print(markdown(result))
 
 

@@ -11,8 +11,6 @@ the logits over two segments of --tokens tokens, from ONNX Runtime with the floa
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import torch
+from runner import option_parser, save
 from transformers import PreTrainedTokenizerBase
 
 from kvconvert import load
@@ -138,7 +137,7 @@ def measure(bundle: Path, tokens: int, count: int, text: Path | None, folder: Pa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = option_parser(__doc__)
     parser.add_argument("bundles", nargs="+", type=Path)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--tokens", type=int, default=512)
@@ -158,8 +157,7 @@ def main() -> None:
             kl = f"{row['kl']:.5f}" if "kl" in row else ""
             speed = row["tokens_per_second"]
             print(f"| {name} | {row['ms']:.2f} | {speed:.1f} | {speed / best:.2f} | {kl} |", flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        save(options.json, results)
 
 
 if __name__ == "__main__":

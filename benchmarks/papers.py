@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import multiprocessing
 import sys
 import sysconfig
@@ -29,6 +28,7 @@ from unittest.mock import patch
 import papers_weights
 import torch
 from papers_docs import laboratory, reports
+from runner import RESULTS, ROOT, option_parser, read, save
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -48,8 +48,6 @@ from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import compress
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 TEXTS = ("wikitext2-test", "python")
 FIRST_SCORED = 160  # beyond every preset's sink tokens and their first page
 PROMPT = 1024  # tokens of a sealed prompt: with MiniKV's half of it, what is kept fills whole pages
@@ -371,16 +369,12 @@ def run(args: argparse.Namespace, model: Path) -> None:
     settings |= {"prompt": PROMPT, "first_scored": FIRST_SCORED, "seed": 0}
     settings["texts"] = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
     report: dict[str, Any] = {"settings": settings, "versions": versions(), "rows": {}}
-    if output.is_file() and not args.again:
-        found = json.loads(output.read_text(encoding="utf-8"))
+    found = {} if args.again else read(output)
+    if found:
         if found["settings"] == settings:
             report = found
         else:
             print(f"{output.name} was measured otherwise; all of its rows are replaced.", file=sys.stderr)
-
-    def save() -> None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
     work = tasks(args, report["rows"])
     cases = [case for measured, group in work if measured is measure_caches for case in group if case.calibrates()]
@@ -399,10 +393,10 @@ def run(args: argparse.Namespace, model: Path) -> None:
         every = as_completed(futures) if args.jobs > 1 else futures
         for future in tqdm(every, total=len(futures), desc=f"{model.name}: measuring"):
             report["rows"] |= future.result()
-            save()
+            save(output, report)
     if "budgets" in args.tables and "persistence" not in report:
         report["persistence"] = measure_persistence(args, model)
-    save()
+    save(output, report)
 
 
 def _calibrate(args: argparse.Namespace, model: Path, case: Case) -> None:
@@ -417,7 +411,7 @@ class _now:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("models", nargs="+", type=Path, metavar="MODEL")
     parser.add_argument("--text", type=Path, required=True, metavar="DIR", help="of wikitext2-test.txt")
     parser.add_argument(

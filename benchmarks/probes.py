@@ -8,14 +8,13 @@ replaces rows of the same model and probe, and prints a table of what it holds.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from runner import RESULTS, option_parser, read, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.data.text import load_token_samples
@@ -27,7 +26,7 @@ from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 
-RESULTS = Path(__file__).parent / "results" / "probes.json"
+OUTPUT = RESULTS / "probes.json"
 BITS = (4, 2)
 FREE, FREE_TOKENS = "free-running", 64
 NAMES = [*(probe.name for probe in PROBES), FREE]
@@ -102,7 +101,7 @@ def table(results: dict) -> str:
 
 def main() -> None:
     """Measure each model, write after each probe, print everything."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--only", default=",".join(NAMES), metavar="PROBE,...")
     parser.add_argument("--prompts", type=int, default=12)
@@ -117,10 +116,10 @@ def main() -> None:
     for model in args.models:
         options = (args.prompts, args.context, args.device, args.dtype, args.seed)
         for name, row in measure(model, names, *options):
-            results = json.loads(RESULTS.read_text(encoding="utf8")) if RESULTS.exists() else {}
+            results = read(OUTPUT)
             results.setdefault(Path(model).name, {})[name] = row
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf8")
-    print(table(json.loads(RESULTS.read_text(encoding="utf8"))))
+            save(OUTPUT, results)
+    print(table(read(OUTPUT)))
 
 
 if __name__ == "__main__":

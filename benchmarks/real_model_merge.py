@@ -8,12 +8,13 @@ time it took; the first is kept.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from runner import option_parser, save
 
 from kvconvert.errors import UsageError
 
@@ -40,7 +41,7 @@ def _figures(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--output", type=Path, required=True, help="merged with the files if it is there")
     args = parser.parse_args()
@@ -49,7 +50,7 @@ def main() -> None:
         report = merged([json.loads(file.read_text(encoding="utf-8")) for file in files], [*map(str, files)])
     except UsageError as error:
         sys.exit(f"Error: {error}")
-    args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save(args.output, report)
 
 
 if __name__ == "__main__":

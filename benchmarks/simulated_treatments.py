@@ -9,12 +9,12 @@ runs through the model's attention with pages as a cache returns them; weights s
 
 from __future__ import annotations
 
-import argparse
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from runner import option_parser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.auto.clip_ratios import measured_layer
@@ -32,7 +32,7 @@ GRID = (1.0, 0.9, 0.8)
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--length", type=int, default=1540)

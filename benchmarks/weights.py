@@ -15,7 +15,6 @@ One H200 measures 12 cases of SmolLM2-135M with --jobs 8 in about three minutes:
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import sys
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from runner import RESULTS, ROOT, option_parser, read, save
 from transformers import AutoTokenizer
 from weights_docs import methods
 from weights_measure import Case, SourceScores, quantized_model
@@ -33,13 +33,12 @@ from kvconvert.data.text import spaced_samples
 from kvconvert.errors import KvconvertError
 from kvconvert.fidelity.evaluate import versions
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "weights.json"
+OUTPUT = RESULTS / "weights.json"
 METHODS = ("rtn", "awq", "gptq", "awq+gptq")
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, required=True, metavar="DIR", help="of the text reported on")
     parser.add_argument("--name", default="wikitext2-test", help="of its .txt file (default: wikitext2-test)")
@@ -56,7 +55,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time, in processes of their own")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "weights", help="of the source's logits")
     parser.add_argument("--again", action="store_true", help="measure anew what is there already")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
     return parser.parse_args()
 
 
@@ -107,7 +106,7 @@ def main() -> None:
     name = args.model.resolve().name
     report: dict[str, Any] = {"versions": versions(), "models": {}}
     if args.output.is_file():
-        report["models"] = json.loads(args.output.read_text(encoding="utf-8"))["models"]
+        report["models"] = read(args.output)["models"]
         if report["models"].get(name, {"settings": settings})["settings"] != settings:
             print(f"{name} was measured otherwise; all of its rows are replaced.", file=sys.stderr)
             del report["models"][name]
@@ -120,8 +119,7 @@ def main() -> None:
         if "failure" in figures:
             sys.exit(f"{case.name}: {figures['failure']}")
         model["cases"][case.name] = figures
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        save(args.output, report)
         print(f"{case.name}: KL {figures['kl']['mean']:.4f}, {figures['seconds']} s", file=sys.stderr, flush=True)
     print(methods(report))
 

@@ -1,12 +1,13 @@
 """benchmarks/calibrate.py: what is measured is kvconvert's own conversion, and the page says what the report holds."""
 
 import sys
+from types import SimpleNamespace
 
-import calibrate_measure
+import calibrate
+import processes
 import pytest
 import torch
 import weights_docs
-from calibrate_measure import Settings
 from click.testing import CliRunner
 from tiny.checkpoints import save_checkpoint, save_text
 from transformers import AutoModelForCausalLM
@@ -17,7 +18,7 @@ from kvconvert.runtime import load
 
 @pytest.fixture
 def settings(tmp_path):
-    return Settings(
+    return SimpleNamespace(
         model=save_checkpoint(tmp_path / "source"),
         samples=4,
         length=32,
@@ -35,18 +36,18 @@ def settings(tmp_path):
 
 
 def test_what_kvconvert_saved_is_read_back_as_its_bundle(settings, tmp_path, monkeypatch):
-    def here(command, settings, folder):
+    def here(command, environment, timeout):
         """The same command in this process, which spares its start."""
         assert command[:3] == [sys.executable, "-m", "kvconvert"]
         done = CliRunner().invoke(cli, command[3:], catch_exceptions=False)
         assert done.exit_code == 0, done.output
         return {"wall_s": 1.0, "processor_s": 2.0, "peak_anonymous_bytes": 300}, done.stdout
 
-    monkeypatch.setattr(calibrate_measure, "_process", here)
+    monkeypatch.setattr(processes, "run", here)
     place = tmp_path / "case"
-    found = calibrate_measure.run("kvconvert", "awq", settings, tmp_path / "ids", place)
+    found = calibrate.run("kvconvert", "awq", settings, tmp_path / "ids", place)
     assert (found["wall_s"], found["processor_s"], found["peak_anonymous_bytes"]) == (1.0, 2.0, 300)
-    saved = calibrate_measure.saved_model("kvconvert", settings, place)
+    saved = calibrate.saved_model("kvconvert", settings, place)
     served, _ = load(place / "model", dtype=torch.float32)
     ids = torch.arange(2, 34)[None]
     with torch.no_grad():
@@ -55,15 +56,14 @@ def test_what_kvconvert_saved_is_read_back_as_its_bundle(settings, tmp_path, mon
     assert not torch.allclose(saved(ids).logits, source, atol=0.05)
 
 
-def test_a_process_is_measured_and_its_failure_told(settings, tmp_path):
-    measured, said = calibrate_measure._process([sys.executable, "-c", "print('done')"], settings, tmp_path)
+def test_a_process_is_measured_and_its_failure_told():
+    measured, said = processes.run([sys.executable, "-c", "print('done')"])
     assert said == "done\n"
     assert measured["wall_s"] >= 0
     with pytest.raises(SystemExit, match="no such thing"):
-        calibrate_measure._process([sys.executable, "-c", "raise OSError('no such thing')"], settings, tmp_path)
-    command = [sys.executable, "-c", "import time; time.sleep(30)"]
+        processes.run([sys.executable, "-c", "raise OSError('no such thing')"])
     with pytest.raises(SystemExit, match="took longer than 0 s"):
-        calibrate_measure._process(command, settings._replace(timeout=0.1), tmp_path)
+        processes.run([sys.executable, "-c", "import time; time.sleep(30)"], timeout=0.1)
 
 
 def case(seconds, kl, **more):

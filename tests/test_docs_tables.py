@@ -141,14 +141,6 @@ def test_every_bar_is_measured(case, bar):
         assert cells[2]
 
 
-def test_every_bar_of_the_recorded_run_is_in_the_table():
-    asked = {case for case, _ in ASKED}
-    rows = [row for section in docs.results("gpu")["rows"].values() for row in section]
-    with_bars = {row["case"] for row in rows if row.get("bar") is not None or row.get("bandwidth_bar") is not None}
-    assert asked & with_bars
-    assert with_bars <= {cells[0] for cells in bars()}
-
-
 def test_every_bar_of_whole_models_has_its_row():
     rows = gpu_docs.model_bars(docs.results("engine"))
     assert rows.count("| met |") + rows.count("**missed**") == 3 + 3 + 3 + 3 + 2 + 1
@@ -162,7 +154,9 @@ def test_a_missed_bar_leads_to_its_analysis():
 
 
 def test_all_checks_of_the_recorded_run_passed():
-    assert all(check["passed"] for section in docs.results("gpu")["checks"].values() for check in section)
+    for checks in docs.results("gpu")["checks"].values():
+        assert checks["made"]
+        assert checks["failed"] == []
 
 
 def test_linears_take_what_measured_best_or_nearly_so():
