@@ -81,12 +81,11 @@ def selected(full: bool, names: list[str]) -> list[tuple[str, str, int]]:
     of them. In the full run the usual variants of each kernel (axis "usual") are there for every architecture; in the
     other one, every single value and every architecture is there, and the usual variants for one architecture.
     """
-    from aot_compile import CAPABILITIES, modules
+    from aot_compile import CAPABILITIES, groups
 
     chosen = []
-    for module in modules(names):
-        short = module.__name__.rpartition(".")[2]
-        lists = {capability: list(module.variants(capability)) for capability in CAPABILITIES}
+    for short, variants_for in groups(names):
+        lists = {capability: list(variants_for(capability)) for capability in CAPABILITIES}
         if full:
             pairs = [(variant, capability) for capability in CAPABILITIES for variant in lists[capability]]
             axes = [variant.axes | {"capability": capability} for variant, capability in pairs]
@@ -130,12 +129,12 @@ def _prepare(search: list[str]) -> None:
 
 def _compile(task: tuple[str, str, int]) -> dict[str, Any]:
     """The row of one task with what is wrong about it; runs in a process of its own, which keeps the lists."""
-    from aot_compile import measure, modules, problems
+    from aot_compile import groups, measure, problems
 
     name, variant_name, capability = task
     if (name, capability) not in _VARIANTS:
-        (module,) = modules([name])
-        _VARIANTS[name, capability] = {variant.name: variant for variant in module.variants(capability)}
+        (group,) = groups([name])
+        _VARIANTS[name, capability] = {variant.name: variant for variant in group.variants(capability)}
     variant = _VARIANTS[name, capability][variant_name]
     try:
         row = measure(variant, capability)
@@ -165,19 +164,26 @@ def run(tasks: list[tuple[str, str, int]], jobs: int) -> list[dict[str, Any]]:
 
 def merged(path: Path, rows: list[dict[str, Any]], everything: bool) -> list[dict[str, Any]]:
     """These rows and those of the file that they do not replace, unless they are everything; sorted."""
-    kept = [] if everything or not path.exists() else json.loads(path.read_text(encoding="utf8"))["rows"]
+    kept = [] if everything or not path.exists() else read_json(path)["rows"]
     table = {(row["module"], row["name"], row["capability"]): row for row in [*kept, *rows]}
     return [table[key] for key in sorted(table)]
 
 
 def write_json(path: Path, rows: list[dict[str, Any]]) -> None:
-    """The table, a row per line, with the versions of the compilers."""
+    """The table, a row per line, with the names of its columns and the versions of the compilers."""
     import triton
     from aot_compile import assembler_version
 
-    lines = ",\n".join("  " + json.dumps(row) for row in rows)
-    versions = f'"triton": {json.dumps(triton.__version__)}, "ptxas": {json.dumps(assembler_version())}'
-    path.write_text(f'{{{versions},\n "rows": [\n{lines}\n]}}\n', encoding="utf8")
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    head = {"triton": triton.__version__, "ptxas": assembler_version(), "columns": columns}
+    lines = ",\n".join("  " + json.dumps([row.get(column) for column in columns]) for row in rows)
+    path.write_text(f'{json.dumps(head)[:-1]},\n "rows": [\n{lines}\n]}}\n', encoding="utf8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What was written, rows by the names of their columns."""
+    table = json.loads(path.read_text(encoding="utf8"))
+    return table | {"rows": [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]}
 
 
 def main() -> None:
@@ -185,7 +191,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="the wide sweep")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures there")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one per core)")
-    parser.add_argument("--module", action="append", default=[], help="only this module, by its name in aot_variants")
+    parser.add_argument("--module", action="append", default=[], help="only this group of variants, by its name")
     parser.add_argument("--list", action="store_true", help="say how much would be compiled, and stop")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:

@@ -10,10 +10,9 @@ import pkgutil
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import aot_variants
 import triton
@@ -31,14 +30,25 @@ BYTES_PER_WIDE_LOAD = 16
 _PTX_MATRIX = re.compile(r"^\s*(?:@\S+ )?(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", re.MULTILINE)
 
 
-def modules(names: list[str]) -> Iterator[ModuleType]:
-    """The modules of aot_variants that list variants, or those of these names, there or elsewhere."""
-    inside = sorted(found.name for found in pkgutil.iter_modules(aot_variants.__path__))
-    for name in names or inside:
-        module = importlib.import_module(f"{aot_variants.__name__}.{name}" if name in inside else name)
-        own = getattr(module, "variants", None)
-        if callable(own) and own.__module__ == module.__name__:
-            yield module
+class Group(NamedTuple):
+    """Variants that are covered together: by their name, and listed for a compute capability."""
+
+    name: str
+    variants: Callable[[int], Iterator[Variant]]
+
+
+def groups(names: list[str]) -> Iterator[Group]:
+    """The groups of these names, all if there are none: a module's `GROUPS`, or its `variants` under its own name.
+
+    A name that no module of aot_variants has is that of a module elsewhere.
+    """
+    found = {}
+    for each in pkgutil.iter_modules(aot_variants.__path__):
+        module = importlib.import_module(f"{aot_variants.__name__}.{each.name}")
+        own = getattr(module, "GROUPS", None) or {each.name: getattr(module, "variants", None)}
+        found |= {name: list_of for name, list_of in own.items() if list_of is not None}
+    for name in names or sorted(found):
+        yield Group(name, found[name] if name in found else importlib.import_module(name).variants)
 
 
 def compile_variant(variant: Variant, capability: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from aot_compile import modules
+from aot import read_json
+from aot_compile import groups
 from aot_cover import covering
 from aot_sass import find_loops, main_loop, parse
 from compiled_toys import spilling_kernel
@@ -29,7 +29,7 @@ def compiled(output: Path, *arguments: str) -> tuple[subprocess.CompletedProcess
     command = [sys.executable, str(ROOT / "benchmarks" / "aot.py"), "--json", str(output), "--jobs", "2", *arguments]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    return done, json.loads(output.read_text(encoding="utf8"))
+    return done, read_json(output)
 
 
 def differences(fresh: dict, table: dict) -> list[str]:
@@ -51,13 +51,13 @@ def differences(fresh: dict, table: dict) -> list[str]:
 
 def check(done: subprocess.CompletedProcess, fresh: dict) -> None:
     assert done.returncode == 0, done.stdout
-    changed = differences(fresh, json.loads(TABLE.read_text(encoding="utf8")))
+    changed = differences(fresh, read_json(TABLE))
     assert not changed, "\n".join([*changed, f"If that is as it should be: {REGENERATE}"])
 
 
-@pytest.mark.parametrize("module", list(modules([])), ids=lambda module: module.__name__.rpartition(".")[2])
-def test_constants_of_a_launch_are_those_of_its_kernel(module):
-    for variant in module.variants(90):
+@pytest.mark.parametrize("group", list(groups([])), ids=lambda group: group.name)
+def test_constants_of_a_launch_are_those_of_its_kernel(group):
+    for variant in group.variants(90):
         types = variant.function.fn.__annotations__
         constants = {name for name in variant.function.arg_names if "constexpr" in types.get(name, "")}
         assert constants == variant.constants.keys(), variant.name
