@@ -21,6 +21,7 @@ from kvconvert.commands.hub import list_bundles, pull, push, rm
 from kvconvert.commands.inspect import inspect, report, verify
 from kvconvert.commands.plan import plan
 from kvconvert.commands.recipes import recipes
+from kvconvert.commands.serve import serve
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.version import __version__
 
@@ -123,6 +124,7 @@ for command in (
     evaluate,
     bench,
     generate,
+    serve,
     inspect,
     report,
     verify,

@@ -18,9 +18,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvconvert.data.images import read_image
 from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.configuration import supports_images
 from kvconvert.models.device import choose_device, compute_dtype
-from kvconvert.models.image_prompts import ImagePrompts
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.runtime import Sampling, load
 from kvconvert.runtime.engine.request import TextStream
@@ -150,7 +150,7 @@ class Console:
         self.model, processor = load(bundle, dtype=stated or ("auto" if place.type == "cuda" else None))
         self.model.to(place)
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processor)
-        self.prompts = None if processor is self.tokenizer else ImagePrompts(processor, self.model.config)
+        self.prompts = ChatPrompts(processor, self.model.config)
         self.max_new_tokens = max_new_tokens
         self.choice = choice or Choice()
         self.system = system
@@ -158,11 +158,6 @@ class Console:
         self.generation_config = self.choice.config(self.model.generation_config)
         if self.choice.seed is not None:
             torch.manual_seed(self.choice.seed)
-
-    @property
-    def templated(self) -> bool:
-        """Whether the model has a chat template."""
-        return bool(self.tokenizer.chat_template) if self.prompts is None else self.prompts.templated
 
     def complete(self, prompt: str, images: Iterable[Path] = (), raw: bool = False) -> None:
         """Stream the answer to a prompt, or its continuation.
@@ -184,8 +179,9 @@ class Console:
             )
         if not prompt:
             raise UsageError("The prompt has no tokens; give some text.")
-        if opened or (self.templated and not raw):
-            inputs = self._encode([*self._begin(), self._message("user", prompt, len(opened))], opened)
+        if opened or (self.prompts.templated and not raw):
+            messages = [*self._begin(), self.prompts.message("user", prompt, len(opened))]
+            inputs = self.prompts.encode(messages, opened)
         else:
             self._begin()
             inputs = {"input_ids": self.tokenizer(prompt, return_tensors="pt").input_ids}
@@ -195,23 +191,12 @@ class Console:
         """The messages with which every conversation begins (UsageError: a system message without a template)."""
         if self.system is None:
             return []
-        if not self.templated:
+        if not self.prompts.templated:
             raise UsageError(
                 "This model has no chat template, so it knows no system message; leave `system` out, and say it in the "
                 "prompt."
             )
-        return [self._message("system", self.system, 0)]
-
-    def _message(self, role: str, text: str, images: int) -> dict[str, Any]:
-        """A message in the form of this model's template."""
-        content = text if self.prompts is None else [{"type": "image"}] * images + [_text(text)]
-        return {"role": role, "content": content}
-
-    def _encode(self, messages: list[dict[str, Any]], images: list[Image]) -> dict[str, Tensor]:
-        """The model's inputs of a conversation in which the model speaks next."""
-        if self.prompts is None:
-            return {"input_ids": self._render(messages)}
-        return self.prompts.encode(self.prompts.text(messages, answer=True), images)
+        return [self.prompts.message("system", self.system)]
 
     def chat(self, lines: Iterator[str], images: Iterable[Path] = ()) -> None:
         """Answer line after line until the input ends.
@@ -226,12 +211,12 @@ class Console:
             images: given to the first line.
         """
         interactive = sys.stdin.isatty()
-        templated = self.templated
+        templated = self.prompts.templated
         messages = self._begin()
         if not templated:
             print("This tokenizer has no chat template: the conversation is plain text.", file=sys.stderr)
         if interactive:
-            image = "" if self.prompts is None else f", {IMAGE_COMMAND} FILE gives an image to the next line"
+            image = "" if self.prompts.images is None else f", {IMAGE_COMMAND} FILE gives an image to the next line"
             print(f"Ctrl-C ends an answer, {RESET} forgets what was said, {BYE} leaves{image}.", file=sys.stderr)
         waiting, shown = self._open(images), []
         sequence = torch.empty(1, 0, dtype=torch.long)
@@ -244,28 +229,28 @@ class Console:
                 messages, waiting, shown = self._begin(), [], []
                 sequence, cache = sequence[:, :0], None
                 continue
-            if self.prompts is not None and line.split(maxsplit=1)[:1] == [IMAGE_COMMAND]:
+            if self.prompts.images is not None and line.split(maxsplit=1)[:1] == [IMAGE_COMMAND]:
                 waiting += self._named(line, interactive)
                 continue
             if not line:
                 continue
-            messages.append(self._message("user", line, len(waiting)))
+            messages.append(self.prompts.message("user", line, len(waiting)))
             shown += waiting
-            if self.prompts is None and not templated:
+            if self.prompts.images is None and not templated:
                 inputs = {"input_ids": self._append(sequence, line)}
             else:
-                inputs = self._encode(messages, shown)
+                inputs = self.prompts.encode(messages, shown)
             ids = inputs["input_ids"]
             if cache is not None and (waiting or not _continues(ids, sequence, cache.get_seq_length())):
                 cache = None
             # The images are already in the cache that is continued.
             sequence, cache, answer = self._generate(inputs if cache is None else {"input_ids": ids}, cache, True)
             waiting = []
-            messages.append(self._message("assistant", answer, 0))
+            messages.append(self.prompts.message("assistant", answer))
 
     def _open(self, images: Iterable[Path]) -> list[Image]:
         images = list(images)
-        if images and self.prompts is None:
+        if images and self.prompts.images is None:
             reason = "has no processor" if supports_images(self.model.config) else "does not support images"
             raise UsageError(
                 f"This bundle's model {reason}; leave `images` out, or give a bundle whose model supports them."
@@ -283,16 +268,6 @@ class Console:
                 raise
             print(f"Error: {error}", file=sys.stderr)
             return []
-
-    def _render(self, messages: list[dict[str, Any]]) -> Tensor:
-        try:
-            rendered = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        except Exception as error:  # templates raise jinja2 errors of their own making
-            reason = " ".join(str(error).split()).rstrip(".")
-            raise UsageError(f"The model's chat template refuses the conversation ({reason}).") from error
-        return rendered["input_ids"]
 
     def _append(self, sequence: Tensor, line: str) -> Tensor:
         if sequence.shape[1] == 0:
@@ -345,10 +320,6 @@ def _interrupting(printer: Printer) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _text(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
 
 
 def _continues(ids: Tensor, sequence: Tensor, cached: int) -> bool:

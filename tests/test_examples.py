@@ -1,5 +1,5 @@
-"""Every script of examples/ for users runs, on tiny models; serve.py, onnx_generate.py and read_bundle.py have tests of
-their own.
+"""Every script of examples/ for users runs, on tiny models; onnx_generate.py and read_bundle.py have tests of their
+own.
 """
 
 import hashlib

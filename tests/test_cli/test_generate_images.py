@@ -137,7 +137,7 @@ def test_a_turn_that_goes_on_in_the_cache_answers_as_if_everything_were_read_aga
 
 def test_without_a_chat_template_the_models_own_sign_stands_for_an_image(folder, monkeypatch):
     seen = Seen(folder / "llava" / "bundle", monkeypatch)
-    seen.console.prompts.templated = False
+    seen.console.prompts.images.templated = False
     seen.console.complete("What is it?", [folder / "1.png"])
     assert seen.text(0) == f"{'<image>' * 4}What is it?"
 

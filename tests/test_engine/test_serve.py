@@ -1,246 +1,199 @@
-"""examples/serve.py on a free port: streams, answers in one piece, refuses, and cancels when a client goes away."""
+"""`kvconvert serve` through the `openai` package: the same tokens as `generate`, and what else clients rely on."""
 
-import contextlib
-import http.client
-import json
-import re
-import subprocess
-import sys
-import threading
-import time
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
-import serve
 import torch
-import uvicorn
-from fake_model import END, FakeModel
+from serving import NAME, serving
 from tiny.llama import write_tiny_bundle
 
 from kvconvert import load
-from kvconvert.runtime import Engine
 
-
-class Letters:
-    """A tokenizer of a fake model: token n is the n-th printable character."""
-
-    def __call__(self, text):
-        return type("Encoded", (), {"input_ids": [ord(letter) - 31 for letter in text]})
-
-    def decode(self, ids, skip_special_tokens):
-        return "".join(chr(id + 31) for id in ids if id != END)
-
-
-@contextlib.contextmanager
-def serving(engine, tokenizer):
-    """The port at which an engine is served."""
-    config = uvicorn.Config(serve.application(engine, tokenizer), port=0, log_level="error")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        wait_for(lambda: server.started)
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join(timeout=20)
-        assert not thread.is_alive()
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.01)
-
-
-def post(port, **body):
-    """The open response to a request."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("POST", "/v1/completions", json.dumps(body))
-    return connection, connection.getresponse()
-
-
-def answer(port, **body):
-    connection, response = post(port, **body)
-    with contextlib.closing(connection):
-        return response.status, json.loads(response.read())
-
-
-def streamed(port, **body):
-    """Pieces of text, and why they ended."""
-    connection, response = post(port, stream=True, **body)
-    with contextlib.closing(connection):
-        assert response.status == 200
-        assert response.headers["Content-Type"].startswith("text/event-stream")
-        lines = response.read().decode().split("\n\n")
-    assert lines.pop() == ""
-    events = [json.loads(line.removeprefix("data: ")) for line in lines]
-    assert [event["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
-    return [event["text"] for event in events], events[-1]["finish_reason"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PROMPTS = ["Once upon a time", "It was a dark night, and", "The miller", "He said"]
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who is the miller?"}]
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("serve")
-    return write_tiny_bundle(folder)
+def loaded(tmp_path_factory):
+    model, tokenizer = load(write_tiny_bundle(tmp_path_factory.mktemp("serve")), dtype=torch.float32)
+    tokenizer.chat_template = TEMPLATE
+    return model, tokenizer
 
 
-@pytest.fixture
-def slow():
-    """A fake model that waits for permission before each pass, which `open` gives for good."""
-    model = FakeModel()
-    gate = threading.Semaphore(0)
-
-    def wait():
-        assert gate.acquire(timeout=60)
-
-    model.before_pass, model.gate = wait, gate
-    yield model
-    model.before_pass = lambda: None
-    gate.release(1000)
+@pytest.fixture(scope="module")
+def here(loaded):
+    model, tokenizer = loaded
+    with serving(model, tokenizer, max_batch=3) as here:
+        yield here
 
 
-def test_a_bundle_streams_its_text_to_several_clients(bundle):
-    model, tokenizer = load(bundle, dtype=torch.float32)
-    prompts = ["Once upon a time", "It was a dark night, and", "The miller"]
-    expected = []
-    for prompt in prompts:
-        inputs = tokenizer(prompt, return_tensors="pt")
-        tokens = model.generate(**inputs, max_new_tokens=20, do_sample=False, pad_token_id=0)
-        whole = tokenizer.decode(tokens[0], skip_special_tokens=True)
-        expected.append(whole[len(tokenizer.decode(inputs.input_ids[0], skip_special_tokens=True)) :])
-    engine = Engine(model, tokenizer, max_batch=2)
-    heard = {}
-    with serving(engine, tokenizer) as port:
-
-        def client(prompt):
-            heard[prompt] = streamed(port, prompt=prompt, max_tokens=20, temperature=0.0)
-
-        clients = [threading.Thread(target=client, args=[prompt]) for prompt in prompts]
-        for thread in clients:
-            thread.start()
-        for thread in clients:
-            thread.join(timeout=60)
-        for prompt, text in zip(prompts, expected, strict=True):
-            pieces, reason = heard[prompt]
-            assert "".join(pieces) == text
-            assert len(pieces) > 5
-            assert reason == "length"
-        ids = tokenizer(prompts[0]).input_ids
-        assert answer(port, prompt=ids, max_tokens=20, temperature=0.0) == (
-            200,
-            {"text": expected[0], "finish_reason": "length"},
-        )
+@pytest.fixture(scope="module")
+def client(here):
+    with here.client() as client:
+        yield client
 
 
-def test_a_seed_gives_the_same_text_again_and_a_stop_string_ends_it():
-    engine = Engine(FakeModel(), Letters())
-    with serving(engine, Letters()) as port:
-        options = {"prompt": "hello", "max_tokens": 40, "temperature": 2.0, "top_k": 50, "top_p": 0.95, "seed": 5}
-        (_, first), (_, again) = answer(port, **options), answer(port, **options)
-        assert first == again
-        assert answer(port, **options | {"seed": 6})[1] != first
-        stop = first["text"][3:5]
-        pieces, reason = streamed(port, **options, stop=[stop])
-        assert ("".join(pieces), reason) == (first["text"][: first["text"].index(stop)], "stop")
+def generated(loaded, ids, count):
+    """Text of the greedy continuation that `generate` gives alone."""
+    model, tokenizer = loaded
+    tokens = model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, pad_token_id=0)[0].tolist()
+    before = tokenizer.decode(ids, skip_special_tokens=True)
+    return tokenizer.decode(tokens, skip_special_tokens=True)[len(before) :]
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("state", ["running", "waiting"])
-def test_a_client_that_goes_away_cancels_its_request(slow, stream, state):
-    engine = Engine(slow, Letters(), kv_memory=20, max_batch=1 if state == "waiting" else 2)
-    with serving(engine, Letters()) as port:
-        if state == "waiting":
-            other = engine.add([1] * 5, max_new_tokens=500, stop_token_ids=[])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        body = {"prompt": "hello", "max_tokens": 500, "stream": stream, "seed": 1}
-        connection.request("POST", "/v1/completions", json.dumps(body))
-        wait_for(lambda: engine.stats().running + engine.stats().waiting == (2 if state == "waiting" else 1))
-        if state == "running":
-            slow.gate.release(3)
-            if stream:
-                assert connection.getresponse().read(5) == b"data:"
-        connection.sock.close() if not stream else connection.close()
-        for _ in range(200):
-            if engine.stats().cancelled:
-                break
-            slow.gate.release()
-            time.sleep(0.05)
-        assert engine.stats().cancelled == 1
-        if state == "waiting":
-            assert not other.finished
-            other.cancel()
-        slow.before_pass = lambda: None
-        slow.gate.release(10)
-        wait_for(lambda: engine.stats().pages_reserved == 0)
-        assert slow.pool.used == 0
+def test_many_clients_get_the_text_that_generate_gives_alone(loaded, client):
+    tokenizer = loaded[1]
+
+    def streamed(prompt):
+        stream = client.completions.create(model=NAME, prompt=prompt, max_tokens=20, temperature=0, stream=True)
+        pieces = [piece.choices[0] for piece in stream]
+        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+        assert len(pieces) > 5
+        return "".join(piece.text for piece in pieces)
+
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(streamed, PROMPTS * 2))
+    assert texts == [generated(loaded, tokenizer(prompt).input_ids, 20) for prompt in PROMPTS] * 2
 
 
-def test_a_full_queue_answers_503_and_says_when_to_come_back(slow):
-    engine = Engine(slow, Letters(), max_batch=1, max_waiting=0)
-    with serving(engine, Letters()) as port:
-        request = engine.add([1, 2], max_new_tokens=500, stop_token_ids=[])
-        connection, response = post(port, prompt="hello")
-        with contextlib.closing(connection):
-            assert response.status == 503
-            assert int(response.headers["Retry-After"]) > 0
-            assert "waiting" in json.loads(response.read())["error"]
-        request.cancel()
-        slow.before_pass = lambda: None
-        slow.gate.release(10)
-        wait_for(lambda: request.finished)
-        assert answer(port, prompt="hello", max_tokens=3)[0] == 200
+def test_a_list_of_prompts_has_a_choice_for_each_and_one_usage(loaded, client):
+    ids = [loaded[1](prompt).input_ids for prompt in PROMPTS]
+    answer = client.completions.create(model=NAME, prompt=ids, max_tokens=7, temperature=0)
+    assert answer.object == "text_completion"
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in answer.choices] == [generated(loaded, prompt, 7) for prompt in ids]
+    read = sum(map(len, ids))
+    assert answer.usage.model_dump(exclude_none=True) == {
+        "prompt_tokens": read,
+        "completion_tokens": 28,
+        "total_tokens": read + 28,
+    }
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ({}, "prompt.*Field required"),
-        ({"prompt": ""}, "no tokens"),
-        ({"prompt": [1000]}, "token 1000"),
-        ({"prompt": "x", "max_tokens": 0}, "max_new_tokens"),
-        ({"prompt": "x", "temperature": -1.0}, "temperature = -1.0"),
-        ({"prompt": "x", "temperature": "hot"}, "temperature.*valid number"),
-        ({"prompt": "x", "top_p": 0.0}, "top_p"),
-        ({"prompt": "x", "best_of": 3}, "best_of.*not permitted"),
-        ({"prompt": "x", "stop": "x"}, "stop.*valid array"),
-    ],
-)
-def test_bad_input_answers_400_with_one_sentence(body, said):
-    with serving(Engine(FakeModel(), Letters()), Letters()) as port:
-        status, told = answer(port, **body)
-        assert status == 400
-        assert re.search(said, told["error"])
-        assert "\n" not in told["error"]
+def test_a_chat_answers_in_the_models_template_whole_and_in_pieces(loaded, client):
+    ids = loaded[1].apply_chat_template(TURNS, add_generation_prompt=True, return_dict=True)["input_ids"]
+    asked = {"model": NAME, "messages": TURNS, "max_completion_tokens": 12, "temperature": 0}
+    answer = client.chat.completions.create(**asked)
+    expected = generated(loaded, ids, 12)
+    assert (answer.object, answer.model) == ("chat.completion", NAME)
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.id == answer._request_id
+    assert (answer.choices[0].message.role, answer.choices[0].message.content) == ("assistant", expected)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 12)
+
+    usage = {"include_usage": True}
+    *pieces, last = client.chat.completions.create(**asked, stream=True, stream_options=usage)
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == expected
+    assert [piece.usage for piece in pieces] == [None] * len(pieces)
+    assert (last.choices, last.usage) == ([], answer.usage)
 
 
-def test_a_failed_step_ends_its_requests_and_the_server_goes_on():
-    model = FakeModel()
-    with serving(Engine(model, Letters()), Letters()) as port:
-
-        def fail():
-            model.before_pass = lambda: None
-            raise MemoryError
-
-        model.before_pass = fail
-        assert answer(port, prompt="hello", max_tokens=3)[1]["finish_reason"] == "error"
-        assert answer(port, prompt="hello", max_tokens=3, seed=1)[1]["finish_reason"] in ("length", "stop")
-
-
-@pytest.mark.full
-def test_the_script_serves_a_bundle(bundle):
-    script = Path(serve.__file__)
-    command = [sys.executable, str(script), str(bundle), "--port", "0", "--max-batch", "2"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            port = next(int(found[1]) for line in process.stderr if (found := re.search(r"http://[\d.]+:(\d+)", line)))
-            pieces, reason = streamed(port, prompt="Once upon a time", max_tokens=5, temperature=0.0)
-            assert pieces
-            assert reason in ("length", "stop")
-        finally:
-            process.terminate()
+def test_a_conversation_goes_on_from_the_answer_as_the_client_has_it(loaded, client):
+    first = client.chat.completions.create(model=NAME, messages=TURNS, max_tokens=5, temperature=0).choices[0].message
+    parts = [{"type": "text", "text": "Why?"}, {"type": "text", "text": "Say."}]
+    turns = [*TURNS, first, {"role": "user", "content": parts}]
+    answer = client.chat.completions.create(model=NAME, messages=turns, max_tokens=5, temperature=0)
+    plain = [*TURNS, {"role": "assistant", "content": first.content}, {"role": "user", "content": "Why?\nSay."}]
+    ids = loaded[1].apply_chat_template(plain, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert answer.usage.prompt_tokens == len(ids)
+    assert answer.choices[0].message.content == generated(loaded, ids, 5)
+    developer = [{"role": "developer", "content": "Be brief."}, TURNS[1]]
+    same = client.chat.completions.create(model=NAME, messages=developer, max_tokens=5, temperature=0)
+    assert same.choices[0].message.content == first.content
 
 
-def test_the_script_is_short_enough_to_read_at_once():
-    assert len(Path(serve.__file__).read_text().splitlines()) < 100
+def test_a_seed_draws_the_same_choices_again_and_each_choice_its_own(client):
+    asked = {"model": NAME, "prompt": PROMPTS[0], "max_tokens": 20, "temperature": 1.5, "extra_body": {"top_k": 500}}
+
+    def texts(**more):
+        return [choice.text for choice in client.completions.create(**asked, **more).choices]
+
+    three = texts(seed=7, n=3)
+    assert len(set(three)) == 3
+    assert texts(seed=7, n=3) == three
+    assert [*texts(seed=7), *texts(seed=8), *texts(seed=9)] == three
+    assert texts() != texts()
+    pieces = ["", "", ""]
+    for piece in client.completions.create(**asked, seed=7, n=3, stream=True):
+        pieces[piece.choices[0].index] += piece.choices[0].text
+    assert pieces == three
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text_before_it(client, stream):
+    asked = {"model": NAME, "prompt": PROMPTS[0], "max_tokens": 20, "temperature": 1.5, "seed": 3}
+    whole = client.completions.create(**asked).choices[0].text
+    stop = whole[len(whole) // 2 :][:4]
+    answer = client.completions.create(**asked, stop=[stop, "\u2603"], stream=stream)
+    choices = [piece.choices[0] for piece in answer] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == whole[: whole.index(stop)]
+    assert choices[-1].finish_reason == "stop"
+    assert client.completions.create(**asked, stop=stop).choices[0].text == whole[: whole.index(stop)]
+
+
+def test_what_is_not_stated_is_as_openai_documents_it_or_as_the_model_allows(client):
+    answer = client.completions.create(model=NAME, prompt=PROMPTS[0], extra_body={"ignore_eos": True})
+    assert answer.usage.completion_tokens == 16
+    # A chat has what is left of the model's 512 positions.
+    long = [TURNS[0], {"role": "user", "content": "The miller walked home, and the old house stood. " * 28}]
+    chat = client.chat.completions.create(model=NAME, messages=long, extra_body={"ignore_eos": True})
+    assert chat.usage.prompt_tokens > 300
+    assert chat.usage.total_tokens == 512
+    assert chat.choices[0].finish_reason == "length"
+
+
+def test_the_model_is_listed_and_another_one_is_not_found(client):
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).owned_by == "kvconvert"
+    for ask in (
+        lambda: client.models.retrieve("other/model"),
+        lambda: client.completions.create(model="other/model", prompt="x"),
+    ):
+        with pytest.raises(openai.NotFoundError, match="no model 'other/model' here; the one served is 'tiny'") as told:
+            ask()
+        assert told.value.code == "model_not_found"
+
+
+def test_errors_are_those_of_the_package(client):
+    with pytest.raises(openai.BadRequestError, match="room for 507") as told:
+        client.completions.create(model=NAME, prompt=PROMPTS[0], max_tokens=4000)
+    assert (told.value.code, told.value.param) == ("context_length_exceeded", "max_tokens")
+    with pytest.raises(openai.BadRequestError, match="prompt has 600 tokens, which is too long") as told:
+        client.completions.create(model=NAME, prompt=[1] * 600)
+    assert (told.value.code, told.value.param) == ("context_length_exceeded", "prompt")
+    with pytest.raises(openai.BadRequestError, match="tools is not served"):
+        client.chat.completions.create(model=NAME, messages=TURNS, tools=[{"type": "function", "function": {}}])
+    parts = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content: a part of the type 'image_url' is not"):
+        client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": parts}])
+
+
+def test_a_conversation_that_the_template_refuses_is_one_sentence(loaded, here, client, monkeypatch):
+    monkeypatch.setattr(loaded[1], "chat_template", "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(openai.BadRequestError, match=r"template refuses the conversation .*roles must alternate"):
+        client.chat.completions.create(model=NAME, messages=TURNS)
+    monkeypatch.setattr(loaded[1], "chat_template", None)
+    with pytest.raises(openai.BadRequestError, match="no chat template; use /v1/completions"):
+        client.chat.completions.create(model=NAME, messages=TURNS)
+    here.idle()
+
+
+def test_metrics_count_what_was_served(here, client):
+    before = here.metrics()
+    client.completions.create(model=NAME, prompt=[1, 2, 3], max_tokens=9, extra_body={"ignore_eos": True})
+    after = here.metrics()
+    change = {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)}
+    assert change['kvconvert_requests_total{outcome="finished"}'] == 1
+    assert change["kvconvert_prompt_tokens_total"] == 3
+    assert change["kvconvert_generated_tokens_total"] == 9
+    assert change['kvconvert_http_responses_total{path="/v1/completions",status="200"}'] == 1
+    assert change['kvconvert_first_token_seconds_bucket{le="+Inf"}'] == change["kvconvert_first_token_seconds_count"]
+    assert change["kvconvert_first_token_seconds_count"] == change["kvconvert_request_seconds_count"] == 1
+    assert change["kvconvert_token_seconds_count"] == 8
+    assert after["kvconvert_requests_running"] == after["kvconvert_requests_waiting"] == 0

@@ -1,0 +1,193 @@
+"""kvconvert serve BUNDLE."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+from pathlib import Path
+
+import click
+
+from kvconvert.commands import check_device, quiet
+from kvconvert.errors import KvconvertError, UsageError
+
+KEY_VARIABLE = "KVCONVERT_API_KEY"
+_COUNT = click.IntRange(min=1)
+
+
+@click.command()
+@click.argument("bundle")
+@click.option("--host", metavar="H", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port", metavar="P", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one."
+)
+@click.option("--device", callback=check_device, metavar="D", help="cpu or cuda; a GPU by default if there is one.")
+@click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default what the bundle loads in.")
+@click.option("--served-model-name", "name", metavar="NAME", help="By default BUNDLE's id or its directory's name.")
+@click.option("--kv-memory", metavar="BYTES", type=_COUNT, help="For pages of the cache, which otherwise grows.")
+@click.option("--max-batch", metavar="N", type=_COUNT, default=32, show_default=True, help="Decoded together.")
+@click.option(
+    "--prompt-chunk", metavar="N", type=_COUNT, default=2048, show_default=True, help="Prompt tokens read at once."
+)
+@click.option(
+    "--max-batch-tokens", metavar="N", type=_COUNT, default=8192, show_default=True, help="The same of all prompts."
+)
+@click.option(
+    "--max-waiting", metavar="N", type=click.IntRange(min=0), default=256, show_default=True, help="Before others: 429."
+)
+@click.option(
+    "--max-tokens",
+    metavar="N",
+    type=_COUNT,
+    default=4096,
+    show_default=True,
+    help="Generated per choice at most, and for a chat that states no number.",
+)
+@click.option("--max-prompt-tokens", metavar="N", type=_COUNT, help="By default what the model and --kv-memory hold.")
+@click.option("--max-body", metavar="BYTES", type=_COUNT, default=4 * 2**20, show_default=True, help="Of a request.")
+@click.option(
+    "--client-timeout",
+    metavar="S",
+    type=click.FloatRange(min=0.1),
+    default=60.0,
+    show_default=True,
+    help="Seconds that a client may take to send a request, or to read a piece of its answer.",
+)
+@click.option(
+    "--grace",
+    metavar="S",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    help="Seconds that running requests have after SIGTERM.",
+)
+@click.option(
+    "--api-key-file",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help=f"API keys, one a line; {KEY_VARIABLE} may hold one instead. Without a key anyone is served.",
+)
+@click.option("--log-requests", is_flag=True, help="Log a line for each request, without its text.")
+def serve(
+    bundle: str,
+    host: str,
+    port: int,
+    device: str | None,
+    dtype: str | None,
+    name: str | None,
+    kv_memory: int | None,
+    max_batch: int,
+    prompt_chunk: int,
+    max_batch_tokens: int,
+    max_waiting: int,
+    max_tokens: int,
+    max_prompt_tokens: int | None,
+    max_body: int,
+    client_timeout: float,
+    grace: float,
+    api_key_file: Path | None,
+    log_requests: bool,
+) -> None:
+    """Serve BUNDLE over HTTP with the interface of OpenAI's clients.
+
+    /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. On SIGTERM or Ctrl-C new requests are refused
+    and running ones finish: exit code 0, or 1 if some were ended by --grace or a second signal.
+    """
+    keys = _keys(api_key_file)
+    from kvconvert.bundle.locate import check_place
+
+    check_place(bundle)
+    try:
+        from kvconvert.serve.server import Server, bind
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        message = f"Serving needs {error.name}; run pip install '.[serve]' in a clone of kvconvert."
+        raise UsageError(message) from error
+    listening = bind(host, port)  # before minutes are spent on loading
+    address = listening.getsockname()
+    if log_requests:
+        _log_requests()
+    if not keys and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
+        click.echo(f"There is no API key: whoever reaches {address[0]} is served.", err=True)
+    click.echo(f"Loading {bundle} ...", err=True)
+    quiet()
+    from kvconvert.models.device import choose_device, compute_dtype
+    from kvconvert.models.processors import tokenizer_of
+    from kvconvert.runtime import Engine, load
+    from kvconvert.runtime.hf.fuse import fuse
+    from kvconvert.serve.app import Service
+    from kvconvert.serve.requests import Limits
+
+    place = choose_device(device)
+    stated = None if dtype is None else compute_dtype(dtype, place, None)
+    on_gpu = place.type == "cuda"
+    model, processor = load(bundle, dtype=stated or ("auto" if on_gpu else None))
+    model.to(place)  # type: ignore[arg-type]
+    if on_gpu:  # which `load` does with a device_map, for which transformers needs another package
+        fuse(model)
+    name = name or (Path(bundle).resolve().name if os.path.exists(bundle) else bundle)
+    engine = Engine(
+        model,
+        tokenizer_of(processor),
+        kv_memory=kv_memory,
+        max_batch=max_batch,
+        prompt_chunk=prompt_chunk,
+        max_batch_tokens=max_batch_tokens,
+        max_waiting=max_waiting,
+    )
+    service = Service(
+        engine,
+        model,
+        processor,
+        name,
+        capacity=max_batch + max_waiting,
+        limits=Limits(
+            body_bytes=max_body,
+            prompt_tokens=max_prompt_tokens,
+            new_tokens=max_tokens,
+            client_seconds=client_timeout,
+        ),
+        keys=keys,
+    )
+    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+    ready = f"Serving {name} at http://{shown}:{address[1]}/v1"
+    server = Server(service, grace=grace, ready=lambda: click.echo(ready, err=True))
+    server.run(sockets=[listening])
+    if server.cut:
+        raise KvconvertError(
+            f"Requests that were ended unfinished: {server.cut}; a longer `grace` gives them more time."
+        )
+
+
+def _keys(file: Path | None) -> list[str]:
+    """The API keys; they appear in no message.
+
+    Raises:
+        UsageError: the file cannot be read, or there is no key where one was meant.
+    """
+    variable = os.environ.get(KEY_VARIABLE)
+    if file is None:
+        if variable is not None and not variable.strip():
+            raise UsageError(f"{KEY_VARIABLE} is empty; give it a key, or unset it to serve anyone.")
+        return [] if variable is None else [variable.strip()]
+    if variable is not None:
+        raise UsageError(f"There are keys in {KEY_VARIABLE} and in --api-key-file; use one of them.")
+    try:
+        keys = [line.strip() for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UsageError(f"--api-key-file {file} cannot be read ({reason}).") from error
+    if not keys:
+        raise UsageError(f"--api-key-file {file} has no key; write one a line.")
+    return keys
+
+
+def _log_requests() -> None:
+    log = logging.getLogger("kvconvert.serve")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False

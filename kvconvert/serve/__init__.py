@@ -1,0 +1,1 @@
+"""`kvconvert serve`: an Engine behind the HTTP interface that OpenAI's clients speak."""

@@ -1,0 +1,249 @@
+"""Answers: the engine's requests behind an HTTP request, and their events as OpenAI's JSON, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from kvconvert.errors import printable
+from kvconvert.runtime import Engine
+from kvconvert.runtime.engine import Event, Request
+from kvconvert.serve.metrics import Metrics
+from kvconvert.serve.refusal import Refusal
+
+logger = logging.getLogger(__name__)
+
+
+class Generation:
+    """The choices of one HTTP request, each a request of the engine.
+
+    `add` is called by one thread; the rest is for the event loop in which the object was made.
+
+    Attributes:
+        requests: in the order of the choices.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.requests: list[Request] = []
+        self._engine, self._loop = engine, asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Event, float]] = asyncio.Queue()
+        self._cancelled = False
+
+    def add(self, prompt: list[int], **options: Any) -> None:
+        """Queue one more choice; arguments and errors are those of `Engine.add`."""
+        report = partial(self._report, len(self.requests))
+        self.requests.append(self._engine.add(prompt, on_event=report, **options))
+        if self._cancelled:  # while it was being added
+            self.requests[-1].cancel()
+
+    def cancel(self) -> None:
+        """End what has not ended."""
+        self._cancelled = True
+        for request in list(self.requests):
+            request.cancel()
+
+    async def events(self) -> AsyncIterator[tuple[int, Event, float]]:
+        """Events of all choices as they come, each with its choice's place and when it came, by `time.perf_counter`."""
+        left = len(self.requests)
+        while left:
+            place, event, when = await self._events.get()
+            left -= event.finish_reason is not None
+            yield place, event, when
+
+    def usage(self, prompts: int) -> dict[str, int]:
+        """Tokens read and generated; the choices are equally many of each prompt."""
+        read = sum(len(request.prompt) for request in self.requests[:: len(self.requests) // prompts])
+        generated = sum(len(request.tokens) for request in self.requests)
+        return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
+
+    def _report(self, place: int, event: Event) -> None:
+        self._loop.call_soon_threadsafe(self._events.put_nowait, (place, event, time.perf_counter()))
+
+
+class Form:
+    """What the answers to one request look like.
+
+    Args:
+        chat: as a message, not as text.
+        model: the name under which the bundle is served.
+    """
+
+    def __init__(self, chat: bool, model: str) -> None:
+        self.chat = chat
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._model, self._created = model, int(time.time())
+
+    def whole(self, choices: list[tuple[str, str]], usage: dict[str, int]) -> dict[str, Any]:
+        """The answer from text and finish reason of each choice."""
+        made: list[dict[str, Any]] = []
+        for text, reason in choices:
+            said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+            made.append({"index": len(made), **said, "logprobs": None, "finish_reason": reason})
+        return self._envelope("", made) | {"usage": usage}
+
+    def first(self, place: int) -> dict[str, Any]:
+        """The piece that begins a choice of a chat."""
+        return self._piece(place, {"delta": {"role": "assistant", "content": ""}}, None)
+
+    def piece(self, place: int, text: str, reason: str | None) -> dict[str, Any]:
+        """What a step brought a choice."""
+        said = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
+        return self._piece(place, said, reason)
+
+    def last(self, usage: dict[str, int]) -> dict[str, Any]:
+        """The piece that tells the usage."""
+        return self._envelope(".chunk", []) | {"usage": usage}
+
+    def _piece(self, place: int, said: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        return self._envelope(".chunk", [{"index": place, **said, "logprobs": None, "finish_reason": reason}])
+
+    def _envelope(self, part: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = f"chat.completion{part}" if self.chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+
+class Answer:
+    """Writes the answer to one request while watching whether the client is still there.
+
+    Args:
+        generation: with all choices added.
+        form: of the answer.
+        prompts: from which the choices were made.
+        begun: when the request arrived, by `time.perf_counter`.
+        client_seconds: that the client may take for a piece.
+        metrics: to count in.
+        user: who asks, for the log.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        form: Form,
+        prompts: int,
+        begun: float,
+        client_seconds: float,
+        metrics: Metrics,
+        user: str | None,
+    ) -> None:
+        self._generation, self._form, self._prompts, self._begun = generation, form, prompts, begun
+        self._client_seconds, self._metrics, self._user = client_seconds, metrics, user
+        self._gone = False
+
+    async def write(self, scope: Scope, receive: Receive, send: Send, *, stream: bool, usage: bool) -> None:
+        """Send the answer, as a stream with or without usage; whatever ends this cancels what has not ended.
+
+        Raises:
+            Refusal: the model failed or the server is shutting down, and nothing was sent.
+        """
+        watch = asyncio.create_task(self._watch(receive))
+        send = partial(self._send, send)
+        try:
+            if stream:
+                await self._stream(send, usage)
+            else:
+                await JSONResponse(await self._collect(), headers=self._headers())(scope, receive, send)
+        except TimeoutError:
+            self._leave("did not take the answer")
+        except Refusal:
+            if not self._gone:
+                raise
+        finally:
+            watch.cancel()
+            self._generation.cancel()
+            self._metrics.whole.add(time.perf_counter() - self._begun)
+            self._log()
+
+    def _headers(self) -> dict[str, str]:
+        return {"x-request-id": self._form.id}
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not all(request.finished for request in self._generation.requests):
+            self._leave("went away")
+
+    def _leave(self, how: str) -> None:
+        logger.info("%s: the client %s.", self._form.id, how)
+        self._gone = True
+        self._metrics.gone += 1
+        self._generation.cancel()
+
+    async def _send(self, send: Send, message: Message) -> None:
+        async with asyncio.timeout(self._client_seconds):
+            await send(message)
+
+    async def _events(self) -> AsyncIterator[tuple[int, Event]]:
+        """The generation's events, measured (Refusal: a choice ended without an answer)."""
+        newest: dict[int, float] = {}
+        async for place, event, when in self._generation.events():
+            if event.tokens:
+                if place in newest:
+                    self._metrics.between_tokens.add(when - newest[place])
+                elif not newest:
+                    self._metrics.first_token.add(when - self._begun)
+                newest[place] = when
+            if event.finish_reason == "error":
+                raise Refusal(500, "The model failed while it served this request.", code="model_failed")
+            if event.finish_reason == "cancelled":
+                raise Refusal(503, "The server is shutting down; send the request again.", code="shutting_down")
+            yield place, event
+
+    async def _collect(self) -> dict[str, Any]:
+        reasons: dict[int, str] = {}
+        async for place, event in self._events():
+            if event.finish_reason:
+                reasons[place] = event.finish_reason
+        choices = [(request.text, reasons[place]) for place, request in enumerate(self._generation.requests)]
+        return self._form.whole(choices, self._generation.usage(self._prompts))
+
+    async def _stream(self, send: Send, usage: bool) -> None:
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._headers()}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        # Where usage is asked for, every other piece has an empty one.
+        extra = {"usage": None} if usage else {}
+        try:
+            for piece in self._begin():
+                await send(_event(piece | extra))
+            async for place, event in self._events():
+                if event.text or event.finish_reason:
+                    await send(_event(self._form.piece(place, event.text, event.finish_reason) | extra))
+            if usage:
+                await send(_event(self._form.last(self._generation.usage(self._prompts))))
+            await send(_line("[DONE]"))
+        except Refusal as refusal:
+            await send(_event(refusal.body()))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _begin(self) -> Iterator[dict[str, Any]]:
+        return map(self._form.first, range(len(self._generation.requests) if self._form.chat else 0))
+
+    def _log(self) -> None:
+        requests = self._generation.requests
+        usage = self._generation.usage(self._prompts)
+        logger.info(
+            "%s: %d prompt tokens, %d new, %s, %.2f s%s",
+            self._form.id,
+            usage["prompt_tokens"],
+            usage["completion_tokens"],
+            "+".join(request.finish_reason or "cancelled" for request in requests),
+            time.perf_counter() - self._begun,
+            "" if self._user is None else f", user {printable(self._user)}",
+        )
+
+
+def _event(piece: dict[str, Any]) -> Message:
+    return _line(json.dumps(piece, separators=(",", ":")))
+
+
+def _line(data: str) -> Message:
+    return {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}

@@ -1,0 +1,52 @@
+"""What a client is told when its request is not served, in the form of OpenAI's errors."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+
+from kvconvert.errors import KvconvertError, QueueFullError, UsageError
+
+_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+_LATER = {429: "1", 503: "5"}  # seconds after which a client may come again
+
+
+class Refusal(Exception):
+    """A request that is not served.
+
+    Attributes:
+        status: of the HTTP response.
+        message: one sentence.
+        param: the field concerned.
+        code: by which programs tell refusals apart.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """As JSON."""
+        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The whole response; `Retry-After` where the same request may succeed later."""
+        headers = {"Retry-After": _LATER[self.status]} if self.status in _LATER else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body(), self.status, headers)
+
+
+def refusal_of(error: KvconvertError | ValidationError) -> Refusal:
+    """The refusal of a request that the Engine, the tokenizer or the body's model does not take."""
+    if isinstance(error, QueueFullError):
+        return Refusal(429, str(error), code="queue_full")
+    if isinstance(error, KvconvertError):
+        return Refusal(400 if isinstance(error, UsageError) else 500, str(error))
+    first = error.errors(include_url=False)[0]
+    message = first["msg"].removeprefix("Value error, ").rstrip(".")
+    where = ".".join(map(str, first["loc"]))
+    code = "invalid_json" if first["type"] == "json_invalid" else "invalid_value"
+    param = str(first["loc"][0]) if where else None
+    return Refusal(400, f"{where}: {message}." if where else f"{message}.", param=param, code=code)

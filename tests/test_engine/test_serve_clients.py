@@ -1,0 +1,208 @@
+"""`kvconvert serve` in bad company: floods, clients that go away or do not read, failing steps, and its own end."""
+
+import contextlib
+import http.client
+import json
+import random
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fake_model import FakeModel
+from serving import Letters, request, serving, wait_for
+
+from kvconvert.serve.requests import Limits
+
+
+@pytest.fixture
+def slow():
+    """A fake model that waits for permission before each pass, which `free` gives for good."""
+    model = FakeModel()
+    gate = threading.Semaphore(0)
+
+    def wait():
+        assert gate.acquire(timeout=60)
+
+    def free():
+        model.before_pass = lambda: None
+        gate.release(1000)
+
+    model.before_pass, model.gate, model.free = wait, gate, free
+    yield model
+    free()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("state", ["running", "waiting"])
+def test_a_client_that_goes_away_cancels_its_request(slow, stream, state):
+    with serving(slow, Letters(), kv_memory=20, max_batch=1 if state == "waiting" else 2) as here:
+        stats = here.engine.stats
+        if state == "waiting":
+            other = here.engine.add([1] * 5, max_new_tokens=500, stop_token_ids=[])
+        connection = http.client.HTTPConnection("127.0.0.1", here.port, timeout=60)
+        body = {"prompt": "hello", "max_tokens": 500, "stream": stream, "seed": 1, "n": 2}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        wait_for(lambda: stats().running + stats().waiting == (3 if state == "waiting" else 2))
+        if state == "running":
+            slow.gate.release(3)
+            if stream:
+                assert connection.getresponse().read(5) == b"data:"
+        connection.sock.close() if not stream else connection.close()
+        for _ in range(200):
+            if stats().cancelled == 2:
+                break
+            slow.gate.release()
+            time.sleep(0.05)
+        assert stats().cancelled == 2
+        assert here.service.metrics.gone == 1
+        if state == "waiting":
+            assert not other.finished
+            other.cancel()
+        slow.free()
+        here.idle()
+        assert slow.pool.used == 0
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.full)])
+def test_in_a_flood_each_client_is_served_or_told_to_come_back_and_nothing_is_kept(slow, count):
+    dice = random.Random(0)
+    plans = [dice.choice(["whole", "stream", "leave"]) for _ in range(count)]
+    with serving(slow, Letters(), kv_memory=30, max_batch=4, max_waiting=16, capacity=24) as here:
+
+        def client(place):
+            prompt = [1 + (place + i) % 90 for i in range(dice.randint(1, 200))]
+            body = {"prompt": prompt, "max_tokens": 20, "seed": place, "ignore_eos": True}
+            connection, response = here.open(body=body | {"stream": plans[place] != "whole"})
+            with contextlib.closing(connection):
+                if response.status == 429:
+                    assert int(response.headers["Retry-After"]) > 0
+                    assert json.loads(response.read())["error"]["type"] == "rate_limit_error"
+                elif plans[place] == "leave":
+                    return "left"
+                elif plans[place] == "whole":
+                    assert json.loads(response.read())["usage"]["completion_tokens"] == 20
+                else:
+                    assert response.read().endswith(b"data: [DONE]\n\n")
+                return response.status
+
+        with ThreadPoolExecutor(200) as pool:
+            answers = [pool.submit(client, place) for place in range(count)]
+            wait_for(lambda: here.service.metrics.responses["/v1/completions", 429] > count // 3)
+            slow.free()
+            outcomes = Counter(answer.result(timeout=120) for answer in answers)
+        assert set(outcomes) == {200, 429, "left"}
+        here.idle()
+        assert slow.pool.used == 0
+        assert not here.service._running
+        assert here.ask(body={"prompt": "hello", "max_tokens": 3, "ignore_eos": True})[0] == 200
+
+
+def test_a_full_queue_says_when_to_come_back_and_keeps_no_part_of_a_request(slow):
+    with serving(slow, Letters(), max_batch=1, max_waiting=1) as here:
+        other = here.engine.add([1, 2], max_new_tokens=500, stop_token_ids=[])
+        status, headers, told = here.ask(body={"prompt": "hello", "n": 3})
+        assert status == 429
+        assert int(headers["Retry-After"]) > 0
+        assert "waiting" in told["error"]["message"]
+        # The choice that found a place gives it back when the pass is over.
+        slow.gate.release(2)
+        wait_for(lambda: here.engine.stats().waiting == 0)
+        other.cancel()
+        slow.free()
+        assert here.ask(body={"prompt": "hello", "max_tokens": 3})[0] == 200
+
+
+def test_a_client_that_does_not_read_is_given_up_and_holds_up_nobody():
+    limits = Limits(client_seconds=1.0)
+    with serving(FakeModel(), Letters(), send_buffer=4096, limits=limits) as here, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", here.port))
+        body = {"prompt": "x", "n": 16, "max_tokens": 100, "stream": True, "ignore_eos": True}
+        client.sendall(request(json.dumps(body).encode()))
+        wait_for(lambda: here.service.active == 1)
+        assert here.ask(body={"prompt": "hello", "max_tokens": 3})[0] == 200
+        wait_for(lambda: here.service.metrics.gone == 1, 20)
+        here.idle()
+        # What the client did not take is dropped, too.
+        wait_for(lambda: not here.server.server_state.connections, 20)
+
+
+def test_a_slow_reader_gets_everything():
+    with serving(FakeModel(), Letters(), send_buffer=4096, limits=Limits(client_seconds=5.0)) as here:
+        body = {"prompt": "x", "n": 8, "max_tokens": 60, "stream": True, "ignore_eos": True}
+        connection, response = here.open(body=body)
+        with contextlib.closing(connection):
+            parts = []
+            while part := response.read1(1000):
+                parts.append(part)
+                time.sleep(0.002)
+        pieces = b"".join(parts).split(b"\n\n")
+        assert pieces[-2:] == [b"data: [DONE]", b""]
+        here.idle()
+        assert here.service.metrics.gone == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_failed_step_is_an_error_and_the_server_goes_on(stream):
+    model = FakeModel()
+    with serving(model, Letters()) as here:
+
+        def fail():
+            model.before_pass = lambda: None
+            raise MemoryError
+
+        model.before_pass = fail
+        connection, response = here.open(body={"prompt": "hello", "max_tokens": 3, "stream": stream})
+        with contextlib.closing(connection):
+            assert response.status == (200 if stream else 500)
+            told = json.loads(response.read().decode().removeprefix("data: ").partition("\n\n")[0])["error"]
+        assert (told["type"], told["code"]) == ("server_error", "model_failed")
+        assert here.ask(body={"prompt": "hello", "max_tokens": 3})[0] == 200
+        assert here.ask("/health")[0] == 200
+
+
+def test_at_its_end_the_server_finishes_what_runs_and_refuses_what_comes(slow):
+    with serving(slow, Letters()) as here:
+        body = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True, "stream": True}
+        connection, response = here.open(body=body)
+        slow.gate.release(2)
+        assert response.read(5) == b"data:"
+        here.server.handle_exit(signal.SIGTERM, None)
+        for path, more in (("/v1/completions", {"prompt": "x"}), ("/health", None)):
+            status, headers, told = here.ask(path, more)
+            assert (status, told["error"]["code"]) == (503, "shutting_down")
+            assert int(headers["Retry-After"]) > 0
+        assert not here.server.should_exit
+        slow.free()
+        with contextlib.closing(connection):
+            assert response.read().endswith(b"data: [DONE]\n\n")
+        wait_for(lambda: here.server.should_exit)
+        assert here.server.cut == 0
+        assert here.engine.stats().cancelled == 0
+
+
+@pytest.mark.parametrize("second_signal", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_deadline_or_a_second_signal_ends_what_still_runs(slow, stream, second_signal):
+    with serving(slow, Letters(), grace=60.0 if second_signal else 0.2) as here, ThreadPoolExecutor(1) as pool:
+        body = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True, "stream": stream}
+        asked = pool.submit(here.open, body=body)
+        wait_for(lambda: here.engine.stats().running == 1)
+        here.server.handle_exit(signal.SIGTERM, None)
+        if second_signal:
+            here.server.handle_exit(signal.SIGINT, None)
+        wait_for(lambda: here.server.should_exit)
+        slow.gate.release(2)  # the pass under way ends
+        connection, response = asked.result(timeout=60)
+        with contextlib.closing(connection):
+            assert response.status == (200 if stream else 503)
+            told = response.read().decode()
+        assert "shutting_down" in told
+        assert "[DONE]" not in told
+        assert here.server.cut == 1
+        slow.free()
+        here.idle()

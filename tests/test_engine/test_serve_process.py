@@ -1,0 +1,143 @@
+"""The command `kvconvert serve` as a process: its signals, its exit codes, its keys, and what it says."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from tiny.llama import write_tiny_bundle
+
+from kvconvert.cli import cli
+from kvconvert.serve.requests import Chat, Completion
+
+KEY = "a-key-that-nobody-else-has"
+LONG = {"prompt": "Once upon a time", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return write_tiny_bundle(tmp_path_factory.mktemp("serve"))
+
+
+@contextlib.contextmanager
+def process(bundle, *options):
+    """A process that serves, its port, and the lines of its standard error."""
+    environment = os.environ | {"KVCONVERT_API_KEY": KEY}
+    command = [sys.executable, "-m", "kvconvert", "serve", str(bundle), *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as started:
+        said = []
+        try:
+            port = None
+            while port is None:
+                said.append(started.stderr.readline())
+                assert said[-1], "".join(said)
+                found = re.match(r"Serving (\w+) at http://127\.0\.0\.1:(\d+)/v1$", said[-1])
+                port = found and int(found[2])
+            rest = threading.Thread(target=lambda: said.extend(started.stderr))
+            rest.start()
+            yield started, port, said
+            started.wait(timeout=60)
+            rest.join(timeout=60)
+        finally:
+            started.kill()
+
+
+def ask(port, body, key=KEY):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    return connection, connection.getresponse()
+
+
+@pytest.mark.parametrize("killed_before", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_server_finishes_when_it_is_terminated_even_one_that_follows_a_killed_one(bundle, killed_before):
+    port = 0
+    if killed_before:
+        with process(bundle, "--port", "0") as (killed, port, _):
+            connection, response = ask(port, LONG | {"stream": True})
+            assert response.read(5) == b"data:"
+            killed.kill()
+            with contextlib.closing(connection), pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
+                response.read()
+        assert killed.returncode == -signal.SIGKILL
+    options = ("--port", str(port), "--max-batch", "2", "--log-requests", "--served-model-name", "mine")
+    with process(bundle, *options) as (terminated, port, said):
+        assert ask(port, LONG, "another")[1].status == 401
+        connection, response = ask(port, LONG | {"stream": True, "user": "me\n"})
+        assert response.read(5) == b"data:"
+        terminated.send_signal(signal.SIGTERM)
+        with contextlib.closing(connection):
+            pieces = response.read().decode().removesuffix("\n\n").split("\n\ndata: ")
+    assert terminated.returncode == 0
+    assert pieces[-1] == "[DONE]"
+    assert json.loads(pieces[-2])["model"] == "mine"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    assert re.search(r"cmpl-\w+: 5 prompt tokens, 150 new, length, [\d.]+ s, user me\\n$", said[-1])
+    assert KEY not in "".join(said)
+
+
+@pytest.mark.full
+def test_a_deadline_that_ends_requests_is_told_by_the_exit_code(bundle):
+    with process(bundle, "--port", "0", "--grace", "0") as (terminated, port, said):
+        connection, response = ask(port, LONG | {"stream": True})
+        assert response.read(5) == b"data:"
+        terminated.send_signal(signal.SIGTERM)
+        with contextlib.closing(connection):
+            assert b"shutting_down" in response.read()
+    assert terminated.returncode == 1
+    assert said[-1] == "Error: Requests that were ended unfinished: 1; a longer --grace gives them more time.\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "said"),
+    [
+        (["--port", "PORT"], None, r"127\.0\.0\.1:\d+ cannot be served .*choose another --host or --port"),
+        (["--host", "no.such.host.invalid"], None, r"no\.such\.host\.invalid:8000 cannot be served"),
+        (["--api-key-file", "missing"], None, r"--api-key-file missing cannot be read \(No such file"),
+        (["--api-key-file", "empty"], None, "--api-key-file empty has no key"),
+        (["--api-key-file", "binary"], None, r"--api-key-file binary cannot be read \(not UTF-8"),
+        (["--api-key-file", "keys"], "x", "There are keys in KVCONVERT_API_KEY and in --api-key-file"),
+        ([], " ", "KVCONVERT_API_KEY is empty"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_the_bundle_is_loaded(
+    bundle, options, variable, said, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name, content in (("empty", b" \n"), ("binary", b"\xff"), ("keys", b"one\n")):
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.setenv("KVCONVERT_API_KEY", variable) if variable else monkeypatch.delenv("KVCONVERT_API_KEY", False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = [str(taken.getsockname()[1]) if option == "PORT" else option for option in options]
+        result = CliRunner().invoke(cli, ["serve", str(bundle), *options])
+    assert result.exit_code == 2
+    assert re.match(f"Error: {said}", result.stderr)
+
+
+def test_without_the_server_packages_the_command_says_what_to_install(bundle, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("kvconvert.serve")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    result = CliRunner().invoke(cli, ["serve", str(bundle)])
+    assert result.exit_code == 2
+    assert result.stderr == "Error: Serving needs uvicorn; run pip install '.[serve]' in a clone of kvconvert.\n"
+
+
+def test_the_page_describes_every_option_and_every_field():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "runtime.md").read_text(encoding="utf8")
+    page = page.split("## kvconvert serve")[1].split("\n## ")[0]
+    options = {option.opts[0] for option in cli.commands["serve"].params if option.opts[0].startswith("--")}
+    common = {"--device", "--dtype", "--served-model-name"}
+    assert not [name for name in options - common if name not in page]
+    fields = {*Completion.model_fields, *Chat.model_fields} - {"model"}
+    assert not [name for name in fields if f"`{name}`" not in page]
