@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from kvconvert.kernels import device
-from kvconvert.kernels.rotate.cpu import factor_orders, factored_transform
 from kvconvert.kernels.rotate.matrices import hadamard_kind, hadamard_matrix
-from kvconvert.kernels.rotate.reference import hadamard_reference
+from kvconvert.kernels.rotate.reference import factor_orders, factored_transform, hadamard_reference
 
 __all__ = [
     "NO_ROTATION",

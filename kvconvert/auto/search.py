@@ -19,8 +19,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvconvert.auto.allocation import NAME
-from kvconvert.auto.clip_ratios import candidate_clip_ratios, candidate_treatments, measured_layer
-from kvconvert.auto.layers import SearchedLayer, searched_layers
+from kvconvert.auto.layers import (
+    SearchedLayer,
+    candidate_clip_ratios,
+    candidate_treatments,
+    measured_layer,
+    searched_layers,
+)
 from kvconvert.auto.model import ExactText, SearchRun
 from kvconvert.auto.plans import MeasuredPlan, Plan, PlanSearch
 from kvconvert.bundle.manifest import Allocation, LayerAllocation

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvconvert.auto.allocation import read_allocation, read_weight_allocation
 from kvconvert.bundle.card import CARD_NAME, model_card
+from kvconvert.bundle.files import is_settings, safe_settings, unsafe_settings
 from kvconvert.bundle.locate import check_output
 from kvconvert.bundle.manifest import (
     FORMAT_VERSION,
@@ -28,7 +29,6 @@ from kvconvert.bundle.manifest import (
     widths,
 )
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.settings import is_settings, safe_settings, unsafe_settings
 from kvconvert.bundle.writer import (
     MAX_SHARD_BYTES,
     copy_file,

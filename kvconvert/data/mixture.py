@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvconvert.data.sources import source_name
-from kvconvert.data.tables import holds_conversations
+from kvconvert.data.sources import holds_conversations, source_name
 from kvconvert.data.text import EMBEDDED, TokenData, load_held_out_samples, load_token_samples
 from kvconvert.errors import UsageError
 from kvconvert.io.records import DataInfo

@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from kvconvert.data.sources import is_plain_text, local_files, read_text, source_name
-from kvconvert.data.tables import Table, text_column_of
+from kvconvert.data.sources import Table, is_plain_text, local_files, read_text, source_name, text_column_of
 from kvconvert.errors import DataError, UsageError
 from kvconvert.io.records import DataInfo
 

@@ -16,7 +16,7 @@ from kvconvert.data.drawings import draw
 from kvconvert.data.images import EVALUATION_SEED, Document
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.scoring import Comparison, Decoder, compare
-from kvconvert.models.image_prompts import ImagePrompts
+from kvconvert.models.processors import ImagePrompts
 
 DRAWINGS = 16
 

@@ -12,15 +12,18 @@ from kvconvert.methods.scheme import (
     SEARCHED_FIELDS,
     UNQUANTIZED,
     WHOLE_MODEL_OPTIONS,
+    Evict,
     FieldInfo,
     KVCalibration,
     KVScheme,
+    Pages,
+    SchemeSide,
+    Spans,
     check_layers,
     layer_conventions,
     preset_calibration,
     refuse_renamed,
 )
-from kvconvert.methods.sides import Evict, Pages, SchemeSide, Spans
 
 __all__ = [
     "FIELDS",

@@ -25,13 +25,13 @@ from transformers import AutoConfig, PretrainedConfig
 
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
 from kvconvert.io.checksums import FileStamps, begin, sha256
+from kvconvert.io.hub import locate_model
 from kvconvert.io.progress import WITHOUT_RATE, progress_bar
 from kvconvert.io.records import SourceInfo, TensorInfo
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.kernels.quantizer import all_finite
 from kvconvert.models.formats import Encoded, Packing, find_format
 from kvconvert.models.formats.gguf import find_gguf, open_gguf
-from kvconvert.models.location import locate_model
 from kvconvert.models.weight_files import TensorNames, read_weight_header, tensor_files, weight_files
 
 if TYPE_CHECKING:  # transformers' modeling code takes seconds to import, and `export` runs without it

@@ -20,8 +20,7 @@ from kvconvert.kernels.pages import (
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, KVCache
-from kvconvert.runtime.cache.append import commit
-from kvconvert.runtime.cache.attend import attend
+from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.hf.generation import adopt
