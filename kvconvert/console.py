@@ -19,8 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 from kvconvert.data.images import read_image
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.models.configuration import supports_images
-from kvconvert.models.device import choose_device, compute_dtype
 from kvconvert.models.processors import ImagePrompts, tokenizer_of
+from kvconvert.models.source import choose_device, compute_dtype
 from kvconvert.runtime import Sampling, load
 from kvconvert.runtime.engine.request import TextStream
 

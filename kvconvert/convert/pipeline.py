@@ -62,9 +62,8 @@ from kvconvert.io.tensorfile import Mapped
 from kvconvert.methods.awq import AUTO_GROUP_SIZES
 from kvconvert.models.adapters import Adapter, find_adapter, require_adapter
 from kvconvert.models.configuration import supports_images
-from kvconvert.models.device import choose_device
 from kvconvert.models.processors import load_tokenizer
-from kvconvert.models.source import SourceModel, float_dtype, open_source
+from kvconvert.models.source import SourceModel, choose_device, float_dtype, open_source
 from kvconvert.recipes.recipe import Budget, Recipe, WeightsRecipe
 from kvconvert.version import __version__
 

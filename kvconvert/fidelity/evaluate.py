@@ -63,9 +63,8 @@ from kvconvert.io.hub import is_hub_id
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods.auto import DEFAULT_CONTEXT
 from kvconvert.models.configuration import supports_images
-from kvconvert.models.device import choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
-from kvconvert.models.source import SourceModel, open_source
+from kvconvert.models.source import SourceModel, choose_device, compute_dtype, open_source
 from kvconvert.runtime import load
 from kvconvert.version import __version__
 
