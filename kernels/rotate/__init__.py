@@ -15,18 +15,6 @@ from kvconvert.kernels import device
 from kvconvert.kernels.rotate.matrices import hadamard_kind, hadamard_matrix
 from kvconvert.kernels.rotate.reference import factor_orders, factored_transform, hadamard_reference
 
-__all__ = [
-    "NO_ROTATION",
-    "Rotations",
-    "hadamard_kind",
-    "hadamard_matrix",
-    "hadamard_reference",
-    "hadamard_transform",
-    "rotate_and_append",
-    "unsupported",
-    "unsupported_append",
-]
-
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
 

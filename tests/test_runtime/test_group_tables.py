@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from kvconvert.kernels.decode import attention_reference
 from kvconvert.kernels.decode.plan import plan_work
+from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, empty_keys, empty_values
 from kvconvert.kernels.spans import Span, span_keys, span_values
 from kvconvert.methods import KVScheme

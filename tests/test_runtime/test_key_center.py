@@ -9,7 +9,7 @@ from tiny.models import ARCHITECTURES, GREEDY, random_ids, tiny_model
 from tiny.prompt_chunks import CONFIG, PADDING, WINDOW, error, outputs, window
 from transformers import DynamicCache
 
-from kvconvert.kernels.decode import attention_reference
+from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.pages import (
     dequantize_keys,
     dequantize_values,
