@@ -165,12 +165,11 @@ def check_file(directory: Path, name: str, info: FileInfo, full: bool) -> None:
 MAX_JSON = 256_000_000
 
 
-def read_object(path: Path, finite: bool = False) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Args:
         path: of the file; messages call it by its name.
-        finite: refuse NaN, infinity and numbers beyond float64, too. Configs of some models hold infinities.
 
     Raises:
         BundleError: the file is too large, no JSON, or no object, or a name occurs twice in one of its objects: of two
@@ -179,7 +178,7 @@ def read_object(path: Path, finite: bool = False) -> dict[str, Any]:
     size = path.stat().st_size
     if size > MAX_JSON:
         raise mismatch(path.name, "its length", f"at most {MAX_JSON} bytes", f"{size} bytes")
-    return parse_object(path.name, path.read_bytes(), finite)
+    return parse_object(path.name, path.read_bytes())
 
 
 def read_settings(path: Path) -> Any:
@@ -198,7 +197,10 @@ def read_settings(path: Path) -> Any:
 
 
 def parse_object(file: str, content: bytes, finite: bool = False) -> dict[str, Any]:
-    """The JSON object in a file's bytes; see `read_object`."""
+    """The JSON object in a file's bytes; see `read_object`.
+
+    `finite` refuses NaN, infinity and numbers beyond float64, too; configs of some models hold infinities.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

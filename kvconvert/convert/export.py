@@ -8,7 +8,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -51,9 +51,6 @@ from kvconvert.models.configuration import sliding_windows
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.recipes.recipe import Limits, Recipe
 from kvconvert.version import __version__
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
