@@ -25,11 +25,11 @@ from transformers import AutoConfig, PretrainedConfig
 
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
 from kvconvert.io.checksums import FileStamps, begin, sha256
-from kvconvert.io.hub import locate_model
 from kvconvert.io.progress import WITHOUT_RATE, progress_bar
 from kvconvert.io.records import SourceInfo, TensorInfo
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.kernels.quantizer import all_finite
+from kvconvert.models import locate_model
 from kvconvert.models.formats import Encoded, Packing, find_format
 from kvconvert.models.formats.gguf import find_gguf, open_gguf
 from kvconvert.models.weight_files import TensorNames, read_weight_header, tensor_files, weight_files
