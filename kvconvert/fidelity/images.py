@@ -52,7 +52,7 @@ class ImageFigures:
             image_tokens=image_tokens,
             tokens_scored=comparison.kl.numel(),
             kl=kl.mean,
-            kl_interval=None if kl.low is None else (kl.low, kl.high),
+            kl_interval=kl.bounds,
             top1_agreement=comparison.agrees.double().mean().item(),
             residual_share=comparison.residual_share,
         )

@@ -119,6 +119,7 @@ PARTS: tuple[type[Part], ...] = (
     KeyCenter,
 )
 SEARCHES = (KeyTreatmentSearch, ClipRatioSearch, KeyRoundingSearch, TauSearch)
+_FROM_CALIBRATION = tuple(part.from_calibration for part in PARTS if part.from_calibration is not None)
 
 
 # Python collects a dataclass's fields from its last base to its first.
@@ -230,15 +231,15 @@ class KVScheme(_Fields):
 
     def needs_calibration(self) -> str | None:
         """A field whose value follows from calibration alone, or None."""
-        return next((field for part in PARTS if (field := part.needs_calibration(self)) is not None), None)
+        return next((field for field, values, _ in _FROM_CALIBRATION if getattr(self, field) in values), None)
 
     def uncalibrated(self) -> KVScheme:
         """The scheme as it stands until calibration has measured what it needs."""
-        return replace(self, **{k: value for part in PARTS for k, value in part.before_calibration(self).items()})
+        return replace(self, **{field: before for field, _, before in _FROM_CALIBRATION if before is not None})
 
     def required_tensors(self, shape: LayerShape) -> dict[str, PlanTensor]:
         """The KV plan's tensors without which the scheme cannot be served, by their names within a layer."""
-        return {name: wanted for part in PARTS for name, wanted in part.required_tensors(self, shape).items()}
+        return {name: wanted for part in self.parts() for name, wanted in part.required_tensors(self, shape).items()}
 
 
 def _refusal(error: ValidationError) -> RecipeError:
