@@ -71,6 +71,7 @@ class LayerStore:
 
     Attributes:
         rotations: what is rotated at run time.
+        growth: how the full-precision buffers grow; chosen by device at the first tokens.
         pending: parked keys [B, H, T, D] and values [B, H, T, E]; None once they are committed.
         rows: the tensors of each sequence.
         forward_pass: the latest that the layer took part in; passes: how many there were.
@@ -96,7 +97,7 @@ class LayerStore:
         pages: LayerStore | None = None,
     ):
         self.scheme, self.index, self.group, self.page_bytes = scheme, index, group, page_bytes
-        self.plan, self.pages = plan or {}, pages
+        self.plan, self.growth, self.pages = plan or {}, None, pages
         self.rotations = rotations(scheme)
         group.add(self, index)
         self.reset()
@@ -170,7 +171,7 @@ class LayerStore:
             )
             if self.pages is not None:
                 self.pages.key_pages, self.pages.value_pages = self.key_pages, self.value_pages
-        self.growth = GPU_GROWTH if keys.is_cuda else CPU_GROWTH
+        self.growth = self.growth or (GPU_GROWTH if keys.is_cuda else CPU_GROWTH)
         self.clamped_rows = torch.zeros((), dtype=torch.int64, device=self.device)
         self.flag: torch.Tensor | None = None
         self.origin = keys.new_zeros(8)
