@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvconvert.errors import DataError
+from kvconvert.errors import DataError, first_line, listed
 from kvconvert.io.hub import missing_below
 
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -155,12 +155,6 @@ def read_text(file: Path) -> str:
     return text
 
 
-def listed(names: Iterable[str], word: str) -> str:
-    """Names in a sentence, `word` before the last."""
-    names = list(names)
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {word} {names[-1]}"
-
-
 TEXT_COLUMNS = ("text", "content", "document", "article", "passage", "body", "raw_content", "markdown", "code")
 SHUFFLE_BUFFER = 1_000
 
@@ -237,9 +231,10 @@ def _readable(source: str, local: bool) -> Iterator[None]:
     except DataError:
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         remedy = "check the file" if local else "check the name, the configuration, the split and the network"
-        raise DataError(f"Data source {source} cannot be read through datasets ({cause}); {remedy}.") from error
+        raise DataError(
+            f"Data source {source} cannot be read through datasets ({first_line(error)}); {remedy}."
+        ) from error
 
 
 def _shuffled(rows: Iterable[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:

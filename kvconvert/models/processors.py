@@ -25,7 +25,7 @@ from transformers import (
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import is_torchvision_available, is_vision_available
 
-from kvconvert.errors import CheckpointError, UnsupportedModelError, UsageError
+from kvconvert.errors import CheckpointError, UnsupportedModelError, UsageError, first_line
 from kvconvert.models.configuration import placeholder_ids
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -74,7 +74,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0].rstrip('.')}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         if not (directory / "tokenizer.json").is_file():  # transformers then lists what it tried, line by line
             reason = "there is no tokenizer.json, and no older file that sentencepiece or tiktoken, installed, convert"
         raise CheckpointError(

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
-from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError, first_line
 from kvconvert.io.checksums import FileStamps, begin, sha256
 from kvconvert.io.progress import WITHOUT_RATE, progress_bar
 from kvconvert.io.records import SourceInfo, TensorInfo
@@ -327,23 +327,19 @@ def _load_config(directory: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (OSError, json.JSONDecodeError) as error:
         raise CheckpointError(
-            f"{directory / 'config.json'} cannot be read ({_first_line(error)}); fetch it again."
+            f"{directory / 'config.json'} cannot be read ({first_line(error)}); fetch it again."
         ) from error
     except (StrictDataclassError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"transformers does not accept {directory / 'config.json'} ({_first_line(error.__cause__ or error)}); "
+            f"transformers does not accept {directory / 'config.json'} ({first_line(error.__cause__ or error)}); "
             "correct it, or fetch it again."
         ) from error
     except ValueError as error:
         raise UnsupportedModelError(
             f"transformers cannot read {directory / 'config.json'} without running the model's own code, which "
-            f"kvconvert never does ({_first_line(error)})."
+            f"kvconvert never does ({first_line(error)})."
         ) from error
     return config
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".")
 
 
 def float_dtype(source: SourceModel) -> torch.dtype:
