@@ -34,7 +34,7 @@ from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.linear.awq_format import quantize_weight
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
-from kvconvert.runtime.cache.append import commit
+from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.hf.bundle_quantizer import BundleConfig, place_dense_linears

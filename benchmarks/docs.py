@@ -27,7 +27,7 @@ import real_model_docs
 import weights_docs
 from tables import put, table
 
-from kvconvert.bundle.schema import schema_text
+from kvconvert.bundle.manifest import schema_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, KVCache
-from kvconvert.runtime.cache.append import commit
+from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.engine.model_steps import PromptChunk

@@ -28,10 +28,11 @@ import gpu_steps
 from gpu_steps import DIM, DTYPE, GROUP, HEADS, SCHEMES, Linears, Scheme, SteppedLayer
 from gpu_timing import buffers_beyond_cache, graph_time
 
-from kvconvert.kernels.decode import attention_reference
+from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.decode.triton.center import launch_center_scores
 from kvconvert.kernels.decode.triton.launch import decode_shape
-from kvconvert.kernels.pages import PAGE_SIZE, KeyCenter, page_centers, rope_matrix
+from kvconvert.kernels.pages import PAGE_SIZE, KeyCenter, page_centers
+from kvconvert.kernels.pages.center import rope_matrix
 from kvconvert.kernels.pages.triton.center import launch_centers
 
 SIZES = ((1, 131072), (32, 8192))

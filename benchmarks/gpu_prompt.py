@@ -17,7 +17,7 @@ from gpu_timing import attention_launches, beyond_cache, graph_time
 from runner import checked
 from torch import Tensor
 
-from kvconvert.kernels.decode import attention_reference
+from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.prompt import prompt_attention
 from kvconvert.kernels.prompt.triton import launch as kernels
 from kvconvert.kernels.select import column_sums_reference, selective_attention

@@ -31,11 +31,11 @@ from kvconvert.kernels.pages import (
     dequantize_values,
     empty_keys,
     empty_values,
-    key_codes,
     new_flag,
     quantize_keys,
     quantize_values,
 )
+from kvconvert.kernels.pages.reference import key_codes
 from kvconvert.kernels.pages.triton import launch as gpu
 from kvconvert.kernels.rotate import hadamard_matrix
 from kvconvert.kernels.rotate.triton.launch import rotate, rotate_and_append

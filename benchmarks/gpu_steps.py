@@ -29,8 +29,9 @@ from gpu_timing import beyond_cache
 from page_writes import page_writes
 from runner import checked
 
-from kvconvert.kernels.decode import PageTables, ResidualWindows, attention_reference
+from kvconvert.kernels.decode import PageTables, ResidualWindows
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
+from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.decode.triton.launch import decode_attention, programs_for
 from kvconvert.kernels.linear.packed_layout import pack_weight
 from kvconvert.kernels.pages import (

@@ -7,8 +7,7 @@ import random
 
 from transformers import PreTrainedTokenizerBase
 
-from kvconvert.fidelity.numbers import has_plain_template
-from kvconvert.fidelity.recall import PASSKEY_ANSWER_TOKENS, Drill
+from kvconvert.fidelity.recall import PASSKEY_ANSWER_TOKENS, Drill, has_plain_template
 
 QUESTION = 'What is the value of "item_{key}"?'
 ANSWER = 'The value of "item_{key}" is "'

@@ -12,8 +12,15 @@ import torch
 from real_model_lookup import ObjectBook
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from kvconvert.fidelity.numbers import NumberBook, has_plain_template
-from kvconvert.fidelity.recall import PASSKEY_ANSWER_TOKENS, Drill, DrillBook, answer_with, passkey_right
+from kvconvert.fidelity.recall import (
+    PASSKEY_ANSWER_TOKENS,
+    Drill,
+    DrillBook,
+    NumberBook,
+    answer_with,
+    has_plain_template,
+    passkey_right,
+)
 from kvconvert.fidelity.scoring import Decoder, before_chunks, compare, feed, read_prompt, treats_whole_prompts
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import SEARCHED_FIELDS, KVScheme

@@ -17,8 +17,7 @@ import torch
 from runner import option_parser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvconvert.auto.clip_ratios import measured_layer
-from kvconvert.auto.layers import SearchedLayer
+from kvconvert.auto.layers import SearchedLayer, measured_layer
 from kvconvert.auto.model import SimulatedModel
 from kvconvert.calibration.clip_ratios import key_clip_ratio_errors, value_clip_ratio_errors
 from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION

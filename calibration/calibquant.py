@@ -35,6 +35,7 @@ from kvconvert.calibration.protocol import (
     PassResult,
     Resolution,
     require_finite,
+    significant,
 )
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, span_keys, span_values
@@ -278,9 +279,9 @@ class CalibQuantPass(CalibrationPass):
                 if "tau_clip_ratio_grid" in found:
                     chosen["key_clip_ratio"] = round(float(found["tau_key_clip_ratio"][row, column]), 6)
                 unshifted = [i for i, tau in enumerate(grid.tolist()) if tau == 0]
-                statistics = {"weights_error": _figure(errors[row, column])}
+                statistics = {"weights_error": significant(errors[row, column])}
                 if unshifted:
-                    statistics["weights_error_without_tau"] = _figure(errors[unshifted[0], unshifted[0]])
+                    statistics["weights_error_without_tau"] = significant(errors[unshifted[0], unshifted[0]])
                 resolved[index] = Resolution(chosen, statistics)
         return resolved
 
@@ -333,7 +334,3 @@ class CalibQuantPass(CalibrationPass):
         elif self.search_keys:
             scheme["key_clip_ratio"] = float(tables.key_clip_ratio[0, 0])
         return PassResult(plan=plan, scheme=scheme)
-
-
-def _figure(value: Tensor) -> float:
-    return float(f"{float(value):.6g}")

@@ -31,6 +31,7 @@ from kvconvert.calibration.protocol import (
     LayerWork,
     PassResult,
     require_finite,
+    significant,
 )
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, page_centers, quantize_keys, quantize_values
@@ -264,7 +265,7 @@ class ClipRatioPass(CalibrationPass):
         if plan:
             plan["clip_ratio_grid"] = torch.tensor(CLIP_RATIO_GRID)
         statistics = {
-            f"{side}_output_error": {"full_range": _rounded(errors[0]), "chosen": _rounded(errors.min())}
+            f"{side}_output_error": {"full_range": significant(errors[0]), "chosen": significant(errors.min())}
             for side, errors in self._errors.items()
         }
         return PassResult(
@@ -273,7 +274,3 @@ class ClipRatioPass(CalibrationPass):
             scheme={f"{side}_clip_ratio": factor for side, factor in self._chosen().items()},
             notes=(self._note,) if self._note else (),
         )
-
-
-def _rounded(value: Tensor) -> float:
-    return float(f"{float(value):.6g}")

@@ -51,12 +51,11 @@ class QueryMoments:
         return ranks.sum_(self._sum) / int(ranks.sum_(torch.tensor(self._count)))
 
 
-def feedback_matrices(moments: Tensor, damping: float = DAMPING) -> tuple[Tensor, Tensor]:
+def feedback_matrices(moments: Tensor) -> tuple[Tensor, Tensor]:
     """F and what it leaves of the expected error; see the module's docstring.
 
     Args:
         moments: H, [heads, D, D], finite. All zeros (nothing asks) gives the identity.
-        damping: part of the mean diagonal that is added to the diagonal.
 
     Returns:
         float64 [heads, D, D], upper triangular with a diagonal of ones, and float64 [heads], 0 to 1.
@@ -66,7 +65,7 @@ def feedback_matrices(moments: Tensor, damping: float = DAMPING) -> tuple[Tensor
     mean = moments.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
     # Scaled to a mean diagonal of 1, which leaves F as it is and keeps small queries clear of the smallest numbers.
     scaled = moments / torch.where(mean > 0, mean, 1.0)
-    damped = scaled + damping * torch.eye(dim, dtype=scaled.dtype, device=scaled.device)
+    damped = scaled + DAMPING * torch.eye(dim, dtype=scaled.dtype, device=scaled.device)
     upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
     diagonal = upper.diagonal(dim1=1, dim2=2)
     left = diagonal.pow(-2).sum(1) / damped.diagonal(dim1=1, dim2=2).sum(1)

@@ -6,8 +6,8 @@ the step that is best for them (equations 2 and 3; the same for all rows, since 
 
     W_F  <-  W_F - (w_i - q_i) [H_FF^-1]_i,: / [H_FF^-1]_ii            (F contains i here)
 
-`compensate_reference` says just that. `compensate` takes all the rows of H_FF^-1 that are needed from one triangular
-factor (the paper's step 3, see `factorize`) and moves columns beyond a block of 128 once per block (its step 2).
+`compensate` takes all the rows of H_FF^-1 that are needed from one triangular factor (the paper's step 3, see
+`factorize`) and moves columns beyond a block of 128 once per block (its step 2).
 
 Grids are static: scale and zero of every group of inputs are fixed from the weight before any column moves. So columns
 may be rounded in any order without a table of which group a column belongs to, and the stored layout is AWQ's own.
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from torch import Tensor
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationStatistics, point_of
 from kvconvert.calibration.awq import AwqPass
 from kvconvert.calibration.awq_clips import search_clips
-from kvconvert.calibration.hessians import ERROR_ROWS, Factor, HessianRecorder, damped_diagonal, factorize
+from kvconvert.calibration.hessians import ERROR_ROWS, Factor, HessianRecorder, factorize
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
@@ -47,68 +47,23 @@ DAMPING = 0.3
 _BLOCK = 128
 
 
-class Compensated(NamedTuple):
-    """A Linear's weight on its grid.
-
-    Attributes:
-        weight: float32 [out, in], every entry a value of the grid.
-        damping: share of its own that each diagonal entry grew by: the one asked for, or more where that was too
-            little for float32.
-    """
-
-    weight: Tensor
-    damping: float
-
-
 def rounding_order(hessian: Tensor) -> Tensor:
     """Inputs by descending share of the output: int64 [in]."""
     return hessian.diagonal().argsort(descending=True, stable=True)
 
 
 @torch.no_grad()
-def compensate_reference(
-    weight: Tensor, hessian: Tensor, grid: WeightGrid, order: Tensor | None = None, damping: float = DAMPING
-) -> Tensor:
-    """The definition, column by column with an inverse for each: see `compensate`, whose result this is. Slow."""
-    order = torch.arange(weight.shape[1], device=weight.device) if order is None else order
-    free, hessian = weight.double().clone(), hessian.double().clone()
-    hessian.diagonal().copy_(damped_diagonal(hessian.diagonal(), damping))
-    result = torch.empty_like(weight, dtype=torch.float32)
-    for position, column in enumerate(order.tolist()):
-        rounded = grid.round_columns(
-            free[:, column : column + 1].float(), torch.tensor([column], device=weight.device)
-        )[:, 0]
-        result[:, column] = rounded
-        rest = order[position:]
-        inverse = torch.linalg.inv(hessian[rest][:, rest])
-        error = (free[:, column] - rounded.double()) / inverse[0, 0]
-        free[:, rest] -= error[:, None] * inverse[0]
-    return result
-
-
-def compensate(
-    weight: Tensor, hessian: Tensor, grid: WeightGrid, order: Tensor | None = None, damping: float = DAMPING
-) -> Compensated:
+def compensate(weight: Tensor, factor: Factor, grid: WeightGrid) -> Tensor:
     """Round a weight to a grid such that later columns make up for the error of earlier ones.
 
     Args:
         weight: float32 [out, in].
-        hessian: float32 [in, in], E[x x^T] of the Linear's input (any positive multiple gives the same).
+        factor: of the input's Hessian, in whose order columns are rounded; several Linears may share it.
         grid: of the weight.
-        order: int64 [in], a permutation: in which columns are rounded. None takes them from left to right.
-        damping: share of itself that is added to each entry of H's diagonal.
 
-    Raises:
-        NumericError: the Hessian is not finite, or no damping up to 1 makes it positive definite.
+    Returns:
+        float32 [out, in], every entry a value of the grid.
     """
-    order = torch.arange(weight.shape[1], device=weight.device) if order is None else order
-    factor = factorize(hessian.clone(), order, damping)
-    return Compensated(compensate_by(weight, factor, grid), factor.damping)
-
-
-@torch.no_grad()
-def compensate_by(weight: Tensor, factor: Factor, grid: WeightGrid) -> Tensor:
-    """`compensate` with the Hessian's factor, in whose order columns are rounded; several Linears may share it."""
     order, columns = factor.order, weight.shape[1]
     free = weight.new_empty(columns, weight.shape[0], dtype=torch.float32)  # a column of the weight is contiguous
     for place, some in zip(free.split(_BLOCK), order.split(_BLOCK), strict=True):
@@ -127,12 +82,6 @@ def compensate_by(weight: Tensor, factor: Factor, grid: WeightGrid) -> Tensor:
     for place, some in zip(free.split(_BLOCK), order.split(_BLOCK), strict=True):
         result[:, some] = place.T
     return result
-
-
-def output_error(weight: Tensor, rounded: Tensor, hessian: Tensor) -> float:
-    """Mean squared error of the outputs, summed over them: trace of D H D^T for D = rounded - weight."""
-    delta = rounded - weight
-    return float(((delta @ hessian) * delta).sum(dtype=torch.float64))
 
 
 _CHUNK_WEIGHTS = 2**24
@@ -278,7 +227,7 @@ class GptqPass(CalibrationPass):
             rows = slice(start, start + size)
             part, some = weight[rows], grid.of_rows(rows)
             losses["loss_before"] += factor.output_error(part, some.round(part))
-            found = compensate_by(part, factor, some)
+            found = compensate(part, factor, some)
             losses["loss_after"] += factor.output_error(part, found)
             part.copy_(found)
             found = None  # frees it before there is another

@@ -13,7 +13,7 @@ is taken: the error of the layer's output with keys stored so and exact values, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler
 from kvconvert.calibration.clip_ratios import key_clip_ratio_errors, pages_read
 from kvconvert.calibration.error_feedback import QueryMoments, feedback_matrices
-from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult
+from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult, significant
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.rope import Rope, constant_part, ropes_of
 from kvconvert.errors import UnsupportedModelError
@@ -36,7 +36,6 @@ from kvconvert.methods.key_treatments import Treatment, treatments
 # than clip ratios do. The pass that follows chooses the ratio, on all of the sample.
 CLIP_RATIOS = {1: 0.5, 2: 0.85, 3: 0.95, 4: 1.0, 8: 1.0}
 SEQUENCES = 4
-_DIGITS = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,14 +229,10 @@ class KeyTreatmentPass(CalibrationPass):
         if not isinstance(self._constant, str):
             statistics["constant_share_of_key_energy"] = [float(f"{float(x):.4g}") for x in self._constant.share]
         if self._errors:
-            statistics["output_error"] = _rounded(self._errors)
+            statistics["output_error"] = {name: significant(error) for name, error in self._errors.items()}
         notes = [self._note] if self._note else []
         if isinstance(self._constant, str) and self._chosen is not None:
             notes.append(f"keys are stored with their constant part: {self._constant}")
         return PassResult(
             plan=self._constant.plan() if kept else {}, statistics=statistics, scheme=fields, notes=tuple(notes)
         )
-
-
-def _rounded(errors: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(f"{error:.{_DIGITS}g}") for name, error in errors.items()}

@@ -177,6 +177,11 @@ class CalibrationPass:
         return PassResult()
 
 
+def significant(value: float | Tensor) -> float:
+    """A measured number as statistics record it: six significant digits."""
+    return float(f"{float(value):.6g}")
+
+
 def require_finite(statistics: dict[str, Tensor], what: str, work: LayerWork) -> None:
     """Refuse statistics of a layer's attention that are not numbers; `what` they describe is named in the message.
 

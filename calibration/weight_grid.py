@@ -74,11 +74,6 @@ class WeightGrid:
         codes = (values / scale).round_().add_(zero).clamp_(0, 2**self.bits - 1)
         return codes.sub_(zero).mul_(scale)
 
-    def round_columns(self, values: Tensor, columns: Tensor) -> Tensor:
-        """The grid's values next to those of inputs `columns` [n]: [out, n] to float32 [out, n]."""
-        scale, zero = self.of_columns(columns)
-        return self.nearest(values.float(), scale.T, zero.T)
-
     def round(self, weight: Tensor) -> Tensor:
         """The grid's values next to a weight [out, in]: rounding to nearest."""
         return self.nearest(self._grouped(weight), self.scale[..., None], self.zero[..., None]).flatten(1)

@@ -82,15 +82,6 @@ def blockwise_column_sums(
     return sums
 
 
-__all__ = [
-    "column_sums",
-    "column_sums_reference",
-    "select_tokens",
-    "selective_attention",
-    "unsupported",
-]
-
-
 def unsupported(queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> str | None:
     """Why the Triton kernels cannot sum these queries' causal attention; None if they can."""
     return prompt.unsupported(queries, keys, None, scaling)

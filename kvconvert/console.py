@@ -20,8 +20,8 @@ from kvconvert.data.images import read_image
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.configuration import supports_images
-from kvconvert.models.device import choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
+from kvconvert.models.source import choose_device, compute_dtype
 from kvconvert.runtime import Sampling, load
 from kvconvert.runtime.engine.request import TextStream
 

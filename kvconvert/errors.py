@@ -24,6 +24,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}."
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's error says, to stand within a sentence."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def listed(names: Iterable[str], word: str = "and") -> str:
+    """Names in a sentence, `word` before the last."""
+    *others, last = names
+    return f"{', '.join(others)} {word} {last}" if others else last
+
+
 class KvconvertError(Exception):
     """Something the user can understand and act on; also an ordinary failure of a command (exit code 1)."""
 

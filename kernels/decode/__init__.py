@@ -12,7 +12,6 @@ import torch
 from kvconvert.kernels import device
 from kvconvert.kernels.decode.cpu import paged_attention, pages_per_tile
 from kvconvert.kernels.decode.plan import MOST_ROWS
-from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.decode.stored import (
     PageTables,
     PageTile,
@@ -25,21 +24,6 @@ from kvconvert.kernels.decode.stored import (
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat
 from kvconvert.kernels.spans.formats import SpanFormat
-
-__all__ = [
-    "PageTables",
-    "PageTile",
-    "ResidualTokens",
-    "ResidualWindows",
-    "SpanTokens",
-    "StoredTokens",
-    "Visibility",
-    "attention_reference",
-    "decode_attention",
-    "paged_attention",
-    "pages_per_tile",
-    "unsupported",
-]
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_CHANNELS = 256

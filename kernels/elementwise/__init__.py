@@ -6,28 +6,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.kernels import device as devices
-from kvconvert.kernels.elementwise.reference import (
-    Activation,
-    Gate,
-    Norm,
-    gated_reference,
-    rms_norm_reference,
-    rotary_reference,
-)
-
-__all__ = [
-    "Activation",
-    "Gate",
-    "Norm",
-    "add_rms_norm",
-    "gated",
-    "gated_reference",
-    "rms_norm",
-    "rms_norm_reference",
-    "rotary",
-    "rotary_reference",
-    "unsupported",
-]
+from kvconvert.kernels.elementwise.reference import Gate, Norm, gated_reference, rms_norm_reference, rotary_reference
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Channels of a row that one program holds.

@@ -15,12 +15,9 @@ from torch import Tensor
 
 from kvconvert.kernels import linear
 from kvconvert.kernels.elementwise.reference import Gate
-from kvconvert.kernels.experts.reference import experts_reference
 from kvconvert.kernels.linear.packed_layout import TILE
 from kvconvert.kernels.linear.shared_input import PackedLinear, SharedStorage
 from kvconvert.kernels.linear.shared_input import unsupported as unshared
-
-__all__ = ["ExpertLinears", "experts_reference", "routed_experts", "scored_experts", "store_experts", "unsupported"]
 
 
 @dataclass(frozen=True)

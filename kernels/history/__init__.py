@@ -15,24 +15,12 @@ import torch
 
 from kvconvert.kernels import device, prompt
 from kvconvert.kernels.history import cpu
-from kvconvert.kernels.history.parts import HistoryPart, PageReader, tile_tokens
-from kvconvert.kernels.history.reference import history_reference, merge_reference
+from kvconvert.kernels.history.parts import HistoryPart, PageReader
 from kvconvert.kernels.pages import LayerFormat, unsupported_dequantization
 
 if TYPE_CHECKING:
     from kvconvert.kernels.history.triton import Backend
 
-__all__ = [
-    "FEWEST_CENTERED",
-    "FEWEST_QUERIES",
-    "HistoryPart",
-    "PageReader",
-    "history_attention",
-    "history_reference",
-    "merge_reference",
-    "tile_tokens",
-    "unsupported",
-]
 
 # Up to so many queries of a chunk, attention over pages as they are stored is faster; measured on a CPU, estimated for
 # GPUs, where a tile's attention needs some hundred query rows to keep all multiprocessors busy.

@@ -29,7 +29,6 @@ from kvconvert.kernels.linear.awq_format import WEIGHT_BITS, AwqWeight, dequanti
 from kvconvert.kernels.linear.cpu import (
     INT4PACK_SHIFT,
     DenseLinear,
-    int4pack_block,
     int4pack_product,
     pack_int4,
     takes_int4pack,
@@ -40,18 +39,6 @@ from kvconvert.kernels.linear.packed_layout import PackedWeight, has_layout, pac
 from kvconvert.kernels.linear.reference import w4a16_reference
 from kvconvert.kernels.linear.shared_input import SharedInput, SharedStorage, layout_lock
 from kvconvert.kernels.linear.shared_input import unsupported as unshared
-
-__all__ = [
-    "DenseLinear",
-    "Path",
-    "QuantizedLinear",
-    "int4pack_block",
-    "packed_product",
-    "share_input",
-    "unpack_int4pack",
-    "unsupported",
-    "w4a16_reference",
-]
 
 Path = Literal["int4pack", "tiled", "few rows", "fused", "unpacked", "reference"]
 

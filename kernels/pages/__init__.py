@@ -19,17 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from kvconvert.kernels import device
-from kvconvert.kernels.pages.center import (
-    KeyCenter,
-    add_centers_reference,
-    center_scores,
-    key_center,
-    page_centers,
-    page_features,
-    projected_scores,
-    rope_matrix,
-)
-from kvconvert.kernels.pages.feedback import round_with_feedback, round_with_feedback_reference
+from kvconvert.kernels.pages.center import KeyCenter, add_centers_reference, key_center, page_centers
 from kvconvert.kernels.pages.formats import (
     PAGE_SIZE,
     ChannelScales,
@@ -47,65 +37,15 @@ from kvconvert.kernels.pages.records import (
     empty_keys,
     empty_values,
     page_bytes,
-    pages_of,
 )
 from kvconvert.kernels.pages.reference import (
     dequantize_keys,
     dequantize_values,
-    key_codes,
-    key_scales,
     normalised_keys,
     quantize_keys,
     quantize_values,
-    rank_channels,
-    token_norms,
-    value_codes,
 )
 from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
-
-__all__ = [
-    "PAGE_SIZE",
-    "ChannelScales",
-    "KeyCenter",
-    "KeyFormat",
-    "KeyPages",
-    "LayerFormat",
-    "PageAddresses",
-    "PageWrites",
-    "TokenNorm",
-    "ValueFormat",
-    "ValuePages",
-    "add_centers",
-    "center_scores",
-    "dequantize_into",
-    "dequantize_keys",
-    "dequantize_values",
-    "empty_keys",
-    "empty_values",
-    "key_center",
-    "key_codes",
-    "key_scales",
-    "new_flag",
-    "normalised_keys",
-    "page_bytes",
-    "page_centers",
-    "page_features",
-    "pages_of",
-    "projected_scores",
-    "quantize_at",
-    "quantize_by_reference",
-    "quantize_keys",
-    "quantize_values",
-    "raise_if_flagged",
-    "rank_channels",
-    "rope_matrix",
-    "round_with_feedback",
-    "round_with_feedback_reference",
-    "token_norms",
-    "unsupported",
-    "unsupported_dequantization",
-    "value_codes",
-]
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256

@@ -12,8 +12,6 @@ import torch
 from kvconvert.kernels import device
 from kvconvert.kernels.prompt.cpu import blockwise_attention
 
-__all__ = ["attention_and_log_sum_exp", "prompt_attention", "unsupported"]
-
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
 

@@ -12,21 +12,8 @@ import torch
 from torch import Tensor
 
 from kvconvert.kernels import device
-from kvconvert.kernels.rotate.cpu import factor_orders, factored_transform
 from kvconvert.kernels.rotate.matrices import hadamard_kind, hadamard_matrix
-from kvconvert.kernels.rotate.reference import hadamard_reference
-
-__all__ = [
-    "NO_ROTATION",
-    "Rotations",
-    "hadamard_kind",
-    "hadamard_matrix",
-    "hadamard_reference",
-    "hadamard_transform",
-    "rotate_and_append",
-    "unsupported",
-    "unsupported_append",
-]
+from kvconvert.kernels.rotate.reference import factor_orders, factored_transform, hadamard_reference
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256

@@ -14,32 +14,7 @@ import torch
 
 from kvconvert.kernels import device, pages
 from kvconvert.kernels.spans.formats import Span, SpanFormat, key_blocks, span_lengths, value_blocks
-from kvconvert.kernels.spans.reference import (
-    clamped_rows,
-    quantize_span_reference,
-    shift_extremes,
-    span_keys,
-    span_scores,
-    span_values,
-    weighted_span_values,
-)
-
-__all__ = [
-    "Span",
-    "SpanFormat",
-    "clamped_rows",
-    "key_blocks",
-    "quantize_span",
-    "quantize_span_reference",
-    "shift_extremes",
-    "span_keys",
-    "span_lengths",
-    "span_scores",
-    "span_values",
-    "unsupported",
-    "value_blocks",
-    "weighted_span_values",
-]
+from kvconvert.kernels.spans.reference import quantize_span_reference, shift_extremes, span_keys, span_values
 
 
 def unsupported(keys: torch.Tensor, values: torch.Tensor) -> str | None:

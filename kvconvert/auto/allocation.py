@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from kvconvert.bundle.manifest import Allocation, WeightAllocation
-from kvconvert.errors import UsageError
+from kvconvert.errors import UsageError, first_line
 
 NAME, WEIGHTS_NAME = "allocation", "weights"
 
@@ -46,8 +46,7 @@ def read_allocation(store: Measurements) -> Allocation | None:
         return None if values is None else Allocation.model_validate(values)
     except ValidationError as error:
         raise UsageError(
-            f"The allocation in {store.path} cannot be read ({str(error).splitlines()[0]}); calibrate again with "
-            "`restart=True`."
+            f"The allocation in {store.path} cannot be read ({first_line(error)}); calibrate again with `restart=True`."
         ) from error
 
 

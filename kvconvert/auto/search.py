@@ -19,15 +19,20 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvconvert.auto.allocation import NAME
-from kvconvert.auto.clip_ratios import candidate_clip_ratios, candidate_treatments, measured_layer
-from kvconvert.auto.layers import SearchedLayer, searched_layers
+from kvconvert.auto.layers import (
+    SearchedLayer,
+    candidate_clip_ratios,
+    candidate_treatments,
+    measured_layer,
+    searched_layers,
+)
 from kvconvert.auto.model import ExactText, SearchRun
 from kvconvert.auto.plans import MeasuredPlan, Plan, PlanSearch
 from kvconvert.bundle.manifest import Allocation, LayerAllocation
 from kvconvert.cache.size import lengths
 from kvconvert.calibration.clip_ratios import searched_sides
 from kvconvert.calibration.key_treatments import TreatmentSearch
-from kvconvert.calibration.protocol import LayerJob
+from kvconvert.calibration.protocol import LayerJob, significant
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
@@ -38,7 +43,6 @@ from kvconvert.recipes.recipe import LayerOverride, Recipe
 TEXT_LENGTH = 4096  # tokens of a sequence at most
 DEFAULT_TOKENS, GPU_DEFAULT_TOKENS = 1024, 16384
 CLIP_ROWS = 4  # calibration sequences on which clip ratios are chosen
-_DIGITS = 6
 
 
 @dataclass(frozen=True)
@@ -231,7 +235,7 @@ class _Measuring:
             for layer, candidates in chosen.items()
             if not all(candidate.exact for candidate in candidates)
         }
-        return _rounded(self.run.model.divergence(self.text, caches)) if caches else 0.0
+        return significant(self.run.model.divergence(self.text, caches)) if caches else 0.0
 
     def _fitting(self, layer: SearchedLayer) -> TreatmentSearch:
         """What a layer's candidates are fitted with, without the sample that it was made from."""
@@ -303,16 +307,12 @@ def _record(task: SearchTask, table: list[LayerAllocation], best: MeasuredPlan, 
         bits_per_value=task.bits(size),
         candidates={name: fields[name] for layer in task.layers for name in layer.costs},
         layers=chosen,
-        predicted_kl=_rounded(best.predicted),
+        predicted_kl=significant(best.predicted),
         measured_kl=best.measured,
         plans=best.tried,
         data=run.text.info,
         dtype=run.dtype,
     )
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.{_DIGITS}g}")
 
 
 def _duration(seconds: float) -> str:

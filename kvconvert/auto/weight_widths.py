@@ -22,7 +22,7 @@ from kvconvert.auto.allocation import WEIGHTS_NAME, Option, allocate
 from kvconvert.auto.model import ExactText, SearchRun
 from kvconvert.bundle.manifest import WeightAllocation, WeightUnit
 from kvconvert.calibration.activations import point_of
-from kvconvert.calibration.protocol import LayerJob
+from kvconvert.calibration.protocol import LayerJob, significant
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
@@ -126,7 +126,7 @@ def find_widths(units: list[Unit], weights: WeightsRecipe, run: SearchRun) -> We
             WeightUnit(layer=unit.layer, linears=list(unit.linears), bits=bits, kl=table)
             for unit, bits, table in zip(units, best, tables, strict=True)
         ],
-        predicted_kl=_rounded(sum(table[str(bits)] for table, bits in zip(tables, best, strict=True))),
+        predicted_kl=significant(sum(table[str(bits)] for table, bits in zip(tables, best, strict=True))),
         measured_kl=measured,
         allocations=tried,
         data=text.info,
@@ -186,7 +186,7 @@ class _Search:
 
     def _divergence(self, chosen: Mapping[Unit, int], first: int) -> float:
         with self._rounded_weights(chosen):
-            return _rounded(self.run.model.divergence(self.text, {}, first))
+            return significant(self.run.model.divergence(self.text, {}, first))
 
     @contextmanager
     def _rounded_weights(self, chosen: Mapping[Unit, int]) -> Iterator[None]:
@@ -201,7 +201,3 @@ class _Search:
         finally:
             for module, weight in kept:
                 module.weight.data = weight
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.6g}")

@@ -26,8 +26,7 @@ from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.io.progress import progress_bar
-from kvconvert.models.device import DTYPES, choose_device
-from kvconvert.models.source import open_source
+from kvconvert.models.source import DTYPES, choose_device, open_source
 from kvconvert.version import __version__
 
 WORKER = (sys.executable, "-m", "kvconvert.benchmark.worker")

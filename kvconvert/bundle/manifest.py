@@ -374,3 +374,22 @@ def conventions(layers: list[LayerPlan], weights_method: StoredMethod, widths: C
     """What a reader that shares no code with kvconvert has to know to compute the same numbers from this bundle."""
     planned = [(scheme, layer.shape()) for layer in layers if (scheme := layer.scheme()) is not None]
     return awq.conventions(weights_method, widths) | layer_conventions(planned)
+
+
+def manifest_schema() -> dict[str, Any]:
+    """The manifest's JSON Schema (draft 2020-12), for other languages: which fields there are, not what they mean."""
+    found = Manifest.model_json_schema()
+    # Descriptions would be the docstrings of Python classes, whose attribute lists say nothing to a validator.
+    for record in (found, *found.get("$defs", {}).values()):
+        record["description"] = record.get("description", "").split("\n")[0]
+    for key in ("config_sha256", "sha256", "measured_on", "manifest_sha256"):
+        for record in (found, *found["$defs"].values()):
+            if key in record.get("properties", {}):
+                record["properties"][key]["pattern"] = "^[0-9a-f]{64}$"
+    found["properties"]["format_version"] |= {"minimum": 0, "maximum": FORMAT_VERSION}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
+
+
+def schema_text() -> str:
+    """The schema as the file in docs has it."""
+    return json.dumps(manifest_schema(), indent=1) + "\n"

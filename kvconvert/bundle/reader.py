@@ -18,13 +18,14 @@ from kvconvert.bundle.files import (
     check_files,
     check_names,
     check_regular,
+    is_settings,
     parse_object,
     read_object,
     read_settings,
+    unsafe_settings,
 )
 from kvconvert.bundle.locate import manifest_path
 from kvconvert.bundle.manifest import FORMAT_VERSION, MANIFEST_NAME, PLAN_NAME, Manifest, quantization_config, unseal
-from kvconvert.bundle.settings import is_settings, unsafe_settings
 from kvconvert.bundle.weight_files import (
     check_plan_header,
     check_scales,

@@ -152,34 +152,33 @@ def with_plan(
     )
 
 
+def _planned(
+    plan: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...], setting: str, instead: str, needed: str = ""
+) -> torch.Tensor:
+    """A tensor of a layer's part of the KV plan, for which a setting asks (RecipeError: missing, misshapen)."""
+    tensor = plan.get(name)
+    found = None if tensor is None else tuple(tensor.shape)
+    if tensor is None or found != shape:
+        raise RecipeError(
+            f"[kv] {setting} needs {needed or f'{name} of shape {shape}'} from a KV plan, and found "
+            f"{'none' if found is None else found}; use a bundle calibrated so, or {instead}."
+        )
+    return tensor
+
+
 def _key_center(f: KeyFormat, scheme: KVScheme, plan: Mapping[str, torch.Tensor], device: torch.device) -> KeyCenter:
     """The center of a layer whose pages hold keys without it."""
-    tensors = []
-    for name, shape in (
-        ("key_mean", (f.heads, f.head_dim)),
-        ("rope_frequencies", (f.head_dim // 2,)),
-        ("rope_pairs", (f.head_dim // 2, 2)),
-    ):
-        tensor = plan.get(name)
-        found = None if tensor is None else tuple(tensor.shape)
-        if found != shape:
-            raise RecipeError(
-                f"[kv] key_center = 'calibrated' needs {name} of shape {shape} from a KV plan, and found "
-                f'{"none" if found is None else found}; use a bundle calibrated so, or key_center = "none".'
-            )
-        tensors.append(tensor.to(device))
+    shapes = {"key_mean": (f.heads, f.head_dim), "rope_frequencies": (f.head_dim // 2,)}
+    shapes["rope_pairs"] = (f.head_dim // 2, 2)
+    setting, instead = "key_center = 'calibrated'", 'key_center = "none"'
+    tensors = [_planned(plan, name, shape, setting, instead).to(device) for name, shape in shapes.items()]
     return key_center(*tensors, rotations(scheme).keys)
 
 
 def _key_feedback(f: KeyFormat, plan: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
     """The matrices float16 [H, D, D] of a layer that rounds its keys with error feedback."""
-    feedback, expected = plan.get("key_feedback"), (f.heads, f.head_dim, f.head_dim)
-    shape = None if feedback is None else tuple(feedback.shape)
-    if shape != expected:
-        raise RecipeError(
-            f"[kv] key_rounding = 'error_feedback' needs key_feedback of shape {expected} from a KV plan, and found "
-            f'{"none" if shape is None else shape}; use a bundle calibrated so, or key_rounding = "nearest".'
-        )
+    setting, instead = "key_rounding = 'error_feedback'", 'key_rounding = "nearest"'
+    feedback = _planned(plan, "key_feedback", (f.heads, f.head_dim, f.head_dim), setting, instead)
     return feedback.to(device, torch.float16).contiguous()
 
 
@@ -187,36 +186,22 @@ def _fixed_channels(f: KeyFormat, plan: Mapping[str, torch.Tensor], device: torc
     """The boosted channels int64 [H, n] of a layer that fixes them; None for other layers."""
     if not f.boosted or not f.fixed_channels:
         return None
-    channels = plan.get("boosted_channels")
-    shape = None if channels is None else tuple(channels.shape)
-    if shape != (f.heads, f.boosted):
-        raise RecipeError(
-            f"[kv] boost_select = 'calibrated' needs {f.boosted} channels for each of {f.heads} heads from a KV plan, "
-            f"and found {'none' if shape is None else shape}; use a bundle calibrated so, or select dynamically."
-        )
-    return channels.to(device, torch.long)
+    shape, needed = (f.heads, f.boosted), f"{f.boosted} channels for each of {f.heads} heads"
+    setting, instead = "boost_select = 'calibrated'", "select dynamically"
+    return _planned(plan, "boosted_channels", shape, setting, instead, needed).to(device, torch.long)
 
 
 def _static_scales(
     side: Literal["key", "value"], f: KeyFormat | ValueFormat, plan: Mapping[str, torch.Tensor], device: torch.device
 ) -> ChannelScales | None:
-    """The scales that static pages of one side need, from a layer's part of the KV plan; None for other pages.
-
-    Raises:
-        RecipeError: they are missing or do not fit the layer's shape.
-    """
+    """The scales that static pages of one side need; None for other pages."""
     if not f.static:
         return None
+    setting, instead = "static_scales = 'calibrated'", 'static_scales = "none"'
     parts = []
-    for part in ChannelScales._fields:
-        tensor = plan.get(f"static_{side}_{part}")
-        shape = None if tensor is None else tuple(tensor.shape)
-        if shape != (f.heads, f.head_dim):
-            raise RecipeError(
-                f"[kv] static_scales = 'calibrated' needs static_{side}_{part} for {f.heads} heads of {f.head_dim} "
-                f"channels from a KV plan, and found {'none' if shape is None else shape}; use a bundle calibrated so, "
-                'or static_scales = "none".'
-            )
+    for name in (f"static_{side}_{part}" for part in ChannelScales._fields):
+        needed = f"{name} for {f.heads} heads of {f.head_dim} channels"
+        tensor = _planned(plan, name, (f.heads, f.head_dim), setting, instead, needed)
         parts.append(tensor.to(device, torch.float16))
     return ChannelScales(*parts)
 

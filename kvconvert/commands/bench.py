@@ -65,7 +65,7 @@ def bench(
 
     check_place(bundle)
     if against is not None:
-        from kvconvert.models.location import check_model
+        from kvconvert.models import check_model
 
         check_model(against)
     from kvconvert.benchmark import bench as run

@@ -142,7 +142,7 @@ def _run(
     **changes: Any,
 ) -> None:
     from kvconvert.convert.work_files import check_place
-    from kvconvert.models.location import check_model
+    from kvconvert.models import check_model
     from kvconvert.recipes.recipe import Recipe
 
     # A wrong recipe, model or place is refused before anything slow is imported.

@@ -60,7 +60,7 @@ def evaluate(
 
     check_place(bundle)
     if options["against"] is not None:
-        from kvconvert.models.location import check_model
+        from kvconvert.models import check_model
 
         check_model(options["against"])
     if tasks is not None:

@@ -46,7 +46,7 @@ def pull(repository: str, output: Path | None, revision: str | None, force: bool
 @click.command("list")
 def list_bundles() -> None:
     """List the bundles in the Hub's cache: pulled without -o, or used by their id."""
-    from kvconvert.bundle.pulled import pulled
+    from kvconvert.bundle.hub import pulled
     from kvconvert.bundle.text import text_table
 
     found = pulled()
@@ -61,6 +61,6 @@ def list_bundles() -> None:
 @click.argument("repository", metavar="USER/NAME")
 def rm(repository: str) -> None:
     """Remove the bundle USER/NAME from the Hub's cache."""
-    from kvconvert.bundle.pulled import remove_pulled
+    from kvconvert.bundle.hub import remove_pulled
 
     click.echo(f"Removed {repository}, {remove_pulled(repository):,} bytes.")

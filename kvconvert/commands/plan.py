@@ -79,7 +79,7 @@ def plan(
     loaded = Recipe.load(recipe).with_budget(
         kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, auto_tokens=auto_tokens
     )
-    from kvconvert.models.location import check_model
+    from kvconvert.models import check_model
 
     check_model(model)
     import json

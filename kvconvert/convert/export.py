@@ -8,12 +8,13 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor
 
 from kvconvert.auto.allocation import read_allocation, read_weight_allocation
 from kvconvert.bundle.card import CARD_NAME, model_card
+from kvconvert.bundle.files import is_settings, safe_settings, unsafe_settings
 from kvconvert.bundle.locate import check_output
 from kvconvert.bundle.manifest import (
     FORMAT_VERSION,
@@ -28,7 +29,6 @@ from kvconvert.bundle.manifest import (
     widths,
 )
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.settings import is_settings, safe_settings, unsafe_settings
 from kvconvert.bundle.writer import (
     MAX_SHARD_BYTES,
     copy_file,
@@ -51,9 +51,6 @@ from kvconvert.models.configuration import sliding_windows
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.recipes.recipe import Limits, Recipe
 from kvconvert.version import __version__
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

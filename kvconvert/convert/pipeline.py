@@ -15,19 +15,23 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Unpack
 
 import torch
 
-from kvconvert.auto.search import SearchTask, search_task
-from kvconvert.auto.weight_widths import budget_of, weight_units
+from kvconvert.auto.allocation import read_allocation, read_weight_allocation
+from kvconvert.auto.model import SearchRun, SimulatedModel
+from kvconvert.auto.search import CLIP_ROWS, SearchTask, allocated_recipe, find_allocation, search_task
+from kvconvert.auto.weight_widths import allocated_widths, budget_of, find_widths, text_size, weight_units
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import LayerJob
 from kvconvert.calibration.ranks import Ranks, joined_ranks, local_device
+from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
 from kvconvert.convert.checks import (
     check_layers_fit,
     check_packed,
@@ -38,19 +42,19 @@ from kvconvert.convert.checks import (
 )
 from kvconvert.convert.host_memory import release_free_memory
 from kvconvert.convert.input_capture import CalibrationInputs
-from kvconvert.convert.layer_calibration import LayerCalibration
-from kvconvert.convert.layer_records import (
+from kvconvert.convert.layer_calibration import (
+    LayerCalibration,
     module_kind,
     untouched_record,
 )
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs, resolve_layers
-from kvconvert.convert.searches import Searches
 from kvconvert.convert.work_files import check_place
 from kvconvert.convert.work_records import WorkState
 from kvconvert.convert.workdir import WorkDir
-from kvconvert.data.mixture import Sources
+from kvconvert.data.mixture import Sources, load_held_out_mixture
 from kvconvert.data.samples import load_samples
+from kvconvert.data.text import TokenData, load_token_samples
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.io.progress import progress_bar
 from kvconvert.io.records import DataInfo
@@ -58,12 +62,14 @@ from kvconvert.io.tensorfile import Mapped
 from kvconvert.methods.awq import AUTO_GROUP_SIZES
 from kvconvert.models.adapters import Adapter, find_adapter, require_adapter
 from kvconvert.models.configuration import supports_images
-from kvconvert.models.device import choose_device
-from kvconvert.models.source import SourceModel, open_source
+from kvconvert.models.processors import load_tokenizer
+from kvconvert.models.source import SourceModel, choose_device, float_dtype, open_source
 from kvconvert.recipes.recipe import Budget, Recipe, WeightsRecipe
 from kvconvert.version import __version__
 
 logger = logging.getLogger(__name__)
+
+FLOAT32_SHARE = 0.4  # of a GPU's memory that float32 weights may take; else the source's dtype
 
 
 def calibrate(
@@ -315,3 +321,65 @@ def _say(message: str, progress: bool) -> None:
     logger.info(message)
     if progress:
         print(message, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Searches:
+    """What both searches of a calibration share.
+
+    Attributes:
+        runner: of the model; its device is where everything is computed.
+        directory: where measurements are committed, and are found by a later run.
+        tokens: calibration samples; candidates are measured on text that these leave over.
+        data, seed: of those samples.
+        say: shows a message.
+        progress: show bars.
+    """
+
+    runner: LayerRunner
+    directory: WorkDir
+    tokens: TokenData
+    data: Sources
+    seed: int
+    say: Callable[[str], None]
+    progress: bool
+
+    def cache(self, recipe: Recipe, task: SearchTask) -> Recipe:
+        """The recipe with the scheme of every searched layer stated."""
+        found = read_allocation(self.directory)
+        if found is None:
+            data, tokens = self.data, self.tokens
+            if tokens.extras:  # images: candidates are measured on text all the same
+                tokenizer = load_tokenizer(self.runner.source.directory)
+                data, tokens = None, load_token_samples(None, tokenizer, CLIP_ROWS, tokens.ids.shape[1], self.seed)
+            run = self._run(data, tokens, task.text_rows, task.text_length)
+            found = find_allocation(task, recipe, run, tokens.ids[:CLIP_ROWS])
+        return allocated_recipe(recipe, task, found)
+
+    def widths(self, recipe: Recipe, jobs: Sequence[LayerJob]) -> Recipe:
+        """The recipe with the width of every Linear stated."""
+        found = read_weight_allocation(self.directory)
+        if found is None:
+            size = text_size(self.runner.config, self.runner.device)
+            run = self._run(None if self.tokens.extras else self.data, self.tokens, *size)
+            found = find_widths(weight_units(self.runner.model, jobs), recipe.weights, run)
+        return allocated_widths(recipe, found)
+
+    def _run(self, data: Sources, tokens: TokenData, rows: int, length: int) -> SearchRun:
+        """The source model, and text of this size beside the calibration samples."""
+        runner, source = self.runner, self.runner.source
+        apart = (tokens.info.samples, tokens.info.length)
+        text = load_held_out_mixture(data, load_tokenizer(source.directory), rows, length, self.seed, apart)
+        model = source.load(_dtype(runner), attn_implementation=SIMULATED_ATTENTION)
+        model = model.eval().requires_grad_(False).to(runner.device)
+        layers = () if runner.adapter is None else model.get_submodule(runner.adapter.layers)
+        return SearchRun(SimulatedModel(model, layers), text, self.directory, self.say, self.progress)
+
+
+def _dtype(runner: LayerRunner) -> torch.dtype:
+    """float32, for the divergences of single layers are small; the source's dtype where that does not fit a GPU."""
+    if runner.device.type != "cuda":
+        return torch.float32
+    parameters = sum(parameter.numel() for parameter in runner.model.parameters())
+    memory = torch.cuda.get_device_properties(runner.device).total_memory
+    return torch.float32 if 4 * parameters <= FLOAT32_SHARE * memory else float_dtype(runner.source)

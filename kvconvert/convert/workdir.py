@@ -45,7 +45,7 @@ from kvconvert.convert.work_files import (
     work_lock,
 )
 from kvconvert.convert.work_records import WORK_FORMAT, LayerRecord, WorkState
-from kvconvert.errors import CheckpointError, UsageError
+from kvconvert.errors import CheckpointError, UsageError, first_line
 from kvconvert.io import disk
 from kvconvert.io.checksums import known_sha256, remember
 from kvconvert.io.records import TensorInfo
@@ -225,7 +225,7 @@ class WorkDir:
         try:
             return read_header(self._layer(index, "safetensors"), refuse)
         except OSError as error:
-            raise _damaged(self._layer(index, "safetensors"), _first_line(error)) from error
+            raise _damaged(self._layer(index, "safetensors"), first_line(error)) from error
 
     def layer_plan(self, index: int) -> dict[str, Tensor]:
         """A committed layer's KV-plan tensors, named layers.{index}.{what}."""
@@ -238,7 +238,7 @@ class WorkDir:
         try:
             return LayerRecord.model_validate(read_sealed(file))
         except (OSError, ValueError) as error:
-            raise _damaged(file, _first_line(error)) from error
+            raise _damaged(file, first_line(error)) from error
 
     def _verify(self, index: int) -> None:
         """Compare a layer's files with their checksums, once; UsageError where one differs."""
@@ -250,7 +250,7 @@ class WorkDir:
             try:
                 found = known_sha256([file])[file]
             except CheckpointError as error:
-                raise _damaged(file, _first_line(error.__cause__ or error)) from error
+                raise _damaged(file, first_line(error.__cause__ or error)) from error
             if found != record.files.get(suffix):
                 raise _damaged(file, "its content does not fit its checksum")
         self._verified.add(index)
@@ -287,9 +287,9 @@ class WorkDir:
             return read_sealed(file) if file.exists() else None
         except (OSError, ValueError) as error:
             if not self.state.complete:  # measured again
-                logger.warning("%s is damaged (%s); it is measured again.", file, _first_line(error))
+                logger.warning("%s is damaged (%s); it is measured again.", file, first_line(error))
                 return None
-            raise _damaged(file, _first_line(error)) from error
+            raise _damaged(file, first_line(error)) from error
 
     def commit_measurement(self, name: str, values: dict[str, Any]) -> None:
         """Write a measurement of the search; once this returns it survives a kill."""
@@ -393,7 +393,7 @@ def _read_state(path: Path) -> WorkState:
         return WorkState.model_validate(read_sealed(file))
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{file} cannot be read ({_first_line(error)}); calibrate again with `restart=True`."
+            f"{file} cannot be read ({first_line(error)}); calibrate again with `restart=True`."
         ) from error
 
 
@@ -401,10 +401,6 @@ def _damaged(file: Path, reason: str) -> UsageError:
     return UsageError(
         f"{file} is damaged ({reason}); calibrate again with the same arguments, which computes this part anew."
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".")
 
 
 def _to_json(record: BaseModel) -> str:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvconvert.errors import listed
+
 SIZE = 96
 CELL = SIZE // 3
 GRAIN = 16  # the background's pixels lie in 16 to 31 of 255
@@ -217,7 +219,7 @@ def _shape_mask(name: str, radius: float) -> np.ndarray:
 
 def _caption(things: tuple[Thing, ...]) -> str:
     named = [f"{thing} {'in' if thing.is_word else 'at'} the {thing.place}" for thing in things]
-    text = ", ".join(named[:-1]) + " and " + named[-1]
+    text = listed(named)
     return text[0].upper() + text[1:] + "."
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvconvert.data.drawings import Drawing, draw
-from kvconvert.errors import DataError
+from kvconvert.errors import DataError, first_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -120,8 +120,9 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
         image = value if isinstance(value, pillow.Image) else pillow.open(value)
         return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, TypeError, AttributeError, pillow.DecompressionBombError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
-        raise DataError(f"{place} is not an image that can be read ({reason}); replace or remove it.") from error
+        raise DataError(
+            f"{place} is not an image that can be read ({first_line(error)}); replace or remove it."
+        ) from error
 
 
 def _decoded(url: str, place: str) -> bytes:

@@ -7,7 +7,6 @@ samples, see both in proportion.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvconvert.data.sources import source_name
-from kvconvert.data.tables import holds_conversations
-from kvconvert.data.text import EMBEDDED, TokenData, load_held_out_samples, load_token_samples
+from kvconvert.data.sources import holds_conversations, source_name
+from kvconvert.data.text import EMBEDDED, TokenData, load_held_out_samples, load_token_samples, token_data
 from kvconvert.errors import UsageError
-from kvconvert.io.records import DataInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,8 +109,7 @@ def load_held_out_mixture(
 def _joined(sources: list[WeightedSource], parts: list[TokenData], seed: int) -> TokenData:
     ids = torch.cat([part.ids for part in parts])
     name = ", ".join(f"{part.info.source}={source.weight:g}" for source, part in zip(sources, parts, strict=True))
-    digest = hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()
-    return TokenData(ids, DataInfo(source=name, samples=len(ids), length=ids.shape[1], seed=seed, sha256=digest))
+    return token_data(ids, name, seed)
 
 
 def unlike_the_model(data: Sources, tokens: TokenData, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -1,19 +1,233 @@
-"""Calibration samples of a model: images and text for a vision-language model and data with images, else text."""
+"""Calibration samples of a model: images and text for a vision-language model and data with images, else text.
+
+A sample with images is one long prompt of documents, cut to exactly the requested length without padding, and goes
+through the model's own processor in one piece, so that every model gets images in its own form (tiles, patches, sizes,
+token types). An image is never cut: a document whose images no longer fit is left for the next sample, and the rest of
+this one is filled with the text that ships with kvconvert. Documents are separated by the end-of-sequence token.
+
+Captions follow their image in the plain form of the model (`<image>` and the like, found from its chat template where
+it has one); questions and conversations go through the chat template. A model without one reads them joined by lines.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.resources
+import random
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
 from transformers import ProcessorMixin
 
-from kvconvert.data.image_samples import holds_images, load_image_samples
+from kvconvert.data.images import (
+    Document,
+    directory_documents,
+    drawn_documents,
+    has_image_parts,
+    image_column,
+    is_image_directory,
+    row_document,
+)
 from kvconvert.data.mixture import Sources, load_mixture, unlike_the_model, weighted_sources
-from kvconvert.data.text import TokenData
-from kvconvert.errors import DataError, UsageError
+from kvconvert.data.sources import Table, is_plain_text, local_files, source_name
+from kvconvert.data.text import EMBEDDED, TokenData
+from kvconvert.errors import CheckpointError, DataError, UsageError
+from kvconvert.io.records import DataInfo
 from kvconvert.io.tensorfile import Mapped
 from kvconvert.models.configuration import supports_images
-from kvconvert.models.processors import has_processor, load_processor, load_tokenizer
+from kvconvert.models.processors import ImagePrompts, has_processor, load_processor, load_tokenizer
 from kvconvert.models.source import SourceModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, ProcessorMixin
+
+
+LENGTH_STEP = 512  # tokens; the default length of samples is a multiple of it
+_TEXT_SHARE = 128  # tokens that a sample of that length has at least besides one image
+IMAGE_BYTES = 500_000_000  # of pixels and the like of all samples that are held in memory
+_ROWS_INSPECTED = 64  # of conversations: without an image among them, they count as text
+_SLACK = 8  # tokens by which joining documents may change their number
+
+
+def holds_images(source: str | None) -> bool:
+    """Whether a SOURCE has images: none at all (drawings), a directory of them, or rows with a column or parts."""
+    if source is None or is_image_directory(source):
+        return True
+    files = local_files(source)
+    if is_plain_text(files):
+        return False
+    table = Table.open(source, files)
+    if image_column(table.columns) is not None:
+        return True
+    return "messages" in table.columns and any(has_image_parts(row["messages"]) for row in table.first(_ROWS_INSPECTED))
+
+
+def load_image_samples(
+    source: str | None,
+    processor: ProcessorMixin,
+    config: PretrainedConfig,
+    samples: int,
+    length: int | None,
+    seed: int,
+    mapped: Mapped | None = None,
+) -> TokenData:
+    """Read a SOURCE that `holds_images` and pack it; the same arguments and files give the same samples.
+
+    Args:
+        source: see `kvconvert.data.images`.
+        processor: the model's own.
+        config: the model's, with the ids of its image tokens.
+        samples, length: how many, and tokens in each; None takes as many as the first document's image needs, and
+            some text, in steps of `LENGTH_STEP`.
+        seed: of the order of documents.
+        mapped: where the model's further inputs are kept from `IMAGE_BYTES` on; None keeps all in memory.
+
+    Raises:
+        DataError: an image or a caption that is missing or unreadable, an image longer than a sample, or too little.
+    """
+    name = source_name(source, "drawings")
+    packer = _Packer(ImagePrompts(processor, config), _documents(source, seed), name, seed)
+    if length is None:
+        length = packer.fitting_length()
+    rows, extras, images, held = [], [], 0, 0
+    for _ in range(samples):
+        ids, extra, count = packer.sample(length, len(rows), samples)
+        size = sum(value.nbytes for value in extra.values())
+        if mapped is not None and held + size > IMAGE_BYTES:
+            extra = {name: mapped.copy(value) for name, value in extra.items()}
+        else:
+            held += size
+        rows.append(ids)
+        extras.append(extra)
+        images += count
+    ids = torch.stack(rows)
+    info = DataInfo(
+        source=name, samples=samples, length=length, seed=seed, images=images, sha256=_fingerprint(ids, extras)
+    )
+    return TokenData(ids, info, tuple(extras), packer.prompts.visual(ids))
+
+
+def _documents(source: str | None, seed: int) -> Iterator[Document]:
+    if source is None:
+        yield from drawn_documents(seed)
+    elif is_image_directory(source):
+        yield from directory_documents(source, seed)
+    else:
+        table = Table.open(source, local_files(source))
+        for place, row in table.shuffled(seed):
+            document = row_document(row, table.wanted, table.folder, f"Data source {place}")
+            if document is not None:
+                yield document
+
+
+class _Packer:
+    """Takes documents one after another and makes samples of them."""
+
+    def __init__(self, prompts: ImagePrompts, documents: Iterator[Document], source: str, seed: int) -> None:
+        self.prompts, self.source = prompts, source
+        self._documents = documents
+        self._waiting: list[Document] = []
+        self._used = 0
+        self._filler = _filler(seed)
+
+    def fitting_length(self) -> int:
+        """Tokens that hold the first document's images and some text."""
+        document = self._next(0, 0)
+        self._waiting.append(document)
+        needed = self._extent(document)[1] + _TEXT_SHARE
+        return -(-needed // LENGTH_STEP) * LENGTH_STEP
+
+    def sample(self, length: int, made: int, wanted: int) -> tuple[Tensor, dict[str, Tensor], int]:
+        """Ids [length], the model's further inputs, and how many images there are in them."""
+        chosen: list[Document] = []
+        used = 0
+        while used < length + _SLACK:
+            document = self._next(made, wanted)
+            tokens, last = self._extent(document)
+            if last > length - _SLACK and not chosen:
+                raise DataError(
+                    f"{document.place}: its images and what precedes them take {last} tokens, more than the {length} "
+                    f"of a sample; give a `seq_len` of {-(-(last + _TEXT_SHARE) // 256) * 256} or more, or smaller "
+                    "images."
+                )
+            if used + last > length - _SLACK:
+                self._waiting.append(document)
+                break
+            chosen.append(document)
+            used += tokens + 1
+        return self._encoded(chosen, length)
+
+    def _encoded(self, documents: list[Document], length: int) -> tuple[Tensor, dict[str, Tensor], int]:
+        """The documents in one piece, filled up with text and cut to length."""
+        prompts = self.prompts
+        texts = [prompts.text(document.messages, document.is_caption) for document in documents]
+        images = [image for document in documents for image in document.images]
+        inputs = prompts.encode(prompts.join(texts), images)
+        while (missing := length - inputs["input_ids"].shape[1]) > 0:
+            while missing > 0:
+                texts.append(next(self._filler))
+                missing -= len(prompts.processor.tokenizer(texts[-1]).input_ids)
+            inputs = prompts.encode(prompts.join(texts), images)
+        ids = inputs.pop("input_ids")
+        inputs.pop("attention_mask", None)
+        cut = {name: value[:, :length] if value.shape == ids.shape else value for name, value in inputs.items()}
+        if prompts.visual(ids[:, length:]).any():
+            raise DataError(
+                f"{documents[-1].place}: the processor's tokens differ with what stands around an image, so that it "
+                "does not fit where it was measured to; choose another `seq_len`."
+            )
+        return ids[0, :length], cut, len(images)
+
+    def _extent(self, document: Document) -> tuple[int, int]:
+        """Tokens of a document, and how many of them there are up to the end of its last image."""
+        text = self.prompts.text(document.messages, document.is_caption)
+        ids = self.prompts.encode(text, document.images)["input_ids"]
+        visual = self.prompts.visual(ids)[0].nonzero().flatten()
+        if document.images and not len(visual):
+            raise CheckpointError(
+                f"The processor puts none of the tokens {self.prompts.visual_ids} of config.json into a text with an "
+                "image; processor and model do not belong together."
+            )
+        return ids.shape[1], int(visual[-1]) + 1 if len(visual) else 0
+
+    def _next(self, made: int, wanted: int) -> Document:
+        if self._waiting:
+            return self._waiting.pop()
+        document = next(self._documents, None)
+        if document is None:
+            if not self._used:
+                raise DataError(f"Data source {self.source} holds no image with text; give some.")
+            raise DataError(
+                f"Data source {self.source} holds {self._used} documents, which make {made} samples, but {wanted} are "
+                "requested; give more images, or request fewer or shorter samples."
+            )
+        self._used += 1
+        return document
+
+
+def _filler(seed: int) -> Iterator[str]:
+    """Paragraphs of the embedded text, from a place that the seed chooses, without end."""
+    text = (importlib.resources.files("kvconvert.data.texts") / EMBEDDED["calibration"]).read_text(encoding="utf-8")
+    paragraphs = [" ".join(part.split()) for part in text.split("\n\n") if part.strip()]
+    start = random.Random(f"filler {seed}").randrange(len(paragraphs))
+    while True:
+        yield from paragraphs[start:]
+        start = 0
+
+
+def _fingerprint(ids: Tensor, extras: Iterable[dict[str, Tensor]]) -> str:
+    """sha256 of the ids, then of each sample's further inputs in order of their names, little endian."""
+    digest = hashlib.sha256(ids.numpy().astype("<i8").tobytes())
+    for extra in extras:
+        for name in sorted(extra):
+            value = extra[name].contiguous()
+            digest.update(name.encode())
+            digest.update(value.float().numpy().astype("<f4").tobytes())
+    return digest.hexdigest()
+
 
 TEXT_LENGTH = 512  # default tokens of a text sample
 

@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from kvconvert.data.sources import is_plain_text, local_files, read_text, source_name
-from kvconvert.data.tables import Table, text_column_of
+from kvconvert.data.sources import Table, is_plain_text, local_files, read_text, source_name, text_column_of
 from kvconvert.errors import DataError, UsageError
 from kvconvert.io.records import DataInfo
 
@@ -108,7 +107,7 @@ def load_token_samples(
             "are requested; give more text, or request fewer or shorter samples."
         )
     rows = [prefix + ids[i * window : (i + 1) * window] for i in _windows(available, samples, seed, whole)]
-    return _token_data(rows, name, seed)
+    return token_data(torch.tensor(rows), name, seed)
 
 
 def load_held_out_samples(
@@ -151,7 +150,7 @@ def load_held_out_samples(
         )
     count = min(samples, len(starts))
     rows = [prefix + ids[at : at + window] for at in (starts[i * len(starts) // count] for i in range(count))]
-    return _token_data(rows, name, seed)
+    return token_data(torch.tensor(rows), name, seed)
 
 
 def _token_ids(
@@ -176,10 +175,10 @@ def _windows(available: int, samples: int, seed: int, whole: bool) -> list[int]:
     return sorted(random.Random(seed).sample(range(available), samples)) if whole else list(range(samples))
 
 
-def _token_data(rows: list[list[int]], name: str, seed: int) -> TokenData:
-    ids = torch.tensor(rows, dtype=torch.int64)
+def token_data(ids: torch.Tensor, name: str, seed: int) -> TokenData:
+    """Samples [samples, length] of text with their fingerprint."""
     digest = hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()
-    return TokenData(ids, DataInfo(source=name, samples=len(rows), length=ids.shape[1], seed=seed, sha256=digest))
+    return TokenData(ids, DataInfo(source=name, samples=len(ids), length=ids.shape[1], seed=seed, sha256=digest))
 
 
 def spaced_samples(source: str, tokenizer: PreTrainedTokenizerBase, samples: int, length: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from kvconvert.errors import UsageError
 
-RESAMPLES = 10_000
+RESAMPLES = 10_000  # times that the segments are drawn with replacement
 CONFIDENCE = 0.95
 _RESAMPLES_AT_ONCE = 1_000  # bounds the table of drawn indices
 
@@ -42,9 +42,7 @@ class Interval:
         return self.high is not None and self.high < 0
 
 
-def bootstrap_mean(
-    values: torch.Tensor, seed: int, resamples: int = RESAMPLES, confidence: float = CONFIDENCE
-) -> Interval:
+def bootstrap_mean(values: torch.Tensor, seed: int, confidence: float = CONFIDENCE) -> Interval:
     """The mean of one value per segment and its interval.
 
     For a paired comparison of two methods on the same segments, pass the difference of their values.
@@ -52,7 +50,6 @@ def bootstrap_mean(
     Args:
         values: [segments], any real dtype.
         seed: of the resampling.
-        resamples: how many times the segments are drawn with replacement.
         confidence: share of the resampled means inside the interval.
 
     Raises:
@@ -69,10 +66,10 @@ def bootstrap_mean(
     generator = torch.Generator().manual_seed(seed)
     means = torch.cat(
         [
-            values[torch.randint(count, (min(_RESAMPLES_AT_ONCE, resamples - done), count), generator=generator)].mean(
+            values[torch.randint(count, (min(_RESAMPLES_AT_ONCE, RESAMPLES - done), count), generator=generator)].mean(
                 1
             )
-            for done in range(0, resamples, _RESAMPLES_AT_ONCE)
+            for done in range(0, RESAMPLES, _RESAMPLES_AT_ONCE)
         ]
     )
     tail = (1 - confidence) / 2

@@ -22,9 +22,7 @@ from kvconvert.bundle.manifest import Manifest
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import UsageError
-from kvconvert.fidelity.estimate import Work, estimate_seconds, words
 from kvconvert.fidelity.images import DRAWINGS, image_figures
-from kvconvert.fidelity.numbers import NumberBook, has_plain_template
 from kvconvert.fidelity.probes import PROBES, Prompt, Writer, probe_tokens
 from kvconvert.fidelity.recall import (
     BATCH,
@@ -33,8 +31,10 @@ from kvconvert.fidelity.recall import (
     Drill,
     DrillBook,
     DrillCounts,
+    NumberBook,
     answer_with,
     free_running,
+    has_plain_template,
     passkey,
     passkey_drills,
 )
@@ -46,16 +46,25 @@ from kvconvert.fidelity.report import (
     NoiseFloor,
     text_figures,
 )
-from kvconvert.fidelity.scoring import Decoder, Reader, Scores, before_chunks, compare, treats_whole_prompts
+from kvconvert.fidelity.scoring import (
+    Decoder,
+    Reader,
+    Scores,
+    Work,
+    before_chunks,
+    compare,
+    estimate_seconds,
+    treats_whole_prompts,
+    words,
+)
 from kvconvert.fidelity.sizes import measure_cache, weight_size
 from kvconvert.fidelity.verdict import abilities, measure_probes, verdict
 from kvconvert.io.hub import is_hub_id
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods.auto import DEFAULT_CONTEXT
 from kvconvert.models.configuration import supports_images
-from kvconvert.models.device import choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
-from kvconvert.models.source import SourceModel, open_source
+from kvconvert.models.source import SourceModel, choose_device, compute_dtype, open_source
 from kvconvert.runtime import load
 from kvconvert.version import __version__
 

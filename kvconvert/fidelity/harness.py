@@ -24,9 +24,8 @@ from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder, batches, feed, read_prompt
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.models.device import choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
-from kvconvert.models.source import open_source
+from kvconvert.models.source import choose_device, compute_dtype, open_source
 from kvconvert.runtime import load
 
 try:

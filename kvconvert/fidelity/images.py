@@ -16,7 +16,7 @@ from kvconvert.data.drawings import draw
 from kvconvert.data.images import EVALUATION_SEED, Document
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.scoring import Comparison, Decoder, compare
-from kvconvert.models.image_prompts import ImagePrompts
+from kvconvert.models.processors import ImagePrompts
 
 DRAWINGS = 16
 
@@ -52,7 +52,7 @@ class ImageFigures:
             image_tokens=image_tokens,
             tokens_scored=comparison.kl.numel(),
             kl=kl.mean,
-            kl_interval=None if kl.low is None else (kl.low, kl.high),
+            kl_interval=kl.bounds,
             top1_agreement=comparison.agrees.double().mean().item(),
             residual_share=comparison.residual_share,
         )

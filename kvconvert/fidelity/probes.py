@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from kvconvert.errors import listed
 from kvconvert.fidelity.recall import NAMES
 from kvconvert.fidelity.scoring import Decoder, feed, read_prompt
 from kvconvert.io.progress import progress_bar
@@ -98,10 +99,6 @@ def _pairs(rng: random.Random, count: int, first: Sequence[str], second: Sequenc
     return rng.sample(names, count)
 
 
-def _listed(words: Sequence[str]) -> str:
-    return f"{', '.join(words[:-1])} and {words[-1]}"
-
-
 def _reply(answers: Iterable[tuple[str, str]], begin: str = "", between: str = "\n") -> tuple[tuple[str, str], ...]:
     """Answers one after another, the first of which is given: it shows their form."""
     (asked, shown), *others = answers
@@ -115,7 +112,7 @@ def write_json(rng: random.Random, size: int, prose: Sequence[str]) -> Conversat
     value = dict(zip(keys, _numbers(rng, size), strict=True))
     asked = rng.sample(keys, ASKED + 1)
     facts = "This is a JSON object.\n\n{\n" + "".join(f'  "{key}": "{value[key]}",\n' for key in keys)
-    question = f'  "end": ""\n}}\n\nWhat are the values of {_listed(asked)}? Answer with a JSON object of these keys.'
+    question = f'  "end": ""\n}}\n\nWhat are the values of {listed(asked)}? Answer with a JSON object of these keys.'
     answers = ((f'  "{key}": "', value[key]) for key in asked)
     return Conversation((), facts, question, _reply(answers, begin="{\n", between='",\n'))
 
@@ -126,7 +123,7 @@ def write_assignments(rng: random.Random, size: int, prose: Sequence[str]) -> Co
     value = dict(zip(names, _numbers(rng, size), strict=True))
     asked = rng.sample(names, ASKED + 1)
     facts = "These are assignments.\n\n" + "".join(f"{name} = {value[name]}\n" for name in names)
-    question = f"\nWhat are the values of {_listed(asked)}? Answer with these assignments."
+    question = f"\nWhat are the values of {listed(asked)}? Answer with these assignments."
     return Conversation((), facts, question, _reply((f"{name} =", f" {value[name]}") for name in asked))
 
 
@@ -141,7 +138,7 @@ def write_chains(rng: random.Random, size: int, prose: Sequence[str]) -> Convers
         for text in (f"\nlet {first} = {number}\n", f"\nlet {second} = {first}\n")
     ]
     text = _hidden(rng, facts, prose, size)
-    question = f"\n\nWhat are {_listed([second for _, second, _ in asked])}? Follow each to its number."
+    question = f"\n\nWhat are {listed([second for _, second, _ in asked])}? Follow each to its number."
     return Conversation(
         (),
         f"Read this text.\n\n{text}",
@@ -157,7 +154,7 @@ def write_needles(rng: random.Random, size: int, prose: Sequence[str]) -> Conver
     facts = [f"\nThe secret code of {name} is {value[name]}.\n" for name in people]
     text = _hidden(rng, facts, prose, size)
     asked = rng.sample(people, ASKED + 1)
-    question = f"\n\nWhat are the secret codes of {_listed(asked)}?"
+    question = f"\n\nWhat are the secret codes of {listed(asked)}?"
     return Conversation(
         (),
         f"Read this text.\n\n{text}",
@@ -178,7 +175,7 @@ def write_turns(rng: random.Random, size: int, prose: Sequence[str]) -> Conversa
         facts = [f"\nThe {kind} number of {name} is {number}.\n" for name, number in mine.items()]
         said.append(_hidden(rng, facts, prose, size))
     asked = rng.sample(sorted(stated), ASKED + 1)
-    question = f"What are {_listed([f'the {kind} number of {name}' for kind, name in asked])}?"
+    question = f"What are {listed([f'the {kind} number of {name}' for kind, name in asked])}?"
     reply = _reply((f"The {kind} number of {name} is", f" {stated[kind, name]}") for kind, name in asked)
     turns = (
         (f"Remember this text.\n\n{said[0]}", "I will remember it."),

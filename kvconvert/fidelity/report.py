@@ -200,10 +200,10 @@ def text_figures(comparison: Comparison, seed: int) -> dict[str, Any]:
             mean=kl.mean,
             p99=_percentile(comparison.kl, 0.99),
             p999=_percentile(comparison.kl, 0.999),
-            mean_interval=None if kl.low is None else (kl.low, kl.high),
+            mean_interval=kl.bounds,
         ),
         "top1_agreement": agreement.mean,
-        "top1_agreement_interval": None if agreement.low is None else (agreement.low, agreement.high),
+        "top1_agreement_interval": agreement.bounds,
     }
 
 

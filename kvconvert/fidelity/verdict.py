@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvconvert.errors import listed
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.probes import PROBES, Prompt, ask
 from kvconvert.fidelity.recall import PasskeyResult
@@ -143,10 +144,10 @@ def verdict(found: Sequence[Ability], text: tuple[float, float] | None, tokens: 
     unfit = [words for name, words in lost.items() if name not in chance]
     unclear = [words for name, words in lost.items() if name in chance]
     unknown = [name for name, share in kept.items() if share is None]
-    said = [f"fit for {_listed(fit)}"] if fit else []
-    said += [f"not fit for {_listed(unfit)}"] if unfit else []
-    said += [f"unclear with so few prompts: {_listed(unclear)}"] if unclear else []
-    said += [f"not judged: {_listed(unknown)}"] if unknown else []
+    said = [f"fit for {listed(fit)}"] if fit else []
+    said += [f"not fit for {listed(unfit)}"] if unfit else []
+    said += [f"unclear with so few prompts: {listed(unclear)}"] if unclear else []
+    said += [f"not judged: {listed(unknown)}"] if unknown else []
     sentence = "; ".join(said)
     return f"{sentence[0].upper()}{sentence[1:]}." if said else None
 
@@ -161,7 +162,3 @@ def _kept(source: float, bundle: float, prompts: int) -> float | None:
 
 def _shares(right: Sequence[Sequence[bool]]) -> torch.Tensor:
     return torch.tensor([sum(answers) / len(answers) for answers in right], dtype=torch.float64)
-
-
-def _listed(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

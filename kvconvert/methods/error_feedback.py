@@ -30,6 +30,7 @@ class ErrorFeedback(Part):
         "(row) is subtracted from each later one (column)"
     }
     searched_fields = ("key_rounding",)
+    from_calibration = ("key_rounding", ("error_feedback",), "nearest")
 
     key_rounding: Literal["nearest", "error_feedback"] = option(
         "nearest", "", "each number of a key to its nearest code, or channel by channel with feedback of the error"
@@ -52,22 +53,12 @@ class ErrorFeedback(Part):
             "16-bit keys are stored as they are, so that nothing is rounded; choose nearest",
         )
 
-    def needs_calibration(self) -> str | None:
-        """The matrices come from calibration."""
-        return "key_rounding" if self.feeds_errors_back else None
-
-    def before_calibration(self) -> dict[str, Any]:
-        """Until the matrices are known, keys are rounded to nearest."""
-        return {"key_rounding": "nearest"}
-
     def clauses(self, shape: LayerShape) -> list[str]:
         """That errors are fed back."""
-        return ["keys rounded with error feedback"] if self.feeds_errors_back else []
+        return ["keys rounded with error feedback"]
 
     def required_tensors(self, shape: LayerShape) -> dict[str, PlanTensor]:
         """The matrix of each KV head."""
-        if not self.feeds_errors_back:
-            return {}
 
         def fault(heads: list[list[list[float]]]) -> str | None:
             triangular = all(row[i] == 1 and not any(row[:i]) for head in heads for i, row in enumerate(head))

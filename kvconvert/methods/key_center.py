@@ -39,6 +39,8 @@ class KeyCenter(Part):
         "rope_pairs": "int32 [D / 2, 2]: the channels (a, b) of each pair",
     }
 
+    from_calibration = ("key_center", ("calibrated",), "none")
+
     key_center: Literal["none", "calibrated"] = option(
         "none", "", "calibrated: the mean of keys before RoPE is kept apart, and attention adds its part of the scores"
     )
@@ -64,22 +66,12 @@ class KeyCenter(Part):
         ):
             self.require(ok, "key_center", rule)
 
-    def needs_calibration(self) -> str | None:
-        """The mean comes from calibration."""
-        return "key_center" if self.centers_keys else None
-
-    def before_calibration(self) -> dict[str, Any]:
-        """Until the mean is known, keys are quantized as they are."""
-        return {"key_center": "none"}
-
     def clauses(self, shape: LayerShape) -> list[str]:
         """That the constant part is kept."""
-        return ["constant part of keys kept exactly"] if self.centers_keys else []
+        return ["constant part of keys kept exactly"]
 
     def required_tensors(self, shape: LayerShape) -> dict[str, PlanTensor]:
         """The mean, and what RoPE does to it."""
-        if not self.centers_keys:
-            return {}
 
         def unpaired(pairs: list[list[int]]) -> str | None:
             every = sorted(channel for pair in pairs for channel in pair)

@@ -36,6 +36,7 @@ class Kitty(Part):
         "key_sensitivity": "float32 [KV heads, D]: query_mean_abs * key_range",
         "boosted_channels": "int32 [KV heads, n], ascending: the key channels with twice the bits, if fixed",
     }
+    from_calibration = ("boost_select", ("calibrated",), "dynamic")
 
     boost_fraction: float = option(
         0.0,
@@ -64,14 +65,6 @@ class Kitty(Part):
     def boosted_for(self, head_dim: int) -> int:
         """Boosted key channels of each head: the nearest whole number to the fraction."""
         return round(self.boost_fraction * head_dim)
-
-    def needs_calibration(self) -> str | None:
-        """Fixed channels are chosen by calibration."""
-        return "boost_select" if self.boost_select == "calibrated" else None
-
-    def before_calibration(self) -> dict[str, Any]:
-        """Until the channels are fixed, pages rank them."""
-        return {"boost_select": "dynamic"}
 
     def clauses(self, shape: LayerShape) -> list[str]:
         """How many channels, and who chooses them."""

@@ -33,6 +33,7 @@ class MiniKV(Part):
         "lost_attention": "float32 [n]: attention weight lost when a share i / (n - 1) of the prompt is kept",
         "lost_output": "float32 [n]: squared error of the attention output, relative to its square",
     }
+    from_calibration = ("allocation", ("var_prop", "var_inv", "calibrated"), None)
 
     heavy_ratio: float | None = option(
         None, _SHARE, "share of a sequence's unpadded prompt that each KV head keeps as heavy hitters", ge=0, le=1
@@ -69,10 +70,6 @@ class MiniKV(Part):
             "token_norm",
             "after eviction each KV head holds other tokens, so no norm is common to all heads; choose per_head",
         )
-
-    def needs_calibration(self) -> str | None:
-        """Allocations that are no formula."""
-        return "allocation" if self.allocation not in FORMULAS else None
 
     def compresses_prompts(self) -> bool:
         """A prompt loses tokens when it is complete."""

@@ -93,6 +93,8 @@ class Part:
             paper has. Each is called `NAME-paper` where it is to the letter, and `NAME-plain` where it is not.
         plan_tensors: every tensor that the method may leave in the KV plan of a layer, with its meaning.
         searched_fields: fields that calibration chooses unless the recipe states them.
+        from_calibration: a field, its values that follow from calibration alone, and what stands there until then
+            (None: the same).
     """
 
     method: ClassVar[str]
@@ -102,6 +104,7 @@ class Part:
     paper_presets: ClassVar[dict[str, dict[str, Any]]] = {}
     plan_tensors: ClassVar[dict[str, str]] = {}
     searched_fields: ClassVar[tuple[str, ...]] = ()
+    from_calibration: ClassVar[tuple[str, tuple[str, ...], str | None] | None] = None
 
     def require(self, ok: bool, field: str, rule: str) -> None:
         """Refuse a field's value with the rule that it breaks, unless `ok`."""
@@ -139,16 +142,8 @@ class Part:
         """Changes that the model's weights have to carry, as a manifest lists them."""
         return ()
 
-    def needs_calibration(self) -> str | None:
-        """The field whose value follows from calibration alone, or None."""
-        return None
-
-    def before_calibration(self) -> dict[str, Any]:
-        """Fields as they stand until calibration has measured what they need."""
-        return {}
-
     def required_tensors(self, shape: LayerShape) -> dict[str, PlanTensor]:
-        """The tensors without which the scheme cannot be served, by their names in the plan of a layer."""
+        """The tensors without which a scheme that uses the method cannot be served, by their names within a layer."""
         return {}
 
     @classmethod

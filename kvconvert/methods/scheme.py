@@ -1,14 +1,18 @@
-"""`KVScheme`: what one layer's key-value cache looks like, composed of the methods' parts."""
+"""`KVScheme`: what one layer's key-value cache looks like, composed of the methods' parts.
+
+Recipes and manifests have flat names; in memory a scheme is also read as two sides, keys and values, and what becomes
+of a prompt.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
-from pydantic.dataclasses import dataclass
+from pydantic.dataclasses import dataclass as validated_dataclass
 
 from kvconvert.errors import RecipeError, did_you_mean
 from kvconvert.methods.calibquant import CalibQuant, TauSearch
@@ -21,8 +25,87 @@ from kvconvert.methods.kivi import Kivi
 from kvconvert.methods.minikv import MiniKV
 from kvconvert.methods.oscar import Oscar
 from kvconvert.methods.part import STRICT, LayerShape, Part, PlanTensor
-from kvconvert.methods.sides import Evict, Pages, SchemeSide, Spans, prompt_of
 from kvconvert.methods.static_scales import StaticScales
+
+
+@dataclass(frozen=True)
+class SchemeSide:
+    """How keys or values are stored; the fields are those of `KVScheme` behind `key_` or `value_`.
+
+    Attributes:
+        name: which of the two.
+        bits: of a code, 16 for the model's own dtype.
+        group_size: tokens of a key channel, or channels of a value token, that share a scale.
+        recent_tokens: newest tokens in full precision besides the page being filled.
+        clip_ratio: factor by which a group's (min, max) shrinks.
+        static: whether calibration has fixed the scales of what is quantized.
+    """
+
+    name: Literal["key", "value"]
+    bits: int
+    group_size: int
+    recent_tokens: int
+    clip_ratio: float
+    static: bool
+
+    @classmethod
+    def of(cls, scheme: Any, name: Literal["key", "value"]) -> SchemeSide:
+        """One side of a scheme, from its flat fields."""
+        flat = {field: getattr(scheme, f"{name}_{field}") for field in _FLAT}
+        return cls(name, **flat, static=scheme.is_static and flat["bits"] < 16)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether codes have fewer than 16 bits."""
+        return self.bits < 16
+
+
+_FLAT = ("bits", "group_size", "recent_tokens", "clip_ratio")
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Prompts are like all tokens: complete pages are quantized as they come."""
+
+    modality = "all"
+
+
+@dataclass(frozen=True)
+class Spans:
+    """A complete prompt is quantized per channel (CalibQuant).
+
+    Attributes:
+        tokens: of a span, in the order of the prompt; 0 for one span of all.
+        modality: which tokens go to spans.
+    """
+
+    tokens: int
+    modality: str
+
+
+@dataclass(frozen=True)
+class Evict:
+    """A complete prompt is reduced to its sink tokens, heavy hitters and newest tokens (MiniKV); these go to pages.
+
+    Attributes:
+        heavy_ratio, recent_ratio: shares of the prompt.
+    """
+
+    heavy_ratio: float
+    recent_ratio: float
+    modality = "all"
+
+    def budget(self, tokens: int) -> tuple[int, int]:
+        """Heavy hitters and newest tokens that each KV head keeps of a prompt; halves are rounded to even."""
+        return round(self.heavy_ratio * tokens), round(self.recent_ratio * tokens)
+
+
+def prompt_of(scheme: Any) -> Pages | Spans | Evict:
+    """What becomes of a prompt, from a scheme's flat fields."""
+    if scheme.is_span:
+        return Spans(scheme.span_tokens, scheme.modality)
+    return Evict(scheme.heavy_ratio, scheme.recent_ratio) if scheme.evicts else Pages()
+
 
 PARTS: tuple[type[Part], ...] = (
     Kivi,
@@ -36,10 +119,11 @@ PARTS: tuple[type[Part], ...] = (
     KeyCenter,
 )
 SEARCHES = (KeyTreatmentSearch, ClipRatioSearch, KeyRoundingSearch, TauSearch)
+_FROM_CALIBRATION = tuple(part.from_calibration for part in PARTS if part.from_calibration is not None)
 
 
 # Python collects a dataclass's fields from its last base to its first.
-@dataclass(frozen=True, config=STRICT)
+@validated_dataclass(frozen=True, config=STRICT)
 class _Fields(KeyCenter, ErrorFeedback, ClipRatio, StaticScales, MiniKV, CalibQuant, Kitty, Oscar, Kivi):
     """The fields of all parts."""
 
@@ -147,15 +231,15 @@ class KVScheme(_Fields):
 
     def needs_calibration(self) -> str | None:
         """A field whose value follows from calibration alone, or None."""
-        return next((field for part in PARTS if (field := part.needs_calibration(self)) is not None), None)
+        return next((field for field, values, _ in _FROM_CALIBRATION if getattr(self, field) in values), None)
 
     def uncalibrated(self) -> KVScheme:
         """The scheme as it stands until calibration has measured what it needs."""
-        return replace(self, **{k: value for part in PARTS for k, value in part.before_calibration(self).items()})
+        return replace(self, **{field: before for field, _, before in _FROM_CALIBRATION if before is not None})
 
     def required_tensors(self, shape: LayerShape) -> dict[str, PlanTensor]:
         """The KV plan's tensors without which the scheme cannot be served, by their names within a layer."""
-        return {name: wanted for part in PARTS for name, wanted in part.required_tensors(self, shape).items()}
+        return {name: wanted for part in self.parts() for name, wanted in part.required_tensors(self, shape).items()}
 
 
 def _refusal(error: ValidationError) -> RecipeError:
@@ -167,7 +251,7 @@ def _refusal(error: ValidationError) -> RecipeError:
     return RecipeError(f"[kv] {name} = {first['input']!r} is not possible: {FIELDS[name].rule}.")
 
 
-@dataclass(frozen=True, config=STRICT)
+@validated_dataclass(frozen=True, config=STRICT)
 class FieldInfo:
     """What is known of a field, for messages and documentation.
 
@@ -211,7 +295,7 @@ PLAN_TENSORS: dict[str, str] = {name: meaning for part in PARTS for name, meanin
 SEARCHED_FIELDS: tuple[str, ...] = tuple(field for part in PARTS for field in part.searched_fields)
 
 
-@dataclass(frozen=True, config=STRICT)
+@validated_dataclass(frozen=True, config=STRICT)
 class KVCalibration(TauSearch, KeyRoundingSearch, ClipRatioSearch, KeyTreatmentSearch):
     """What calibration chooses for the cache; it is no part of a `KVScheme`, which describes the outcome alone.
 

@@ -24,6 +24,7 @@ class StaticScales(Part):
         for side in ("key", "value")
         for part in _PARTS
     }
+    from_calibration = ("static_scales", ("calibrated",), None)
 
     static_scales: Literal["none", "calibrated"] = option(
         "none", "", "one scale and zero point for each channel of the layer; group sizes then mean nothing"
@@ -65,18 +66,12 @@ class StaticScales(Part):
         """Pages hold codes alone."""
         return not self.is_static
 
-    def needs_calibration(self) -> str | None:
-        """Always."""
-        return "static_scales" if self.is_static else None
-
     def clauses(self, shape: LayerShape) -> list[str]:
         """Widths."""
         return [f"keys {self.key_bits} bit and values {self.value_bits} bit with static scales per channel"]
 
     def required_tensors(self, shape: LayerShape) -> dict[str, PlanTensor]:
         """Scale and zero point of the sides that are quantized."""
-        if not self.is_static:
-            return {}
         size = (shape.num_key_value_heads, shape.head_dim)
 
         def negative(heads: list[list[float]]) -> str | None:

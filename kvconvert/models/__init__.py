@@ -1,4 +1,4 @@
-"""Facts about models: checkpoints, names of tensors and modules, layer types, processors.
+"""Facts about models: where they lie, checkpoints, names of tensors and modules, layer types, processors.
 
 Importing this package refuses a transformers that is too old or too new, before anything is imported from it.
 """
@@ -6,11 +6,16 @@ Importing this package refuses a transformers that is too old or too new, before
 import re
 from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 
-from kvconvert.errors import UsageError
+from kvconvert.errors import CheckpointError, UsageError
+from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 
 # The oldest version that is supported, and the first that is not; as in pyproject.toml.
 OLDEST, TOO_NEW = (5, 23), (6, 0)
+
+_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*"]
+_GGUF = ".gguf"
 
 
 def _check_transformers() -> None:
@@ -22,3 +27,39 @@ def _check_transformers() -> None:
 
 
 _check_transformers()
+
+
+def check_model(model: str, was_fetched: bool = False) -> None:
+    """Refuse what is neither a directory, a GGUF file, nor the id of a repository (CheckpointError).
+
+    Commands ask this first: torch, which takes seconds, is not imported for it.
+    """
+    path = Path(model)
+    if path.is_dir() or (path.exists() and path.suffix == _GGUF):
+        return
+    if path.exists():
+        raise CheckpointError(
+            f"{model} is a file; give the directory that holds config.json and the weights, or a .gguf file."
+        )
+    if not is_hub_id(model):
+        raise CheckpointError(
+            f"There is no model directory {model}; check the path, or give the id of a model on the Hub, user/name."
+        )
+    if not was_fetched and (owner := missing_below(model)) is not None:
+        raise CheckpointError(
+            f"There is no model directory {model}, and as {owner} is a directory here, the Hub was not asked; if you "
+            f"mean its model {model}, fetch it with `hf download {model} --local-dir DIR`."
+        )
+
+
+def locate_model(model: str, was_fetched: bool) -> tuple[Path, str, str | None]:
+    """Directory, id and revision."""
+    check_model(model, was_fetched)
+    path = Path(model)
+    if path.is_dir():
+        return path, path.resolve().name, None
+    from huggingface_hub import snapshot_download
+
+    ignored = ["original/*", "consolidated*", "*/*.safetensors"]
+    snapshot = ask_hub(model, lambda: snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=ignored))
+    return Path(snapshot), model, Path(snapshot).name

@@ -23,19 +23,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
-from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError, first_line
 from kvconvert.io.checksums import FileStamps, begin, sha256
 from kvconvert.io.progress import WITHOUT_RATE, progress_bar
 from kvconvert.io.records import SourceInfo, TensorInfo
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.kernels.quantizer import all_finite
+from kvconvert.models import locate_model
 from kvconvert.models.formats import Encoded, Packing, find_format
 from kvconvert.models.formats.gguf import find_gguf, open_gguf
-from kvconvert.models.location import locate_model
 from kvconvert.models.weight_files import TensorNames, read_weight_header, tensor_files, weight_files
 
 if TYPE_CHECKING:  # transformers' modeling code takes seconds to import, and `export` runs without it
     from transformers import PreTrainedModel
+from kvconvert.errors import UsageError
 
 FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
 _PROGRESS_FROM = 256 * 2**20  # bytes
@@ -326,23 +327,19 @@ def _load_config(directory: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (OSError, json.JSONDecodeError) as error:
         raise CheckpointError(
-            f"{directory / 'config.json'} cannot be read ({_first_line(error)}); fetch it again."
+            f"{directory / 'config.json'} cannot be read ({first_line(error)}); fetch it again."
         ) from error
     except (StrictDataclassError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"transformers does not accept {directory / 'config.json'} ({_first_line(error.__cause__ or error)}); "
+            f"transformers does not accept {directory / 'config.json'} ({first_line(error.__cause__ or error)}); "
             "correct it, or fetch it again."
         ) from error
     except ValueError as error:
         raise UnsupportedModelError(
             f"transformers cannot read {directory / 'config.json'} without running the model's own code, which "
-            f"kvconvert never does ({_first_line(error)})."
+            f"kvconvert never does ({first_line(error)})."
         ) from error
     return config
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".")
 
 
 def float_dtype(source: SourceModel) -> torch.dtype:
@@ -381,3 +378,41 @@ def card_facts(directory: Path) -> dict[str, Any]:
         "licence_link": named["link"] if isinstance(named["link"], str) else None,
         "language": [code for code in codes if isinstance(code, str)],
     }
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device that `device` names; None takes a GPU if there is one (UsageError)."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"There is no device {name}; `device` may be cpu or cuda.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"`device` is {name}; it may be cpu or cuda.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"torch finds no GPU for the device {name}; `device` has to be cpu.")
+    return device
+
+
+def compute_dtype(name: str | None, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
+    """The dtype that `dtype` names; None takes the model's own on a GPU and float32 on a CPU.
+
+    Few processors have products of 16-bit numbers, and the others take several times as long for them.
+
+    Args:
+        name: of a dtype, or None.
+        device: where the model computes.
+        stored: the dtype in the model's config.
+
+    Raises:
+        UsageError: another dtype.
+    """
+    if name is not None and name not in DTYPES:
+        raise UsageError(f"`dtype` is {name}; it may be {', '.join(DTYPES)}.")
+    if name is not None:
+        return getattr(torch, name)
+    return torch.float32 if device.type == "cpu" or stored is None else stored

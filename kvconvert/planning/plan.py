@@ -22,11 +22,9 @@ from kvconvert.errors import UsageError
 from kvconvert.methods.auto import DEFAULT_CONTEXT, AutoSearch
 from kvconvert.methods.minikv import FORMULAS, spread_ratios
 from kvconvert.models.configuration import model_cache
-from kvconvert.models.device import choose_device
 from kvconvert.models.processors import load_tokenizer
-from kvconvert.models.source import SourceModel, open_source
-from kvconvert.planning.host import LIBRARY_BYTES, LayerMemory, layer_memory
-from kvconvert.planning.layer_sizes import LayerSizes, kept_bytes
+from kvconvert.models.source import SourceModel, choose_device, open_source
+from kvconvert.planning.host import LIBRARY_BYTES, LayerMemory, LayerSizes, kept_bytes, layer_memory
 from kvconvert.planning.probe import Probe, run_probe
 from kvconvert.recipes.recipe import Recipe
 

@@ -31,8 +31,7 @@ from kvconvert.convert.workdir import WorkDir
 from kvconvert.data.samples import load_samples
 from kvconvert.errors import KvconvertError
 from kvconvert.io.records import DataInfo, SourceInfo
-from kvconvert.models.device import choose_device
-from kvconvert.models.source import open_source
+from kvconvert.models.source import choose_device, open_source
 from kvconvert.recipes.recipe import Recipe
 
 

@@ -55,7 +55,7 @@ def write_report(
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("A report is drawn with matplotlib; run pip install '.[report]' in a clone of kvconvert.")
     from kvconvert.report.activations import sample_keys
-    from kvconvert.report.fidelity import read_fidelity
+    from kvconvert.report.sections import read_fidelity
 
     local = os.path.exists(bundle)
     directory = locate(bundle, weights=False)
@@ -128,7 +128,7 @@ def _write(target: Path, html: str, images: dict[str, bytes]) -> None:
 
 
 def _tiles(found: Description, measured: dict[str, Any] | None) -> list[tuple[str, str]]:
-    from kvconvert.report.fidelity import number
+    from kvconvert.report.sections import number
 
     tiles, size = [], found.size
     if size is not None:

@@ -24,16 +24,14 @@ Pages = TypeVar("Pages", KeyPages, ValuePages)
 class PageNumbers:
     """Which pages of one side are in use, for all layers of a group; sequences share pages by reference counts.
 
-    Args:
-        name: of the layers, for messages.
-
     Attributes:
+        name: of the layers, for messages.
         starts: number of the first page of each chunk of storage.
         capacity: most pages, or None to grow.
     """
 
-    def __init__(self, name: str = "the cache"):
-        self.name = name
+    def __init__(self) -> None:
+        self.name = "the cache"
         self.capacity: int | None = None
         self.starts: list[int] = []
         self._references: list[int] = []

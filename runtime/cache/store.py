@@ -15,7 +15,7 @@ from kvconvert.kernels.rotate import KERNEL_DTYPES, LARGEST_HEAD
 from kvconvert.kernels.select import select_tokens
 from kvconvert.kernels.spans import Span, quantize_span
 from kvconvert.methods import KVScheme
-from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH, BufferGrowth, TokenBuffer
+from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH, TokenBuffer
 from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
 from kvconvert.runtime.cache.groups import LayerGroup
 from kvconvert.runtime.cache.pool import PageStorage
@@ -67,11 +67,11 @@ class LayerStore:
         group: which plans for it.
         page_bytes: room for pages in bytes, taken at the first tokens and never exceeded; None grows as needed.
         plan: this layer's part of the KV plan, of which `allocate` takes what the scheme needs (`with_plan`).
-        growth: how the full-precision buffers grow; None chooses by device.
         pages: another store of the same layer, in whose storage this one has its pages.
 
     Attributes:
         rotations: what is rotated at run time.
+        growth: how the full-precision buffers grow; chosen by device at the first tokens.
         pending: parked keys [B, H, T, D] and values [B, H, T, E]; None once they are committed.
         rows: the tensors of each sequence.
         forward_pass: the latest that the layer took part in; passes: how many there were.
@@ -94,11 +94,10 @@ class LayerStore:
         *,
         page_bytes: int | None = None,
         plan: Mapping[str, torch.Tensor] | None = None,
-        growth: BufferGrowth | None = None,
         pages: LayerStore | None = None,
     ):
         self.scheme, self.index, self.group, self.page_bytes = scheme, index, group, page_bytes
-        self.plan, self.growth, self.pages = plan or {}, growth, pages
+        self.plan, self.growth, self.pages = plan or {}, None, pages
         self.rotations = rotations(scheme)
         group.add(self, index)
         self.reset()
@@ -172,8 +171,7 @@ class LayerStore:
             )
             if self.pages is not None:
                 self.pages.key_pages, self.pages.value_pages = self.key_pages, self.value_pages
-        if self.growth is None:
-            self.growth = GPU_GROWTH if keys.is_cuda else CPU_GROWTH
+        self.growth = self.growth or (GPU_GROWTH if keys.is_cuda else CPU_GROWTH)
         self.clamped_rows = torch.zeros((), dtype=torch.int64, device=self.device)
         self.flag: torch.Tensor | None = None
         self.origin = keys.new_zeros(8)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvconvert.bundle.manifest import FORMAT_VERSION
+from kvconvert.bundle.manifest import FORMAT_VERSION, schema_text
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.schema import SCHEMA_NAME, schema_text
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
 from kvconvert.kernels.pages import KeyFormat, ValueFormat
 from kvconvert.kernels.pages.reference import dequantize_keys, dequantize_values, quantize_keys, quantize_values
@@ -55,7 +54,7 @@ def test_it_is_intact_and_has_every_kind_of_plan(golden):
 
 
 def test_the_schema_in_docs_is_the_code_s(golden):
-    text = (HERE.parents[1] / "docs" / SCHEMA_NAME).read_text()
+    text = (HERE.parents[1] / "docs" / "manifest.schema.json").read_text()
     assert text == schema_text(), "write it anew with `make docs`"
     schema, fields = json.loads(text), json.loads((golden / "kvconvert.json").read_text())
     assert fields.keys() == schema["properties"].keys()

@@ -6,8 +6,7 @@ import pytest
 import torch
 from tiny.models import ARCHITECTURES, random_ids
 
-from kvconvert.auto.clip_ratios import candidate_treatments, measured_layer
-from kvconvert.auto.layers import SearchedLayer
+from kvconvert.auto.layers import SearchedLayer, candidate_treatments, measured_layer
 from kvconvert.auto.model import SimulatedModel
 from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
 from kvconvert.fidelity.scoring import Decoder, compare

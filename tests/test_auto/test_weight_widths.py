@@ -71,7 +71,7 @@ def test_linears_of_one_input_have_one_width(work):
 def test_what_was_measured_is_not_measured_again(source, work, tmp_path, monkeypatch):
     for name in ("weights-00000", WEIGHTS_NAME):
         assert WorkDir.open(work).measurement(name)
-    monkeypatch.setattr("kvconvert.convert.searches.SimulatedModel", None)
+    monkeypatch.setattr("kvconvert.convert.pipeline.SimulatedModel", None)
     calibrate(source, work, recipe=recipe(tmp_path), **OPTIONS)
 
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from tiny.bundle import edit_json, refusal, replace_tensors, reseal
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from kvconvert.bundle.files import is_settings, safe_settings, unsafe_settings
 from kvconvert.bundle.manifest import MANIFEST_NAME
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.settings import is_settings, safe_settings, unsafe_settings
 
 HOSTILE = [
     {"attn_implementation": "someone/kernel"},

@@ -23,7 +23,8 @@ from kvconvert.errors import (
 )
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
 from kvconvert.methods import KVScheme
-from kvconvert.models.adapters import ADAPTERS, LayerNames
+from kvconvert.models.adapters import ADAPTERS
+from kvconvert.models.adapters.adapter import LayerNames
 from kvconvert.models.source import float_dtype, open_source
 from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 

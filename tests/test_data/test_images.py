@@ -16,11 +16,9 @@ from tiny.models import ARCHITECTURES
 from tiny.processors import LOADABLE, quick_and_full, write_vision_model
 from transformers.utils import is_torchvision_available
 
-from kvconvert.data import image_samples
 from kvconvert.data.drawings import draw
-from kvconvert.data.image_samples import holds_images, load_image_samples
 from kvconvert.data.images import directory_documents, read_image
-from kvconvert.data.samples import load_samples
+from kvconvert.data.samples import holds_images, load_image_samples, load_samples
 from kvconvert.errors import DataError, UsageError
 from kvconvert.io.tensorfile import Mapped
 from kvconvert.models.processors import load_processor
@@ -283,7 +281,7 @@ def test_images_that_are_too_many_for_memory_are_kept_in_files(model, tmp_path, 
     source = open_source(str(model))
     expected = load_samples(source, None, 3, 200, 0)
     sizes = [sum(value.nbytes for value in extra.values()) for extra in expected.extras]
-    monkeypatch.setattr(image_samples, "IMAGE_BYTES", sizes[0] + 1)
+    monkeypatch.setattr("kvconvert.data.samples.IMAGE_BYTES", sizes[0] + 1)
     copies, copy = [], Mapped.copy
     monkeypatch.setattr(Mapped, "copy", lambda self, tensor: copies.append(tensor.nbytes) or copy(self, tensor))
     found = load_samples(source, None, 3, 200, 0, Mapped.near(tmp_path / "work"))

@@ -7,13 +7,15 @@ from transformers import AutoTokenizer
 
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import UsageError
-from kvconvert.fidelity.numbers import CITIES, NumberBook, has_plain_template
 from kvconvert.fidelity.recall import (
+    CITIES,
     NAMES,
     PASSKEY_CONTEXTS,
     DrillBook,
     DrillCounts,
+    NumberBook,
     agreement,
+    has_plain_template,
     passkey,
     passkey_drills,
 )

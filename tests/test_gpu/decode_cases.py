@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvconvert.kernels.decode import PageTables, ResidualWindows, Visibility, attention_reference
+from kvconvert.kernels.decode import PageTables, ResidualWindows, Visibility
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
+from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.decode.triton.launch import decode_attention
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
@@ -23,8 +24,8 @@ from kvconvert.kernels.pages import (
     page_centers,
     quantize_keys,
     quantize_values,
-    rope_matrix,
 )
+from kvconvert.kernels.pages.center import rope_matrix
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from kvconvert.kernels.pages import add_centers, page_centers
 from kvconvert.kernels.pages.triton import launch as page_launch
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
-from kvconvert.runtime.cache.append import commit
+from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk
 

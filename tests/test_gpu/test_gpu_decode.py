@@ -6,8 +6,9 @@ import pytest
 import torch
 from decode_cases import Case, compare
 
-from kvconvert.kernels.decode import PageTables, ResidualWindows, attention_reference, unsupported
+from kvconvert.kernels.decode import PageTables, ResidualWindows, unsupported
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
+from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.decode.triton.launch import decode_attention
 from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, span_keys, span_values

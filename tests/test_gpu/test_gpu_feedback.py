@@ -9,15 +9,10 @@ import torch
 from page_writes import quantize_pages
 
 from kvconvert.calibration.error_feedback import feedback_matrices
-from kvconvert.kernels.pages import (
-    ChannelScales,
-    KeyFormat,
-    KeyPages,
-    empty_keys,
-    key_codes,
-    quantize_keys,
-)
-from kvconvert.kernels.spans import SpanFormat, quantize_span, quantize_span_reference, span_keys
+from kvconvert.kernels.pages import ChannelScales, KeyFormat, KeyPages, empty_keys, quantize_keys
+from kvconvert.kernels.pages.reference import key_codes
+from kvconvert.kernels.spans import SpanFormat, quantize_span, span_keys
+from kvconvert.kernels.spans.reference import quantize_span_reference
 
 
 def key_format(bits=2, dim=16, page=32, group=16, **more) -> KeyFormat:

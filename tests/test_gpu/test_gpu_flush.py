@@ -9,8 +9,7 @@ from kvconvert.kernels import device as dispatch
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import compress
-from kvconvert.runtime.cache.append import commit
-from kvconvert.runtime.cache.attend import attend
+from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk
 

@@ -8,9 +8,10 @@ from decode_cases import Case, Stored
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels import history
-from kvconvert.kernels.decode import attention_reference
-from kvconvert.kernels.history import HistoryPart, history_attention, history_reference, merge_reference
+from kvconvert.kernels.decode.reference import attention_reference
+from kvconvert.kernels.history import HistoryPart, history_attention
 from kvconvert.kernels.history import triton as launch
+from kvconvert.kernels.history.reference import history_reference, merge_reference
 from kvconvert.kernels.history.triton import merge_partials
 from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses
 

@@ -19,15 +19,14 @@ from kvconvert.kernels.pages import (
     ValuePages,
     empty_keys,
     empty_values,
-    key_codes,
     new_flag,
     quantize_at,
     quantize_keys,
     quantize_values,
     raise_if_flagged,
     unsupported,
-    value_codes,
 )
+from kvconvert.kernels.pages.reference import key_codes, value_codes
 from kvconvert.kernels.quantizer import GroupRangeError
 
 

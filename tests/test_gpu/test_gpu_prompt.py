@@ -5,7 +5,7 @@ import torch
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels import device as gpu_device
-from kvconvert.kernels.decode import attention_reference
+from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.prompt import prompt_attention, unsupported
 from kvconvert.kernels.prompt.triton import launch as kernels
 from kvconvert.kernels.select import column_sums, column_sums_reference, selective_attention

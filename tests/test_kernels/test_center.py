@@ -5,13 +5,13 @@ import torch
 from tiny.key_centers import constant_part, frequencies
 from torch import Tensor
 
-from kvconvert.kernels.decode import PageTile, attention_reference, paged_attention
+from kvconvert.kernels.decode import PageTile, paged_attention
+from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.pages import (
     KeyFormat,
     LayerFormat,
     ValueFormat,
     add_centers,
-    center_scores,
     dequantize_keys,
     dequantize_values,
     key_center,
@@ -19,6 +19,7 @@ from kvconvert.kernels.pages import (
     quantize_keys,
     quantize_values,
 )
+from kvconvert.kernels.pages.center import center_scores
 
 
 def center_of(mean: Tensor, rotated: bool = False):

@@ -5,15 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kvconvert.kernels.decode import (
-    PageTile,
-    ResidualTokens,
-    SpanTokens,
-    attention_reference,
-    paged_attention,
-    pages_per_tile,
-)
+from kvconvert.kernels.decode import PageTile, ResidualTokens, SpanTokens, paged_attention, pages_per_tile
 from kvconvert.kernels.decode.cpu import TILE_BYTES
+from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.pages import (
     KeyFormat,
     LayerFormat,

@@ -4,18 +4,12 @@ import pytest
 import torch
 
 from kvconvert.calibration.error_feedback import feedback_matrices
-from kvconvert.kernels.pages import (
-    ChannelScales,
-    KeyFormat,
-    dequantize_keys,
-    key_codes,
-    normalised_keys,
-    quantize_keys,
-    round_with_feedback,
-    round_with_feedback_reference,
-)
+from kvconvert.kernels.pages import ChannelScales, KeyFormat, dequantize_keys, normalised_keys, quantize_keys
+from kvconvert.kernels.pages.feedback import round_with_feedback, round_with_feedback_reference
+from kvconvert.kernels.pages.reference import key_codes
 from kvconvert.kernels.quantizer import quantize
-from kvconvert.kernels.spans import SpanFormat, quantize_span_reference, span_keys
+from kvconvert.kernels.spans import SpanFormat, span_keys
+from kvconvert.kernels.spans.reference import quantize_span_reference
 
 
 def moments(heads: int, dim: int, seed: int = 0) -> torch.Tensor:

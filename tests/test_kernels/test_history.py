@@ -5,15 +5,10 @@ import torch
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels import history
-from kvconvert.kernels.decode import attention_reference
-from kvconvert.kernels.history import (
-    HistoryPart,
-    PageReader,
-    history_attention,
-    history_reference,
-    merge_reference,
-    tile_tokens,
-)
+from kvconvert.kernels.decode.reference import attention_reference
+from kvconvert.kernels.history import HistoryPart, PageReader, history_attention
+from kvconvert.kernels.history.parts import tile_tokens
+from kvconvert.kernels.history.reference import history_reference, merge_reference
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
     KeyFormat,

@@ -14,10 +14,9 @@ from kvconvert.kernels.pages import (
     empty_values,
     quantize_keys,
     quantize_values,
-    rank_channels,
-    token_norms,
 )
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
+from kvconvert.kernels.pages.reference import rank_channels, token_norms
 
 
 def key_format(bits=2, heads=2, dim=64, group=32, **more) -> KeyFormat:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvconvert.errors import NumericError
-from kvconvert.kernels.decode import PageTile, ResidualTokens, attention_reference, paged_attention
+from kvconvert.kernels.decode import PageTile, ResidualTokens, paged_attention
+from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.pages import (
     ChannelScales,
     KeyFormat,

@@ -7,7 +7,6 @@ import pytest
 from kvconvert.errors import RecipeError
 from kvconvert.methods import (
     FIELDS,
-    PARTS,
     PLAN_TENSORS,
     PRESETS,
     SEARCHED_FIELDS,
@@ -17,6 +16,7 @@ from kvconvert.methods import (
     check_layers,
     layer_conventions,
 )
+from kvconvert.methods.scheme import PARTS
 
 SHAPE = LayerShape(num_key_value_heads=2, head_dim=64, value_group_size=32, rotation="sylvester(64)")
 

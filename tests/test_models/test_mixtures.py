@@ -30,7 +30,8 @@ from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import BundleError, CheckpointError, UnsupportedModelError
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
-from kvconvert.models.adapters import ADAPTERS, LayerNames, require_adapter
+from kvconvert.models.adapters import ADAPTERS, require_adapter
+from kvconvert.models.adapters.adapter import LayerNames
 from kvconvert.models.experts import ExpertRoles, separate_experts
 from kvconvert.models.structure import LayerStructure
 from kvconvert.recipes.recipe import Recipe, WeightsRecipe

@@ -23,7 +23,7 @@ from kvconvert.data.samples import load_samples
 from kvconvert.errors import UnsupportedModelError
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
 from kvconvert.models.adapters import VISION, require_adapter
-from kvconvert.models.image_prompts import ImagePrompts
+from kvconvert.models.processors import ImagePrompts
 from kvconvert.models.source import open_source
 from kvconvert.runtime import load
 

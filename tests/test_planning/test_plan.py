@@ -21,7 +21,7 @@ from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import UsageError
 from kvconvert.kernels.linear.awq_format import quantize_weight
-from kvconvert.planning.layer_sizes import packed_bytes
+from kvconvert.planning.host import packed_bytes
 from kvconvert.planning.plan import fit, plan
 from kvconvert.planning.probe import Probe, measure, sequences_probed
 from kvconvert.planning.text import plan_text

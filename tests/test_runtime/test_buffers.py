@@ -9,7 +9,7 @@ from tiny.models import GREEDY, random_ids, tiny_model
 from kvconvert.kernels import decode, device
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
-from kvconvert.runtime.cache.append import commit
+from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH, BufferGrowth, TokenBuffer, remove_tokens
 from kvconvert.runtime.cache.forward_pass import Chunk
 

@@ -10,7 +10,7 @@ from transformers import DeepseekV3Config, LlamaConfig
 from kvconvert.errors import CacheError, NumericError, RecipeError, UnsupportedModelError, UsageError
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
-from kvconvert.runtime.cache.append import commit
+from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk
 

@@ -9,8 +9,7 @@ from transformers import LlamaConfig, MistralConfig
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import steps
-from kvconvert.runtime.cache.append import commit
-from kvconvert.runtime.cache.attend import attend
+from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk

@@ -8,15 +8,14 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from kvconvert.kernels.decode import attention_reference
 from kvconvert.kernels.decode.plan import plan_work
+from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, empty_keys, empty_values
 from kvconvert.kernels.spans import Span, span_keys, span_values
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import group_tables as tables_module
-from kvconvert.runtime.cache.append import commit
-from kvconvert.runtime.cache.attend import attend
+from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.buffer import GPU_GROWTH
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk, ModalityMask

@@ -9,7 +9,7 @@ from tiny.models import ARCHITECTURES, GREEDY, random_ids, tiny_model
 from tiny.prompt_chunks import CONFIG, PADDING, WINDOW, error, outputs, window
 from transformers import DynamicCache
 
-from kvconvert.kernels.decode import attention_reference
+from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.pages import (
     dequantize_keys,
     dequantize_values,
@@ -20,8 +20,7 @@ from kvconvert.kernels.pages import (
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, KVCache
-from kvconvert.runtime.cache.append import commit
-from kvconvert.runtime.cache.attend import attend
+from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.hf.generation import adopt

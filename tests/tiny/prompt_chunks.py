@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import attend as attending
-from kvconvert.runtime.cache.append import commit
+from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.compress import end_forward, seal
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.history import RowHistory

@@ -12,7 +12,7 @@ from dataclasses import replace
 from transformers import PretrainedConfig
 
 from kvconvert.errors import UnsupportedModelError
-from kvconvert.models.adapters.adapter import Adapter, LayerNames, Variant
+from kvconvert.models.adapters.adapter import Adapter
 from kvconvert.models.adapters.dense import DENSE
 from kvconvert.models.adapters.hybrid import HYBRIDS
 from kvconvert.models.adapters.mixture import MIXTURES
@@ -58,15 +58,6 @@ def vision_adapter(config: PretrainedConfig, text: Mapping[str, Adapter]) -> Ada
         return None
     return replace(adapter, model_type=config.model_type, architecture=architecture, layers=layers)
 
-
-__all__ = [
-    "ADAPTERS",
-    "Adapter",
-    "LayerNames",
-    "Variant",
-    "find_adapter",
-    "require_adapter",
-]
 
 ADAPTERS = {adapter.model_type: adapter for adapter in (*DENSE, *HYBRIDS, *MIXTURES)}
 

@@ -34,19 +34,6 @@ GATE_UP = {
     "norm_groups": (LLAMA.norm_groups[0], NormGroup("post_attention_layernorm", ("mlp.gate_up_proj",), ("mlp",))),
     "pairs": (ScalingPair(Projection("mlp.gate_up_proj", (1, 1), 1), "mlp.down_proj"),),
 }
-
-
-def two_linears(
-    up: str, down: str, unsupported_reason: str | None = NONLINEAR, norm: str = "post_attention_layernorm"
-) -> dict:
-    """Fields of `LayerNames` for an MLP without a gate."""
-    inspected = up.rpartition(".")[0] or up
-    return {
-        "norm_groups": (LLAMA.norm_groups[0], NormGroup(norm, (up,), (inspected,))),
-        "pairs": (ScalingPair(Projection(up), down, unsupported_reason),),
-    }
-
-
 GEMMA4_LAYER = replace(
     SANDWICH,
     norm_groups=tuple(replace(group, unit_offset=False) for group in GEMMA_GROUPS),
@@ -152,7 +139,14 @@ DENSE = (
     Adapter("olmo2", "Olmo2ForCausalLM", UNSCALED),
     Adapter("olmo3", "Olmo3ForCausalLM", UNSCALED),
     Adapter("exaone4", "Exaone4ForCausalLM", UNSCALED),
-    Adapter("starcoder2", "Starcoder2ForCausalLM", LayerNames(**two_linears("mlp.c_fc", "mlp.c_proj"))),
+    Adapter(
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        LayerNames(
+            norm_groups=(LLAMA.norm_groups[0], NormGroup("post_attention_layernorm", ("mlp.c_fc",), ("mlp",))),
+            pairs=(ScalingPair(Projection("mlp.c_fc"), "mlp.c_proj", NONLINEAR),),
+        ),
+    ),
     Adapter(
         "nemotron",
         "NemotronForCausalLM",

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from kvconvert.errors import CheckpointError, UnsupportedModelError, UsageError
+from kvconvert.errors import CheckpointError, UnsupportedModelError, UsageError, first_line
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorfile import DTYPE_NAMES
 from kvconvert.models.configuration import model_class
@@ -103,7 +103,7 @@ def open_gguf(file: Path) -> GgufFile:
     try:
         reader = gguf.GGUFReader(file)
     except (OSError, ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} is no GGUF file, or damaged ({_first_line(error)}); fetch it again.") from error
+        raise CheckpointError(f"{file} is no GGUF file, or damaged ({first_line(error)}); fetch it again.") from error
     stored = {tensor.name: tensor for tensor in reader.tensors}
     architecture = str((conversion.read_field(reader, "general.architecture") or ["unknown"])[0])
     beside = [path for pattern in _BESIDE for path in file.parent.glob(pattern) if path.is_file()]
@@ -128,7 +128,7 @@ def open_gguf(file: Path) -> GgufFile:
         names = conversion.get_gguf_hf_weights_map(model, processor)
     except (OSError, ValueError, KeyError, TypeError, NotImplementedError, AttributeError) as error:
         raise UnsupportedModelError(
-            f"transformers cannot read {file}, a GGUF file of architecture {architecture} ({_first_line(error)}); "
+            f"transformers cannot read {file}, a GGUF file of architecture {architecture} ({first_line(error)}); "
             "convert the safetensors checkpoint that it was made from."
         ) from error
     encoded = _plan(model, stored, names, processor, config.dtype)
@@ -143,7 +143,7 @@ def open_gguf(file: Path) -> GgufFile:
         try:
             values = {name: gguf.dequantize(stored[name].data, stored[name].tensor_type) for name in wanted}
         except (NotImplementedError, ValueError) as error:
-            raise CheckpointError(f"{path} holds weights that cannot be read ({_first_line(error)}).") from error
+            raise CheckpointError(f"{path} holds weights that cannot be read ({first_line(error)}).") from error
         # What needs no dequantizing is a read-only view of the file.
         return {name: torch.from_numpy(np.require(value, np.float32, "CW")) for name, value in values.items()}
 
@@ -225,7 +225,3 @@ def _mapped(own: str, names: Mapping[str, str]) -> str | None:
 
 def _is_read(own: str, names: Mapping[str, str]) -> bool:
     return _mapped(own, names) is not None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
