@@ -11,7 +11,7 @@ Values count as rotated by the weights, as in a bundle.
 Times of one thread are processor time, of several wall-clock time, for which the machine has to be idle. Decoding is
 the fastest of a few steps of one token, since other processes only ever add to a time. The prompt to the
 first token is measured once, of the source only in the dtype that is faster for a short one, and of the larger model
-only with the last number of threads. Ratios are over the source's faster dtype. With two idle cores it takes about a
+only with the last number of threads. With two idle cores it takes about a
 quarter of an hour; results go to benchmarks/results/cpu_models.json.
 """
 
@@ -167,28 +167,6 @@ def measure(name: str, make: Callable[[], PreTrainedModel], threads: list[int], 
     return results
 
 
-def ratios(results: list[dict]) -> list[dict]:
-    """Each bundle against the source in its faster dtype, same model and threads; above 1, the bundle is faster."""
-    found = []
-    for row in results:
-        if row["kind"] != "bundle":
-            continue
-        sources = [r for r in results if all(r[k] == row[k] for k in ("model", "threads")) and r["kind"] == "source"]
-        ratio = {key: row[key] for key in ("model", "dtype", "threads")}
-        for name in row:
-            if times := [r[name] for r in sources if name in r and name.endswith(("ms", "s")) and "," in name]:
-                ratio[name.rpartition(",")[0]] = round(min(times) / row[name], 2)
-        found.append(ratio)
-    return found
-
-
-def table(rows: list[dict]) -> str:
-    """Rows as a Markdown table."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [names, ["---"] * len(names), *([str(row.get(name, "")) for name in names] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("smollm2", type=Path)
@@ -207,13 +185,10 @@ def main() -> None:
             if args.only in (None, name):
                 prompts = args.threads if name != "1B" else args.threads[-1:]
                 results += measure(name, make, args.threads, prompts)
-    compared = ratios(results)
-    print(table(results), table(compared), sep="\n\n")
     if args.json:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         versions["cpu"] = torch.backends.cpu.get_cpu_capability()
-        found = {"versions": versions, "results": results, "speed over the source's faster dtype": compared}
-        save(args.json, found)
+        save(args.json, {"versions": versions, "results": results})
 
 
 if __name__ == "__main__":

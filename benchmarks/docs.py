@@ -100,7 +100,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "fidelity": of(fidelity.tables, "fidelity"),
         "images": of(multimodal.tables, "multimodal"),
         "memory": of(memory, "memory"),
-        "other programs": of(interop.table, "interop"),
+        "other programs": of(interop.tables, "interop"),
     },
     "benchmarks/WEIGHTS.md": {
         "methods": of(weights_docs.methods, "weights"),
@@ -109,12 +109,11 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "benchmarks/PAPERS.md": {"papers": lambda: papers_docs.laboratory(papers_docs.reports(RESULTS), papers.TABLES)},
     "benchmarks/KERNELS.md": {
         "machine": of(gpu_docs.machine, "gpu"),
-        "bars": of(gpu_docs.bars, "gpu"),
         "decode": of(gpu_docs.decode, "gpu"),
         "quantize": of(gpu_docs.quantize, "gpu"),
+        "steps": of(gpu_docs.steps, "gpu"),
         "prompts": of(gpu_docs.prompts, "gpu"),
         "linear": of(gpu_docs.linear, "gpu"),
-        "whole models": of(gpu_docs.model_bars, "engine"),
     },
 }
 # Files that are made as a whole.
