@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from runner import option_parser, save
+from tables import table
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvconvert.kernels.linear import QuantizedLinear
@@ -185,6 +186,8 @@ def main() -> None:
             if args.only in (None, name):
                 prompts = args.threads if name != "1B" else args.threads[-1:]
                 results += measure(name, make, args.threads, prompts)
+    names = list(dict.fromkeys(name for row in results for name in row))
+    print(table(names, [[row.get(name, "") for name in names] for row in results]))
     if args.json:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         versions["cpu"] = torch.backends.cpu.get_cpu_capability()

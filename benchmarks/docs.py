@@ -8,13 +8,10 @@ classes. A test fails where a page differs from what this writes; read then whet
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
-import architectures_docs
 import fidelity
 import gpu_docs
 import interop
@@ -25,18 +22,16 @@ import papers_docs
 import readme_docs
 import real_model_docs
 import weights_docs
+from runner import RESULTS, ROOT, read
 from tables import put, table
 
 from kvconvert.bundle.schema import schema_text
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 
 
 @cache
 def results(name: str) -> Any:
     """One file of results."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return read(RESULTS / f"{name}.json")
 
 
 def expert_tokens(found: dict[str, dict[str, float]]) -> str:
@@ -59,7 +54,7 @@ def memory(found: dict[str, Any]) -> str:
 def matrix() -> str:
     """The architectures."""
     file = ROOT / "tests" / "test_matrix" / "models.json"
-    return architectures_docs.architectures(json.loads(file.read_text(encoding="utf-8")))
+    return methods_docs.architectures(read(file))
 
 
 def picture(colors: dict[str, str]) -> str:

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-import architectures_docs
 import gpu_docs
+import methods_docs
 import multimodal
 import pytest
 import readme_docs
@@ -51,7 +51,7 @@ def test_the_format_and_the_methods_are_described_in_full():
 
 def test_every_architecture_of_the_matrix_has_a_row():
     results = json.loads((ROOT / "tests" / "test_matrix" / "models.json").read_text(encoding="utf8"))
-    text = architectures_docs.architectures(results)
+    text = methods_docs.architectures(results)
     assert not [name for name, entry in ARCHITECTURES.items() if f"`{entry.model_type}`" not in text]
     for entry in results["models"].values():
         assert entry["weights"].get("refused", "") in text
