@@ -27,17 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_models import dense_model, filled, llama_1b
 from runner import option_parser, save
 from tables import table
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.linear.awq_format import quantize_weight
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
-from kvconvert.runtime.cache.append import commit
-from kvconvert.runtime.cache.compress import end_forward
-from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.hf.bundle_quantizer import BundleConfig, place_dense_linears
 
 SCHEME = "oscar-g128"
@@ -47,34 +45,7 @@ CASES = {
     "SmolLM2-135M": {(1, 2048): 6, (1, 16384): 4, (8, 2048): 3, (32, 2048): 2},
     "1B": {(1, 2048): 5, (1, 16384): 3, (8, 2048): 2},
 }
-LLAMA_1B = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "intermediate_size": 8192,
-    "vocab_size": 32000,
-    "max_position_embeddings": 32768,
-}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def random_llama() -> PreTrainedModel:
-    """A model whose layers have the same random weights, each in memory of its own."""
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**LLAMA_1B, tie_word_embeddings=False))
-    model.to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    first, *others = model.model.layers
-    for module in (model.model.embed_tokens, model.lm_head, first):
-        for parameter in module.parameters():
-            torch.nn.init.normal_(parameter, std=0.02)
-    for norm in (model.model.norm, first.input_layernorm, first.post_attention_layernorm):
-        torch.nn.init.ones_(norm.weight)
-    for layer in others:
-        layer.load_state_dict(first.state_dict())
-    return model.eval()
 
 
 def quantized(model: PreTrainedModel, repeat: bool) -> PreTrainedModel:
@@ -96,19 +67,6 @@ def quantized(model: PreTrainedModel, repeat: bool) -> PreTrainedModel:
     return model
 
 
-def filled(cache: DynamicCache | KVCache, config: LlamaConfig, batch: int, tokens: int, dtype: torch.dtype) -> None:
-    """Store random keys and values in every layer, in parts, as a prompt in chunks would."""
-    heads, dim = config.num_key_value_heads, config.head_dim
-    part = torch.randn(2, batch, heads, min(tokens, 2048), dim).to(dtype)
-    for start in range(0, tokens, part.shape[3]):
-        for index in range(config.num_hidden_layers):
-            cache.update(part[0], part[1], index)
-            if isinstance(cache, KVCache):
-                store = cache.layers[index].store
-                commit(store, Chunk(torch.arange(start, start + part.shape[3])))
-                end_forward(store)
-
-
 def new_cache(model: PreTrainedModel) -> DynamicCache | KVCache:
     """The cache that goes with the model's attention."""
     if isinstance(getattr(model.config, "quantization_config", None), BundleConfig):
@@ -127,7 +85,7 @@ def seconds(run: Callable[[], object]) -> float:
 def decode(model: PreTrainedModel, batch: int, tokens: int, steps: int) -> float:
     """Milliseconds of the fastest of some steps of one token for each sequence."""
     cache = new_cache(model)
-    filled(cache, model.config, batch, tokens, model.dtype)
+    filled(model, batch, tokens, cache)
     token = torch.ones(batch, 1, dtype=torch.int64)
     times = [seconds(lambda: model(token, past_key_values=cache)) for _ in range(steps + 1)]
     return 1e3 * min(times[1:])
@@ -177,7 +135,7 @@ def main() -> None:
     args = parser.parse_args()
     makers = {
         "SmolLM2-135M": lambda: AutoModelForCausalLM.from_pretrained(args.smollm2, dtype=torch.float32).eval(),
-        "1B": random_llama,
+        "1B": lambda: dense_model(llama_1b(), "cpu").float(),
     }
     torch.manual_seed(0)
     results = []
