@@ -11,7 +11,7 @@ Values count as rotated by the weights, as in a bundle.
 Times of one thread are processor time, of several wall-clock time, for which the machine has to be idle. Decoding is
 the fastest of a few steps of one token, since other processes only ever add to a time. The prompt to the
 first token is measured once, of the source only in the dtype that is faster for a short one, and of the larger model
-only with the last number of threads. Ratios are over the source's faster dtype. With two idle cores it takes about a
+only with the last number of threads. With two idle cores it takes about a
 quarter of an hour; results go to benchmarks/results/cpu_models.json.
 """
 
@@ -27,16 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_models import dense_model, filled, llama_1b
 from runner import option_parser, save
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from tables import table
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.linear.awq_format import quantize_weight
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
-from kvconvert.runtime.cache.attend import commit
-from kvconvert.runtime.cache.compress import end_forward
-from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.hf.bundle_quantizer import BundleConfig, place_dense_linears
 
 SCHEME = "oscar-g128"
@@ -46,34 +45,7 @@ CASES = {
     "SmolLM2-135M": {(1, 2048): 6, (1, 16384): 4, (8, 2048): 3, (32, 2048): 2},
     "1B": {(1, 2048): 5, (1, 16384): 3, (8, 2048): 2},
 }
-LLAMA_1B = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "intermediate_size": 8192,
-    "vocab_size": 32000,
-    "max_position_embeddings": 32768,
-}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def random_llama() -> PreTrainedModel:
-    """A model whose layers have the same random weights, each in memory of its own."""
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**LLAMA_1B, tie_word_embeddings=False))
-    model.to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    first, *others = model.model.layers
-    for module in (model.model.embed_tokens, model.lm_head, first):
-        for parameter in module.parameters():
-            torch.nn.init.normal_(parameter, std=0.02)
-    for norm in (model.model.norm, first.input_layernorm, first.post_attention_layernorm):
-        torch.nn.init.ones_(norm.weight)
-    for layer in others:
-        layer.load_state_dict(first.state_dict())
-    return model.eval()
 
 
 def quantized(model: PreTrainedModel, repeat: bool) -> PreTrainedModel:
@@ -95,19 +67,6 @@ def quantized(model: PreTrainedModel, repeat: bool) -> PreTrainedModel:
     return model
 
 
-def filled(cache: DynamicCache | KVCache, config: LlamaConfig, batch: int, tokens: int, dtype: torch.dtype) -> None:
-    """Store random keys and values in every layer, in parts, as a prompt in chunks would."""
-    heads, dim = config.num_key_value_heads, config.head_dim
-    part = torch.randn(2, batch, heads, min(tokens, 2048), dim).to(dtype)
-    for start in range(0, tokens, part.shape[3]):
-        for index in range(config.num_hidden_layers):
-            cache.update(part[0], part[1], index)
-            if isinstance(cache, KVCache):
-                store = cache.layers[index].store
-                commit(store, Chunk(torch.arange(start, start + part.shape[3])))
-                end_forward(store)
-
-
 def new_cache(model: PreTrainedModel) -> DynamicCache | KVCache:
     """The cache that goes with the model's attention."""
     if isinstance(getattr(model.config, "quantization_config", None), BundleConfig):
@@ -126,7 +85,7 @@ def seconds(run: Callable[[], object]) -> float:
 def decode(model: PreTrainedModel, batch: int, tokens: int, steps: int) -> float:
     """Milliseconds of the fastest of some steps of one token for each sequence."""
     cache = new_cache(model)
-    filled(cache, model.config, batch, tokens, model.dtype)
+    filled(model, batch, tokens, cache)
     token = torch.ones(batch, 1, dtype=torch.int64)
     times = [seconds(lambda: model(token, past_key_values=cache)) for _ in range(steps + 1)]
     return 1e3 * min(times[1:])
@@ -167,28 +126,6 @@ def measure(name: str, make: Callable[[], PreTrainedModel], threads: list[int], 
     return results
 
 
-def ratios(results: list[dict]) -> list[dict]:
-    """Each bundle against the source in its faster dtype, same model and threads; above 1, the bundle is faster."""
-    found = []
-    for row in results:
-        if row["kind"] != "bundle":
-            continue
-        sources = [r for r in results if all(r[k] == row[k] for k in ("model", "threads")) and r["kind"] == "source"]
-        ratio = {key: row[key] for key in ("model", "dtype", "threads")}
-        for name in row:
-            if times := [r[name] for r in sources if name in r and name.endswith(("ms", "s")) and "," in name]:
-                ratio[name.rpartition(",")[0]] = round(min(times) / row[name], 2)
-        found.append(ratio)
-    return found
-
-
-def table(rows: list[dict]) -> str:
-    """Rows as a Markdown table."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [names, ["---"] * len(names), *([str(row.get(name, "")) for name in names] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("smollm2", type=Path)
@@ -198,7 +135,7 @@ def main() -> None:
     args = parser.parse_args()
     makers = {
         "SmolLM2-135M": lambda: AutoModelForCausalLM.from_pretrained(args.smollm2, dtype=torch.float32).eval(),
-        "1B": random_llama,
+        "1B": lambda: dense_model(llama_1b(), "cpu").float(),
     }
     torch.manual_seed(0)
     results = []
@@ -207,13 +144,12 @@ def main() -> None:
             if args.only in (None, name):
                 prompts = args.threads if name != "1B" else args.threads[-1:]
                 results += measure(name, make, args.threads, prompts)
-    compared = ratios(results)
-    print(table(results), table(compared), sep="\n\n")
+    names = list(dict.fromkeys(name for row in results for name in row))
+    print(table(names, [[row.get(name, "") for name in names] for row in results]))
     if args.json:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         versions["cpu"] = torch.backends.cpu.get_cpu_capability()
-        found = {"versions": versions, "results": results, "speed over the source's faster dtype": compared}
-        save(args.json, found)
+        save(args.json, {"versions": versions, "results": results})
 
 
 if __name__ == "__main__":

@@ -8,13 +8,10 @@ classes. A test fails where a page differs from what this writes; read then whet
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
-import architectures_docs
 import fidelity
 import gpu_docs
 import interop
@@ -25,18 +22,16 @@ import papers_docs
 import readme_docs
 import real_model_docs
 import weights_docs
+from runner import RESULTS, ROOT, read
 from tables import put, table
 
 from kvconvert.bundle.manifest import schema_text
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 
 
 @cache
 def results(name: str) -> Any:
     """One file of results."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return read(RESULTS / f"{name}.json")
 
 
 def expert_tokens(found: dict[str, dict[str, float]]) -> str:
@@ -59,7 +54,7 @@ def memory(found: dict[str, Any]) -> str:
 def matrix() -> str:
     """The architectures."""
     file = ROOT / "tests" / "test_matrix" / "models.json"
-    return architectures_docs.architectures(json.loads(file.read_text(encoding="utf-8")))
+    return methods_docs.architectures(read(file))
 
 
 def picture(colors: dict[str, str]) -> str:
@@ -100,7 +95,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "fidelity": of(fidelity.tables, "fidelity"),
         "images": of(multimodal.tables, "multimodal"),
         "memory": of(memory, "memory"),
-        "other programs": of(interop.table, "interop"),
+        "other programs": of(interop.tables, "interop"),
     },
     "benchmarks/WEIGHTS.md": {
         "methods": of(weights_docs.methods, "weights"),
@@ -109,12 +104,11 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "benchmarks/PAPERS.md": {"papers": lambda: papers_docs.laboratory(papers_docs.reports(RESULTS), papers.TABLES)},
     "benchmarks/KERNELS.md": {
         "machine": of(gpu_docs.machine, "gpu"),
-        "bars": of(gpu_docs.bars, "gpu"),
         "decode": of(gpu_docs.decode, "gpu"),
         "quantize": of(gpu_docs.quantize, "gpu"),
+        "steps": of(gpu_docs.steps, "gpu"),
         "prompts": of(gpu_docs.prompts, "gpu"),
         "linear": of(gpu_docs.linear, "gpu"),
-        "whole models": of(gpu_docs.model_bars, "engine"),
     },
 }
 # Files that are made as a whole.

@@ -12,16 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from engine_models import dense_model, llama_8b, mixtral, packed_model
+from engine_models import dense_model, filled, llama_8b, mixtral, packed_model
 from transformers import PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicCache
 
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
-from kvconvert.runtime import Engine, KVCache
-from kvconvert.runtime.cache.attend import commit
-from kvconvert.runtime.cache.compress import end_forward
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime import Engine
 from kvconvert.runtime.engine.model_steps import PromptChunk
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.generation import adopt
@@ -32,7 +29,6 @@ TWO_BITS = KVScheme.preset("oscar-g128").with_online_rotation()
 ONE_BIT = replace(TWO_BITS, key_bits=1, value_bits=1, key_clip_ratio=0.5, value_clip_ratio=0.5)
 UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)
 STEPS = 64
-STORED_AT_ONCE = 1 << 18  # tokens of all rows
 CASES = ((1, 1024), (1, 131072), (32, 8192))
 
 
@@ -60,31 +56,6 @@ def seconds(run: Callable[[], object]) -> float:
     run()
     torch.cuda.synchronize()
     return time.perf_counter() - begin
-
-
-def random_kv(model: PreTrainedModel, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random keys and values [B, H, T, D] of one layer."""
-    config = model.config
-    shape = (batch, config.num_key_value_heads, tokens, config.head_dim)
-    return tuple(torch.randn(shape, device=GPU, dtype=torch.bfloat16) for _ in range(2))
-
-
-@torch.no_grad()
-def filled(model: PreTrainedModel, batch: int, tokens: int, cache: Any = None) -> Any:
-    """A cache with so many random tokens in every row: the bundle's, or one of transformers'."""
-    cache = model.new_kv_cache() if cache is None else cache
-    at_once = max(PAGE_SIZE, STORED_AT_ONCE // batch)
-    for start in range(0, tokens, at_once):
-        count = min(at_once, tokens - start)
-        for index, layer in enumerate(cache.layers):
-            keys, values = random_kv(model, batch, count)
-            if isinstance(cache, KVCache):
-                layer.update(keys, values)
-                commit(layer.store, Chunk(torch.arange(start, start + count, device=GPU)))
-                end_forward(layer.store)
-            else:
-                cache.update(keys, values, index)
-    return cache
 
 
 def per_step(model: PreTrainedModel, batch: int, tokens: int, cache: Any, steps: int = STEPS, **options: Any) -> float:

@@ -1,8 +1,9 @@
-"""Random models for the benchmarks of whole models: with 4-bit weights and a bundle's cache, or in bf16."""
+"""Random models for the benchmarks of whole models: with 4-bit weights and a cache, or in bf16; and filled caches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
@@ -10,8 +11,13 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto import AutoModelForCausalLM
 
 from kvconvert.kernels.linear import QuantizedLinear
+from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.models.experts import EXPERT_ROLES, is_fused
+from kvconvert.runtime import KVCache
+from kvconvert.runtime.cache.append import commit
+from kvconvert.runtime.cache.compress import end_forward
+from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.generation import adopt
 from kvconvert.runtime.hf.packed_experts import PackedExperts
@@ -19,70 +25,68 @@ from kvconvert.runtime.hf.packed_experts import PackedExperts
 GROUP_SIZE = 128
 # So that weights have the standard deviation of transformers' initialisation, 0.02.
 SCALE = 0.02 / 4.6
+STORED_AT_ONCE = {"cuda": 1 << 18, "cpu": 1 << 13}  # tokens of all rows
 
 
-def llama_8b(**changes: int) -> LlamaConfig:
+SHAPE_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 1 << 18,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+
+
+def llama_8b() -> LlamaConfig:
     """The shape of an 8B Llama, with positions for the longest case."""
-    shape = {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 32000,
-        "max_position_embeddings": 1 << 18,
-    }
-    return LlamaConfig(**shape | changes, tie_word_embeddings=False, pad_token_id=0, eos_token_id=None)
+    return LlamaConfig(**SHAPE_8B)
 
 
-def mixtral(**changes: int) -> MixtralConfig:
+def llama_1b() -> LlamaConfig:
+    """The shape of a 1B Llama."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+    return LlamaConfig(**SHAPE_8B | sizes | {"max_position_embeddings": 32768})
+
+
+def mixtral() -> MixtralConfig:
     """Eight layers of a Mixtral-like mixture: 8 experts, 2 of them active."""
-    shape = {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 32000,
-        "max_position_embeddings": 1 << 18,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    }
-    config = MixtralConfig(**shape | changes, tie_word_embeddings=False, pad_token_id=0, eos_token_id=None)
-    config.sliding_window = None
-    return config
+    mixture = {"num_hidden_layers": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
+    return MixtralConfig(**SHAPE_8B | mixture)
 
 
 @torch.no_grad()
-def dense_model(config: LlamaConfig | MixtralConfig, device: torch.device | str, seed: int = 0) -> PreTrainedModel:
+def dense_model(config: LlamaConfig | MixtralConfig, device: torch.device | str) -> PreTrainedModel:
     """A bf16 model with random weights."""
     with no_init_weights(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    generator = torch.Generator(device).manual_seed(seed)
+    _fill(model, torch.Generator(device).manual_seed(0))
+    return model.eval()
+
+
+def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.normal_(0.0, 0.02, generator=generator)
         else:
             parameter.fill_(1.0)
-    return model.eval()
 
 
 @torch.no_grad()
 def packed_model(
-    config: LlamaConfig | MixtralConfig,
-    schemes: Sequence[KVScheme],
-    device: torch.device | str,
-    seed: int = 0,
-    fused: bool = True,
+    config: LlamaConfig | MixtralConfig, schemes: Sequence[KVScheme], device: torch.device | str
 ) -> PreTrainedModel:
     """A model with random 4-bit weights in all Linears of its layers, and a cache of these schemes by default; as a
-    bundle is once it is loaded on a GPU, unless it is not to be fused.
+    bundle is once it is loaded on a GPU.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     for name, fused_experts in [(n, m) for n, m in model.named_modules() if is_fused(m)]:
         packed = PackedExperts(
             fused_experts, EXPERT_ROLES[0], lambda i, o, bias: random_linear(i, o, device, generator)
@@ -92,16 +96,11 @@ def packed_model(
         if isinstance(linear, torch.nn.Linear) and linear.out_features % 128 == 0:
             model.set_submodule(name, random_linear(linear.in_features, linear.out_features, device, generator))
     _materialise(model, device)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(0.0, 0.02, generator=generator)
-        else:
-            parameter.fill_(1.0)
+    _fill(model, generator)
     with torch.device(device):
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
     model.eval()
-    if fused:
-        fuse(model)
+    fuse(model)
     adopt(model, schemes, {})
     return model
 
@@ -124,3 +123,23 @@ def random_linear(inputs: int, outputs: int, device: torch.device | str, generat
     linear.qzeros.fill_(-2004318072)  # eight times the zero point 8
     linear.scales.fill_(SCALE)
     return linear
+
+
+@torch.no_grad()
+def filled(model: PreTrainedModel, batch: int, tokens: int, cache: Any = None) -> Any:
+    """A cache with so many random tokens in every row, which went the cache's own way, in parts, as a prompt in chunks
+    would: the bundle's, or one of transformers'.
+    """
+    cache, config = model.new_kv_cache() if cache is None else cache, model.config
+    at_once = max(PAGE_SIZE, STORED_AT_ONCE[model.device.type] // batch)
+    for start in range(0, tokens, at_once):
+        shape = (batch, config.num_key_value_heads, min(at_once, tokens - start), config.head_dim)
+        for index, layer in enumerate(cache.layers):
+            keys, values = (torch.randn(shape, device=model.device, dtype=model.dtype) for _ in range(2))
+            if isinstance(cache, KVCache):
+                layer.update(keys, values)
+                commit(layer.store, Chunk(torch.arange(start, start + shape[2], device=model.device)))
+                end_forward(layer.store)
+            else:
+                cache.update(keys, values, index)
+    return cache

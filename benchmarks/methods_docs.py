@@ -1,8 +1,9 @@
-"""The tables of docs/methods.md and docs/bundle.md, made from the methods themselves."""
+"""The tables of docs that are made from the methods themselves, and from what tests found of architectures."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from tables import table
 
@@ -16,6 +17,16 @@ from kvconvert.methods.scheme import (
     KVScheme,
     preset_calibration,
 )
+
+FEATURES = {
+    "kv_sharing": "layers that share keys and values",
+    "values_are_keys": "keys that serve as values",
+    "moe": "experts",
+    "alibi": "ALiBi",
+}
+# Bundles record these reasons as they are spelled in the adapters.
+AMERICAN = {"normalised": "normalized", "neighbouring": "neighboring"}
+OTHERS = {"dummy": "sharing layers", "linear_attention": "linear layers", "conv": "convolutions"}
 
 
 def scheme_fields() -> str:
@@ -64,3 +75,62 @@ def _possible(rule: str) -> str:
 
 def _changed(values: dict[str, object], plain: dict[str, object]) -> list[str]:
     return [f"`{key}={value!r}`" for key, value in values.items() if value != plain[key]]
+
+
+def architectures(results: dict[str, Any]) -> str:
+    """Architectures that are treated alike in one row: weights, cache, what is left as it is and why."""
+    models = results["models"]
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for name, entry in models.items():
+        groups.setdefault(_treatment(entry), []).append(_label(name, models))
+    rows = [(", ".join(dict.fromkeys(labels)), *treated) for treated, labels in groups.items()]
+    changed = max(entry["weights"]["preserved"] for entry in models.values() if "preserved" in entry["weights"])
+    cells = [
+        (recipe, max(figures["error"], figures["padding_error"]))
+        for entry in models.values()
+        for recipe, figures in entry["cache"].get("recipes", {}).items()
+        if recipe != "exact"
+    ]
+    presets = ", ".join(f"`{name}`" for name in dict.fromkeys(recipe for recipe, _ in cells))
+    about = (
+        f"{len(models)} architectures, as tests found them: for each, a tiny model with its features is calibrated "
+        "with AWQ, exported, loaded, and compared. Folding and scaling change no logit by more than "
+        f"{changed:.0e} of the largest one. Generation through 16-bit pages is that of transformers' own cache, and "
+        f"through {presets} that of an independent reference, padded rows included (within "
+        f"{max(error for _, error in cells):.0e} of what quantizing changes). Values are rotated in the weights unless "
+        "the last column says otherwise."
+    )
+    return f"{about}\n\n{table(('model type', 'weights', 'KV cache', 'what is left out, and why'), rows)}"
+
+
+def _label(name: str, models: dict[str, Any]) -> str:
+    """The model type, and what a variant has that the type's first entry has not."""
+    entry = models[name]
+    label = f"`{entry['model_type']}`"
+    first = next(other for other in models.values() if other["model_type"] == entry["model_type"])
+    more = [FEATURES[each] for each in entry["features"] if each in FEATURES and each not in first["features"]]
+    return f"{label} with {' and '.join(more)}" if more else label
+
+
+def _treatment(entry: dict[str, Any]) -> tuple[str, str, str]:
+    weights, cache = entry["weights"], entry["cache"]
+    why: dict[str, None] = {}
+    if "refused" in weights:
+        treated = "refused"
+        why[weights["refused"]] = None
+    else:
+        treated = "AWQ, expert by expert" if any("experts." in name for name in weights["quantized"]) else "AWQ"
+        why |= {f"not scaled: {reason}": None for reason in weights["skipped"].values()}
+        why |= {f"kept: {reason}": None for reason in weights["kept"].values()}
+        why |= {f"values rotated at run time: {reason}": None for reason in weights["not_folded"]}
+    if "refused" in cache:
+        kept = "transformers' own"
+        # The name of the model is in the row's first cell.
+        why["it " + reason.partition(" ")[2] if "by itself" in (reason := cache["refused"]) else reason] = None
+    else:
+        own = [f"{OTHERS[kind]}: transformers' own" for kind in cache["own"]]
+        kept = "; ".join(["all methods", *own])
+    said = "; ".join(why)
+    for spelling, american in AMERICAN.items():
+        said = said.replace(spelling, american)
+    return treated, kept, said

@@ -106,8 +106,6 @@ class Plan:
             self.rows["bundle", preset] = partial(self.bundle, preset)
         if only:
             wanted = {key for key in self.rows if any(", ".join(key).startswith(start) for start in only)}
-            # What they are compared with is measured along.
-            wanted |= {(group, base_of(name)) for group, name in wanted} & {*self.rows}
             self.rows = {key: make for key, make in self.rows.items() if key in wanted}
 
     def add_width(self, bits: int, group: str) -> None:
@@ -164,23 +162,15 @@ def scheme(bits: int, **values: float) -> KVScheme:
     return KVScheme.from_dict(SPAN.to_dict() | {"key_bits": bits, "value_bits": bits} | values)
 
 
-def base_of(name: str) -> str:
-    """The row that a row is compared with."""
-    if name == "released factors and tau":
-        return "released factors about the midpoint"
-    return "min and max"
-
-
-def measured(setting: Setting, bench: Bench, exact: tuple[Answers, Answers], seed: int) -> tuple[dict, torch.Tensor]:
-    """The row's figures, and its mean KL for each pair."""
+def measured(setting: Setting, bench: Bench, exact: tuple[Answers, Answers], seed: int) -> dict:
+    """The row's figures."""
     bench = setting.bench or bench
     answers = bench.answers(setting.reader)
     kl = answers.divergence(exact[0])
-    each = answers.by_pair(kl)
-    interval = bootstrap_mean(each, seed)
+    interval = bootstrap_mean(answers.by_pair(kl), seed)
     captions = bench.captions(setting.reader)
     caption_kl = captions.divergence(exact[1])
-    row = {
+    return {
         "kl": float(kl.mean()),
         "kl_by_pair": {"mean": interval.mean, "low": interval.low, "high": interval.high},
         "kl_p99": float(torch.quantile(kl, 0.99)),
@@ -191,7 +181,6 @@ def measured(setting: Setting, bench: Bench, exact: tuple[Answers, Answers], see
         "bits_per_visual_value": answers.bits or None,
         **setting.chosen,
     }
-    return row, each
 
 
 def report(bench: Bench, args: argparse.Namespace) -> dict:
@@ -211,26 +200,14 @@ def report(bench: Bench, args: argparse.Namespace) -> dict:
             "exact_captions": sum(captions.exact) / len(captions.exact),
         },
         "rows": {},
-        "better_by": {},
     }
     if args.only:
         recorded = read(args.output)
-        result |= {name: recorded[name] for name in ("rows", "better_by")}
-    each: dict[tuple[str, str], torch.Tensor] = {}
-    plan = Plan(bench, args.only)
-    for (group, name), make in plan.rows.items():
-        row, each[group, name] = measured(make(), bench, exact, args.seed)
+        result["rows"] = recorded["rows"]
+    for (group, name), make in Plan(bench, args.only).rows.items():
+        row = measured(make(), bench, exact, args.seed)
         result["rows"][f"{group}, {name}"] = {"group": group, **row}
         print(f"{group}, {name}: {json.dumps(row)}", file=sys.stderr, flush=True)
-        base = each.get((group, base_of(name)))
-        if base is not None and name != base_of(name):
-            gain = bootstrap_mean(base - each[group, name], args.seed)
-            result["better_by"][f"{group}, {name}"] = {
-                "than": base_of(name),
-                "mean": gain.mean,
-                "low": gain.low,
-                "high": gain.high,
-            }
     order = [", ".join(key) for key in Plan(bench, None).rows]
     result["rows"] = {name: result["rows"][name] for name in order if name in result["rows"]}
     return result
@@ -282,28 +259,15 @@ def share(value: float) -> str:
     return f"{100 * value:.1f}%"
 
 
-COMPARED = ("2 bit, tau", "2 bit, range", "1 bit, tau", "1 bit, range", "1 bit, released factors and tau")
-
-
-def comparisons(result: dict) -> str:
-    """Paired differences of rows from what they are compared with."""
-    rows = []
-    for name in COMPARED:
-        gain = result["better_by"][name]
-        numbers = f"{gain['mean']:.2g} ({gain['low']:.2g} to {gain['high']:.2g})"
-        rows.append((name.replace(",", ":", 1), gain["than"], numbers))
-    return table(("paired, means of pairs", "than", "KL lower by (95% interval)"), rows)
-
-
 def tables(result: dict) -> str:
-    """How it was measured, all rows, and paired differences."""
+    """How it was measured, and all rows."""
     held_out = result["held_out"]
     head = (
         f"`{result['command']}`: {held_out['pairs']} pairs of drawings of seed {held_out['seed']:,}, "
         f"{held_out['questions']} questions with {result['answer_tokens']:,} tokens of answers, {held_out['pairs']} "
         f"captions with {result['caption_tokens']:,}; calibrated on drawings of seed {result['calibration']['seed']:,}."
     )
-    return "\n\n".join((head, markdown(result), comparisons(result)))
+    return f"{head}\n\n{markdown(result)}"
 
 
 def summary(result: dict) -> str:

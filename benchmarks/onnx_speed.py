@@ -21,6 +21,7 @@ import numpy as np
 import onnxruntime
 import torch
 from runner import option_parser, save
+from tables import table
 from transformers import PreTrainedTokenizerBase
 
 from kvconvert import load
@@ -151,12 +152,13 @@ def main() -> None:
             results[bundle.name] = measure(bundle, options.tokens, options.steps, options.text, Path(folder))
         best = max(results[bundle.name][name]["tokens_per_second"] for name in RUNTIMES)
         print(f"\n{bundle.name}, {options.tokens} tokens stored, one thread")
-        print("| | ms per step | tokens per second | over kvconvert's faster dtype | KL to the float32 cache |")
-        print("|---|---|---|---|---|")
-        for name, row in results[bundle.name].items():
-            kl = f"{row['kl']:.5f}" if "kl" in row else ""
-            speed = row["tokens_per_second"]
-            print(f"| {name} | {row['ms']:.2f} | {speed:.1f} | {speed / best:.2f} | {kl} |", flush=True)
+        rows = [
+            (name, f"{row['ms']:.2f}", f"{row['tokens_per_second']:.1f}", f"{row['tokens_per_second'] / best:.2f}",
+             f"{row['kl']:.5f}" if "kl" in row else "")
+            for name, row in results[bundle.name].items()
+        ]  # fmt: skip
+        head = ("", "ms per step", "tokens per second", "over kvconvert's faster dtype", "KL to the float32 cache")
+        print(table(head, rows), flush=True)
         save(options.json, results)
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import torch
 from runner import RESULTS, option_parser, read, save
+from tables import table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.data.text import load_token_samples
@@ -84,19 +86,16 @@ def _row(source: torch.Tensor, four: torch.Tensor, two: torch.Tensor, seed: int)
     }
 
 
-def table(results: dict) -> str:
-    """Markdown: a probe per row and model."""
-    lines = ["| probe | model | source | 4 bits | 2 bits | 4 bits ahead by |", "|---|---|---|---|---|---|"]
-    for name in NAMES:
-        for model, found in results.items():
-            row = found.get(name)
-            if row is None:
-                continue
+def shown(results: dict) -> str:
+    """A probe per row and model."""
+    rows = []
+    for name, model in product(NAMES, results):
+        if row := results[model].get(name):
             form = ".1f" if name == FREE else ".0%"
-            shares = " | ".join(format(row[key], form) for key in ("source", "4 bits", "2 bits"))
             mean, low, high = (format(value, form) for value in row["lead"])
-            lines.append(f"| {name} | {model} | {shares} | {mean} ({low} to {high}) |")
-    return "\n".join(lines)
+            shares = (format(row[key], form) for key in ("source", "4 bits", "2 bits"))
+            rows.append((name, model, *shares, f"{mean} ({low} to {high})"))
+    return table(("probe", "model", "source", "4 bits", "2 bits", "4 bits ahead by"), rows)
 
 
 def main() -> None:
@@ -119,7 +118,7 @@ def main() -> None:
             results = read(OUTPUT)
             results.setdefault(Path(model).name, {})[name] = row
             save(OUTPUT, results)
-    print(table(read(OUTPUT)))
+    print(shown(read(OUTPUT)))
 
 
 if __name__ == "__main__":

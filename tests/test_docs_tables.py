@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-import architectures_docs
 import gpu_docs
+import methods_docs
 import multimodal
 import pytest
 import readme_docs
@@ -18,36 +18,6 @@ from kvconvert.methods.scheme import FIELDS, PLAN_TENSORS, PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 BARS = ROOT / "benchmarks" / "KERNELS.md"
-
-STEPS = [
-    f"{scheme}, {size}, {parts}"
-    for scheme in ("oscar", "kitty")
-    for size in ("1 x 131,072", "32 x 8,192, all rows at once", "32 x 8,192, one row after another")
-    for parts in ("attention alone", "with Linears")
-]
-# (case of the table of bars, its bar), as they were asked for.
-ASKED = (
-    ("oscar-g128 (norms), 1 x 131,072", "at least 4.50 times as fast as the peer"),
-    ("oscar-g128 (norms), 32 x 8,192", "at least 4.50 times as fast as the peer"),
-    ("oscar-g128 (norms), 1 x 131,072", "at least 55.0% of copy bandwidth"),
-    ("oscar-g128 (norms), 32 x 8,192", "at least 55.0% of copy bandwidth"),
-    ("oscar G = 32, 1 x 131,072", "at least 3.50 times as fast as the peer"),
-    ("oscar G = 32, 32 x 8,192", "at least 3.50 times as fast as the peer"),
-    ("1-bit spans, 32 x 8,192", "at least 6.00 times as fast as the peer"),
-    ("1-bit spans with tau, 32 x 8,192", "at least 4.00 times as fast as the peer"),
-    ("oscar-g128 (norms), 1 x 1,024", "at least 1.00 times as fast as the peer"),
-    ("quantize a prompt of 32768 tokens, oscar-g128", "at most 15.0% of the peer's time"),
-    ("page flush, batch 1, oscar", "at most 1% of 128 steps"),
-    ("page flush, batch 32, oscar", "at most 1% of 128 steps"),
-    *((f"page flushes, {steps}", "at most 1% of the steps") for steps in STEPS),
-    *((f"p99 step time, {steps}", "at most 1% above the median step") for steps in STEPS),
-    ("prompt of 8192 tokens, output and sums", "at most 1.80 times the peer's time"),
-    ("selective flash attention, memory", "linear"),
-    ("W4A16, 4096 x 14336, 1 rows", "at least 3.20 times as fast as the peer"),
-    ("W4A16, 4096 x 14336, 1 rows", "at least 70.0% of copy bandwidth"),
-    ("W4A16, 4096 x 14336, 16 rows", "at least 2.50 times as fast as the peer"),
-    ("W4A16, 4096 x 14336, 256 rows", "at least 0.90 times as fast as the peer"),
-)
 
 
 @pytest.mark.parametrize("name", docs.MAKERS)
@@ -81,7 +51,7 @@ def test_the_format_and_the_methods_are_described_in_full():
 
 def test_every_architecture_of_the_matrix_has_a_row():
     results = json.loads((ROOT / "tests" / "test_matrix" / "models.json").read_text(encoding="utf8"))
-    text = architectures_docs.architectures(results)
+    text = methods_docs.architectures(results)
     assert not [name for name, entry in ARCHITECTURES.items() if f"`{entry.model_type}`" not in text]
     for entry in results["models"].values():
         assert entry["weights"].get("refused", "") in text
@@ -124,26 +94,6 @@ def test_readme_shows_the_default_and_its_bundle_once_they_are_measured():
         *light
     }
     assert {"50% retrieved, source 100%", "recipe default, scales included"} <= {*changed}
-
-
-def bars() -> list[list[str]]:
-    table = BARS.read_text(encoding="utf8").split("<!-- bars: ")[1].split("<!-- end of bars -->")[0]
-    lines = [line for line in table.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
-
-
-@pytest.mark.parametrize(("case", "bar"), ASKED)
-def test_every_bar_is_measured(case, bar):
-    found = [cells for cells in bars() if cells[0] == case and cells[1].startswith(bar)]
-    assert found
-    for cells in found:
-        assert cells[5].startswith(("met", "**missed**"))
-        assert cells[2]
-
-
-def test_every_bar_of_whole_models_has_its_row():
-    rows = gpu_docs.model_bars(docs.results("engine"))
-    assert rows.count("| met |") + rows.count("**missed**") == 3 + 3 + 3 + 3 + 2 + 1
 
 
 def test_a_missed_bar_leads_to_its_analysis():

@@ -113,8 +113,8 @@ def serve(
         click.echo(f"There is no API key: whoever reaches {address[0]} is served.", err=True)
     click.echo(f"Loading {bundle} ...", err=True)
     quiet()
-    from kvconvert.models.device import choose_device, compute_dtype
     from kvconvert.models.processors import tokenizer_of
+    from kvconvert.models.source import choose_device, compute_dtype
     from kvconvert.runtime import Engine, load
     from kvconvert.runtime.hf.fuse import fuse
     from kvconvert.serve.app import Service
@@ -124,7 +124,7 @@ def serve(
     stated = None if dtype is None else compute_dtype(dtype, place, None)
     on_gpu = place.type == "cuda"
     model, processor = load(bundle, dtype=stated or ("auto" if on_gpu else None))
-    model.to(place)  # type: ignore[arg-type]
+    model.to(place)
     if on_gpu:  # which `load` does with a device_map, for which transformers needs another package
         fuse(model)
     name = name or (Path(bundle).resolve().name if os.path.exists(bundle) else bundle)
