@@ -15,7 +15,7 @@ from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.models.experts import EXPERT_ROLES, is_fused
 from kvconvert.runtime import KVCache
-from kvconvert.runtime.cache.append import commit
+from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.hf.fuse import fuse

@@ -124,7 +124,7 @@ def serve(
     stated = None if dtype is None else compute_dtype(dtype, place, None)
     on_gpu = place.type == "cuda"
     model, processor = load(bundle, dtype=stated or ("auto" if on_gpu else None))
-    model.to(place)
+    model.to(place)  # type: ignore[arg-type]
     if on_gpu:  # which `load` does with a device_map, for which transformers needs another package
         fuse(model)
     name = name or (Path(bundle).resolve().name if os.path.exists(bundle) else bundle)
