@@ -9,8 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from kvconvert.errors import UsageError
-from kvconvert.models.image_prompts import ImagePrompts
-from kvconvert.models.processors import tokenizer_of
+from kvconvert.models.processors import ImagePrompts, tokenizer_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
