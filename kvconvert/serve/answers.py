@@ -7,7 +7,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -51,13 +51,17 @@ class Generation:
         for request in list(self.requests):
             request.cancel()
 
-    async def events(self) -> AsyncIterator[tuple[int, Event, float]]:
-        """Events of all choices as they come, each with its choice's place and when it came, by `time.perf_counter`."""
+    async def events(self) -> AsyncIterator[list[tuple[int, Event, float]]]:
+        """Events of all choices since the last ones, each with its choice's place and when it came, by
+        `time.perf_counter`.
+        """
         left = len(self.requests)
         while left:
-            place, event, when = await self._events.get()
-            left -= event.finish_reason is not None
-            yield place, event, when
+            came = [await self._events.get()]
+            while not self._events.empty():
+                came.append(self._events.get_nowait())
+            left -= sum(event.finish_reason is not None for _, event, _ in came)
+            yield came
 
     def usage(self, prompts: int) -> dict[str, int]:
         """Tokens read and generated; the choices are equally many of each prompt."""
@@ -181,27 +185,32 @@ class Answer:
         async with asyncio.timeout(self._client_seconds):
             await send(message)
 
-    async def _events(self) -> AsyncIterator[tuple[int, Event]]:
-        """The generation's events, measured (Refusal: a choice ended without an answer)."""
+    async def _pieces(self) -> AsyncIterator[dict[int, tuple[str, str | None]]]:
+        """Text and finish reason of the choices that went on; several steps at once if the client or the event loop is
+        slower than the engine (Refusal: a choice ended without an answer).
+        """
         newest: dict[int, float] = {}
-        async for place, event, when in self._generation.events():
-            if event.tokens:
-                if place in newest:
-                    self._metrics.between_tokens.add(when - newest[place])
-                elif not newest:
-                    self._metrics.first_token.add(when - self._begun)
-                newest[place] = when
-            if event.finish_reason == "error":
-                raise Refusal(500, "The model failed while it served this request.", code="model_failed")
-            if event.finish_reason == "cancelled":
-                raise Refusal(503, "The server is shutting down; send the request again.", code="shutting_down")
-            yield place, event
+        async for came in self._generation.events():
+            pieces: dict[int, tuple[str, str | None]] = {}
+            for place, event, when in came:
+                if event.tokens:
+                    if place in newest:
+                        self._metrics.between_tokens.add(when - newest[place])
+                    elif not newest:
+                        self._metrics.first_token.add(when - self._begun)
+                    newest[place] = when
+                if event.finish_reason == "error":
+                    raise Refusal(500, "The model failed while it served this request.", code="model_failed")
+                if event.finish_reason == "cancelled":
+                    raise Refusal(503, "The server is shutting down; send the request again.", code="shutting_down")
+                before, _ = pieces.get(place, ("", None))
+                pieces[place] = before + event.text, event.finish_reason
+            yield pieces
 
     async def _collect(self) -> dict[str, Any]:
         reasons: dict[int, str] = {}
-        async for place, event in self._events():
-            if event.finish_reason:
-                reasons[place] = event.finish_reason
+        async for pieces in self._pieces():
+            reasons |= {place: reason for place, (_, reason) in pieces.items() if reason}
         choices = [(request.text, reasons[place]) for place, request in enumerate(self._generation.requests)]
         return self._form.whole(choices, self._generation.usage(self._prompts))
 
@@ -212,20 +221,18 @@ class Answer:
         # Where usage is asked for, every other piece has an empty one.
         extra = {"usage": None} if usage else {}
         try:
-            for piece in self._begin():
-                await send(_event(piece | extra))
-            async for place, event in self._events():
-                if event.text or event.finish_reason:
-                    await send(_event(self._form.piece(place, event.text, event.finish_reason) | extra))
-            if usage:
-                await send(_event(self._form.last(self._generation.usage(self._prompts))))
-            await send(_line("[DONE]"))
+            if self._form.chat:
+                places = range(len(self._generation.requests))
+                await send(_part(*(_event(self._form.first(place) | extra) for place in places)))
+            async for pieces in self._pieces():
+                known = [(place, *piece) for place, piece in pieces.items() if any(piece)]
+                if known:
+                    await send(_part(*(_event(self._form.piece(*piece) | extra) for piece in known)))
+            last = [_event(self._form.last(self._generation.usage(self._prompts)))] if usage else []
+            await send(_part(*last, "data: [DONE]\n\n"))
         except Refusal as refusal:
-            await send(_event(refusal.body()))
+            await send(_part(_event(refusal.body())))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def _begin(self) -> Iterator[dict[str, Any]]:
-        return map(self._form.first, range(len(self._generation.requests) if self._form.chat else 0))
 
     def _log(self) -> None:
         requests = self._generation.requests
@@ -241,9 +248,10 @@ class Answer:
         )
 
 
-def _event(piece: dict[str, Any]) -> Message:
-    return _line(json.dumps(piece, separators=(",", ":")))
+def _event(piece: Mapping[str, Any]) -> str:
+    """A piece as a server-sent event."""
+    return f"data: {json.dumps(piece, separators=(',', ':'))}\n\n"
 
 
-def _line(data: str) -> Message:
-    return {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}
+def _part(*events: str) -> Message:
+    return {"type": "http.response.body", "body": "".join(events).encode(), "more_body": True}

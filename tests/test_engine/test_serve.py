@@ -53,7 +53,7 @@ def test_many_clients_get_the_text_that_generate_gives_alone(loaded, client):
         stream = client.completions.create(model=NAME, prompt=prompt, max_tokens=20, temperature=0, stream=True)
         pieces = [piece.choices[0] for piece in stream]
         assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
-        assert len(pieces) > 5
+        assert len(pieces) > 2  # a busy machine sends several tokens at once
         return "".join(piece.text for piece in pieces)
 
     with ThreadPoolExecutor(8) as pool:
