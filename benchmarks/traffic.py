@@ -14,12 +14,10 @@ third one is profiled: which share of the time some kernel runs. Times of passes
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +25,7 @@ from typing import Any
 
 import torch
 from engine_models import llama_8b, packed_model
+from runner import machine, need_gpu, option_parser, save
 from torch.profiler import ProfilerActivity, profile
 
 from kvconvert.methods import KVScheme
@@ -151,8 +150,8 @@ def busy_share(engine: Engine, requests: list[dict[str, Any]], steps: int) -> fl
     return busy / 1e6 / took
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = option_parser(__doc__)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; requests and lengths by 8")
     parser.add_argument("--seed", type=int, default=0, help="of lengths, tokens and arrivals")
@@ -162,9 +161,8 @@ def main() -> int:
     parser.add_argument("--prompt-chunk", type=int, default=2048)
     parser.add_argument("--max-batch-tokens", type=int, default=8192)
     arguments = parser.parse_args()
-    if not arguments.tiny and not torch.cuda.is_available():
-        print("benchmarks/traffic.py needs a CUDA device, and torch finds none here; try --tiny.", file=sys.stderr)
-        return 1
+    if not arguments.tiny:
+        need_gpu()
     device, scale, memory, config = "cuda", 1, int(arguments.kv_gib * GIB), llama_8b()
     if arguments.tiny:
         device, scale, memory = "cpu", 8, None
@@ -181,7 +179,7 @@ def main() -> int:
         max_batch_tokens=arguments.max_batch_tokens // scale,
     )
     results: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "machine": machine() if device == "cuda" else "CPU",
         "options": {name: value for name, value in vars(arguments).items() if name != "json"},
         "ready_seconds": time.perf_counter() - begin,
     }
@@ -195,11 +193,8 @@ def main() -> int:
     if device == "cuda":
         results["gpu_busy"] = busy_share(engine, requests, PROFILED_STEPS)
     print(json.dumps(results, indent=1))
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf8")
-    return 0
+    save(arguments.json, results)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
