@@ -25,6 +25,10 @@ from kvconvert.runtime.cache.prompts import SealSpan
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import Group, LayerStore
 
+# Tokens of a pass that may lie in full precision in all layers at once: 256 MiB in bfloat16 for 32 layers with 8 KV
+# heads of 128 channels.
+FEW_TOKENS = 2048
+
 
 def begin_forward(store: LayerStore) -> None:
     """Compress what the previous forward pass left, if this layer begins another one."""
@@ -40,8 +44,8 @@ def begin_forward(store: LayerStore) -> None:
 def end_forward(store: LayerStore) -> None:
     """Compress what is complete after the attention of committed tokens; later calls in the same pass do nothing.
 
-    A prompt is compressed layer by layer, so that no more than one layer's tokens lie in full precision; what a single
-    token completes is compressed once all layers of the group are there, in as few launches as for one.
+    Many tokens are compressed layer by layer, so that no more than one layer's lie in full precision. What few tokens
+    complete, and no whole prompt, is compressed once all layers of the group are there, in as few launches as for one.
 
     Raises:
         CacheError: the pages have a fixed capacity and no room left.
@@ -58,8 +62,10 @@ def end_forward(store: LayerStore) -> None:
         group.touch()
     if group.keep_for_sharing:
         return
-    if latest.length == 1 and not group.seal_at_once:
+    single, plain = latest.length == 1 and not group.seal_at_once, group.policy.flushes and not group.policy.selects
+    if single or (plain and latest.length * group.rows + group.tokens_beside <= FEW_TOKENS):
         if latest.ended == len(group.stores):
+            group.seal_at_once = False
             compress(group, seal=False)
         return
     if latest.compression is None:

@@ -151,6 +151,9 @@ class PackedCache(Cache):
         for cache, count in parts:
             self.segments.append(Segment(cache, max(1, cache.groups[0].rows), slice(begin, begin + count)))
             begin += count
+        for segment in self.segments:
+            for group in segment.cache.groups:
+                group.tokens_beside = begin - (segment.tokens.stop - segment.tokens.start)
         first = self.segments[0].cache
         self.placeholders = first.placeholders
         super().__init__(layers=[PackedLayer(self.segments, index) for index in range(len(first.layers))])

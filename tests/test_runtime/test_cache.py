@@ -211,9 +211,10 @@ def test_a_token_of_zeros_comes_back_as_zeros():
     layer = cache.layers[0]
     keys, values = torch.randn(1, 2, 128, 64), torch.randn(1, 2, 128, 64)
     keys[:, :, 17] = 0
-    layer.update(keys, values)
-    commit(layer.store, Chunk(torch.arange(128)))
-    end_forward(layer.store)
+    for each in cache.layers:
+        each.update(keys, values)
+        commit(each.store, Chunk(torch.arange(128)))
+        end_forward(each.store)
     pages = layer.store.key_pages.read(layer.store.sequences[0].keys.pages)
     assert pages.norm[0, 0, 17] == 0
     assert torch.isfinite(pages.scale).all()
@@ -301,3 +302,26 @@ def test_pages_kept_for_later_layers_of_a_pass_are_written_when_the_prompt_is_se
                 assert cache.stats().residual_tokens < 300
             logits.append(model(ids[:, 300:], past_key_values=cache).logits)
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("scheme", ["kivi", "kitty", "minikv"])
+def test_few_tokens_are_compressed_at_the_end_of_a_pass_and_store_what_many_do(scheme, monkeypatch):
+    model = tiny_model("llama", "kvconvert", num_hidden_layers=2)
+    ids, stored = random_ids(1, 400), []
+    for few in (0, 2048):
+        monkeypatch.setattr("kvconvert.runtime.cache.compress.FEW_TOKENS", few)
+        cache = KVCache(model.config, scheme)
+        flushed = []
+
+        def update(*given, after=cache.layers[1].update, first=cache.layers[0].store, flushed=flushed):
+            flushed.append(first.flushes)
+            return after(*given)
+
+        cache.layers[1].update = update
+        model(ids, past_key_values=cache)
+        cache.seal()
+        stored.append([(s.bytes_used(), s.residual(0)[0]) for s in cache.stores()])
+        assert (flushed[0] > 0) == (few == 0 and scheme != "minikv")
+    for (before, keys), (after, others) in zip(*stored, strict=True):
+        assert before == after
+        assert keys.equal(others)

@@ -13,8 +13,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache, watch_inputs
+from kvconvert.runtime.cache import attend as attend_module
 from kvconvert.runtime.cache.attend import attend
-from kvconvert.runtime.hf import attention
 
 SPAN = KVScheme(key_granularity="span", value_granularity="span")
 VISUAL, AUDIBLE = replace(SPAN, modality="visual"), replace(SPAN, modality="audio")
@@ -306,7 +306,7 @@ def test_tau_shifts_the_extremes_over_visual_tokens_only(llava, monkeypatch):
         seen.append((queries, attend(store, queries, *rest, **more)))
         return seen[-1][1]
 
-    monkeypatch.setattr(attention, "attend", attend_and_record)
+    monkeypatch.setattr(attend_module, "attend", attend_and_record)
     llava(step, past_key_values=cache)
     queries, output = seen[0]
     exact = DynamicCache()

@@ -1,0 +1,200 @@
+"""Mixed traffic through an Engine: 160 requests with prompts of 128 to 10,000 tokens and answers of 32 to 360.
+
+    python benchmarks/traffic.py --json benchmarks/results/traffic.json
+    python benchmarks/traffic.py --tiny                  # some seconds on a CPU: does everything, measures nothing
+
+The prompts have 366,374 tokens together and the answers 23,545; lengths are log-uniform, drawn with --seed and scaled
+to these sums. Answers are sampled with top-p and end by length. All requests come at once, or with --rate so many a
+second with exponential gaps. The model is random, of an 8B Llama's shape (4-bit weights in groups of 128,
+`oscar-g128`).
+
+The first round is that of a new process (kernels are compiled, steps recorded), the second one is warm, and on a GPU a
+third one is profiled: which share of the time some kernel runs. Times of passes are those of `Engine.step`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_models import llama_8b, packed_model
+from runner import machine, need_gpu, option_parser, save
+from torch.profiler import ProfilerActivity, profile
+
+from kvconvert.methods import KVScheme
+from kvconvert.runtime import Engine, Sampling
+
+GIB = 1 << 30
+SAMPLING = {"temperature": 0.8, "top_p": 0.95}
+# Upper ends of the kinds of passes, in prompt tokens.
+KINDS = (0, 600, 2048, 4096, 8192)
+PROFILED_STEPS = 60
+
+
+def lengths(dice: random.Random, count: int, least: int, most: int, total: int) -> list[int]:
+    """Log-uniform numbers of tokens between two bounds, scaled so that they sum up to `total`."""
+    drawn = [math.exp(dice.uniform(math.log(least), math.log(most))) for _ in range(count)]
+
+    def scaled(factor: float) -> list[int]:
+        return [max(least, min(most, int(length * factor))) for length in drawn]
+
+    low, high = 0.0, most / least
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(scaled(middle)) <= total else (low, middle)
+    found = scaled(low)
+    for index in range(total - sum(found)):
+        found[index % count] += 1
+    return found
+
+
+def requests_of(seed: int, scale: int, vocabulary: int) -> list[dict[str, Any]]:
+    """Arguments of `Engine.add`; `scale` divides the number of requests and all lengths."""
+    dice, count = random.Random(seed), 160 // scale
+    prompts = lengths(dice, count, 128 // scale, 10_000 // scale, 366_374 // scale**2)
+    answers = lengths(dice, count, 32 // scale, 360 // scale, 23_545 // scale**2)
+    return [
+        {
+            "prompt": dice.choices(range(5, vocabulary), k=prompt),
+            "max_new_tokens": answer,
+            "sampling": Sampling(**SAMPLING, seed=number),
+            "stop_token_ids": [],
+        }
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+
+
+def serve(engine: Engine, requests: list[dict[str, Any]], arrivals: Sequence[float]) -> dict[str, Any]:
+    """Serve requests that come at these seconds, and measure them and the passes."""
+    told: list[list[float]] = [[] for _ in requests]
+    passes: list[tuple[int, float]] = []  # prompt tokens and seconds
+    added, begin = 0, time.perf_counter()
+    while added < len(requests) or engine.stats().waiting or engine.stats().running:
+        while added < len(requests) and arrivals[added] <= time.perf_counter() - begin:
+            heard = told[added]
+            engine.add(**requests[added], on_event=lambda event, heard=heard: heard.append(time.perf_counter() - begin))
+            added += 1
+        before, since = engine.stats(), time.perf_counter()
+        if not (before.waiting or before.running):
+            time.sleep(1e-3)
+            continue
+        engine.step()
+        passes.append((engine.stats().prompt_tokens - before.prompt_tokens, time.perf_counter() - since))
+    engine.run()
+    took = time.perf_counter() - begin
+    first = [times[0] - came for times, came in zip(told, arrivals, strict=True)]
+    further = [(times[-1] - times[0]) / (len(times) - 1) for times in told if len(times) > 1]
+    prompts = sum(len(request["prompt"]) for request in requests)
+    answers = sum(map(len, told))
+    return {
+        "seconds": took,
+        "tokens_per_second": answers / took,
+        "prompt_tokens_per_second": prompts / took,
+        "first_token_p50_s": quantile(first, 0.5),
+        "first_token_p99_s": quantile(first, 0.99),
+        "further_token_p50_ms": quantile(further, 0.5) * 1e3,
+        "further_token_p99_ms": quantile(further, 0.99) * 1e3,
+        "passes": by_kind(passes),
+    }
+
+
+def quantile(numbers: list[float], share: float) -> float:
+    """The smallest number that `share` of all do not exceed."""
+    return sorted(numbers)[max(0, math.ceil(share * len(numbers)) - 1)]
+
+
+def by_kind(passes: list[tuple[int, float]]) -> dict[str, dict[str, float]]:
+    """Number and seconds of passes by how many prompt tokens they read."""
+    found: dict[str, list[float]] = {}
+    for tokens, seconds in passes:
+        most = next((end for end in KINDS if tokens <= end), math.inf)
+        found.setdefault(f"up to {most:,} prompt tokens" if most else "decoding alone", []).append(seconds)
+    return {
+        name: {
+            "passes": len(times),
+            "seconds": sum(times),
+            "median_ms": statistics.median(times) * 1e3,
+            "longest_ms": max(times) * 1e3,
+        }
+        for name, times in sorted(found.items(), key=lambda item: sum(item[1]), reverse=True)
+    }
+
+
+def busy_share(engine: Engine, requests: list[dict[str, Any]], steps: int) -> float:
+    """The share of the time in which some kernel runs, over some steps after the first ones."""
+    added = [engine.add(**request) for request in requests]
+    for _ in range(3):
+        engine.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+        took = time.perf_counter() - begin
+    for request in added:
+        request.cancel()
+    engine.run()
+    busy, until = 0.0, -math.inf
+    ranges = [e.time_range for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    for begin, end in sorted((r.start, r.end) for r in ranges):
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return busy / 1e6 / took
+
+
+def main() -> None:
+    parser = option_parser(__doc__)
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; requests and lengths by 8")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths, tokens and arrivals")
+    parser.add_argument("--rate", type=float, help="requests per second (default: all at once)")
+    parser.add_argument("--kv-gib", type=float, default=30.0, help="memory for pages (default: 30)")
+    parser.add_argument("--max-batch", type=int, default=64)
+    parser.add_argument("--prompt-chunk", type=int, default=2048)
+    parser.add_argument("--max-batch-tokens", type=int, default=8192)
+    arguments = parser.parse_args()
+    if not arguments.tiny:
+        need_gpu()
+    device, scale, memory, config = "cuda", 1, int(arguments.kv_gib * GIB), llama_8b()
+    if arguments.tiny:
+        device, scale, memory = "cpu", 8, None
+        shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
+        config = llama_8b(**shape, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    scheme = KVScheme.preset("oscar-g128").with_online_rotation()
+    begin = time.perf_counter()
+    model = packed_model(config, [scheme] * config.num_hidden_layers, device)
+    engine = Engine(
+        model,
+        kv_memory=memory,
+        max_batch=arguments.max_batch // scale,
+        prompt_chunk=arguments.prompt_chunk // scale,
+        max_batch_tokens=arguments.max_batch_tokens // scale,
+    )
+    results: dict[str, Any] = {
+        "machine": machine() if device == "cuda" else "CPU",
+        "options": {name: value for name, value in vars(arguments).items() if name != "json"},
+        "ready_seconds": time.perf_counter() - begin,
+    }
+    requests = requests_of(arguments.seed, scale, config.vocab_size)
+    dice, now, arrivals = random.Random(arguments.seed + 1), 0.0, []
+    for _ in requests:
+        arrivals.append(now)
+        now += dice.expovariate(arguments.rate) if arguments.rate else 0.0
+    for name in ("new process", "warm"):
+        results[name] = serve(engine, requests, arrivals)
+    if device == "cuda":
+        results["gpu_busy"] = busy_share(engine, requests, PROFILED_STEPS)
+    print(json.dumps(results, indent=1))
+    save(arguments.json, results)
+
+
+if __name__ == "__main__":
+    main()
