@@ -1,4 +1,7 @@
-"""README's picture and table: what the cache of a real model costs, and how fast an 8B shape decodes with it."""
+"""README's picture and table: what the cache of a real model costs, and how fast an 8B shape decodes with one.
+
+Each panel of the picture names the model that it was measured on.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Panel:
         kind: memory, speed, or fidelity.
         title: what the reader gains or pays.
         bars: (label, value, the value as text), the source's first.
-        notes: what was measured, one a line.
+        notes: the model, and what was measured on it, one a line.
     """
 
     kind: str
@@ -71,7 +74,7 @@ def picture(report: Mapping[str, Any], engine: Mapping[str, Any], colors: Mappin
             "MEMORY",
             f"{16 / bits:.1f}x smaller KV cache",
             (("bf16", 16, "16 bits per value"), ("kvconvert", bits, f"{bits:.2f} bits")),
-            (f"{model_name(report)}, {settings['length']:,} tokens", f"recipe {recipe}, scales included"),
+            (model_name(report), f"{recipe}, {settings['length']:,} tokens, all included"),
         ),
         Panel(
             "SPEED",
@@ -80,16 +83,13 @@ def picture(report: Mapping[str, Any], engine: Mapping[str, Any], colors: Mappin
                 (label, r["tokens_per_second"], f"{r['tokens_per_second']:,.0f}, {r['batch']} sequences")
                 for label, r in (("bf16", bf16), ("kvconvert", ours))
             ),
-            ("8B shape, random weights; 4-bit, oscar-g128", f"Engine, 30 GB of cache, one {engine['machine']['gpu']}"),
+            ("8B shape with random weights, 4-bit", f"oscar-g128, 30 GB of cache, {engine['machine']['gpu']}"),
         ),
         Panel(
             "FIDELITY",
             f"{kept:.0%} retrieved, source {whole:.0%}",
             (("bf16", whole, f"{whole:.0%} retrieved"), ("kvconvert", kept, f"{kept:.0%} retrieved")),
-            (
-                f"numbers hidden {int(length):,} tokens back, same cache",
-                f"as on the left; {TEXTS[TEXT]} perplexity {rise:+.1%}",
-            ),
+            (model_name(report), f"{recipe}, {int(length):,} tokens back; perplexity {rise:+.1%}"),
         ),
     )
     label = "; ".join(f"{panel.title}: {', '.join(f'{b[0]} {b[2]}' for b in panel.bars)}" for panel in panels)

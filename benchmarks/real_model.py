@@ -8,7 +8,8 @@ are calibrated on text that ships with kvconvert, or on --calibration, never on 
 with changes: `oscar-g128:key_bits=3,sink_tokens=8`; `auto:kv_bits=2.5` passes arguments of `calibrate`. Without --only,
 the cases of docs/choosing.md are measured and those added; `make docs` then writes the pages.
 
-Tables of caches have weights in full precision. Segments are evenly spaced over each text and read page by page from
+Tables of caches have weights in full precision; bundles are calibrated with what `calibrate` takes without options,
+samples included. Segments are evenly spaced over each text and read page by page from
 token 160 on; caches that compress whole prompts read half of each segment, or --sealed-prompt tokens, as a sealed
 prompt and are scored on the rest, and the baseline beside them. Every row is written when it is there. Rows that the
 output holds already, measured in the same way, are kept; `benchmarks/real_model_merge.py` puts rows of several outputs
@@ -54,7 +55,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cases", dest="file", type=Path, metavar="FILE", help="of cases, one a line, # for comments")
     parser.add_argument("--beside", default="", metavar="NAME,...", help="search auto at the bytes of these, or of all")
     parser.add_argument("--auto-tokens", type=int, metavar="N", help="of calibration text, for searches")
-    parser.add_argument("--bundles", default="", metavar="CASE,...", help="recipes measured with their weights, too")
+    parser.add_argument(
+        "--bundles", default="", metavar="CASE,...", help="recipes measured with their weights, as calibrate makes them"
+    )
     parser.add_argument(
         "--baseline", default=BASELINE, help=f"case that others are compared with (default: {BASELINE})"
     )
@@ -94,7 +97,7 @@ def main() -> None:
         # Changes are separated by commas, too: a part without a preset of its own goes on with the one before.
         wanted = joined(args.only.split(",")) if args.only else [args.baseline, *PRESETS, *searches(args)]
         wanted += args.cases
-        bundles = [] if args.only else list(filter(None, args.bundles.split(",")))
+        bundles = list(filter(None, args.bundles.split(",")))
         if args.file is not None:
             wanted += cases_of(args.file)
         bench = Bench(args)

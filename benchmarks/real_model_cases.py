@@ -150,7 +150,8 @@ class Workshop:
         """The finished working directory of a case; one that is there already is taken."""
         directory = self.directory_of(case, keep_weights)
         directory.mkdir(parents=True, exist_ok=True)
-        arguments = {"samples": SAMPLES, "seq_len": LENGTH, "data": self.data} | dict(case.arguments)
+        samples = {"samples": SAMPLES, "seq_len": LENGTH} if keep_weights else {}
+        arguments = samples | {"data": self.data} | dict(case.arguments)
         search = self.search_of(case, keep_weights)
         if "auto_from" not in arguments and search in self._searched:
             # Budgets of one search share what was measured of single layers.

@@ -17,7 +17,8 @@ from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import make_passes
-from kvconvert.data.mixture import Sources, load_mixture
+from kvconvert.data.mixture import load_mixture
+from kvconvert.data.sources import Sources
 from kvconvert.errors import UsageError
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.methods import KVCalibration

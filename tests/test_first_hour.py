@@ -26,7 +26,7 @@ try:
     cli({arguments!r}, prog_name="kvconvert")
 except SystemExit as stopped:
     code = stopped.code
-heavy = [name for name in ("torch", "transformers", "datasets") if name in sys.modules]
+heavy = [name for name in ("pydantic", "torch", "transformers", "datasets") if name in sys.modules]
 print("AFTER", code, heavy)
 """
 
@@ -42,42 +42,78 @@ def kvconvert(*arguments):
         (["calibrate", "gone/gone/gone", "-o", "WORK"], 1, "There is no model directory"),
         (["calibrate", "MODEL", "-o", "WORK", "--recipe", "defualt"], 2, "did you mean default?"),
         (["calibrate", "MODEL", "-o", "WORK", "--kv-bits", "2.5"], 2, "choose the --recipe auto"),
+        (["calibrate", "MODEL", "-o", "WORK", "--set", "kv.bits=3"], 2, "bits is not a field of a KV scheme"),
+        (["calibrate", "MODEL", "-o", "WORK", "--recipe", "my.toml"], 2, "There is no recipe file my.toml;"),
+        (["calibrate", "MODEL", "-o", "WORK", "--set", "kv.sink_token=8"], 2, "did you mean sink_tokens?"),
+        (["calibrate", "MODEL", "-o", "WORK", "--weights", "awg"], 2, "choose 'awq',"),
+        (["calibrate", "MODEL", "-o", "WORK", "--data", "gone.txt"], 1, "gone.txt does not exist"),
+        (["calibrate", "someone/gone", "-o", "WORK"], 1, "because HF_HUB_OFFLINE is set"),
+        (["eval", "BUNDLE", "--data", "gone.jsonl"], 1, "gone.jsonl does not exist"),
         (["calibrate", "MODEL", "-o", "BUNDLE"], 2, "not kvconvert's"),
-        (["convert", "MODEL", "BUNDLE"], 2, "exists"),
+        (["convert", "EMPTY", "NEW"], 1, "is empty"),
+        (["convert", "MODEL", "BUNDLE"], 2, "replace it with --force"),
         (["convert", "gone/gone/gone", "NEW"], 1, "There is no model directory"),
         (["convert", "MODEL", "NEW", "--device", "cudaa"], 2, "--device may be cpu or cuda"),
         (["plan", "gone/gone/gone"], 1, "There is no model directory"),
         (["plan", "MODEL", "--gpu-memory", "24"], 2, "with its unit, as in 24GB"),
         (["export", "gone", "-o", "NEW"], 2, "is not a working directory"),
         (["export", "gone", "-o", "BUNDLE"], 2, "is not a working directory"),
+        (["generate", "BUNDLE", "--prompt", "x", "--dtype", "fp16"], 2, "--dtype is fp16; choose one of float32,"),
         (["generate", "MODEL", "--prompt", "x"], 1, "kvconvert convert"),
         (["eval", "gone"], 1, "no such directory"),
+        (["inspect", "gone"], 1, "no such directory"),
+        (["verify", "EMPTY"], 1, "is not a bundle"),
+        (["report", "gone"], 1, "no such directory"),
+        (["recipes", "defualt"], 2, "did you mean default?"),
+        (["pull", "someone"], 2, "user/name"),
         (["eval", "BUNDLE", "--against", "gone/gone/gone"], 1, "There is no model directory"),
         (["bench", "gone"], 1, "no such directory"),
         (["push", "BUNDLE", "someone/model"], 2, "needs an access token"),
     ],
 )
 def test_help_and_wrong_arguments_are_answered_before_torch_is_imported(tmp_path, arguments, code, said):
+    (tmp_path / "EMPTY").mkdir()
     (tmp_path / "MODEL").mkdir()
+    (tmp_path / "MODEL" / "config.json").write_text("{}")
     shutil.copytree(GOLDEN, tmp_path / "BUNDLE")
     offline = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
     offline |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
     program = [sys.executable, "-c", FAST.format(arguments=arguments)]
     found = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, env=offline)
-    assert f"AFTER {code} []" in found.stdout, found.stderr
+    of_a_recipe = {"--recipe", "--kv-bits", "--set", "--weights", "recipes"} & {*arguments}
+    assert f"AFTER {code} {['pydantic'] if of_a_recipe else []}" in found.stdout, found.stderr
     assert said in found.stdout + found.stderr
-    assert sorted(os.listdir(tmp_path)) == ["BUNDLE", "MODEL"] + (["hub"] if (tmp_path / "hub").exists() else [])
+    assert sorted(os.listdir(tmp_path)) == ["BUNDLE", "EMPTY", "MODEL"] + (
+        ["hub"] if (tmp_path / "hub").exists() else []
+    )
 
 
-def test_inspect_is_ten_lines_and_imports_none_of_transformers_models():
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_inspect_and_verify_are_ten_lines_and_import_no_modeling_code(command):
     program = (
         "import sys; from kvconvert.cli import cli\n"
-        f"try: cli(['inspect', {str(GOLDEN)!r}])\nexcept SystemExit as stopped: assert stopped.code == 0\n"
-        "assert 'transformers.modeling_utils' not in sys.modules and 'kvconvert.runtime' not in sys.modules\n"
+        f"try: cli([{command!r}, {str(GOLDEN)!r}])\nexcept SystemExit as stopped: assert stopped.code == 0\n"
+        "found = [name for name in sys.modules if 'modeling_' in name or name.startswith('kvconvert.runtime')]\n"
+        "assert not found, found\n"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert 8 <= len(found.stdout.splitlines()) <= 12
+
+
+RUNTIME = """
+import time
+import transformers.generation.utils, transformers.modeling_utils
+from transformers import AutoModelForCausalLM, AutoTokenizer, AwqConfig
+before = time.process_time()
+import kvconvert.runtime
+print((time.process_time() - before) / before)
+"""
+
+
+def test_importing_the_runtime_takes_at_most_a_tenth_more_than_what_it_needs_of_transformers():
+    shares = [float(subprocess.check_output([sys.executable, "-c", RUNTIME], text=True)) for _ in range(2)]
+    assert min(shares) < 0.1
 
 
 def test_convert_gives_the_bytes_of_calibrate_and_export_and_leaves_nothing_else(tmp_path):
@@ -89,6 +125,7 @@ def test_convert_gives_the_bytes_of_calibrate_and_export_and_leaves_nothing_else
     assert result.exit_code == 0, result.output
     assert "kvconvert generate" in result.stdout
     assert sorted(os.listdir(tmp_path)) == ["model", "one", "tiny.toml"]
+    assert kvconvert("convert", tmp_path / "model", tmp_path / "one", *options, "--force").exit_code == 0
     assert kvconvert("calibrate", tmp_path / "model", "-o", tmp_path / "work", *options).exit_code == 0
     assert kvconvert("export", tmp_path / "work", "-o", tmp_path / "two").exit_code == 0
     for file in ("model.safetensors", "kvconvert/plan.safetensors", "kvconvert.json", "config.json", "README.md"):

@@ -150,6 +150,16 @@ def allocated_recipe(recipe: Recipe, task: SearchTask, allocation: Allocation) -
     return recipe.model_copy(update={"layers": overrides})
 
 
+def search_seconds(task: SearchTask, recipe: Recipe, run: SearchRun, samples: Tensor) -> float:
+    """How long `find_allocation` will take with the same arguments, by timing what all layers repeat."""
+    begun = time.perf_counter()
+    measuring = _Measuring(task, recipe, run)
+    measuring.read(samples)
+    expected = measuring.seconds(task.layers)
+    # The search begins as this does.
+    return time.perf_counter() - begun + expected
+
+
 def find_allocation(task: SearchTask, recipe: Recipe, run: SearchRun, samples: Tensor) -> Allocation:
     """Measure, allocate and commit what was found.
 
@@ -178,16 +188,19 @@ class _Measuring:
     clip_text: ExactText | None = None
     measured: dict[int, TreatmentSearch] = field(default_factory=dict)
 
+    def read(self, samples: Tensor) -> None:
+        """Run the model as it is on the texts."""
+        self.clip_text = self.run.model.read(samples, samples.shape[1])
+        self.text = self.run.model.read(self.run.text.ids, PAGE_SIZE)
+
     def table(self, samples: Tensor) -> list[LayerAllocation]:
         """Treatment, divergence and clip ratio of every candidate, layer by layer; `keys` and `values` are still empty.
 
         The task's layers are treated from then on.
         """
         layers = self.task.layers
-        sides = dict(zip(("key", "value"), searched_sides(self.recipe.kv, self.recipe.calibration), strict=True))
-        self.clip_text = self.run.model.read(samples, samples.shape[1])
-        self.text = self.run.model.read(self.run.text.ids, PAGE_SIZE)
-        self._announce(sides)
+        self.read(samples)
+        self._announce()
         done = []
         total = sum(len(layer.candidates) for layer in layers)
         with progress_bar(total=total, desc="candidates", unit="candidate", shown=self.run.progress) as bar:
@@ -195,7 +208,7 @@ class _Measuring:
                 name = f"layer-{layer.index:05d}"
                 committed = self.run.store.measurement(name)
                 if committed is None:
-                    treatments, layer, ratios = self._fitted(layer, sides)
+                    treatments, layer, ratios = self._fitted(layer)
                     kl = {}
                     for candidate in layer.candidates:
                         kl[candidate.name] = self._divergence({layer: (candidate,)}, {layer.index: ratios})
@@ -253,10 +266,9 @@ class _Measuring:
             embeddings = self.clip_text.embeddings[index]
         return measured_layer(layer, call, weight, embeddings, changing_rope(model.model.config))
 
-    def _fitted(
-        self, layer: SearchedLayer, sides: dict[str, bool]
-    ) -> tuple[dict[str, dict[str, Any]], SearchedLayer, dict[str, float]]:
+    def _fitted(self, layer: SearchedLayer) -> tuple[dict[str, dict[str, Any]], SearchedLayer, dict[str, float]]:
         """Treatments of keys, the layer with them, and clip ratios, by candidate's name."""
+        sides = dict(zip(("key", "value"), searched_sides(self.recipe.kv, self.recipe.calibration), strict=True))
         measured = self._measured(layer)
         found = candidate_treatments(layer, measured)
         layer = layer.treated(found)
@@ -265,29 +277,32 @@ class _Measuring:
         self.measured[layer.index] = measured
         return found, layer, ratios
 
-    def _announce(self, sides: dict[str, bool]) -> None:
-        """Time one candidate and say how long all will take."""
-        layers = self.task.layers
-        left = [layer for layer in layers if self.run.store.measurement(f"layer-{layer.index:05d}") is None]
-        first = layers[0]
-        seconds = []
+    def _announce(self) -> None:
+        """Say how long all of it will take."""
+        left = [layer for layer in self.task.layers if self.run.store.measurement(f"layer-{layer.index:05d}") is None]
+        rows, length = self.text.ids.shape
+        plans = f"up to {self.task.repairs + 1} plans of the whole model"
+        what = f"{sum(len(layer.candidates) for layer in left)} candidates in {len(left)} layers, then {plans}"
+        time_left = _duration(self.seconds(left))
+        self.run.say(f"Measuring {what if left else plans} on {rows} x {length} tokens: about {time_left}.")
+
+    def seconds(self, left: Sequence[SearchedLayer]) -> float:
+        """What measuring these layers and then plans will take: the first layer and one candidate of it are timed."""
+        first = self.task.layers[0]
+        taken = [0.0, 0.0]
         for _ in range(2):  # the first run is slower than all others
             start = time.perf_counter()
-            _, treated, ratios = self._fitted(first, sides)
+            _, treated, ratios = self._fitted(first)
             middle = time.perf_counter()
             self._divergence({treated: (treated.keys[0],)}, {first.index: ratios})
-            seconds = [middle - start, time.perf_counter() - middle]
-            if sum(seconds) > 10:
+            taken = [middle - start, time.perf_counter() - middle]
+            if sum(taken) > 10:
                 break
         # What a run costs that begins at the layer that it quantizes; embeddings and head are in all.
         count = self.run.model.model.config.get_text_config().num_hidden_layers
         begins = [(1 - 0.8 * layer.index / count) if self.run.model.starts_late else 1 for layer in left]
         candidates = sum(len(layer.candidates) * share for layer, share in zip(left, begins, strict=True))
-        total = len(left) * seconds[0] + (candidates + (self.task.repairs + 1) * 2) * seconds[1]
-        rows, length = self.text.ids.shape
-        plans = f"up to {self.task.repairs + 1} plans of the whole model"
-        what = f"{sum(len(layer.candidates) for layer in left)} candidates in {len(left)} layers, then {plans}"
-        self.run.say(f"Measuring {what if left else plans} on {rows} x {length} tokens: about {_duration(total)}.")
+        return len(left) * taken[0] + (candidates + (self.task.repairs + 1) * 2) * taken[1]
 
 
 def _record(task: SearchTask, table: list[LayerAllocation], best: MeasuredPlan, run: SearchRun) -> Allocation:

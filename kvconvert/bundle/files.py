@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kvconvert.bundle.manifest import FORMER_PLAN_NAME, MANIFEST_NAME, PLAN_NAME, Manifest
+from kvconvert.bundle.locate import FORMER_PLAN_NAME, MANIFEST_NAME, PLAN_NAME
+from kvconvert.bundle.manifest import Manifest
 from kvconvert.errors import BundleError
 from kvconvert.io.records import FileInfo
 from kvconvert.io.tensorfile import mismatch

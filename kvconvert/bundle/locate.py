@@ -1,18 +1,23 @@
-"""Where a bundle lies, at a path or on the Hub under the id of a repository, and where one may be written.
+"""Where a bundle lies, at a path or on the Hub under the id of a repository; which the Hub's cache holds; and where one
+may be written.
 
-Nothing here imports torch, which takes seconds: commands refuse wrong paths before that.
+Nothing here imports torch, which takes seconds, or pydantic: commands refuse wrong paths before that.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvconvert.bundle.manifest import MANIFEST_NAME, PLAN_NAME
-from kvconvert.errors import BundleError, HubError, UsageError
+from kvconvert.errors import BundleError, HubError, UsageError, did_you_mean
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 
+MANIFEST_NAME = "kvconvert.json"
+# In a folder, for engines read every *.safetensors file that lies beside config.json as weights.
+PLAN_NAME = "kvconvert/plan.safetensors"
+FORMER_PLAN_NAME = "kv_plan.safetensors"
 DESCRIPTION = (MANIFEST_NAME, "config.json", PLAN_NAME)  # what a bundle does, without its weights
 
 
@@ -35,12 +40,12 @@ def locate(
         local_files_only: use the Hub's cache alone, as HF_HUB_OFFLINE=1 does.
 
     Raises:
-        BundleError: there is no such path.
+        BundleError: there is no such path, or no bundle there.
         HubError: the repository holds no bundle or cannot be fetched.
     """
+    check_place(bundle)
     if os.path.exists(bundle):
         return Path(bundle)
-    check_place(bundle)
     return _fetch(str(bundle), weights, {"revision": revision, "token": token, "local_files_only": local_files_only})
 
 
@@ -107,3 +112,64 @@ def _fetch(bundle: str, weights: bool, options: dict[str, Any]) -> Path:
     if found is None:
         raise HubError(f"{bundle} on the Hub is not a kvconvert bundle: it has no {MANIFEST_NAME}; give another id.")
     return Path(found)
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A bundle in the cache.
+
+    Attributes:
+        repository: its id.
+        commits: that are there.
+        size: bytes on the disk.
+        modified: when a file last changed, in words.
+    """
+
+    repository: str
+    commits: tuple[str, ...]
+    size: int
+    modified: str
+
+
+def pulled() -> list[Pulled]:
+    """All of them, by id."""
+    found = _bundles(_scan())
+    return [
+        Pulled(
+            repo.repo_id,
+            tuple(sorted(revision.commit_hash for revision in repo.revisions)),
+            repo.size_on_disk,
+            repo.last_modified_str,
+        )
+        for repo in sorted(found, key=lambda repo: repo.repo_id)
+    ]
+
+
+def remove_pulled(repository: str) -> int:
+    """Remove a bundle with all its revisions; gives the bytes that were freed (HubError: there is none)."""
+    cache = _scan()
+    found = {repo.repo_id: repo for repo in _bundles(cache)}
+    if repository not in found:
+        hint = did_you_mean(repository, found) if found else "kvconvert list shows what is there."
+        raise HubError(f"The Hub's cache holds no bundle {repository}; {hint}")
+    strategy = cache.delete_revisions(*(revision.commit_hash for revision in found[repository].revisions))
+    strategy.execute()
+    return strategy.expected_freed_size
+
+
+def _scan() -> Any:
+    """The Hub client's account of its cache; None where there is no cache yet."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        return scan_cache_dir()
+    except CacheNotFound:
+        return None
+
+
+def _bundles(cache: Any) -> list[Any]:
+    repos = () if cache is None else cache.repos
+    return [
+        repo for repo in repos if any((revision.snapshot_path / MANIFEST_NAME).exists() for revision in repo.revisions)
+    ]

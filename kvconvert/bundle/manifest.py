@@ -13,15 +13,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from kvconvert.bundle.locate import PLAN_NAME
 from kvconvert.io.records import DataInfo, FileInfo, Record, Sha256, SourceInfo, TensorInfo
 from kvconvert.methods import KVScheme, LayerShape, awq, layer_conventions
 from kvconvert.methods.awq import AWQ_BITS, QuantizedBy, StoredMethod
 
 FORMAT_VERSION = 1  # format 0 differs in this number alone
-MANIFEST_NAME = "kvconvert.json"
-# In a folder, for engines read every *.safetensors file that lies beside config.json as weights.
-PLAN_NAME = "kvconvert/plan.safetensors"
-FORMER_PLAN_NAME = "kv_plan.safetensors"
 # AWQ "version" of a bundle whose weights are no AWQ checkpoint. transformers only warns of a quantization method that
 # it does not know, and would then generate with its ordinary cache; an unknown version it refuses, and shows it.
 OWN_VERSION = "kvconvert: import kvconvert.runtime before from_pretrained"

@@ -24,8 +24,8 @@ from kvconvert.bundle.files import (
     read_settings,
     unsafe_settings,
 )
-from kvconvert.bundle.locate import manifest_path
-from kvconvert.bundle.manifest import FORMAT_VERSION, MANIFEST_NAME, PLAN_NAME, Manifest, quantization_config, unseal
+from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME, manifest_path
+from kvconvert.bundle.manifest import FORMAT_VERSION, Manifest, quantization_config, unseal
 from kvconvert.bundle.weight_files import (
     check_plan_header,
     check_scales,

@@ -11,7 +11,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvconvert.bundle.files import read_object
-from kvconvert.bundle.manifest import MANIFEST_NAME, PLAN_NAME, LayerPlan, Manifest
+from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME
+from kvconvert.bundle.manifest import LayerPlan, Manifest
 from kvconvert.errors import BundleError
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorfile import mismatch, nbytes, read_header, tensor_info

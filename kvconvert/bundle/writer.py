@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvconvert.bundle.locate import check_output
-from kvconvert.bundle.manifest import MANIFEST_NAME, Manifest
+from kvconvert.bundle.locate import MANIFEST_NAME, check_output
+from kvconvert.bundle.manifest import Manifest
 from kvconvert.errors import KvconvertError
 from kvconvert.io import disk
 from kvconvert.io.records import FileInfo, TensorInfo

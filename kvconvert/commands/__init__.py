@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import click
 
-from kvconvert.errors import UsageError
+from kvconvert.errors import UsageError, did_you_mean
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_device(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """--device, refused before torch is imported where it is neither a CPU nor a GPU of CUDA."""
     if value is not None and value.partition(":")[0] not in ("cpu", "cuda"):
         raise UsageError(f"There is no device {value}; --device may be cpu or cuda.")
+    return value
+
+
+def check_dtype(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """--dtype, likewise."""
+    if value is not None and value not in DTYPES:
+        raise UsageError(f"--dtype is {value}; {did_you_mean(value, DTYPES)}")
     return value
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from kvconvert.commands import check_device
+from kvconvert.commands import check_device, check_dtype
 from kvconvert.errors import UsageError
 
 
@@ -40,7 +40,12 @@ from kvconvert.errors import UsageError
     help="Tokens that each sequence generates.",
 )
 @click.option("--device", callback=check_device, metavar="D", help="cpu or cuda; a GPU by default if there is one.")
-@click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default what each model loads in.")
+@click.option(
+    "--dtype",
+    callback=check_dtype,
+    metavar="T",
+    help="float32, bfloat16 or float16; by default what each model loads in.",
+)
 @click.option(
     "--json", "file", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON, too."
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,14 +96,15 @@ def calibrate(model: str, work: Path, **options: Any) -> None:
     from kvconvert.calibration.ranks import is_first_process
 
     if is_first_process():
-        click.echo(f"Calibrated {model} in {work}; next: kvconvert export {work} -o BUNDLE")
+        click.echo(f"Calibrated {model} in {work}; next: kvconvert export {shlex.quote(str(work))} -o BUNDLE")
 
 
 @click.command()
 @click.argument("model")
 @click.argument("bundle", type=click.Path(path_type=Path))
 @_calibration
-def convert(model: str, bundle: Path, **options: Any) -> None:
+@click.option("--force", is_flag=True, help="Replace an existing bundle, and accept missed fidelity limits.")
+def convert(model: str, bundle: Path, force: bool, **options: Any) -> None:
     """Calibrate MODEL and export BUNDLE in one go; run again to resume.
 
     The options are those of kvconvert calibrate. Its working directory, BUNDLE-work, is removed when BUNDLE is written.
@@ -110,14 +112,14 @@ def convert(model: str, bundle: Path, **options: Any) -> None:
     from kvconvert.bundle.locate import check_output
     from kvconvert.io.disk import check_writable, remove_tree
 
-    check_output(bundle, force=False)
+    check_output(bundle, force)
     check_writable(bundle.absolute().parent, "bundle")
     work = bundle.absolute().with_name(f"{bundle.absolute().name}-work")
     _run(model, work, **options)
     from kvconvert.commands.export import exported
     from kvconvert.convert.export import export
 
-    export(work, bundle, device=options["device"])
+    export(work, bundle, force=force, device=options["device"])
     remove_tree(work)
     click.echo(exported(bundle))
 
@@ -142,10 +144,16 @@ def _run(
     **changes: Any,
 ) -> None:
     from kvconvert.convert.work_files import check_place
+    from kvconvert.data.sources import check_sources
     from kvconvert.models import check_model
+
+    # A wrong model, place or recipe is refused before anything slow is imported.
+    check_model(model)
+    check_sources(list(data) or None)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun's processes would be in each other's way
+        check_place(work)
     from kvconvert.recipes.recipe import Recipe
 
-    # A wrong recipe, model or place is refused before anything slow is imported.
     loaded = Recipe.load(recipe, changes_of(**changes)).with_budget(
         kv_bits=kv_bits,
         kv_bytes_per_token=kv_bytes_per_token,
@@ -153,9 +161,6 @@ def _run(
         auto_tokens=auto_tokens,
         weight_bits=weight_bits,
     )
-    check_model(model)
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun's processes would be in each other's way
-        check_place(work)
     from kvconvert.convert.host_memory import return_large_blocks
     from kvconvert.io.checksums import begin
 

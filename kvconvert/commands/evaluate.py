@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import check_device, quiet
+from kvconvert.commands import check_device, check_dtype, quiet
 from kvconvert.errors import UsageError
 
 
@@ -33,7 +33,12 @@ from kvconvert.errors import UsageError
     help="Measure these: perplexity, kl, top1, recall, probes, free-running, images, cache, weights.",
 )
 @click.option("--device", callback=check_device, metavar="D", help="cpu or cuda; a GPU by default if there is one.")
-@click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default the model's, on a CPU float32.")
+@click.option(
+    "--dtype",
+    callback=check_dtype,
+    metavar="T",
+    help="float32, bfloat16 or float16; by default the model's, on a CPU float32.",
+)
 @click.option(
     "--harness", "tasks", metavar="TASK,...", help="Measure tasks of lm-evaluation-harness, or .yaml files, instead."
 )
@@ -63,6 +68,10 @@ def evaluate(
         from kvconvert.models import check_model
 
         check_model(options["against"])
+    if options["data"] is not None:
+        from kvconvert.data.sources import check_sources
+
+        check_sources(options["data"])
     if tasks is not None:
         others = {"only": only, "tokens": tokens, "data": options.pop("data"), "context": options.pop("context")}
         given = [f"--{name}" for name, value in others.items() if value is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,7 +97,9 @@ def export(
 
 def exported(bundle: Path) -> str:
     """What is said of a bundle that has been written."""
-    return f"Exported {bundle}, {_size(bundle):,} bytes; next: kvconvert generate {bundle} --prompt TEXT"
+    return (
+        f"Exported {bundle}, {_size(bundle):,} bytes; next: kvconvert generate {shlex.quote(str(bundle))} --prompt TEXT"
+    )
 
 
 def _export_onnx(source: str, output: Path, kv_cache: Literal["plan", "float"] | None, **options: Any) -> None:

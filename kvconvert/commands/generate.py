@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from kvconvert.commands import check_device, quiet
+from kvconvert.commands import check_device, check_dtype, quiet
 from kvconvert.errors import UsageError
 
 
@@ -36,7 +36,12 @@ from kvconvert.errors import UsageError
 @click.option("--seed", metavar="S", type=click.IntRange(min=0), help="The same seed draws the same tokens.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="End an answer before this text; may be given again.")
 @click.option("--device", callback=check_device, metavar="D", help="cpu or cuda; a GPU by default if there is one.")
-@click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default what the bundle loads in.")
+@click.option(
+    "--dtype",
+    callback=check_dtype,
+    metavar="T",
+    help="float32, bfloat16 or float16; by default what the bundle loads in.",
+)
 def generate(
     bundle: str,
     prompt: str | None,

@@ -37,6 +37,12 @@ def push(bundle: str, repository: str, private: bool, revision: str | None) -> N
 @click.option("--force", is_flag=True, help="Replace a bundle at DIR.")
 def pull(repository: str, output: Path | None, revision: str | None, force: bool) -> None:
     """Fetch the bundle USER/NAME from the Hub and verify all of it; run again to go on after an interruption."""
+    from kvconvert.bundle.locate import check_output
+    from kvconvert.io.hub import check_id
+
+    check_id(repository)
+    if output is not None:
+        check_output(output, force)
     from kvconvert.bundle.hub import fetch
 
     directory, commit = fetch(repository, output, revision=revision, force=force)
@@ -46,13 +52,14 @@ def pull(repository: str, output: Path | None, revision: str | None, force: bool
 @click.command("list")
 def list_bundles() -> None:
     """List the bundles in the Hub's cache: pulled without -o, or used by their id."""
-    from kvconvert.bundle.hub import pulled
-    from kvconvert.bundle.text import text_table
+    from kvconvert.bundle.locate import pulled
 
     found = pulled()
     if not found:
         click.echo("No bundle is in the Hub's cache; kvconvert pull USER/NAME fetches one.")
         return
+    from kvconvert.bundle.text import text_table
+
     rows = [(b.repository, ", ".join(commit[:7] for commit in b.commits), f"{b.size:,}", b.modified) for b in found]
     click.echo(text_table(("bundle", "commits", "bytes", "modified"), rows))
 
@@ -61,6 +68,6 @@ def list_bundles() -> None:
 @click.argument("repository", metavar="USER/NAME")
 def rm(repository: str) -> None:
     """Remove the bundle USER/NAME from the Hub's cache."""
-    from kvconvert.bundle.hub import remove_pulled
+    from kvconvert.bundle.locate import remove_pulled
 
     click.echo(f"Removed {repository}, {remove_pulled(repository):,} bytes.")

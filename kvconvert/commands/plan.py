@@ -9,16 +9,15 @@ import click
 
 from kvconvert.commands import check_device
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+_UNITS = {"B": 1} | {
+    f"{letter}{unit}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for unit, base in (("", 10**3), ("B", 10**3), ("IB", 2**10))
 }
 
 
 class ByteSize(click.ParamType):
-    """A number of bytes with a unit: 24GB, 80GiB, 500MB."""
+    """A number of bytes with a unit: 24GB or 24G, 80GiB, 500MB."""
 
     name = "SIZE"
 
@@ -74,14 +73,16 @@ def plan(
     Sizes follow from the headers of MODEL's files and its configuration. For the time, and the memory of any recipe,
     one layer is calibrated on few sequences and thrown away; --no-probe leaves that out.
     """
+    from kvconvert.data.sources import check_sources
+    from kvconvert.models import check_model
+
+    check_model(model)
+    check_sources(list(data) or None)
     from kvconvert.recipes.recipe import Recipe
 
     loaded = Recipe.load(recipe).with_budget(
         kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, auto_tokens=auto_tokens
     )
-    from kvconvert.models import check_model
-
-    check_model(model)
     import json
     from dataclasses import asdict
 

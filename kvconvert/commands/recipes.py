@@ -56,14 +56,14 @@ def recipes(recipe: str | None, **changes: Any) -> None:
     Values that differ from the defaults have a comment that says what they are.
     """
     stated = changes_of(**changes)
+    if recipe is None and stated:
+        raise UsageError("Which recipe is to be changed is not said; name a preset or a file, for instance default.")
     from kvconvert.recipes.recipe import Recipe
+
+    loaded = None if recipe is None else Recipe.load(recipe, stated)
     from kvconvert.recipes.text import list_recipes, recipe_toml
 
-    if recipe is None:
-        if stated:
-            raise UsageError(
-                "Which recipe is to be changed is not said; name a preset or a file, for instance default."
-            )
+    if loaded is None:
         click.echo(list_recipes())
     else:
-        click.echo(recipe_toml(Recipe.load(recipe, stated)), nl=False)
+        click.echo(recipe_toml(loaded), nl=False)

@@ -15,10 +15,9 @@ from torch import Tensor
 from kvconvert.auto.allocation import read_allocation, read_weight_allocation
 from kvconvert.bundle.card import CARD_NAME, model_card
 from kvconvert.bundle.files import is_settings, safe_settings, unsafe_settings
-from kvconvert.bundle.locate import check_output
+from kvconvert.bundle.locate import PLAN_NAME, check_output
 from kvconvert.bundle.manifest import (
     FORMAT_VERSION,
-    PLAN_NAME,
     Fidelity,
     LayerPlan,
     Manifest,

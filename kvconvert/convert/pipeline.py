@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,10 +24,18 @@ from pathlib import Path
 from typing import Unpack
 
 import torch
+from torch import Tensor
 
 from kvconvert.auto.allocation import read_allocation, read_weight_allocation
 from kvconvert.auto.model import SearchRun, SimulatedModel
-from kvconvert.auto.search import CLIP_ROWS, SearchTask, allocated_recipe, find_allocation, search_task
+from kvconvert.auto.search import (
+    CLIP_ROWS,
+    SearchTask,
+    allocated_recipe,
+    find_allocation,
+    search_seconds,
+    search_task,
+)
 from kvconvert.auto.weight_widths import allocated_widths, budget_of, find_widths, text_size, weight_units
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import LayerJob
@@ -52,8 +61,9 @@ from kvconvert.convert.passes import layer_jobs, resolve_layers
 from kvconvert.convert.work_files import check_place
 from kvconvert.convert.work_records import WorkState
 from kvconvert.convert.workdir import WorkDir
-from kvconvert.data.mixture import Sources, load_held_out_mixture
+from kvconvert.data.mixture import load_held_out_mixture
 from kvconvert.data.samples import load_samples
+from kvconvert.data.sources import Sources
 from kvconvert.data.text import TokenData, load_token_samples
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.io.progress import progress_bar
@@ -348,13 +358,22 @@ class Searches:
         """The recipe with the scheme of every searched layer stated."""
         found = read_allocation(self.directory)
         if found is None:
-            data, tokens = self.data, self.tokens
-            if tokens.extras:  # images: candidates are measured on text all the same
-                tokenizer = load_tokenizer(self.runner.source.directory)
-                data, tokens = None, load_token_samples(None, tokenizer, CLIP_ROWS, tokens.ids.shape[1], self.seed)
-            run = self._run(data, tokens, task.text_rows, task.text_length)
-            found = find_allocation(task, recipe, run, tokens.ids[:CLIP_ROWS])
+            found = find_allocation(task, recipe, *self._cache_run(task))
         return allocated_recipe(recipe, task, found)
+
+    def cache_seconds(self, recipe: Recipe, task: SearchTask) -> float:
+        """How long `cache` will take: everything is read, and one layer measured."""
+        begun = time.perf_counter()
+        run, samples = self._cache_run(task)
+        return time.perf_counter() - begun + search_seconds(task, recipe, run, samples)
+
+    def _cache_run(self, task: SearchTask) -> tuple[SearchRun, Tensor]:
+        """What the cache's search measures with, and the calibration sequences that it chooses clip ratios on."""
+        data, tokens = self.data, self.tokens
+        if tokens.extras:  # images: candidates are measured on text all the same
+            tokenizer = load_tokenizer(self.runner.source.directory)
+            data, tokens = None, load_token_samples(None, tokenizer, CLIP_ROWS, tokens.ids.shape[1], self.seed)
+        return self._run(data, tokens, task.text_rows, task.text_length), tokens.ids[:CLIP_ROWS]
 
     def widths(self, recipe: Recipe, jobs: Sequence[LayerJob]) -> Recipe:
         """The recipe with the width of every Linear stated."""

@@ -9,53 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvconvert.data.sources import holds_conversations, source_name
+from kvconvert.data.sources import Sources, WeightedSource, holds_conversations, source_name, weighted_sources
 from kvconvert.data.text import EMBEDDED, TokenData, load_held_out_samples, load_token_samples, token_data
 from kvconvert.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Sources = str | Sequence[str] | None
 FEW_BYTES = 2.0  # of text per token: prose has 4 and more, code 3, text in a script that the tokenizer lacks 1
 MANY_UNKNOWN = 0.02  # share of tokens
 _BYTE = re.compile(r"<0x(?!0A)[0-9A-F]{2}>")  # of a vocabulary with byte fallback; line ends are common in all text
-_WEIGHTED = re.compile(r"(.+)=(\d+(?:\.\d+)?)")
-
-
-@dataclass(frozen=True)
-class WeightedSource:
-    """A SOURCE of `kvconvert.data.text`, or None for the text that ships with kvconvert, and its share."""
-
-    source: str | None
-    weight: float = 1.0
-
-
-def weighted_sources(data: Sources) -> list[WeightedSource]:
-    """Sources with their weights, 1 where none is given; a path that exists is one, whatever its name looks like.
-
-    Raises:
-        UsageError: a weight of 0, or an empty list.
-    """
-    if data is None:
-        return [WeightedSource(None)]
-    given = [data] if isinstance(data, str) else list(data)
-    if not given:
-        raise UsageError("`data` is an empty list; name a source, or leave it out.")
-    found = []
-    for text in given:
-        match = None if Path(text).expanduser().exists() else _WEIGHTED.fullmatch(text)
-        source, weight = (text, 1.0) if match is None else (match[1], float(match[2]))
-        if not weight:
-            raise UsageError(f"`data` gives {source} the weight 0; leave it out, or give it a positive one.")
-        found.append(WeightedSource(source, weight))
-    return found
 
 
 def shares(weights: Sequence[float], samples: int) -> list[int]:

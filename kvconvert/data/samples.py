@@ -31,8 +31,8 @@ from kvconvert.data.images import (
     is_image_directory,
     row_document,
 )
-from kvconvert.data.mixture import Sources, load_mixture, unlike_the_model, weighted_sources
-from kvconvert.data.sources import Table, is_plain_text, local_files, source_name
+from kvconvert.data.mixture import load_mixture, unlike_the_model
+from kvconvert.data.sources import Sources, Table, is_plain_text, local_files, source_name, weighted_sources
 from kvconvert.data.text import EMBEDDED, TokenData
 from kvconvert.errors import CheckpointError, DataError, UsageError
 from kvconvert.io.records import DataInfo

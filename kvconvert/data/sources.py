@@ -7,15 +7,17 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvconvert.errors import DataError, first_line, listed
+from kvconvert.errors import DataError, UsageError, first_line, listed
 from kvconvert.io.hub import missing_below
 
+Sources = str | Sequence[str] | None
+_WEIGHTED = re.compile(r"(.+)=(\d+(?:\.\d+)?)")
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 # In a directory beside other data these are about it, as captions and settings are.
 BESIDE_DATA = (".json", ".csv")
@@ -51,6 +53,35 @@ class HubSource:
             )
         parts += [""] * (4 - len(parts))
         return cls(name, parts[1] or None, parts[2] or "train", parts[3] or None)
+
+
+@dataclass(frozen=True)
+class WeightedSource:
+    """A SOURCE of `kvconvert.data.text`, or None for the text that ships with kvconvert, and its share."""
+
+    source: str | None
+    weight: float = 1.0
+
+
+def weighted_sources(data: Sources) -> list[WeightedSource]:
+    """Sources with their weights, 1 where none is given; a path that exists is one, whatever its name looks like.
+
+    Raises:
+        UsageError: a weight of 0, or an empty list.
+    """
+    if data is None:
+        return [WeightedSource(None)]
+    given = [data] if isinstance(data, str) else list(data)
+    if not given:
+        raise UsageError("`data` is an empty list; name a source, or leave it out.")
+    found = []
+    for text in given:
+        match = None if Path(text).expanduser().exists() else _WEIGHTED.fullmatch(text)
+        source, weight = (text, 1.0) if match is None else (match[1], float(match[2]))
+        if not weight:
+            raise UsageError(f"`data` gives {source} the weight 0; leave it out, or give it a positive one.")
+        found.append(WeightedSource(source, weight))
+    return found
 
 
 def source_name(source: str | None, default: str) -> str:
@@ -97,6 +128,18 @@ def local_files(source: str) -> list[Path] | None:
             "the path, or run from another directory if you mean a data set of the Hub."
         )
     return None
+
+
+def check_sources(data: Sources) -> None:
+    """Refuse what can be neither a local file or directory nor the id of a data set (DataError, UsageError).
+
+    Commands ask this before they import torch.
+    """
+    for source in weighted_sources(data):
+        if source.source is None or Path(named_column(source.source)[0]).expanduser().exists():
+            continue
+        if local_files(source.source) is None:
+            HubSource.parse(source.source)
 
 
 def _files(path: Path) -> list[Path] | None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.bundle.card import CARD_NAME, model_card, replace_fidelity
-from kvconvert.bundle.manifest import MANIFEST_NAME, Fidelity, Manifest
+from kvconvert.bundle.locate import MANIFEST_NAME
+from kvconvert.bundle.manifest import Fidelity, Manifest
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.report import FidelityReport

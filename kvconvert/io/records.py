@@ -10,7 +10,7 @@ Sha256 = str
 class Record(BaseModel):
     """A frozen record that refuses unknown fields and does not convert one type into another."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
 
 class TensorInfo(Record):

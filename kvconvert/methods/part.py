@@ -19,7 +19,7 @@ from kvconvert.errors import RecipeError
 # language model through them is gone with one token; the others cost next to nothing.
 PRESET_SINKS = 4
 # Of every dataclass that holds fields: unknown ones are refused, and no type is converted into another.
-STRICT = ConfigDict(extra="forbid", strict=True)
+STRICT = ConfigDict(extra="forbid", strict=True, defer_build=True)
 
 
 def option(default: Any, values: str, meaning: str, **constraints: Any) -> Any:

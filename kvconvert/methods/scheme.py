@@ -247,11 +247,11 @@ def _refusal(error: ValidationError) -> RecipeError:
     first = error.errors()[0]
     name = str(first["loc"][0])
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return RecipeError(f"[kv] {name} is not a field of a KV scheme; known are {', '.join(sorted(FIELDS))}.")
+        return RecipeError(f"[kv] {name} is not a field of a KV scheme; {did_you_mean(name, sorted(FIELDS))}")
     return RecipeError(f"[kv] {name} = {first['input']!r} is not possible: {FIELDS[name].rule}.")
 
 
-@validated_dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True)
 class FieldInfo:
     """What is known of a field, for messages and documentation.
 

@@ -30,12 +30,15 @@ _check_transformers()
 
 
 def check_model(model: str, was_fetched: bool = False) -> None:
-    """Refuse what is neither a directory, a GGUF file, nor the id of a repository (CheckpointError).
+    """Refuse what is neither a directory of a model, a GGUF file, nor the id of a repository (CheckpointError).
 
     Commands ask this first: torch, which takes seconds, is not imported for it.
     """
     path = Path(model)
-    if path.is_dir() or (path.exists() and path.suffix == _GGUF):
+    if path.is_dir():
+        _check_directory(path)
+        return
+    if path.exists() and path.suffix == _GGUF:
         return
     if path.exists():
         raise CheckpointError(
@@ -50,6 +53,24 @@ def check_model(model: str, was_fetched: bool = False) -> None:
             f"There is no model directory {model}, and as {owner} is a directory here, the Hub was not asked; if you "
             f"mean its model {model}, fetch it with `hf download {model} --local-dir DIR`."
         )
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE:
+        _snapshot(model)
+
+
+def _check_directory(directory: Path) -> None:
+    if not any(directory.iterdir()):
+        raise CheckpointError(
+            f"The model directory {directory} is empty; give one with config.json and safetensors files."
+        )
+    if (directory / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{directory} is an unmerged LoRA adapter (adapter_config.json), which would not survive the changes to "
+            "the weights; merge it into its base model first (PEFT's merge_and_unload) and convert that."
+        )
+    if not (directory / "config.json").is_file() and not any(directory.glob(f"*{_GGUF}")):
+        raise CheckpointError(f"{directory} has no config.json; give the directory of a transformers model.")
 
 
 def locate_model(model: str, was_fetched: bool) -> tuple[Path, str, str | None]:
@@ -58,8 +79,14 @@ def locate_model(model: str, was_fetched: bool) -> tuple[Path, str, str | None]:
     path = Path(model)
     if path.is_dir():
         return path, path.resolve().name, None
+    snapshot = _snapshot(model)
+    _check_directory(snapshot)
+    return snapshot, model, snapshot.name
+
+
+def _snapshot(model: str) -> Path:
+    """A model of the Hub in its cache, fetched if need be."""
     from huggingface_hub import snapshot_download
 
     ignored = ["original/*", "consolidated*", "*/*.safetensors"]
-    snapshot = ask_hub(model, lambda: snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=ignored))
-    return Path(snapshot), model, Path(snapshot).name
+    return Path(ask_hub(model, lambda: snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=ignored)))

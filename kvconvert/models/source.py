@@ -239,17 +239,6 @@ def open_source(model: str, *, was_fetched: bool = False) -> SourceModel:
     if gguf is not None:
         return _open_gguf(gguf)
     directory, model_id, revision = locate_model(model, was_fetched)
-    if not any(directory.iterdir()):
-        raise CheckpointError(
-            f"The model directory {directory} is empty; give one with config.json and safetensors files."
-        )
-    if (directory / "adapter_config.json").exists():
-        raise CheckpointError(
-            f"{directory} is an unmerged LoRA adapter (adapter_config.json), which would not survive the changes to "
-            "the weights; merge it into its base model first (PEFT's merge_and_unload) and convert that."
-        )
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(f"{directory} has no config.json; give the directory of a transformers model.")
     files = weight_files(directory)
     stamps = FileStamps(directory, files)
     headers = {file: read_weight_header(directory / file) for file in files}

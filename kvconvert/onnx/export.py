@@ -14,8 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from kvconvert.bundle.locate import check_output, locate
-from kvconvert.bundle.manifest import MANIFEST_NAME
+from kvconvert.bundle.locate import MANIFEST_NAME, check_output, locate
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import replacing, write_json
 from kvconvert.convert.export import COPIED_FILES, LICENSE_FILES, copy_files, export

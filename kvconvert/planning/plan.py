@@ -98,8 +98,8 @@ class Plan:
         batch: sequences that are served at once.
         gpu_memory: bytes of the GPU that serves, or None; `fit` says what fits in it.
         seconds: of calibrate and export together, from the probe; None without one.
-        searched: passes of the whole model that the search for the cache's layout may take, which no probe measures; 0
-            where the recipe states the layout.
+        search_seconds: the part of them that the search for the cache's layout may take; None without it or a probe.
+        searched: passes of the whole model in that search, at most; 0 where the recipe states the layout.
         search_tokens: tokens in each of them.
     """
 
@@ -115,6 +115,7 @@ class Plan:
     gpu_memory: int | None
     fit: Fit | None
     seconds: float | None
+    search_seconds: float | None
     searched: int
     search_tokens: int
 
@@ -203,6 +204,7 @@ def plan(
             gpu_memory, weights, planned, context, batch, positions, lambda rows: _allowance(runner, layers, rows)
         ),
         seconds=None if not probe else _seconds(source, layers, probed, disk, samples * length),
+        search_seconds=None if probed is None else probed.search_seconds,
         searched=0 if task is None else sum(len(layer.candidates) for layer in task.layers) + task.repairs + 1,
         search_tokens=0 if task is None else task.text_rows * task.text_length,
     )
@@ -308,7 +310,7 @@ def _seconds(source: SourceModel, layers: list[LayerSizes], probed: Probe | None
     seconds = 2 * per_byte * (2 * stored + 2 * disk.bundle + disk.work)
     if probed is None:
         return seconds
-    seconds += probed.startup_seconds * 2 + probed.begin_seconds * tokens
+    seconds += probed.startup_seconds * 2 + probed.begin_seconds * tokens + (probed.search_seconds or 0)
     share = sum(sizes.parameters for sizes in layers) / layers[probed.layer].parameters
     return seconds + share * probed.layer_seconds(tokens)
 

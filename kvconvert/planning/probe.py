@@ -3,7 +3,8 @@
     python -m kvconvert.planning.probe REQUEST.json
 
 The largest decoder layer is calibrated as `calibrate` does it, on few and on twice as many sequences; the input is the
-first layer's. Times of all layers follow: what does not depend on the number of tokens, and what grows with it.
+first layer's. Times of all layers follow: what does not depend on the number of tokens, and what grows with it. For a
+recipe that searches, the whole model is loaded and one layer's candidates are measured, as the search begins.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
+from kvconvert.auto.search import CLIP_ROWS, search_task
 from kvconvert.calibration.activations import LOSS_TOKENS
 from kvconvert.convert.host_memory import HUGE_PAGES, anonymous_bytes, return_large_blocks
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_calibration import LayerCalibration
 from kvconvert.convert.passes import layer_jobs
-from kvconvert.convert.pipeline import make_runner
+from kvconvert.convert.pipeline import Searches, make_runner
 from kvconvert.convert.work_records import WorkState
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.data.samples import load_samples
@@ -46,6 +49,7 @@ class Probe:
         begin_seconds: until the first layer's input was there, per token.
         peak_anonymous_bytes: of the process's host memory, None where the system does not tell.
         peak_device_bytes: of the GPU's memory; None on a CPU.
+        search_seconds: what the search for the cache's layout will take; None for a recipe that states it.
     """
 
     layer: int
@@ -55,6 +59,7 @@ class Probe:
     begin_seconds: float
     peak_anonymous_bytes: int | None
     peak_device_bytes: int | None
+    search_seconds: float | None = None
 
     def layer_seconds(self, tokens: int) -> float:
         """Of this layer on so many calibration tokens."""
@@ -120,9 +125,13 @@ def measure(request: dict[str, Any]) -> Probe:
     recipe, device, index = Recipe.from_dict(request["recipe"]), choose_device(request["device"]), request["layer"]
     source = open_source(request["model"])
     runner = make_runner(source, recipe.weights, device)
-    jobs = layer_jobs(runner, recipe)
+    jobs = searched = layer_jobs(runner, recipe)
+    if recipe.auto is not None:  # its search has chosen how keys are treated before layers are calibrated
+        settled = replace(recipe.calibration, calibrate_keys=False)
+        jobs = layer_jobs(runner, recipe.model_copy(update={"calibration": settled}))
     counts = sequences_probed(request["samples"], request["length"])
-    tokens = load_samples(source, request["data"], counts[-1], request["length"], request["seed"])
+    loaded = max(counts[-1], min(CLIP_ROWS, request["samples"]))
+    tokens = load_samples(source, request["data"], loaded, request["length"], request["seed"])
     seconds, began = [], 0.0
     for count in counts:
         part = tokens.first(count)
@@ -141,11 +150,21 @@ def measure(request: dict[str, Any]) -> Probe:
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - ready)
             began = (ready - begun) / part.ids.numel()
+    searching, search_seconds = time.perf_counter(), None
+    if recipe.auto is not None:
+        state = _state(request, tokens.info, runner.num_layers)
+        with WorkDir.writing(Path(request["folder"]) / "search", state, False) as directory:
+            task = search_task(runner.config, searched, recipe, device)
+            searches = Searches(
+                runner, directory, tokens, request["data"], request["seed"], say=lambda message: None, progress=False
+            )
+            search_seconds = searches.cache_seconds(recipe, task)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     length = tokens.ids.shape[1]
     # What is not measured here is the start: `run_probe` takes it from the whole.
-    measured = sum(seconds) + began * length * sum(counts)
-    return Probe(index, tuple(count * length for count in counts), tuple(seconds), measured, began, None, peak)
+    measured = sum(seconds) + began * length * sum(counts) + time.perf_counter() - searching
+    counted = tuple(count * length for count in counts)
+    return Probe(index, counted, tuple(seconds), measured, began, None, peak, search_seconds)
 
 
 def _state(request: dict[str, Any], data: DataInfo, num_layers: int) -> WorkState:
@@ -170,6 +189,7 @@ def _state(request: dict[str, Any], data: DataInfo, num_layers: int) -> WorkStat
 def main() -> None:
     """Entry point of the process."""
     return_large_blocks()
+    logging.disable_progress_bar()
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:
         found = measure(request)

@@ -30,8 +30,11 @@ def plan_text(plan: Plan) -> str:
     if plan.seconds is not None:
         rows.append(("time", duration(plan.seconds), "calibrate and export, from a probe of one layer"))
     if plan.searched:
-        tokens = f"of the model over {plan.search_tokens:,} tokens each; takes time of its own"
-        rows.append(("search", f"up to {plan.searched:,} passes", tokens))
+        passes = f"up to {plan.searched:,} passes of the model over {plan.search_tokens:,} tokens each"
+        if plan.search_seconds is None:
+            rows.append(("search", "", passes))
+        else:
+            rows.append(("search", duration(plan.search_seconds), f"of that time; {passes}"))
     lines = [
         f"{plan.model}, recipe {plan.recipe}: {plan.samples} sequences of {plan.length} tokens on {plan.device}",
         "",

@@ -42,7 +42,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -63,6 +62,8 @@ from kvconvert.recipes.tables import (
     read_options,
     read_table,
 )
+
+_PRESET_FILES = Path(__file__).parent / "presets"
 
 
 class Budget(TypedDict, total=False):
@@ -187,6 +188,10 @@ class Recipe(Table):
             path = Path(name)
             try:
                 text = path.read_text(encoding="utf-8")
+            except FileNotFoundError as error:
+                raise RecipeError(
+                    f"There is no recipe file {name}; check its path, or name a preset (kvconvert recipes lists them)."
+                ) from error
             except (OSError, UnicodeDecodeError) as error:
                 raise RecipeError(f"The recipe file {name} cannot be read ({error}); check its path.") from error
             return cls._parse(text, where=name, name=path.stem, changes=changes or {})
@@ -196,7 +201,7 @@ class Recipe(Table):
                 f"There is no recipe preset {name!r}, and a recipe file's name ends in .toml; "
                 f"{did_you_mean(name, preset_names())}"
             )
-        file = resources.files("kvconvert.recipes") / "presets" / f"{name}.toml"
+        file = _PRESET_FILES / f"{name}.toml"
         text = file.read_text(encoding="utf-8") if file.is_file() else f'[kv]\npreset = "{name}"\n'
         return cls._parse(text, where=f"preset {name}", name=name, changes=changes or {})
 
@@ -296,9 +301,7 @@ class Recipe(Table):
 
 def preset_names() -> list[str]:
     """Names of the recipe presets that are installed."""
-    folder = resources.files("kvconvert.recipes") / "presets"
-    files = {entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")}
-    return sorted(files | {*PRESETS})
+    return sorted({file.stem for file in _PRESET_FILES.glob("*.toml")} | {*PRESETS})
 
 
 def _check_layers(recipe: Recipe, where: str) -> None:

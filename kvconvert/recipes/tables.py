@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvconvert.bundle.manifest import figure
 from kvconvert.errors import RecipeError, UsageError, did_you_mean
 from kvconvert.methods import (
     OPTIONS,
@@ -36,7 +35,7 @@ _OF_QUANTIZED_WEIGHTS = ("weights.bits", "weights.average_bits", "weights.group_
 class Table(BaseModel):
     """What a recipe or a part of one is: fields that cannot change, without unknown ones."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
 
 class LayerOverride(Table):
@@ -66,6 +65,8 @@ class Limits(Table):
 
     def missed(self, report: dict[str, Any]) -> list[str]:
         """One clause per limit that a fidelity report misses; a figure not measured, or NaN, misses its limit."""
+        from kvconvert.bundle.manifest import figure  # whose records take longer to build than a recipe to refuse
+
         missed = []
 
         def check(limit: str, bound: float | None, words: str, found: float | None, at_most: bool) -> None:
@@ -111,10 +112,11 @@ def _refusal(error: ValidationError, known: list[str], table: str, where: str) -
     first = error.errors()[0]
     key = ".".join(map(str, first["loc"]))
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return RecipeError(f"The recipe {where} has an unknown key {key} in [{table}]; known are {', '.join(known)}.")
-    return RecipeError(
-        f"The recipe {where} has [{table}] {key} = {first['input']!r}, which is not possible: {first['msg']}."
-    )
+        return RecipeError(f"The recipe {where} has an unknown key {key} in [{table}]; {did_you_mean(key, known)}")
+    wrong = f"The recipe {where} has [{table}] {key} = {first['input']!r}"
+    if first["type"] == "literal_error":
+        return RecipeError(f"{wrong}, which is not possible; choose {first['ctx']['expected']}.")
+    return RecipeError(f"{wrong}, which is not possible: {first['msg']}.")
 
 
 def read_kv(values: dict[str, Any], where: str) -> tuple[KVScheme | None, KVCalibration, list[LayerOverride]]:

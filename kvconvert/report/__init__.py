@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvconvert.bundle.describe import Description, describe
-from kvconvert.bundle.locate import locate
-from kvconvert.bundle.manifest import MANIFEST_NAME
+from kvconvert.bundle.locate import MANIFEST_NAME, locate
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.errors import UsageError
 from kvconvert.io import disk

@@ -21,8 +21,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvconvert.bundle.files import own_files
 from kvconvert.bundle.hub import upload
-from kvconvert.bundle.locate import fetch_repository
-from kvconvert.bundle.manifest import MANIFEST_NAME, LayerPlan
+from kvconvert.bundle.locate import MANIFEST_NAME, fetch_repository
+from kvconvert.bundle.manifest import LayerPlan
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import copy_file, replacing
 from kvconvert.errors import BundleError, UsageError

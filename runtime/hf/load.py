@@ -9,8 +9,7 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from kvconvert.bundle.locate import locate
-from kvconvert.bundle.manifest import MANIFEST_NAME
+from kvconvert.bundle.locate import MANIFEST_NAME, locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError
 from kvconvert.models.configuration import model_class, read_config, supports_images

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import WeightConverter
 
-from kvconvert.bundle.manifest import MANIFEST_NAME, ModuleCoverage
+from kvconvert.bundle.locate import MANIFEST_NAME
+from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.errors import BundleError
 from kvconvert.kernels import device as devices
 from kvconvert.kernels.experts import routed_experts, scored_experts, store_experts, unsupported

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvconvert.bundle.manifest import MANIFEST_NAME, PLAN_NAME
+from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME
 
 ODD: list[Any] = [
     *(None, True, False, -1, 0, 1, 3, 7, 2**31, 2**53 + 1, 2**63, -(2**63), 10**30, 0.5, -0.0, 1e308, 1e-320),

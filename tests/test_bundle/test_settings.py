@@ -11,7 +11,7 @@ from tiny.bundle import edit_json, refusal, replace_tensors, reseal
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvconvert.bundle.files import is_settings, safe_settings, unsafe_settings
-from kvconvert.bundle.manifest import MANIFEST_NAME
+from kvconvert.bundle.locate import MANIFEST_NAME
 from kvconvert.bundle.reader import open_bundle
 
 HOSTILE = [

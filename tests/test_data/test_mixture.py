@@ -10,8 +10,8 @@ from kvconvert.data.mixture import (
     load_mixture,
     shares,
     unlike_the_model,
-    weighted_sources,
 )
+from kvconvert.data.sources import weighted_sources
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import DataError, UsageError
 

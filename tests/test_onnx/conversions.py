@@ -12,9 +12,9 @@ from tiny.models import ARCHITECTURES, random_ids
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from kvconvert.bundle.locate import PLAN_NAME
 from kvconvert.bundle.manifest import (
     FORMAT_VERSION,
-    PLAN_NAME,
     LayerPlan,
     Manifest,
     ModuleCoverage,

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME
 from kvconvert.bundle.manifest import (
     FORMAT_VERSION,
-    MANIFEST_NAME,
-    PLAN_NAME,
     FileInfo,
     LayerPlan,
     Manifest,
