@@ -18,8 +18,8 @@ captured graph has the same edges. That is safe for three reasons.
   scores, pages or tokens of this step any more.
 - This kernel writes scores, and lets the decode kernel begin, only after it has waited: then the append is complete,
   whose tokens and queries the decode kernel reads before it waits itself, and so is whoever used the workspace before.
-- Before it waits, it reads what no kernel directly before it writes: `key_rows`, after which a group's other tables are
-  written, and the center, whose first use computes its steps.
+- Before it waits, it reads what no kernel directly before it writes: `key_rows`, after which a group's other tables
+  are written, and the center, whose first use computes its steps.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def center_scores_kernel(
         position = tl.load(line + 2)
         stop = tl.minimum(end - before, (pages + PAGES - 1) // PAGES)
         own = (queries + row.to(tl.int64) * query_row + here)[:, None]
-        channel = tl.arange(0, block_of(F.key_dim))
-        query = tl.load(own + channel[None, :], mask=real[:, None] & (channel < F.key_dim)[None, :], other=0.0)
+        every_channel = tl.arange(0, block_of(F.key_dim))[None, :]
+        query = tl.load(own + every_channel, mask=real[:, None] & (every_channel < F.key_dim), other=0.0)
         if TOKENS == PAGE:
             step_cos, step_sin = step_features(steps, place, f, F)
         query = query.to(tl.float32)
@@ -170,11 +170,11 @@ def center_scores_kernel(
         else:
             first = tl.zeros([FEWEST_ROWS, block_of(COUNT)], tl.float32)
             second = tl.zeros([FEWEST_ROWS, block_of(COUNT)], tl.float32)
-            for begin in range(0, F.key_dim, CHANNELS):
-                channel = begin + tl.arange(0, CHANNELS)
+            for first_channel in range(0, F.key_dim, CHANNELS):
+                channel = first_channel + tl.arange(0, CHANNELS)
                 mask = real[:, None] & (channel < F.key_dim)[None, :]
                 q = tl.load(own + channel[None, :], mask=mask, other=0.0).to(tl.float32) * (1.0 / unit)[:, None]
-                part_cos, part_sin = center_part(matrix, head, begin, f, CHANNELS, F)
+                part_cos, part_sin = center_part(matrix, head, first_channel, f, CHANNELS, F)
                 first = product(q, part_cos, first, F)
                 second = product(q, part_sin, second, F)
         turned_unit = power_above(tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1)))
