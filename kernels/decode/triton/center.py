@@ -275,11 +275,14 @@ def center_constants(shape: DecodeShape, major: int) -> dict[str, int]:
         shape: of the decode kernel.
         major: the GPU's compute capability; from 9 on operands stay in shared memory.
     """
-    rows, tokens, channels = 64 if major >= 9 else 32, PAGE_SIZE, block_of(shape.key_dim)
-    if shape.key_dim > 128:
-        tokens, channels = 64, 64
+    rows, tokens, channels = 64 if major >= 9 else 32, PAGE_SIZE, min(64, block_of(shape.key_dim))
     if shape.split_query:
-        rows, tokens, channels = 16, 32, min(64, channels)
+        rows, tokens = 16, 32
+    elif shape.key_dim > 128:
+        tokens = 64
+    elif major == 9:
+        # The whole matrix, in shared memory; elsewhere it would take more registers than there are.
+        channels = block_of(shape.key_dim)
     return {"PAGES": rows // query_rows(shape), "TOKENS": tokens, "CHANNELS": channels}
 
 
