@@ -161,7 +161,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if args.shape:
         args.model = folder / "source"
         args.model.mkdir()
-        write_checkpoint(args.model, SHAPES[args.shape], args.layers)
+        write_checkpoint(args.model, args.shape, args.layers)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = folder / "ids.safetensors"
     data = load_token_samples(args.calibration, tokenizer, args.samples, args.length, args.seed)

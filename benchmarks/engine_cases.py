@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from engine_models import dense_model, filled, llama_8b, mixtral, packed_model
+from engine_models import dense_model, filled, llama_8b, packed_model
 from transformers import PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicCache
 
@@ -125,25 +125,6 @@ def steps(rows: dict) -> None:
         del model
 
 
-def eager(rows: dict) -> None:
-    """Milliseconds per token without recordings, against eager transformers with its own cache."""
-    config = llama_8b()
-    with freed():
-        model = packed_model(config, [TWO_BITS] * config.num_hidden_layers, GPU)
-        for batch, tokens in CASES:
-            ours = per_step(model, batch, tokens, filled(model, batch, tokens), steps=12, disable_compile=True)
-            record(rows, f"{batch} x {tokens:,}", ours_ms=ours * 1e3)
-        del model
-    with freed():
-        model = dense_model(config, GPU)
-        for batch, tokens in CASES:
-            cache = filled(model, batch, tokens, DynamicCache(config=config))
-            peer, case = per_step(model, batch, tokens, cache, steps=12) * 1e3, f"{batch} x {tokens:,}"
-            record(rows, case, bf16_ms=peer, ratio=rows[case]["ours_ms"] / peer)
-            del cache
-        del model
-
-
 @torch.no_grad()
 def read_prompt(model: PreTrainedModel, tokens: int, chunk: int, new_cache: Callable[[], Any]) -> float:
     """Seconds until the last logits of a prompt, in chunks."""
@@ -240,21 +221,3 @@ def _throughput(model: PreTrainedModel, memory: int, prompt: int, steps: int) ->
         "requests_running": served.stats().running,
         "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
     }
-
-
-def mixtures(rows: dict) -> None:
-    """A mixture of experts, one row: `model.generate` against eager bf16 transformers."""
-    config = mixtral()
-    case = "1 x 1,024"
-    with freed():
-        model = packed_model(config, [TWO_BITS] * config.num_hidden_layers, GPU)
-        cache = filled(model, 1, 1024)
-        ours = per_step(model, 1, 1024, cache)
-        record(rows, case, ours_ms=ours * 1e3, kernels_ms=replay_seconds(model) * 1e3)
-        del model, cache
-    with freed():
-        model = dense_model(config, GPU)
-        cache = filled(model, 1, 1024, DynamicCache(config=config))
-        peer = per_step(model, 1, 1024, cache, steps=16)
-        record(rows, case, bf16_eager_ms=peer * 1e3, ratio=peer * 1e3 / rows[case]["ours_ms"])
-        del model, cache

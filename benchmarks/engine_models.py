@@ -6,21 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto import AutoModelForCausalLM
 
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
-from kvconvert.models.experts import EXPERT_ROLES, is_fused
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.generation import adopt
-from kvconvert.runtime.hf.packed_experts import PackedExperts
 
 GROUP_SIZE = 128
 # So that weights have the standard deviation of transformers' initialisation, 0.02.
@@ -43,25 +41,19 @@ SHAPE_8B = {
 }
 
 
-def llama_8b() -> LlamaConfig:
+def llama_8b(**changes: int) -> LlamaConfig:
     """The shape of an 8B Llama, with positions for the longest case."""
-    return LlamaConfig(**SHAPE_8B)
+    return LlamaConfig(**SHAPE_8B | changes)
 
 
 def llama_1b() -> LlamaConfig:
     """The shape of a 1B Llama."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
-    return LlamaConfig(**SHAPE_8B | sizes | {"max_position_embeddings": 32768})
-
-
-def mixtral() -> MixtralConfig:
-    """Eight layers of a Mixtral-like mixture: 8 experts, 2 of them active."""
-    mixture = {"num_hidden_layers": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
-    return MixtralConfig(**SHAPE_8B | mixture)
+    return llama_8b(**sizes, max_position_embeddings=32768)
 
 
 @torch.no_grad()
-def dense_model(config: LlamaConfig | MixtralConfig, device: torch.device | str) -> PreTrainedModel:
+def dense_model(config: LlamaConfig, device: torch.device | str) -> PreTrainedModel:
     """A bf16 model with random weights."""
     with no_init_weights(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -78,20 +70,13 @@ def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def packed_model(
-    config: LlamaConfig | MixtralConfig, schemes: Sequence[KVScheme], device: torch.device | str
-) -> PreTrainedModel:
+def packed_model(config: LlamaConfig, schemes: Sequence[KVScheme], device: torch.device | str) -> PreTrainedModel:
     """A model with random 4-bit weights in all Linears of its layers, and a cache of these schemes by default; as a
     bundle is once it is loaded on a GPU.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     generator = torch.Generator(device).manual_seed(0)
-    for name, fused_experts in [(n, m) for n, m in model.named_modules() if is_fused(m)]:
-        packed = PackedExperts(
-            fused_experts, EXPERT_ROLES[0], lambda i, o, bias: random_linear(i, o, device, generator)
-        )
-        model.set_submodule(name, packed)
     for name, linear in list(model.model.layers.named_modules(prefix="model.layers")):
         if isinstance(linear, torch.nn.Linear) and linear.out_features % 128 == 0:
             model.set_submodule(name, random_linear(linear.in_features, linear.out_features, device, generator))

@@ -3,7 +3,7 @@
     python benchmarks/memory.py [SHAPE:LAYERS ...] [--recipe rtn|awq|gptq|PRESET|FILE] [--probe] [--samples 8]
         [--length 128] [--device cpu] [--json FILE]
 
-SHAPE is 0.5b, 1.5b, 8b or moe (16 experts of 2,048 x 7,168 in a layer). A sharded bfloat16 checkpoint of that shape
+SHAPE is 0.5b, 1.5b or 8b. A sharded bfloat16 checkpoint of that shape
 with LAYERS decoder layers is written to a temporary directory; `kvconvert plan --no-probe`, `kvconvert calibrate` and
 `kvconvert export` then run as processes of their own. What is recorded is the largest anonymous resident memory
 (RssAnon of /proc/PID/status, looked at every 10 ms), which is what cannot be taken back under pressure, and the
@@ -21,11 +21,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from processes import run
 from runner import ROOT, option_parser, read, save
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvconvert.bundle.writer import write_weights
 from kvconvert.io.records import TensorInfo
@@ -47,79 +48,26 @@ calibrate_clip_ratios = false
 RECIPES = {method: RTN.replace("rtn", method) for method in ("rtn", "awq", "gptq", "awq+gptq")}
 
 
-class Shape(NamedTuple):
-    """Of a Llama, or with experts of a Mixtral: sizes, heads, and whether the output head is the embedding."""
-
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    tied: bool
-    experts: int = 0
-
-
 SHAPES = {
-    "0.5b": Shape(896, 4864, 14, 2, 151936, True),
-    "1.5b": Shape(1536, 8960, 12, 2, 151936, True),
-    "8b": Shape(4096, 14336, 32, 8, 128256, False),
-    "moe": Shape(2048, 7168, 16, 4, 32000, False, 16),
+    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2},
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
 }
+SMALL = {"vocab_size": 151936, "tie_word_embeddings": True}
+VOCABULARIES = {"0.5b": SMALL, "1.5b": SMALL, "8b": {"vocab_size": 128256, "tie_word_embeddings": False}}
 
 
-def write_checkpoint(directory: Path, shape: Shape, layers: int) -> None:
-    """A checkpoint of random weights, one tensor in memory at a time."""
-    head = shape.hidden // shape.heads
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": head,
-        "vocab_size": shape.vocab,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": shape.tied,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-    if shape.experts:
-        config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
-        config |= {"num_local_experts": shape.experts, "num_experts_per_tok": 2}
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
+def write_checkpoint(directory: Path, shape: str, layers: int) -> None:
+    """A checkpoint of random weights of a Llama, one tensor in memory at a time."""
+    sizes = SHAPES[shape] | VOCABULARIES[shape] | {"num_hidden_layers": layers, "max_position_embeddings": 4096}
+    config = LlamaConfig(**sizes, bos_token_id=0, eos_token_id=0, dtype="bfloat16", architectures=["LlamaForCausalLM"])
+    config.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(TOKENIZER / name, directory / name)
-    attention, cache = shape.heads * head, shape.kv_heads * head
-    linears = {
-        "self_attn.q_proj": (attention, shape.hidden),
-        "self_attn.k_proj": (cache, shape.hidden),
-        "self_attn.v_proj": (cache, shape.hidden),
-        "self_attn.o_proj": (shape.hidden, attention),
-    }
-    up, down = (shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)
-    if shape.experts:
-        block = "block_sparse_moe"
-        linears[f"{block}.gate"] = (shape.experts, shape.hidden)
-        for expert in range(shape.experts):
-            linears |= {
-                f"{block}.experts.{expert}.{name}": size
-                for name, size in zip(("w1", "w3", "w2"), (up, up, down), strict=True)
-            }
-    else:
-        linears |= {"mlp.gate_proj": up, "mlp.up_proj": up, "mlp.down_proj": down}
-    shapes = {"model.embed_tokens.weight": (shape.vocab, shape.hidden)}
-    for layer in range(layers):
-        shapes |= {f"model.layers.{layer}.{name}.weight": size for name, size in linears.items()}
-        norms = ("input_layernorm", "post_attention_layernorm")
-        shapes |= {f"model.layers.{layer}.{name}.weight": (shape.hidden,) for name in norms}
-    shapes["model.norm.weight"] = (shape.hidden,)
-    if not shape.tied:
-        shapes["lm_head.weight"] = (shape.vocab, shape.hidden)
+    with torch.device("meta"):
+        shapes = {name: list(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    if config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2**22, generator=generator).mul_(0.02).bfloat16()  # repeated: what is in them does not matter
 
@@ -130,7 +78,7 @@ def write_checkpoint(directory: Path, shape: Shape, layers: int) -> None:
         count = size[0] * size[1]
         return rows.repeat(-(-count // len(rows)))[:count].view(size)
 
-    infos = {name: TensorInfo(dtype="BF16", shape=list(size)) for name, size in shapes.items()}
+    infos = {name: TensorInfo(dtype="BF16", shape=size) for name, size in shapes.items()}
     write_weights(directory, infos, tensor, SHARD_BYTES)
 
 
@@ -146,7 +94,7 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="kvconvert-memory-") as folder:
         model, work, bundle = (Path(folder) / part for part in ("model", "work", "bundle"))
         model.mkdir()
-        write_checkpoint(model, SHAPES[name], int(layers))
+        write_checkpoint(model, name, int(layers))
         recipe = args.recipe
         if recipe in RECIPES:
             recipe = str(Path(folder) / "recipe.toml")

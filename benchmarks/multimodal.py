@@ -81,7 +81,7 @@ class Setting:
 
 
 def through_cache(bench: Bench, schemes: list[KVScheme]) -> Setting:
-    reader = Reader(lambda _: KVCache(bench.model.config, schemes), NAME)
+    reader = Reader(lambda: KVCache(bench.model.config, schemes), NAME)
     return Setting(reader, parameters_of(schemes) if schemes[0].is_span else {})
 
 
@@ -138,7 +138,7 @@ class Plan:
             export(work, bundle, progress=False)
             model, processor = load(bundle, dtype=torch.float32)
         bench = Bench(model.eval(), processor, HELD_OUT_SEED, len(self.bench.pairs))
-        return Setting(Reader(lambda _: model.new_kv_cache(), NAME), parameters_of(model.kv_schemes), bench)
+        return Setting(Reader(model.new_kv_cache, NAME), parameters_of(model.kv_schemes), bench)
 
     @cached_property
     def samples(self) -> list[AttentionSample]:
@@ -184,7 +184,7 @@ def measured(setting: Setting, bench: Bench, exact: tuple[Answers, Answers], see
 
 
 def report(bench: Bench, args: argparse.Namespace) -> dict:
-    full = Reader(lambda _: DynamicCache(config=bench.model.config))
+    full = Reader(lambda: DynamicCache(config=bench.model.config))
     exact = answers, captions = bench.answers(full), bench.captions(full)
     result: dict = {
         "command": f"python benchmarks/multimodal.py --pairs {args.pairs} --seed {args.seed} --threads {args.threads}",

@@ -37,11 +37,11 @@ class Reader:
     """A way of keeping the drawings' keys and values.
 
     Attributes:
-        new_cache: an empty cache for prompts whose visual tokens are these (bool [tokens]).
+        new_cache: makes an empty cache.
         attention: the attention implementation it goes with.
     """
 
-    new_cache: Callable[[Tensor], Cache]
+    new_cache: Callable[[], Cache]
     attention: str = EXACT
 
 
@@ -126,7 +126,7 @@ class Bench:
         for start in range(0, len(self.pairs), BATCH):
             some = self.pairs[start : start + BATCH]
             prompt = self.stacked([self.prompt(pair.drawings, "") for pair in some])
-            cache = reader.new_cache(self.visual(prompt["input_ids"]))
+            cache = reader.new_cache()
             self.model(**prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
             seal(cache)
             bits = bits_per_value(cache) if isinstance(cache, KVCache) else bits
@@ -161,7 +161,7 @@ class Bench:
                 some = mine[start : start + BATCH]
                 asked = [(self.pairs[index].drawings, self.pairs[index].caption) for index in some]
                 prompt = self.stacked([self.prompt(drawings, turn[0] + TURN) for drawings, turn in asked])
-                cache = reader.new_cache(self.visual(prompt["input_ids"]))
+                cache = reader.new_cache()
                 first = self.model(**prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
                 seal(cache)
                 bits = bits_per_value(cache) if isinstance(cache, KVCache) else bits
@@ -182,7 +182,7 @@ class Bench:
 
         Tokens 1 to 144 of each sequence are the drawing.
         """
-        self.reading(Reader(lambda _: DynamicCache(), RECORDING_ATTENTION))
+        self.reading(Reader(DynamicCache, RECORDING_ATTENTION))
         rows, index = [], 0
         while len(rows) < count:
             drawing, index = draw(seed, index), index + 1

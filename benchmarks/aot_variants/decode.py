@@ -223,32 +223,16 @@ def _decode_variants(
         yield page_variant("extremes", extremes_kernel, name, shape, dtype, axes, usual, capability)
 
 
-POINTERS = {
-    "out": "*fp32",
-    "stats": "*fp32",
-    "partial": "*fp32",
-    "extremes": "*fp32",
-    "sink_logits": "*fp32",
-    "key_base": "*i16",
-    "value_base": "*i16",
-    "key_table": "*i64",
-    "value_table": "*i64",
-    "rows": "*i64",
-    "shared": "*i64",
-    "boosted": "*i64",
-    "clamped_rows": "*i64",
-    "items": "*i32",
-    "item_rows": "*i32",
-    "slot_rows": "*i32",
-    "mask": "*u8",
-    "table": "*i64",
-    "centers": "*i64",
-    "key_rows": "*i64",
-    "mean": "*fp32",
-    "center_mean": "*fp32",
-    "frequencies": "*fp32",
-    "matrix": "*fp16",
-} | dict.fromkeys(("scaling", "softcap", "tau1", "tau2"), "fp32")
+TYPES = {
+    "*fp32": "out stats partial extremes sink_logits mean center_mean frequencies",
+    "*fp16": "matrix",
+    "*i16": "key_base value_base",
+    "*i32": "items item_rows slot_rows",
+    "*i64": "key_table value_table rows shared boosted clamped_rows table centers key_rows",
+    "*u8": "mask",
+    "fp32": "scaling softcap tau1 tau2",
+}
+POINTERS = {name: kind for kind, names in TYPES.items() for name in names.split()}
 
 
 def signature(function: object, constants: dict[str, object], types: dict[str, str]) -> dict[str, str]:
