@@ -90,10 +90,13 @@ def test_readme_shows_the_default_and_its_bundle_once_they_are_measured():
     after = ElementTree.fromstring(readme_docs.picture(report, engine, readme_docs.LIGHT))
     light, dark, changed = (["".join(element.itertext()) for element in tree] for tree in (*before, after))
     assert light == dark
-    assert {"100% retrieved, source 100%", "6.1x smaller KV cache", "recipe auto --kv-bits 2.62, scales included"} <= {
-        *light
-    }
-    assert {"50% retrieved, source 100%", "recipe default, scales included"} <= {*changed}
+    assert {
+        "100% retrieved, source 100%",
+        "6.1x smaller KV cache",
+        "auto --kv-bits 2.62, 128 tokens, all included",
+    } <= {*light}
+    assert {"50% retrieved, source 100%", "default, 128 tokens, all included"} <= {*changed}
+    assert [light.count(model) for model in ("tiny", "8B shape with random weights, 4-bit")] == [2, 1]  # of 3 panels
 
 
 def test_a_missed_bar_leads_to_its_analysis():
