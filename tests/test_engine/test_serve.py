@@ -1,14 +1,18 @@
 """`kvconvert serve` through the `openai` package: the same tokens as `generate`, and what else clients rely on."""
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import openai
 import pytest
 import torch
 from serving import NAME, serving
 from tiny.llama import write_tiny_bundle
+from transformers import GenerationConfig
 
 from kvconvert import load
+from kvconvert.runtime import Sampling
+from kvconvert.serve.app import default_sampling
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -197,3 +201,17 @@ def test_metrics_count_what_was_served(here, client):
     assert change["kvconvert_first_token_seconds_count"] == change["kvconvert_request_seconds_count"] == 1
     assert change["kvconvert_token_seconds_count"] == 8
     assert after["kvconvert_requests_running"] == after["kvconvert_requests_waiting"] == 0
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({}, Sampling(temperature=1.0)),
+        ({"temperature": 0.6, "top_k": 20}, Sampling(temperature=1.0)),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, Sampling(temperature=0.6, top_k=20)),
+        ({"do_sample": True, "top_p": 0.8}, Sampling(temperature=1.0, top_p=0.8)),
+    ],
+)
+def test_a_model_that_asks_for_sampling_is_sampled_as_it_asks(stated, expected):
+    model = SimpleNamespace(generation_config=GenerationConfig(**stated))
+    assert default_sampling(model) == expected
