@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.format import CacheFormat, Side
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, squared_output
 from kvconvert.calibration.protocol import (
     CalibrationPass,
@@ -61,36 +61,31 @@ def reads_quantized(
     return (token >= sink_tokens) & (query >= available)
 
 
-def stored_keys(keys: Tensor, cache: CacheFormat, clip_ratio: float) -> Tensor:
-    """One sequence's keys [H, T, D] as read back from pages with this clip ratio; unchanged where no page is read."""
-    f = replace(cache.pages.keys, clip_ratio=clip_ratio)
-    count = pages_read(keys.shape[1], cache.sink_tokens, cache.key_recent_tokens, f.page_size)
+def stored_tokens(tokens: Tensor, cache: CacheFormat, side: Side, clip_ratio: float) -> Tensor:
+    """One sequence's keys or values [H, T, channels] as read back from pages with this clip ratio.
+
+    Unchanged where no page is read.
+    """
+    f, own = cache.side(side)
+    f = replace(f, clip_ratio=clip_ratio)
+    count = pages_read(tokens.shape[1], cache.sink_tokens, own.recent_tokens, f.page_size)
     part = slice(cache.sink_tokens, cache.sink_tokens + count * f.page_size)
     if f.bits == 16 or not count:
-        return keys
-    pages = keys[:, part].unflatten(1, (count, f.page_size)).transpose(0, 1)
-    fixed = cache.pages.boosted, cache.static_keys(clip_ratio)
-    constant: Tensor | float = 0.0
-    if cache.pages.key_center is not None:
-        starts = part.start + f.page_size * torch.arange(count, device=keys.device)
-        constant = page_centers(starts, f.page_size, cache.pages.key_center)
-    read = dequantize_keys(quantize_keys(pages - constant, f, *fixed, cache.pages.key_feedback), f, *fixed)
-    result = keys.clone()
-    result[:, part] = (read.transpose(2, 3) + constant).transpose(0, 1).flatten(1, 2)
-    return result
-
-
-def stored_values(values: Tensor, cache: CacheFormat, clip_ratio: float) -> Tensor:
-    """The same for values [H, T, E]."""
-    f = replace(cache.pages.values, clip_ratio=clip_ratio)
-    count = pages_read(values.shape[1], cache.sink_tokens, cache.value_recent_tokens, f.page_size)
-    part = slice(cache.sink_tokens, cache.sink_tokens + count * f.page_size)
-    if f.bits == 16 or not count:
-        return values
-    pages = values[:, part].unflatten(1, (count, f.page_size)).transpose(0, 1)
-    static = cache.static_values(clip_ratio)
-    result = values.clone()
-    result[:, part] = dequantize_values(quantize_values(pages, f, static), f, static).transpose(0, 1).flatten(1, 2)
+        return tokens
+    pages = tokens[:, part].unflatten(1, (count, f.page_size)).transpose(0, 1)
+    static = cache.static_scales(side, clip_ratio)
+    if side == "value":
+        read = dequantize_values(quantize_values(pages, f, static), f, static)
+    else:
+        fixed = cache.pages.boosted, static
+        constant: Tensor | float = 0.0
+        if cache.pages.key_center is not None:
+            starts = part.start + f.page_size * torch.arange(count, device=tokens.device)
+            constant = page_centers(starts, f.page_size, cache.pages.key_center)
+        quantized = quantize_keys(pages - constant, f, *fixed, cache.pages.key_feedback)
+        read = dequantize_keys(quantized, f, *fixed).transpose(2, 3) + constant
+    result = tokens.clone()
+    result[:, part] = read.transpose(0, 1).flatten(1, 2)
     return result
 
 
@@ -141,7 +136,7 @@ def key_clip_ratio_errors(
     Returns:
         float64 [grid], over the queries that read at least one quantized page; zeros where there are none.
     """
-    recent, page = cache.key_recent_tokens, cache.pages.keys.page_size
+    recent, page = cache.keys.recent_tokens, cache.pages.keys.page_size
 
     def output(block: _Block, stored: Tensor) -> Tensor:
         device = stored.device
@@ -150,7 +145,7 @@ def key_clip_ratio_errors(
         weights = _weights(sample, torch.where(quantized, scores, block.scores), block.visible)
         return weights @ sample.values[block.sequence][:, None, : block.keys] - block.output
 
-    candidates = [partial(stored_keys, cache=cache, clip_ratio=r) for r in grid]
+    candidates = [partial(stored_tokens, cache=cache, side="key", clip_ratio=r) for r in grid]
     return _errors(sample, sample.keys, cache.sink_tokens + page + recent, candidates, output, ranks)
 
 
@@ -158,14 +153,14 @@ def value_clip_ratio_errors(
     sample: AttentionSample, cache: CacheFormat, grid: tuple[float, ...], ranks: Ranks = ALONE
 ) -> Tensor:
     """The same with quantized values and exact attention weights."""
-    recent, page = cache.value_recent_tokens, cache.pages.values.page_size
+    recent, page = cache.values.recent_tokens, cache.pages.values.page_size
 
     def output(block: _Block, stored: Tensor) -> Tensor:
         quantized = reads_quantized(block.rows, block.keys, cache.sink_tokens, recent, page, stored.device)
         difference = stored[:, : block.keys] - sample.values[block.sequence][:, : block.keys]
         return (block.weights * quantized) @ difference.unsqueeze(1)
 
-    candidates = [partial(stored_values, cache=cache, clip_ratio=r) for r in grid]
+    candidates = [partial(stored_tokens, cache=cache, side="value", clip_ratio=r) for r in grid]
     return _errors(sample, sample.values, cache.sink_tokens + page + recent, candidates, output, ranks)
 
 
@@ -235,7 +230,7 @@ class ClipRatioPass(CalibrationPass):
         """Search each side whose pages the calibration sequences are long enough to fill and read."""
         cache, page, missing = work.cache, work.cache.pages.keys.page_size, []
         search = {"key": self.search_keys, "value": self.search_values}
-        for side, recent in (("key", cache.key_recent_tokens), ("value", cache.value_recent_tokens)):
+        for side, recent in (("key", cache.keys.recent_tokens), ("value", cache.values.recent_tokens)):
             if search[side] and not pages_read(work.seq_len, cache.sink_tokens, recent, page):
                 search[side] = False
                 missing.append(f"{side}_clip_ratio ({cache.sink_tokens + page + recent + 1} tokens are needed)")

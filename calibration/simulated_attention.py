@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.attention_sample import as_cached, model_attention
-from kvconvert.calibration.clip_ratios import pages_read, stored_keys, stored_values
+from kvconvert.calibration.clip_ratios import pages_read, stored_tokens
 from kvconvert.kernels.rotate import hadamard_transform
 
 SIMULATED_ATTENTION = "kvconvert_simulate"
@@ -97,16 +97,12 @@ def simulated_attention(
         NumericError: keys or values that cannot be quantized.
     """
     queries, keys, values = as_cached(query, key, value, cache)
-    formats, length = cache.pages, keys.shape[2]
-    stored = (
-        torch.stack([stored_keys(row, cache, formats.keys.clip_ratio) for row in keys]),
-        torch.stack([stored_values(row, cache, formats.values.clip_ratio) for row in values]),
-    )
+    length, stored, written = keys.shape[2], [], []
+    for name, tokens in (("key", keys), ("value", values)):
+        f, own = cache.side(name)
+        stored.append(torch.stack([stored_tokens(row, cache, name, f.clip_ratio) for row in tokens]))
+        written.append(_written(length, cache.sink_tokens, own.recent_tokens, f.page_size))
     read = (keys.clone(), values.clone())
-    written = (
-        _written(length, cache.sink_tokens, cache.key_recent_tokens, formats.keys.page_size),
-        _written(length, cache.sink_tokens, cache.value_recent_tokens, formats.values.page_size),
-    )
     outputs = []
     for start, stop in pairwise(sorted({0, length, *written[0], *written[1]})):
         for tokens, quantized, moments in zip(read, stored, written, strict=True):

@@ -92,13 +92,11 @@ class StaticScalesPass(CalibrationPass):
         Raises:
             NumericError: a channel that float16 scales cannot describe.
         """
-        pages = work.cache.pages
-        work.cache = replace(
-            work.cache,
-            key_bounds=self._bounds["key"].bounds if pages.keys.static else None,
-            value_bounds=self._bounds["value"].bounds if pages.values.static else None,
-        )
-        for side, scales in (("key", work.cache.static_keys(1.0)), ("value", work.cache.static_values(1.0))):
+        for side, found in self._bounds.items():
+            f, own = work.cache.side(side)
+            bounds = found.bounds if f.static else None
+            work.cache = replace(work.cache, **{f"{side}s": replace(own, bounds=bounds)})
+            scales = work.cache.static_scales(side, 1.0)
             unfit = None if scales is None else ~(scales.scale.isfinite() & scales.zero_point.isfinite())
             if unfit is not None and unfit.any():
                 head, channel = unfit.nonzero()[0].tolist()
@@ -111,10 +109,7 @@ class StaticScalesPass(CalibrationPass):
     def result(self) -> PassResult:
         """The scales with the clip ratios that later passes chose."""
         cache = self._work.cache
-        sides = {
-            "key": cache.static_keys(cache.pages.keys.clip_ratio),
-            "value": cache.static_values(cache.pages.values.clip_ratio),
-        }
+        sides = {side: cache.static_scales(side, cache.side(side)[0].clip_ratio) for side in self._bounds}
         return PassResult(
             plan={
                 f"static_{side}_{part}": tensor.cpu()

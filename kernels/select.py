@@ -11,8 +11,7 @@ from collections.abc import Callable
 import torch
 
 from kvconvert.kernels import device, prompt
-from kvconvert.kernels.prompt import attention_and_log_sum_exp, is_fallback
-from kvconvert.kernels.prompt.cpu import BLOCK_SCORES, weight_blocks
+from kvconvert.kernels.prompt import BLOCK_SCORES, attention_and_log_sum_exp, is_fallback, weight_blocks
 
 
 def column_sums_reference(

@@ -113,7 +113,7 @@ def preset_layer(name: str, head: tuple[int, int]) -> Layer:
     """The layer of a preset with heads of D and E channels."""
     scheme = KVScheme.preset(name)
     cache = CacheFormat.of(scheme, heads=HEADS, key_dim=head[0], value_dim=head[1])
-    format, recent = cache.pages, (cache.key_recent_tokens, cache.value_recent_tokens)
+    format, recent = cache.pages, (cache.keys.recent_tokens, cache.values.recent_tokens)
     half_quantized = 0 if recent[0] == recent[1] else 1 if recent[0] < recent[1] else 2
     return Layer(name, format, "", cache.span, half_quantized, bool(scheme.tau1 or scheme.tau2))
 

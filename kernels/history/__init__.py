@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvconvert.kernels import device, prompt
-from kvconvert.kernels.history import cpu
 from kvconvert.kernels.history.parts import HistoryPart, PageReader
+from kvconvert.kernels.history.reference import tiled_attention
 from kvconvert.kernels.pages import LayerFormat, unsupported_dequantization
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def history_attention(
         [Hq, T, E] in the queries' dtype, or float32 on a CPU.
     """
     if queries.device.type == "cpu" and not device.runs_triton(queries.device):
-        return cpu.tiled_attention(queries, parts, keys, values, scaling, sink_logits, workspace_tokens)
+        return tiled_attention(queries, parts, keys, values, scaling, sink_logits, workspace_tokens)
     from kvconvert.kernels.history import triton as launch
 
     return launch.tiled_attention(

@@ -1,4 +1,6 @@
-"""Attention over a history in float64, and the merge of two partial results."""
+"""Attention over a history in float64, the merge of two partial results, and a CPU's path: torch's flash attention for
+CPUs, which returns its log-sum-exp.
+"""
 
 from __future__ import annotations
 
@@ -57,3 +59,44 @@ def merge_reference(
     finite = total.nan_to_num(neginf=0.0)
     weights = [(part.float() - finite).exp().unsqueeze(-1) for part in (first_sum, second_sum)]
     return first.float() * weights[0] + second.float() * weights[1], total
+
+
+def tiled_attention(
+    queries: torch.Tensor,
+    parts: Sequence[HistoryPart],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    sink_logits: torch.Tensor | None = None,
+    workspace_tokens: int | None = None,
+) -> torch.Tensor:
+    """`history_attention` of plain causal attention: float32 [Hq, T, E].
+
+    Everything is computed in float32, which every processor is fast in.
+    """
+    queries = queries.float()
+    output, log_sum_exp = _flash(queries, keys.float(), values.float(), scaling, is_causal=True)
+    if parts:
+        workspace = Workspace(
+            queries.device, keys.shape[0], keys.shape[2], values.shape[2], torch.float32, workspace_tokens
+        )
+        # Every query sees every token of the history, so that those which share a KV head are rows of one matrix.
+        grouped = queries.reshape(keys.shape[0], -1, queries.shape[2])
+        for tokens in workspace.tiles(parts):
+            part, part_sum = _flash(grouped, workspace.keys[:, :tokens], workspace.values[:, :tokens], scaling)
+            output, log_sum_exp = merge_reference(
+                output, log_sum_exp, part.reshape(output.shape), part_sum.reshape(log_sum_exp.shape)
+            )
+    if sink_logits is not None:
+        output = output * torch.sigmoid(log_sum_exp - sink_logits.float().unsqueeze(1)).unsqueeze(2)
+    return output
+
+
+def _flash(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, is_causal: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [Hq, T, E] and log-sum-exp [Hq, T]."""
+    output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        queries[None], keys[None], values[None], 0.0, is_causal, scale=scaling
+    )
+    return output[0], log_sum_exp[0]

@@ -36,7 +36,6 @@ from kvconvert.kernels.linear.cpu import (
     unpack_int4pack,
 )
 from kvconvert.kernels.linear.packed_layout import PackedWeight, has_layout, pack_weight, unpack_codes
-from kvconvert.kernels.linear.reference import w4a16_reference
 from kvconvert.kernels.linear.shared_input import SharedInput, SharedStorage, layout_lock
 from kvconvert.kernels.linear.shared_input import unsupported as unshared
 
@@ -59,6 +58,18 @@ def unsupported(device: torch.device, dtype: torch.dtype, group_size: int) -> st
     if not has_layout(group_size):
         return f"there are kernels for groups of 32, 64 or a multiple of 128 inputs, not of {group_size}"
     return None
+
+
+def w4a16_reference(x: Tensor, weight: AwqWeight, bias: Tensor | None = None) -> Tensor:
+    """Dequantize the whole weight and multiply: [..., in] to [..., out].
+
+    The arithmetic is float32 (float64 for float64), the result in the dtype of `x`.
+    """
+    accumulate = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = x.to(accumulate) @ dequantize_weight(weight, accumulate).T
+    if bias is not None:
+        y += bias.to(accumulate)
+    return y.to(x.dtype)
 
 
 def share_input(linears: Sequence[QuantizedLinear]) -> str | None:

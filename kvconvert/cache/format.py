@@ -23,6 +23,8 @@ from kvconvert.kernels.rotate import NO_ROTATION, Rotations
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVScheme, Spans
 
+Side = Literal["key", "value"]
+
 
 class ChannelBounds(NamedTuple):
     """Smallest and largest value of each channel of a layer's keys or values: float32 [H, channels]."""
@@ -35,6 +37,19 @@ class ChannelBounds(NamedTuple):
         return ChannelScales(*affine_grid(self.low, self.high, bits, clip_ratio))
 
 
+@dataclass(frozen=True)
+class CacheSide:
+    """Keys or values of a layer's cache, but for the format of their pages.
+
+    Attributes:
+        recent_tokens: newest tokens in full precision, see `KVScheme`.
+        bounds: of each channel, where pages are static and calibration has measured them.
+    """
+
+    recent_tokens: int = 0
+    bounds: ChannelBounds | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheFormat:
     """How one layer's cache stores keys and values: a KV scheme in the terms of kernels.
@@ -43,20 +58,18 @@ class CacheFormat:
         pages: of the layer's pages.
         span: of its spans (CalibQuant), or None where the cache is made of pages.
         rotations: what is rotated at run time, after RoPE.
-        sink_tokens, key_recent_tokens, value_recent_tokens: tokens in full precision, see `KVScheme`.
+        sink_tokens: first tokens in full precision, see `KVScheme`.
+        keys, values: what else there is to say of each.
         modality: which tokens go to spans, see `KVScheme`.
-        key_bounds, value_bounds: of each channel, where pages are static and calibration has measured them.
     """
 
     pages: LayerFormat
     span: SpanFormat | None = None
     rotations: Rotations = NO_ROTATION
     sink_tokens: int = 0
-    key_recent_tokens: int = 0
-    value_recent_tokens: int = 0
+    keys: CacheSide = CacheSide()
+    values: CacheSide = CacheSide()
     modality: str = "all"
-    key_bounds: ChannelBounds | None = None
-    value_bounds: ChannelBounds | None = None
 
     @classmethod
     def of(cls, scheme: KVScheme, *, heads: int, key_dim: int, value_dim: int | None = None) -> CacheFormat:
@@ -119,18 +132,19 @@ class CacheFormat:
             span=span,
             rotations=rotations(scheme),
             sink_tokens=scheme.sink_tokens,
-            key_recent_tokens=key.recent_tokens,
-            value_recent_tokens=value.recent_tokens,
+            keys=CacheSide(key.recent_tokens),
+            values=CacheSide(value.recent_tokens),
             modality=scheme.prompt.modality,
         )
 
-    def static_keys(self, clip_ratio: float) -> ChannelScales | None:
-        """Scales of the layer's static key pages with this clip ratio; None for other pages."""
-        return None if self.key_bounds is None else self.key_bounds.scales(self.pages.keys.bits, clip_ratio)
+    def side(self, name: Side) -> tuple[KeyFormat | ValueFormat, CacheSide]:
+        """The format of keys' or values' pages, and what else there is to say of that side."""
+        return (self.pages.keys, self.keys) if name == "key" else (self.pages.values, self.values)
 
-    def static_values(self, clip_ratio: float) -> ChannelScales | None:
-        """The same for values."""
-        return None if self.value_bounds is None else self.value_bounds.scales(self.pages.values.bits, clip_ratio)
+    def static_scales(self, name: Side, clip_ratio: float) -> ChannelScales | None:
+        """Scales of one side's static pages with this clip ratio; None for other pages."""
+        f, own = self.side(name)
+        return None if own.bounds is None else own.bounds.scales(f.bits, clip_ratio)
 
 
 def with_plan(
@@ -192,7 +206,7 @@ def _fixed_channels(f: KeyFormat, plan: Mapping[str, torch.Tensor], device: torc
 
 
 def _static_scales(
-    side: Literal["key", "value"], f: KeyFormat | ValueFormat, plan: Mapping[str, torch.Tensor], device: torch.device
+    side: Side, f: KeyFormat | ValueFormat, plan: Mapping[str, torch.Tensor], device: torch.device
 ) -> ChannelScales | None:
     """The scales that static pages of one side need; None for other pages."""
     if not f.static:

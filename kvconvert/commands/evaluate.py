@@ -99,7 +99,7 @@ def evaluate(
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2))
     else:
-        from kvconvert.fidelity.table import table
+        from kvconvert.fidelity.report import table
 
         click.echo(table(report))
     if write:

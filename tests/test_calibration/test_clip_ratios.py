@@ -8,6 +8,7 @@ import pytest
 import torch
 from sample_layers import cache_format, layer_work, random_sample, run_passes
 
+from kvconvert.cache.format import CacheSide
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, causal
 from kvconvert.calibration.clip_ratios import (
     CLIP_RATIO_GRID,
@@ -15,8 +16,7 @@ from kvconvert.calibration.clip_ratios import (
     key_clip_ratio_errors,
     pages_read,
     reads_quantized,
-    stored_keys,
-    stored_values,
+    stored_tokens,
     value_clip_ratio_errors,
 )
 from kvconvert.calibration.protocol import CalibrationPass
@@ -51,15 +51,15 @@ def test_queries_read_pages_quantized_exactly_once_the_cache_has_flushed_them(to
 
 def test_tokens_are_stored_as_page_by_page_and_head_by_head_quantization_gives():
     sample = random_sample(tokens=300)
-    cache = replace(cache_format(dim=16), sink_tokens=20, key_recent_tokens=10)
-    keys = stored_keys(sample.keys[0], cache, 0.7)
+    cache = replace(cache_format(dim=16), sink_tokens=20, keys=CacheSide(10))
+    keys = stored_tokens(sample.keys[0], cache, "key", 0.7)
     expected = sample.keys[0].clone()
     for start in (20, 148):
         part = expected[:, start : start + 128]
         expected[:, start : start + 128] = dequantize(*quantize(part, 2, 32, 1, 0.7), 32, 1)
     # 300 tokens: the second page ends at 276, and a query from 286 on reads it.
     torch.testing.assert_close(keys, expected, rtol=0, atol=1e-5)
-    values = stored_values(sample.values[0], cache, 0.7)
+    values = stored_tokens(sample.values[0], cache, "value", 0.7)
     expected = sample.values[0].clone()
     expected[:, 20:276] = dequantize(*quantize(expected[:, 20:276], 2, 16, 2, 0.7), 16, 2)
     torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
@@ -68,12 +68,12 @@ def test_tokens_are_stored_as_page_by_page_and_head_by_head_quantization_gives()
 def by_single_queries(sample, cache, r, side):
     """Relative error of the output in float64, one query and head at a time."""
     error = size = 0.0
-    recent = cache.key_recent_tokens if side == "key" else cache.value_recent_tokens
+    recent = cache.side(side)[1].recent_tokens
     tokens, heads = sample.num_tokens, sample.keys.shape[1]
     for n in range(len(sample.queries)):
         keys, values = sample.keys[n].double(), sample.values[n].double()
-        read_k = stored_keys(sample.keys[n], cache, r).double() if side == "key" else keys
-        read_v = stored_values(sample.values[n], cache, r).double() if side == "value" else values
+        read_k = stored_tokens(sample.keys[n], cache, "key", r).double() if side == "key" else keys
+        read_v = stored_tokens(sample.values[n], cache, "value", r).double() if side == "value" else values
         first_reader = simulated_flushes(tokens, cache.sink_tokens, recent)
         for t in range(tokens):
             quantized = first_reader[: t + 1] <= t
@@ -101,7 +101,7 @@ def test_errors_are_those_of_single_queries_that_read_flushed_pages(weight):
     sample = random_sample(sequences=2, tokens=290, dim=8)
     if weight:
         sample = replace(sample, output_weight=torch.randn(5, 32, generator=torch.Generator().manual_seed(1)))
-    cache = replace(cache_format(), sink_tokens=4, key_recent_tokens=3, value_recent_tokens=20)
+    cache = replace(cache_format(), sink_tokens=4, keys=CacheSide(3), values=CacheSide(20))
     for side, measure in (("key", key_clip_ratio_errors), ("value", value_clip_ratio_errors)):
         found = measure(sample, cache, (1.0, 0.6))
         expected = [by_single_queries(sample, cache, r, side) for r in (1.0, 0.6)]
@@ -189,7 +189,7 @@ def test_a_side_that_is_given_keeps_its_range(keys, values):
     ("length", "said"), [(128, "key_clip_ratio .129 .* value_clip_ratio .139"), (130, "value_clip_ratio .139")]
 )
 def test_sequences_too_short_for_a_page_are_said_and_leave_the_range(length, said):
-    work = work_with_pages(length, value_recent_tokens=10)
+    work = work_with_pages(length, values=CacheSide(10))
     sampler = AttentionSampler()
     result = run_passes([sampler, ClipRatioPass(sampler)], work)
     assert ("key_clip_ratio" in result.scheme) == (length > 128)

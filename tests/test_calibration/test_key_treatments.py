@@ -9,7 +9,7 @@ from sample_layers import cache_format, layer_work, random_sample, run_passes
 from kvconvert.cache.format import CacheFormat
 from kvconvert.cache.size import LayerCache
 from kvconvert.calibration.attention_sample import AttentionSampler
-from kvconvert.calibration.clip_ratios import ClipRatioPass, stored_keys
+from kvconvert.calibration.clip_ratios import ClipRatioPass, stored_tokens
 from kvconvert.calibration.error_feedback import ErrorFeedbackPass
 from kvconvert.calibration.key_treatments import (
     ConstantPart,
@@ -110,11 +110,11 @@ def test_keys_stored_without_their_constant_come_back_with_it():
     cache = cache_format(dim=DIM, group=128, sink_tokens=4)
     center = key_center(mean, rope().frequencies, rope().pairs, False)
     centered = replace(cache, pages=replace(cache.pages, key_center=center))
-    read = stored_keys(keys, centered, 1.0)
+    read = stored_tokens(keys, centered, "key", 1.0)
     pages = slice(4, 4 + 4 * 128)
     assert torch.equal(read[:, :4], keys[:, :4])
     assert torch.equal(read[:, 516:], keys[:, 516:])
-    error, plain = ((x - keys)[:, pages].square().mean() for x in (read, stored_keys(keys, cache, 1.0)))
+    error, plain = ((x - keys)[:, pages].square().mean() for x in (read, stored_tokens(keys, cache, "key", 1.0)))
     assert error < 0.01 * plain
     starts = torch.tensor([4])
     rest = keys[:, 4:132] - page_centers(starts, 128, center)[0]

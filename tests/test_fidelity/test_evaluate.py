@@ -14,7 +14,7 @@ from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import UsageError
 from kvconvert.fidelity import evaluate
-from kvconvert.fidelity.table import table
+from kvconvert.fidelity.report import table
 from kvconvert.recipes.recipe import Recipe
 
 

@@ -12,9 +12,15 @@ from torch import Tensor
 
 from kvconvert.kernels.device import fallbacks
 from kvconvert.kernels.elementwise import Gate
-from kvconvert.kernels.experts import ExpertLinears, routed_experts, scored_experts, store_experts, unsupported
+from kvconvert.kernels.experts import (
+    ExpertLinears,
+    experts_reference,
+    routed_experts,
+    scored_experts,
+    store_experts,
+    unsupported,
+)
 from kvconvert.kernels.experts import triton as launch
-from kvconvert.kernels.experts.reference import experts_reference
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
 

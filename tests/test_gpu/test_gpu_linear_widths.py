@@ -11,8 +11,7 @@ from torch import Tensor
 
 from kvconvert.kernels.device import fallbacks
 from kvconvert.kernels.elementwise import Gate
-from kvconvert.kernels.experts import routed_experts, store_experts, unsupported
-from kvconvert.kernels.experts.reference import experts_reference
+from kvconvert.kernels.experts import experts_reference, routed_experts, store_experts, unsupported
 from kvconvert.kernels.linear import QuantizedLinear, share_input
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
 from kvconvert.kernels.linear.packed_layout import LEAST_PART, PARTS, k_block_for, pack_weight, unpack_codes

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels import linear as dispatch
-from kvconvert.kernels.linear import QuantizedLinear, share_input
+from kvconvert.kernels.linear import QuantizedLinear, share_input, w4a16_reference
 from kvconvert.kernels.linear.awq_format import AwqWeight, quantize_weight
-from kvconvert.kernels.linear.reference import w4a16_reference
 from kvconvert.kernels.linear.shared_input import MOST_WASTED, SharedStorage
 
 TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 9e-3}

@@ -13,10 +13,9 @@ from torch import nn
 from kvconvert.errors import UsageError
 from kvconvert.kernels import device as devices
 from kvconvert.kernels.device import fallbacks
-from kvconvert.kernels.linear import QuantizedLinear, cpu
+from kvconvert.kernels.linear import QuantizedLinear, cpu, w4a16_reference
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight, unpack_awq
 from kvconvert.kernels.linear.cpu import int4pack_block, unpack_int4pack
-from kvconvert.kernels.linear.reference import w4a16_reference
 
 # Relative error of a whole output, by input dtype. float32: sums of hundreds of products. float16: the result's
 # rounding. bfloat16: weights or scales and offsets, and the result, each rounded to 8 bits.

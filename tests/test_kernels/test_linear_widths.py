@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from kvconvert.errors import UsageError
-from kvconvert.kernels.linear import QuantizedLinear, cpu
+from kvconvert.kernels.linear import QuantizedLinear, cpu, w4a16_reference
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
 from kvconvert.kernels.linear.cpu import int4pack_block
-from kvconvert.kernels.linear.reference import w4a16_reference
 
 # As in test_linear.py; a float16 weight of few codes makes sums that cancel.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 6e-3, torch.float64: 1e-12}

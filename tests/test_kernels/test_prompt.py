@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from kvconvert.kernels.decode.reference import attention_reference
-from kvconvert.kernels.prompt import prompt_attention
-from kvconvert.kernels.prompt.cpu import BLOCK_SCORES, blockwise_attention
+from kvconvert.kernels.prompt import BLOCK_SCORES, blockwise_attention, prompt_attention
 from kvconvert.kernels.select import column_sums_reference, selective_attention
 
 

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from kvconvert.errors import UsageError
-from kvconvert.kernels.rotate import hadamard_kind, hadamard_matrix, hadamard_transform
-from kvconvert.kernels.rotate.reference import hadamard_reference
+from kvconvert.kernels.rotate import hadamard_kind, hadamard_matrix, hadamard_reference, hadamard_transform
 
 KINDS = {
     1: "sylvester(1)",
