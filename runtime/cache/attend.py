@@ -23,7 +23,7 @@ from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, unsu
 from kvconvert.kernels.select import column_sums, selective_attention
 from kvconvert.runtime.cache.compress import end_forward, seal
 from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
-from kvconvert.runtime.cache.group_tables import GroupTables
+from kvconvert.runtime.cache.group_tables import GroupTables, upload
 from kvconvert.runtime.cache.history import AttentionCall, RowHistory
 from kvconvert.runtime.cache.store import LayerStore
 
@@ -82,16 +82,15 @@ def commit(store: LayerStore, chunk: Chunk, queries: torch.Tensor | None = None)
 
 def _append_table(store: LayerStore, latest: ForwardPass) -> tuple[torch.Tensor, torch.Tensor]:
     """Where one layer's new tokens go: the table of `GroupTables.appends`, and the first token's index of each row."""
-    first, lines, origin, size = [-1] * len(store.rows), [], store.origin.data_ptr(), store.dtype.itemsize
+    rows, origin, size = len(store.rows), store.origin.data_ptr(), store.dtype.itemsize
+    first, lines = [-1] * rows, [0] * (4 * rows)
     for row, start, shift in ((d.row, d.first_key, d.first_value - d.first_key) for d in latest.destinations):
         first[row] = start
         keys, values = store.rows[row].keys, store.rows[row].values
         at_values = (values.address - origin) // size + shift * values.tensor.shape[2]
-        lines.append(((keys.address - origin) // size, keys.head_stride, at_values, values.head_stride))
-    table = torch.zeros(len(first), 4, dtype=torch.int64)
-    if lines:
-        table[[row for row, start in enumerate(first) if start >= 0]] = torch.tensor(lines, dtype=torch.int64)
-    return table.to(store.device, non_blocking=True), torch.tensor(first).to(store.device, non_blocking=True)
+        lines[4 * row : 4 * row + 4] = (keys.address - origin) // size, keys.head_stride, at_values, values.head_stride
+    table = upload(lines + first, store.device)
+    return table[: 4 * rows].view(rows, 4), table[4 * rows :]
 
 
 EVERY = slice(None)
@@ -104,6 +103,7 @@ def store_and_attend(
     scaling: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    turn_back: bool = True,
 ) -> torch.Tensor:
     """Store the parked tokens, attend from their queries [B, Hq, T, D] as `attend` does, and compress what is complete.
 
@@ -112,7 +112,7 @@ def store_and_attend(
     """
     rotated = commit(store, chunk, queries)
     queries = queries if rotated is None else rotated
-    output = attend(store, queries, chunk, scaling, softcap, sink_logits, rotated=rotated is not None)
+    output = attend(store, queries, chunk, scaling, softcap, sink_logits, rotated is not None, turn_back)
     end_forward(store)
     return output
 
@@ -125,16 +125,18 @@ def attend(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     rotated: bool = False,
+    turn_back: bool = True,
 ) -> torch.Tensor:
     """Attention of queries [B, Hq, T, D] over everything stored: [B, Hq, T, E] in the queries' dtype.
 
     The queries are at the last T positions; outputs at padding are zeros or meaningless, as with every mask. `rotated`
-    tells that the scheme's rotation has been applied to the queries.
+    tells that the scheme's rotation has been applied to the queries; without `turn_back` outputs stay in the
+    coordinates in which values are stored.
     """
     if store.rotations.keys and not rotated:
         queries = hadamard_transform(queries)
     output = LayerAttention(store, chunk, scaling, softcap, sink_logits).output(queries)
-    return hadamard_transform(output, inverse=True) if store.rotations.values else output
+    return hadamard_transform(output, inverse=True) if turn_back and store.rotations.values else output
 
 
 class LayerAttention(AttentionCall):
@@ -177,6 +179,8 @@ class LayerAttention(AttentionCall):
                 tensors.add_attention_mass(sums)
             else:
                 attended = prompt_attention(*arguments)
+            if len(store.rows) == 1 and not padded:
+                return attended[None].to(output.dtype)
             output[row, :, at] = attended.to(output.dtype)
         if len(others) == len(store.rows):
             return self._over_stored_rows(others, queries).to(output.dtype)

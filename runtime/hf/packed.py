@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function
 
 from kvconvert.errors import CacheError
+from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.runtime.cache.attend import store_and_attend
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.hf.handles import KeyHandle, MaskHandle
@@ -100,13 +101,15 @@ class PackedLayer(CacheLayerMixin):
             if segment.error is None:
                 try:
                     chunk = _chunk(mask, segment, layer.store.forward_pass.start, queries.device)
-                    output = store_and_attend(layer.store, segment.split(queries), chunk, scaling, softcap, sink_logits)
+                    arguments = segment.split(queries), chunk, scaling, softcap, sink_logits, False
+                    output = store_and_attend(layer.store, *arguments)
                     outputs.append(output.transpose(1, 2).flatten(0, 1))
                     continue
                 except Exception as error:
                     self._fail(segment, error)
             outputs.append(queries.new_zeros(segment.rows * segment.length, queries.shape[1], self.value_dim))
-        return torch.cat(outputs)[None]
+        output = torch.cat(outputs)[None]
+        return hadamard_transform(output, inverse=True) if self.layers[0].store.rotations.values else output
 
     def _fail(self, segment: Segment, error: Exception) -> None:
         """Go on without a segment, unless it is the last one."""
