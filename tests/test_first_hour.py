@@ -16,7 +16,9 @@ from click.testing import CliRunner
 from tiny.hub import standing_in
 from tiny.llama import write_recipe, write_tiny_llama
 
+from kvconvert import load
 from kvconvert.cli import cli
+from kvconvert.errors import UsageError
 
 GOLDEN = Path(__file__).parent / "golden" / "format-1"
 FAST = """
@@ -99,6 +101,19 @@ def test_inspect_and_verify_are_ten_lines_and_import_no_modeling_code(command):
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert 8 <= len(found.stdout.splitlines()) <= 12
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": "int8"}, "`dtype` is int8; it may be auto, torch.float32"),
+        ({"dtype": torch.int8}, "`dtype` is torch.int8;"),
+        ({"verify": "fast"}, "`verify` is 'fast'; it may be full or headers"),
+    ],
+)
+def test_load_refuses_in_a_sentence_what_it_cannot_do(options, said):
+    with pytest.raises(UsageError, match=said):
+        load(GOLDEN, **options)
 
 
 RUNTIME = """

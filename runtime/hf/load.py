@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from kvconvert.bundle.locate import MANIFEST_NAME, locate
+from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.errors import BundleError
+from kvconvert.errors import BundleError, UsageError
 from kvconvert.models.configuration import model_class, read_config, supports_images
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer, tokenizer_of
 from kvconvert.runtime.hf.bundle_quantizer import BundleConfig, Verify, check_fits
@@ -47,14 +47,15 @@ def load(
 
     Raises:
         BundleError: there is no bundle, it cannot be fetched, or it does not hold what its manifest says.
-        UsageError: the processor needs a package that is not installed.
+        UsageError: an argument that is not possible, or the processor needs a package that is not installed.
         CheckpointError: transformers cannot load the tokenizer or the processor.
     """
     directory = locate(bundle, revision=revision, token=token, local_files_only=local_files_only)
-    if not (directory / MANIFEST_NAME).is_file():
-        raise BundleError(
-            f"{bundle} is not a kvconvert bundle: it has no {MANIFEST_NAME}; kvconvert export writes one."
-        )
+    if verify not in ("full", "headers"):
+        raise UsageError(f"`verify` is {verify!r}; it may be full or headers.")
+    named = getattr(torch, dtype, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+    if named not in (None, "auto") and not getattr(named, "is_floating_point", False):
+        raise UsageError(f"`dtype` is {dtype}; it may be auto, torch.float32, torch.bfloat16 or torch.float16.")
     # All of it is verified before transformers reads any of it, and the model built without weights before weights are.
     verified = open_bundle(directory, verify=verify)
     check_fits(verified)
