@@ -65,8 +65,8 @@ def end_forward(store: LayerStore) -> None:
     single, plain = latest.length == 1 and not group.seal_at_once, group.policy.flushes and not group.policy.selects
     if single or (plain and latest.length * group.rows + group.tokens_beside <= FEW_TOKENS):
         if latest.ended == len(group.stores):
-            group.seal_at_once = False
-            compress(group, seal=False)
+            seal_now, group.seal_at_once = group.seal_at_once, False
+            compress(group, seal_now)
         return
     if latest.compression is None:
         seal_now, group.seal_at_once = group.seal_at_once, False

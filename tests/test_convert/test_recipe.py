@@ -115,7 +115,7 @@ def test_limits_accept_whole_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[weights]\nbit = 4\n", ["mine.toml", "[weights]", "bit", "group_size"]),
+        ("[weights]\nbit = 4\n", ["mine.toml", "[weights]", "bit", "did you mean bits?"]),
         ("[wights]\nbits = 4\n", ["mine.toml", "[wights]", "[weights], [kv], [auto] and [limits]"]),
         ("bits = 4\n", ["mine.toml", "bits"]),
         ("weights = 4\n", ["mine.toml", "weights"]),

@@ -99,9 +99,9 @@ def test_oscar_keeps_more_than_kivi_on_the_reference_model(tokenizer):
 
 def test_greedy_generation_reads_the_cue_after_the_context_was_quantized():
     model = tiny_model("llama", max_position_embeddings=512)
-    ids = random_ids(2, 140)
-    plain = generate_greedily(Decoder.plain(model), ids[:, :128], ids[:, 128:], 6)
-    expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)[:, 140:]
+    ids = random_ids(2, 268)
+    plain = generate_greedily(Decoder.plain(model), ids[:, :256], ids[:, 256:], 6)
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)[:, 268:]
     assert torch.equal(plain, expected)
     pages = []
 
@@ -111,9 +111,10 @@ def test_greedy_generation_reads_the_cue_after_the_context_was_quantized():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     model.set_attn_implementation("kvconvert")
-    generate_greedily(Decoder(model, lambda: Watched(model.config, "kivi")), ids[:, :128], ids[:, 128:], 2)
-    assert pages[0] == (128, 0)
-    assert (12, 4) in pages, "one page of each of two sequences in each of two layers, before the cue is read"
+    generate_greedily(Decoder(model, lambda: Watched(model.config, "kivi")), ids[:, :256], ids[:, 256:], 2)
+    assert pages[0] == (256, 0)
+    cue = next(stored for new, stored in pages if new == 12)
+    assert cue == 4, "a page of keys and one of values of each of two sequences, before the first layer reads the cue"
 
 
 def test_batches_hold_prompts_of_equal_shape_and_every_prompt_once():
