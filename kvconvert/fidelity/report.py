@@ -171,7 +171,7 @@ class FidelityReport:
     notes: tuple[str, ...]
 
     def losses(self) -> list[str]:
-        """One clause for recall, and for each probe, of which the bundle loses more than a tenth."""
+        """One clause for recall, and for each probe, of which the bundle loses more than a tenth, and not by chance."""
         return losses(abilities(self.probes or {}, self.passkey))
 
     def to_dict(self) -> dict[str, Any]:

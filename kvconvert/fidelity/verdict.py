@@ -118,11 +118,11 @@ def abilities(probes: Mapping[str, ProbeResult], passkey: PasskeyResult | None) 
 
 
 def losses(found: Sequence[Ability]) -> list[str]:
-    """One clause for each of which a bundle loses more than a tenth."""
+    """One clause for each of which a bundle loses more than a tenth, and not by chance."""
     return [
         f"{each.name} ({each.bundle:.0%} right, the source {each.source:.0%})"
         for each in found
-        if each.kept is not None and each.kept < KEPT
+        if each.kept is not None and each.kept < KEPT and not each.by_chance
     ]
 
 

@@ -139,7 +139,7 @@ def _bounds(report: dict[str, Any], name: str) -> list[float] | None:
     return bounds if numbers else None
 
 
-NO_SEARCH = "the bundle's recipe searched for no allocation; `auto` does."
+NO_SEARCH = "the bundle's recipe searched for no allocation, as the recipe auto does."
 NO_MODEL = "it needs the source's activations; give its directory or Hub id with --model."
 
 
