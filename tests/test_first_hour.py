@@ -53,6 +53,7 @@ def kvconvert(*arguments):
         (["eval", "BUNDLE", "--data", "gone.jsonl"], 1, "gone.jsonl does not exist"),
         (["calibrate", "MODEL", "-o", "BUNDLE"], 2, "not kvconvert's"),
         (["convert", "EMPTY", "NEW"], 1, "is empty"),
+        (["convert", "BARE", "NEW"], 1, "holds no weights"),
         (["convert", "MODEL", "BUNDLE"], 2, "replace it with --force"),
         (["convert", "gone/gone/gone", "NEW"], 1, "There is no model directory"),
         (["convert", "MODEL", "NEW", "--device", "cudaa"], 2, "--device may be cpu or cuda"),
@@ -77,6 +78,9 @@ def test_help_and_wrong_arguments_are_answered_before_torch_is_imported(tmp_path
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "MODEL").mkdir()
     (tmp_path / "MODEL" / "config.json").write_text("{}")
+    (tmp_path / "MODEL" / "model.safetensors").touch()
+    (tmp_path / "BARE").mkdir()
+    (tmp_path / "BARE" / "config.json").write_text("{}")
     shutil.copytree(GOLDEN, tmp_path / "BUNDLE")
     offline = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
     offline |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
@@ -85,7 +89,7 @@ def test_help_and_wrong_arguments_are_answered_before_torch_is_imported(tmp_path
     of_a_recipe = {"--recipe", "--kv-bits", "--set", "--weights", "recipes"} & {*arguments}
     assert f"AFTER {code} {['pydantic'] if of_a_recipe else []}" in found.stdout, found.stderr
     assert said in found.stdout + found.stderr
-    assert sorted(os.listdir(tmp_path)) == ["BUNDLE", "EMPTY", "MODEL"] + (
+    assert sorted(os.listdir(tmp_path)) == ["BARE", "BUNDLE", "EMPTY", "MODEL"] + (
         ["hub"] if (tmp_path / "hub").exists() else []
     )
 

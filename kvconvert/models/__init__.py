@@ -16,6 +16,8 @@ OLDEST, TOO_NEW = (5, 23), (6, 0)
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*"]
 _GGUF = ".gguf"
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def _check_transformers() -> None:
@@ -71,6 +73,16 @@ def _check_directory(directory: Path) -> None:
         )
     if not (directory / "config.json").is_file() and not any(directory.glob(f"*{_GGUF}")):
         raise CheckpointError(f"{directory} has no config.json; give the directory of a transformers model.")
+    weights = (".safetensors", _GGUF, *PICKLES, INDEX_FILE)
+    if not any(file.name.endswith(weights) for file in directory.iterdir()):
+        raise without_weights(directory)
+
+
+def without_weights(directory: Path) -> CheckpointError:
+    """What is said of a checkpoint without weights that can be read."""
+    return CheckpointError(
+        f"{directory} holds no weights ({SINGLE_FILE} or {INDEX_FILE} with its shards); fetch the model again."
+    )
 
 
 def locate_model(model: str, was_fetched: bool) -> tuple[Path, str, str | None]:

@@ -18,11 +18,9 @@ from torch import nn
 from kvconvert.errors import CheckpointError
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorfile import read_header
+from kvconvert.models import INDEX_FILE, PICKLES, SINGLE_FILE, without_weights
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def weight_files(directory: Path) -> list[str]:
@@ -49,15 +47,13 @@ def weight_files(directory: Path) -> list[str]:
         raise CheckpointError(f"{directory} holds shards{missing}.")
     if single.exists():
         return [SINGLE_FILE]
-    pickles = sorted(file.name for file in directory.iterdir() if file.suffix in _PICKLES)
+    pickles = sorted(file.name for file in directory.iterdir() if file.suffix in PICKLES)
     if pickles:
         raise CheckpointError(
             f"{directory} holds pickled weights ({pickles[0]}), which are refused because loading them runs code; "
             "convert them where you trust them, with AutoModelForCausalLM.from_pretrained(old).save_pretrained(new)."
         )
-    raise CheckpointError(
-        f"{directory} holds no weights ({SINGLE_FILE} or {INDEX_FILE} with its shards); fetch the model again."
-    )
+    raise without_weights(directory)
 
 
 def _read_index(index: Path) -> dict[str, str]:
