@@ -278,6 +278,7 @@ def test_calibrate_refuses_wrong_usage_with_2_and_a_missing_model_with_1(tmp_pat
     model = tmp_path / ("model" if options else "gone")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").touch()
     refusal(code, "calibrate", model, "-o", tmp_path / "work", *options)
     assert os.listdir(tmp_path) == ["model"]
 
