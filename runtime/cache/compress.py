@@ -19,7 +19,7 @@ from kvconvert.kernels.pages import (
     unsupported,
 )
 from kvconvert.runtime.cache.buffer import TokenBuffer, remove_tokens
-from kvconvert.runtime.cache.forward_pass import Compression, PendingPages
+from kvconvert.runtime.cache.forward_pass import Compression, PendingPages, UnreadFlags
 from kvconvert.runtime.cache.pool import UNIT
 from kvconvert.runtime.cache.prompts import SealSpan
 from kvconvert.runtime.cache.sequence import Sequence
@@ -84,13 +84,11 @@ def read_flags(group: Group, wait: bool = True) -> None:
         NumericError: keys or values could not be stored; the group cannot be used further.
     """
     while group.unread_flags:
-        flags, copied, launches = group.unread_flags[0]
-        if copied is not None and not copied.query():
-            if not wait:
-                return
-            copied.synchronize()
+        unread = group.unread_flags[0]
+        if not unread.arrived(wait):
+            return
         del group.unread_flags[0]
-        for value, (stores, pages) in zip(flags.tolist(), launches, strict=True):
+        for value, (stores, pages) in zip(unread.flags.tolist(), unread.launches, strict=True):
             try:
                 with _NamedErrors(stores, 1, pages):
                     raise_if_flagged(value, stores[0].format.keys.heads)
@@ -209,7 +207,7 @@ def _flush(group: Group, stores: list[LayerStore], plan: Compression) -> None:
         if flags.is_cuda:
             flags, copied = flags.to("cpu", non_blocking=True), torch.cuda.Event()
             copied.record(torch.cuda.current_stream(device))
-        group.unread_flags.append((flags, copied, here))
+        group.unread_flags.append(UnreadFlags(flags, copied, here))
     removed = []
     for store in stores:
         for pending, is_key in ((plan.keys, True), (plan.values, False)):

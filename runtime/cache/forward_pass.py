@@ -6,6 +6,7 @@ A token's position is its index in the padded input, which masks and sliding win
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import BuiltinFunctionType, FunctionType
@@ -263,6 +264,34 @@ class Compression:
     def is_empty(self) -> bool:
         """Whether nothing is to be done."""
         return not (self.seals or self.discards or self.keys or self.values)
+
+
+@dataclass
+class UnreadFlags:
+    """What a flush could not store, as kernels say it, and nobody has looked at.
+
+    Attributes:
+        flags: int32 [n], on their way to the host.
+        copied: when they are there; None where they are.
+        launches: of each flag the layers that share it, and how many pages each of them wrote.
+    """
+
+    flags: torch.Tensor
+    copied: torch.cuda.Event | None
+    launches: list[tuple[list[Any], int]]
+
+    def arrived(self, wait: bool) -> bool:
+        """Whether they can be read; with `wait`, once they can."""
+        if self.copied is not None:
+            if not (wait or self.copied.query()):
+                return False
+            self.copied.synchronize()
+            self.copied = None
+        return True
+
+    def __deepcopy__(self, memo: dict) -> UnreadFlags:
+        self.arrived(wait=True)
+        return UnreadFlags(self.flags.clone(), None, deepcopy(self.launches, memo))
 
 
 @dataclass(eq=False)

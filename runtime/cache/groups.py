@@ -25,6 +25,7 @@ from kvconvert.runtime.cache.forward_pass import (
     ModalityMask,
     PendingPages,
     is_pure,
+    UnreadFlags,
 )
 from kvconvert.runtime.cache.pool import PageNumbers
 from kvconvert.runtime.cache.prompts import prompt_policy
@@ -70,8 +71,7 @@ class LayerGroup(Generic[Store]):
         changed: rows that changed so since tables were written; None where all may have.
         forward_pass: the latest; passes: how many there were.
         rehearsal: a pass whose kernels are launched again or recorded, while nothing else changes; else None.
-        unread_flags: of each flush that nobody has looked at: flags int32 [n] on their way to the host, when they are
-            there, and of each flag the layers that share it and how many pages each of them wrote.
+        unread_flags: of each flush that nobody has looked at.
         error: what made the stored tokens unusable, or None.
     """
 
@@ -108,7 +108,7 @@ class LayerGroup(Generic[Store]):
         self.changed: set[int] | None = None
         self.forward_pass: ForwardPass | None = None
         self.error: Exception | None = None
-        self.unread_flags: list[tuple[torch.Tensor, torch.cuda.Event | None, list[tuple[list[Store], int]]]] = []
+        self.unread_flags: list[UnreadFlags] = []
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:

@@ -27,7 +27,8 @@ GROWTH = 1.25
 def compiled(output: Path, *arguments: str) -> tuple[subprocess.CompletedProcess, dict]:
     """Run the tool in a process of its own: here, the interpreter may stand in for the compiler."""
     command = [sys.executable, str(ROOT / "benchmarks" / "aot.py"), "--json", str(output), "--jobs", "2", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    paths = str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     return done, read_json(output)
 
