@@ -53,6 +53,7 @@ class GroupTables:
         stores: the layers.
         rows: of the batch.
         entries: pages and span blocks that a row has room for.
+        place: of the cache among those of a pass, which all need tables of their own.
 
     Attributes:
         base: int16, aligned to 16 bytes; what offsets count from, whatever the dtype they lead to.
@@ -83,8 +84,8 @@ class GroupTables:
         clamped_rows: int64 [L], see `LayerStore`: what was counted for the present owner.
     """
 
-    def __init__(self, stores: list[LayerStore], rows: int, entries: int):
-        self.rows, self.entries = rows, entries
+    def __init__(self, stores: list[LayerStore], rows: int, entries: int, place: int = 0):
+        self.rows, self.entries, self.place = rows, entries, place
         self.device, self._layers = stores[0].device, len(stores)
         device = {"dtype": torch.int64, "device": self.device}
         self.base = torch.zeros(UNIT, dtype=torch.int16, device=self.device)

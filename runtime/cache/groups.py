@@ -65,7 +65,7 @@ class LayerGroup(Generic[Store]):
         record_past: keep the newest tokens uncompressed until `crop` says which of them stay (assisted decoding).
         seal_at_once: the next forward pass holds the whole prompt.
         reading_prompt: passes bring parts of a prompt, however short, until it is sealed.
-        tokens_beside: tokens of other caches in each forward pass, see `runtime/hf/packed.py`.
+        tokens_beside: tokens of other caches in each forward pass, see `runtime/hf/packed.py`; place: among them.
         modality_mask: the tokens of the scheme's modality in the next forward pass.
         version: changes with whatever tables describe: pages, spans, buffers, and the order of sequences.
         changed: rows that changed so since tables were written; None where all may have.
@@ -93,7 +93,7 @@ class LayerGroup(Generic[Store]):
         self.key_numbers, self.value_numbers = numbers or (PageNumbers(), PageNumbers())
         self.record_past = False
         self.version = 0
-        self.passes = self.tokens_beside = 0
+        self.passes = self.tokens_beside = self.place = 0
         self._clear()
 
     def _clear(self) -> None:

@@ -19,7 +19,9 @@ from kvconvert.runtime.cache.store import Group, LayerStore
 
 
 class TableRegistry:
-    """Tables by what they are for, so that all caches of a model share them and captured steps serve every cache."""
+    """Tables by what they are for, so that all caches of a model share them and captured steps serve every cache; those
+    of one pass have their own.
+    """
 
     def __init__(self) -> None:
         self._tables: dict[Hashable, GroupTables] = {}
@@ -34,8 +36,9 @@ class TableRegistry:
     def tables(self, group: Group, entries: int) -> GroupTables:
         """Tables for a group's layers and rows, with room for so many pages and span blocks of a row."""
         known = group.tables
-        if known is not None and known.rows == len(group.sequences) and known.entries >= entries:
-            return known
+        if known is not None and known.place == group.place:
+            if known.rows == len(group.sequences) and known.entries >= entries:
+                return known
         room = FEWEST_ENTRIES
         while room < entries:
             room *= 2
@@ -44,9 +47,9 @@ class TableRegistry:
             (s.index, s.dtype, s.device, s.format.keys, s.format.values, s.span_format, s.format.key_center is None)
             for s in stores
         )
-        key = (formats, len(group.sequences), room)
+        key = (formats, len(group.sequences), room, group.place)
         if key not in self._tables:
-            self._tables[key] = GroupTables(stores, len(group.sequences), room)
+            self._tables[key] = GroupTables(stores, len(group.sequences), room, group.place)
         group.tables = self._tables[key]
         return group.tables
 

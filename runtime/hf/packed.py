@@ -154,8 +154,9 @@ class PackedCache(Cache):
         for cache, count in parts:
             self.segments.append(Segment(cache, max(1, cache.groups[0].rows), slice(begin, begin + count)))
             begin += count
-        for segment in self.segments:
+        for place, segment in enumerate(self.segments):
             for group in segment.cache.groups:
+                group.place = place
                 group.tokens_beside = begin - (segment.tokens.stop - segment.tokens.start)
         first = self.segments[0].cache
         self.placeholders = first.placeholders

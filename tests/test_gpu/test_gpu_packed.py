@@ -53,3 +53,24 @@ def test_a_packed_pass_gives_the_logits_of_passes_of_their_own(device, scheme):
         stats = one.stats()
         assert (stats.tokens, stats.pages, stats.fallbacks) == (other.stats().tokens, other.stats().pages, 0)
         assert stats.pages > 0
+
+
+@pytest.mark.full
+def test_later_chunks_of_several_prompts_read_their_own_pages(device):
+    # Differences of attention are seen in logits.
+    model = tiny_model("llama", **SHAPE, gain=3.0).to(device, torch.bfloat16)
+    adopt(model, [KVScheme.preset("oscar-g128").with_online_rotation()] * 2, {})
+    found = []
+    for packed in (True, False):
+        some = Steps(model)
+        # Caches that have held a prompt before know the shapes of their layers.
+        lengths, caches = (270, 140), (some.later, some.first)
+        for cache in caches:
+            cache.reset()
+            cache.begin_prompt()
+        for row, cache, length in zip((2, 3), caches, lengths, strict=True):
+            some.pass_over(False, [(row, cache, length, 0, False)])
+        later = [(row, cache, 40, length, True) for row, cache, length in zip((2, 3), caches, lengths, strict=True)]
+        logits = [some.pass_over(False, parts) for parts in ([later] if packed else [[part] for part in later])]
+        found.append(torch.stack([logits[0][2], logits[-1][3]]))
+    assert ((found[0] - found[1]).norm(dim=1) < 2e-2 * found[1].norm(dim=1)).all()
