@@ -29,8 +29,9 @@ from kvconvert.calibration.awq_scaling import apply_scales
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.bootstrap import Interval, bootstrap_mean
 from kvconvert.fidelity.evaluate import text_figures, versions
-from kvconvert.fidelity.scoring import Comparison, Decoder, before_chunks, compare
+from kvconvert.fidelity.scoring import Comparison, Decoder, compare
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
+from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import require_adapter
 from kvconvert.models.structure import LayerStructure
@@ -192,9 +193,7 @@ def main() -> None:
     whole = {"chunk": SEGMENT_TOKENS, "batch": 1, "progress": True}
     weights = compare(source, weight_variants(model, calibration.ids, args.seed), held_out.ids, **whole)
     caches = cache_variants(model)
-    # All keep as many sink tokens, so that all their pages, and the chunks, end at the same tokens.
-    (first,) = {before_chunks(decoder.new_cache()) for decoder in caches.values()}
-    cache = compare(source, caches, held_out.ids, first, progress=True)
+    cache = compare(source, caches, held_out.ids, PAGE_SIZE, progress=True)
     report = {
         "command": " ".join(["python benchmarks/fidelity.py", *sys.argv[1:]]),
         "seed": args.seed,

@@ -205,7 +205,7 @@ class SteppedLayer:
         half_quantized = 1 if self.scheme.held else 0
         window = self.windows[step]
         return queries, decode_attention(
-            queries, self.tables, window, self.format, DIM**-0.5, half_quantized=half_quantized
+            queries, self.tables, window, self.format, DIM**-0.5, half_quantized=half_quantized, hides=True
         )
 
     def flush(self, step: int) -> None:

@@ -37,9 +37,9 @@ from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attentio
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.data.text import spaced_samples
 from kvconvert.fidelity.evaluate import versions
-from kvconvert.fidelity.scoring import Comparison, Decoder, before_chunks, compare
+from kvconvert.fidelity.scoring import Comparison, Decoder, compare
 from kvconvert.kernels import pages
-from kvconvert.kernels.pages import reference
+from kvconvert.kernels.pages import PAGE_SIZE, reference
 from kvconvert.kernels.select import column_sums, select_tokens
 from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import DEFAULT_CONTEXT
@@ -268,10 +268,10 @@ def decoder_of(args: argparse.Namespace, model: Path, case: Case) -> tuple[Decod
 
 @torch.no_grad()
 def measure_caches(args: argparse.Namespace, model: Path, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
-    """Figures of cases with one number of sink tokens, sealed all or none."""
+    """Figures of cases, sealed all or none."""
     source = Decoder.plain(load_model(model, args.device, "kvconvert"))
     decoders = {case.key: decoder_of(args, model, case) for case in cases}
-    prefill = PROMPT if cases[0].seals() else before_chunks(decoders[cases[0].key][0].new_cache())
+    prefill = PROMPT if cases[0].seals() else PAGE_SIZE
     with norms_by_the_maximum() if cases[0].simulated == "maximum" else ExitStack():
         others = {key: decoder for key, (decoder, _) in decoders.items()}
         found = compare(source, others, texts(args, model), prefill, batch=args.batch)
@@ -354,7 +354,7 @@ def tasks(args: argparse.Namespace, done: Mapping[str, Any]) -> list[tuple[Calla
     caches = [case for case in missing if isinstance(case, Case) and not (args.uncalibrated and case.calibrates())]
     alike: dict[tuple, list[Case]] = {}
     for case in caches:
-        alike.setdefault((case.seals(), case.recipe().kv.sink_tokens, case.simulated == "maximum"), []).append(case)
+        alike.setdefault((case.seals(), case.simulated == "maximum"), []).append(case)
     groups = [group[i : i + GROUP] for group in alike.values() for i in range(0, len(group), GROUP)]
     weights = [case for case in missing if not isinstance(case, Case)]
     weights = [case for case in weights if not (args.uncalibrated and case.method == "awq")]

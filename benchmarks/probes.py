@@ -43,7 +43,7 @@ def measure(
     ids = load_token_samples(None, tokenizer, 16, 1024, seed, "evaluation").ids
     writer = Writer(tokenizer, ids.flatten().tolist(), seed)
     scheme = KVScheme.preset("kivi")
-    length = probe_tokens(context, scheme.sink_tokens)
+    length = probe_tokens(context)
     rows = 1 if device == "cpu" else 16
 
     def decoder(bits: int | None) -> Decoder:
@@ -65,7 +65,7 @@ def measure(
     if FREE not in names:
         return
     beginnings = ids[:prompts]
-    cut = 4 * PAGE_SIZE + scheme.sink_tokens
+    cut = 4 * PAGE_SIZE
     texts = {
         b: generate_greedily(decoder(b), beginnings[:, :cut], beginnings[:, cut : cut + 1], FREE_TOKENS)
         for b in (None, *BITS)

@@ -18,8 +18,8 @@ together.
 --beside NAME,... (or `all`) searches `auto` at the measured bits of each of these caches, in one search. For one read
 page by page they are the mean over the last 128 lengths, for how full the last page is differs with the number of sink
 tokens; for one that compresses whole prompts they are those of such a prompt, and `auto` reads it in the same way: with
-a prompt of whole pages after 4 sink tokens, and at most 128 tokens scored, both keep what comes after it in full
-precision. --length has to be of whole pages after 4 sink tokens, too.
+a prompt of whole pages, and at most 128 tokens scored, both keep what comes after it in full
+precision. --length has to be of whole pages, too.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class Bench:
     def searched_beside(self) -> list[str]:
         """`auto` at the bytes of --beside's caches, after sealed prompts where those compress whole ones."""
         caches, found = self.report["caches"], []
-        over = (self.args.length - Recipe.load("auto").kv.sink_tokens) % PAGE_SIZE
+        over = self.args.length % PAGE_SIZE
         if self.args.beside and over:
             raise UsageError(f"--beside compares whole pages; --length {self.args.length - over} ends with one.")
         asked = caches if self.args.beside == "all" else joined(list(filter(None, self.args.beside.split(","))))

@@ -21,7 +21,7 @@ from kvconvert.fidelity.recall import (
     has_plain_template,
     passkey_right,
 )
-from kvconvert.fidelity.scoring import Decoder, before_chunks, compare, feed, read_prompt, treats_whole_prompts
+from kvconvert.fidelity.scoring import Decoder, compare, feed, read_prompt, treats_whole_prompts
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import SEARCHED_FIELDS, KVScheme
 from kvconvert.models.configuration import head_dim, key_value_heads
@@ -37,12 +37,10 @@ def text_figures(
 ) -> dict[str, Any]:
     """KL and likelihood of each text [segments, length], per segment.
 
-    Page by page, or after the first `prompt` tokens of each segment, read and sealed as a whole. Pages begin after the
-    sink tokens, and so do chunks; tokens are scored from the same one on whatever their number is.
+    Page by page, or after the first `prompt` tokens of each segment, read and sealed as a whole.
     """
     names, rows = list(texts), torch.cat(list(texts.values()))
-    first = before_chunks(decoder.new_cache())
-    prefill = first if prompt is None else prompt
+    prefill = PAGE_SIZE if prompt is None else prompt
     found = compare(source, {"case": decoder}, rows, prefill, batch=batch, progress=True)["case"]
     counts, skipped = [len(texts[name]) for name in names], max(0, FIRST_SCORED - prefill) if prompt is None else 0
     parts = {

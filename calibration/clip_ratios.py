@@ -41,13 +41,13 @@ CLIP_RATIO_GRID = tuple(round(1 - 0.05 * i, 2) for i in range(17))  # 1.0, 0.95 
 QUERY_BLOCK = 128  # queries whose attention is held at once
 
 
-def pages_read(num_tokens: int, sink_tokens: int, recent: int, page_size: int) -> int:
+def pages_read(num_tokens: int, recent: int, page_size: int) -> int:
     """Quantized pages that the last of `num_tokens` tokens attends to.
 
-    Page p holds tokens sink_tokens + p page_size and following. It is quantized after the attention of the token that
-    completes it and of `recent` further ones, so that only later tokens read it quantized.
+    Page p holds tokens p page_size and following. It is quantized after the attention of the token that completes it
+    and of `recent` further ones, so that only later tokens read it quantized.
     """
-    return max(0, (num_tokens - 1 - sink_tokens - recent) // page_size)
+    return max(0, (num_tokens - 1 - recent) // page_size)
 
 
 def reads_quantized(
@@ -55,8 +55,7 @@ def reads_quantized(
 ) -> Tensor:
     """Bool [queries, keys]: which of the first `keys` tokens a query finds quantized."""
     token = torch.arange(keys, device=device)
-    page = torch.div(token - sink_tokens, page_size, rounding_mode="floor")
-    available = sink_tokens + (page + 1) * page_size + recent
+    available = (token // page_size + 1) * page_size + recent
     query = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
     return (token >= sink_tokens) & (query >= available)
 
@@ -68,24 +67,25 @@ def stored_tokens(tokens: Tensor, cache: CacheFormat, side: Side, clip_ratio: fl
     """
     f, own = cache.side(side)
     f = replace(f, clip_ratio=clip_ratio)
-    count = pages_read(tokens.shape[1], cache.sink_tokens, own.recent_tokens, f.page_size)
-    part = slice(cache.sink_tokens, cache.sink_tokens + count * f.page_size)
+    count, sinks = pages_read(tokens.shape[1], own.recent_tokens, f.page_size), cache.sink_tokens
+    part = slice(0, count * f.page_size)
     if f.bits == 16 or not count:
         return tokens
     pages = tokens[:, part].unflatten(1, (count, f.page_size)).transpose(0, 1)
     static = cache.static_scales(side, clip_ratio)
     if side == "value":
-        read = dequantize_values(quantize_values(pages, f, static), f, static)
+        read = dequantize_values(quantize_values(pages, f, static, sinks), f, static)
     else:
         fixed = cache.pages.boosted, static
         constant: Tensor | float = 0.0
         if cache.pages.key_center is not None:
-            starts = part.start + f.page_size * torch.arange(count, device=tokens.device)
+            starts = f.page_size * torch.arange(count, device=tokens.device)
             constant = page_centers(starts, f.page_size, cache.pages.key_center)
-        quantized = quantize_keys(pages - constant, f, *fixed, cache.pages.key_feedback)
+        quantized = quantize_keys(pages - constant, f, *fixed, cache.pages.key_feedback, sinks)
         read = dequantize_keys(quantized, f, *fixed).transpose(2, 3) + constant
     result = tokens.clone()
     result[:, part] = read.transpose(0, 1).flatten(1, 2)
+    result[:, :sinks] = tokens[:, :sinks]
     return result
 
 
@@ -146,7 +146,7 @@ def key_clip_ratio_errors(
         return weights @ sample.values[block.sequence][:, None, : block.keys] - block.output
 
     candidates = [partial(stored_tokens, cache=cache, side="key", clip_ratio=r) for r in grid]
-    return _errors(sample, sample.keys, cache.sink_tokens + page + recent, candidates, output, ranks)
+    return _errors(sample, sample.keys, page + recent, candidates, output, ranks)
 
 
 def value_clip_ratio_errors(
@@ -161,7 +161,7 @@ def value_clip_ratio_errors(
         return (block.weights * quantized) @ difference.unsqueeze(1)
 
     candidates = [partial(stored_tokens, cache=cache, side="value", clip_ratio=r) for r in grid]
-    return _errors(sample, sample.values, cache.sink_tokens + page + recent, candidates, output, ranks)
+    return _errors(sample, sample.values, page + recent, candidates, output, ranks)
 
 
 def _errors(
@@ -231,9 +231,9 @@ class ClipRatioPass(CalibrationPass):
         cache, page, missing = work.cache, work.cache.pages.keys.page_size, []
         search = {"key": self.search_keys, "value": self.search_values}
         for side, recent in (("key", cache.keys.recent_tokens), ("value", cache.values.recent_tokens)):
-            if search[side] and not pages_read(work.seq_len, cache.sink_tokens, recent, page):
+            if search[side] and not pages_read(work.seq_len, recent, page):
                 search[side] = False
-                missing.append(f"{side}_clip_ratio ({cache.sink_tokens + page + recent + 1} tokens are needed)")
+                missing.append(f"{side}_clip_ratio ({page + recent + 1} tokens are needed)")
         if missing:
             self._note = f"sequences of {work.seq_len} tokens are too short to calibrate {' and '.join(missing)}"
         for side, measure in (("key", key_clip_ratio_errors), ("value", value_clip_ratio_errors)):

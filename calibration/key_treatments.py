@@ -206,7 +206,7 @@ class KeyTreatmentPass(CalibrationPass):
             )
         search = TreatmentSearch(sample, cache.rotations.keys, self._constant, self.search)
         if self.search.chooses_treatment(self.scheme):
-            if pages_read(work.seq_len, cache.sink_tokens, cache.keys.recent_tokens, cache.pages.keys.page_size):
+            if pages_read(work.seq_len, cache.keys.recent_tokens, cache.pages.keys.page_size):
                 choices = treatments(self.scheme, work.structure.head_dim)
                 self._chosen, self._errors = search.best(self.scheme, choices, work.ranks)
             else:

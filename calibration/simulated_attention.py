@@ -101,7 +101,7 @@ def simulated_attention(
     for name, tokens in (("key", keys), ("value", values)):
         f, own = cache.side(name)
         stored.append(torch.stack([stored_tokens(row, cache, name, f.clip_ratio) for row in tokens]))
-        written.append(_written(length, cache.sink_tokens, own.recent_tokens, f.page_size))
+        written.append(_written(length, own.recent_tokens, f.page_size))
     read = (keys.clone(), values.clone())
     outputs = []
     for start, stop in pairwise(sorted({0, length, *written[0], *written[1]})):
@@ -118,10 +118,9 @@ def simulated_attention(
     return output.to(query.dtype)
 
 
-def _written(length: int, sink_tokens: int, recent: int, page_size: int) -> dict[int, slice]:
+def _written(length: int, recent: int, page_size: int) -> dict[int, slice]:
     """The tokens of each page that some token reads as it is stored, by the first token that does."""
-    count = pages_read(length, sink_tokens, recent, page_size)
-    starts = (sink_tokens + page * page_size for page in range(count))
+    starts = (page * page_size for page in range(pages_read(length, recent, page_size)))
     return {start + page_size + recent: slice(start, start + page_size) for start in starts}
 
 

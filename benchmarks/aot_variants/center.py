@@ -78,4 +78,4 @@ def _shape(format: LayerFormat, dtype: str, rows: tuple[int, int], half_quantize
     """The decode kernel's specialisation for pages whose keys lack a constant part."""
     lacking = replace(format, key_center=KeyCenter(torch.empty(0), torch.empty(0)))
     masked = rows[1] > 1
-    return decode_shape(lacking, None, DTYPES[dtype], *rows, half_quantized=half_quantized, masked=masked)
+    return decode_shape(lacking, None, DTYPES[dtype], *rows, half_quantized=half_quantized, hides=True, masked=masked)

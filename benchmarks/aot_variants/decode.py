@@ -192,6 +192,7 @@ def _decode_variants(
         DTYPES[dtype],
         *rows,
         half_quantized=layer.half_quantized,
+        hides=True,
         masked=masked,
         softcap=softcap,
         tau=layer.tau,

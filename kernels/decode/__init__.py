@@ -68,6 +68,7 @@ def decode_attention(
     *,
     span: SpanFormat | None = None,
     half_quantized: int = 0,
+    hides: bool = False,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     clamped_rows: torch.Tensor | None = None,
@@ -84,6 +85,7 @@ def decode_attention(
         span: the format of spans where the layer stores these instead of pages.
         half_quantized: 1 where pages may have their values still in full precision, 2 where their keys, 0 where both
             sides are quantized together.
+        hides: whether the first page of a sequence may have sink tokens, which are hidden there.
         softcap, sink_logits: as in `attention_reference`; sink_logits [Hq].
         clamped_rows: as in `SpanTokens`.
         fall_back: called with operation and reason where a GPU's attention takes the slower path.
@@ -119,6 +121,7 @@ def decode_attention(
                 scaling,
                 span=span,
                 half_quantized=half_quantized,
+                hides=hides,
                 softcap=softcap,
                 sink_logits=sink_logits,
                 visibility=visibility,

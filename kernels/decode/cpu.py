@@ -81,6 +81,8 @@ def paged_attention(
         if projected is not None and not isinstance(tile.keys, torch.Tensor):
             here = projected if batch == 1 else projected[tile.rows]
             scores += projected_scores(here, tile.positions, format.keys.page_size, center)
+        for page, count in tile.hidden:
+            scores[page, ..., :count] = float("-inf")
         weights = weights_of(tile.rows, scores, tile.visible)
         state.add(tile.rows, weighted_page_values(weights, tile.values, format))
     for part in residuals:

@@ -38,6 +38,7 @@ class Segment:
         tokens: real tokens, at most 128 for each entry.
         scales: row of the shared scales, 0 where there are none or they are the layer's.
         first_token: number of the first token among the sequence's, as masks count them.
+        hidden: first tokens that are not attended to here: sink tokens, which are in the residual window.
     """
 
     begin: int
@@ -45,6 +46,7 @@ class Segment:
     tokens: int
     scales: int = 0
     first_token: int = 0
+    hidden: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class SequencePlan:
             of the quantized side.
         half_quantized_token, residual_token: numbers of the first token of half-quantized pages and of the residual
             window, as masks count them.
+        half_quantized_hidden: as `Segment.hidden`, where the first page of all is half-quantized.
     """
 
     segments: tuple[Segment, ...]
@@ -66,6 +69,7 @@ class SequencePlan:
     half_quantized_begin: int = 0
     half_quantized_token: int = 0
     residual_token: int = 0
+    half_quantized_hidden: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,11 @@ class WorkPlan:
     """Work items of a batch, sequence after sequence.
 
     Attributes:
-        items: int32 [W, 16]: 0 sequence, 1-2 page entries from and to, 3-4 half-quantized pages, 5-6 residual tokens,
+        items: int32 [W, 18]: 0 sequence, 1-2 page entries from and to, 3-4 half-quantized pages, 5-6 residual tokens,
             7-9 slots of pages, half-quantized pages and residual window (-1 for none), 10 row of shared scales, 11 real
             tokens from the first page on, 12-14 mask numbers of the first token of pages, half-quantized pages and
-            residual window, 15 table entry of half-quantized page 0.
+            residual window, 15 table entry of half-quantized page 0, 16-17 hidden tokens at the beginning of its pages
+            and of its half-quantized pages.
         item_rows, slot_rows: int32 [B + 1], where each sequence's items and slots begin.
         slots: their number; most_slots: the most that one sequence has.
     """
@@ -146,7 +151,7 @@ def _units_per_item(sequences: Sequence[SequencePlan], units: list[int], program
 
 
 def _items(sequence: SequencePlan, row: int, most: int) -> np.ndarray:
-    """The items of one sequence, int32 [n, 16], without slots."""
+    """The items of one sequence, int32 [n, 18], without slots."""
     if len(sequence.segments) > 1 or any(segment.scales or segment.first_token for segment in sequence.segments):
         return np.array(_divide(sequence, row, most), dtype=np.int32)
     # Sequences of the same lengths are divided in the same way, wherever their entries are.
@@ -173,7 +178,7 @@ def _divide(sequence: SequencePlan, row: int, most: int) -> list[list[int]]:
     def item_with(cost: int) -> list[int]:
         nonlocal room
         if room < cost or not items:
-            items.append([row] + [0] * 6 + [-1] * 3 + [0] * 6)
+            items.append([row] + [0] * 6 + [-1] * 3 + [0] * 8)
             room = most
         room -= cost
         return items[-1]
@@ -188,6 +193,7 @@ def _divide(sequence: SequencePlan, row: int, most: int) -> list[list[int]]:
             item[10] = segment.scales
             done = (begin - segment.begin) * PAGE_SIZE
             item[11], item[12] = segment.tokens - done, segment.first_token + done
+            item[16] = 0 if done else segment.hidden
             begin = end
     for page in range(sequence.half_quantized):
         item = item_with(HALF_QUANTIZED_COST)
@@ -197,6 +203,7 @@ def _divide(sequence: SequencePlan, row: int, most: int) -> list[list[int]]:
                 sequence.half_quantized_token + page * PAGE_SIZE,
                 sequence.half_quantized_begin,
             )
+            item[17] = 0 if page else sequence.half_quantized_hidden
         item[4] = page + 1
     for start in range(0, sequence.residual, RESIDUAL_TOKENS):
         item = item_with(1)

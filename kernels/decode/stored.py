@@ -5,7 +5,7 @@ The kernels follow tables of addresses; the tiled path is given tensors, a few p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,8 +75,9 @@ class ResidualWindows:
     Attributes:
         base: any tensor of the keys' dtype, 16-byte aligned, from which offsets count.
         rows: int64 [B, 8] for each sequence: offset of its key buffer [H, capacity, D] from `base` and the stride of
-            its heads, the same two of values, all in units of 8 elements; sink tokens; tokens of the key and of the
-            value buffer behind the sink tokens that belong to half-quantized pages; tokens of the residual window.
+            its heads, the same two of values, all in units of 8 elements; sink tokens; how much further on than in the
+            residual window its other tokens lie in the key and in the value buffer, because of half-quantized pages
+            between; tokens of the residual window. Sink tokens are fewer than a page's.
     """
 
     base: torch.Tensor
@@ -107,6 +108,7 @@ class PageTile:
         rows: int64 [N], the batch row that each page belongs to.
         visible: bool [N, H or 1, T, P], which tokens each of the T queries may see; None when all may see all.
         positions: int64 [N], of each page's first token, where key pages lack a constant part; else None.
+        hidden: (number of a page, how many of its first tokens) that no query attends to here.
     """
 
     keys: KeyPages | torch.Tensor
@@ -114,6 +116,7 @@ class PageTile:
     rows: torch.Tensor
     visible: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+    hidden: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ class HistoryPart:
         keys: of D channels; values: of E channels.
         center: what pages of keys leave out, see `kernels/pages/center.py`; None for whole keys.
         position: of the first token, where there is a center.
+        exact: full-precision keys [H, n, D] and values [H, n, E] of its first tokens, n below a page's, which take the
+            place of what pages hold of them; None where pages hold all.
     """
 
     tokens: int
@@ -62,6 +64,7 @@ class HistoryPart:
     values: Source
     center: KeyCenter | None = None
     position: int = 0
+    exact: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def step(self) -> int:
@@ -103,6 +106,9 @@ class Workspace:
         if part.center is not None and not isinstance(part.keys, torch.Tensor):
             size = part.keys.format.page_size
             add_centers(self.keys[:, at : at + count], part.position + start, size, part.center)
+        if part.exact is not None and start == 0:
+            for tokens, room in zip(part.exact, (self.keys, self.values), strict=True):
+                room[:, at : at + tokens.shape[1]] = tokens
 
     def tiles(self, parts: Sequence[HistoryPart]) -> Iterator[int]:
         """Fill the workspace again and again with what the parts hold; yields the number of tokens of each tile.

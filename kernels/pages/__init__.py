@@ -120,6 +120,7 @@ def quantize_by_reference(
     channels: torch.Tensor | None = None,
     static: ChannelScales | None = None,
     feedback: torch.Tensor | None = None,
+    hidden: Sequence[int] | None = None,
 ) -> None:
     """Quantize complete pages of many sequences where no kernels do, and write them where they are to be stored.
 
@@ -127,19 +128,21 @@ def quantize_by_reference(
         tokens: views [H, n P, channels] of n >= 1 pages' tokens each, in buffers of any capacity.
         pages: views of the records that these pages take, in the same order; as many pages as there are tokens for.
         channels, static, feedback: as for `quantize_keys` and `quantize_values`.
+        hidden: the same, for the first page of each tensor.
 
     Raises:
         NumericError: what cannot be quantized; `index` is (page, head, ...).
     """
     f = pages[0].format
     rooms = (room for view in pages for room in view.buffer)
-    for part in tokens:
+    for part, count in zip(tokens, hidden or [0] * len(tokens), strict=True):
         every = part.unflatten(1, (-1, f.page_size)).transpose(0, 1)
-        for some in every.split(REFERENCE_PAGES):
+        for number, some in enumerate(every.split(REFERENCE_PAGES)):
+            first = 0 if number else count
             if isinstance(f, KeyFormat):
-                quantized = quantize_keys(some, f, channels, static, feedback)
+                quantized = quantize_keys(some, f, channels, static, feedback, first)
             else:
-                quantized = quantize_values(some, f, static)
+                quantized = quantize_values(some, f, static, first)
             for record in quantized.buffer:
                 next(rooms).copy_(record)
 

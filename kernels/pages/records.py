@@ -61,6 +61,7 @@ class PageWrites(NamedTuple):
             None rounds to nearest.
         centers: [N, 3], the position of each page's first token and the addresses of matrix and frequencies of its
             layer's `KeyCenter`; None for whole keys.
+        hidden: of each page, how many of its first tokens are stored elsewhere, see `quantize_keys`; None for none.
     """
 
     tokens: np.ndarray
@@ -68,6 +69,7 @@ class PageWrites(NamedTuple):
     records: np.ndarray
     feedback: np.ndarray | None = None
     centers: np.ndarray | None = None
+    hidden: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -44,15 +44,30 @@ def normalised_keys(keys: torch.Tensor, f: KeyFormat) -> torch.Tensor:
     return torch.where(norms > 0, keys / norms, 0.0)
 
 
-def rank_channels(keys: torch.Tensor, count: int) -> torch.Tensor:
+def rank_channels(keys: torch.Tensor, count: int, hidden: int = 0) -> torch.Tensor:
     """The `count` channels of largest mean magnitude per page and head: int64 [N, H, count], ascending.
 
-    From keys [N, H, P, D]; Kitty's score (page-wise mean |K|), ties to the lower index.
+    From keys [N, H, P, D] without the `hidden` first tokens of page 0; Kitty's score (page-wise mean |K|), ties to the
+    lower index.
     """
     # In float64 the sum is exact, or as good as: in float32 equal channels would differ by the order of their sums.
     score = keys.abs().sum(2, dtype=torch.float64)
+    if hidden:
+        score[0] = keys[0, :, hidden:].abs().sum(1, dtype=torch.float64)
     order = torch.sort(score, dim=-1, descending=True, stable=True).indices
     return order[..., :count].sort(-1).values
+
+
+def shown_tokens(tokens: torch.Tensor, hidden: int) -> torch.Tensor:
+    """Pages' tokens [N, H, P, channels] with the first one that is not hidden in the places of those that are.
+
+    Of a group that has both, minimum and maximum are then those of the others.
+    """
+    if not hidden:
+        return tokens
+    tokens = tokens.clone()
+    tokens[0, :, :hidden] = tokens[0, :, hidden, None]
+    return tokens
 
 
 def quantize_keys(
@@ -61,6 +76,7 @@ def quantize_keys(
     channels: torch.Tensor | None = None,
     static: ChannelScales | None = None,
     feedback: torch.Tensor | None = None,
+    hidden: int = 0,
 ) -> KeyPages:
     """Quantize whole pages of keys [N, H, P, D], any float dtype, after RoPE and the scheme's rotation.
 
@@ -71,6 +87,8 @@ def quantize_keys(
         static: of the layer, where `f.static`.
         feedback: float16 [H, D, D], with which channels are rounded one after another (`pages/feedback.py`); None
             rounds each number to its nearest code.
+        hidden: how many of the first page's first tokens, fewer than all, are stored elsewhere in full precision: the
+            page's scales are those of its other tokens, and what it holds in their places is not to be read.
 
     Returns:
         N pages. Codes are computed from the stored norm, scale and zero point. A boosted channel's scale and zero point
@@ -79,6 +97,7 @@ def quantize_keys(
     Raises:
         NumericError: NaN, infinity, or a norm, scale or zero point beyond float16.
     """
+    keys = shown_tokens(keys, hidden)
     if f.bits == 16:
         return KeyPages(keys.contiguous(), f)
     if f.static:
@@ -100,7 +119,7 @@ def quantize_keys(
             codes = round_with_feedback(transposed, plain.scale, plain.zero_point, 2**f.bits - 1, feedback)
         codes = pack_codes(codes.transpose(2, 3), f.bits, dim=2, across=3)
         return record_of(f, codes=codes, scale=plain.scale, zero_point=plain.zero_point, norm=norm)
-    chosen = channels.expand(len(keys), -1, -1) if f.fixed_channels else rank_channels(keys, f.boosted)
+    chosen = channels.expand(len(keys), -1, -1) if f.fixed_channels else rank_channels(keys, f.boosted, hidden)
 
     def rows_of(tensor: torch.Tensor) -> torch.Tensor:
         return chosen.unsqueeze(3).expand(-1, -1, -1, tensor.shape[3])
@@ -125,8 +144,11 @@ def quantize_keys(
     )
 
 
-def quantize_values(values: torch.Tensor, f: ValueFormat, static: ChannelScales | None = None) -> ValuePages:
-    """Quantize whole pages of values [N, H, P, E], any float dtype. `static` and NumericError as for keys."""
+def quantize_values(
+    values: torch.Tensor, f: ValueFormat, static: ChannelScales | None = None, hidden: int = 0
+) -> ValuePages:
+    """Quantize whole pages of values [N, H, P, E], any float dtype. `static`, `hidden`, NumericError as for keys."""
+    values = shown_tokens(values, hidden)
     if f.bits == 16:
         return ValuePages(values.contiguous(), f)
     if f.static:

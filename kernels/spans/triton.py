@@ -143,7 +143,7 @@ def _span_codes(
     """Codes of a span in blocks, which are static pages of their own scales; the last may be partly filled."""
     heads, tokens, dim = x.shape
     first = torch.arange(0, blocks * PAGE_SIZE, PAGE_SIZE)
-    table = torch.empty(blocks, 4, dtype=torch.int64)
+    table = torch.zeros(blocks, 5, dtype=torch.int64)
     table[:, 0], table[:, 1], table[:, 3] = first * x.stride(1), x.stride(0), (tokens - first).clamp(max=PAGE_SIZE)
     f = (key_blocks if is_key else value_blocks)(heads, dim, bits)
     layout = KeyLayout.of(f) if is_key else ValueLayout.of(f)

@@ -214,7 +214,7 @@ def candidate_treatments(layer: SearchedLayer, measured: TreatmentSearch) -> dic
         scheme = layer.scheme_of(_without_window(candidate))
         if candidate.exact or not measured.search.chooses_treatment(scheme):
             continue
-        if not pages_read(sample.num_tokens, scheme.sink_tokens, 0, scheme.page_size):
+        if not pages_read(sample.num_tokens, 0, scheme.page_size):
             continue
         key = (scheme.keys.bits, scheme.boost_fraction > 0)
         if key not in known:
@@ -239,7 +239,7 @@ def candidate_clip_ratios(
         sides: whether the ratio of "key" and of "value" is to be chosen; the other one stays the recipe's.
     """
     scheme = layer.scheme
-    if not pages_read(measured.sample(False).num_tokens, scheme.sink_tokens, 0, scheme.page_size):
+    if not pages_read(measured.sample(False).num_tokens, 0, scheme.page_size):
         return {}
     found: dict[str, float] = {}
     known: dict[tuple[str, tuple[object, ...]], float] = {}

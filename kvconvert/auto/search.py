@@ -106,7 +106,7 @@ def search_task(config: PretrainedConfig, jobs: Sequence[LayerJob], recipe: Reci
     default = GPU_DEFAULT_TOKENS if device.type == "cuda" else DEFAULT_TOKENS
     tokens = default if auto.tokens is None else auto.tokens
     length = min(context, TEXT_LENGTH, tokens)
-    least = recipe.kv.sink_tokens + 2 * PAGE_SIZE
+    least = 2 * PAGE_SIZE
     if length < least:
         raise UsageError(
             f"`context` leaves sequences of {length} tokens to measure on, and {least} are needed to read a quantized "

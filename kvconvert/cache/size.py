@@ -85,14 +85,14 @@ class LayerCache:
 
     def sides(self, context: int) -> tuple[int, int]:
         """Bytes of keys and of values of `context` tokens that go to pages, without eviction."""
-        sinks = min(context, self.scheme.sink_tokens)
-        beyond, dropped = context - sinks, 0
+        sinks, dropped = min(context, self.scheme.sink_tokens), 0
         if self.sliding_window:  # pages that no later token attends to
-            dropped = min(max(0, (context - self.sliding_window + 1 - sinks) // PAGE_SIZE), beyond // PAGE_SIZE)
+            dropped = min(max(0, (context - self.sliding_window + 1) // PAGE_SIZE), context // PAGE_SIZE)
         keys, values = (
-            max(0, complete - dropped) * page + (context - max(complete, dropped) * PAGE_SIZE) * token
+            max(0, complete - dropped) * page + (context - outside * PAGE_SIZE + bool(outside) * sinks) * token
             for recent, token, page in self._sides
-            for complete in [max(0, (beyond - recent) // PAGE_SIZE)]
+            for complete in [max(0, (context - recent) // PAGE_SIZE)]
+            for outside in [max(complete, dropped)]
         )
         return keys, values
 

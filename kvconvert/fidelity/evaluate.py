@@ -51,7 +51,6 @@ from kvconvert.fidelity.scoring import (
     Reader,
     Scores,
     Work,
-    before_chunks,
     compare,
     estimate_seconds,
     treats_whole_prompts,
@@ -156,9 +155,7 @@ def evaluate(
         )
     source = Decoder.plain(source_model)
     drills = drills or DrillCounts.for_tokens(tokens)
-    empty = decoder.new_cache()
-    sinks = 0 if treats_whole_prompts(empty) else before_chunks(empty) - PAGE_SIZE
-    plan = _Drills.plan(parts, checkpoint, tokenizer, samples.ids, shape.length, drills, seed, sinks)
+    plan = _Drills.plan(parts, checkpoint, tokenizer, samples.ids, shape.length, drills, seed)
     if progress:
         work = [*plan.work, *([Work(*ids.shape, batch=ROWS[place.type])] if {*SCORED} & parts else [])]
         work += [Work(drawings, 4 * PAGE_SIZE)] if "images" in parts else []
@@ -181,7 +178,7 @@ def evaluate(
         probes = measure_probes(source, decoder, plan.probes, seed, ROWS[place.type], progress)
     continued = None
     if "free-running" in parts:
-        continued = free_running(source, decoder, samples.ids, plan.reach, drills, progress, sinks)
+        continued = free_running(source, decoder, samples.ids, plan.reach, drills, progress)
     # Last: some models keep the positions that their latest image left behind.
     images = image_figures(source, decoder, processor, seed, drawings, progress) if "images" in parts else None
     del source_model, source, answers
@@ -298,7 +295,6 @@ class _Drills:
         context: int,
         counts: DrillCounts,
         seed: int,
-        sink_tokens: int,
     ) -> _Drills:
         prose, positions = ids.flatten().tolist(), _positions(checkpoint) or CONTEXT
         reach = min(positions, CONTEXT)
@@ -306,14 +302,14 @@ class _Drills:
         numbers: Sequence[Drill] = ()
         if "recall" in parts and templated:
             book = NumberBook(tokenizer, prose, seed)
-            hidden = _whole_pages(min(context, positions - book.room), sink_tokens)
+            hidden = _whole_pages(min(context, positions - book.room))
             numbers = book.drills(hidden, counts.numbers) if book.fits(hidden) else ()
         elif "recall" in parts:
             plain = DrillBook(tokenizer, prose, seed)
-            numbers = passkey_drills(plain, max(reach, context), counts.passkey_trials, sink_tokens)
+            numbers = passkey_drills(plain, max(reach, context), counts.passkey_trials)
         work = [Work(1, len(drill.context), PASSKEY_ANSWER_TOKENS, 1) for drill in numbers]
         probes: dict[str, list[Prompt]] = {}
-        length = probe_tokens(min(context, positions), sink_tokens)
+        length = probe_tokens(min(context, positions))
         if "probes" in parts and length:
             writer = Writer(tokenizer, prose, seed)
             made = {probe.name: writer.prompts(probe, length, counts.probes) for probe in PROBES}
@@ -349,21 +345,20 @@ def _check_context(checkpoint: SourceModel, context: int | None) -> None:
 
 
 def _segment_shape(checkpoint: SourceModel, context: int | None, cache: Cache) -> _Shape:
-    """A cache that compresses whole prompts reads half the segment first, others a page and the sink tokens.
+    """A cache that compresses whole prompts reads half the segment first, others a page, so that chunks end with pages.
 
     Short segments are halved, unless a page fits and leaves half a page to score.
     """
     wanted, whole_prompts = context or CONTEXT, treats_whole_prompts(cache)
     length = min(wanted + 1 if whole_prompts else wanted, _positions(checkpoint) or wanted)
     most = length // 2 if whole_prompts else max(length // 2, length - PAGE_SIZE // 2)
-    prefill = min(wanted // 2 if whole_prompts else before_chunks(cache), most)
+    prefill = min(wanted // 2 if whole_prompts else PAGE_SIZE, most)
     return _Shape(length, prefill, length - prefill - 1)
 
 
-def _whole_pages(tokens: int, sink_tokens: int) -> int:
+def _whole_pages(tokens: int) -> int:
     """As many tokens as end with a page, where there is room for one."""
-    pages = (tokens - sink_tokens) // PAGE_SIZE
-    return sink_tokens + pages * PAGE_SIZE if pages > 0 else tokens
+    return tokens // PAGE_SIZE * PAGE_SIZE or tokens
 
 
 def _source_model(checkpoint: SourceModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

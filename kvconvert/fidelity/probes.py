@@ -297,10 +297,9 @@ class Writer:
         return next((i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), len(before))
 
 
-def probe_tokens(context: int, sink_tokens: int) -> int:
-    """Tokens that a prompt's facts may take in a context: whole pages after the sink tokens, less room for answers."""
-    pages = (context - sink_tokens - ROOM) // PAGE_SIZE
-    return sink_tokens + pages * PAGE_SIZE if pages > 0 else 0
+def probe_tokens(context: int) -> int:
+    """Tokens that a prompt's facts may take in a context: whole pages, less room for answers."""
+    return max(0, context - ROOM) // PAGE_SIZE * PAGE_SIZE
 
 
 @torch.no_grad()

@@ -195,11 +195,10 @@ def answer_with(
     return answer
 
 
-def passkey_drills(book: DrillBook, max_length: int, trials: int, sink_tokens: int = 0) -> list[Drill]:
-    """Passkeys over all depths and the lengths that fit `max_length` tokens: whole pages after `sink_tokens`."""
+def passkey_drills(book: DrillBook, max_length: int, trials: int) -> list[Drill]:
+    """Passkeys over all depths and the lengths that fit `max_length` tokens, which are whole pages."""
     room = PASSKEY_ANSWER_TOKENS + len(book.encode("\nQuestion: what is the secret code of Zachary?\nAnswer:")) + 4
-    wanted = (sink_tokens + pages for pages in PASSKEY_CONTEXTS)
-    lengths = [n for n in wanted if n + room <= max_length and n <= len(book.prose)]
+    lengths = [n for n in PASSKEY_CONTEXTS if n + room <= max_length and n <= len(book.prose)]
     return [book.passkey(n, depth) for n in lengths for depth in PASSKEY_DEPTHS for _ in range(trials)]
 
 
@@ -238,10 +237,9 @@ def free_running(
     max_length: int,
     counts: DrillCounts = DEFAULT_COUNTS,
     progress: bool = False,
-    sink_tokens: int = 0,
 ) -> FreeRunningResult:
     """Let source and bundle continue the beginnings of the segments `ids` [segments, length]."""
-    tokens, length = counts.free_tokens, FREE_CONTEXT + sink_tokens
+    tokens, length = counts.free_tokens, FREE_CONTEXT
     if max_length < length + 1 + tokens or ids.shape[1] <= length:
         return FreeRunningResult(None, None, None, 0, length, 0)
     ids = ids[: counts.free_prompts]

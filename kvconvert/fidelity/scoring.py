@@ -222,16 +222,6 @@ def treats_whole_prompts(cache: Cache) -> bool:
     return isinstance(cache, KVCache) and any(s is not None and s.compresses_prompts() for s in cache.schemes)
 
 
-def before_chunks(cache: Cache) -> int:
-    """Tokens to be read before chunks of a page: a page and the sink tokens.
-
-    Chunks then end where pages do, and a chunk's tokens attend to as many exact ones as in decoding. Otherwise they
-    would all see most of a page more.
-    """
-    schemes = cache.schemes if isinstance(cache, KVCache) else ()
-    return PAGE_SIZE + max((scheme.sink_tokens for scheme in schemes if scheme is not None), default=0)
-
-
 @torch.no_grad()
 def read_prompt(decoder: Decoder, cache: Cache, ids: torch.Tensor, chunk: int = PAGE_SIZE) -> None:
     """Read a prompt [B, n] chunk by chunk into `cache` and seal it.

@@ -44,7 +44,11 @@ class Kivi(Part):
         "channels that share one scale and zero point of a value token; fitted to head sizes that it does not divide",
     )
     sink_tokens: int = option(
-        0, "it is a number of tokens, 0 or more", "first tokens of a sequence that stay in full precision", ge=0
+        0,
+        "it is a number of tokens, 0 to 127: fewer than a page's",
+        "first tokens of a sequence that stay in full precision",
+        ge=0,
+        lt=128,
     )
     key_recent_tokens: int = option(
         0,

@@ -201,6 +201,7 @@ class LayerAttention(AttentionCall):
             self.scaling,
             span=store.span_format,
             half_quantized=0 if key_window == value_window else 1 if key_window < value_window else 2,
+            hides=store.scheme.sink_tokens > 0,
             softcap=self.softcap,
             sink_logits=self.sink_logits,
             clamped_rows=store.clamped_rows if tables is None else tables.clamped_rows[store.group.stores.index(store)],
@@ -283,7 +284,7 @@ class StoredRows:
         store, chunk = self.store, self.chunk
         by_length: dict[int, list[int]] = {}
         for row in self.rows:
-            count = store.sequences[row].residual(store.page_size)
+            count = store.sequences[row].residual
             if count:
                 by_length.setdefault(count, []).append(row)
         for rows in by_length.values():
@@ -335,7 +336,8 @@ class StoredRows:
                 positions = [store.sequences[row].page_position(page, store.page_size) for row, page in part]
                 positions = torch.tensor(positions, device=store.device)
             rows = torch.tensor([row for row, _ in part], device=store.device)
-            yield PageTile(keys, values, rows, visible, positions)
+            hidden = [(i, n) for i, (row, page) in enumerate(part) if (n := store.sequences[row].hidden(page))]
+            yield PageTile(keys, values, rows, visible, positions, hidden)
 
 
 def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:

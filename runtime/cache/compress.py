@@ -161,7 +161,7 @@ def _check_crop(group: Group, row: int, sequence: Sequence, length: int) -> None
             "time."
         )
     if removed and sequence.dropped and group.sliding_window:
-        oldest = sequence.position(sequence.sink_tokens + sequence.dropped * group.page_size)
+        oldest = sequence.position(sequence.page_position(0, group.page_size))
         if oldest > length - group.sliding_window + 1:
             raise CacheError(
                 f"Sequence {row} cannot give back its newest {removed} tokens: {group.name} has dropped tokens "
@@ -214,7 +214,7 @@ def _flush(group: Group, stores: list[LayerStore], plan: Compression) -> None:
             for part in pending:
                 store.flushes += len(part.numbers)
                 stop = part.start + len(part.numbers) * size
-                removed.append((store.buffer(part.row, is_key), part.start, stop, part.used))
+                removed.append((store.buffer(part.row, is_key), part.start + part.hidden, stop, part.used))
     remove_tokens(removed)
 
 
@@ -231,13 +231,15 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
             pages = [view for part in pending for view in storage.views(part.numbers)]
             feedback, center = (store.format.key_feedback, store.format.key_center) if is_key else (None, None)
             if center is not None:
-                # These tokens leave their buffers right after.
                 for part, some in zip(pending, tokens, strict=True):
+                    # Sink tokens stay in their buffers; the others leave them right after.
+                    sinks = some[:, : part.hidden].clone()
                     add_centers(some, part.position, size, center, sign=-1)
+                    some[:, : part.hidden] = sinks
             if runs_triton(store.device):
                 store.fall_back("page quantization", reason)
             with _NamedErrors([store], 1):
-                quantize_by_reference(tokens, pages, channels, static, feedback)
+                quantize_by_reference(tokens, pages, channels, static, feedback, [part.hidden for part in pending])
         return
     numbers = np.array([number for part in pending for number in part.numbers], dtype=np.int64)
     records = [storage.offsets(numbers, first.origin) * UNIT + first.origin.data_ptr() for storage in storages]
@@ -253,7 +255,12 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
         feedback = np.repeat([store.format.key_feedback.data_ptr() for store in stores], len(numbers))
     center = f.key_center if is_key else None
     centers = None if center is None else _centers(stores, pending)
-    writes = PageWrites(starts.flatten(), strides.flatten(), np.concatenate(records), feedback, centers)
+    hidden = np.zeros((len(stores), len(numbers)), dtype=np.int64)
+    firsts = np.cumsum([0] + [len(part.numbers) for part in pending[:-1]])
+    hidden[:, firsts] = [part.hidden for part in pending]
+    writes = PageWrites(
+        starts.flatten(), strides.flatten(), np.concatenate(records), feedback, centers, hidden.flatten()
+    )
     quantize_at(writes, sample, storages[0].views(pending[0].numbers)[0], first.flag, channels, static, center)
 
 

@@ -219,6 +219,7 @@ class PendingPages(NamedTuple):
     Attributes:
         row: of the batch.
         start: index of their first token.
+        hidden: how many of the first tokens are sink tokens, which stay in the buffer and which no scale takes part in.
         numbers: under which they will be stored.
         used: tokens in the buffer before the pages leave it.
         position: of their first token among all of the sequence's, see `Sequence.page_position`.
@@ -226,6 +227,7 @@ class PendingPages(NamedTuple):
 
     row: int
     start: int
+    hidden: int
     numbers: tuple[int, ...]
     used: int
     position: int

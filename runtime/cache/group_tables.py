@@ -63,7 +63,7 @@ class GroupTables:
         described: int64 [L, B, 8]: address of the key buffer [H, capacity, D] from `base` and the distance from one key
             head to the next, the same two for values, all in units of 8 elements; sink tokens, key skip, value skip,
             residual tokens. Residual tokens are the sink tokens and those after the last page of either side; token i
-            has index i in a buffer if it is a sink token, else i plus that side's skip.
+            has index i in a buffer if it is a sink token, else i plus that side's skip (`Sequence.skip`).
         appends: int64 [L, B, 4]: address of the key buffer from `base`, distance from head to head, and the same for
             values, in elements. The values' address is shifted by as many tokens as they are more or fewer than the
             keys in their buffer, so that both sides' new tokens have the keys' index.
@@ -147,8 +147,8 @@ class GroupTables:
             sequence = sequences[row]
             self.plans[row] = self._plan(group, row, sequence, first_span[row])
             self._write_positions(group, row, sequence)
-            skips = [(sequence.pages - len(s.pages)) * size for s in (sequence.keys, sequence.values)]
-            tables[:, column, 4:8] = [sequence.sink_tokens, *skips, sequence.residual(size)]
+            skips = [sequence.skip(side) for side in (sequence.keys, sequence.values)]
+            tables[:, column, 4:8] = [sequence.sink_tokens, *skips, sequence.residual]
         shift = np.array([sequences[row].values.buffered - sequences[row].keys.buffered for row in rows])
         origin, least = self.base.data_ptr(), []
         for layer, store in enumerate(stores):
@@ -255,33 +255,36 @@ class GroupTables:
         """What a row has stored, for the division of work; `first_span` is the number of its first span in `shared`."""
         size, first = group.page_size, row * self.entries
         both = min(len(sequence.keys.pages), len(sequence.values.pages))
-        segments = [Segment(first, first + both, both * size)] if both else []
+        hidden = sequence.hidden(0)
+        segments = [Segment(first, first + both, both * size, hidden=hidden)] if both else []
         tokens, begin = sequence.pages * size, first + sequence.pages
         for number, span in enumerate(sequence.spans):
             end = begin + -(-span.tokens // PAGE_SIZE)
             segments.append(Segment(begin, end, span.tokens, first_span + number, tokens))
             tokens, begin = tokens + span.tokens, end
-        half = sequence.pages - both
-        return SequencePlan(tuple(segments), self._reserved(group, sequence), half, first + both, both * size, tokens)
+        half, residual = sequence.pages - both, self._reserved(group, sequence)
+        hidden = hidden if half and not both else 0
+        return SequencePlan(tuple(segments), residual, half, first + both, both * size, tokens, hidden)
 
     def _reserved(self, group: Group, sequence: Sequence) -> int:
         """Residual tokens once the next page is complete: work is divided for as many from the start."""
-        scheme, tokens = group.scheme, sequence.residual(group.page_size)
+        tokens = sequence.residual
         if not group.policy.flushes:
             return tokens + GROWTH - 1
-        recent = min(side.recent_tokens for side in scheme.sides)
-        return tokens + (sequence.sink_tokens + recent - tokens) % GROWTH
+        recent = min(side.recent_tokens for side in group.scheme.sides)
+        behind = max(sequence.buffer_index(s, len(s.pages), group.page_size) for s in (sequence.keys, sequence.values))
+        return tokens + (behind + recent - tokens) % GROWTH
 
     def _write_positions(self, group: Group, row: int, sequence: Sequence) -> None:
         """Positions in the order of kernels; where an eviction kept tokens they differ by layer and are not here."""
         if not group.sliding_window or sequence.kept:
             return
         size, positions = group.page_size, sequence.positions
-        begin = sequence.sink_tokens + sequence.dropped * size
-        parts = [positions.slice(begin, begin + sequence.pages * size)]
+        begin, end = (sequence.page_position(page, size) for page in (0, sequence.pages))
+        parts = [positions.slice(begin, end)]
         parts += [span.positions.slice(0, span.tokens) for span in sequence.spans]
         parts += [positions.slice(0, sequence.sink_tokens)]
-        parts += [positions.slice(begin + sequence.pages * size, len(positions))]
+        parts += [positions.slice(max(end, sequence.sink_tokens), len(positions))]
         known = torch.cat(parts)[: self.positions.shape[1]]
         future = torch.arange(group.logical, group.logical + self.positions.shape[1] - len(known))
         self.positions[row] = upload(torch.cat([known, future]), self.device)
@@ -292,8 +295,8 @@ class GroupTables:
         The same tensors as long as there is room in them; written anew when tables change, or when a row has many more
         residual tokens than were planned for.
         """
-        size, plans = group.page_size, self.plans
-        if any(s.residual(size) > plan.residual for s, plan in zip(sequences, plans, strict=True)):
+        plans = self.plans
+        if any(s.residual > plan.residual for s, plan in zip(sequences, plans, strict=True)):
             reserved = [self._reserved(group, sequence) for sequence in sequences]
             self.plans = plans = [replace(p, residual=tokens) for p, tokens in zip(plans, reserved, strict=True)]
             self._work = {}
@@ -340,7 +343,7 @@ class GroupTables:
         first = [-1] * self.rows
         for destination in forward_pass.destinations:
             first[destination.row] = destination.first_key
-        residual = [sequence.residual(group.page_size) for sequence in group.sequences]
+        residual = [sequence.residual for sequence in group.sequences]
         self.step.copy_(upload([first, residual, [forward_pass.start] * self.rows], self.device))
         self._increment[:2] = upload([int(index >= 0) for index in first], self.device)
         self._increment[2] = 1
@@ -357,14 +360,15 @@ class GroupTables:
         occupied = [row for row, sequence in enumerate(group.sequences) if sequence.occupied]
         for row in occupied:
             sequence, plan, room = group.sequences[row], self.plans[row], self.capacity[row]
-            left.append(plan.residual - sequence.residual(size))
+            left.append(plan.residual - sequence.residual)
             for side, stored, capacity in zip((sequence.keys, sequence.values), scheme.sides, room, strict=True):
                 left.append(capacity - side.buffered)
                 if group.policy.flushes:
-                    left.append(sequence.sink_tokens + stored.recent_tokens + size - 1 - side.buffered)
-            if group.sliding_window and (len(sequence) - sequence.sink_tokens) // size > sequence.dropped:
+                    begin = sequence.buffer_index(side, len(side.pages), size)
+                    left.append(begin + stored.recent_tokens + size - 1 - side.buffered)
+            if group.sliding_window and len(sequence) // size > sequence.dropped:
                 # The oldest page leaves the window.
-                last = sequence.position(sequence.sink_tokens + (sequence.dropped + 1) * size - 1)
+                last = sequence.position(sequence.page_position(1, size) - 1)
                 left.append(last + group.sliding_window - 1 - group.logical)
             if sequence.untouched and sequence.keys.buffered < scheme.sink_tokens:
                 # The first tokens become sink tokens one by one.

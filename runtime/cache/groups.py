@@ -24,8 +24,8 @@ from kvconvert.runtime.cache.forward_pass import (
     ForwardPass,
     ModalityMask,
     PendingPages,
-    is_pure,
     UnreadFlags,
+    is_pure,
 )
 from kvconvert.runtime.cache.pool import PageNumbers
 from kvconvert.runtime.cache.prompts import prompt_policy
@@ -302,12 +302,14 @@ class LayerGroup(Generic[Store]):
             (sequence.keys, scheme.keys, self.key_numbers, keys),
             (sequence.values, scheme.values, self.value_numbers, values),
         ):
-            count = (side.buffered - sequence.sink_tokens - stored.recent_tokens - held_back) // size
+            page = len(side.pages)
+            start = sequence.buffer_index(side, page, size)
+            count = (side.buffered - start - stored.recent_tokens - held_back) // size
             if count > 0:
-                taken = numbers.reserve(count)
-                position = sequence.page_position(len(side.pages), size)
-                pending.append(PendingPages(row, sequence.sink_tokens, taken, side.buffered, position))
-                side = Side(side.buffered - count * size, side.pages + taken)
+                taken, hidden = numbers.reserve(count), sequence.hidden(page)
+                position = sequence.page_position(page, size)
+                pending.append(PendingPages(row, start, hidden, taken, side.buffered, position))
+                side = Side(side.buffered - count * size + hidden, side.pages + taken)
                 self.touch(row)
             sides.append(side)
         return replace(sequence, keys=sides[0], values=sides[1])
@@ -328,11 +330,10 @@ class LayerGroup(Generic[Store]):
         size = self.page_size
         slack = size if self.record_past else 0
         horizon = self.attended - self.sliding_window + 1 - slack  # positions below it are masked from now on
-        whole = (len(sequence) - sequence.sink_tokens) // size - sequence.dropped
+        whole = len(sequence) // size - sequence.dropped
         outside = 0
         while outside < whole:
-            last = sequence.sink_tokens + (sequence.dropped + outside + 1) * size - 1
-            if sequence.position(last) >= horizon:
+            if sequence.position(sequence.page_position(outside + 1, size) - 1) >= horizon:
                 break
             outside += 1
         if not outside:
@@ -343,11 +344,12 @@ class LayerGroup(Generic[Store]):
         ):
             paged = min(outside, len(side.pages))
             outside_pages.append((pool, side.pages[:paged]))
-            tokens = (outside - paged) * size
-            if tokens:
-                begin = sequence.sink_tokens
-                discards.append(Discard(row, number, begin, begin + tokens, side.buffered))
-            sides.append(Side(side.buffered - tokens, side.pages[paged:]))
+            start = sequence.buffer_index(side, paged, size) + sequence.hidden(paged)
+            stop = sequence.buffer_index(side, outside, size)
+            if paged < outside:
+                discards.append(Discard(row, number, start, stop, side.buffered))
+                side = replace(side, buffered=side.buffered - (stop - start))
+            sides.append(replace(side, pages=side.pages[paged:]))
         self.touch(row)
         return replace(sequence, keys=sides[0], values=sides[1], dropped=sequence.dropped + outside)
 

@@ -86,7 +86,7 @@ class RowHistory:
         if self.window is None or not self._sees_window():
             return "its mask is neither causal nor the layer's sliding window"
         # Once pages were dropped, sink tokens are outside.
-        first = sequence.page_position(0, store.page_size) if sequence.dropped else 0
+        first = sequence.page_position(0, store.page_size)
         positions, count = sequence.positions, len(sequence.positions)
         if count > first and positions.position(count - 1) - positions.position(first) != count - 1 - first:
             return "there is padding within its sliding window"
@@ -100,7 +100,7 @@ class RowHistory:
             found = []
             for sequence in store.sequences:
                 kept = sequence.page_position(0, store.page_size)
-                parts = [(0, sequence.sink_tokens), (kept, len(sequence.positions))]
+                parts = [(0, min(kept, sequence.sink_tokens)), (kept, len(sequence.positions))]
                 found.append(torch.cat([sequence.positions.slice(*part, store.device) for part in parts]))
             return found
 
@@ -142,21 +142,23 @@ class RowHistory:
         sides = (sequence.keys, sequence.values)
         buffers = (store.rows[row].keys, store.rows[row].values)
         both, pages = min(len(side.pages) for side in sides), sequence.pages
-        before = [side.buffered - own for side in sides]
-        sinks = min(sequence.sink_tokens, *before)
+        starts = [sequence.buffer_index(side, pages, size) for side in sides]
         source = _Addresses(store, row) if device.runs_triton(store.device) else _Readers(store, row)
         half_quantized = [
-            paged if len(side.pages) == pages else buffer.tokens(sinks, sinks + (pages - both) * size)
-            for side, buffer, paged in zip(sides, buffers, source.pages(both, pages), strict=True)
+            paged if len(side.pages) == pages else buffer.tokens(start - (pages - both) * size, start)
+            for side, buffer, start, paged in zip(sides, buffers, starts, source.pages(both, pages), strict=True)
         ]
-        starts = [sinks + (pages - len(side.pages)) * size for side in sides]
-        residual = [buffer.tokens(start, stop) for buffer, start, stop in zip(buffers, starts, before, strict=True)]
-        outside = self.window is not None and sequence.dropped
-        center = store.format.key_center
+        residual = [
+            buffer.tokens(start, side.buffered - own)
+            for side, buffer, start in zip(sides, buffers, starts, strict=True)
+        ]
+        center, exact = store.format.key_center, []
+        for page in (0, both):
+            hidden = sequence.hidden(page)
+            exact.append((*(buffer.tokens(0, hidden) for buffer in buffers),) if hidden else None)
         found = [
-            HistoryPart(0 if outside else sinks, *(buffer.tokens(0, sinks) for buffer in buffers)),
-            HistoryPart(both * size, *source.pages(0, both), center, sequence.page_position(0, size)),
-            HistoryPart((pages - both) * size, *half_quantized, center, sequence.page_position(both, size)),
+            HistoryPart(both * size, *source.pages(0, both), center, sequence.page_position(0, size), exact[0]),
+            HistoryPart((pages - both) * size, *half_quantized, center, sequence.page_position(both, size), exact[1]),
             HistoryPart(residual[0].shape[1], *residual),
             *(HistoryPart(tokens, *sides) for tokens, sides in source.spans()),
         ]

@@ -99,7 +99,7 @@ class Side:
     """Keys or values of one sequence.
 
     Attributes:
-        buffered: tokens in the full-precision buffer: the sink tokens, then the tokens after the last page.
+        buffered: tokens in the full-precision buffer, see `Sequence.buffer_index`.
         pages: their numbers in the pools, oldest first.
     """
 
@@ -117,13 +117,16 @@ class SpanTokens:
 
 @dataclass(frozen=True)
 class Sequence:
-    """Where the tokens of one sequence lie: [sink tokens | dropped pages | pages | residual window], and spans.
+    """Where the tokens of one sequence lie: [dropped pages | pages | residual window], sink tokens, and spans.
+
+    Page j holds tokens 128 j to 128 j + 127 (`page_position`), whatever else is stored: it depends on no later token
+    and on no other page. Sink tokens are kept in full precision in addition, and the first page's are not attended to.
 
     Never changed, only replaced: a layer that has not come to a forward pass yet keeps the state before it.
 
     Attributes:
         keys, values: pages and buffered tokens of each; their residual windows may differ.
-        sink_tokens: sink tokens at the beginning of both buffers.
+        sink_tokens: first tokens, which stay at the beginning of both buffers.
         dropped: pages that left a sliding window for good.
         kept: tokens that survived an eviction. They come first, and each layer knows their positions by KV head.
         evicted: tokens that a prompt was reduced by.
@@ -168,21 +171,39 @@ class Sequence:
         return self.kept + len(self.positions)
 
     def stored(self, page_size: int) -> int:
-        """Tokens stored; one whose key is in a page and whose value is not counts once."""
-        return len(self) - self.dropped * page_size + sum(span.tokens for span in self.spans)
+        """Tokens stored, each once, however often its key and value are."""
+        outside = self.page_position(0, page_size)
+        return len(self) - max(0, outside - self.sink_tokens) + sum(span.tokens for span in self.spans)
 
     @property
     def seen(self) -> int:
         """Tokens that were ever stored, evicted and dropped ones included."""
         return len(self) + self.evicted + sum(span.tokens for span in self.spans)
 
-    def residual(self, page_size: int) -> int:
-        """Sink tokens and tokens after the last page of either side."""
-        return self.keys.buffered - (self.pages - len(self.keys.pages)) * page_size
+    @property
+    def residual(self) -> int:
+        """Tokens attended to in full precision on both sides: sink tokens, and those after the last page of either."""
+        return min(self.keys.buffered, self.values.buffered)
+
+    def skip(self, side: Side) -> int:
+        """How much further on than in `residual` tokens that are no sink tokens lie in a side's buffer."""
+        return side.buffered - self.residual
 
     def page_position(self, page: int, page_size: int) -> int:
         """How many tokens came before page `page`, 0 being the first one that is not dropped."""
-        return self.sink_tokens + (self.dropped + page) * page_size
+        return (self.dropped + page) * page_size
+
+    def buffer_index(self, side: Side, page: int, page_size: int) -> int:
+        """Index in a side's buffer of the first token of a page, or page to come, that is not among the side's own.
+
+        The buffer holds sink tokens, then the tokens after the side's last page; before there was one, all tokens.
+        """
+        behind = self.sink_tokens if self.dropped + len(side.pages) else 0
+        return behind + (page - len(side.pages)) * page_size
+
+    def hidden(self, page: int) -> int:
+        """Tokens at the beginning of a page that are sink tokens, kept elsewhere."""
+        return self.sink_tokens if self.dropped + page == 0 else 0
 
     def before(self, position: int) -> int:
         """How many tokens have a position below `position`; kept ones all count."""

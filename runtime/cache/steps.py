@@ -118,7 +118,7 @@ def runs_steps(group: Group) -> bool:
 def entries_needed(sequences: tuple[Sequence, ...]) -> int:
     """Pages, span blocks, and as many again as residual tokens fill, of the longest row."""
     blocks = (sum(-(-span.tokens // PAGE_SIZE) for span in s.spans) for s in sequences)
-    return max(n + s.pages + -(-s.residual(PAGE_SIZE) // PAGE_SIZE) for n, s in zip(blocks, sequences, strict=True))
+    return max(n + s.pages + -(-s.residual // PAGE_SIZE) for n, s in zip(blocks, sequences, strict=True))
 
 
 # All new tokens are real, and layers bring their own mask functions.

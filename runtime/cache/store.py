@@ -318,7 +318,7 @@ class LayerStore:
         sequence = self.sequences[row]
         first = self.positions(row, 0, sequence.sink_tokens)
         after = sequence.page_position(sequence.pages, self.page_size)
-        rest = self.positions(row, after, len(sequence))
+        rest = self.positions(row, max(after, sequence.sink_tokens), len(sequence))
         if first.dim() != rest.dim():
             heads = max(first, rest, key=torch.Tensor.dim).shape[0]
             first, rest = (x if x.dim() == 2 else x.expand(heads, -1) for x in (first, rest))
@@ -334,12 +334,11 @@ class LayerStore:
         """Keys and values of sink tokens, then of the residual window after the last page of either side: [H, n, .]."""
         sequence, tensors, parts = self.sequences[row], self.rows[row], []
         for side, buffer in ((sequence.keys, tensors.keys), (sequence.values, tensors.values)):
-            start = sequence.sink_tokens + (sequence.pages - len(side.pages)) * self.page_size
-            if start == sequence.sink_tokens:
+            skip, sinks = sequence.skip(side), sequence.sink_tokens
+            if not skip:
                 parts.append(buffer.tokens(0, side.buffered))
             else:
-                kept = buffer.tokens(0, sequence.sink_tokens), buffer.tokens(start, side.buffered)
-                parts.append(torch.cat(kept, 1))
+                parts.append(torch.cat([buffer.tokens(0, sinks), buffer.tokens(sinks + skip, side.buffered)], 1))
         return parts[0], parts[1]
 
     def read_pages(self, part: list[tuple[int, int]], is_key: bool) -> KeyPages | ValuePages | torch.Tensor:
@@ -348,7 +347,7 @@ class LayerStore:
         sides = [s.keys if is_key else s.values for s in (self.sequences[row] for row, _ in part)]
         row, page = part[0]
         if page >= len(sides[0].pages):
-            start = self.sequences[row].sink_tokens + (page - len(sides[0].pages)) * self.page_size
+            start = self.sequences[row].buffer_index(sides[0], page, self.page_size)
             return self.buffer(row, is_key).tokens(start, start + self.page_size)[None]
         return storage.read([side.pages[page] for side, (_, page) in zip(sides, part, strict=True)])
 
@@ -359,8 +358,8 @@ class LayerStore:
             line, skips = [], []
             for side, buffer in ((sequence.keys, row.keys), (sequence.values, row.values)):
                 line += [(buffer.address - origin) // unit if buffer.address else 0, buffer.head_stride // 8]
-                skips.append((sequence.pages - len(side.pages)) * self.page_size)
-            lines.append([*line, sequence.sink_tokens, *skips, sequence.residual(self.page_size)])
+                skips.append(sequence.skip(side))
+            lines.append([*line, sequence.sink_tokens, *skips, sequence.residual])
         return torch.tensor(lines, dtype=torch.int64).to(self.device, non_blocking=True)
 
     def stored_mask(self, chunk: Chunk, queries: slice = slice(None)) -> torch.Tensor | None:
@@ -369,7 +368,7 @@ class LayerStore:
         Returns:
             uint8 [B, H or 1, T, n] with n the tokens of the fullest row. A row's tokens stand in the order of its pages
             (quantized on both sides or on one), its spans and its residual tokens, one right after the other; what
-            follows is 0.
+            follows is 0. Sink tokens in a page are as visible as outside of it.
         """
         positions = chunk.query_positions[queries]
         if chunk.is_causal and len(chunk.query_positions) == 1:

@@ -31,16 +31,16 @@ def cache_of(scheme):
     return CacheFormat.of(scheme, heads=2, key_dim=16)
 
 
-def both(name, schemes, length=SINKS + 3 * PAGE + 37):
+def both(name, schemes, length=3 * PAGE + 37):
     """Divergence through the cache, simulated, and simulated from the first layer on."""
     model, ids = ARCHITECTURES[name].build(), random_ids(2, length, 3)
     model.set_attn_implementation("kvconvert")
     decoder = Decoder(model, lambda: KVCache(model.config, schemes))
     # Chunks end where pages do, so that no token reads a page later than it would when decoding.
-    through = compare(Decoder.plain(model), {"cache": decoder}, ids, prefill=SINKS + PAGE, chunk=PAGE)["cache"]
+    through = compare(Decoder.plain(model), {"cache": decoder}, ids, prefill=PAGE, chunk=PAGE)["cache"]
     model.set_attn_implementation(SIMULATED_ATTENTION)
     simulated = SimulatedModel(model, model.model.layers)
-    text = simulated.read(ids, SINKS + PAGE)
+    text = simulated.read(ids, PAGE)
     assert simulated.starts_late
     text = replace(text, positions=text.positions[:-1], log_probs=text.log_probs[:, :-1])  # as `compare` scores
     caches = {i: cache_of(scheme) for i, scheme in enumerate(schemes) if scheme is not None}

@@ -27,12 +27,15 @@ from kvconvert.kernels.rotate import Rotations, hadamard_matrix
 
 
 def simulated_flushes(tokens, sinks, recent, page=128):
-    """For each token, the first query that finds it quantized, by playing the cache's life token by token."""
+    """For each token, the first query that finds it quantized, by playing the cache's life token by token.
+
+    Sink tokens are never found quantized.
+    """
     first_reader = [math.inf] * tokens
     flushed = 0
     for t in range(tokens):  # token t is appended and attends; then complete pages are flushed
-        while t + 1 - sinks - flushed * page - recent >= page:
-            for j in range(sinks + flushed * page, sinks + (flushed + 1) * page):
+        while t + 1 - flushed * page - recent >= page:
+            for j in range(max(sinks, flushed * page), (flushed + 1) * page):
                 first_reader[j] = t + 1
             flushed += 1
     return torch.tensor(first_reader)
@@ -46,7 +49,7 @@ def test_queries_read_pages_quantized_exactly_once_the_cache_has_flushed_them(to
     expected = torch.arange(tokens)[:, None] >= first_reader[None]
     found = reads_quantized(slice(0, tokens), tokens, sinks, recent, 128, torch.device("cpu"))
     assert torch.equal(found, expected)
-    assert pages_read(tokens, sinks, recent, 128) == int(expected[-1].sum()) // 128
+    assert pages_read(tokens, recent, 128) == -(-int(expected[-1].sum()) // 128)
 
 
 def test_tokens_are_stored_as_page_by_page_and_head_by_head_quantization_gives():
@@ -54,14 +57,18 @@ def test_tokens_are_stored_as_page_by_page_and_head_by_head_quantization_gives()
     cache = replace(cache_format(dim=16), sink_tokens=20, keys=CacheSide(10))
     keys = stored_tokens(sample.keys[0], cache, "key", 0.7)
     expected = sample.keys[0].clone()
-    for start in (20, 148):
-        part = expected[:, start : start + 128]
-        expected[:, start : start + 128] = dequantize(*quantize(part, 2, 32, 1, 0.7), 32, 1)
-    # 300 tokens: the second page ends at 276, and a query from 286 on reads it.
+    # The groups of the first page but its first one, whose 20 sink tokens the next token stands for, and the second's.
+    for start in range(0, 256, 32):
+        part = expected[:, start : start + 32].clone()
+        hidden = 0 if start else 20
+        part[:, :hidden] = part[:, hidden : hidden + 1]
+        read = dequantize(*quantize(part, 2, 32, 1, 0.7), 32, 1)
+        expected[:, start + hidden : start + 32] = read[:, hidden:]
+    # 300 tokens: the second page ends at 256, and a query from 266 on reads it.
     torch.testing.assert_close(keys, expected, rtol=0, atol=1e-5)
     values = stored_tokens(sample.values[0], cache, "value", 0.7)
     expected = sample.values[0].clone()
-    expected[:, 20:276] = dequantize(*quantize(expected[:, 20:276], 2, 16, 2, 0.7), 16, 2)
+    expected[:, 20:256] = dequantize(*quantize(expected[:, 20:256], 2, 16, 2, 0.7), 16, 2)
     torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
 
 

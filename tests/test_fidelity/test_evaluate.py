@@ -85,7 +85,7 @@ def test_sizes_in_the_report_are_those_of_the_files_and_tensors(report, source):
 
 
 def test_a_bundle_that_changes_nothing_loses_nothing(source, tmp_path):
-    bundle = make_bundle(source, tmp_path, "none", "kivi", "key_bits = 16\nvalue_bits = 16\n")
+    bundle = make_bundle(source, tmp_path, "none", "kivi", "key_bits = 16\nvalue_bits = 16\nsink_tokens = 0\n")
     figures = evaluate(bundle, against=str(source), tokens=300, progress=False)
     # The same float32 weights; attention over pages sums in another order.
     assert abs(figures.kl.mean) < 2e-8
@@ -166,7 +166,7 @@ def test_a_person_reads_some_twenty_rows_and_what_the_bundle_is_fit_for(report):
     ]
 
 
-def test_the_shortest_context_is_scored_through_a_page_after_the_sink_tokens(source, tmp_path):
+def test_the_shortest_context_is_scored_through_a_page(source, tmp_path):
     bundle = make_bundle(source, tmp_path, "none", "oscar")
     figures = evaluate(bundle, str(source), tokens=100, context=256, only=["kl", "cache"], progress=False)
     assert figures.kv.residual_share < 0.9

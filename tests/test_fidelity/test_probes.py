@@ -73,9 +73,9 @@ def test_a_template_that_drops_what_is_said_is_not_used(writer):
 
 
 def test_facts_take_whole_pages_and_leave_room_for_the_question():
-    assert probe_tokens(1024, 4) == 4 + 6 * 128
-    assert probe_tokens(512, 0) == 256
-    assert probe_tokens(300, 0) == 0
+    assert probe_tokens(1024) == 6 * 128
+    assert probe_tokens(512) == 256
+    assert probe_tokens(300) == 0
 
 
 @pytest.mark.parametrize("scheme", [None, "kivi"])

@@ -114,7 +114,7 @@ def test_greedy_generation_reads_the_cue_after_the_context_was_quantized():
     generate_greedily(Decoder(model, lambda: Watched(model.config, "kivi")), ids[:, :256], ids[:, 256:], 2)
     assert pages[0] == (256, 0)
     cue = next(stored for new, stored in pages if new == 12)
-    assert cue == 4, "a page of keys and one of values of each of two sequences, before the first layer reads the cue"
+    assert cue == 8, "two pages of keys and of values of each of two sequences, before the first layer reads the cue"
 
 
 def test_batches_hold_prompts_of_equal_shape_and_every_prompt_once():

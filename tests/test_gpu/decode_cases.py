@@ -32,6 +32,8 @@ from kvconvert.kernels.pages.center import rope_matrix
 class Case:
     """One layer, and the pages, half-quantized pages and residual tokens of each sequence.
 
+    `hides`: sink tokens take the places of the first page's first tokens, as in a sequence's first page.
+
     `center` is the length of what key pages leave out, 0 where they hold whole keys; `position` of the first page's
     first token in the first sequence.
     """
@@ -60,6 +62,7 @@ class Case:
     sink_logits: bool = False
     programs: int = 3
     scaling: float = 0.11
+    hides: bool = False
     center: float = 0.0
     position: int = 4
 
@@ -104,6 +107,7 @@ class Stored:
         key_rows = []
         offset = random(1, c.heads, 1, c.key_dim) * 2  # keys have channels far from zero, as in real models
         self.sequences = []
+        self.hidden: list[int] = []
         key_pages, value_pages = [], []
         self.rows = torch.zeros(len(c.pages), 8, dtype=torch.int64)
         plans, self.buffers = [], []
@@ -136,6 +140,8 @@ class Stored:
             buffers = []
             for side, (paged, tokens, full) in enumerate(((key_count, tk, k), (value_count, tv, v))):
                 rest = full[paged:].transpose(0, 1).reshape(c.heads, -1, full.shape[-1])
+                if c.hides and not paged:
+                    rest = rest[:, sink_tokens:]
                 joined = torch.cat([tokens[:, :sink_tokens], rest, tokens[:, sink_tokens:]], 1)
                 capacity = joined.shape[1] + 3 * row + 1
                 buffer = torch.full((c.heads, capacity, full.shape[-1]), float("nan"), dtype=c.dtype)
@@ -145,6 +151,7 @@ class Stored:
             self.buffers.append(buffers)
             self.rows[row, 4], self.rows[row, 7] = sink_tokens, residual
             flat = [x.transpose(0, 1).reshape(c.heads, -1, x.shape[-1]) for x in (dk, dv)]
+            self.hidden.append(sink_tokens if c.hides and len(dk) else 0)
             self.sequences.append((torch.cat([flat[0], tk.float()], 1), torch.cat([flat[1], tv.float()], 1)))
         self.key_rows = torch.tensor(key_rows, device=device)
         self.base = torch.zeros(8, dtype=c.dtype, device=device)
@@ -155,12 +162,18 @@ class Stored:
         self.key_pool, self.keys = self._pool(key_pages, empty_keys, keys)
         self.value_pool, self.values = self._pool(value_pages, empty_values, values)
         sequences = []
-        for pages, half_quantized, residual, first in plans:
-            segments = (Segment(first, first + pages, pages * PAGE_SIZE),) if pages else ()
+        for (pages, half_quantized, residual, first), hidden in zip(plans, self.hidden, strict=True):
+            segments = (Segment(first, first + pages, pages * PAGE_SIZE, hidden=hidden),) if pages else ()
             tokens = pages * PAGE_SIZE
             sequences.append(
                 SequencePlan(
-                    segments, residual, half_quantized, first + pages, tokens, tokens + half_quantized * PAGE_SIZE
+                    segments,
+                    residual,
+                    half_quantized,
+                    first + pages,
+                    tokens,
+                    tokens + half_quantized * PAGE_SIZE,
+                    0 if pages else hidden,
                 )
             )
         self.plan = plan_work(sequences, c.programs)
@@ -225,12 +238,15 @@ def compare(case: Case, device: torch.device, seed: int = 0) -> tuple[float, tor
         visibility = Visibility(mask, mask.stride(0), 0, mask.stride(1))
     out = decode_attention(
         queries.to(device), stored.tables(), ResidualWindows(stored.base, stored.rows.to(device)), stored.format,
-        case.scaling, half_quantized=case.half_quantized, softcap=case.softcap,
+        case.scaling, half_quantized=case.half_quantized, hides=case.hides, softcap=case.softcap,
         sink_logits=None if sink_logits is None else sink_logits.to(device), visibility=visibility,
     )  # fmt: skip
     worst = 0.0
     for row, (keys, values) in enumerate(stored.sequences):
-        seen = None if visible is None else visible[row, :, : keys.shape[1]]
+        seen = torch.ones(case.queries, keys.shape[1], dtype=torch.bool)
+        if visible is not None:
+            seen = visible[row, :, : keys.shape[1]].clone()
+        seen[:, : stored.hidden[row]] = False
         want = attention_reference(queries[row], keys, values, seen, case.scaling, case.softcap, sink_logits)
         got = out[row].double().cpu()
         assert got.isfinite().all()

@@ -7,10 +7,13 @@ from kvconvert.kernels.pages import KeyPages, PageWrites, ValuePages, new_flag, 
 
 
 def page_writes(
-    tokens: list[torch.Tensor], pages: list[KeyPages] | list[ValuePages], feedback: list[torch.Tensor] | None = None
+    tokens: list[torch.Tensor],
+    pages: list[KeyPages] | list[ValuePages],
+    feedback: list[torch.Tensor] | None = None,
+    hidden: list[int] | None = None,
 ) -> PageWrites:
-    """Where the tokens [H, n P, channels] of n pages each lie and the records of the pages, in the same order; and the
-    matrices [H, D, D] of all pages, or one for all.
+    """Where the tokens [H, n P, channels] of n pages each lie and the records of the pages, in the same order; the
+    matrices [H, D, D] of all pages, or one for all; and how many of each page's first tokens are hidden.
     """
     size = pages[0].format.page_size
     each = [page for part in tokens for page in part.split(size, 1)]
@@ -24,6 +27,7 @@ def page_writes(
         np.array([page.stride(0) for page in each]),
         np.array([record.data_ptr() for record in records]),
         matrices,
+        hidden=None if hidden is None else np.array(hidden),
     )
 
 
@@ -33,8 +37,9 @@ def quantize_pages(
     channels: torch.Tensor | None = None,
     static: tuple[torch.Tensor, torch.Tensor] | None = None,
     feedback: list[torch.Tensor] | None = None,
+    hidden: list[int] | None = None,
 ) -> None:
     """Quantize tokens [H, n P, channels] into pages, in one launch, and raise what it found."""
     flag = new_flag(tokens[0].device)
-    quantize_at(page_writes(tokens, pages, feedback), tokens[0], pages[0], flag, channels, static)
+    quantize_at(page_writes(tokens, pages, feedback, hidden), tokens[0], pages[0], flag, channels, static)
     raise_if_flagged(flag, tokens[0].shape[0])

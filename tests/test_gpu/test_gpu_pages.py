@@ -26,7 +26,7 @@ from kvconvert.kernels.pages import (
     raise_if_flagged,
     unsupported,
 )
-from kvconvert.kernels.pages.reference import key_codes, value_codes
+from kvconvert.kernels.pages.reference import key_codes, shown_tokens, value_codes
 from kvconvert.kernels.quantizer import GroupRangeError
 
 
@@ -58,12 +58,12 @@ def poison(buffer: torch.Tensor) -> None:
         buffer.fill_(torch.nan)
 
 
-def quantized(tokens: torch.Tensor, f, channels=None, static=None) -> KeyPages | ValuePages:
+def quantized(tokens: torch.Tensor, f, channels=None, static=None, **more) -> KeyPages | ValuePages:
     """Pages of tokens [N, H, P, channels], in records that held noise."""
     empty = empty_keys if isinstance(f, KeyFormat) else empty_values
     pages = empty(len(tokens), f, tokens.dtype, tokens.device)
     poison(pages.buffer)
-    quantize_pages(list(tokens), [pages], channels, static)
+    quantize_pages(list(tokens), [pages], channels, static, **more)
     return pages
 
 
@@ -72,21 +72,23 @@ def near_a_border(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor
     return ((position - position.floor() - 0.5).abs() < 1e-3) | (scale == 0)
 
 
-def assert_same_keys(found: KeyPages, keys: torch.Tensor, f: KeyFormat, channels=None, static=None) -> None:
+def assert_same_keys(
+    found: KeyPages, keys: torch.Tensor, f: KeyFormat, channels=None, static=None, hidden: int = 0
+) -> None:
     """Everything but norms exactly; these to one unit in the last place, and the rest by the norms found.
 
     A norm's reciprocal is the GPU's own to a unit of float32, which one group in thousands rounds to the next fp16:
     even among few groups there may be one.
     """
-    keys = keys.cpu()
-    expected = quantize_keys(keys, f, channels, static)
+    keys = shown_tokens(keys.cpu(), hidden)
+    expected = quantize_keys(keys, f, channels, static, hidden=hidden)
     fields = {name: tensor.cpu() for name, tensor in found.tensors()}
     if f.token_norm != "none":
         norm = fields["norm"]
         assert (norm.view(torch.int16) - expected.norm.view(torch.int16)).abs().max() <= 1
         inverse = torch.where(norm > 0, norm.float().reciprocal(), 0.0)
         keys = keys.float() * inverse.unsqueeze(3)
-        expected = quantize_keys(keys, replace(f, token_norm="none"), channels, static)
+        expected = quantize_keys(keys, replace(f, token_norm="none"), channels, static, hidden=hidden)
     rounded = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
     for name in ("scale", "zero_point", "channels"):
         if getattr(expected, name) is None:
@@ -235,6 +237,37 @@ def test_static_pages(device, bits):
     x = torch.randn(1, 2, 128, 64, device=device)
     assert_same_keys(quantized(x, f, static=static), x, f, static=cpu(static))
     assert_same_values(quantized(x, g, static=static), x, g, cpu(static))
+
+
+HIDING = [
+    key_format(2, token_norm="joint"),
+    key_format(2, group=128, boosted=5, token_norm="per_head"),
+    key_format(1, dim=32, group=64, boosted=4),
+    key_format(3, dim=48),
+]
+
+
+@pytest.mark.parametrize("f", HIDING, ids=str)
+def test_hidden_tokens_are_not_read(device, f):
+    keys = random_tokens(2, f, device)
+    keys[0, :, :37] = torch.inf
+    found = quantized(keys, f, hidden=[37, 0])
+    assert_same_keys(found, keys, f, hidden=37)
+    if not f.boosted:
+        matrix = torch.eye(f.head_dim).half() + torch.randn(f.heads, f.head_dim, f.head_dim).half().triu(1) / 50
+        # The same kernel, given tokens in their places.
+        given = [{"hidden": [37, 0]}, {}]
+        tokens = [keys, shown_tokens(keys, 37)]
+        both = [quantized(x, f, feedback=[matrix.to(device)], **more) for x, more in zip(tokens, given, strict=True)]
+        assert torch.equal(both[0].codes, both[1].codes)
+    for g in (value_format(2), value_format(3, dim=48, group=24), value_format(16)):
+        values = random_tokens(2, g, device)
+        values[0, :, :37] = torch.inf
+        found, shown = quantized(values, g, hidden=[37, 0]), shown_tokens(values, 37)
+        if g.bits == 16:
+            assert torch.equal(found.codes[1], values[1])
+        else:
+            assert_same_values(found, shown, g)
 
 
 def test_pages_of_sequences_with_their_own_buffers(device):

@@ -7,7 +7,7 @@ from kvconvert.errors import UsageError
 from kvconvert.kernels import history
 from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.history import HistoryPart, PageReader, history_attention
-from kvconvert.kernels.history.parts import tile_tokens
+from kvconvert.kernels.history.parts import Workspace, tile_tokens
 from kvconvert.kernels.history.reference import history_reference, merge_reference
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
@@ -133,3 +133,23 @@ def test_a_workspace_without_room_for_a_page_is_an_error():
     queries, parts, chunk, _ = case_of(2, 2, 64, 20, 2, 10)
     with pytest.raises(UsageError, match="no room for a page"):
         history_attention(queries, parts, *chunk, 0.2, workspace_tokens=64)
+
+
+def test_exact_tokens_take_the_places_of_what_pages_hold_of_them():
+    torch.manual_seed(0)
+    format = KeyFormat(2, 32, PAGE_SIZE, 2, 32), ValueFormat(2, 32, PAGE_SIZE, 2, 32)
+    tokens = torch.randn(2, 2, 2 * PAGE_SIZE, 32)
+    pages = [
+        quantize(x.unflatten(1, (2, PAGE_SIZE)).transpose(0, 1), f)
+        for x, f, quantize in zip(tokens, format, (quantize_keys, quantize_values), strict=True)
+    ]
+    readers = [PageReader(lambda part, p=p: p.select(part), f) for p, f in zip(pages, format, strict=True)]
+    part = HistoryPart(2 * PAGE_SIZE, *readers, exact=(tokens[0, :, :5], tokens[1, :, :5]))
+    workspace = Workspace(torch.device("cpu"), 2, 32, 32, torch.float32, PAGE_SIZE)
+    found = []
+    for count in workspace.tiles([part]):
+        found.append(torch.stack([workspace.keys[:, :count], workspace.values[:, :count]]).clone())
+    read = [dequantize_keys(pages[0], format[0]).transpose(2, 3), dequantize_values(pages[1], format[1])]
+    expected = torch.stack([x.transpose(0, 1).flatten(1, 2) for x in read])
+    expected[:, :, :5] = tokens[:, :, :5]
+    torch.testing.assert_close(torch.cat(found, 2), expected)

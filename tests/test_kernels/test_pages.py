@@ -244,6 +244,29 @@ def test_a_shrunk_range_clamps_outliers_and_refines_the_rest():
     assert error(0.75) < error(0.2)
 
 
+@pytest.mark.parametrize("hidden", [4, 32, 40])
+@pytest.mark.parametrize("group", [16, 32, 128])
+def test_what_is_hidden_in_a_page_has_no_part_in_its_scales_and_channels(hidden, group):
+    torch.manual_seed(0)
+    tokens = torch.randn(2, 2, 128, 32)
+    outlying = tokens.clone()
+    outlying[0, :, :hidden] *= 50
+    keys, values = key_format(group=group, dim=32, boosted=4), value_format(dim=32)
+    pages = [quantize_keys(x, keys, hidden=hidden) for x in (tokens, outlying)]
+    assert torch.equal(*(page.buffer for page in pages))
+    assert torch.equal(*(quantize_values(x, values, hidden=hidden).buffer for x in (tokens, outlying)))
+    # The first group that has other tokens, by hand, and the page after it as ever.
+    begin = hidden // group * group
+    seen = tokens[0, :, hidden : begin + group]
+    scale = pages[0].scale[0, :, :, hidden // group].float()
+    plain = [c for c in range(32) if c not in pages[0].channels[0, 0].tolist()]
+    assert_close = torch.testing.assert_close
+    assert_close(scale[0, plain], (seen.amax(1) - seen.amin(1))[0, plain] / 3, rtol=1e-3, atol=0)
+    assert torch.equal(pages[0].buffer[1], quantize_keys(tokens[1:], keys).buffer[0])
+    strongest = tokens[0, 0, hidden:].abs().mean(0).topk(4).indices.sort().values
+    assert pages[0].channels[0, 0].tolist() == strongest.tolist()
+
+
 def test_channels_are_ranked_by_mean_magnitude_with_ties_to_the_lower_index():
     keys = torch.zeros(1, 1, 128, 8)
     keys[..., 5], keys[..., 2], keys[..., 6] = 3.0, -4.0, 3.0

@@ -127,8 +127,10 @@ class ReferenceLayer(DynamicLayer):
         scheme = self.scheme
         for row, positions in enumerate(self.kept):
             for side, recent in ((0, scheme.key_recent_tokens), (1, scheme.value_recent_tokens)):
-                while (first := scheme.sink_tokens + self.done[row][side] * PAGE) + PAGE + recent <= positions.shape[1]:
-                    self._replace(row, side, positions[:, first : first + PAGE])
+                while (first := self.done[row][side] * PAGE) + PAGE + recent <= positions.shape[1]:
+                    # Sink tokens stay as they are, and the page's scales are those of its other tokens.
+                    page = positions[:, max(first, scheme.sink_tokens) : first + PAGE]
+                    self._replace(row, side, page)
                     self.done[row][side] += 1
 
     def _replace(self, row: int, side: int, positions: Tensor) -> None:
@@ -138,7 +140,7 @@ class ReferenceLayer(DynamicLayer):
         x[row] = x[row].scatter(1, at, self._value_image(page) if side else self._key_image(page))
 
     def _key_image(self, page: Tensor) -> Tensor:
-        """What a page of keys [H, 128, D] comes back as."""
+        """What a page of keys [H, n, D] comes back as; of the first page sink tokens are missing."""
         scheme = self.scheme
         if scheme.key_bits == 16:
             return page
@@ -150,14 +152,15 @@ class ReferenceLayer(DynamicLayer):
         strongest = page.abs().mean(1).argsort(dim=-1, descending=True, stable=True)[:, :boosted]
         levels.scatter_(1, strongest, 4**scheme.key_bits - 1)
         channels, group = (page / norm).transpose(1, 2), scheme.key_group_size
+        channels = torch.cat([channels[..., :1].expand(-1, -1, PAGE - channels.shape[2]), channels], 2)
         if self.feedback is not None:
             stored = fed_back(channels, levels[:, :, None, None], group, scheme.key_clip_ratio, self.feedback)
         else:
             stored = image(channels, levels[:, :, None, None], group, scheme.key_clip_ratio)
-        return stored.transpose(1, 2) * norm @ rotation.T
+        return stored[..., PAGE - page.shape[1] :].transpose(1, 2) * norm @ rotation.T
 
     def _value_image(self, page: Tensor) -> Tensor:
-        """What a page of values [H, 128, E] comes back as."""
+        """What a page of values [H, n, E] comes back as."""
         scheme, size = self.scheme, page.shape[-1]
         if scheme.value_bits == 16:
             return page

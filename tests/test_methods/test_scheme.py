@@ -56,6 +56,7 @@ def test_an_unknown_preset_or_field_is_refused_with_those_there_are():
         ({"span_tokens": 100}, "span_tokens = 100 is not possible: it is a multiple of 128 tokens, or 0"),
         ({"span_tokens": 128}, "set key_group_size instead"),
         ({"sink_tokens": -1}, "it is a number of tokens"),
+        ({"sink_tokens": 128}, "sink_tokens = 128 is not possible: it is a number of tokens, 0 to 127"),
         ({"boost_fraction": float("nan")}, "it is a share of the channels"),
         ({"boost_fraction": 1.5}, "it is a share of the channels"),
         ({"key_clip_ratio": 0}, "above 0 and at most 1"),

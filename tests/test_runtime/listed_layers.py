@@ -59,17 +59,20 @@ class Layer:
             del self.buffers[row][side][start:stop]
         for side, pending in enumerate((plan.keys, plan.values)):
             in_use = {n for s in self.sequences for n in (s.keys, s.values)[side].pages}
-            for row, start, numbers, used, position in pending:
+            for row, start, hidden, numbers, used, position in pending:
                 buffer = self.buffers[row][side]
                 after = plan.after[row]
                 assert after.evicted or buffer[start] == after.position(position)
                 assert len(buffer) == used
                 assert not in_use & set(numbers)
                 in_use |= set(numbers)
+                tokens = buffer[start : start + P * len(numbers)]
+                del buffer[start + hidden : start + P * len(numbers)]
+                assert position or hidden == after.sink_tokens
                 for number in numbers:
-                    self.written[side][number] = buffer[start : start + P]
+                    self.written[side][number] = tokens[:P]
                     assert len(self.written[side][number]) == P
-                    del buffer[start : start + P]
+                    del tokens[:P]
         self.sequences = plan.after
 
     def _seal_span(self, seal):
@@ -136,10 +139,11 @@ class Cache:
             counted = [(expect or (lambda n: None))(len(everything))]
             for side, part in enumerate((sequence.keys, sequence.values)):
                 buffer = layer.buffers[row][side]
-                stored = buffer[: sequence.sink_tokens]
-                stored += left[len(stored) :][: P * sequence.dropped]
+                sinks, outside = sequence.sink_tokens, sequence.dropped + len(part.pages)
+                assert buffer[:sinks] == left[:sinks]
+                stored = left[: P * sequence.dropped]
                 stored += [position for number in part.pages for position in layer.written[side][number]]
-                stored += buffer[sequence.sink_tokens :]
+                stored += buffer[sinks if outside else 0 :]
                 assert stored == left
                 assert part.buffered == len(buffer)
                 counted.append(len(part.pages))
@@ -149,16 +153,18 @@ class Cache:
             for span, stored in zip(layer.spans[row], sequence.spans, strict=True):
                 assert stored.positions.slice(0, len(span)).tolist() == span
             assert sequence.positions.slice(0, len(sequence.positions)).tolist() == left[sequence.kept :]
-            assert sequence.stored(P) == len(everything) - len(layer.evicted[row]) - sequence.dropped * P
-            assert sequence.residual(P) + sequence.pages * P == sequence.stored(P) - sum(map(len, layer.spans[row]))
+            outside = max(0, sequence.dropped * P - sequence.sink_tokens)
+            assert sequence.stored(P) == len(everything) - len(layer.evicted[row]) - outside
+            twice = sequence.hidden(0) if sequence.pages else 0
+            here = sequence.stored(P) - sum(map(len, layer.spans[row])) + twice
+            assert sequence.residual + sequence.pages * P == here
 
 
 def expectation(scheme, window):
     """Dropped pages, key pages and value pages of a sequence by its length, whatever the way to it."""
 
     def expect(n):
-        n -= scheme.sink_tokens
-        dropped = max(0, (n + scheme.sink_tokens - window + 1 - scheme.sink_tokens) // P) if window else 0
+        dropped = max(0, (n - window + 1) // P) if window else 0
         recent = scheme.key_recent_tokens, scheme.value_recent_tokens
         return dropped, *(max(0, max(0, (n - tokens) // P) - dropped) for tokens in recent)
 

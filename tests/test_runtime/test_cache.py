@@ -108,17 +108,11 @@ def test_diverging_beams_do_not_write_into_each_other():
 def test_sink_tokens_and_recent_tokens_stay_in_full_precision():
     scheme = KVScheme(sink_tokens=4, key_recent_tokens=64, value_recent_tokens=64)
     cache = KVCache(REFERENCE_SHAPE, scheme)
-    feed(cache, 4 + 128 + 63)
+    feed(cache, 128 + 63)
     assert cache.stats().pages == 0
     feed(cache, 1)
     assert (cache.stats().pages, cache.stats().residual_tokens) == (2, 4 + 64)
-    assert cache.layers[0].store.residual_positions(0).tolist() == [
-        0,
-        1,
-        2,
-        3,
-        *range(132, 196),
-    ]
+    assert cache.layers[0].store.residual_positions(0).tolist() == [0, 1, 2, 3, *range(128, 192)]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 400])

@@ -121,12 +121,12 @@ class Stepped:
             assert torch.equal(described, expected)
             assert torch.equal(tables.appends[:, row], fresh.appends[:, row])
             assert tables.step[:, row].tolist() == [
-                sequence.keys.buffered - 1, sequence.residual(128), group.logical - 1
+                sequence.keys.buffered - 1, sequence.residual, group.logical - 1
             ]  # fmt: skip
             assert replace(tables.plans[row], residual=0) == replace(fresh.plans[row], residual=0)
-            assert tables.plans[row].residual >= sequence.residual(128)
+            assert tables.plans[row].residual >= sequence.residual
             if group.sliding_window and not sequence.kept:
-                stored = sequence.pages * 128 + sequence.residual(128)
+                stored = sequence.pages * 128 + sequence.residual
                 assert torch.equal(tables.positions[row, :stored], fresh.positions[row, :stored])
 
 

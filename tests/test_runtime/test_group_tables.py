@@ -87,7 +87,7 @@ def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     tables, (described,) = tables_of(layer.store), tables_of(layer.store).described
     plan, (keys, values) = tables.plans[row], (tables.keys[0].tolist(), tables.values[0].tolist())
     key_address, key_stride, value_address, value_stride, sink_tokens, *skips = described[row, :7].tolist()
-    count = layer.store.sequences[row].residual(128)
+    count = layer.store.sequences[row].residual
     spans = [segment for segment in plan.segments if layer.store.span_format]
     pages = [entry for part in plan.segments if part not in spans for entry in range(part.begin, part.end)]
     half = list(range(plan.half_quantized_begin, plan.half_quantized_begin + plan.half_quantized))
@@ -103,8 +103,9 @@ def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         buffer = torch.stack(heads).view(2, -1, 16).float()
         parts = [page(tables, offsets[entry], empty, f, layer.store.dtype) for entry in pages]
         if skip:
-            assert [offsets[entry] for entry in half] == [0] * (skip // 128)
-            parts.append(buffer[:, sink_tokens : sink_tokens + skip])
+            assert [offsets[entry] for entry in half] == [0] * len(half)
+            begin = (sink_tokens + skip) % 128
+            parts.append(buffer[:, begin : begin + 128 * len(half)])
         else:
             parts += [page(tables, offsets[entry], empty, f, layer.store.dtype) for entry in half]
         sides.append(parts)
@@ -140,6 +141,11 @@ def check(layer, queries, output, chunk, padding: torch.Tensor = PADDING) -> Non
             visible = mask[row, :, :, : keys.shape[1]].bool()
             assert not mask[row, :, :, keys.shape[1] :].any()
             visible = visible.expand(2, -1, -1).repeat_interleave(2, 0)
+        sequence = layer.store.sequences[row]
+        if sequence.pages and sequence.hidden(0):
+            # Sink tokens are among the residual tokens, and not attended to in their page.
+            visible = torch.ones(1, keys.shape[1], dtype=torch.bool) if visible is None else visible.clone()
+            visible[..., : sequence.hidden(0)] = False
         real = padding[row, chunk.query_positions]
         expected = attention_reference(queries[row], keys, values, visible, 0.25)
         torch.testing.assert_close(output[row, :, real].double(), expected[:, real], rtol=1e-4, atol=2e-5)

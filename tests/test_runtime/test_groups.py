@@ -41,9 +41,8 @@ WHOLE = {
 
 def boundaries(scheme, window):
     """Lengths around which pages are complete, or leave the window."""
-    shifts = {0, scheme.sink_tokens}
-    shifts |= {scheme.sink_tokens + recent for recent in (scheme.key_recent_tokens, scheme.value_recent_tokens)}
-    shifts |= {window - 1 + scheme.sink_tokens} if window else set()
+    shifts = {0, scheme.sink_tokens, scheme.key_recent_tokens, scheme.value_recent_tokens}
+    shifts |= {window - 1} if window else set()
     around = {page * P + shift + by for page in (1, 2) for shift in shifts for by in (-2, -1, 0, 1, 2)}
     return sorted(length for length in around if length <= LONGEST)
 
@@ -117,7 +116,7 @@ def test_whole_prompts_of_every_length_and_the_tokens_after_them(name, chunk):
         for sequence, before in zip(cache.group.sequences, after, strict=True):
             assert len(sequence) == before + 3
             if scheme.evicts:
-                assert sequence.pages == max(0, (before + 3 - sequence.sink_tokens - scheme.key_recent_tokens) // P)
+                assert sequence.pages == max(0, (before + 3 - scheme.key_recent_tokens) // P)
 
 
 def test_each_further_prompt_becomes_a_span_of_its_own():
@@ -157,7 +156,7 @@ def test_numbers_come_back_after_resets_moves_and_leaves():
     # The first row's pages are shared by two rows, the second row's by none.
     group.reorder([0, 0, 2])
     shared = group.sequences[0].values.pages
-    assert len(shared) == (LONGEST - 3) // P
+    assert len(shared) == LONGEST // P
     assert numbers[1].used == len(shared) + len(group.sequences[2].values.pages)
     group.leave(0)
     assert set(shared) <= set(group.sequences[1].values.pages)

@@ -70,19 +70,21 @@ def by_hand(layer, lengths, sliding_window=None, softcap=None, rows=3) -> list[t
             attended = attention_reference(new[2][row][:, real], keys, values, visible, 0.2, softcap)
             outputs.append(attended.transpose(0, 1))
             for side, recent in enumerate((scheme.key_recent_tokens, scheme.value_recent_tokens)):
-                while scheme.sink_tokens + done[row][side] + 128 + recent <= total:
-                    first = scheme.sink_tokens + done[row][side]
+                while done[row][side] + 128 + recent <= total:
+                    first = done[row][side]
+                    hidden = 0 if first else scheme.sink_tokens
                     page = stored[row][side][None, :, first : first + 128]
                     if side:
-                        image = dequantize_values(quantize_values(page, f.values), f.values)
+                        image = dequantize_values(quantize_values(page, f.values, hidden=hidden), f.values)
                     else:
                         center = page_centers(torch.tensor([first]), 128, layer.store.format.key_center)
                         rotated = layer.store.rotations.keys
                         page = hadamard_transform(page) if rotated else page
-                        image = dequantize_keys(quantize_keys(page - center, f.keys), f.keys).transpose(2, 3) + center
+                        pages = quantize_keys(page - center, f.keys, hidden=hidden)
+                        image = dequantize_keys(pages, f.keys).transpose(2, 3) + center
                         image = hadamard_transform(image, inverse=True) if rotated else image
                     stored[row][side] = stored[row][side].clone()
-                    stored[row][side][:, first : first + 128] = image[0]
+                    stored[row][side][:, first + hidden : first + 128] = image[0, :, hidden:]
                     done[row][side] += 128
         found.append(torch.cat(outputs))
         start += length

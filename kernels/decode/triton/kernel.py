@@ -48,7 +48,7 @@ from kvconvert.kernels.decode.triton.tiles import (
 # Stands for minus infinity among maxima; differences of two of them are 0 instead of NaN.
 LOWEST = tl.constexpr(-1e30)
 # Columns of a work item and of a row's description, see `kernels/decode/plan.py`.
-ITEM = tl.constexpr(16)
+ITEM = tl.constexpr(18)
 ROW = tl.constexpr(8)
 # Tokens of a page of 16 bits that are taken at a time, and how often.
 CHUNK = tl.constexpr(32)
@@ -230,7 +230,7 @@ def decode_kernel(
             x = residual_finish(x, residual_factor, softcap, F)
             x = tl.where(known[:, None, None], x, float("-inf"))
             if F.masked:
-                x = hide(x, token[:, None], stop, residual_mask, mask_query, F)
+                x = hide(x, token[:, None], 0, stop, residual_mask, mask_query, F)
             p, maximum, alpha = softmax_step(x, maximum, F)
             p = tl.reshape(p, [F.tile, R])
             weight = weight * alpha + tl.sum(p, 0)
@@ -263,11 +263,14 @@ def decode_kernel(
 
     if F.half_quantized > 0:
         if tl.load(item + 3) < tl.load(item + 4):
-            # Pages whose other side is still in the buffer, behind the sink tokens.
+            # Pages whose other side is still in the buffer: behind the sink tokens, or from its beginning on where the
+            # side has no pages yet.
             begin = tl.load(item + 3)
+            hidden = tl.load(item + 17)
             half_quantized_mask = mask_here + tl.load(item + 13)
             table_begin = tl.load(item + 15)
-            sink_tokens = tl.load(described + 4)
+            key_begin = (tl.load(described + 4) + tl.load(described + 5)) % PAGE
+            value_begin = (tl.load(described + 4) + tl.load(described + 6)) % PAGE
             half_quantized_slot = tl.load(item + 8) * tl.num_programs(2) + block
             in_page = tl.arange(0, PAGE)
             maximum = tl.full([R], LOWEST, tl.float32)
@@ -299,12 +302,11 @@ def decode_kernel(
                         x = shaped_scores(x * factor[None, :, None] + center, softcap, slope, shift, F)
                     else:
                         x = finish_scores(x, factor, softcap, slope, shift, F)
-                    x = hide(
-                        x, (page - begin) * PAGE + page_tokens(KEY_LANES), 1 << 30, half_quantized_mask, mask_query, F
-                    )
+                    token = (page - begin) * PAGE + page_tokens(KEY_LANES)
+                    x = hide(x, token, hidden, 1 << 30, half_quantized_mask, mask_query, F)
                     p, maximum, alpha = softmax_step(x, maximum, F)
                     weight = weight * alpha[None, :] + tl.sum(p, 2)
-                    token = sink_tokens + page * PAGE
+                    token = value_begin + page * PAGE
                     total = add_residual_page(values, F.value_dim, token, in_token_order(p), alpha, total, F)
                 store_stats(stats, half_quantized_slot, head, heads, maximum, tl.sum(weight, 0), F)
                 value_channel = tl.arange(0, block_of(F.value_dim))
@@ -317,10 +319,11 @@ def decode_kernel(
                 keys = residual + (tl.load(described) + head * tl.load(described + 1)) * 8
                 half_quantized_query = plain_queries(queries, first, F, DTYPE)
                 for page in tl.range(begin, tl.load(item + 4), num_stages=STAGES):
-                    token = sink_tokens + page * PAGE + in_page
+                    token = key_begin + page * PAGE + in_page
                     x = residual_scores(keys, F.key_dim, token, in_page < PAGE, half_quantized_query, F)
                     x = finish_scores(x, product_factor(one, scaling, F), softcap, slope, shift, F)
-                    x = hide(x, (page - begin) * PAGE + in_page[:, None], 1 << 30, half_quantized_mask, mask_query, F)
+                    token = (page - begin) * PAGE + in_page[:, None]
+                    x = hide(x, token, hidden, 1 << 30, half_quantized_mask, mask_query, F)
                     p, maximum, alpha = softmax_step(x, maximum, F)
                     weight = weight * alpha[None, :] + tl.sum(p, 2)
                     value_unit = tl.load(value_table + table_begin + page)
@@ -343,6 +346,7 @@ def decode_kernel(
 
     if tl.load(item + 1) < tl.load(item + 2):
         begin = tl.load(item + 1)
+        hidden = tl.load(item + 16)
         limit = tl.load(item + 11)
         page_mask = mask_here + tl.load(item + 12)
         maximum = tl.full([R], LOWEST, tl.float32)
@@ -358,7 +362,7 @@ def decode_kernel(
                 x = residual_scores(keys + head * PAGE * F.key_dim, F.key_dim, token, known, page_query, F)
                 x = finish_scores(x, factor, softcap, slope, shift, F)
                 number = (chunk - begin * CHUNKS) * CHUNK + in_chunk
-                x = hide(x, number[:, None], limit, page_mask, mask_query, F)
+                x = hide(x, number[:, None], hidden, limit, page_mask, mask_query, F)
                 p, maximum, alpha = softmax_step(x, maximum, F)
                 p = tl.reshape(p, [CHUNK, R])
                 weight = weight * alpha + tl.sum(p, 0)
@@ -388,7 +392,7 @@ def decode_kernel(
                 else:
                     x = finish_scores(x, factor, softcap, slope, shift, F)
                 token = (page - begin) * PAGE + page_tokens(KEY_LANES)
-                x = hide(x, token, limit, page_mask, mask_query, F)
+                x = hide(x, token, hidden, limit, page_mask, mask_query, F)
                 p, maximum, alpha = softmax_step(x, maximum, F)
                 weight = weight * alpha[None, :] + tl.sum(p, 2)
                 totals, offsets = add_values(value_base, value_unit, head, p, alpha, totals, offsets, F, DTYPE)

@@ -72,6 +72,7 @@ def decode_shape(
     queries: int,
     *,
     half_quantized: int = 0,
+    hides: bool = False,
     masked: bool = False,
     softcap: bool = False,
     tau: bool = False,
@@ -98,7 +99,7 @@ def decode_shape(
         split_query=dtype == torch.float32,
         half_quantized=half_quantized,
         masked=masked,
-        ragged=span is not None,
+        ragged=hides or span is not None,
         softcap=softcap,
         tau=tau,
         centered=format.key_center is not None,
@@ -152,6 +153,7 @@ def decode_attention(
     *,
     span: SpanFormat | None = None,
     half_quantized: int = 0,
+    hides: bool = False,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     visibility: Visibility | None = None,
@@ -169,6 +171,7 @@ def decode_attention(
         format, span: how; `span` where the tables hold span blocks.
         scaling: factor of the dot products.
         half_quantized: 1 where half-quantized pages have their values in full precision, 2 where their keys.
+        hides: whether pages, or half-quantized ones, may have hidden tokens, see `kernels/decode/plan.py`.
         softcap, sink_logits: as in `attention_reference`; sink_logits [Hq].
         visibility: which tokens are seen; None for all.
         clamped_rows: as in `SpanTokens`.
@@ -189,6 +192,7 @@ def decode_attention(
         group,
         block,
         half_quantized=half_quantized,
+        hides=hides,
         masked=visibility is not None,
         softcap=bool(softcap),
         tau=shift,

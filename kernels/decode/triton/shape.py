@@ -26,7 +26,8 @@ class DecodeShape:
         half_quantized: 0 where keys and values are quantized together, 1 where values stay longer in full precision, 2
             where keys do.
         masked, ragged, softcap, tau, centered: which of these apply; ragged: the last page of an item may be
-            incomplete; centered: pages of keys lack a constant part, whose scores are added.
+            incomplete, or first tokens of its first one hidden; centered: pages of keys lack a constant part, whose
+            scores are added.
         tile: full-precision tokens per step.
         key_scale to key_channels, value_scale, value_zero_point: offsets within a head's part of a page's record, which
             begins with the codes; key_head, value_head: from one head's part to the next; joint_norm: within the

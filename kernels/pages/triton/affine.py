@@ -18,7 +18,7 @@ LARGEST_HALF = tl.constexpr(65504.0)
 # Added to a float32 in 0..255, it leaves the nearest whole number, ties to even, in the lowest bits; 16 zeros above.
 ROUNDER = tl.constexpr(12582912.0)
 # Columns of a page table, see kernels/pages/triton/launch.py.
-TABLE_COLUMNS = tl.constexpr(4)
+TABLE_COLUMNS = tl.constexpr(5)
 
 
 @triton.jit
@@ -81,9 +81,11 @@ def nearest_codes(x, scale, zero_point, levels):
 
 
 @triton.jit
-def read_tokens(tokens, offset, token, channel, present, token_stride):
-    """Some channels of some tokens of one head: [tokens, channels] in their dtype."""
-    return tl.load(tokens + offset + token[:, None] * token_stride + channel[None, :], mask=present, other=0.0)
+def read_tokens(tokens, offset, token, hidden, channel, present, token_stride):
+    """Some channels of some tokens of one head, or of the first that is not hidden: [tokens, channels] in their
+    dtype."""
+    token = tl.maximum(token, hidden)[:, None]
+    return tl.load(tokens + offset + token * token_stride + channel[None, :], mask=present, other=0.0)
 
 
 @triton.constexpr_function

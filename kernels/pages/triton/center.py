@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from kvconvert.kernels.pages.center import KeyCenter
+from kvconvert.kernels.pages.triton.affine import TABLE_COLUMNS
 
 # Frequencies and channels of one matrix product, and registers of a thread with which two programs fit a
 # multiprocessor; those of exact sines are more.
@@ -58,9 +59,9 @@ def center_kernel(
     BLOCK_D: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Add SIGN c(t), in float32, to one page's tokens of one head and block of channels.
+    """Add SIGN c(t), in float32, to one page's tokens of one head and block of channels, but for hidden ones.
 
-    `table` int64 [N, 4] is that of kernels/pages/triton/launch.py; `centers` int64 [N, 3] are the position of each
+    `table` int64 [N, 5] is that of kernels/pages/triton/launch.py; `centers` int64 [N, 3] are the position of each
     page's first token and the offsets of its layer's matrix [H, D, 2F] and frequencies [F].
     """
     COUNT: tl.constexpr = HEAD_SIZE // 2
@@ -86,9 +87,10 @@ def center_kernel(
         of_sin = tl.load(here + COUNT, mask=known, other=0.0).to(tl.float32)
         center = tl.dot(cos_start * cos_step - sin_start * sin_step, of_cos, center, input_precision="tf32x3")
         center = tl.dot(sin_start * cos_step + cos_start * sin_step, of_sin, center, input_precision="tf32x3")
-    offset = tl.load(table + page * 4) + head * tl.load(table + page * 4 + 1)
+    line = table + page * TABLE_COLUMNS
+    offset = tl.load(line) + head * tl.load(line + 1)
     where = tokens + offset + token[:, None] * token_stride + channel[None, :]
-    mask = (channel < HEAD_SIZE)[None, :]
+    mask = (channel < HEAD_SIZE)[None, :] & (token >= tl.load(line + 4))[:, None]
     sum = tl.load(where, mask=mask, other=0.0).to(tl.float32) + SIGN * center
     if SIGN > 0 and tokens.dtype.element_ty == tl.float16:
         # As dequantized tokens do; what is to be quantized has to stay what it is, to be refused.
@@ -153,7 +155,7 @@ def center_warps(page_size: int) -> int:
 def add_to_pages(tokens: torch.Tensor, position: int, page_size: int, center: KeyCenter, sign: int) -> None:
     """`add_centers` of kernels/pages/__init__.py, of whole pages."""
     count = tokens.shape[1] // page_size
-    table, centers = np.zeros((count, 4), dtype=np.int64), np.zeros((count, 3), dtype=np.int64)
+    table, centers = np.zeros((count, 5), dtype=np.int64), np.zeros((count, 3), dtype=np.int64)
     first = page_size * np.arange(count)
     table[:, 0], table[:, 1], centers[:, 0] = first * tokens.stride(1), tokens.stride(0), position + first
     launch_centers(

@@ -140,6 +140,7 @@ def key_feedback_kernel(
     offset += head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
     record = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8)
     count = tl.load(table + page * TABLE_COLUMNS + 3)
+    hidden = tl.load(table + page * TABLE_COLUMNS + 4)
     part = record + head * HEAD_STRIDE
     factors = feedback + tl.multiple_of(tl.load(feedback_table + page), 8) + head * HEAD_SIZE * HEAD_SIZE
 
@@ -151,7 +152,7 @@ def key_feedback_kernel(
     present = (channel < HEAD_SIZE)[None, :]
     if PARTIAL:
         present &= (token < count)[:, None]
-    w = read_tokens(keys, offset, token, channel, present, token_stride).to(tl.float32)
+    w = read_tokens(keys, offset, token, hidden, channel, present, token_stride).to(tl.float32)
     if NORM != NO_NORM:
         norms = records + record + JOINT_NORM if NORM == JOINT else records + part + PER_HEAD_NORM
         norm = tl.load(norms + token).to(tl.float16, bitcast=True).to(tl.float32)

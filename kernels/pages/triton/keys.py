@@ -50,11 +50,12 @@ def joint_norm_kernel(
     offset = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
     head_stride = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
     record = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8)
+    hidden = tl.load(table + page * TABLE_COLUMNS + 4)
     token, channel = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, TILE)
     present = channel[None, :] < HEAD_SIZE
     total = tl.zeros([TOKENS, TILE], tl.float32)
     for head in tl.static_range(HEADS):
-        x = read_tokens(keys, offset + head * head_stride, token, channel, present, token_stride).to(tl.float32)
+        x = read_tokens(keys, offset + head * head_stride, token, hidden, channel, present, token_stride).to(tl.float32)
         total += tl.abs(x) if MEAN_ABS else x * x
     norm = tl.sum(total, 1) / (HEADS * HEAD_SIZE)
     if not MEAN_ABS:
@@ -68,6 +69,7 @@ def _norms(
     keys,
     offset,
     token,
+    hidden,
     joint,
     token_stride,
     HEAD_SIZE: tl.constexpr,
@@ -81,7 +83,8 @@ def _norms(
         norm = tl.load(joint + token).to(tl.float16, bitcast=True)
     else:
         channel = tl.arange(0, TILE)
-        x = read_tokens(keys, offset, token, channel, channel[None, :] < HEAD_SIZE, token_stride).to(tl.float32)
+        x = read_tokens(keys, offset, token, hidden, channel, channel[None, :] < HEAD_SIZE, token_stride)
+        x = x.to(tl.float32)
         size = tl.sum(tl.abs(x) if MEAN_ABS else x * x, 1) / HEAD_SIZE
         if not MEAN_ABS:
             size = tl.sqrt_rn(size)
@@ -94,6 +97,7 @@ def _norms(
 def _scores(
     keys,
     offset,
+    hidden,
     joint,
     token_stride,
     HEAD_SIZE: tl.constexpr,
@@ -103,14 +107,16 @@ def _scores(
     NORM: tl.constexpr,
     MEAN_ABS: tl.constexpr,
 ):
-    """Kitty's score of each channel, the sum of its magnitudes over the page: [TILE], -1 beyond the head's."""
+    """Kitty's score of each channel, the sum of its magnitudes over the page's tokens that are not hidden: [TILE], -1
+    beyond the head's."""
     channel = tl.arange(0, TILE)
     total = tl.zeros([STEP, TILE], tl.float32)
     for step in range(PAGE // STEP):
         token = step * STEP + tl.arange(0, STEP)
-        x = read_tokens(keys, offset, token, channel, channel[None, :] < HEAD_SIZE, token_stride).to(tl.float32)
+        present = (token >= hidden)[:, None] & (channel < HEAD_SIZE)[None, :]
+        x = read_tokens(keys, offset, token, hidden, channel, present, token_stride).to(tl.float32)
         if NORM != NO_NORM:
-            norm, _ = _norms(keys, offset, token, joint, token_stride, HEAD_SIZE, TILE, NORM, MEAN_ABS)
+            norm, _ = _norms(keys, offset, token, hidden, joint, token_stride, HEAD_SIZE, TILE, NORM, MEAN_ABS)
             x *= reciprocal(norm.to(tl.float32))[:, None]
         total += tl.abs(x)
     return tl.where(channel < HEAD_SIZE, tl.sum(total, 0), -1.0)
@@ -150,6 +156,7 @@ def _places(channel, chosen, SLOTS: tl.constexpr):
 def _paired_high_lanes(
     keys,
     offset,
+    hidden,
     chosen,
     joint,
     token_stride,
@@ -176,13 +183,13 @@ def _paired_high_lanes(
         token = step * CHUNK + tl.arange(0, CHUNK)
         inverse_norm = tl.full([CHUNK], 1.0, tl.float32)
         if NORM != NO_NORM:
-            norm, _ = _norms(keys, offset, token, joint, token_stride, HEAD_SIZE, TILE, NORM, MEAN_ABS)
+            norm, _ = _norms(keys, offset, token, hidden, joint, token_stride, HEAD_SIZE, TILE, NORM, MEAN_ABS)
             inverse_norm = reciprocal(norm.to(tl.float32))
         for half in tl.static_range(2):
             picked = (slot[None, :] == slot[:, None] + half * HIGH_ROWS) & (slot < HIGH_ROWS)[:, None]
             channel = tl.sum(tl.where(picked, chosen[None, :] + 1, 0), 1) - 1
             present = (channel >= 0)[None, :]
-            x = read_tokens(keys, offset, token, channel, present, token_stride).to(tl.float32)
+            x = read_tokens(keys, offset, token, hidden, channel, present, token_stride).to(tl.float32)
             codes, _, _ = _grouped_codes(x * inverse_norm[:, None], 3.0, 1.0 / 3.0, factor, shrink, CHUNK, GROUP, SLOTS)
             bit = tl.where(present, (codes >> 1) & 1, 0)
             lanes += packed_codes(bit, step * (CHUNK // LANES), half, 1, CHUNK, SLOTS, LANES)
@@ -244,6 +251,7 @@ def key_page_kernel(
     offset += head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
     record = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8)
     count = tl.load(table + page * TABLE_COLUMNS + 3)
+    hidden = tl.load(table + page * TABLE_COLUMNS + 4)
     part = record + head * HEAD_STRIDE
     joint = records + record + JOINT_NORM
     within, slot = tl.arange(0, CHUNK), tl.arange(0, SLOTS)
@@ -251,7 +259,7 @@ def key_page_kernel(
     chosen = tl.full([SLOTS], -1, tl.int32)
     if BOOSTED > 0 and DYNAMIC:
         score = _scores(
-            keys, offset, joint, token_stride, HEAD_SIZE, TILE, PAGE, CHUNK * ROW_TILE // TILE,
+            keys, offset, hidden, joint, token_stride, HEAD_SIZE, TILE, PAGE, CHUNK * ROW_TILE // TILE,
             NORM, MEAN_ABS,
         )  # fmt: skip
         chosen = _highest(score, TILE, SLOTS, BOOSTED)
@@ -271,14 +279,14 @@ def key_page_kernel(
         present = there & (token < count)[:, None] if PARTIAL else there
         inverse_norm = tl.full([CHUNK], 1.0, tl.float32)
         if NORM != NO_NORM:
-            norm, bad = _norms(keys, offset, token, joint, token_stride, HEAD_SIZE, TILE, NORM, MEAN_ABS)
+            norm, bad = _norms(keys, offset, token, hidden, joint, token_stride, HEAD_SIZE, TILE, NORM, MEAN_ABS)
             inverse_norm = reciprocal(norm.to(tl.float32))
             if NORM == PER_HEAD:
                 flag_if(bad, flag, page, head, 0, HEADS)
                 tl.store(records + part + PER_HEAD_NORM + token, norm.to(tl.int16, bitcast=True))
         for half in tl.static_range(HALVES):
             channel = row + half * ROWS
-            x = read_tokens(keys, offset, token, channel, present, token_stride).to(tl.float32)
+            x = read_tokens(keys, offset, token, hidden, channel, present, token_stride).to(tl.float32)
             if NORM == NO_NORM:
                 # A sum of finite numbers overflows only beyond what float16 scales describe; static ones clamp that.
                 checked = x * 0.0 if STATIC else x
@@ -329,7 +337,7 @@ def key_page_kernel(
         tl.store(records + part + HIGH + lane * BOOSTED + slot_of, high_lanes.to(tl.int16), mask=slot_of >= 0)
     elif BOOSTED > 0:
         high_lanes = _paired_high_lanes(
-            keys, offset, chosen, joint, token_stride, factor, shrink, HEAD_SIZE, TILE, PAGE, CHUNK,
+            keys, offset, hidden, chosen, joint, token_stride, factor, shrink, HEAD_SIZE, TILE, PAGE, CHUNK,
             GROUP, NORM, MEAN_ABS, SLOTS, (BOOSTED + 1) // 2, LANES,
         )  # fmt: skip
         HIGH_ROWS: tl.constexpr = (BOOSTED + 1) // 2

@@ -1,9 +1,10 @@
 """Quantization of pages on a GPU: launches of the kernels in keys.py and values.py.
 
-Pages are addressed by a table, int64 [N, 4] on the device: the offset of the page's first token from a base tensor, the
-stride from head to head, the offset of the record from another base tensor, and the page's number of tokens. Offsets
-count elements of their base, may lead to other allocations, and are multiples of 8. So one launch serves one page, the
-pages of many sequences with buffers of their own, and a whole prompt.
+Pages are addressed by a table, int64 [N, 5] on the device: the offset of the page's first token from a base tensor, the
+stride from head to head, the offset of the record from another base tensor, the page's number of tokens, and how many
+of its first ones are hidden, whose places the next token takes. Offsets count elements of their base, may lead to other
+allocations, and are multiples of 8. So one launch serves one page, the pages of many sequences with buffers of their
+own, and a whole prompt.
 
 Numbers that cannot be quantized are found on the way: kernels leave the first such page and head in a flag on the
 device, which `raise_if_flagged` reads once per flush.
@@ -46,7 +47,7 @@ class PageLaunch(NamedTuple):
     Attributes:
         base: any tensor of the tokens' dtype and device, from whose address the table counts tokens.
         token_stride: elements from one token to the next; a multiple of 8.
-        table: int64 [N, 4], see above.
+        table: int64 [N, 5], see above.
         records: int16, from whose address the table counts records; of 16-bit pages, the tokens' dtype.
         flag: int32 [1], see `raise_if_flagged`.
         feedback: the pages' matrices where keys are rounded with error feedback; 16-bit keys are not rounded.
@@ -63,11 +64,12 @@ class PageLaunch(NamedTuple):
 def page_launch(writes: PageWrites, like: torch.Tensor, pages: KeyPages | ValuePages, flag: torch.Tensor) -> PageLaunch:
     """The tables of a launch on the device; arguments as for `quantize_at` of kernels/pages/__init__.py."""
     records = pages.buffer
-    table = np.empty((len(writes.tokens), 4), dtype=np.int64)
+    table = np.empty((len(writes.tokens), 5), dtype=np.int64)
     table[:, 0] = (writes.tokens - like.data_ptr()) // like.element_size()
     table[:, 1] = writes.head_strides
     table[:, 2] = (writes.records - records.data_ptr()) // records.element_size()
     table[:, 3] = pages.format.page_size
+    table[:, 4] = 0 if writes.hidden is None else writes.hidden
     on_device, feedback = uploaded(table, like.device), None
     if writes.feedback is not None:
         # Addresses of float16 numbers, counted from the records', which are of 16 bits too.

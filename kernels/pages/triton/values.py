@@ -157,6 +157,7 @@ def value_page_kernel(
     offset += head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
     part = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8) + head * HEAD_STRIDE
     count = tl.load(table + page * TABLE_COLUMNS + 3)
+    hidden = tl.load(table + page * TABLE_COLUMNS + 4)
     lane = tl.arange(0, LANE_TILE)[None, :]
     row = block * TOKENS + tl.arange(0, TOKENS)
     lanes = tl.zeros([TOKENS, LANE_TILE], tl.int32)
@@ -165,7 +166,7 @@ def value_page_kernel(
     unstorable = tl.zeros([TOKENS, 1], tl.int32)
     for half in tl.static_range(HALVES):
         token = row + half * ROWS
-        pointers = values + offset + token[:, None] * token_stride + lane
+        pointers = values + offset + tl.maximum(token, hidden)[:, None] * token_stride + lane
         if STATIC:
             exists = (token < (count if PARTIAL else PAGE))[:, None]
             fields, sums = _static_fields(
@@ -205,7 +206,8 @@ def copy_page_kernel(
     offset = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
     offset += head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
     part = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8) + head * (HEAD_SIZE * PAGE)
+    hidden = tl.load(table + page * TABLE_COLUMNS + 4)
     token, channel = tl.arange(0, PAGE), tl.arange(0, TILE)
     present = channel[None, :] < HEAD_SIZE
-    x = read_tokens(source, offset, token, channel, present, token_stride)
+    x = read_tokens(source, offset, token, hidden, channel, present, token_stride)
     tl.store(target + part + token[:, None] * HEAD_SIZE + channel[None, :], x, mask=present)
