@@ -35,10 +35,9 @@ class TableRegistry:
 
     def tables(self, group: Group, entries: int) -> GroupTables:
         """Tables for a group's layers and rows, with room for so many pages and span blocks of a row."""
-        known = group.tables
-        if known is not None and known.place == group.place:
-            if known.rows == len(group.sequences) and known.entries >= entries:
-                return known
+        known, rows = group.tables, len(group.sequences)
+        if known is not None and (known.place, known.rows) == (group.place, rows) and known.entries >= entries:
+            return known
         room = FEWEST_ENTRIES
         while room < entries:
             room *= 2
@@ -47,9 +46,9 @@ class TableRegistry:
             (s.index, s.dtype, s.device, s.format.keys, s.format.values, s.span_format, s.format.key_center is None)
             for s in stores
         )
-        key = (formats, len(group.sequences), room, group.place)
+        key = (formats, rows, room, group.place)
         if key not in self._tables:
-            self._tables[key] = GroupTables(stores, len(group.sequences), room, group.place)
+            self._tables[key] = GroupTables(stores, rows, room, group.place)
         group.tables = self._tables[key]
         return group.tables
 

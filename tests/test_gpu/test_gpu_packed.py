@@ -56,7 +56,8 @@ def test_a_packed_pass_gives_the_logits_of_passes_of_their_own(device, scheme):
 
 
 @pytest.mark.full
-def test_later_chunks_of_several_prompts_read_their_own_pages(device):
+@pytest.mark.parametrize("count", [20, 40])  # pages are read as they are stored, or dequantized at first
+def test_later_chunks_of_several_prompts_read_their_own_pages(device, count):
     # Differences of attention are seen in logits.
     model = tiny_model("llama", **SHAPE, gain=3.0).to(device, torch.bfloat16)
     adopt(model, [KVScheme.preset("oscar-g128").with_online_rotation()] * 2, {})
@@ -70,7 +71,7 @@ def test_later_chunks_of_several_prompts_read_their_own_pages(device):
             cache.begin_prompt()
         for row, cache, length in zip((2, 3), caches, lengths, strict=True):
             some.pass_over(False, [(row, cache, length, 0, False)])
-        later = [(row, cache, 40, length, True) for row, cache, length in zip((2, 3), caches, lengths, strict=True)]
+        later = [(row, cache, count, length, True) for row, cache, length in zip((2, 3), caches, lengths, strict=True)]
         logits = [some.pass_over(False, parts) for parts in ([later] if packed else [[part] for part in later])]
         found.append(torch.stack([logits[0][2], logits[-1][3]]))
     assert ((found[0] - found[1]).norm(dim=1) < 2e-2 * found[1].norm(dim=1)).all()
