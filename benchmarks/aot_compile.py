@@ -56,7 +56,7 @@ def compile_variant(variant: Variant, capability: int) -> Any:
 
     Pointers are 16-byte aligned; so are, counted in elements, integers that a launch specialises on, which are strides.
     """
-    function = variant.function
+    function = getattr(variant.function, "function", variant.function)
     types = {name: "constexpr" if name in variant.constants else variant.signature[name] for name in function.arg_names}
     attributes = {}
     for parameter in function.params:

@@ -8,6 +8,7 @@ import platform
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +23,33 @@ LOWEST_CAPABILITY = (8, 0)
 
 fallbacks: Counter[tuple[str, str]] = Counter()
 _interpreted = False
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What the kernels' dispatch has to know of a GPU: compute capability, and streaming multiprocessors."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
+# What the interpreter's CPU passes for: what kernels are tuned for, but small, so that splits are exercised.
+INTERPRETER = GPU((9, 0), 4)
+_imagined: GPU | None = None
+
+
+@contextmanager
+def imagined(gpu: GPU) -> Iterator[None]:
+    """Let tensors on a CPU pass for tensors on a GPU, so that launches can be noted (`kernels/launches`).
+
+    Kernels cannot run on them.
+    """
+    global _imagined
+    before, _imagined = _imagined, gpu
+    try:
+        yield
+    finally:
+        _imagined = before
 
 
 @contextmanager
@@ -43,7 +71,7 @@ def interpreted(enabled: bool = True) -> Iterator[None]:
 
 def unsupported(device: torch.device) -> str | None:
     """Why Triton kernels do not run on a device; None for NVIDIA GPUs from Ampere on, or the interpreter's CPU."""
-    if device.type == "cpu" and _interpreted:
+    if device.type == "cpu" and (_interpreted or _imagined is not None):
         return None
     if device.type != "cuda":
         return f"there are no kernels for {device.type}"
@@ -60,19 +88,31 @@ def runs_triton(device: torch.device) -> bool:
     return unsupported(device) is None
 
 
+def compiles(device: torch.device) -> bool:
+    """Whether kernels are compiled for a device and not interpreted: for a GPU, an imagined one included."""
+    return device.type == "cuda" or _imagined is not None
+
+
+def gpu(device: torch.device) -> GPU:
+    """The GPU that a device is, or that stands in for it."""
+    if device.type != "cuda":
+        return _imagined or INTERPRETER
+    return GPU(_capability(device.index or 0), _properties(device.index or 0).multi_processor_count)
+
+
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a GPU; what the kernels are tuned for stands in for it under the interpreter."""
-    return _capability(device.index or 0) if device.type == "cuda" else (9, 0)
+    """Compute capability of a GPU, or of what stands in for it."""
+    return gpu(device).capability
 
 
 def overlaps_launches(device: torch.device) -> bool:
     """Whether a GPU, from Hopper on, launches a kernel while the one before it is at work, and lets it wait there."""
-    return device.type == "cuda" and capability(device) >= (9, 0)
+    return compiles(device) and capability(device) >= (9, 0)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; a small number under the interpreter, so that splits are exercised."""
-    return _properties(device.index or 0).multi_processor_count if device.type == "cuda" else 4
+    """Streaming multiprocessors of a GPU, or of what stands in for it."""
+    return gpu(device).multiprocessors
 
 
 @lru_cache(maxsize=16)

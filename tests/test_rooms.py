@@ -221,3 +221,18 @@ def test_a_checkout_without_symbolic_links_is_refused_in_one_sentence(tmp_path):
     found = subprocess.run([sys.executable, "setup.py", "--version"], cwd=tmp_path, capture_output=True, text=True)
     assert found.returncode == 1
     assert found.stderr.startswith("This checkout has no symbolic links, which src/kvconvert is;")
+
+
+def test_every_function_that_is_launched_can_be_noted():
+    """So that it can be compiled before: `kernels/launches/triton.py` has made a kernel of it."""
+    kernels, launched = set(), set()
+    for path in sorted((ROOT / "kernels").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+            if isinstance(node, ast.FunctionDef):
+                made = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
+                kernels |= {node.name for name in made if isinstance(name, ast.Name) and name.id == "kernel"}
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                launched |= {node.func.value.id} if isinstance(node.func.value, ast.Name) else set()
+    launched = {name for name in launched if name.endswith("_kernel")}
+    assert len(launched) > 20
+    assert launched == kernels

@@ -32,7 +32,7 @@ class Variant:
 
     Attributes:
         name: unique within the kernel's module.
-        function: the `triton.jit` function.
+        function: what is launched, or a `triton.jit` function.
         signature: type of each argument that is not a constant: "*fp16", "*i16", "*i64", "i32", "fp32" and so on.
             Pointers are taken as 16-byte aligned.
         constants: values of the `tl.constexpr` arguments.

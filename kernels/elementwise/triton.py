@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvconvert.kernels.elementwise.reference import Gate, Norm
+from kvconvert.kernels.launches.triton import kernel
 
 
-@triton.jit(do_not_specialize=["rows", "inner", "eps", "offset"])
+@kernel(do_not_specialize=["rows", "inner", "eps", "offset"])
 def rms_norm_kernel(
     x,
     residual,
@@ -95,7 +96,7 @@ def shape(columns: int) -> tuple[int, int, int]:
 COLUMNS = 1024
 
 
-@triton.jit
+@kernel
 def gated_kernel(
     gate,
     up,
@@ -185,7 +186,7 @@ def _rotate(source, target, cos, sin, heads, head_stride, size, head_size, first
         tl.store(target + head * head_size + rest, values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=["tokens"])
 def rotary_kernel(
     q,
     k,

@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvconvert.kernels.device import capability, multiprocessors
+from kvconvert.kernels.device import capability, compiles, multiprocessors
 from kvconvert.kernels.elementwise.reference import Gate
 from kvconvert.kernels.elementwise.triton import gated
+from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.linear.packed_layout import TILE, PackedWeight
 from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, checked, few_rows_shape, warp_sums
 from kvconvert.kernels.linear.triton.many_rows import tile_sums
@@ -24,7 +25,7 @@ from kvconvert.kernels.linear.triton.prompt_shapes import prompt_shape
 from kvconvert.kernels.linear.triton.widths import parts_of
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@kernel(do_not_specialize=["pairs"])
 def sort_by_expert_kernel(chosen, order, starts, counts, pairs, CHUNK: tl.constexpr):
     """One program per expert: its pairs, in order, behind those of the experts before it.
 
@@ -65,7 +66,7 @@ def _block_of(block, chosen, starts, counts, experts, blocks, ROWS: tl.constexpr
     return expert, first, left
 
 
-@triton.jit(do_not_specialize=["experts", "blocks", "divisor", "octets", "k_blocks"])
+@kernel(do_not_specialize=["experts", "blocks", "divisor", "octets", "k_blocks"])
 def few_pairs_kernel(
     x,
     lanes,
@@ -147,7 +148,7 @@ def few_pairs_kernel(
     tl.store(pointers + 16, second_class.to(y.dtype.element_ty), mask=(row < left) & inside)
 
 
-@triton.jit(do_not_specialize=["blocks", "divisor", "octets", "k_blocks"])
+@kernel(do_not_specialize=["blocks", "divisor", "octets", "k_blocks"])
 def many_pairs_kernel(
     x,
     lanes,
@@ -217,7 +218,7 @@ def many_pairs_kernel(
     tl.store(pointers + 16, high, mask=inside)
 
 
-@triton.jit(do_not_specialize=["experts", "per_token"])
+@kernel(do_not_specialize=["experts", "per_token"])
 def combine_kernel(
     pairs_y,
     chosen,
@@ -314,7 +315,7 @@ def expert_products(x: Tensor, weight: PackedWeight, bias: Tensor | None, routin
     outputs, k_blocks = weight.outputs // experts, weight.lanes.shape[1]
     tiles, pairs = outputs // TILE, routing.chosen.numel()
     y = rows.new_empty(pairs, outputs)
-    sizes = weight.constants | {"HAS_BIAS": bias is not None, "INLINE_ASM": x.is_cuda}
+    sizes = weight.constants | {"HAS_BIAS": bias is not None, "INLINE_ASM": compiles(x.device)}
     bias = y if bias is None else bias
     # Twice the mean, since routers do not share tokens out evenly.
     usual = min(routing.most, max(1, int(2 * routing.mean)))

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from kvconvert.kernels.device import capability
 from kvconvert.kernels.history.parts import HistoryPart, Workspace
+from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.prompt.triton.launch import attention
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -24,7 +25,7 @@ ROWS = 32
 STRIDES = [f"{tensor}_{axis}_stride" for tensor in ("first", "second", "output") for axis in ("head", "group", "token")]
 
 
-@triton.jit(do_not_specialize=[*STRIDES, "group", "length"])
+@kernel(do_not_specialize=[*STRIDES, "group", "length"])
 def merge_kernel(
     first,
     first_sum,

@@ -95,6 +95,12 @@ def gpu_path(rows: int, inputs: int, outputs: int) -> Path:
     return "fused" if rows <= GPU_FUSED_ROWS[size] else "unpacked"
 
 
+def gpu_row_counts(weight: PackedWeight) -> range:
+    """Numbers of rows among which each way is that a product of this weight may take; those above take the last."""
+    size = next(least for least in GPU_FEW_ROWS if weight.inputs * weight.outputs >= least)
+    return range(1, max(GPU_FEW_ROWS[size], GPU_FUSED_ROWS[size]) + 2)
+
+
 def packed_product(rows: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """[n, in] times a packed weight plus a bias [out] by a Triton kernel: [n, out] in the dtype of `rows`."""
     from kvconvert.kernels.linear.triton.few_rows import few_rows

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.pages.triton.affine import affine_grid, flag_if, storable
@@ -23,7 +23,7 @@ from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
 from kvconvert.kernels.spans.formats import Span, SpanFormat, key_blocks, value_blocks
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def channel_range_kernel(
     tokens,
     extremes,
@@ -58,7 +58,7 @@ def channel_range_kernel(
     tl.store(target + parts * HEADS * HEAD_SIZE, tl.max(high, 0), mask=channel < HEAD_SIZE)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@kernel(do_not_specialize=["parts"])
 def channel_scale_kernel(
     extremes,
     scales,

@@ -57,7 +57,7 @@ class GroupTables:
 
     Attributes:
         base: int16, aligned to 16 bytes; what offsets count from, whatever the dtype they lead to.
-        keys, values: int64 [L, B * entries + 1]: offsets of pages and span blocks in units of 16 bytes. A row's entries
+        keys, values: int64 [L, B * entries + 2]: offsets of pages and span blocks in units of 16 bytes. A row's entries
             begin at its number times `entries`: first pages, those that are quantized on both sides before
             half-quantized ones (0 in the other side's table), then the blocks of its spans.
         described: int64 [L, B, 8]: address of the key buffer [H, capacity, D] from `base` and the distance from one key
@@ -89,7 +89,7 @@ class GroupTables:
         self.device, self._layers = stores[0].device, len(stores)
         device = {"dtype": torch.int64, "device": self.device}
         self.base = torch.zeros(UNIT, dtype=torch.int16, device=self.device)
-        self.keys, self.values = (torch.zeros(self._layers, rows * entries + 1, **device) for _ in range(2))
+        self.keys, self.values = (torch.zeros(self._layers, rows * entries + 2, **device) for _ in range(2))
         self.described = torch.zeros(self._layers, rows, 8, **device)
         self.appends = torch.zeros(self._layers, rows, 4, **device)
         self.step = torch.zeros(3, rows, **device)

@@ -58,8 +58,8 @@ class RowHistory:
 
         Where kernels run, many queries that are not count as a fallback; for few queries the other path is faster.
         """
-        fewest = FEWEST_QUERIES["cuda" if queries.is_cuda else "cpu"]
-        if queries.is_cuda and self.store.format.key_center is not None:
+        fewest = FEWEST_QUERIES["cuda" if device.compiles(queries.device) else "cpu"]
+        if device.compiles(queries.device) and self.store.format.key_center is not None:
             fewest = min(fewest, FEWEST_CENTERED)
         if queries.shape[2] <= fewest:
             return False

@@ -12,13 +12,19 @@ import torch
 from torch import Tensor
 
 from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
+from kvconvert.kernels.launches import make_ready, noted
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.hf.cache import rotary_switch
 from kvconvert.runtime.hf.captured import prepare_steps
+from kvconvert.runtime.hf.rehearsal import rehearse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+# Tokens of the passes of a rehearsal, beside decoding rows and without them.
+REHEARSED_CHUNKS = (300, 1, 2, 3, 5, 9, 17, 257)
 
 
 def unsupported(model: PreTrainedModel) -> str | None:
@@ -112,11 +118,35 @@ class ModelSteps:
         self._whole_prompts = any(scheme.compresses_prompts() for scheme in schemes)
 
     def prepare(self) -> None:
-        """Record decoding steps for sequences up to twice as long as those that the pages have room for on average."""
+        """Have all kernels compiled that any pass launches, and record decoding steps for sequences up to twice as long
+        as those that the pages have room for on average.
+        """
         if self.device.type != "cuda":
             return
+        with noted() as launches:
+            self.rehearse()
+        make_ready(launches, self.device)
         longest = 4096 if self.pages is None else 2 * self.pages * PAGE_SIZE // self.rows
         prepare_steps(self.model, [1] * self.rows, min(longest, self.max_positions or longest))
+
+    def rehearse(self) -> None:
+        """Run passes of every kind over the empty cache; within `noted`."""
+        rehearse(self.model)
+        none = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
+        most = self.max_positions or sum(REHEARSED_CHUNKS) + 1
+        for decodes in (False, True):
+            first, second = self.new_prompt(), self.new_prompt()
+            begin = 0
+            for length in REHEARSED_CHUNKS:
+                if begin + length >= most:
+                    break
+                chunks = [PromptChunk(0, first, [0] * length, begin, last=False)]
+                if self.rows > 1 and begin == 0:
+                    chunks.append(PromptChunk(1, second, [0] * length, 0, last=True))
+                self.forward(none, none, decodes, chunks)
+                begin += length
+            self.discard(first)
+            self.discard(second)
 
     def stop_token_ids(self) -> frozenset[int]:
         """The end-of-sequence tokens of the model's generation config."""

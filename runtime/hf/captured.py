@@ -27,6 +27,7 @@ import torch
 from tqdm import tqdm
 from transformers.utils import ModelOutput
 
+from kvconvert.kernels.launches import skips_launches
 from kvconvert.runtime.cache.sequence import Sequence, Side
 from kvconvert.runtime.cache.steps import PlannedStep, TableRegistry, can_plan_steps
 from kvconvert.runtime.cache.store import Group
@@ -109,9 +110,13 @@ class CapturedSteps:
         cache, ids = arguments.get("past_key_values"), arguments.get("input_ids")
         if self.reason is not None or not isinstance(cache, KVCache) or not isinstance(ids, torch.Tensor):
             return False
-        if not ids.is_cuda or ids.dim() != 2 or ids.shape[1] != 1 or not cache.replays:
+        if not (ids.is_cuda or skips_launches()) or ids.dim() != 2 or ids.shape[1] != 1 or not cache.replays:
             return False
-        if torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing() or not cache.groups[0].rows:
+        if (
+            torch.is_grad_enabled()
+            or (ids.is_cuda and torch.cuda.is_current_stream_capturing())
+            or not cache.groups[0].rows
+        ):
             return False
         if cache.groups[0].reading_prompt:
             return False
@@ -152,6 +157,10 @@ class CapturedSteps:
             positions = torch.full_like(ids, cache.get_seq_length())
         planned = PlannedStep(cache.groups)
         try:
+            if skips_launches():
+                output = self._launch(planned, cache, ids, positions)
+                planned.finish()
+                return output
             with torch.cuda.device(ids.device):
                 key = (ids.shape, positions.shape, ids.device, planned.key())
                 recording = self._recordings.get(key)

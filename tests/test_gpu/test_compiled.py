@@ -59,7 +59,7 @@ def check(done: subprocess.CompletedProcess, fresh: dict) -> None:
 @pytest.mark.parametrize("group", list(groups([])), ids=lambda group: group.name)
 def test_constants_of_a_launch_are_those_of_its_kernel(group):
     for variant in group.variants(90):
-        types = variant.function.fn.__annotations__
+        types = variant.function.function.fn.__annotations__
         constants = {name for name in variant.function.arg_names if "constexpr" in types.get(name, "")}
         assert constants == variant.constants.keys(), variant.name
 

@@ -34,6 +34,7 @@ from kvconvert.kernels.decode.triton.scores import product_factor
 from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, key_lanes, query_rows
 from kvconvert.kernels.decode.triton.tiles import PAGE
 from kvconvert.kernels.device import capability, multiprocessors
+from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.pages.formats import PAGE_SIZE
 from kvconvert.kernels.pages.triton.center import cos_and_sin
 
@@ -89,7 +90,7 @@ def center_part(matrix, head, begin, f, CHANNELS: tl.constexpr, F: tl.constexpr)
     return tl.load(here, mask=known, other=0.0), tl.load(here + COUNT, mask=known, other=0.0)
 
 
-@triton.jit(do_not_specialize=["query_row", "count", "batch"])
+@kernel(do_not_specialize=["query_row", "count", "batch"])
 def center_scores_kernel(
     queries,
     rest,

@@ -44,6 +44,7 @@ from kvconvert.kernels.decode.triton.tiles import (
     page_tokens,
     residual_scores,
 )
+from kvconvert.kernels.launches.triton import kernel
 
 # Stands for minus infinity among maxima; differences of two of them are 0 instead of NaN.
 LOWEST = tl.constexpr(-1e30)
@@ -100,7 +101,7 @@ def buffer_token(token, sink_tokens, skip):
     return tl.where(token < sink_tokens, token, token + skip)
 
 
-@triton.jit(do_not_specialize=["query_row", "count"])
+@kernel(do_not_specialize=["query_row", "count"])
 def extremes_kernel(
     queries,
     extremes,
@@ -151,7 +152,7 @@ def extremes_kernel(
     tl.store(where + 1, tl.max(high, 0))
 
 
-@triton.jit(do_not_specialize=["query_row", "mask_row", "mask_head", "mask_query", "count"])
+@kernel(do_not_specialize=["clamped_rows", "query_row", "mask_row", "mask_head", "mask_query", "count"])
 def decode_kernel(
     queries,
     out,

@@ -11,7 +11,8 @@ from kvconvert.kernels.decode.triton.center import launch_center_scores, workspa
 from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
 from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, query_columns, query_rows
 from kvconvert.kernels.decode.triton.sums import combine_kernel
-from kvconvert.kernels.device import multiprocessors, overlaps_launches
+from kvconvert.kernels.device import compiles, multiprocessors, overlaps_launches
+from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.spans.formats import SpanFormat
@@ -22,6 +23,8 @@ FEW_REGISTERS, ALL_REGISTERS = 168, 255
 PROGRAMS_PER_MULTIPROCESSOR = {FEW_REGISTERS: 12, ALL_REGISTERS: 8}
 STAGES = 2
 TILE = 16
+# Slots that a sequence may have in the merge's three forms.
+MOST_SLOTS = (16, 64, 1 << 20)
 
 
 def programs_for(device: torch.device, format: LayerFormat, span: SpanFormat | None, group: int, queries: int) -> int:
@@ -196,7 +199,7 @@ def decode_attention(
         masked=visibility is not None,
         softcap=bool(softcap),
         tau=shift,
-        inline_asm=queries.device.type != "cpu",
+        inline_asm=compiles(queries.device),
     )
     plan, rows, value_dim = tables.plan, query_rows(shape), format.values.head_dim
     device = queries.device
@@ -259,37 +262,40 @@ def decode_attention(
         **(overlapped if shape.centered else {}),
     )
     out = torch.empty(batch, query_heads, count, value_dim, dtype=dtype, device=device)
-    slots, channels = combine_block(plan.most_slots, value_dim)
-    combine_kernel[(batch * -(-value_dim // channels), query_heads, count)](
-        partial,
-        stats,
-        plan.slot_rows,
-        unused if sink_logits is None else sink_logits,
-        out,
-        out.stride(0),
-        out.stride(1),
-        out.stride(2),
-        count,
-        GROUP=group,
-        QUERIES=block,
-        ROWS=rows,
-        VALUE_DIM=value_dim,
-        BLOCK_DIM=channels,
-        BLOCK_SLOTS=slots,
-        SINK_LOGITS=sink_logits is not None,
-        HEADS=heads,
-        DEPENDENT=dependent,
-        num_warps=combine_warps(slots, channels),
-        **overlapped,
-    )
+    # Which form it is depends on lengths, of which a rehearsal has few.
+    for most_slots in MOST_SLOTS if skips_launches() else (plan.most_slots,):
+        slots, channels = combine_block(most_slots, value_dim)
+        combine_kernel[(batch * -(-value_dim // channels), query_heads, count)](
+            partial,
+            stats,
+            plan.slot_rows,
+            unused if sink_logits is None else sink_logits,
+            out,
+            out.stride(0),
+            out.stride(1),
+            out.stride(2),
+            count,
+            GROUP=group,
+            QUERIES=block,
+            ROWS=rows,
+            VALUE_DIM=value_dim,
+            BLOCK_DIM=channels,
+            BLOCK_SLOTS=slots,
+            SINK_LOGITS=sink_logits is not None,
+            HEADS=heads,
+            DEPENDENT=dependent,
+            num_warps=combine_warps(slots, channels),
+            **overlapped,
+        )
     return out
 
 
 def combine_block(most_slots: int, value_dim: int) -> tuple[int, int]:
     """Slots and channels of one step of the merge: few slots need one step; many are divided by channels, too."""
-    if most_slots <= 16:
+    few, some, _ = MOST_SLOTS
+    if most_slots <= few:
         return 16, min(128, block_of(value_dim))
-    return (64 if most_slots <= 64 else 256), 16
+    return (64 if most_slots <= some else 256), 16
 
 
 def combine_warps(slots: int, channels: int) -> int:

@@ -23,6 +23,7 @@ from kvconvert.kernels.decode.triton.tiles import (
     in_token_order,
     spread_columns,
 )
+from kvconvert.kernels.launches.triton import kernel
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
@@ -112,7 +113,7 @@ def store_page_values(out, slot, head, heads, totals, offsets, weight, value_bas
             store_partial(out, slot, head, heads, j * LANES + lane, lane < LANES, total, F)
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def combine_kernel(
     partial,
     stats,

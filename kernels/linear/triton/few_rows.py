@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvconvert.errors import UsageError
-from kvconvert.kernels.device import multiprocessors
+from kvconvert.kernels.device import compiles, multiprocessors
+from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.linear.packed_layout import TILE, PackedWeight
 from kvconvert.kernels.linear.triton.widths import (
     codes_sum,
@@ -186,7 +187,7 @@ def warp_sums(
     return low, high
 
 
-@triton.jit(do_not_specialize=["rows", "octets", "k_blocks"])
+@kernel(do_not_specialize=["rows", "octets", "k_blocks"])
 def few_rows_kernel(
     x,
     lanes,
@@ -298,7 +299,7 @@ def few_rows(x: Tensor, weight: PackedWeight, shape: FewRowsShape | None = None,
     y = rows.new_empty(len(rows), weight.outputs)
     few_rows_kernel[(triton.cdiv(tiles, shape.tiles), triton.cdiv(rows.shape[0], shape.rows))](
         rows, weight.lanes, weight.grid, y if bias is None else bias, y, rows.shape[0], weight.outputs // 8, k_blocks,
-        **weight.constants, **shape.launch(k_blocks), HAS_BIAS=bias is not None, INLINE_ASM=x.is_cuda,
+        **weight.constants, **shape.launch(k_blocks), HAS_BIAS=bias is not None, INLINE_ASM=compiles(x.device),
     )  # fmt: skip
     return y
 

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvconvert.kernels.device import capability, multiprocessors
+from kvconvert.kernels.device import capability, compiles, multiprocessors
+from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.linear.packed_layout import TILE, PackedWeight
 from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, checked, code_operand, scale_of
 from kvconvert.kernels.linear.triton.prompt_shapes import PromptShape, split_shape
@@ -137,7 +138,7 @@ def tile_sums(
     return low, high
 
 
-@triton.jit(do_not_specialize=["rows", "octets", "k_blocks", "split_k_blocks"])
+@kernel(do_not_specialize=["rows", "octets", "k_blocks", "split_k_blocks"])
 def prompt_kernel(
     x,
     lanes,
@@ -200,7 +201,7 @@ def prompt_kernel(
     tl.store(y_block + 16 + offsets, high, mask=inside & (output + 16 < rest))
 
 
-@triton.jit(do_not_specialize=["count", "octets", "splits"])
+@kernel(do_not_specialize=["count", "octets", "splits"])
 def split_sum_kernel(partial, bias, y, count, octets, splits, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """y = bias + the sum over the splits of partial [splits, 8 count], from the first to the last, in float32."""
     outputs = octets * 8
@@ -218,7 +219,7 @@ def split_sum_kernel(partial, bias, y, count, octets, splits, HAS_BIAS: tl.const
     tl.store(y + offset, total.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first_tile", "tiles", "k_blocks"])
+@kernel(do_not_specialize=["first_tile", "tiles", "k_blocks"])
 def dequantize_kernel(
     lanes,
     grid,
@@ -287,7 +288,7 @@ def prompt(x: Tensor, weight: PackedWeight, shape: PromptShape | None = None, bi
     prompt_kernel[(blocks, splits)](
         rows, weight.lanes, weight.grid, sums, rows.shape[0], weight.outputs // 8, k_blocks, split_k_blocks,
         **weight.constants, ROWS=shape.rows, TILES=shape.tiles,
-        STAGES=shape.stages, INLINE_ASM=x.is_cuda, num_warps=shape.warps, num_stages=shape.stages,
+        STAGES=shape.stages, INLINE_ASM=compiles(x.device), num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if splits == 1:
         return y if bias is None else y.add_(bias.to(y.dtype))

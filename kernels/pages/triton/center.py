@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvconvert.kernels.device import compiles
+from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.pages.center import KeyCenter
 from kvconvert.kernels.pages.triton.affine import TABLE_COLUMNS
 
@@ -43,7 +45,7 @@ def cos_and_sin(angle, FAST: tl.constexpr):
         return tl.cos(angle), tl.sin(angle)
 
 
-@triton.jit
+@kernel
 def center_kernel(
     tokens,
     table,
@@ -118,7 +120,7 @@ def launch_centers(
         sign: 1 or -1.
     """
     heads, dim, _ = like.matrix.shape
-    fast = base.is_cuda and base.dtype != torch.float32
+    fast = compiles(base.device) and base.dtype != torch.float32
     center_kernel[(len(table) * heads, triton.cdiv(dim, CHANNELS))](
         base,
         table,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.pages.formats import KeyFormat, TokenNorm, ValueFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.pages.records import PageAddresses
@@ -62,7 +63,7 @@ def _lowest_bits(words, row_words, ROWS: tl.constexpr, BITS: tl.constexpr, mask)
         return words
 
 
-@triton.jit(do_not_specialize=["head_stride", "token_stride", "tokens"])
+@kernel(do_not_specialize=["offsets", "scales", "boosted", "head_stride", "token_stride", "tokens"])
 def dequantize_keys_kernel(
     records,
     offsets,
@@ -154,7 +155,7 @@ def dequantize_keys_kernel(
             tl.store(target + token * (token_stride * 8) + channel, _rounded(x, output.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["head_stride", "token_stride", "tokens"])
+@kernel(do_not_specialize=["offsets", "scales", "head_stride", "token_stride", "tokens"])
 def dequantize_values_kernel(
     records,
     offsets,
@@ -212,7 +213,7 @@ def dequantize_values_kernel(
             tl.store(target + token * (token_stride * 8) + channel, _rounded(x, output.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["head_stride", "token_stride", "tokens"])
+@kernel(do_not_specialize=["offsets", "head_stride", "token_stride", "tokens"])
 def read_pages_kernel(
     records,
     offsets,

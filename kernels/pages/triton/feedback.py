@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.pages.triton.affine import (
     TABLE_COLUMNS,
     field_width,
@@ -87,7 +88,7 @@ def _half(codes, HALF: tl.constexpr, SPAN: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, 2)[:, None, None] == HALF, halves, 0), 0)
 
 
-@triton.jit
+@kernel
 def key_feedback_kernel(
     keys,
     records,

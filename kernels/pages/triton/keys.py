@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.pages.formats import TokenNorm
 from kvconvert.kernels.pages.triton.affine import (
     LARGEST_HALF,
@@ -30,7 +31,7 @@ from kvconvert.kernels.pages.triton.affine import (
 NO_NORM, JOINT, PER_HEAD = (tl.constexpr(norm.mode) for norm in TokenNorm)
 
 
-@triton.jit
+@kernel
 def joint_norm_kernel(
     keys,
     records,
@@ -196,7 +197,7 @@ def _paired_high_lanes(
     return lanes.to(tl.int16)
 
 
-@triton.jit
+@kernel
 def key_page_kernel(
     keys,
     records,

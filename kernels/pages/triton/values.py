@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.pages.triton.affine import (
     TABLE_COLUMNS,
     affine_grid,
@@ -117,7 +118,7 @@ def _static_fields(
     return fields, total
 
 
-@triton.jit
+@kernel
 def value_page_kernel(
     values,
     records,
@@ -190,7 +191,7 @@ def value_page_kernel(
     store_words(records + part + lane * STORED_ROWS + row[:, None], lanes, second_lanes, lane < LANES, ROWS, BITS)
 
 
-@triton.jit
+@kernel
 def copy_page_kernel(
     source,
     target,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvconvert.kernels.launches.triton import kernel
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Below every score, yet finite, so that a row whose keys are all hidden so far gives no NaN.
@@ -82,7 +84,7 @@ LENGTHS = [
 ]
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel(do_not_specialize=LENGTHS)
 def attention_kernel(
     queries,
     keys,
@@ -216,7 +218,7 @@ def attention_kernel(
         )
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel(do_not_specialize=LENGTHS)
 def column_sums_kernel(
     queries,
     keys,

@@ -16,7 +16,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvconvert.errors import UsageError
-from kvconvert.kernels.device import capability
+from kvconvert.kernels.device import capability, compiles
 from kvconvert.kernels.prompt.triton.kernels import ALIGNMENT, LOG2_E, attention_kernel, column_sums_kernel
 
 # Bytes of one operand that programs running at the same time may share: they should find it in the L2 cache.
@@ -141,7 +141,7 @@ def attention(
         WINDOWED=window > 0,
         DESCRIPTORS=tiling.descriptors,
         IN_REGISTERS=tiling.in_registers,
-        INTERPRETED=queries.device.type == "cpu",
+        INTERPRETED=not compiles(queries.device),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
@@ -204,7 +204,7 @@ def column_sums(
         WINDOWED=window > 0,
         DESCRIPTORS=tiling.descriptors,
         IN_REGISTERS=tiling.in_registers,
-        INTERPRETED=queries.device.type == "cpu",
+        INTERPRETED=not compiles(queries.device),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )

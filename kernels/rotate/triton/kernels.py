@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvconvert.kernels.launches.triton import kernel
+
 # The interpreter, for which kernels are made when they are imported, knows no product of bfloat16.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -61,7 +63,7 @@ def _rotate(
         tl.store(targets + every, tl.load(sources + every, mask=whole), mask=whole)
 
 
-@triton.jit(do_not_specialize=["inner", "rows"])
+@kernel(do_not_specialize=["inner", "rows"])
 def rotate_kernel(
     source,
     target,
@@ -146,7 +148,7 @@ def _append(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["batch", "tokens"])
+@kernel(do_not_specialize=["batch", "tokens"])
 def rotate_and_append_kernel(
     queries,
     output,

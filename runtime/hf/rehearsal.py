@@ -1,0 +1,71 @@
+"""What a bundle's model may launch, found by its own dispatch: passes of all kinds, whose launches are noted, not made.
+
+What kernels would compute is missing, so that all numbers are meaningless; what is stored where, and which kernel is
+chosen for it, does not depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvconvert.kernels.linear import QuantizedLinear, gpu_row_counts, packed_product
+from kvconvert.kernels.linear.packed_layout import PackedWeight
+from kvconvert.runtime.hf.captured import prepare_steps
+from kvconvert.runtime.hf.packed_experts import PackedExperts
+
+# Tokens of passes: alone, and after stored ones, such that kernels for few and for many queries are chosen. Of the last
+# ones pages become complete.
+FIRST = (1, 2, 3, 700)
+LATER = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 512)
+
+
+@torch.no_grad()
+def rehearse(model: Any) -> None:
+    """Run what `generate` may of a bundle's model, on a GPU or on a CPU that passes for one; within `noted`."""
+    _rehearse_linears(model)
+    for first in FIRST:
+        read_chunks(model, (first, *LATER))
+    for tokens in ([1], [1, 260]):
+        prepare_steps(model, tokens, longest=max(tokens))
+
+
+def read_chunks(model: Any, lengths: Sequence[int]) -> None:
+    """Read a prompt in chunks of these lengths, as far as the model's positions go, and generate a token."""
+    cache, begin, most = model.new_kv_cache(), 0, max_positions(model)
+    cache.begin_prompt()
+    for length in lengths:
+        if begin + length >= most:
+            break
+        ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
+        positions = torch.arange(begin, begin + length, device=model.device)[None]
+        model(input_ids=ids, position_ids=positions, past_key_values=cache)
+        begin += length
+    cache.seal()
+    one = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    model(input_ids=one, position_ids=one + begin, past_key_values=cache)
+
+
+def max_positions(model: Any) -> int:
+    """Positions that a model has; very many where it states none."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 40
+
+
+def _rehearse_linears(model: Any) -> None:
+    """Every product of each shape of packed weights that the model has, by number of rows."""
+    shapes: dict[Any, tuple[PackedWeight, torch.Tensor | None]] = {}
+    packed = {id(part) for m in model.modules() if isinstance(m, PackedExperts) for part in m.modules()}
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear) and id(module) not in packed:
+            if module.unsupported(model.device, model.dtype) is not None:
+                continue
+            found = [(module._packed(), module.bias)]
+            if module.shared_input is not None:
+                found.append(module.shared_input.storage.packed())
+            for weight, bias in found:
+                shapes[weight.inputs, weight.outputs, weight.bits, weight.group_size, bias is None] = weight, bias
+    for weight, bias in shapes.values():
+        for rows in gpu_row_counts(weight):
+            packed_product(torch.empty(rows, weight.inputs, dtype=model.dtype, device=model.device), weight, bias)

@@ -1,0 +1,38 @@
+"""What an Engine and `generate` launch is in the list that their rehearsal makes."""
+
+import pytest
+from engine_models import llama_8b, packed_model
+from tiny.models import random_ids
+
+from kvconvert.kernels.launches import noted
+from kvconvert.methods import KVScheme
+from kvconvert.runtime import Engine, Sampling
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+
+def small_model(scheme, device):
+    scheme = KVScheme.preset(scheme).with_online_rotation()
+    return packed_model(llama_8b(**SHAPE, **HEADS), [scheme], device)
+
+
+OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in ("kivi", "kitty", "calibquant-2bit", "minikv")]
+
+
+@pytest.mark.parametrize("scheme", ["oscar-g128", *OTHERS])
+def test_an_engine_launches_what_was_rehearsed(device, scheme):
+    model = small_model(scheme, device)
+    engine = Engine(model, max_batch=3, prompt_chunk=128, max_batch_tokens=256)
+    with noted() as listed:
+        engine._steps.rehearse()
+    engine = Engine(model, max_batch=3, prompt_chunk=128, max_batch_tokens=256)
+    hot = Sampling(temperature=1.0, top_p=0.9, seed=3)
+    with noted(makes=True) as launched:
+        for number, length in enumerate((1, 130, 2)):
+            sampling = Sampling() if number % 2 else hot
+            engine.add(random_ids(1, length, seed=length) % 64, max_new_tokens=2, sampling=sampling, stop_token_ids=[])
+            engine.step()
+        engine.run()
+    assert len(launched) > 10
+    assert not [launch for launch in launched if launch not in listed]
