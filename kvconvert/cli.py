@@ -22,6 +22,7 @@ from kvconvert.commands.inspect import inspect, report, verify
 from kvconvert.commands.plan import plan
 from kvconvert.commands.recipes import recipes
 from kvconvert.commands.serve import serve
+from kvconvert.commands.warm import warm
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.version import __version__
 
@@ -125,6 +126,7 @@ for command in (
     bench,
     generate,
     serve,
+    warm,
     inspect,
     report,
     verify,

@@ -11,6 +11,7 @@ import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,6 +117,13 @@ def compile_launches(launches: Collection[Launch], architecture: int, *, here: b
         with tqdm(total=len(missing), desc="Compiling kernels", delay=DELAY, leave=False, disable=None) as bar:
             compile_ahead(missing, architecture, here, jobs, bar.update)
     return len(missing)
+
+
+def cache_directory() -> Path:
+    """Where Triton keeps compiled kernels: TRITON_CACHE_DIR, or a folder of the user's."""
+    from kvconvert.kernels.launches.triton_ahead import directory
+
+    return directory()
 
 
 def make_ready(launches: Collection[Launch], device: torch.device) -> int:

@@ -67,7 +67,7 @@ def compile_ahead(
     path = os.pathsep.join([entry or os.getcwd() for entry in sys.path])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    environment["TRITON_CACHE_DIR"] = triton.knobs.cache.dir
+    environment["TRITON_CACHE_DIR"] = str(directory())
     with subprocess.Popen(
         [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     ) as worker:
@@ -93,6 +93,11 @@ def compile_ahead(
         )
 
 
+def directory() -> Path:
+    """Of Triton's cache."""
+    return Path(triton.knobs.cache.dir)
+
+
 def load(launches: Iterable[Launch]) -> None:
     """Bring compiled launches to this process's GPU, so that the first of each takes no longer than others."""
     for launch in launches:
@@ -101,7 +106,7 @@ def load(launches: Iterable[Launch]) -> None:
 
 def _marker(launch: Launch, capability: int, here: bool) -> Path:
     text = repr((triton.__version__, kernel_of(launch).key, launch, capability, here, sys.implementation.cache_tag))
-    return Path(triton.knobs.cache.dir, "kvconvert", hashlib.sha256(text.encode()).hexdigest())
+    return directory() / "kvconvert" / hashlib.sha256(text.encode()).hexdigest()
 
 
 class _Target:

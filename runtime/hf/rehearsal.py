@@ -25,7 +25,7 @@ LATER = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 512)
 @torch.no_grad()
 def rehearse(model: Any) -> None:
     """Run what `generate` may of a bundle's model, on a GPU or on a CPU that passes for one; within `noted`."""
-    _rehearse_linears(model)
+    rehearse_products(model)
     for first in FIRST:
         read_chunks(model, (first, *LATER))
     for tokens in ([1], [1, 260]):
@@ -53,8 +53,9 @@ def max_positions(model: Any) -> int:
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 40
 
 
-def _rehearse_linears(model: Any) -> None:
-    """Every product of each shape of packed weights that the model has, by number of rows."""
+@torch.no_grad()
+def rehearse_products(model: Any) -> None:
+    """Run every product of each shape of packed weights that the model has, by number of rows; within `noted`."""
     shapes: dict[Any, tuple[PackedWeight, torch.Tensor | None]] = {}
     packed = {id(part) for m in model.modules() if isinstance(m, PackedExperts) for part in m.modules()}
     for module in model.modules():
