@@ -8,90 +8,19 @@ difference. The list of a model's launches is made by its own dispatch, run with
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from kvconvert.kernels.device import capability
+from kvconvert.kernels.launches.notes import Launch, Pointer, noted, skips_launches
+
+__all__ = ["Launch", "Pointer", "cache_directory", "compile_launches", "make_ready", "noted", "skips_launches"]
 
 # Seconds after which there is a bar.
 DELAY = 1.0
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """A tensor as a kernel's specialization knows it.
-
-    Attributes:
-        dtype: of its elements.
-        aligned: whether it begins at a multiple of 16 bytes.
-        block: of a tensor descriptor, the shape of its tiles; None for a tensor.
-    """
-
-    dtype: torch.dtype
-    aligned: bool
-    block: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A specialization of a kernel.
-
-    Attributes:
-        module, name: of the kernel.
-        arguments: by name; a `Pointer` for a tensor, and for a number one that is specialized on alike.
-        options: of the launch, such as num_warps.
-    """
-
-    module: str
-    name: str
-    arguments: tuple[tuple[str, Any], ...]
-    options: tuple[tuple[str, Any], ...]
-
-
-@dataclass(frozen=True)
-class Notes:
-    """What `noted` collects.
-
-    Attributes:
-        launches: each once, in the order of the first ones.
-        makes: whether they are made, too.
-    """
-
-    launches: dict[Launch, None]
-    makes: bool
-
-
-_notes: Notes | None = None
-
-
-def notes() -> Notes | None:
-    """Where launches are to be noted; None outside of `noted`."""
-    return _notes
-
-
-def skips_launches() -> bool:
-    """Whether launches are noted and not made."""
-    return _notes is not None and not _notes.makes
-
-
-@contextmanager
-def noted(makes: bool = False) -> Iterator[dict[Launch, None]]:
-    """Within the context launches are noted: the keys of what it gives.
-
-    Unless `makes`, they are not made, and what they would have written keeps the values that it had.
-    """
-    global _notes
-    before, _notes = _notes, Notes({}, makes)
-    try:
-        yield _notes.launches
-    finally:
-        _notes = before
 
 
 def compile_launches(launches: Collection[Launch], architecture: int, *, here: bool, jobs: int | None = None) -> int:

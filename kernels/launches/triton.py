@@ -13,7 +13,7 @@ import triton
 from triton.runtime.jit import JITCallable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvconvert.kernels.launches import Launch, Pointer, notes
+from kvconvert.kernels.launches.notes import Launch, Pointer, notes
 
 # What stands for an integer, by whether it is divisible by 16, and whether it takes more than 32 bits.
 INTEGERS = {(True, False): 16, (False, False): 3, (True, True): 1 << 40, (False, True): (1 << 40) + 1}

@@ -26,7 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kvconvert.errors import KvconvertError
-from kvconvert.kernels.launches import Launch
+from kvconvert.kernels.launches.notes import Launch
 from kvconvert.kernels.launches.triton import compiled, kernel_of
 
 THREADS_PER_WARP = 32

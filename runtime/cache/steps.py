@@ -21,9 +21,13 @@ from kvconvert.runtime.cache.store import Group, LayerStore
 class TableRegistry:
     """Tables by what they are for, so that all caches of a model share them and captured steps serve every cache; those
     of one pass have their own.
+
+    Attributes:
+        least_entries: pages and span blocks of a row that new tables have room for, by the number of rows.
     """
 
     def __init__(self) -> None:
+        self.least_entries: dict[int, int] = {}
         self._tables: dict[Hashable, GroupTables] = {}
 
     def tables_of(self, group: Group) -> list[GroupTables]:
@@ -39,6 +43,8 @@ class TableRegistry:
         if known is not None and (known.place, known.rows) == (group.place, rows) and known.entries >= entries:
             return known
         room = FEWEST_ENTRIES
+        if not group.sliding_window:
+            entries = max(entries, self.least_entries.get(rows, 0))
         while room < entries:
             room *= 2
         stores = group.stores

@@ -72,7 +72,7 @@ class Engine:
             raise UsageError(f"`max_waiting` is {max_waiting}; it has to be at least 0, or None.")
         self._tokenizer, self._prompt_chunk, self._max_batch_tokens = tokenizer, prompt_chunk, max_batch_tokens
         self._steps = ModelSteps(model, max_batch, kv_memory)
-        self._steps.prepare()
+        self._steps.prepare(prompt_chunk)
         self._rows = RowState(max_batch, self._steps.device)
         self._scheduler = Scheduler(max_batch, self._steps.pages, max_waiting)
         self._lock = threading.Lock()  # of the scheduler, the requests' fields and the counts; never held for long

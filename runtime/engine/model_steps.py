@@ -15,12 +15,26 @@ from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
 from kvconvert.kernels.launches import make_ready, noted
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.runtime.cache.group_tables import upload
+from kvconvert.runtime.engine.sampling import sample
 from kvconvert.runtime.hf.cache import rotary_switch
 from kvconvert.runtime.hf.captured import prepare_steps
-from kvconvert.runtime.hf.rehearsal import rehearse
+from kvconvert.runtime.hf.rehearsal import rehearse, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def rehearse_engine(model: PreTrainedModel) -> None:
+    """`rehearse`, and what an Engine launches beyond; within `noted`."""
+    rehearse(model)
+    with shortened(model):
+        ModelSteps(model, 2, None).rehearse()
+
+
+# Tokens per row that steps are recorded for where the cache has no limit.
+LONGEST_UNKNOWN = 2048
+# Of the tables of pages.
+MOST_TABLE_BYTES = 1 << 28
 
 
 # Tokens of the passes of a rehearsal, beside decoding rows and without them.
@@ -117,21 +131,35 @@ class ModelSteps:
         schemes = [scheme for scheme in self.cache.schemes if scheme is not None]
         self._whole_prompts = any(scheme.compresses_prompts() for scheme in schemes)
 
-    def prepare(self) -> None:
-        """Have all kernels compiled that any pass launches, and record decoding steps for sequences up to twice as long
-        as those that the pages have room for on average.
+    def prepare(self, chunk: int) -> None:
+        """Have all kernels compiled that any pass launches, record decoding steps for rows of any lengths that the
+        pages have room for, and run a pass with a prompt's `chunk`, for which libraries are loaded.
         """
         if self.device.type != "cuda":
             return
         with noted() as launches:
-            self.rehearse()
+            rehearse_engine(self.model)
         make_ready(launches, self.device)
-        longest = 4096 if self.pages is None else 2 * self.pages * PAGE_SIZE // self.rows
-        prepare_steps(self.model, [1] * self.rows, min(longest, self.max_positions or longest))
+        captured = self.model.captured
+        captured.has_kernels = True
+        tokens = LONGEST_UNKNOWN * self.rows if self.pages is None else self.pages * PAGE_SIZE
+        most = min(tokens, self.max_positions or tokens)
+        # One table for all lengths: recordings know its address.
+        entry_bytes = 8 * (2 * len(self.cache.layers) + PAGE_SIZE) * self.rows
+        captured.registry.least_entries[self.rows] = min(most // PAGE_SIZE + 4, MOST_TABLE_BYTES // entry_bytes)
+        # Work is divided by how much of it there is, and by how much of it is one row's.
+        for growing in sorted({self.rows, -(-self.rows // 4), -(-self.rows // 16), 1}, reverse=True):
+            prepare_steps(self.model, [1] * self.rows, min(most, 2 * tokens // (growing + 1)), growing)
+        prompt, none = self.new_prompt(), torch.zeros(self.rows, dtype=torch.int64, device=self.device)
+        count = max(1, min(chunk, most // 2))
+        logits, _ = self.forward(none, none, True, [PromptChunk(0, prompt, [0] * count, 0, last=True)])
+        self.discard(prompt)
+        ones = torch.ones(self.rows, device=self.device)
+        for restrict in (True, False):
+            sample(logits, ones, none, ones / 2, none, none, restrict=restrict)
 
     def rehearse(self) -> None:
-        """Run passes of every kind over the empty cache; within `noted`."""
-        rehearse(self.model)
+        """Run passes of every kind over the empty cache, which it has to itself; within `noted`."""
         none = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
         most = self.max_positions or sum(REHEARSED_CHUNKS) + 1
         for decodes in (False, True):

@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels.device import GPU, LOWEST_CAPABILITY, imagined
 from kvconvert.kernels.launches import cache_directory, compile_launches, noted
-from kvconvert.kernels.linear import QuantizedLinear
-from kvconvert.runtime.engine.model_steps import ModelSteps, unsupported
+from kvconvert.runtime.engine.model_steps import rehearse_engine, unsupported
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.load import load
-from kvconvert.runtime.hf.rehearsal import rehearse, rehearse_products
+from kvconvert.runtime.hf.rehearsal import rehearse, rehearse_products, shortened
 
 # Streaming multiprocessors of usual GPUs, by compute capability; how products are divided depends on them.
 MULTIPROCESSORS = {
@@ -81,7 +79,6 @@ def warm(
     if model.dtype == torch.float32:
         model.to(torch.bfloat16)
     fuse(model)
-    _shorten(model)
     found = []
     for capability, counts in places:
         with noted() as launches:
@@ -89,7 +86,7 @@ def warm(
                 if not hasattr(model, "new_kv_cache"):
                     _rehearse_without_plan(model)
                 elif unsupported(model) is None:
-                    ModelSteps(model, 2, None).rehearse()
+                    rehearse_engine(model)
                 else:
                     rehearse(model)
             for count in counts[1:]:
@@ -124,42 +121,6 @@ def _here() -> tuple[tuple[int, int], tuple[int, ...]]:
 def _rehearse_without_plan(model: Any) -> None:
     """A model without a KV plan: products, norms and gates, for passes over a short prompt."""
     rehearse_products(model)
-    for length in (1, 2, 300):
-        model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False)
-
-
-def _shorten(model: Any) -> None:
-    """Leave as many of a model's first layers as contain one of every kind: the others launch nothing else."""
-    config = model.config.get_text_config(decoder=True)
-    count = config.num_hidden_layers
-    stacks = [
-        (module, name)
-        for module in model.modules()
-        for name, part in module.named_children()
-        if isinstance(part, nn.ModuleList) and name == "layers" and len(part) == count
-    ]
-    if len(stacks) != 1 or getattr(config, "num_kv_shared_layers", 0):
-        return
-    ((module, name),) = stacks
-    layers = list(getattr(module, name))
-    types = getattr(config, "layer_types", None) or [None] * count
-    schemes = getattr(model, "kv_schemes", None) or [None] * count
-    kinds = [(kind, scheme, _shapes(layer)) for kind, scheme, layer in zip(types, schemes, layers, strict=True)]
-    kept = 1 + max(kinds.index(kind) for kind in kinds)
-    setattr(module, name, nn.ModuleList(layers[:kept]))
-    config.num_hidden_layers = kept
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:kept]
-    if hasattr(model, "kv_schemes"):
-        model.kv_schemes = model.kv_schemes[:kept]
-
-
-def _shapes(layer: nn.Module) -> tuple[Any, ...]:
-    """What tells a layer's modules from another one's."""
-    found = []
-    for name, part in layer.named_modules():
-        sizes: tuple[Any, ...] = tuple(parameter.shape for parameter in part.parameters(recurse=False))
-        if isinstance(part, QuantizedLinear):
-            sizes = part.in_features, part.out_features, part.bits, part.group_size, part.bias is None
-        found.append((name, type(part), sizes))
-    return tuple(found)
+    with shortened(model):
+        for length in (1, 2, 300):
+            model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False)

@@ -4,8 +4,9 @@ A step is planned on the host for whole groups of layers (`runtime/cache/steps.p
 change into tables of fixed addresses; then one graph launches everything that the model's forward pass would. Graphs
 are recorded by batch size and by how much work they have room for, and serve every cache of the model.
 
-A recording is used only after a test: at other positions than those it was made at, it has to give what the layers
-give one by one. A model whose forward pass depends on numbers that the host counts fails it and runs eagerly.
+The first recording of a batch is used only after a test: at other positions than those it was made at, it has to give
+what the layers give one by one. A model whose forward pass depends on numbers that the host counts fails it and runs
+eagerly.
 
 `prepare_steps` records before the first token is due: kernels are compiled, and graphs made, over a pretended cache. A
 recording depends on how many sequences there are and on how much work there is room for, not on what is stored. So a
@@ -78,7 +79,8 @@ class CapturedSteps:
         registry: of the tables that all of the model's caches use.
         reason: why the model's steps run eagerly although its caches could be planned, or None.
         replayed: steps replayed so far; recorded: graphs made.
-        prepared: batches whose steps were recorded beforehand, see `runtime/hf/captured.py`.
+        prepared: batches whose steps were recorded beforehand, see `prepare_steps`.
+        has_kernels: whether all kernels that the model may launch are on its GPU.
     """
 
     def __init__(self, forward: Callable[..., ModelOutput], name: str):
@@ -87,6 +89,9 @@ class CapturedSteps:
         self.reason: str | None = None
         self.replayed = self.recorded = 0
         self.prepared: set[Hashable] = set()
+        self.has_kernels = False
+        # Of batches, the first recording of which was tested.
+        self._tested: set[Hashable] = set()
         self._recordings: dict[Hashable, Recording] = {}
         self._pool: Any = None
         self._trusts_masks = False
@@ -179,8 +184,10 @@ class CapturedSteps:
     def _record(self, planned: PlannedStep, cache: KVCache, ids: torch.Tensor, positions: torch.Tensor) -> ModelOutput:
         """Run a step layer by layer, and record it for the next time."""
         counts = [tables.clamped_rows.clone() for tables in planned.tables]
-        # This also compiles kernels, and tells the tables how work is to be divided.
-        self._launch(planned, cache, ids, positions)
+        batch = ids.shape, positions.shape, ids.device
+        if not (self.has_kernels and batch in self._tested and all(tables.asked for tables in planned.tables)):
+            # This also compiles kernels, and tells the tables how work is to be divided.
+            self._launch(planned, cache, ids, positions)
         key = (ids.shape, positions.shape, ids.device, planned.key())
         try:
             graph = torch.cuda.CUDAGraph()
@@ -192,7 +199,7 @@ class CapturedSteps:
             # A recording keeps no cache alive.
             recorded.past_key_values = None
             recording = Recording(graph, *static, recorded)
-            if not self._holds_elsewhere(planned, cache, recording, ids, positions):
+            if batch not in self._tested and not self._holds_elsewhere(planned, cache, recording, ids, positions):
                 self.reason = "its forward pass depends on positions that are counted on the host"
         except RuntimeError as error:
             self.reason = str(error).strip().split("\n")[0].rstrip(".")
@@ -201,6 +208,7 @@ class CapturedSteps:
             logger.warning("Steps of %s run without CUDA graphs: %s.", self.name, self.reason)
         else:
             self._recordings[key], self.recorded = recording, self.recorded + 1
+            self._tested.add(batch)
         for tables, count in zip(planned.tables, counts, strict=True):
             tables.clamped_rows.copy_(count)
         if self.reason is None:
@@ -264,7 +272,7 @@ DELAY = 1.0
 
 
 @torch.no_grad()
-def prepare_steps(model: Any, tokens: Sequence_[int], longest: int) -> int:
+def prepare_steps(model: Any, tokens: Sequence_[int], longest: int, growing: int | None = None) -> int:
     """Record the decoding steps of a batch that begins with so many tokens and ends with the longest at `longest`.
 
     Steps of caches that compress prompts as a whole are recorded for short prompts alone, and layers with states of
@@ -274,6 +282,7 @@ def prepare_steps(model: Any, tokens: Sequence_[int], longest: int) -> int:
         model: of a bundle (`runtime/hf/generation.py`), on a GPU.
         tokens: of each row's prompt, at least 1.
         longest: tokens of the longest row in the end.
+        growing: how many rows, the first ones, get longer; None for all.
 
     Returns:
         how many graphs were recorded.
@@ -292,7 +301,8 @@ def prepare_steps(model: Any, tokens: Sequence_[int], longest: int) -> int:
         one = torch.zeros(len(tokens), 1, dtype=torch.int64, device=model.device)
         for length in lengths:
             for group, sequences, logical in groups:
-                _pretend(group, sequences, logical, [n + length - begin for n in tokens], length)
+                grown = [n + (length - begin) * (growing is None or row < growing) for row, n in enumerate(tokens)]
+                _pretend(group, sequences, logical, grown, length)
             if not captured.serves({"past_key_values": cache, "input_ids": one}):
                 break
             model(input_ids=one, position_ids=one + min(length, last), past_key_values=cache)

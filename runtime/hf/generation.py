@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMode
 
 from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.kernels.launches import make_ready, noted
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.attention import NAME
 from kvconvert.runtime.hf.cache import KVCache
 from kvconvert.runtime.hf.captured import CapturedSteps, prepare_steps
+from kvconvert.runtime.hf.rehearsal import rehearse
 
 # Generated tokens whose steps are recorded before a prompt is read.
 PREPARED_TOKENS = 2048
@@ -107,6 +109,11 @@ class BundleModel:
             return
         rows, prompt = positions.shape
         longest = min(longest, prompt + PREPARED_TOKENS)
+        if not self.captured.has_kernels:
+            self.captured.has_kernels = True
+            with noted() as launches:
+                rehearse(self)
+            make_ready(launches, self.device)
         key = (rows, *((n // PAGE_SIZE).bit_length() for n in (prompt, longest)))
         if longest > prompt and key not in self.captured.prepared:
             self.captured.prepared.add(key)

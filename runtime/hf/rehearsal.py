@@ -6,10 +6,13 @@ chosen for it, does not depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from kvconvert.kernels.linear import QuantizedLinear, gpu_row_counts, packed_product
 from kvconvert.kernels.linear.packed_layout import PackedWeight
@@ -26,26 +29,85 @@ LATER = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 512)
 def rehearse(model: Any) -> None:
     """Run what `generate` may of a bundle's model, on a GPU or on a CPU that passes for one; within `noted`."""
     rehearse_products(model)
-    for first in FIRST:
-        read_chunks(model, (first, *LATER))
-    for tokens in ([1], [1, 260]):
-        prepare_steps(model, tokens, longest=max(tokens))
+    with shortened(model):
+        for first in FIRST:
+            read_chunks(model, (first, *LATER))
+        for tokens in ([1], [1, 260]):
+            prepare_steps(model, tokens, longest=max(tokens))
 
 
 def read_chunks(model: Any, lengths: Sequence[int]) -> None:
     """Read a prompt in chunks of these lengths, as far as the model's positions go, and generate a token."""
     cache, begin, most = model.new_kv_cache(), 0, max_positions(model)
+    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     cache.begin_prompt()
     for length in lengths:
         if begin + length >= most:
             break
         ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
         positions = torch.arange(begin, begin + length, device=model.device)[None]
-        model(input_ids=ids, position_ids=positions, past_key_values=cache)
+        model(input_ids=ids, position_ids=positions, past_key_values=cache, **options)
         begin += length
     cache.seal()
     one = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     model(input_ids=one, position_ids=one + begin, past_key_values=cache)
+
+
+@contextmanager
+def shortened(model: Any) -> Iterator[None]:
+    """Within the context a model has only as many of its first layers as contain one of every kind: the others launch
+    nothing else. Models whose layers share keys and values keep all.
+    """
+    config = model.config.get_text_config(decoder=True)
+    count, types = config.num_hidden_layers, getattr(config, "layer_types", None)
+    stacks = [
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "layers", None), nn.ModuleList) and len(module.layers) == count
+    ]
+    if len(stacks) != 1 or getattr(config, "num_kv_shared_layers", 0):
+        yield
+        return
+    ((stack,), schemes) = stacks, getattr(model, "kv_schemes", None)
+    layers = stack.layers
+    kinds = [
+        (kind, None if scheme is None else _without_floats(scheme.to_dict()), _shapes(layer))
+        for kind, scheme, layer in zip(types or [None] * count, schemes or [None] * count, layers, strict=True)
+    ]
+    kept = 1 + max(kinds.index(kind) for kind in kinds)
+    try:
+        stack.layers, config.num_hidden_layers = layers[:kept], kept
+        if types:
+            config.layer_types = types[:kept]
+        if schemes:
+            model.kv_schemes = schemes[:kept]
+        yield
+    finally:
+        stack.layers, config.num_hidden_layers = layers, count
+        if types:
+            config.layer_types = types
+        if schemes:
+            model.kv_schemes = schemes
+
+
+def _shapes(layer: nn.Module) -> list[tuple[Any, ...]]:
+    """What tells a layer's modules from another one's."""
+    found = []
+    for name, part in layer.named_modules():
+        sizes: tuple[Any, ...] = tuple(parameter.shape for parameter in part.parameters(recurse=False))
+        if isinstance(part, QuantizedLinear):
+            sizes = part.in_features, part.out_features, part.bits, part.group_size, part.bias is None
+        found.append((name, type(part), sizes))
+    return found
+
+
+def _without_floats(value: Any) -> Any:
+    """A scheme's fields but for numbers that kernels take as arguments, such as clip ratios."""
+    if isinstance(value, dict):
+        return {name: _without_floats(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_floats(entry) for entry in value]
+    return isinstance(value, float) or value
 
 
 def max_positions(model: Any) -> int:

@@ -7,6 +7,7 @@ from tiny.models import random_ids
 from kvconvert.kernels.launches import noted
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, Sampling
+from kvconvert.runtime.engine.model_steps import rehearse_engine
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -25,8 +26,7 @@ def test_an_engine_launches_what_was_rehearsed(device, scheme):
     model = small_model(scheme, device)
     engine = Engine(model, max_batch=3, prompt_chunk=128, max_batch_tokens=256)
     with noted() as listed:
-        engine._steps.rehearse()
-    engine = Engine(model, max_batch=3, prompt_chunk=128, max_batch_tokens=256)
+        rehearse_engine(model)
     hot = Sampling(temperature=1.0, top_p=0.9, seed=3)
     with noted(makes=True) as launched:
         for number, length in enumerate((1, 130, 2)):
