@@ -1,0 +1,91 @@
+"""Notes of launches: what tells them apart, that other processes compile them, and that Triton finds them again."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvconvert.errors import UsageError
+from kvconvert.kernels.device import GPU, imagined
+from kvconvert.kernels.launches import Pointer, noted
+from kvconvert.kernels.linear import QuantizedLinear
+from kvconvert.runtime.engine.warm import warm
+
+
+def run(script, cache, *arguments):
+    """What a script prints in a process without the interpreter, whose Triton caches there."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", "-c", script, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_launches_are_noted_once_for_all_arguments_that_are_compiled_alike():
+    linear = QuantizedLinear(256, 512)
+    with imagined(GPU((9, 0), 132)), noted() as launches:
+        for rows in range(1, 40):
+            linear(torch.empty(rows, 256, dtype=torch.bfloat16))
+    shapes = [dict(launch.arguments)["ROWS"] for launch in launches]
+    assert shapes == [2, 8, 16, 32]
+    for launch in launches:
+        assert dict(launch.arguments)["x"] == Pointer(torch.bfloat16, aligned=True)
+        assert dict(launch.options)["num_warps"] == dict(launch.arguments)["WARPS"]
+    with imagined(GPU((9, 0), 1)), noted() as others:
+        linear(torch.empty(1, 256, dtype=torch.bfloat16))
+    assert not others.keys() & launches.keys()  # a GPU of one multiprocessor takes two tiles a program
+
+
+def test_a_cpu_that_passes_for_no_gpu_launches_nothing():
+    linear = QuantizedLinear(256, 512)
+    with noted() as launches:
+        linear(torch.empty(1, 256))
+    assert not launches
+
+
+COMPILE = """
+import torch, triton
+from kvconvert.kernels.device import GPU, imagined
+from kvconvert.kernels.elementwise import Gate, gated
+from kvconvert.kernels.launches import compile_launches, noted
+from kvconvert.kernels.launches.triton import compiled
+from kvconvert.kernels.launches.triton_ahead import _Target
+x = torch.empty(3, 64, dtype=torch.bfloat16)
+with imagined(GPU((9, 0), 132)), noted() as launches:
+    gated(x, x, Gate("silu"))
+    gated(x.half(), x.half(), Gate("silu"))
+print(compile_launches(launches, 90, here=False, jobs=2), compile_launches(launches, 90, here=False))
+hits = []
+triton.knobs.compilation.listener = lambda **what: hits.append(what["cache_hit"])
+triton.runtime.driver.set_active(_Target(90))
+for launch in launches:
+    compiled(launch)
+print(*hits)
+"""
+
+
+def test_noted_launches_are_compiled_by_other_processes_and_found_in_the_cache(tmp_path):
+    assert run(COMPILE, tmp_path) == ["2", "0", "True", "True"]
+    assert run(COMPILE, tmp_path) == ["0", "0", "True", "True"]
+
+
+KEYS = """
+import sys
+import kvconvert.kernels.pages.triton.keys as keys
+import kvconvert.kernels.pages.triton.values as values
+kernels = [values.value_page_kernel, keys.key_page_kernel]
+found = {kernel: kernel.key for kernel in (kernels if sys.argv[1] == "forth" else kernels[::-1])}
+print(*(found[kernel] for kernel in kernels))
+"""
+
+
+def test_keys_of_the_cache_do_not_depend_on_which_kernel_was_launched_first(tmp_path):
+    assert run(KEYS, tmp_path, "forth") == run(KEYS, tmp_path, "back")
+
+
+@pytest.mark.parametrize("gpu", ["sm_75", "h100", "sm_87"])
+def test_a_gpu_that_there_are_no_kernels_for_is_refused_by_name(gpu):
+    with pytest.raises(UsageError, match=gpu):
+        warm("nowhere", [gpu])
