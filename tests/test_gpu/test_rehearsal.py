@@ -1,6 +1,7 @@
 """What an Engine and `generate` launch is in the list that their rehearsal makes."""
 
 import pytest
+import torch
 from engine_models import llama_8b, packed_model
 from tiny.models import random_ids
 
@@ -36,3 +37,25 @@ def test_an_engine_launches_what_was_rehearsed(device, scheme):
         engine.run()
     assert len(launched) > 10
     assert not [launch for launch in launched if launch not in listed]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("scheme", ["oscar-g128", "kivi", "minikv"])
+def test_while_an_engine_serves_no_kernel_is_compiled_or_read_and_no_step_recorded(scheme):
+    from triton import knobs
+
+    model = small_model(scheme, torch.device("cuda"))
+    engine = Engine(model, kv_memory=1 << 26, max_batch=8, prompt_chunk=256)
+    recorded, asked = model.captured.recorded, []
+    knobs.compilation.listener = lambda **what: asked.append(what["metadata"]["name"])
+    try:
+        for length in (1, 2, 30, 127, 128, 500, 900, 3000):
+            for seed, new in enumerate((1, 7, 140)):
+                sampling = Sampling(temperature=1.0, top_p=0.9, seed=seed) if seed else Sampling()
+                engine.add([5] * length, max_new_tokens=new, sampling=sampling, stop_token_ids=[])
+                engine.step()
+        engine.run()
+    finally:
+        knobs.compilation.listener = None
+    assert not asked
+    assert model.captured.recorded == recorded
