@@ -34,6 +34,11 @@ _COUNT = click.IntRange(min=1)
     "--max-batch-tokens", metavar="N", type=_COUNT, default=8192, show_default=True, help="The same of all prompts."
 )
 @click.option(
+    "--prefix-caching/--no-prefix-caching",
+    default=None,
+    help="Share what is stored of prompts that begin alike, by whole chunks. [default: where it is possible]",
+)
+@click.option(
     "--max-waiting", metavar="N", type=click.IntRange(min=0), default=256, show_default=True, help="Before others: 429."
 )
 @click.option(
@@ -80,6 +85,7 @@ def serve(
     max_batch: int,
     prompt_chunk: int,
     max_batch_tokens: int,
+    prefix_caching: bool | None,
     max_waiting: int,
     max_tokens: int,
     max_prompt_tokens: int | None,
@@ -136,6 +142,7 @@ def serve(
         prompt_chunk=prompt_chunk,
         max_batch_tokens=max_batch_tokens,
         max_waiting=max_waiting,
+        prefix_caching=prefix_caching,
     )
     service = Service(
         engine,

@@ -63,11 +63,19 @@ class Generation:
             left -= sum(event.finish_reason is not None for _, event, _ in came)
             yield came
 
-    def usage(self, prompts: int) -> dict[str, int]:
-        """Tokens read and generated; the choices are equally many of each prompt."""
-        read = sum(len(request.prompt) for request in self.requests[:: len(self.requests) // prompts])
+    def usage(self, prompts: int) -> dict[str, Any]:
+        """Tokens of prompts, those of them that stored prefixes had, and generated ones; the choices are equally many
+        of each prompt.
+        """
+        firsts = self.requests[:: len(self.requests) // prompts]
+        read = sum(len(request.prompt) for request in firsts)
         generated = sum(len(request.tokens) for request in self.requests)
-        return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": generated,
+            "total_tokens": read + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in firsts)},
+        }
 
     def _report(self, place: int, event: Event) -> None:
         self._loop.call_soon_threadsafe(self._events.put_nowait, (place, event, time.perf_counter()))
@@ -86,7 +94,7 @@ class Form:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._model, self._created = model, int(time.time())
 
-    def whole(self, choices: list[tuple[str, str]], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, choices: list[tuple[str, str]], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer from text and finish reason of each choice."""
         made: list[dict[str, Any]] = []
         for text, reason in choices:
@@ -103,7 +111,7 @@ class Form:
         said = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
         return self._piece(place, said, reason)
 
-    def last(self, usage: dict[str, int]) -> dict[str, Any]:
+    def last(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The piece that tells the usage."""
         return self._envelope(".chunk", []) | {"usage": usage}
 

@@ -62,12 +62,17 @@ class Metrics:
         outcomes = {f'{{outcome="{name}"}}': getattr(stats, name) for name in ended}
         add("counter", "requests_total", "Requests of the engine that ended, one for each choice.", outcomes)
         add("counter", "prompt_tokens_total", "Prompt tokens read.", {"": stats.prompt_tokens})
+        cached = "Prompt tokens taken from stored prefixes instead of being read."
+        add("counter", "cached_tokens_total", cached, {"": stats.cached_tokens})
         add("counter", "generated_tokens_total", "Tokens generated.", {"": stats.generated_tokens})
         add("counter", "steps_total", "Steps of the engine.", {"": stats.steps})
         add("counter", "step_seconds_total", "Seconds spent in steps.", {"": stats.seconds})
         add("gauge", "pages_reserved", "Cache pages of a layer set aside for requests.", {"": stats.pages_reserved})
         if stats.pages_free is not None:
             add("gauge", "pages_free", "Cache pages of a layer that hold nothing.", {"": stats.pages_free})
+        add("gauge", "prefix_pages", "Cache pages of a layer that stored prefixes hold.", {"": stats.prefix_pages})
+        evicted = "Stored prefixes dropped to make room."
+        add("counter", "prefixes_evicted_total", evicted, {"": stats.prefixes_evicted})
         add("counter", "clients_gone_total", "Requests whose client went away or stopped reading.", {"": self.gone})
         responses = {f'{{path="{path}",status="{status}"}}': n for (path, status), n in sorted(self.responses.items())}
         add("counter", "http_responses_total", "Responses by path and status.", responses)

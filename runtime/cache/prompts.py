@@ -55,10 +55,12 @@ class Pages:
     Attributes:
         flushes: whether complete pages are quantized as tokens arrive.
         selects: whether the attention that a prompt's tokens receive decides which of them are kept.
+        is_plain: whether what is stored of a token depends on no token after its page.
     """
 
     flushes = True
     selects = False
+    is_plain = True
 
     def opens(self, sequence: Sequence, decoding: bool) -> bool:
         """Whether new tokens begin a prompt that will be compressed as a whole."""
@@ -78,6 +80,7 @@ class Spans(Pages):
     """
 
     flushes = False
+    is_plain = False
 
     def __init__(self, every_token: bool, span_tokens: int = 0):
         self.every_token, self.span_tokens = every_token, span_tokens
@@ -122,6 +125,7 @@ class Eviction(Pages):
     """
 
     selects = True
+    is_plain = False
 
     def __init__(self, shares: methods.Evict):
         self.shares = shares

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
+from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
 from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, new_request
 from kvconvert.runtime.engine.sampling import Sampling
 from kvconvert.runtime.engine.scheduler import RowState, Scheduler
@@ -43,6 +44,10 @@ class Engine:
         prompt_chunk: tokens of one prompt that a step reads at most.
         max_batch_tokens: tokens of all prompts that a step reads at most.
         max_waiting: requests that may wait; `add` refuses more. None for any number.
+        prefix_caching: keep what chunks of prompts have stored, and let prompts that begin with the same chunks go on
+            from there. Kept pages take what room requests leave in `kv_memory`; without that, at most that of 131,072
+            tokens. None does so where it is possible: where no layer compresses prompts as a whole (spans, eviction)
+            and `prompt_chunk` is a multiple of 128.
 
     Raises:
         UsageError: an argument that cannot be used.
@@ -59,6 +64,7 @@ class Engine:
         prompt_chunk: int = 2048,
         max_batch_tokens: int = 8192,
         max_waiting: int | None = None,
+        prefix_caching: bool | None = None,
     ):
         for name, value, least in (("max_batch", max_batch, 1), ("prompt_chunk", prompt_chunk, 1)):
             if value < least:
@@ -75,13 +81,22 @@ class Engine:
         self._steps.prepare(prompt_chunk)
         self._rows = RowState(max_batch, self._steps.device)
         self._scheduler = Scheduler(max_batch, self._steps.pages, max_waiting)
-        self._lock = threading.Lock()  # of the scheduler, the requests' fields and the counts; never held for long
+        self._lock = lock = (
+            threading.Lock()
+        )  # of the scheduler, the requests' fields and the counts; never held for long
         self._stepping = threading.Lock()  # of the model and its cache
         self._work = threading.Condition(self._lock)
         self._cancelled: list[Request] = []  # what they hold is freed as soon as no pass is under way
         # Of each step whose tokens were not read yet: their copy to the host, and whose they are, by row.
         self._unread: deque[tuple[Callable[[], list[int]], dict[int, Request]]] = deque()
-        self._counts = dict.fromkeys(("finished", "cancelled", "failed", "refused", "prompt", "generated", "steps"), 0)
+        unsupported = no_prefixes(self._steps, prompt_chunk)
+        if prefix_caching and unsupported is not None:
+            raise UsageError(f"`prefix_caching` is not possible: {unsupported}.")
+        keeps = prefix_caching is not False and unsupported is None
+        self._prefixes = Prefixes(self._steps, self._scheduler, lock, prompt_chunk) if keeps else None
+        self._counts = dict.fromkeys(
+            ("finished", "cancelled", "failed", "refused", "prompt", "cached", "generated", "steps"), 0
+        )
         self._seconds = 0.0
         self._next_id = 0
 
@@ -196,15 +211,18 @@ class Engine:
     def stats(self) -> EngineStats:
         """What the engine is doing and has done."""
         with self._lock:
-            counts, scheduler = self._counts, self._scheduler
+            counts, scheduler, prefixes = self._counts, self._scheduler, self._prefixes
             return EngineStats(
                 waiting=len(scheduler.waiting),
                 running=len(scheduler.prompts) + len(scheduler.running),
                 **{name: counts[name] for name in ("finished", "cancelled", "failed", "refused", "steps")},
-                pages_reserved=scheduler.pages_reserved,
+                pages_reserved=scheduler.pages_reserved + scheduler.pages_shared,
                 pages_free=self._steps.cache.free_pages(),
+                prefix_pages=prefixes.pages if prefixes else 0,
+                prefixes_evicted=prefixes.evicted if prefixes else 0,
                 prompt_tokens=counts["prompt"],
                 generated_tokens=counts["generated"],
+                cached_tokens=counts["cached"],
                 seconds=self._seconds,
             )
 
@@ -213,9 +231,10 @@ class Engine:
         return bool(scheduler.waiting or scheduler.prompts or scheduler.running or self._unread)
 
     def _step(self) -> list[Event]:
+        self._admit()
+        ready = self._resume() if self._prefixes else None
         with self._lock:
-            self._scheduler.admit()
-            reading = self._scheduler.next_chunks(self._prompt_chunk, self._max_batch_tokens)
+            reading = self._scheduler.next_chunks(self._prompt_chunk, self._max_batch_tokens, ready)
             running = dict(self._scheduler.running)
         launched = bool(reading or running)
         if launched:
@@ -231,6 +250,33 @@ class Engine:
         while len(self._unread) > (self._steps.lag if launched else 0):
             events += self._collect(*self._unread.popleft())
         return events
+
+    def _admit(self) -> None:
+        """Give rows and pages to waiting requests; what these share with others of stored prefixes is needed once."""
+        while True:
+            with self._lock:
+                self._scheduler.admit()
+                oldest = next(iter(self._scheduler.waiting), None)
+            if oldest is None or self._prefixes is None or not self._scheduler.free_rows:
+                return
+            self._prefixes.claim(oldest)
+            with self._lock:
+                if not self._scheduler.next_fits():
+                    return
+
+    def _resume(self) -> set[Request]:
+        """Let prompts go on from stored prefixes; those that need not wait for one that another request is reading."""
+        with self._lock:
+            prompts = list(self._scheduler.prompts)
+        ready = set()
+        for request in prompts:
+            before = request.cached_tokens
+            if self._prefixes.resume(request):
+                ready.add(request)
+            with self._lock:
+                self._counts["cached"] += request.cached_tokens - before
+        self._prefixes.make_room()
+        return ready
 
     def _launch(self, running: dict[int, Request], reading: list[tuple[Request, int]]) -> Exception | None:
         """One pass: a token of every running request, and the next tokens of prompts, so many of each.
@@ -260,8 +306,12 @@ class Engine:
             request.prompt_read += len(chunk.ids)
             with self._lock:
                 self._counts["prompt"] += len(chunk.ids)
+            if self._prefixes:
+                self._prefixes.read(request)
             if chunk.last:
                 given[chunk.row] = request
+                if self._prefixes:
+                    self._prefixes.settle(request)
                 if request.max_new_tokens > 1:
                     self._steps.join(chunk.row, chunk.cache)
                     with self._lock:
@@ -312,6 +362,8 @@ class Engine:
 
     def _free(self, request: Request) -> None:
         """Give back a request's row and pages, once; by the thread that has the cache."""
+        if self._prefixes:
+            self._prefixes.leave(request)
         if request.row is not None:
             self._rows.leave(request.row)
             if request.state == "running":

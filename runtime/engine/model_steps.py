@@ -90,6 +90,7 @@ class ModelSteps:
 
     Attributes:
         pages: that the empty cache can hold per layer, None where it grows.
+        whole_prompts: whether some layer compresses prompts as a whole.
         lag: steps by which results are read late: one on a GPU, which then computes the next step while the host reads.
 
     Raises:
@@ -129,7 +130,7 @@ class ModelSteps:
         if self.pages == 0:
             raise UsageError(f"`kv_memory` = {kv_memory} bytes are not enough for one page of {PAGE_SIZE} tokens.")
         schemes = [scheme for scheme in self.cache.schemes if scheme is not None]
-        self._whole_prompts = any(scheme.compresses_prompts() for scheme in schemes)
+        self.whole_prompts = any(scheme.compresses_prompts() for scheme in schemes)
 
     def prepare(self, chunk: int) -> None:
         """Have all kernels compiled that any pass launches, record decoding steps for rows of any lengths that the
@@ -183,7 +184,7 @@ class ModelSteps:
 
     def pages_needed(self, prompt_tokens: int, new_tokens: int) -> int:
         """Pages that a sequence can come to; what is generated after a compressed prompt begins a page of its own."""
-        if self._whole_prompts:
+        if self.whole_prompts:
             return -(-prompt_tokens // PAGE_SIZE) + -(-new_tokens // PAGE_SIZE)
         return -(-(prompt_tokens + new_tokens) // PAGE_SIZE)
 
@@ -193,7 +194,7 @@ class ModelSteps:
         if self.max_positions is not None:
             limits.append(self.max_positions - prompt_tokens)
         if self.pages is not None:
-            begun = self.pages_needed(prompt_tokens, 0) * PAGE_SIZE if self._whole_prompts else prompt_tokens
+            begun = self.pages_needed(prompt_tokens, 0) * PAGE_SIZE if self.whole_prompts else prompt_tokens
             limits.append(self.pages * PAGE_SIZE - begun)
         return min(limits, default=None)
 

@@ -113,6 +113,7 @@ class Request:
         state: "waiting" in the queue, "prompt" while its prompt is being read, "running", or "finished".
         tokens: generated so far.
         text: the same as text, up to a stop string; "" without a tokenizer.
+        cached_tokens: of the prompt, taken from stored prefixes instead of being read.
         finish_reason: "stop" (a stop token or stop string), "length" (max_new_tokens), "cancelled", "error" (the model
             failed while it was served), or None while the request goes on.
     """
@@ -126,6 +127,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
     # The engine's bookkeeping.
     pages: int = field(default=0, repr=False)
     row: int | None = field(default=None, repr=False)
@@ -176,7 +178,10 @@ class EngineStats:
             the model failed, and were refused by `add`.
         pages_reserved: pages of a layer set aside for the requests that have a row.
         pages_free: pages of a layer that hold nothing; None where the cache grows as needed.
+        prefix_pages: pages of a layer that stored prefixes hold; those that no request uses make room when needed.
+        prefixes_evicted: stored prefixes dropped so far to make room.
         prompt_tokens, generated_tokens: read and generated so far.
+        cached_tokens: of prompts, taken from stored prefixes so far, and not counted as read.
         steps: so far.
         seconds: spent in them.
     """
@@ -189,8 +194,11 @@ class EngineStats:
     refused: int
     pages_reserved: int
     pages_free: int | None
+    prefix_pages: int
+    prefixes_evicted: int
     prompt_tokens: int
     generated_tokens: int
+    cached_tokens: int
     steps: int
     seconds: float
 

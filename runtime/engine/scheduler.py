@@ -7,6 +7,7 @@ and how its next token is chosen.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.prompts: deque[Request] = deque()  # admitted, prompt not read completely
         self.running: dict[int, Request] = {}  # by row
-        self.pages_reserved = 0
+        self.pages_reserved = 0  # for what requests have of their own
+        self.pages_shared = 0  # of stored prefixes that requests use; others make room when it is needed
         self._free_rows = list(reversed(range(rows)))
 
     @property
@@ -65,14 +67,14 @@ class Scheduler:
 
     def admit(self) -> None:
         """Give rows and pages to the oldest waiting requests as long as they fit."""
-        while self.waiting and self._fits(self.waiting[0]):
+        while self.next_fits():
             request = self.waiting.popleft()
             request.row = self._free_rows.pop()
             request.state = "prompt"
             self.pages_reserved += request.pages
             self.prompts.append(request)
 
-    def next_chunks(self, chunk: int, most: int) -> list[tuple[Request, int]]:
+    def next_chunks(self, chunk: int, most: int, ready: Collection[Request] | None = None) -> list[tuple[Request, int]]:
         """What the next pass reads of which prompts: the oldest ones, and later ones that fit beside them.
 
         A prompt is read in chunks of `chunk` tokens, of which the last may have fewer, whatever else is in a pass:
@@ -81,9 +83,12 @@ class Scheduler:
         Args:
             chunk: tokens of one prompt, at most `most`.
             most: tokens in all.
+            ready: requests that may be read; None for all.
         """
         taken = []
         for request in self.prompts:
+            if ready is not None and request not in ready:
+                continue
             count = min(chunk, len(request.prompt) - request.prompt_read)
             if count <= most:
                 taken.append((request, count))
@@ -110,9 +115,12 @@ class Scheduler:
         self.pages_reserved -= request.pages
         request.row = None
 
-    def _fits(self, request: Request) -> bool:
-        enough = self.pages is None or self.pages_reserved + request.pages <= self.pages
-        return bool(self._free_rows) and enough
+    def next_fits(self) -> bool:
+        """Whether there is a waiting request, and a row and pages for the oldest one."""
+        if not self.waiting or not self._free_rows:
+            return False
+        request = self.waiting[0]
+        return self.pages is None or self.pages_reserved + self.pages_shared + request.pages <= self.pages
 
 
 GREEDY = Sampling()

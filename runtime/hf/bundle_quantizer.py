@@ -228,6 +228,7 @@ class BundleQuantizer(HfQuantizer):
         compare_shapes(bundle, model)
         self.directory = bundle.directory.absolute()
         self.schemes, self.plan = bundle.manifest.schemes(), bundle.plan
+        self.seal = bundle.manifest.manifest_sha256
         self.quantization_config.kv_schemes = tuple(self.schemes)
         # The model was built from a copy of the config, made before the plan was known.
         model.config.quantization_config = self.quantization_config
@@ -239,6 +240,7 @@ class BundleQuantizer(HfQuantizer):
             fuse(model)
         save_as_bundle(model, self.directory)
         adopt(model, self.schemes, self.plan)
+        model.kv_seal = self.seal
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:

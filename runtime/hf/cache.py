@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import asdict, dataclass
@@ -27,10 +29,16 @@ from kvconvert.models.configuration import (
 from kvconvert.runtime.cache.compress import read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry
+from kvconvert.runtime.cache.snapshot import Snapshot
 from kvconvert.runtime.cache.steps import TableRegistry
 from kvconvert.runtime.cache.store import Group, LayerStore
 from kvconvert.runtime.hf.layer import HybridLayer, PagedLayer
 from kvconvert.runtime.hf.packed import PackedCache
+
+# Of what pages hold and where they begin; part of every fingerprint.
+LAYOUT = 1
+# Of a config: where it came from, and by what it is read.
+_UNRELATED = {"_name_or_path", "transformers_version", "dtype", "architectures", "quantization_config"}
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,7 @@ class KVCache(Cache):
             `generate` says it anew.
         is_replaced: the model has another cache of this kind made where transformers drops this one, see `__bool__`.
         placeholders: ids of the tokens of each modality that a scheme compresses.
+        model_seal: of the manifest of the bundle whose model made this cache, "" for other models.
 
     Raises:
         UsageError: `kv_memory` has no room for a page in every layer.
@@ -160,6 +169,7 @@ class KVCache(Cache):
         self.groups = list(groups.values())
         self.replays = True
         self.is_replaced = False
+        self.model_seal = ""
         self._rotary_switch = rotary_switch(config)
         self.share_tables(TableRegistry() if beside is None else beside.groups[0].registry)
         self.placeholders = {
@@ -293,6 +303,47 @@ class KVCache(Cache):
         """
         for group in self.groups:
             group.leave(row)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of everything that stored tokens depend on besides the tokens: model, schemes and KV plan.
+
+        A model that is not a bundle's is known by its config alone.
+        """
+        config, plan = self._made_with["config"], self._made_with["plan"] or {}
+        known = {name: value for name, value in config.to_dict().items() if name not in _UNRELATED}
+        schemes = [scheme and scheme.to_dict() for scheme in self.schemes]
+        text = json.dumps([LAYOUT, self.model_seal, known, schemes], sort_keys=True, default=str)
+        found = hashlib.sha256(text.encode())
+        for name in sorted(plan):
+            tensor = plan[name].detach().cpu().contiguous()
+            found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return found.hexdigest()
+
+    def snapshot(self) -> Snapshot:
+        """The only sequence as it is now, for `restore` of a cache made by `beside()` of the same cache.
+
+        Raises:
+            CacheError: there are several, it is padded, or whole prompts are compressed.
+        """
+        return Snapshot.take(self.groups)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on from a snapshot; the cache has to be empty. Its pages are shared, not copied."""
+        snapshot.put(self.groups)
+        for layer in self.paged_layers():
+            layer.dtype, layer.device, layer.is_initialized = layer.store.dtype, layer.store.device, True
+
+    def unread_flags(self, wait: bool = False) -> list[Any]:
+        """Launches that have quantized pages and whose outcome is not known yet, see `read_flags`; none with `wait`.
+
+        Raises:
+            NumericError: keys or values could not be stored.
+        """
+        for group in self.groups:
+            read_flags(group, wait)
+        return [entry for group in self.groups for entry in group.unread_flags]
 
     def free_pages(self) -> int | None:
         """Pages of 128 tokens that could still be written, in the group of layers with the fewest.

@@ -31,12 +31,14 @@ class BundleModel:
     kv_schemes: Sequence[KVScheme | None]
     kv_plan: Mapping[str, torch.Tensor]
     captured: CapturedSteps
+    kv_seal: str = ""
 
     def new_kv_cache(self, *, kv_memory: int | None = None) -> KVCache:
         """An empty cache that follows the bundle's KV plan; see `KVCache` for `kv_memory` in bytes."""
         cache = KVCache(self.config, self.kv_schemes, plan=self.kv_plan, kv_memory=kv_memory)
         cache.share_tables(self.captured.registry)
         cache.is_replaced = True
+        cache.model_seal = self.kv_seal
         return cache
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> bool:

@@ -31,7 +31,7 @@ class FakeCache:
 
     def __init__(self, pool):
         self.pool, self.rows, self.sealed, self.open = pool, [], False, False
-        self.schemes = ()
+        self.schemes, self.fingerprint = (), "fake"
 
     def open_rows(self, count):
         self.rows, self.open = [None] * count, True

@@ -76,6 +76,7 @@ def test_a_list_of_prompts_has_a_choice_for_each_and_one_usage(loaded, client):
         "prompt_tokens": read,
         "completion_tokens": 28,
         "total_tokens": read + 28,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -215,3 +216,20 @@ def test_metrics_count_what_was_served(here, client):
 def test_a_model_that_asks_for_sampling_is_sampled_as_it_asks(stated, expected):
     model = SimpleNamespace(generation_config=GenerationConfig(**stated))
     assert default_sampling(model) == expected
+
+
+def test_a_prompt_that_begins_as_an_earlier_one_says_what_it_did_not_read(loaded):
+    with serving(*loaded, prompt_chunk=128, max_batch=2) as here:
+        prompt, before = list(range(1, 300)), here.metrics()
+        asked = {"model": NAME, "max_tokens": 5, "temperature": 0}
+        texts, cached = [], []
+        for ids in (prompt, [*prompt[:260], 7, 8, 9], prompt):
+            answer = here.client().completions.create(prompt=ids, **asked)
+            texts.append(answer.choices[0].text)
+            cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+        assert cached == [0, 256, 256]
+        assert texts[0] == texts[2]
+        after = here.metrics()
+        assert after["kvconvert_cached_tokens_total"] - before["kvconvert_cached_tokens_total"] == 512
+        assert after["kvconvert_prefix_pages"] == 2
+        here.idle()

@@ -1,0 +1,107 @@
+"""A sequence as it is at one moment, so that another cache, now or in another process, can go on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
+
+import torch
+
+from kvconvert.errors import CacheError
+from kvconvert.runtime.cache.buffer import TokenBuffer
+from kvconvert.runtime.cache.pool import PageNumbers
+from kvconvert.runtime.cache.sequence import Sequence
+from kvconvert.runtime.cache.store import Group, LayerRow, LayerStore
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """One sequence without padding, in all layers of a cache, between two forward passes.
+
+    It holds copies of full-precision tokens and the numbers of pages, to which whoever keeps it has to have references.
+
+    Attributes:
+        length: tokens read so far.
+        sequences: of each group.
+        stores: the layers that it was taken of, group by group; of the caches that it is put into they say dtype,
+            device and formats.
+        tokens: of each layer, keys [H, n, D] and values [H, m, E] in its buffers. Nothing may change them.
+    """
+
+    length: int
+    sequences: tuple[Sequence, ...]
+    stores: tuple[tuple[LayerStore, ...], ...]
+    tokens: tuple[tuple[tuple[torch.Tensor, torch.Tensor], ...], ...]
+
+    @classmethod
+    def take(cls, groups: Sequence_[Group]) -> Snapshot:
+        """The only sequence of a cache whose latest pass is over.
+
+        Raises:
+            CacheError: there is no such sequence, or it cannot be gone on with elsewhere.
+        """
+        for group in groups:
+            if reason := not_taken(group):
+                raise CacheError(f"The sequence in {group.name} of the cache cannot be kept: {reason}.")
+        tokens = []
+        for group in groups:
+            sequence = group.sequences[0]
+            rows = [store.rows[0] for store in group.stores]
+            tokens.append(
+                tuple(
+                    (
+                        row.keys.tokens(0, sequence.keys.buffered).clone(),
+                        row.values.tokens(0, sequence.values.buffered).clone(),
+                    )
+                    for row in rows
+                )
+            )
+        sequences = tuple(group.sequences[0] for group in groups)
+        stores = tuple(tuple(group.stores) for group in groups)
+        return cls(groups[0].logical, sequences, stores, tuple(tokens))
+
+    def put(self, groups: Sequence_[Group]) -> None:
+        """Let an empty cache of the same layers, with pages in the same storage, hold the sequence.
+
+        Its pages get a reference each. The copies of tokens are the cache's buffers until it stores the next token,
+        which moves them.
+        """
+        for group, sequence, stores, tokens in zip(groups, self.sequences, self.stores, self.tokens, strict=True):
+            group.key_numbers.retain(sequence.keys.pages)
+            group.value_numbers.retain(sequence.values.pages)
+            group.sequences = (sequence,)
+            group.logical = group.attended = self.length
+            group.touch()
+            for store, source, (keys, values) in zip(group.stores, stores, tokens, strict=True):
+                if source is not store:
+                    store.adopt(source, 1)
+                store.sequences = group.sequences
+                store.rows = [LayerRow(TokenBuffer(keys, store.growth), TokenBuffer(values, store.growth))]
+
+    def pages_beyond(self, earlier: Snapshot | None) -> Iterator[tuple[PageNumbers, list[int]]]:
+        """Pages of each side of each group that an earlier snapshot of the same prompt has not."""
+        before = earlier.sequences if earlier is not None else (Sequence(),) * len(self.sequences)
+        for sequence, known, stores in zip(self.sequences, before, self.stores, strict=True):
+            group = stores[0].group
+            for numbers, now, then in (
+                (group.key_numbers, sequence.keys.pages, set(known.keys.pages)),
+                (group.value_numbers, sequence.values.pages, set(known.values.pages)),
+            ):
+                yield numbers, [number for number in now if number not in then]
+
+
+def not_taken(group: Group) -> str | None:
+    """Why a group's sequence cannot be kept, as the end of a sentence, or None."""
+    if len(group.sequences) != 1:
+        return f"there are {len(group.sequences)} sequences, and one can be kept"
+    sequence = group.sequences[0]
+    if group.real is not None:
+        return "it has padding"
+    if not group.policy.is_plain:
+        return "its scheme compresses whole prompts (spans, eviction), which no other prompt begins with"
+    if group.error is not None:
+        return "tokens were lost"
+    if group.keep_for_sharing or group.record_past or sequence.open_from is not None:
+        return "pages that are complete are not written yet"
+    return None
