@@ -172,8 +172,8 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_documentation_stays_readable():
-    """Ten pages of 22,000 words, and a README of 700, were asked for."""
+    """Ten pages of 22,000 words, one for vLLM, and a README of 700, were asked for."""
     pages = sorted(ROOT.glob("docs/*.md"))
-    assert len(pages) == 10
+    assert len(pages) == 11
     assert sum(len(page.read_text("utf8").split()) for page in pages) <= 22_000
     assert len(text("README.md").split()) <= 700

@@ -57,6 +57,14 @@ ALLOWED = {
         "kvconvert.models",
         "kvconvert.errors",
     ),
+    "kvconvert/vllm": (
+        "kvconvert.vllm",
+        "kvconvert.bundle",
+        "kvconvert.cache",
+        "kvconvert.kernels",
+        "kvconvert.methods",
+        "kvconvert.errors",
+    ),
     "kvconvert/serve": ("kvconvert.serve", "kvconvert.runtime", "kvconvert.models", "kvconvert.errors"),
 }
 
@@ -83,7 +91,7 @@ def test_a_room_imports_only_what_lies_below_it(room):
                 assert any(name == top or name.startswith(top + ".") for top in ALLOWED[room]), f"{path}: {name}"
 
 
-@pytest.mark.parametrize("room", ["kernels", "kvconvert/bundle", "kvconvert/cache", "runtime/cache"])
+@pytest.mark.parametrize("room", ["kernels", "kvconvert/bundle", "kvconvert/cache", "kvconvert/vllm", "runtime/cache"])
 def test_kernels_bundle_and_cache_know_nothing_of_transformers(room):
     for path in (ROOT / room).rglob("*.py"):
         names = imports(path)
@@ -158,6 +166,12 @@ def test_no_two_rooms_import_each_other_directly_or_round_a_ring():
     edges = {name: targets - {name} for name, targets in edges.items()}
     assert edges["kvconvert.convert"] & {"kvconvert.auto", "kvconvert.bundle"}
     assert not circles(edges)
+
+
+def test_vllm_is_imported_by_its_plugin_alone_and_there_by_the_files_that_vllm_loads():
+    importing = {name for name, path in modules().items() if "vllm" in {found.split(".")[0] for found in imports(path)}}
+    assert importing == {f"kvconvert.vllm.{name}" for name in ("backend", "plugin", "spec", "weights")}
+    assert not [name for name in imported_by("import kvconvert.vllm.settings") if name.split(".")[0] == "transformers"]
 
 
 def test_triton_is_imported_by_the_kernels_alone_and_these_by_their_operations_dispatch():

@@ -1,0 +1,229 @@
+"""Attention of one layer in one forward pass over blocks: attend, then store, then quantize what is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kvconvert.kernels.decode import decode_attention
+from kvconvert.kernels.decode.cpu import pages_per_tile
+from kvconvert.kernels.decode.stored import PageTables, PageTile, ResidualTokens, ResidualWindows, SpanTokens
+from kvconvert.kernels.history import HistoryPart, history_attention
+from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.kernels.rotate import hadamard_transform
+from kvconvert.vllm.layer import LayerBlocks
+from kvconvert.vllm.step import Request, StepPlan
+from kvconvert.vllm.tables import DecodeTables, upload
+
+
+def quantize_pending(blocks: LayerBlocks, plan: StepPlan) -> None:
+    """Quantize the pages of a layer that were complete when the pass before this one ended."""
+    for request, is_key, page in plan.pending():
+        begin = page * PAGE_SIZE
+        tokens = blocks.read(*plan.places(request, begin, begin + PAGE_SIZE))[0 if is_key else 1]
+        f = blocks.cache.format.keys if is_key else blocks.cache.format.values
+        blocks.quantize(plan.pages(request, page, page + 1), tokens, begin, f)
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """One layer in one pass.
+
+    Attributes:
+        blocks: of the layer.
+        plan: of the pass.
+        scaling: factor of the dot products.
+        tables: of the requests with one new token, where kernels run.
+        softcap: logits become softcap * tanh(logits / softcap), unless None.
+        sink_logits: [Hq] logits of a virtual token with no value, or None.
+    """
+
+    blocks: LayerBlocks
+    plan: StepPlan
+    scaling: float
+    tables: DecodeTables | None = None
+    softcap: float | None = None
+    sink_logits: torch.Tensor | None = None
+
+    def run(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
+        """Store the pass's tokens and write the attention of their queries.
+
+        A prompt's chunk attends to itself in full precision and to what was stored before it as it is stored.
+
+        Args:
+            queries: [n, Hq, D]; keys: [n, H, D]; values: [n, H, E], after RoPE.
+            output: [n, Hq, E].
+        """
+        rotations = self.blocks.cache.rotations
+        if rotations.keys:
+            queries, keys = hadamard_transform(queries), hadamard_transform(keys)
+        if rotations.values:
+            values = hadamard_transform(values)
+        for request in self.plan.prompts:
+            part = slice(request.first, request.first + request.length)
+            attended = self._prompt(request, *(x[part].transpose(0, 1) for x in (queries, keys, values)))
+            output[part] = self._turned_back(attended.transpose(0, 1), output.dtype)
+        if not self.plan.prompts:
+            output[:] = self._turned_back(self._decode(queries, keys, values), output.dtype)
+        elif self.plan.decodes:
+            at = upload([request.first for request in self.plan.decodes], queries.device)
+            attended = self._decode(*(x[at] for x in (queries, keys, values)))
+            output[at] = self._turned_back(attended, output.dtype)
+
+    def _turned_back(self, attended: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        attended = attended.to(dtype)
+        return hadamard_transform(attended, inverse=True) if self.blocks.cache.rotations.values else attended
+
+    def _prompt(
+        self, request: Request, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention [Hq, T, E] of a chunk, queries [Hq, T, D], keys [H, T, D] and values [H, T, E]."""
+        plan, begin = self.plan, self._exact_from(request)
+        stored = self.blocks.read(*plan.places(request, begin, request.stored))
+        attended = history_attention(
+            queries, self._history(request, *stored), keys, values, self.scaling, self.softcap, self.sink_logits
+        )
+        every = [torch.cat(side, 1) for side in zip(stored, (keys, values), strict=True)]
+        sinks = min(self.plan.layout.sink_tokens, request.tokens)
+        if request.stored < sinks:
+            own = slice(0, sinks - request.stored)
+            self._write(plan.sinks(request, request.stored, sinks), keys[:, own], values[:, own])
+        for is_key, first, end in plan.settled(request):
+            f = self.blocks.cache.format.keys if is_key else self.blocks.cache.format.values
+            tokens = every[0 if is_key else 1][:, first * PAGE_SIZE - begin : end * PAGE_SIZE - begin]
+            self.blocks.quantize(plan.pages(request, first, end), tokens.clone(), first * PAGE_SIZE, f)
+        kept = max(min(plan.layout.quantized(request.tokens - 1)) * PAGE_SIZE, request.stored)
+        if kept < request.tokens:
+            own = slice(kept - request.stored, None)
+            self._write(plan.places(request, kept, request.tokens), keys[:, own], values[:, own])
+        return attended
+
+    def _write(self, places: tuple[torch.Tensor, torch.Tensor], keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys [H, n, D] and values [H, n, E]."""
+        self.blocks.write(*places, keys.transpose(0, 1), values.transpose(0, 1))
+
+    def _exact_from(self, request: Request) -> int:
+        """Position of the first token that is stored in full precision on either side, sink tokens aside."""
+        return min(self.plan.layout.quantized(request.stored)) * PAGE_SIZE
+
+    def _history(self, request: Request, keys: torch.Tensor, values: torch.Tensor) -> list[HistoryPart]:
+        """What is stored before a chunk; keys [H, n, D] and values [H, n, E] are its full-precision tokens."""
+        plan, center = self.plan, self.blocks.cache.format.key_center
+        quantized = plan.layout.quantized(request.stored)
+        both, pages = min(quantized), max(quantized)
+        half = (pages - both) * PAGE_SIZE
+        sinks = plan.layout.sink_tokens if pages else 0
+        first = self.blocks.read(*plan.sinks(request, 0, sinks)) if sinks else None
+        formats = self.blocks.cache.format.keys, self.blocks.cache.format.values
+        whole = [self.blocks.source(plan.pages(request, 0, both), f) for f in formats]
+        mixed = [
+            exact[:, :half] if count == both else self.blocks.source(plan.pages(request, both, pages), f)
+            for exact, count, f in zip((keys, values), quantized, formats, strict=True)
+        ]
+        found = [
+            HistoryPart(both * PAGE_SIZE, *whole, center, 0, first),
+            HistoryPart(half, *mixed, center, both * PAGE_SIZE, None if both else first),
+            HistoryPart(keys.shape[1] - half, keys[:, half:], values[:, half:]),
+        ]
+        return [part for part in found if part.tokens]
+
+    def _decode(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Attention [B, Hq, E] of the requests with one token, queries [B, Hq, D], keys [B, H, D], values [B, H, E]."""
+        plan, cache, tables = self.plan, self.blocks.cache, self.tables
+        if tables is not None:
+            rows = len(queries)
+            self.blocks.write(tables.write_blocks[:rows], tables.write_slots[:rows], keys, values)
+            if plan.layout.sink_tokens:
+                self.blocks.write(tables.sink_blocks[:rows], tables.sink_slots[:rows], keys, values)
+        else:
+            for number, request in enumerate(plan.decodes):
+                token = keys[number].unsqueeze(1), values[number].unsqueeze(1)
+                self._write(plan.places(request, request.stored, request.tokens), *token)
+                if request.stored < plan.layout.sink_tokens:
+                    self._write(plan.sinks(request, request.stored, request.tokens), *token)
+        return decode_attention(
+            queries.unsqueeze(2),
+            DecodeTokens(self.blocks, plan, tables, len(queries)),
+            cache.format,
+            cache.dtype,
+            self.scaling,
+            half_quantized=plan.layout.half_quantized,
+            hides=plan.layout.sink_tokens > 0,
+            softcap=self.softcap,
+            sink_logits=self.sink_logits,
+        ).squeeze(2)
+
+
+@dataclass(frozen=True)
+class DecodeTokens:
+    """What the requests with one new token have stored, that token included, for `decode_attention`."""
+
+    blocks: LayerBlocks
+    plan: StepPlan
+    tables: DecodeTables | None
+    rows: int
+
+    def page_tables(self, programs: int) -> PageTables:
+        """Where pages lie, with work for about `programs` programs."""
+        return self.tables.page_tables(self.blocks, programs, self.rows)
+
+    def residual_windows(self) -> ResidualWindows:
+        """The full-precision tokens, gathered."""
+        return self.tables.residual_windows(self.blocks, self.rows)
+
+    def page_tiles(self, num_query_heads: int, num_queries: int) -> Iterator[PageTile]:
+        """Pages of all rows: first those quantized on both sides, then those quantized on one."""
+        plan, format = self.plan, self.blocks.cache.format
+        step = pages_per_tile(num_query_heads, num_queries, format)
+        both, half = [], []
+        for number, request in enumerate(plan.decodes):
+            quantized = plan.layout.quantized(request.stored)
+            both += [(number, page) for page in range(min(quantized))]
+            half += [(number, page) for page in range(min(quantized), max(quantized))]
+        for part in [both[i : i + step] for i in range(0, len(both), step)]:
+            yield self._tile(part, True, True)
+        for number, page in half:
+            keys, values = plan.layout.quantized(plan.decodes[number].stored)
+            yield self._tile([(number, page)], page < keys, page < values)
+
+    def _tile(self, part: list[tuple[int, int]], key_pages: bool, value_pages: bool) -> PageTile:
+        plan, format, device = self.plan, self.blocks.cache.format, self.plan.device
+        rows = [plan.decodes[number].row for number, _ in part]
+        pages = torch.tensor([page for _, page in part], device=device)
+        numbers = plan.block_table[torch.tensor(rows, device=device), self.plan.layout.first_page + pages].long()
+        sides = []
+        for index, (is_page, f) in enumerate(((key_pages, format.keys), (value_pages, format.values))):
+            if is_page:
+                sides.append(self.blocks.pages(numbers, f))
+            else:
+                exact = [self._exact(*entry)[index] for entry in part]
+                sides.append(torch.stack(exact))
+        positions = pages * PAGE_SIZE if format.key_center is not None else None
+        at = torch.tensor([number for number, _ in part], device=device)
+        sinks = plan.layout.sink_tokens
+        hidden = [(i, sinks) for i, (_, page) in enumerate(part) if page == 0 and sinks]
+        return PageTile(*sides, at, None, positions, hidden)
+
+    def _exact(self, number: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+        request = self.plan.decodes[number]
+        return self.blocks.read(*self.plan.places(request, page * PAGE_SIZE, (page + 1) * PAGE_SIZE))
+
+    def residual_tokens(self) -> Iterator[ResidualTokens]:
+        """The full-precision tokens of each row."""
+        plan = self.plan
+        for number, request in enumerate(plan.decodes):
+            begin = max(plan.layout.quantized(request.stored)) * PAGE_SIZE
+            sinks = plan.layout.sink_tokens if begin else 0
+            parts = [self.blocks.read(*plan.sinks(request, 0, sinks))] if sinks else []
+            parts.append(self.blocks.read(*plan.places(request, begin, request.tokens)))
+            keys, values = (torch.cat(side, 1)[None] for side in zip(*parts, strict=True))
+            yield ResidualTokens(torch.tensor([number], device=plan.device), keys, values)
+
+    def spans(self) -> Iterator[SpanTokens]:
+        """None: bundles with spans are refused."""
+        return iter(())
+
+    def visibility(self, queries: slice) -> None:
+        """Every query sees all of its sequence."""

@@ -1,0 +1,191 @@
+"""The attention backend: vLLM's view of the low-bit cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+
+from kvconvert.errors import BundleError
+from kvconvert.kernels.device import runs_triton
+from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.vllm.attention import LayerStep, quantize_pending
+from kvconvert.vllm.bundle import ServedBundle, layer_index, served_bundle
+from kvconvert.vllm.layer import LayerBlocks
+from kvconvert.vllm.spec import LowBitSpec
+from kvconvert.vllm.step import StepPlan, plan_step
+from kvconvert.vllm.tables import DecodeTables
+
+
+class LowBitBackend(AttentionBackend):
+    """Blocks of 128 tokens whose bytes are a bundle's pages."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+    # The one bundle of this process, once its first layer is built.
+    served: ClassVar[ServedBundle | None] = None
+
+    @staticmethod
+    def get_name() -> str:
+        """The name under which vLLM knows backends from outside."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[LowBitAttention]:
+        """What computes."""
+        return LowBitAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[LowBitMetadataBuilder]:
+        """What plans a pass."""
+        return LowBitMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        """A block is a page."""
+        return [PAGE_SIZE]
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """A block as one record of a page's bytes."""
+        if isinstance(spec, LowBitSpec):
+            return spec
+        if not isinstance(spec, FullAttentionSpec) or cls.served is None:
+            raise BundleError(f"The plugin serves causal attention over all tokens, and this layer has {type(spec)}.")
+        layout = cls.served.layout(spec.dtype)
+        same = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
+        packed = {"num_head_slots": 1, "state_content_bytes": layout.block_bytes, "tokens_per_state": PAGE_SIZE}
+        return LowBitSpec(**same | packed, blocks_ahead=layout.blocks_ahead)
+
+
+@dataclass
+class LowBitMetadata(AttentionMetadata):
+    """A pass.
+
+    Attributes:
+        plan: of every layer.
+        num_actual_tokens: without those that vLLM pads with.
+        tables: of requests with one new token, where kernels run.
+    """
+
+    plan: StepPlan
+    num_actual_tokens: int
+    tables: DecodeTables | None
+
+
+class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
+    """Plans each pass once for all layers, from lengths that the host knows."""
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.layout = served_bundle(vllm_config.model_config.model).layout(kv_cache_spec.dtype)
+        self.tables = None
+        if runs_triton(device):
+            rows = vllm_config.scheduler_config.max_num_seqs
+            pages = -(-vllm_config.model_config.max_model_len // PAGE_SIZE)
+            self.tables = DecodeTables(self.layout, rows, pages, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> LowBitMetadata:
+        """The plan of the pass."""
+        common = common_attn_metadata
+        lengths = common.seq_lens_cpu_upper_bound
+        if lengths is None:
+            lengths = common.seq_lens
+        plan = plan_step(
+            self.layout,
+            common.query_start_loc_cpu[: common.num_reqs + 1].tolist(),
+            lengths[: common.num_reqs].tolist(),
+            common.block_table_tensor,
+        )
+        context = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layer_names:
+            blocks = context[name].impl.blocks(context[name])
+            if blocks is not None:
+                quantize_pending(blocks, plan)
+        if self.tables is not None:
+            decodes = plan.requests if not plan.prompts else plan.decodes
+            rows = range(common.num_reqs) if not plan.prompts else [request.row for request in decodes]
+            tokens = dict.fromkeys(rows, 0) | {request.row: request.tokens for request in decodes}
+            self.tables.write(common.block_table_tensor, list(tokens), list(tokens.values()))
+        return LowBitMetadata(plan, common.num_actual_tokens, self.tables)
+
+
+class LowBitAttention(AttentionImpl[LowBitMetadata]):
+    """One layer's attention over its blocks."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        **others: Any,
+    ):
+        unserved = {
+            "ALiBi slopes": alibi_slopes,
+            "a sliding window": sliding_window,
+            "a soft cap of its logits": logits_soft_cap,
+            "another layer's cache": kv_sharing_target_layer_name,
+            **others,
+        }
+        for name, value in unserved.items():
+            if value:
+                raise BundleError(
+                    f"This model's attention has {name}, which the plugin does not serve in vLLM; use "
+                    "`kvconvert serve`."
+                )
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
+        LowBitBackend.served = self.served = served_bundle(get_current_vllm_config().model_config.model)
+        self._blocks: LayerBlocks | None = None
+
+    def blocks(self, layer: Any) -> LayerBlocks | None:
+        """The layer's blocks; None before vLLM has allocated them."""
+        memory = layer.kv_cache
+        if not memory.numel():
+            return None
+        if self._blocks is None or self._blocks.words.data_ptr() != memory.data_ptr():
+            cache = self.served.layer(layer_index(layer.layer_name), memory.device, layer.dtype)
+            self._blocks = LayerBlocks(cache, memory)
+        return self._blocks
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: LowBitMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention [n, Hq, D] of the pass's tokens, which it stores."""
+        if attn_metadata is None:
+            # vLLM measures what a pass takes, before there is a cache.
+            return output.fill_(0)
+        count = attn_metadata.num_actual_tokens
+        step = LayerStep(self.blocks(layer), attn_metadata.plan, self.scale, attn_metadata.tables)
+        step.run(query[:count], key[:count], value[:count], output[:count])
+        return output

@@ -1,0 +1,61 @@
+"""The plugin: what vLLM calls in each of its processes, and how a bundle chooses its own settings."""
+
+from __future__ import annotations
+
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import vllm
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from kvconvert.vllm.settings import choose_settings, refuse_config, refuse_hub, refuse_version
+
+_BACKEND = "kvconvert.vllm.backend.LowBitBackend"
+
+
+def register() -> None:
+    """Make bundles known to vLLM; other models are served as without the plugin.
+
+    Raises:
+        BundleError: vLLM is of a version whose interfaces this plugin does not know.
+    """
+    if hasattr(EngineArgs.create_engine_config, "__wrapped__"):
+        return
+    refuse_version(vllm.__version__)
+    import kvconvert.vllm.weights  # noqa: F401
+
+    register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
+    EngineArgs.create_engine_config = _recognizing(EngineArgs.create_engine_config)
+    if current_platform.is_cpu():
+        # vLLM takes its own backend on a CPU whatever is asked for.
+        platform = type(current_platform)
+        platform.get_attn_backend_cls = _honoring(platform.get_attn_backend_cls)
+
+
+def _recognizing(create_engine_config: Any) -> Any:
+    """Engine arguments that name a bundle get the settings that it needs."""
+
+    @wraps(create_engine_config)
+    def wrapped(arguments: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+        served = choose_settings(arguments)
+        config = create_engine_config(arguments, *args, **kwargs)
+        if served is not None:
+            refuse_config(served, config)
+        elif not Path(config.model_config.model).is_dir():
+            refuse_hub(arguments, config.model_config.hf_config.to_dict())
+        return config
+
+    return wrapped
+
+
+def _honoring(get_attn_backend_cls: Any) -> Any:
+    @wraps(get_attn_backend_cls)
+    def wrapped(selected_backend: Any, *args: Any, **kwargs: Any) -> str:
+        if selected_backend == AttentionBackendEnum.CUSTOM:
+            return _BACKEND
+        return get_attn_backend_cls(selected_backend, *args, **kwargs)
+
+    return staticmethod(wrapped)

@@ -1,0 +1,92 @@
+"""Which of vLLM's settings a bundle needs, and which it refuses; nothing here imports vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvconvert.bundle.files import read_object
+from kvconvert.errors import BundleError, listed
+from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.methods.awq import AWQ_BITS
+from kvconvert.vllm.bundle import ServedBundle, is_bundle, served_bundle
+
+# Minor versions of vLLM whose interfaces the plugin was tried with.
+VERSIONS = ("0.32", "0.33")
+
+
+def refuse_version(version: str) -> None:
+    """Refuse a version of vLLM that the plugin was not tried with (BundleError)."""
+    if ".".join(version.split(".")[:2]) not in VERSIONS:
+        raise BundleError(
+            f"This kvconvert serves bundles in vLLM {' and '.join(VERSIONS)}, and {version} is installed; install one "
+            "of these, or a kvconvert that knows yours."
+        )
+
+
+def choose_settings(arguments: Any) -> ServedBundle | None:
+    """Set what the bundle named by vLLM's engine arguments needs; None where they name none, or its weights alone.
+
+    Raises:
+        BundleError: an argument is set to what cannot be served.
+    """
+    path = Path(arguments.model)
+    if not (path / "config.json").is_file() or not is_bundle(read_object(path / "config.json")):
+        return None
+    served = served_bundle(arguments.model)
+    widths = served.bundle.manifest.widths()
+    if widths not in ((), AWQ_BITS):
+        raise BundleError(
+            f"This bundle has weights of {listed(map(str, widths))} bits, and vLLM reads those of 4; convert with "
+            "`--weight-bits 4` or unchanged weights, or use `kvconvert serve`."
+        )
+    if not served.has_cache:
+        return None
+    needed = {
+        "attention_backend": ("CUSTOM", "bundles bring their own attention backend"),
+        "block_size": (PAGE_SIZE, f"a block is a page of {PAGE_SIZE} tokens"),
+        "kv_cache_dtype": ("auto", "the bundle says how the cache is stored"),
+        "enable_prefix_caching": (False, "pages are not shared between requests"),
+    }
+    for name, (value, reason) in needed.items():
+        given = getattr(arguments, name)
+        given = getattr(given, "name", given)
+        if given not in (None, "auto", value):
+            raise _refused(f"--{name.replace('_', '-')} {given}", reason)
+        setattr(arguments, name, value)
+    return served
+
+
+def refuse_hub(arguments: Any, config: Mapping[str, Any]) -> None:
+    """Refuse a bundle that vLLM fetched from the Hub, whose cache would not be served; `config` is its config.json."""
+    if is_bundle(config):
+        raise BundleError(
+            f"{arguments.model} is a kvconvert bundle on the Hub, and the plugin serves directories; fetch it with "
+            f"`kvconvert pull {arguments.model}` and serve what it writes."
+        )
+
+
+def refuse_config(served: ServedBundle, config: Any) -> None:
+    """Refuse a bundle, or vLLM's settings, that cannot be served (BundleError)."""
+    reason = served.refusal(config.model_config.dtype)
+    if reason is not None:
+        raise BundleError(reason)
+    parallel = config.parallel_config
+    sizes = {
+        "tensor parallelism": parallel.tensor_parallel_size,
+        "pipeline parallelism": parallel.pipeline_parallel_size,
+        "decode context parallelism": parallel.decode_context_parallel_size,
+        "prefill context parallelism": parallel.prefill_context_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size > 1:
+            raise _refused(name, f"the plugin serves one device, and {size} were asked for")
+    if config.speculative_config is not None:
+        raise _refused("speculative decoding", "a page, once quantized, cannot give back rejected tokens")
+    if config.kv_transfer_config is not None:
+        raise _refused("a KV connector", "tokens in full precision lie in blocks that it does not know")
+
+
+def _refused(what: str, reason: str) -> BundleError:
+    return BundleError(f"A kvconvert bundle cannot be served with {what}: {reason}; leave it out.")

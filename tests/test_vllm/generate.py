@@ -1,0 +1,34 @@
+"""Greedy tokens of vLLM in an environment of its own: reads a request as JSON, writes the tokens of each prompt.
+
+Run as a program by `test_tokens.py`. On a line of its own behind the marker, because vLLM writes to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+MARKER = "TOKENS "
+
+
+def generate(request: dict[str, Any]) -> list[list[int]]:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(request["model"], enforce_eager=True, disable_log_stats=True, **request["arguments"])
+    sampling = SamplingParams(temperature=0, max_tokens=request["new_tokens"], ignore_eos=True)
+    found = []
+    for batch in request["batches"]:
+        prompts = [{"prompt_token_ids": prompt} for prompt in batch]
+        found += [list(answer.outputs[0].token_ids) for answer in llm.generate(prompts, sampling, use_tqdm=False)]
+    return found
+
+
+if __name__ == "__main__":
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    try:
+        print(MARKER + json.dumps(generate(json.load(sys.stdin))), flush=True)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)

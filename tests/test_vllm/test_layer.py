@@ -1,0 +1,147 @@
+"""A layer over blocks, pass by pass, against pages and float64 attention computed from all that was ever stored."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvconvert.cache.format import CacheFormat, with_plan
+from kvconvert.kernels.decode.reference import attention_reference
+from kvconvert.kernels.device import interpreted
+from kvconvert.kernels.pages import dequantize_keys, dequantize_values, quantize_keys, quantize_values
+from kvconvert.kernels.rotate import hadamard_transform
+from kvconvert.methods import KVScheme
+from kvconvert.vllm.attention import LayerStep, quantize_pending
+from kvconvert.vllm.blocks import BlockLayout
+from kvconvert.vllm.layer import LayerBlocks, LayerCache
+from kvconvert.vllm.step import StepPlan, plan_step
+from kvconvert.vllm.tables import DecodeTables
+
+HEADS, GROUP, DIM, REQUESTS, LONGEST = 2, 2, 32, 3, 700
+# Reads of what was never written give NaN.
+POISON = 0x7FFF
+
+
+class Layer:
+    """One layer's blocks, as vLLM would hand them out, beside everything that its requests have stored."""
+
+    def __init__(self, scheme: KVScheme, kernels: bool, device: str = "cpu", dtype: torch.dtype = torch.float32):
+        cache = CacheFormat.of(scheme, heads=HEADS, key_dim=DIM)
+        self.device, self.dtype = torch.device(device), dtype
+        self.format = with_plan(cache.pages, scheme, {}, torch.device("cpu"))
+        self.layout = BlockLayout.of(cache, dtype)
+        self.rotations, self.kernels = cache.rotations, kernels
+        each = self.layout.blocks_for(LONGEST)
+        shape = (1 + each * REQUESTS, 1, 1, self.layout.block_bytes // 2)
+        memory = torch.full(shape, POISON, dtype=torch.int16, device=self.device)
+        format = with_plan(cache.pages, scheme, {}, self.device)
+        self.blocks = LayerBlocks(LayerCache(format, cache.rotations, self.layout, dtype), memory)
+        # Scattered, and never block 0, which vLLM leaves to no request.
+        self.table = torch.zeros(REQUESTS, each + 3, dtype=torch.int32)
+        self.table[:, :each] = (torch.randperm(each * REQUESTS) + 1).view(REQUESTS, each)
+        self.table = self.table.to(self.device)
+        self.tables = DecodeTables(self.layout, REQUESTS + 2, 8, self.device) if kernels else None
+        self.keys, self.values = ([torch.zeros(HEADS, 0, DIM) for _ in range(REQUESTS)] for _ in range(2))
+
+    def run(self, lengths: list[int]) -> float:
+        """One pass with so many new tokens of each request; the largest difference from the reference."""
+        starts = [sum(lengths[:row]) for row in range(REQUESTS + 1)]
+        queries = torch.randn(starts[-1], HEADS * GROUP, DIM).to(self.dtype)
+        keys, values = torch.randn(2, starts[-1], HEADS, DIM).to(self.dtype)
+        totals = [stored.shape[1] + new for stored, new in zip(self.keys, lengths, strict=True)]
+        plan = plan_step(self.layout, starts, totals, self.table)
+        with interpreted() if self.kernels and self.device.type == "cpu" else nullcontext():
+            quantize_pending(self.blocks, plan)
+            if self.tables is not None:
+                decodes = plan.decodes
+                self.tables.write(self.table, [r.row for r in decodes], [r.tokens for r in decodes])
+            output = self.attend(plan, queries, keys, values).cpu().float()
+        # What is stored is what the passes themselves have rotated, in their dtype.
+        if self.rotations.keys:
+            queries, keys = hadamard_transform(queries), hadamard_transform(keys)
+        if self.rotations.values:
+            values, output = hadamard_transform(values), hadamard_transform(output)
+        worst = 0.0
+        for row in range(REQUESTS):
+            new = slice(starts[row], starts[row + 1])
+            if lengths[row]:
+                expected = self._attention(row, *(x[new].transpose(0, 1).float() for x in (queries, keys, values)))
+                difference = (output[new].transpose(0, 1) - expected).abs().max().item()
+                worst = max(worst, difference) if difference == difference else float("inf")
+        return worst
+
+    def attend(self, plan: StepPlan, *tokens: torch.Tensor) -> torch.Tensor:
+        """The attention of queries, keys and values [n, heads, D] in one pass."""
+        queries, keys, values = (x.to(self.device) for x in tokens)
+        output = torch.full_like(queries, float("nan"))
+        LayerStep(self.blocks, plan, DIM**-0.5, self.tables).run(queries, keys, values, output)
+        return output
+
+    def _attention(self, row: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Attention of a chunk over what the request has stored as it is stored, and over itself."""
+        stored = self.keys[row].shape[1]
+        pages = self.layout.quantized(stored)
+        history = self.keys[row].clone(), self.values[row].clone()
+        for number in range(max(pages)):
+            part, hidden = slice(128 * number, 128 * number + 128), 0 if number else self.layout.sink_tokens
+            if number < pages[0]:
+                page = quantize_keys(self.keys[row][None, :, part], self.format.keys, hidden=hidden)
+                history[0][:, part] = dequantize_keys(page, self.format.keys)[0].transpose(1, 2)
+            if number < pages[1]:
+                page = quantize_values(self.values[row][None, :, part], self.format.values, hidden=hidden)
+                history[1][:, part] = dequantize_values(page, self.format.values)[0]
+        for side, whole in zip(history, (self.keys[row], self.values[row]), strict=True):
+            side[:, : self.layout.sink_tokens] = whole[:, : self.layout.sink_tokens]
+        self.keys[row] = torch.cat([self.keys[row], keys], 1)
+        self.values[row] = torch.cat([self.values[row], values], 1)
+        every = [torch.cat(side, 1) for side in zip(history, (keys, values), strict=True)]
+        length = queries.shape[1]
+        visible = torch.arange(stored + length) <= torch.arange(stored, stored + length).unsqueeze(1)
+        return attention_reference(queries, *every, visible, DIM**-0.5).float()
+
+
+SCHEMES = {
+    "kivi": KVScheme.preset("kivi"),
+    "without sinks": replace(KVScheme.preset("kivi"), sink_tokens=0),
+    "value window": replace(KVScheme.preset("kivi"), value_recent_tokens=128),
+    "key window": replace(KVScheme.preset("kivi"), key_recent_tokens=130),
+    "oscar": KVScheme.preset("oscar-g128").with_online_rotation(),
+    "kitty": KVScheme.preset("kitty"),
+    "16-bit values": KVScheme(key_bits=3, value_bits=16, sink_tokens=4),
+}
+# Prompts whole and in chunks beside decoding requests; pages that a prompt, a chunk or a decoded token completes.
+PASSES = [[127, 0, 0], [1, 40, 0], [1, 100, 1], [200, 128, 1], [1, 1, 1], [0, 1, 130], [1, 1, 1], [100, 1, 0]]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_pass_attends_to_what_is_stored_as_it_is_stored(name):
+    torch.manual_seed(0)
+    layer = Layer(SCHEMES[name], kernels=False)
+    for lengths in PASSES + [[1, 1, 1]] * 140:
+        assert layer.run(lengths) < 2e-6, lengths
+
+
+@pytest.mark.parametrize("name", ["kivi", "kitty"])
+def test_kernels_with_tables_in_fixed_places_do_the_same(name):
+    torch.manual_seed(0)
+    layer = Layer(SCHEMES[name], kernels=True)
+    # Products of two 16-bit parts of each float32 number.
+    for lengths in [[127, 0, 0], [1, 40, 0], [1, 1, 1], [130, 0, 129], [1, 1, 1]]:
+        assert layer.run(lengths) < 1e-3, lengths
+
+
+def test_a_request_that_begins_anew_in_other_blocks_is_as_the_first_time():
+    """What vLLM does with a request that it had to interrupt for want of memory."""
+    torch.manual_seed(0)
+    layer = Layer(SCHEMES["kivi"], kernels=False)
+    for lengths in [[150, 0, 0], [1, 0, 0], [1, 200, 0]]:
+        layer.run(lengths)
+    layer.table[0] = layer.table[0].flip(0).clone()
+    layer.table[0, :3] = layer.table[2, :3]
+    layer.keys[0], layer.values[0] = torch.zeros(2, HEADS, 0, DIM)
+    assert layer.run([152, 0, 0]) < 2e-6
+    for _ in range(110):
+        assert layer.run([1, 1, 0]) < 2e-6

@@ -1,0 +1,168 @@
+"""What a bundle chooses of vLLM's settings, and each combination that is refused, in one sentence at the start."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny.bundle import write_tiny_bundle
+
+from kvconvert.errors import BundleError
+from kvconvert.methods import KVScheme
+from kvconvert.vllm.bundle import ServedBundle, layer_index
+from kvconvert.vllm.settings import VERSIONS, choose_settings, refuse_config, refuse_hub, refuse_version
+
+ARGUMENTS = {"attention_backend": None, "block_size": None, "kv_cache_dtype": "auto", "enable_prefix_caching": None}
+PARALLEL = {f"{name}_parallel_size": 1 for name in ("tensor", "pipeline", "decode_context", "prefill_context", "data")}
+
+
+def arguments(model: Path | str, **given: Any) -> SimpleNamespace:
+    return SimpleNamespace(model=str(model), revision=None, **ARGUMENTS | given)
+
+
+def served(*schemes: KVScheme | None, **config: Any) -> ServedBundle:
+    """A bundle as far as the plugin looks at it, of layers with two heads of 64 channels."""
+    layers = [SimpleNamespace(num_key_value_heads=2, head_dim=64) for _ in schemes]
+    manifest = SimpleNamespace(schemes=lambda: list(schemes), layers=layers)
+    return ServedBundle(SimpleNamespace(manifest=manifest, config=config, plan={}))
+
+
+def engine(**given: Any) -> SimpleNamespace:
+    """vLLM's settings, which a bundle is refused with or not."""
+    parallel = PARALLEL | {name: size for name, size in given.items() if name in PARALLEL}
+    others = {"speculative_config": None, "kv_transfer_config": None}
+    others |= {name: value for name, value in given.items() if name in others}
+    model = SimpleNamespace(dtype=torch.bfloat16)
+    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=model, **others)
+
+
+KIVI = KVScheme.preset("kivi")
+
+
+def refused(found: str | None, *words: str) -> None:
+    assert found is not None
+    assert found[-1] == "."
+    assert not re.search(r"\. [A-Z]", found), "more than one sentence"
+    for word in words:
+        assert word in found
+
+
+def test_every_version_but_those_that_were_tried_is_refused():
+    for version in VERSIONS:
+        refuse_version(f"{version}.0")
+        refuse_version(f"{version}.1.post1+cpu")
+    for other in ("0.31.0", "0.34.0", "1.33.0", "0.3.2"):
+        with pytest.raises(BundleError) as error:
+            refuse_version(other)
+        refused(str(error.value), other, *VERSIONS)
+
+
+def test_a_bundle_chooses_backend_page_size_and_cache(tmp_path):
+    write_tiny_bundle(tmp_path)
+    given = arguments(tmp_path)
+    assert choose_settings(given) is not None
+    assert (given.attention_backend, given.block_size) == ("CUSTOM", 128)
+    assert (given.kv_cache_dtype, given.enable_prefix_caching) == ("auto", False)
+
+
+def test_another_model_is_left_alone(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"}}))
+    for model in (tmp_path, "owner/name"):
+        given = arguments(model, block_size=16)
+        assert choose_settings(given) is None
+        assert vars(given) == vars(arguments(model, block_size=16))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("attention_backend", "FLASH_ATTN", "--attention-backend FLASH_ATTN"),
+        ("block_size", 16, "--block-size 16"),
+        ("kv_cache_dtype", "fp8", "--kv-cache-dtype fp8"),
+        ("enable_prefix_caching", True, "--enable-prefix-caching"),
+    ],
+)
+def test_an_argument_that_says_otherwise_is_refused(name, value, said, tmp_path):
+    write_tiny_bundle(tmp_path)
+    with pytest.raises(BundleError) as error:
+        choose_settings(arguments(tmp_path, **{name: value}))
+    refused(str(error.value), said)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor parallelism"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"decode_context_parallel_size": 2}, "decode context parallelism"),
+        ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"kv_transfer_config": object()}, "a KV connector"),
+    ],
+)
+def test_settings_that_are_not_served_are_refused(given, said):
+    refuse_config(served(KIVI, KIVI), engine())
+    with pytest.raises(BundleError) as error:
+        refuse_config(served(KIVI, KIVI), engine(**given))
+    refused(str(error.value), said)
+
+
+SPANS = KVScheme.preset("calibquant-1bit")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "said"),
+    [
+        (KVScheme.preset("minikv"), "keeps a part of each prompt"),
+        (SPANS, "quantizes prompts as a whole"),
+        (replace(SPANS, modality="visual"), "compresses visual tokens alone"),
+    ],
+)
+def test_schemes_that_blocks_cannot_hold_are_refused(scheme, said):
+    refused(served(KIVI, scheme).refusal(torch.bfloat16), "Layer 1", said)
+
+
+def test_layers_of_nearly_one_size_share_it_and_others_are_refused():
+    normed = replace(KIVI, token_norm="per_head")
+    found = served(KIVI, normed)
+    assert found.refusal(torch.bfloat16) is None
+    assert found.layer(0, torch.device("cpu"), torch.bfloat16).layout.block_bytes == max(
+        served(scheme).layout(torch.bfloat16).block_bytes for scheme in (KIVI, normed)
+    )
+    refused(served(KIVI, KIVI, KVScheme(key_bits=8, value_bits=8, sink_tokens=4)).refusal(torch.bfloat16), "bytes")
+    refused(served(KIVI, replace(KIVI, sink_tokens=8)).refusal(torch.bfloat16), "sink_tokens")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"sliding_window": 512}, "sliding_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"text_config": {"layer_types": ["chunked_attention"]}}, "chunked_attention"),
+    ],
+)
+def test_layers_of_other_types_are_refused(config, said):
+    refused(served(KIVI, **config).refusal(torch.bfloat16), said)
+    assert served(KIVI, sliding_window=512, use_sliding_window=False).refusal(torch.bfloat16) is None
+
+
+def test_a_bundle_on_the_hub_is_refused_instead_of_being_served_without_its_cache():
+    refuse_hub(arguments("owner/name"), {"quantization_config": {"quant_method": "awq"}})
+    with pytest.raises(BundleError) as error:
+        refuse_hub(arguments("owner/name"), {"quantization_config": {"quant_method": "awq", "kvconvert": {}}})
+    refused(str(error.value), "owner/name", "kvconvert pull")
+
+
+def test_a_module_tells_its_layer_or_is_refused():
+    assert layer_index("model.layers.13.self_attn.attn") == 13
+    for name in ("model.attn", "a.1.b.2.attn"):
+        with pytest.raises(BundleError) as error:
+            layer_index(name)
+        refused(str(error.value), name)

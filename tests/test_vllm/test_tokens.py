@@ -1,0 +1,83 @@
+"""vLLM with the plugin gives the tokens of our own runtime; `KVCONVERT_VLLM_PYTHON` names a Python that has vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_vllm.generate import MARKER
+from tiny.llama import RECIPE, save_llama
+
+from kvconvert import calibrate, export, load
+
+PYTHON = os.environ.get("KVCONVERT_VLLM_PYTHON")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="KVCONVERT_VLLM_PYTHON names no Python with vLLM and kvconvert")
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+NEW = 200
+
+
+def bundle_of(folder: Path, settings: str, method: str = "none") -> Path:
+    """A random Llama of two layers as a bundle; `settings` are lines of the recipe's [kv]."""
+    save_llama(folder / "model", tie_word_embeddings=False, max_position_embeddings=2048, **SIZES)
+    (folder / "recipe.toml").write_text(RECIPE.format(method=method, kv="kivi") + settings)
+    calibrate(
+        folder / "model", folder / "work", recipe=str(folder / "recipe.toml"), samples=2, seq_len=160, progress=False
+    )
+    return export(folder / "work", folder / "bundle", progress=False)
+
+
+def in_vllm(bundle: Path, batches: list[list[list[int]]], new_tokens: int = NEW, **arguments: Any) -> Any:
+    """Tokens of all prompts, batch after batch; or what vLLM's process says when it ends with an error."""
+    arguments = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4} | arguments
+    request = {"model": str(bundle), "batches": batches, "new_tokens": new_tokens, "arguments": arguments}
+    script = Path(__file__).with_name("generate.py")
+    ended = subprocess.run(
+        [PYTHON, str(script)], input=json.dumps(request), capture_output=True, text=True, timeout=600
+    )
+    lines = [line for line in ended.stdout.splitlines() if line.startswith(MARKER)]
+    return json.loads(lines[0].removeprefix(MARKER)) if lines else ended.stderr
+
+
+def in_runtime(bundle: Path, prompts: list[list[int]]) -> list[list[int]]:
+    model, _ = load(bundle, dtype=torch.float32)
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        answer = model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+        found.append(answer[0, len(prompt) :].tolist())
+    return found
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(5, 4000, (n,), generator=generator).tolist() for n in lengths]
+
+
+SCHEMES = {
+    "kivi": "",
+    "windows": "value_recent_tokens = 128\nkey_recent_tokens = 20\n",
+    "rotated": 'rotate_keys = "hadamard"\nrotate_values = "online"\ntoken_norm = "joint"\nkey_group_size = 128\n',
+    "boosted": "boost_fraction = 0.25\nkey_bits = 2\n",
+    "calibrated": (
+        'key_center = "calibrated"\nkey_rounding = "error_feedback"\n'
+        'boost_fraction = 0.125\nboost_select = "calibrated"\n'
+    ),
+    "static": 'key_bits = 8\nvalue_bits = 8\nstatic_scales = "calibrated"\n',
+    "wide": "key_bits = 8\nvalue_bits = 4\nsink_tokens = 0\n",
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_tokens_are_those_of_the_runtime(scheme, tmp_path):
+    bundle = bundle_of(tmp_path, SCHEMES[scheme])
+    asked = prompts(3, 130, 300)
+    # One by one, then side by side: what a request gets does not depend on the others.
+    found = in_vllm(bundle, [[prompt] for prompt in asked] + [asked])
+    expected = in_runtime(bundle, asked)
+    assert found[:3] == expected
+    assert found[3:] == expected
