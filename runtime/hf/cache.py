@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Sequence_
-from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
 from kvconvert.cache.size import ModelCache
@@ -26,62 +24,17 @@ from kvconvert.models.configuration import (
     pages_unsupported,
     placeholder_ids,
 )
+from kvconvert.runtime.cache import session
 from kvconvert.runtime.cache.compress import read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry
 from kvconvert.runtime.cache.snapshot import Snapshot
 from kvconvert.runtime.cache.steps import TableRegistry
 from kvconvert.runtime.cache.store import Group, LayerStore
+from kvconvert.runtime.hf.fingerprint import fingerprint_of
 from kvconvert.runtime.hf.layer import HybridLayer, PagedLayer
 from kvconvert.runtime.hf.packed import PackedCache
-
-# Of what pages hold and where they begin; part of every fingerprint.
-LAYOUT = 1
-# Of a config: where it came from, and by what it is read.
-_UNRELATED = {"_name_or_path", "transformers_version", "dtype", "architectures", "quantization_config"}
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """What a cache holds, measured from its tensors.
-
-    Attributes:
-        tokens: tokens stored by the longest layer, over all sequences.
-        residual_tokens: how many of them are in full precision (sink tokens and residual window).
-        pages: pages in use over all layers.
-        flushes: pages quantized so far.
-        clamped_rows: query rows for which CalibQuant's shift had to make different scores of a span equal, so far.
-        fallbacks: calls that a slower path served than the one meant for the device, over all layers; a warning gives
-            the reason of the first. Always 0 on a CPU, which has one path.
-        values: keys and values that the model's own cache would hold of these sequences, over all layers.
-        bytes_used, bytes_allocated: of pages with their metadata and of full-precision tokens, over all layers.
-        other_layers: layers that keep transformers' own cache (linear attention and the like), not counted above.
-    """
-
-    tokens: int
-    residual_tokens: int
-    pages: int
-    flushes: int
-    clamped_rows: int
-    fallbacks: int
-    values: int
-    bytes_used: int
-    bytes_allocated: int
-    other_layers: int
-
-    @property
-    def bits_per_value(self) -> float:
-        """Bits of a key or value at the present length, metadata and full-precision tokens included."""
-        return 8 * self.bytes_used / self.values if self.values else 0.0
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes per token over all layers."""
-        return self.bytes_used / self.tokens if self.tokens else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """All figures as plain values."""
-        return asdict(self) | {"bits_per_value": self.bits_per_value, "bytes_per_token": self.bytes_per_token}
+from kvconvert.runtime.hf.stats import CacheStats
 
 
 class KVCache(Cache):
@@ -306,20 +259,8 @@ class KVCache(Cache):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of everything that stored tokens depend on besides the tokens: model, schemes and KV plan.
-
-        A model that is not a bundle's is known by its config alone.
-        """
-        config, plan = self._made_with["config"], self._made_with["plan"] or {}
-        known = {name: value for name, value in config.to_dict().items() if name not in _UNRELATED}
-        schemes = [scheme and scheme.to_dict() for scheme in self.schemes]
-        text = json.dumps([LAYOUT, self.model_seal, known, schemes], sort_keys=True, default=str)
-        found = hashlib.sha256(text.encode())
-        for name in sorted(plan):
-            tensor = plan[name].detach().cpu().contiguous()
-            found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        return found.hexdigest()
+        """A hash of everything that stored tokens depend on besides the tokens, see `fingerprint_of`."""
+        return fingerprint_of(self._made_with["config"], self.schemes, self._made_with["plan"] or {}, self.model_seal)
 
     def snapshot(self) -> Snapshot:
         """The only sequence as it is now, for `restore` of a cache made by `beside()` of the same cache.
@@ -332,6 +273,64 @@ class KVCache(Cache):
     def restore(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot; the cache has to be empty. Its pages are shared, not copied."""
         snapshot.put(self.groups)
+        self._mark_initialized()
+
+    def save(self, file: str | Path) -> None:
+        """Write what the cache holds of one sequence to a safetensors file, for `KVCache.load`.
+
+        The tokens themselves are not in it: keep their ids, for `generate` wants them all.
+
+        Raises:
+            CacheError: there are several sequences, padding, layers with states of their own, or a scheme that
+                compresses whole prompts (spans, eviction).
+            KvconvertError: the file cannot be written.
+        """
+        self._check_sessions()
+        self.unread_flags(wait=True)
+        session.save(Path(file), self.groups, self.fingerprint)
+
+    @classmethod
+    def load(
+        cls, file: str | Path, like: PreTrainedModel | KVCache, *, device: torch.device | str | None = None
+    ) -> KVCache:
+        """A cache that goes on from a file that `save` wrote, with the same numbers.
+
+        Args:
+            file: of a cache of the same model, KV schemes and KV plan.
+            like: a bundle's model, or an empty cache made as the saved one was, which is filled and returned.
+            device: of the tokens; None for the model's, or the CPU.
+
+        Raises:
+            CacheError: the file is no session, was changed, or is of another model, scheme, plan or dtype.
+            UsageError: the model has no caches of its own, or the cache is not empty.
+        """
+        cache, dtype = like, None
+        if not isinstance(like, KVCache):
+            if not hasattr(like, "new_kv_cache"):
+                raise UsageError(
+                    "`like` is no model of a bundle; make an empty cache as the saved one was, and pass it."
+                )
+            cache, device, dtype = like.new_kv_cache(), device or like.device, like.dtype
+        if cache.get_seq_length() or any(store.is_allocated for store in cache.stores()):
+            raise UsageError("`like` is a cache that holds tokens already; pass an empty one.")
+        cache._check_sessions()
+        try:
+            session.load(Path(file), cache.groups, cache.fingerprint, torch.device(device or "cpu"), dtype)
+        except BaseException:
+            cache.reset()
+            raise
+        cache._mark_initialized()
+        return cache
+
+    def _check_sessions(self) -> None:
+        """Refuse what no file can hold (CacheError)."""
+        if len(self.paged_layers()) < len(self.layers) or any(isinstance(layer, HybridLayer) for layer in self.layers):
+            raise CacheError(
+                "A cache with layers that keep transformers' own states (linear attention and the like) cannot be "
+                "saved; read the prompt again instead."
+            )
+
+    def _mark_initialized(self) -> None:
         for layer in self.paged_layers():
             layer.dtype, layer.device, layer.is_initialized = layer.store.dtype, layer.store.device, True
 

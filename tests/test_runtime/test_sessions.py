@@ -1,0 +1,166 @@
+"""A cache that was saved and loaded goes on with the same numbers, and nothing else is loaded."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny.models import ARCHITECTURES, random_ids, tiny_model
+
+from kvconvert import KVCache
+from kvconvert.errors import CacheError, UsageError
+from kvconvert.methods import PRESETS, KVScheme
+from kvconvert.runtime.hf.generation import adopt
+
+PAGED = [name for name in PRESETS if not PRESETS[name].compresses_prompts()]
+ALWAYS = ("kivi", "kitty", "oscar-g128")
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_model("llama", attention="kvconvert", num_hidden_layers=2, gain=3.0)
+
+
+@torch.no_grad()
+def read(model, cache, ids):
+    """Logits after ids that follow what the cache holds."""
+    return model(ids, past_key_values=cache).logits[:, -1]
+
+
+@torch.no_grad()
+def steps(model, cache, first, count):
+    """Logits of greedy steps."""
+    found, token = [], first
+    for _ in range(count):
+        found.append(read(model, cache, token))
+        token = found[-1].argmax(-1, keepdim=True)
+    return torch.stack(found)
+
+
+def check(model, new_cache, file, tokens=300, count=140):
+    ids = random_ids(1, tokens)
+    kept = new_cache()
+    first = read(model, kept, ids).argmax(-1, keepdim=True)
+    steps(model, kept, first, 3)
+    kept.save(file)
+    loaded = KVCache.load(file, new_cache())
+    assert loaded.get_seq_length() == tokens + 3
+    assert loaded.stats().bytes_used == kept.stats().bytes_used
+    # Enough for another page, and then a second turn of several tokens.
+    assert torch.equal(steps(model, loaded, first, count), steps(model, kept, first, count))
+    turn = random_ids(1, 40, seed=7)
+    assert torch.equal(read(model, loaded, turn), read(model, kept, turn))
+    return loaded
+
+
+@pytest.mark.parametrize("scheme", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.full) for n in PAGED])
+def test_a_loaded_session_goes_on_bit_for_bit(llama, tmp_path, scheme):
+    check(llama, lambda: KVCache(llama.config, scheme), tmp_path / "session.safetensors")
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_sliding_windows_are_saved_with_what_has_left_them(tmp_path, name):
+    model = ARCHITECTURES[name].build("kvconvert")
+    scheme = KVScheme(sink_tokens=3, key_recent_tokens=20)
+    check(model, lambda: KVCache(model.config, scheme), tmp_path / "session.safetensors", tokens=420, count=20)
+
+
+def test_a_session_shorter_than_a_page_and_one_in_bfloat16(llama, tmp_path):
+    check(llama, lambda: KVCache(llama.config, "kitty"), tmp_path / "short", tokens=9, count=130)
+    model = tiny_model("llama", attention="kvconvert", num_hidden_layers=1).to(torch.bfloat16)
+    check(model, lambda: KVCache(model.config, "kivi"), tmp_path / "bf16")
+
+
+def saved(model, file, tokens=200, scheme="kivi"):
+    cache = KVCache(model.config, scheme)
+    read(model, cache, random_ids(1, tokens))
+    cache.save(file)
+    return file
+
+
+def test_a_bundles_model_loads_its_own_sessions_alone(tmp_path):
+    model = tiny_model("llama", num_hidden_layers=2)
+    adopt(model, [KVScheme.preset("kivi")] * 2, {})
+    model.kv_seal, cache = "a" * 64, None
+    ids = random_ids(1, 150)
+    cache = model.new_kv_cache()
+    read(model, cache, ids)
+    cache.save(tmp_path / "session")
+    loaded = KVCache.load(tmp_path / "session", model)
+    again = torch.cat([ids, random_ids(1, 20, seed=3)], 1)
+    expected = model.generate(again, past_key_values=cache, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    found = model.generate(again, past_key_values=loaded, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert found.tolist() == expected.tolist()
+    model.kv_seal = "b" * 64
+    with pytest.raises(CacheError, match="saved with another model, KV scheme or KV plan"):
+        KVCache.load(tmp_path / "session", model)
+    model.kv_seal = "a" * 64
+    with pytest.raises(CacheError, match=r"tokens are torch.float32 and the model computes in torch.bfloat16"):
+        KVCache.load(tmp_path / "session", model.to(torch.bfloat16))
+
+
+def test_what_is_not_the_same_is_refused_by_name(llama, tmp_path):
+    file = saved(llama, tmp_path / "session")
+    for other in (
+        KVCache(llama.config, "kitty"),
+        KVCache(tiny_model("llama", num_hidden_layers=2, rope_theta=5.0).config, "kivi"),
+    ):
+        with pytest.raises(CacheError, match="saved with another model, KV scheme or KV plan"):
+            KVCache.load(file, other)
+        assert other.get_seq_length() == 0
+    with pytest.raises(UsageError, match="no model of a bundle"):
+        KVCache.load(file, llama)
+    full = KVCache(llama.config, "kivi")
+    read(llama, full, random_ids(1, 3))
+    with pytest.raises(UsageError, match="holds tokens already"):
+        KVCache.load(file, full)
+    with pytest.raises(CacheError, match="out of pages"):
+        KVCache.load(
+            saved(llama, tmp_path / "long", tokens=700), KVCache(llama.config, "kivi", kv_memory=10_000, plan=None)
+        )
+
+
+def test_a_file_that_was_changed_is_refused(llama, tmp_path):
+    file = saved(llama, tmp_path / "session")
+    tensors = load_file(file)
+    for name in ("layers.0.keys", "layers.1.value_pages"):
+        changed = dict(tensors)
+        changed[name] = changed[name].clone()
+        changed[name].view(-1)[0] += 1
+        save_file(changed, tmp_path / "changed")
+        with pytest.raises(CacheError, match=f"{name} is not what was saved"):
+            KVCache.load(tmp_path / "changed", KVCache(llama.config, "kivi"))
+    del changed["layers.0.keys"]
+    save_file(changed, tmp_path / "changed")
+    with pytest.raises(CacheError, match=r"layers.0.keys is not what was saved"):
+        KVCache.load(tmp_path / "changed", KVCache(llama.config, "kivi"))
+    fields = json.loads(bytes(tensors["description"].numpy()))
+    text = json.dumps(fields | {"length": 100}, sort_keys=True).encode()
+    save_file(tensors | {"description": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, tmp_path / "changed")
+    with pytest.raises(CacheError, match="its description was changed"):
+        KVCache.load(tmp_path / "changed", KVCache(llama.config, "kivi"))
+    (tmp_path / "changed").write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(CacheError, match="no whole safetensors file"):
+        KVCache.load(tmp_path / "changed", KVCache(llama.config, "kivi"))
+    save_file({"weight": torch.zeros(2)}, tmp_path / "changed")
+    with pytest.raises(CacheError, match="it holds no session"):
+        KVCache.load(tmp_path / "changed", KVCache(llama.config, "kivi"))
+    with pytest.raises(CacheError, match="cannot be read"):
+        KVCache.load(tmp_path / "absent", KVCache(llama.config, "kivi"))
+
+
+def test_what_cannot_be_saved_is_refused_by_name(llama, tmp_path):
+    for scheme, reason in (("minikv", "compresses whole prompts"), ("calibquant-1bit", "compresses whole prompts")):
+        with pytest.raises(CacheError, match=reason):
+            saved(llama, tmp_path / "session", scheme=scheme)
+    two = KVCache(llama.config, "kivi")
+    read(llama, two, random_ids(2, 5))
+    with pytest.raises(CacheError, match="there are 2 sequences"):
+        two.save(tmp_path / "session")
+    padded = KVCache(llama.config, "kivi")
+    llama(random_ids(1, 5), attention_mask=torch.tensor([[0, 1, 1, 1, 1]]), past_key_values=padded)
+    with pytest.raises(CacheError, match="it has padding"):
+        padded.save(tmp_path / "session")
+    with pytest.raises(CacheError, match="there are 0 sequences"):
+        KVCache(llama.config, "kivi").save(tmp_path / "session")
+    assert not list(tmp_path.iterdir())
