@@ -28,7 +28,11 @@ def rehearse_engine(model: PreTrainedModel) -> None:
     """`rehearse`, and what an Engine launches beyond; within `noted`."""
     rehearse(model)
     with shortened(model):
-        ModelSteps(model, 2, None).rehearse()
+        try:
+            steps = ModelSteps(model, 2, None)
+        except UnsupportedModelError:
+            return
+        steps.rehearse()
 
 
 # Tokens per row that steps are recorded for where the cache has no limit.
