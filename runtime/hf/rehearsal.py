@@ -75,7 +75,9 @@ def shortened(model: Any) -> Iterator[None]:
         if isinstance(getattr(module, "layers", None), nn.ModuleList) and len(module.layers) == count
     ]
     derived = types is not None and "layer_types" not in vars(config)
-    if len(stacks) != 1 or derived or getattr(config, "num_kv_shared_layers", 0):
+    # Embeddings of every layer, and layers that read another one's keys and values.
+    whole = getattr(config, "hidden_size_per_layer_input", 0) or getattr(config, "num_kv_shared_layers", 0)
+    if len(stacks) != 1 or derived or whole:
         yield
         return
     ((stack,), schemes) = stacks, getattr(model, "kv_schemes", None)
