@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -40,6 +41,23 @@ _COUNT = click.IntRange(min=1)
 )
 @click.option(
     "--max-waiting", metavar="N", type=click.IntRange(min=0), default=256, show_default=True, help="Before others: 429."
+)
+@click.option(
+    "--prompt-lookup-num-tokens",
+    metavar="N",
+    type=click.IntRange(1, 64),
+    help="Draft so many tokens that followed the same words before, and check them in one pass.",
+)
+@click.option(
+    "--assistant-model", metavar="BUNDLE", help="Draft with this bundle's model, which has the same tokenizer."
+)
+@click.option(
+    "--num-assistant-tokens",
+    metavar="N",
+    type=click.IntRange(1, 64),
+    default=5,
+    show_default=True,
+    help="Tokens of its drafts.",
 )
 @click.option(
     "--max-tokens",
@@ -87,6 +105,9 @@ def serve(
     max_batch_tokens: int,
     prefix_caching: bool | None,
     max_waiting: int,
+    prompt_lookup_num_tokens: int | None,
+    assistant_model: str | None,
+    num_assistant_tokens: int,
     max_tokens: int,
     max_prompt_tokens: int | None,
     max_body: int,
@@ -104,6 +125,8 @@ def serve(
     from kvconvert.bundle.locate import check_place
 
     check_place(bundle)
+    if assistant_model is not None:
+        check_place(assistant_model)
     try:
         from kvconvert.serve.server import Server, bind
     except ModuleNotFoundError as error:
@@ -129,10 +152,15 @@ def serve(
     place = choose_device(device)
     stated = None if dtype is None else compute_dtype(dtype, place, None)
     on_gpu = place.type == "cuda"
-    model, processor = load(bundle, dtype=stated or ("auto" if on_gpu else None))
-    model.to(place)  # type: ignore[arg-type]
-    if on_gpu:  # which `load` does with a device_map, for which transformers needs another package
-        fuse(model)
+
+    def loaded(name: str) -> tuple[Any, Any]:
+        model, processor = load(name, dtype=stated or ("auto" if on_gpu else None))
+        model.to(place)  # type: ignore[arg-type]
+        if on_gpu:  # which `load` does with a device_map, for which transformers needs another package
+            fuse(model)
+        return model, processor
+
+    model, processor = loaded(bundle)
     name = name or (Path(bundle).resolve().name if os.path.exists(bundle) else bundle)
     engine = Engine(
         model,
@@ -142,6 +170,9 @@ def serve(
         prompt_chunk=prompt_chunk,
         max_batch_tokens=max_batch_tokens,
         max_waiting=max_waiting,
+        prompt_lookup_num_tokens=prompt_lookup_num_tokens,
+        assistant_model=None if assistant_model is None else loaded(assistant_model)[0],
+        num_assistant_tokens=num_assistant_tokens,
         prefix_caching=prefix_caching,
     )
     service = Service(

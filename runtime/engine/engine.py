@@ -7,8 +7,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kvconvert.errors import KvconvertError, UsageError
@@ -17,6 +19,7 @@ from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
 from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, new_request
 from kvconvert.runtime.engine.sampling import Sampling
 from kvconvert.runtime.engine.scheduler import RowState, Scheduler
+from kvconvert.runtime.engine.speculation import Speculation, accepted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -48,6 +51,8 @@ class Engine:
             from there. Kept pages take what room requests leave in `kv_memory`; without that, at most that of 131,072
             tokens. None does so where it is possible: where no layer compresses prompts as a whole (spans, eviction)
             and `prompt_chunk` is a multiple of 128.
+        prompt_lookup_num_tokens, max_matching_ngram_size, assistant_model, num_assistant_tokens: how tokens are drafted
+            that one pass checks together, see `Speculation`; they are not by default.
 
     Raises:
         UsageError: an argument that cannot be used.
@@ -65,6 +70,10 @@ class Engine:
         max_batch_tokens: int = 8192,
         max_waiting: int | None = None,
         prefix_caching: bool | None = None,
+        prompt_lookup_num_tokens: int | None = None,
+        max_matching_ngram_size: int = 2,
+        assistant_model: PreTrainedModel | None = None,
+        num_assistant_tokens: int = 5,
     ):
         for name, value, least in (("max_batch", max_batch, 1), ("prompt_chunk", prompt_chunk, 1)):
             if value < least:
@@ -76,6 +85,9 @@ class Engine:
             )
         if max_waiting is not None and max_waiting < 0:
             raise UsageError(f"`max_waiting` is {max_waiting}; it has to be at least 0, or None.")
+        self._speculation = Speculation(
+            prompt_lookup_num_tokens, max_matching_ngram_size, assistant_model, num_assistant_tokens
+        )
         self._tokenizer, self._prompt_chunk, self._max_batch_tokens = tokenizer, prompt_chunk, max_batch_tokens
         self._steps = ModelSteps(model, max_batch, kv_memory)
         self._steps.prepare(prompt_chunk)
@@ -87,16 +99,14 @@ class Engine:
         self._stepping = threading.Lock()  # of the model and its cache
         self._work = threading.Condition(self._lock)
         self._cancelled: list[Request] = []  # what they hold is freed as soon as no pass is under way
-        # Of each step whose tokens were not read yet: their copy to the host, and whose they are, by row.
-        self._unread: deque[tuple[Callable[[], list[int]], dict[int, Request]]] = deque()
         unsupported = no_prefixes(self._steps, prompt_chunk)
         if prefix_caching and unsupported is not None:
             raise UsageError(f"`prefix_caching` is not possible: {unsupported}.")
         keeps = prefix_caching is not False and unsupported is None
         self._prefixes = Prefixes(self._steps, self._scheduler, lock, prompt_chunk) if keeps else None
-        self._counts = dict.fromkeys(
-            ("finished", "cancelled", "failed", "refused", "prompt", "cached", "generated", "steps"), 0
-        )
+        self._unread: deque[_Unread] = deque()
+        counted = ("prompt", "cached", "generated", "drafted", "accepted", "steps")
+        self._counts = dict.fromkeys(("finished", "cancelled", "failed", "refused", *counted), 0)
         self._seconds = 0.0
         self._next_id = 0
 
@@ -130,6 +140,7 @@ class Engine:
                 self._steps, self._tokenizer, prompt, max_new_tokens, sampling or Sampling(), stop_token_ids, stop
             )
             request.on_event, request.on_cancel = on_event, self._cancel
+            request.drafter = self._speculation.drafter(request.sampling, len(request.prompt))
             with self._lock:
                 request.id, self._next_id = self._next_id, self._next_id + 1
                 self._scheduler.enqueue(request)
@@ -223,6 +234,8 @@ class Engine:
                 prompt_tokens=counts["prompt"],
                 generated_tokens=counts["generated"],
                 cached_tokens=counts["cached"],
+                drafted_tokens=counts["drafted"],
+                accepted_tokens=counts["accepted"],
                 seconds=self._seconds,
             )
 
@@ -246,9 +259,11 @@ class Engine:
                 raise
             if error is not None:
                 raise error
+        # What follows a draft depends on how much of it is accepted.
+        lag = self._steps.lag if launched and not self._speculation.drafted else 0
         events = []
-        while len(self._unread) > (self._steps.lag if launched else 0):
-            events += self._collect(*self._unread.popleft())
+        while len(self._unread) > lag:
+            events += self._collect(self._unread.popleft())
         return events
 
     def _admit(self) -> None:
@@ -293,15 +308,26 @@ class Engine:
             chunks[PromptChunk(request.row, request.prompt_cache, request.prompt[begin:end], begin, last)] = request
             if last:
                 self._rows.enter(request.row, request)
+        plain = {row: request for row, request in running.items() if request.drafter is None}
+        for row, request in running.items():
+            if request.drafter is not None:
+                ids = [request.tokens[-1], *self._drafts(request)]
+                begin = len(request.prompt) + len(request.tokens) - 1
+                chunks[PromptChunk(row, request.prompt_cache, ids, begin, last=False, checked=True)] = request
         self._rows.prepare(running)
-        logits, failures = self._steps.forward(self._rows.ids, self._rows.positions, bool(running), list(chunks))
-        chosen = self._rows.choose(logits)
+        logits, failures = self._steps.forward(self._rows.ids, self._rows.positions, bool(plain), list(chunks))
+        chosen = self._rows.choose(logits[: self._steps.rows])
+        checked = [(chunk, request) for chunk, request in chunks.items() if chunk.checked]
+        if checked:
+            places = [(c.row, len(r.tokens) + number) for c, r in checked for number in range(len(c.ids))]
+            after = self._rows.choose_after(logits[self._steps.rows :], *zip(*places, strict=True))
+            chosen = torch.cat([chosen, after])
         for part in failures:
-            for request in running.values() if part is None else [chunks[part]]:
+            for request in plain.values() if part is None else [chunks[part]]:
                 self._end(request, "error")
-        given = {} if None in failures else running
+        given = {} if None in failures else plain
         for chunk, request in chunks.items():
-            if chunk in failures:
+            if chunk in failures or chunk.checked:
                 continue
             request.prompt_read += len(chunk.ids)
             with self._lock:
@@ -313,40 +339,79 @@ class Engine:
                 if self._prefixes:
                     self._prefixes.settle(request)
                 if request.max_new_tokens > 1:
-                    self._steps.join(chunk.row, chunk.cache)
-                    with self._lock:
+                    if request.drafter is None:
+                        self._steps.join(chunk.row, chunk.cache)
                         request.prompt_cache = None
+                    with self._lock:
                         self._scheduler.start(request)
-        if given:
-            self._unread.append((self._steps.fetch(chosen), given))
+        if given or checked:
+            self._unread.append(_Unread(self._steps.fetch(chosen), given, checked))
         for request in given.values():
             request.launched += 1
             if request.launched == request.max_new_tokens:
                 self._free(request)
         return next(iter(failures.values()), None)
 
-    def _collect(self, read: Callable[[], list[int]], requests: dict[int, Request]) -> list[Event]:
+    def _drafts(self, request: Request) -> list[int]:
+        """What may follow a running request's newest token: at most what is checked before its next page is written."""
+        until_page = request.prompt_cache.hold_drafts()
+        most = min(self._speculation.drafted, request.max_new_tokens - len(request.tokens) - 1)
+        if until_page is not None:
+            most = min(most, until_page - 1)
+        assert request.drafter is not None
+        drafts = request.drafter.propose([*request.prompt, *request.tokens], most) if most > 0 else []
+        unknown = next((n for n, token in enumerate(drafts) if token >= self._steps.vocabulary), len(drafts))
+        return drafts[:unknown]
+
+    def _collect(self, unread: _Unread) -> list[Event]:
         """Read the tokens of a step and hand them out."""
         try:
-            tokens = read()
+            tokens = unread.read()
         except BaseException:
             # What a GPU computes fails when it is read, and with it what was launched after it.
-            for request in {r for _, others in ((read, requests), *self._unread) for r in others.values()}:
+            for request in {request for each in (unread, *self._unread) for request in each.requests()}:
                 self._end(request, "error")
             raise
-        events = []
+        events: list[Event] = []
+        failed: list[tuple[Request, Exception]] = []
         with self._lock:
-            for row, request in requests.items():
+            for row, request in unread.rows.items():
                 if not request.finished:
-                    text, reason = request.accept(tokens[row])
-                    events.append(Event(request, (tokens[row],), text, reason))
-                    self._counts["generated"] += 1
+                    events.append(self._given(request, tokens[row : row + 1]))
+        begin = self._steps.rows
+        for chunk, request in unread.checked:
+            chosen, begin = tokens[begin : begin + len(chunk.ids)], begin + len(chunk.ids)
+            if not request.finished:
+                count = accepted(chosen, chunk.ids[1:])
+                with self._lock:
+                    events.append(self._given(request, chosen[: count + 1]))
+                    for name, number in (("drafted", len(chunk.ids) - 1), ("accepted", len(events[-1].tokens) - 1)):
+                        self._counts[name] += number
+                        setattr(request, name, getattr(request, name) + number)
+                try:
+                    # Pages that are complete now are written here.
+                    chunk.cache.crop(count + 1 - len(chunk.ids))
+                except Exception as error:
+                    failed.append((request, error))
         for event in events:
             if event.finish_reason:
                 self._end(event.request, event.finish_reason, report=False)
         for event in events:
             _report(event)
+        for request, _ in failed:
+            self._end(request, "error")
+        if failed:
+            raise failed[0][1]
         return events
+
+    def _given(self, request: Request, tokens: list[int]) -> Event:
+        """Add tokens to a request, up to the one that ends it."""
+        text, used, reason = "", 0, None
+        while used < len(tokens) and reason is None:
+            piece, reason = request.accept(tokens[used])
+            text, used = text + piece, used + 1
+        self._counts["generated"] += used
+        return Event(request, tuple(tokens[:used]), text, reason)
 
     def _end(self, request: Request, reason: FinishReason, report: bool = True) -> None:
         """Finish a request and free what it holds; by the thread that has the cache."""
@@ -366,11 +431,11 @@ class Engine:
             self._prefixes.leave(request)
         if request.row is not None:
             self._rows.leave(request.row)
-            if request.state == "running":
-                self._steps.leave(request.row)
-            elif request.prompt_cache is not None:
+            if request.prompt_cache is not None:
                 self._steps.discard(request.prompt_cache)
                 request.prompt_cache = None
+            elif request.state == "running":
+                self._steps.leave(request.row)
         with self._lock:
             self._scheduler.release(request)
 
@@ -389,6 +454,25 @@ class Engine:
                     self._end(self._cancelled.pop(), "cancelled")
             finally:
                 self._stepping.release()
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A step whose tokens were not read yet.
+
+    Attributes:
+        read: waits for their copy to the host.
+        rows: whose they are, by row.
+        checked: whose the others are, behind those of the rows: of each token of these chunks.
+    """
+
+    read: Callable[[], list[int]]
+    rows: dict[int, Request]
+    checked: list[tuple[PromptChunk, Request]]
+
+    def requests(self) -> list[Request]:
+        """All of them."""
+        return [*self.rows.values(), *(request for _, request in self.checked)]
 
 
 def _report(event: Event) -> None:

@@ -28,7 +28,11 @@ def rehearse_engine(model: PreTrainedModel) -> None:
     """`rehearse`, and what an Engine launches beyond; within `noted`."""
     rehearse(model)
     with shortened(model):
-        ModelSteps(model, 2, None).rehearse()
+        try:
+            steps = ModelSteps(model, 2, None)
+        except UnsupportedModelError:
+            return
+        steps.rehearse()
 
 
 # Tokens per row that steps are recorded for where the cache has no limit.
@@ -66,6 +70,7 @@ class PromptChunk:
         ids: of the tokens.
         position: of the first of them.
         last: whether the prompt ends with them.
+        checked: whether logits after each of them are wanted: of a token that was generated and the drafts after it.
     """
 
     row: int
@@ -73,6 +78,7 @@ class PromptChunk:
     ids: Sequence[int]
     position: int
     last: bool
+    checked: bool = False
 
     @property
     def positions(self) -> range:
@@ -231,8 +237,9 @@ class ModelSteps:
 
         Returns:
             logits [rows, V] of the token after each row's newest one, or after the prompt that ends in this pass and
-            will join that row; meaningless in other rows, and in all of them if there is neither. And what a prompt's
-            cache, or under None that of the rows, failed with while the others went on.
+            will join that row; meaningless in other rows, and in all of them if there is neither. Behind them those
+            after each token of the chunks that are checked. And what a prompt's cache, or under None that of the rows,
+            failed with while the others went on.
         """
         if not chunks:
             return self._logits(ids[:, None], positions[:, None], self.cache)[:, -1], {}
@@ -243,6 +250,8 @@ class ModelSteps:
         for chunk, end in zip(chunks, ends, strict=True):
             if chunk.last:
                 kept[chunk.row] = end
+            if chunk.checked:
+                kept += range(end + 1 - len(chunk.ids), end + 1)
         read = upload([[i for c in chunks for i in c.ids], [p for c in chunks for p in c.positions]], self.device)
         if decodes:
             read = torch.cat([torch.stack([ids, positions]), read], 1)

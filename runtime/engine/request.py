@@ -12,6 +12,7 @@ from torch import Tensor
 from kvconvert.errors import UsageError
 from kvconvert.runtime.engine.model_steps import ModelSteps
 from kvconvert.runtime.engine.sampling import Sampling
+from kvconvert.runtime.engine.speculation import Drafter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,6 +115,7 @@ class Request:
         tokens: generated so far.
         text: the same as text, up to a stop string; "" without a tokenizer.
         cached_tokens: of the prompt, taken from stored prefixes instead of being read.
+        drafted, accepted: tokens of drafts that were checked, and those of them that were generated.
         finish_reason: "stop" (a stop token or stop string), "length" (max_new_tokens), "cancelled", "error" (the model
             failed while it was served), or None while the request goes on.
     """
@@ -126,6 +128,8 @@ class Request:
     state: State = "waiting"
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    drafted: int = 0
+    accepted: int = 0
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     # The engine's bookkeeping.
@@ -135,6 +139,7 @@ class Request:
     prompt_cache: Any = field(default=None, repr=False)
     launched: int = field(default=0, repr=False)  # tokens chosen on the device, of which the newest may not be read yet
     text_stream: TextStream | None = field(default=None, repr=False)
+    drafter: Drafter | None = field(default=None, repr=False)
     on_event: Callable[[Event], None] | None = field(default=None, repr=False)
     on_cancel: Callable[[Request], None] | None = field(default=None, repr=False)
 
@@ -182,6 +187,7 @@ class EngineStats:
         prefixes_evicted: stored prefixes dropped so far to make room.
         prompt_tokens, generated_tokens: read and generated so far.
         cached_tokens: of prompts, taken from stored prefixes so far, and not counted as read.
+        drafted_tokens, accepted_tokens: of drafts that were checked so far, and those of them that were generated.
         steps: so far.
         seconds: spent in them.
     """
@@ -199,6 +205,8 @@ class EngineStats:
     prompt_tokens: int
     generated_tokens: int
     cached_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     steps: int
     seconds: float
 

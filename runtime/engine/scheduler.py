@@ -7,7 +7,7 @@ and how its next token is chosen.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -201,3 +201,21 @@ class RowState:
             chosen = sample(logits, temperature, top_k, top_p, seeds, counters, restrict=restrict)
         self.ids.copy_(chosen)
         return chosen
+
+    def choose_after(self, logits: Tensor, rows: Sequence[int], counters: Sequence[int]) -> Tensor:
+        """The tokens after drafts of some rows' requests, from logits [n, V], int64 [n].
+
+        Args:
+            logits: after each token, of the requests in `rows`.
+            rows: int [n].
+            counters: int [n], how many tokens were generated before each of those chosen.
+        """
+        sampling = [self._sampling[row] for row in rows]
+        if all(each.greedy for each in sampling):
+            return logits.argmax(-1)
+        at = torch.tensor(rows, device=logits.device)
+        _, _, top_k, seeds = self._integers[:, at]
+        temperature, top_p = self._floats[:, at]
+        numbers = torch.tensor(counters, device=logits.device)
+        restrict = any(each.restricts for each in sampling)
+        return sample(logits, temperature, top_k, top_p, seeds, numbers, restrict=restrict)

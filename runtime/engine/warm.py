@@ -14,10 +14,10 @@ import torch
 from kvconvert.errors import UsageError
 from kvconvert.kernels.device import GPU, LOWEST_CAPABILITY, imagined
 from kvconvert.kernels.launches import cache_directory, compile_launches, noted
-from kvconvert.runtime.engine.model_steps import rehearse_engine, unsupported
+from kvconvert.runtime.engine.model_steps import rehearse_engine
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.load import load
-from kvconvert.runtime.hf.rehearsal import rehearse, rehearse_products, shortened
+from kvconvert.runtime.hf.rehearsal import rehearse_products, shortened
 
 # Streaming multiprocessors of usual GPUs, by compute capability; how products are divided depends on them.
 MULTIPROCESSORS = {
@@ -85,10 +85,8 @@ def warm(
             with imagined(GPU(capability, counts[0])):
                 if not hasattr(model, "new_kv_cache"):
                     _rehearse_without_plan(model)
-                elif unsupported(model) is None:
-                    rehearse_engine(model)
                 else:
-                    rehearse(model)
+                    rehearse_engine(model)
             for count in counts[1:]:
                 with imagined(GPU(capability, count)):
                     rehearse_products(model)

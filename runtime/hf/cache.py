@@ -190,6 +190,16 @@ class KVCache(Cache):
         for group in self.groups:
             group.seal_at_once = not group.keep_for_sharing
 
+    def hold_drafts(self) -> int | None:
+        """Keep new tokens in full precision until `crop`, and say how many may come before the next page is complete.
+
+        Passes of that many tokens, each followed by `crop`, write the pages that passes of single tokens would, at the
+        same times. None for schemes that write no page after the prompt.
+        """
+        self.activate_past_recording()
+        left = [group.tokens_until_page(0) for group in self.groups]
+        return min((count for count in left if count is not None), default=None)
+
     def share_tables(self, registry: TableRegistry) -> None:
         """Use the tables of a registry, which captured steps know by address."""
         for group in self.groups:

@@ -32,25 +32,34 @@ def rehearse(model: Any) -> None:
     with shortened(model):
         for first in FIRST:
             read_chunks(model, (first, *LATER))
-        for tokens in ([1], [1, 260]):
-            prepare_steps(model, tokens, longest=max(tokens))
+        if takes(model, "position_ids"):
+            for tokens in ([1], [1, 260]):
+                prepare_steps(model, tokens, longest=max(tokens))
 
 
 def read_chunks(model: Any, lengths: Sequence[int]) -> None:
     """Read a prompt in chunks of these lengths, as far as the model's positions go, and generate a token."""
     cache, begin, most = model.new_kv_cache(), 0, max_positions(model)
-    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    options: dict[str, Any] = {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
     cache.begin_prompt()
     for length in lengths:
         if begin + length >= most:
             break
         ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
-        positions = torch.arange(begin, begin + length, device=model.device)[None]
-        model(input_ids=ids, position_ids=positions, past_key_values=cache, **options)
+        if takes(model, "position_ids"):
+            options["position_ids"] = torch.arange(begin, begin + length, device=model.device)[None]
+        model(input_ids=ids, past_key_values=cache, **options)
         begin += length
     cache.seal()
     one = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    model(input_ids=one, position_ids=one + begin, past_key_values=cache)
+    if "position_ids" in options:
+        options["position_ids"] = one + begin
+    model(input_ids=one, past_key_values=cache, **options)
+
+
+def takes(model: Any, argument: str) -> bool:
+    """Whether a model's forward pass has an argument of this name."""
+    return argument in inspect.signature(model.forward).parameters
 
 
 @contextmanager
@@ -65,7 +74,10 @@ def shortened(model: Any) -> Iterator[None]:
         for module in model.modules()
         if isinstance(getattr(module, "layers", None), nn.ModuleList) and len(module.layers) == count
     ]
-    if len(stacks) != 1 or getattr(config, "num_kv_shared_layers", 0):
+    derived = types is not None and "layer_types" not in vars(config)
+    # Embeddings of every layer, and layers that read another one's keys and values.
+    whole = getattr(config, "hidden_size_per_layer_input", 0) or getattr(config, "num_kv_shared_layers", 0)
+    if len(stacks) != 1 or derived or whole:
         yield
         return
     ((stack,), schemes) = stacks, getattr(model, "kv_schemes", None)
