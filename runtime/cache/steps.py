@@ -9,11 +9,13 @@ from contextlib import contextmanager
 
 import torch
 
+from kvconvert.kernels import ragged
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.runtime.cache.compress import compress, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
 from kvconvert.runtime.cache.group_tables import FEWEST_ENTRIES, GroupTables
+from kvconvert.runtime.cache.pool import UNIT
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import Group, LayerStore
 
@@ -29,6 +31,21 @@ class TableRegistry:
     def __init__(self) -> None:
         self.least_entries: dict[int, int] = {}
         self._tables: dict[Hashable, GroupTables] = {}
+        self._bases: dict[torch.device, torch.Tensor] = {}
+        self._reasons: dict[Hashable, str | None] = {}
+
+    def base(self, device: torch.device) -> torch.Tensor:
+        """A small tensor that never moves, int16 and aligned to 16 bytes, from which addresses on a device count."""
+        if device not in self._bases:
+            self._bases[device] = torch.zeros(UNIT, dtype=torch.int16, device=device)
+        return self._bases[device]
+
+    def ragged_unsupported(self, store: LayerStore) -> str | None:
+        """Why `kernels/ragged` does not serve a layer; None if it does."""
+        key = store.index, store.dtype, store.device
+        if key not in self._reasons:
+            self._reasons[key] = ragged.unsupported(store.format, store.dtype, store.device)
+        return self._reasons[key]
 
     def tables_of(self, group: Group) -> list[GroupTables]:
         """The tables whose contents are a group's."""
@@ -94,10 +111,10 @@ class TableRegistry:
         if latest.chunk_tables is None and latest.all_allocated:
             latest.chunk_tables = self.tables(group, entries_needed(latest.appended))
             latest.chunk_tables.serve(group)
-        if latest.chunk_tables is not None:
+        if latest.chunk_tables is not None and latest.chunk_tables.belongs_to(group):
             return latest.chunk_tables, group.stores.index(store)
-        # A first prompt. When its last layer is there, the layers before have been compressed already, so that no table
-        # describes them all.
+        # A first prompt, or another cache has taken the tables within a packed pass. When a prompt's last layer is
+        # there, the layers before have been compressed already, so that no table describes them all.
         tables = GroupTables([store], len(store.sequences), max(FEWEST_ENTRIES, entries_needed(store.sequences)))
         tables.write(group, [store], store.sequences, list(range(len(store.sequences))))
         return tables, 0
