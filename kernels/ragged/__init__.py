@@ -35,7 +35,12 @@ def unsupported(format: LayerFormat, dtype: torch.dtype, device: torch.device) -
 
 
 def append(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tables: RaggedTables, rotations: Rotations
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: RaggedTables,
+    format: LayerFormat,
+    rotations: Rotations,
 ) -> torch.Tensor:
     """Store new keys and values in their sequences' buffers and rotate what the scheme rotates, in one launch.
 
@@ -43,6 +48,7 @@ def append(
         queries: [Hq, N, D]; rotated as the keys are.
         keys, values: [H, N, D] and [H, N, E].
         tables: of the pass.
+        format: of the layer's pages.
         rotations: which are rotated.
 
     Returns:
@@ -50,7 +56,7 @@ def append(
     """
     from kvconvert.kernels.ragged.triton import launch
 
-    return launch.append(queries, keys, values, tables, rotations)
+    return launch.append(queries, keys, values, tables, format, rotations)
 
 
 def attend(

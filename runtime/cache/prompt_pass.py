@@ -206,7 +206,7 @@ class PromptPass:
     ) -> torch.Tensor:
         """Store a layer's new keys [H, N, D] and values [H, N, E]; queries [Hq, N, D], rotated as the keys are."""
         keys, values = keys.to(store.dtype), values.to(store.dtype)
-        return ragged.append(queries, keys, values, self._tables[store.index], store.rotations)
+        return ragged.append(queries, keys, values, self._tables[store.index], store.format, store.rotations)
 
     def attend(
         self,
@@ -298,13 +298,13 @@ class _GroupWriter:
         found = {name: part.view(shape) for (name, shape), part in views}
         base, tables = self.base, []
         for line, store in enumerate(self.stores):
-            f, shared = store.format, found["shared"][line]
+            f, shared, boosted = store.format, found["shared"][line], self.group.registry.boosted(store)
             tables.append(
                 RaggedTables(
                     base.view(store.dtype),
                     found["buffers"][line],
                     found["tokens"],
-                    PageAddresses(f.keys, base, found["keys"][line], shared[:2], f.boosted),
+                    PageAddresses(f.keys, base, found["keys"][line], shared[:2], boosted),
                     PageAddresses(f.values, base, found["values"][line], shared[2:]),
                     *(found[name] for name in ("key_places", "value_places", "center_pages", "centers")),
                     found["copies"],
@@ -339,16 +339,27 @@ class _GroupWriter:
         """Where the scales of static pages lie: [L, 4], as in `GroupTables.shared`."""
         lines = []
         for store in self.stores:
-            scales = [part for static in (store.format.static_keys, store.format.static_values) for part in static or 2 * (None,)]
+            scales = [
+                part
+                for static in (store.format.static_keys, store.format.static_values)
+                for part in static or 2 * (None,)
+            ]
             lines.append([0 if part is None else (part.data_ptr() - self.base.data_ptr()) // UNIT for part in scales])
         return np.array(lines, np.int64)
 
     def _buffers(self) -> np.ndarray:
-        origin, width, stores = self.base.data_ptr(), self.stores[0].dtype.itemsize, zip(*(g.stores for g in self.groups), strict=True)
+        origin, width, stores = (
+            self.base.data_ptr(),
+            self.stores[0].dtype.itemsize,
+            zip(*(g.stores for g in self.groups), strict=True),
+        )
         lines = [[(store.rows[0].keys, store.rows[0].values) for store in line] for line in stores]
         return np.array(
             [
-                [[(k.address - origin) // width, k.head_stride, (v.address - origin) // width, v.head_stride] for k, v in line]
+                [
+                    [(k.address - origin) // width, k.head_stride, (v.address - origin) // width, v.head_stride]
+                    for k, v in line
+                ]
                 for line in lines
             ],
             np.int64,

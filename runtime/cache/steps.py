@@ -33,12 +33,20 @@ class TableRegistry:
         self._tables: dict[Hashable, GroupTables] = {}
         self._bases: dict[torch.device, torch.Tensor] = {}
         self._reasons: dict[Hashable, str | None] = {}
+        self._boosted: dict[Hashable, torch.Tensor | None] = {}
 
     def base(self, device: torch.device) -> torch.Tensor:
         """A small tensor that never moves, int16 and aligned to 16 bytes, from which addresses on a device count."""
         if device not in self._bases:
             self._bases[device] = torch.zeros(UNIT, dtype=torch.int16, device=device)
         return self._bases[device]
+
+    def boosted(self, store: LayerStore) -> torch.Tensor | None:
+        """int32 [H, n], a layer's boosted channels where its scheme fixes them; else None."""
+        key = store.index, store.device
+        if key not in self._boosted:
+            self._boosted[key] = None if store.format.boosted is None else store.format.boosted.int()
+        return self._boosted[key]
 
     def ragged_unsupported(self, store: LayerStore) -> str | None:
         """Why `kernels/ragged` does not serve a layer; None if it does."""
@@ -111,10 +119,10 @@ class TableRegistry:
         if latest.chunk_tables is None and latest.all_allocated:
             latest.chunk_tables = self.tables(group, entries_needed(latest.appended))
             latest.chunk_tables.serve(group)
-        if latest.chunk_tables is not None and latest.chunk_tables.belongs_to(group):
+        if latest.chunk_tables is not None:
             return latest.chunk_tables, group.stores.index(store)
-        # A first prompt, or another cache has taken the tables within a packed pass. When a prompt's last layer is
-        # there, the layers before have been compressed already, so that no table describes them all.
+        # A first prompt. When its last layer is there, the layers before have been compressed already, so that no table
+        # describes them all.
         tables = GroupTables([store], len(store.sequences), max(FEWEST_ENTRIES, entries_needed(store.sequences)))
         tables.write(group, [store], store.sequences, list(range(len(store.sequences))))
         return tables, 0

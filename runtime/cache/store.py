@@ -192,7 +192,17 @@ class LayerStore:
 
     def _learn(self, other: LayerStore) -> None:
         """Know what another store of this layer knows of its tokens."""
-        for name in ("dtype", "device", "format", "span_format", "key_pages", "value_pages", "growth", "origin", "_empty"):
+        for name in (
+            "dtype",
+            "device",
+            "format",
+            "span_format",
+            "key_pages",
+            "value_pages",
+            "growth",
+            "origin",
+            "_empty",
+        ):
             setattr(self, name, getattr(other, name))
 
     def take_row(self, row: int, other: LayerStore, by: int, rows: int) -> None:

@@ -236,7 +236,7 @@ class KVCache(Cache):
         return PackedCache([*own, *prompts], rows=rows)
 
     def allocate_beside(self) -> bool:
-        """Know shape, dtype and device of tokens from the cache that this one was made beside; whether that is known."""
+        """Take shape, dtype and device of tokens from the cache that this one was made beside; whether it has them."""
         for layer in self.layers:
             if isinstance(layer, PagedLayer) and not layer.is_initialized:
                 store, twin = layer.store, layer.store.pages

@@ -109,8 +109,8 @@ def dequantize_keys_kernel(
     """Keys of one head of a page as [tokens, HEAD_SIZE]. LANES to CHANNELS are fields of `KeyLayout` (STORED_ROWS its
     `rows`, ROWS those of one half of the channels), NORMS that of the norm that NORM says there is.
 
-    Tokens begin at `places[page]` of `output` if pages are PLACED. `scales` int64 [2] leads to the layer's or span's scale and zero point; `boosted` [HEADS, BOOSTED] are the channels
-    where these are FIXED.
+    Tokens begin at `places[page]` of `output` if pages are PLACED. `scales` int64 [2] leads to the layer's or span's
+    scale and zero point; `boosted` [HEADS, BOOSTED] are the channels where these are FIXED.
     """
     HALVES: tl.constexpr = halves_of(BITS)
     PLANES: tl.constexpr = 16 // field_width(BITS)

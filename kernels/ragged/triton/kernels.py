@@ -171,7 +171,7 @@ def ragged_attention_kernel(
         queries, head, first, end, query_head_stride, query_stride, QUERY_ROWS, HEAD_SIZE, HEAD_TILE, False, True
     )
     first_column, key_begin = tl.load(tile + 2).to(tl.int32), tl.load(tile + 3).to(tl.int32)
-    maximum, total, accumulated = softmax_over_keys(
+    _, total, accumulated = softmax_over_keys(
         query, keys, values, sink_logits, head, key_head, first_column, key_begin, tl.load(tile + 4).to(tl.int32),
         key_head_stride, key_stride, value_head_stride, value_stride, window, scaling, softcap, QUERY_ROWS,
         KEY_ROWS, HEAD_SIZE, HEAD_TILE, VALUE_SIZE, VALUE_TILE, SOFTCAP, SINK_LOGITS, WINDOWED, False, INTERPRETED,

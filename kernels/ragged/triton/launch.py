@@ -16,30 +16,32 @@ from kvconvert.kernels.rotate import Rotations
 from kvconvert.kernels.rotate.matrices import hadamard_signs
 from kvconvert.kernels.rotate.triton.launch import columns_for, inner_for, tile_of
 
-# Rows of a program that rotates: few of float32, of which a product takes three.
-ROWS = {torch.float32: 16}
-MOST_ROWS = 32
+# Tokens of a program of the append.
+ROWS = 32
 # Tile elements per thread of a copy.
 PER_THREAD = 32
 
 
 def append(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tables: RaggedTables, rotations: Rotations
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: RaggedTables,
+    format: LayerFormat,
+    rotations: Rotations,
 ) -> torch.Tensor:
     """`append` of kernels/ragged/__init__.py."""
     queries, keys, values = (_aligned(x) for x in (queries, keys, values))
-    (query_heads, count, dim), (heads, _, value_dim), dtype = queries.shape, values.shape, keys.dtype
-    rows = ROWS.get(dtype, MOST_ROWS)
+    dtype, (query_heads, count, dim), (heads, _, value_dim) = keys.dtype, queries.shape, values.shape
     output = torch.empty_like(queries) if rotations.keys else queries
     key_signs = hadamard_signs(dim, dtype, keys.device) if rotations.keys else (keys, 1.0)
     value_signs = hadamard_signs(value_dim, dtype, keys.device) if rotations.values else (values, 1.0)
+    constants = append_constants(format, dtype, *rotations)
     lines = 2 * heads + (query_heads if rotations.keys else 0)
-    append_kernel[(triton.cdiv(count, rows) * lines,)](
+    append_kernel[(triton.cdiv(count, constants["ROWS"]) * lines,)](
         queries, output, keys, values, tables.base, tables.buffers, tables.tokens, key_signs[0], value_signs[0],
         key_signs[1], value_signs[1], count, *queries.stride()[:2], *output.stride()[:2], *keys.stride()[:2],
-        *values.stride()[:2], heads, dim, tile_of(dim), value_dim, tile_of(value_dim), columns_for(dim, dtype),
-        inner_for(dim, dtype), columns_for(value_dim, dtype), inner_for(value_dim, dtype), rows, *rotations,
-        num_warps=4,
+        *values.stride()[:2], **constants, num_warps=4,
     )  # fmt: skip
     return output
 
@@ -57,9 +59,7 @@ def attend(
     """`attend` of kernels/ragged/__init__.py."""
     queries = _aligned(queries)
     (query_heads, count, _), f = queries.shape, format
-    keys, values = (
-        queries.new_empty(side.heads, tables.capacity, side.head_dim) for side in (f.keys, f.values)
-    )
+    keys, values = (queries.new_empty(side.heads, tables.capacity, side.head_dim) for side in (f.keys, f.values))
     fill_workspace(tables, f, keys, values)
     output = queries.new_empty(count, query_heads, f.values.head_dim)
     group, windowed = query_heads // f.keys.heads, window is not None
@@ -93,7 +93,28 @@ def fill_workspace(tables: RaggedTables, format: LayerFormat, keys: torch.Tensor
     )  # fmt: skip
 
 
-def attention_constants(format: LayerFormat, device_capability: tuple[int, int]) -> tuple[dict[str, int], dict[str, int]]:
+def append_constants(format: LayerFormat, dtype: torch.dtype, keys_rotate: bool, values_rotate: bool) -> dict[str, int]:
+    """Compile-time arguments of `append_kernel`."""
+    size, value_size = format.keys.head_dim, format.values.head_dim
+    return {
+        "HEADS": format.keys.heads,
+        "SIZE": size,
+        "SIZE_TILE": tile_of(size),
+        "VALUE_SIZE": value_size,
+        "VALUE_TILE": tile_of(value_size),
+        "COLUMNS": columns_for(size, dtype),
+        "INNER": inner_for(size, dtype),
+        "VALUE_COLUMNS": columns_for(value_size, dtype),
+        "VALUE_INNER": inner_for(value_size, dtype),
+        "ROWS": ROWS,
+        "ROTATE_KEYS": keys_rotate,
+        "ROTATE_VALUES": values_rotate,
+    }
+
+
+def attention_constants(
+    format: LayerFormat, device_capability: tuple[int, int]
+) -> tuple[dict[str, int], dict[str, int]]:
     """Compile-time arguments of `ragged_attention_kernel`, and options of its launch."""
     size, value_size = format.keys.head_dim, format.values.head_dim
     largest = max(head_tile_of(size), head_tile_of(value_size))
@@ -124,6 +145,6 @@ def copy_warps(format: LayerFormat) -> int:
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """A tensor [heads, N, channels], or a copy where channels are not side by side and tokens at multiples of 16 bytes."""
+    """A tensor [heads, N, channels], or a copy unless channels are side by side and tokens at multiples of 16 bytes."""
     aligned = x.stride(2) == 1 and x.data_ptr() % 16 == 0 and not any(stride % 8 for stride in x.stride()[:2])
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
