@@ -74,10 +74,10 @@ def append_kernel(
             VALUE_SIZE, VALUE_TILE, VALUE_COLUMNS, VALUE_INNER, False, ROTATE_VALUES,
         )  # fmt: skip
     elif ROTATE_KEYS:
-        head = (line - 2 * HEADS).to(tl.int64)
+        query_head = (line - 2 * HEADS).to(tl.int64)
         rotate_rows(
-            (queries + head * query_head_stride + row * query_stride)[:, None],
-            (output + head * output_head_stride + row * output_stride)[:, None], present[:, None], key_matrix,
+            (queries + query_head * query_head_stride + row * query_stride)[:, None],
+            (output + query_head * output_head_stride + row * output_stride)[:, None], present[:, None], key_matrix,
             key_normaliser, SIZE, SIZE_TILE, COLUMNS, INNER, False, True,
         )  # fmt: skip
 
