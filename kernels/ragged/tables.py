@@ -34,7 +34,7 @@ class RaggedTables:
             where it is not stored.
         key_pages, value_pages: those of all sequences that have been quantized, P and Q of them.
         key_places, value_places: [P] and [Q], the token of the workspace that a page begins at; negative for none.
-        center_pages, centers: [P, 4] and [P, 3], the pages of keys as `launch_centers` takes them in a workspace
+        center_pages, centers: [P, 5] and [P, 3], the pages of keys as `launch_centers` takes them in a workspace
             [H, capacity, D]; read where keys have a center.
         copies: [C, 5] stretches of full-precision tokens: sequence, side (0 keys, 1 values), first index in the buffer,
             token of the workspace, number of tokens (at most `COPIED_TOKENS`).

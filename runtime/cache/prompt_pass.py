@@ -98,31 +98,24 @@ class _Laid:
     tokens: int
 
 
-def lay_out(sequence: Sequence, page_size: int, windowed: bool) -> _Laid:
-    """Everything stored of a sequence, oldest first; with a window, what is within it alone.
+def lay_out(sequence: Sequence, page_size: int) -> _Laid:
+    """Everything stored of a sequence from its first page on that no sliding window has left, oldest first.
+
+    Sink tokens of a page are copied over what it holds of them.
 
     Args:
         sequence: with its new tokens.
         page_size: tokens of a page.
-        windowed: whether places have to tell positions apart by their distance, as a sliding window needs it.
     """
-    sides, pages, copies, place = (sequence.keys, sequence.values), [], [], 0
-    if sequence.untouched:
-        count = sequence.keys.buffered
-        return _Laid([], [_Stretch(side, 0, 0, count) for side in range(2)], count)
-    sinks = sequence.sink_tokens
-    if not (windowed and sequence.dropped):
-        # Once pages were dropped, sink tokens are outside.
-        copies += [_Stretch(side, 0, 0, sinks) for side in range(2)]
-        place = sinks
-    end = place + sequence.pages * page_size
-    for number, side in enumerate(sides):
+    pages, copies = [], []
+    for number, side in enumerate((sequence.keys, sequence.values)):
         own = len(side.pages)
-        pages.append(_Stretch(number, 0, place, own))
-        # Where the other side has more pages, tokens after this one's are in the buffer, as all later ones are.
-        after = place + own * page_size
-        copies.append(_Stretch(number, sinks, after, side.buffered - sinks))
-    return _Laid(pages, copies, end + sequence.residual(page_size) - sinks)
+        pages.append(_Stretch(number, 0, 0, own))
+        if own:
+            copies.append(_Stretch(number, 0, 0, sequence.hidden(0)))
+        first = sequence.buffer_index(side, own, page_size)
+        copies.append(_Stretch(number, first, own * page_size, side.buffered - first))
+    return _Laid(pages, copies, len(sequence) - sequence.page_position(0, page_size))
 
 
 @dataclass(eq=False)
@@ -269,8 +262,7 @@ class _GroupWriter:
         self.stores = passed._like[index].stores
         self.group = passed._like[index]
         self.base = self.group.registry.base(self.stores[0].device)
-        windowed = self.group.sliding_window is not None
-        laid = [lay_out(group.forward_pass.appended[0], group.page_size, windowed) for group in self.groups]
+        laid = [lay_out(group.forward_pass.appended[0], group.page_size) for group in self.groups]
         # Sequences begin at multiples of 8 tokens.
         begins = np.cumsum([0, *(-(-part.tokens // 8) * 8 for part in laid)])
         self.capacity = int(begins[-1])
@@ -374,7 +366,7 @@ class _GroupWriter:
         return table
 
     def _center_pages(self, places: np.ndarray) -> np.ndarray:
-        table, dim = np.zeros((len(places), 4), np.int64), self.stores[0].format.keys.head_dim
+        table, dim = np.zeros((len(places), 5), np.int64), self.stores[0].format.keys.head_dim
         table[:, 0], table[:, 1], table[:, 3] = places * dim, self.capacity * dim, PAGE_SIZE
         return table
 

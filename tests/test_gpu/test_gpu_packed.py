@@ -113,6 +113,7 @@ def test_a_planned_pass_gives_the_logits_of_one_layer_by_layer(device, monkeypat
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scheme", ["minikv"])
 def test_what_is_not_planned_goes_layer_by_layer_in_the_same_pass(device, monkeypatch, scheme):
     """Attention masses, which no kernel of several prompts adds up."""
@@ -122,6 +123,7 @@ def test_what_is_not_planned_goes_layer_by_layer_in_the_same_pass(device, monkey
     assert not counts
 
 
+@pytest.mark.full
 def test_a_mask_that_is_neither_causal_nor_the_window_is_attended_to_prompt_by_prompt(device, monkeypatch):
     model = low_bit(tiny_model("llama", **SHAPE), KVScheme.preset("kivi"), device)
     expected = Steps(model).every_logit()
@@ -132,6 +134,7 @@ def test_a_mask_that_is_neither_causal_nor_the_window_is_attended_to_prompt_by_p
     assert ((found - expected).norm(dim=1) < 1e-2 * expected.norm(dim=1)).all()
 
 
+@pytest.mark.full
 def test_a_prompt_that_cannot_be_stored_leaves_the_others_of_its_pass_alone(device, monkeypatch):
     model = low_bit(tiny_model("llama", **SHAPE), KVScheme.preset("kivi"), device)
     expected = Steps(model).every_logit()
@@ -147,7 +150,6 @@ def test_a_prompt_that_cannot_be_stored_leaves_the_others_of_its_pass_alone(devi
     found = steps.every_logit(failing=[0])
     others = expected[[0, 1, 3, 4, 5, 6, 8, 9]]
     assert ((found - others).norm(dim=1) < 1e-2 * others.norm(dim=1)).all()
-
 
 
 @pytest.mark.full

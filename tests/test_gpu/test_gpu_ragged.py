@@ -74,7 +74,7 @@ class Pass:
             place += 5
         tokens += [[0, -1, -1]] * (self.keys.shape[1] - begin)
         capacity = place + 7
-        table = torch.zeros(len(positions), 4, dtype=torch.int64)
+        table = torch.zeros(len(positions), 5, dtype=torch.int64)
         placed = torch.tensor(key_places)
         table[:, 0], table[:, 1], table[:, 3] = placed * case.key_dim, capacity * case.key_dim, 128 * (placed >= 0)
         centers = torch.zeros(len(positions), 3, dtype=torch.int64)

@@ -70,7 +70,7 @@ def center_kernel(
     COUNT: tl.constexpr = HEAD_SIZE // 2
     page = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
-    if tl.load(table + page * 4 + 3) == 0:
+    if tl.load(table + page * TABLE_COLUMNS + 3) == 0:
         return
     first = tl.load(centers + page * 3).to(tl.float32)
     matrix = matrices + tl.load(centers + page * 3 + 1) + head * HEAD_SIZE * 2 * COUNT
