@@ -7,6 +7,7 @@ handful of kernels for all prompts together, and what is complete after the pass
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 
@@ -248,6 +249,10 @@ def _token_bytes(store: LayerStore) -> int:
     return heads * (size + value_size) * width
 
 
+def _even(count: int) -> int:
+    return count + count % 2
+
+
 class _GroupWriter:
     """The tables of one group of layers, one after another in a line of int64.
 
@@ -281,13 +286,14 @@ class _GroupWriter:
             "tiles": self._tiles(laid, begins),
         }
         self.shapes = {name: line.shape for name, line in lines.items()}
-        self.flat = np.concatenate([line.ravel() for line in lines.values()])
+        # Each begins at a multiple of 16 bytes, on which kernels are specialized.
+        self.flat = np.concatenate([np.resize(line, _even(line.size)) for line in lines.values()])
 
     def tables(self, flat: torch.Tensor) -> list[RaggedTables]:
         """Each layer's tables, once they are on the device."""
-        sizes = [int(np.prod(shape)) for shape in self.shapes.values()]
-        views = zip(self.shapes.items(), flat.split(sizes), strict=True)
-        found = {name: part.view(shape) for (name, shape), part in views}
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        parts = zip(self.shapes.items(), sizes, flat.split([_even(size) for size in sizes]), strict=True)
+        found = {name: part[:size].view(shape) for (name, shape), size, part in parts}
         base, tables = self.base, []
         for line, store in enumerate(self.stores):
             f, shared, boosted = store.format, found["shared"][line], self.group.registry.boosted(store)

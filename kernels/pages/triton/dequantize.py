@@ -169,7 +169,7 @@ def dequantize_keys_kernel(
             tl.store(target + token * (token_stride * 8) + channel, _rounded(x, output.dtype.element_ty), mask=inside)
 
 
-@kernel(do_not_specialize=["offsets", "scales", "head_stride", "token_stride", "tokens"])
+@kernel(do_not_specialize=["offsets", "places", "scales", "head_stride", "token_stride", "tokens"])
 def dequantize_values_kernel(
     records,
     offsets,
@@ -232,7 +232,7 @@ def dequantize_values_kernel(
             tl.store(target + token * (token_stride * 8) + channel, _rounded(x, output.dtype.element_ty), mask=inside)
 
 
-@kernel(do_not_specialize=["offsets", "head_stride", "token_stride", "tokens"])
+@kernel(do_not_specialize=["offsets", "places", "head_stride", "token_stride", "tokens"])
 def read_pages_kernel(
     records,
     offsets,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.prompt.triton.kernels import read_rows, softmax_over_keys
 from kvconvert.kernels.ragged import tables
 from kvconvert.kernels.rotate.triton.kernels import rotate_rows
@@ -14,7 +14,7 @@ COPY = tl.constexpr(tables.COPY)
 TILE = tl.constexpr(tables.TILE)
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def append_kernel(
     queries,
     output,
@@ -82,7 +82,7 @@ def append_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["key_head_stride", "value_head_stride"])
+@kernel(do_not_specialize=["key_head_stride", "value_head_stride"])
 def copy_kernel(
     base,
     buffers,
@@ -122,7 +122,7 @@ def copy_kernel(
         tl.store(target + at, tl.load(source + at, mask=mask), mask=mask)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=[
         *("query_head_stride", "query_stride", "key_head_stride", "key_stride", "value_head_stride", "value_stride"),
         *("output_stride", "tile_count", "group", "window"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from kvconvert.kernels.device import capability
+from kvconvert.kernels.device import capability, compiles
 from kvconvert.kernels.pages.formats import LayerFormat
 from kvconvert.kernels.pages.triton.center import launch_centers
 from kvconvert.kernels.pages.triton.dequantize import dequantize_addressed
@@ -69,7 +69,7 @@ def attend(
         output, *(stride // 8 for x in (queries, keys, values) for stride in x.stride()[:2]), output.stride(0) // 8,
         len(tables.tiles), group, window or 0, float(scaling), float(softcap or 1.0),
         **constants, SOFTCAP=bool(softcap), SINK_LOGITS=sink_logits is not None, WINDOWED=windowed,
-        INTERPRETED=queries.device.type == "cpu", **options,
+        INTERPRETED=not compiles(queries.device), **options,
     )  # fmt: skip
     return output
 
