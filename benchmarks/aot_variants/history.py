@@ -24,12 +24,13 @@ def variants(capability: int) -> Iterator[Variant]:
     """Specialisations that the dispatch chooses for the usual models: 8 KV heads, pages of the usual size."""
     for dtype, dim in product(DTYPES.values(), (48, 64, 80, 96, 128, 256)):
         for f in _formats(dim):
-            if f.bits == 16:
-                yield _variant("copy", read_pages_kernel, f, dtype, copy_constants(f))
-            elif isinstance(f, KeyFormat):
-                yield _variant("keys", dequantize_keys_kernel, f, dtype, key_constants(f))
-            else:
-                yield _variant("values", dequantize_values_kernel, f, dtype, value_constants(f))
+            for placed in (False, True):
+                if f.bits == 16:
+                    yield _variant("copy", read_pages_kernel, f, dtype, copy_constants(f), placed)
+                elif isinstance(f, KeyFormat):
+                    yield _variant("keys", dequantize_keys_kernel, f, dtype, key_constants(f), placed)
+                else:
+                    yield _variant("values", dequantize_values_kernel, f, dtype, value_constants(f), placed)
         if dtype == "fp32":
             continue
         # The first results are the dtype's, later sums float32; the last merge gives the dtype again.
@@ -61,16 +62,18 @@ def _formats(dim: int) -> Iterator[KeyFormat | ValueFormat]:
     yield KeyFormat(8, dim, PAGE_SIZE, 16, PAGE_SIZE)
 
 
-def _variant(kernel: str, function: Any, f: KeyFormat | ValueFormat, dtype: str, constants: dict[str, Any]) -> Variant:
-    about = {"bits": f.bits, "group": f.group_size, "static": f.static}
+def _variant(
+    kernel: str, function: Any, f: KeyFormat | ValueFormat, dtype: str, constants: dict[str, Any], placed: bool
+) -> Variant:
+    about = {"bits": f.bits, "group": f.group_size, "static": f.static, "placed": placed}
     if isinstance(f, KeyFormat) and f.bits < 16:
         about |= {"norm": f.token_norm, "boosted": f.boosted * 100 // f.head_dim, "fixed": f.fixed_channels}
     return Variant.of(
         "-".join([kernel, dtype, str(f.head_dim), *(f"{name}_{value}" for name, value in about.items())]),
         function,
         dtype,
-        constants,
+        constants | {"PLACED": placed},
         warps_for(constants),
-        types={"scales": "*i64", "boosted": "*i32"},
+        types={"scales": "*i64", "boosted": "*i32", "places": "*i64"},
         axes={"kernel": kernel, "dtype": dtype, "head_size": f.head_dim} | about,
     )

@@ -145,20 +145,14 @@ def serve(
     from kvconvert.models.processors import tokenizer_of
     from kvconvert.models.source import choose_device, compute_dtype
     from kvconvert.runtime import Engine, load
-    from kvconvert.runtime.hf.fuse import fuse
     from kvconvert.serve.app import Service
     from kvconvert.serve.requests import Limits
 
     place = choose_device(device)
     stated = None if dtype is None else compute_dtype(dtype, place, None)
-    on_gpu = place.type == "cuda"
-
     def loaded(name: str) -> tuple[Any, Any]:
-        model, processor = load(name, dtype=stated or ("auto" if on_gpu else None))
-        model.to(place)  # type: ignore[arg-type]
-        if on_gpu:  # which `load` does with a device_map, for which transformers needs another package
-            fuse(model)
-        return model, processor
+        model, processor = load(name, dtype=stated or ("auto" if place.type == "cuda" else None))
+        return model.to(place), processor  # type: ignore[arg-type]
 
     model, processor = loaded(bundle)
     name = name or (Path(bundle).resolve().name if os.path.exists(bundle) else bundle)

@@ -104,6 +104,7 @@ class GroupTables:
         self._written = -1
         self.plans = [SequencePlan((), 0)] * rows
         self._work: dict[int, StepWork] = {}
+        self._checked: tuple[Sequence, ...] | None = None
         self._room: dict[tuple[int, int], WorkPlan] = {}
         self.capacity = [(0, 0)] * rows
         self.asked: set[int] = set()
@@ -296,7 +297,11 @@ class GroupTables:
         residual tokens than were planned for.
         """
         plans = self.plans
-        if any(s.residual > plan.residual for s, plan in zip(sequences, plans, strict=True)):
+        # Layers ask one after another.
+        checked, self._checked = self._checked, sequences
+        if checked is not sequences and any(
+            s.residual > plan.residual for s, plan in zip(sequences, plans, strict=True)
+        ):
             reserved = [self._reserved(group, sequence) for sequence in sequences]
             self.plans = plans = [replace(p, residual=tokens) for p, tokens in zip(plans, reserved, strict=True)]
             self._work = {}

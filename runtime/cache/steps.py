@@ -9,11 +9,13 @@ from contextlib import contextmanager
 
 import torch
 
+from kvconvert.kernels import ragged
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.runtime.cache.compress import compress, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
 from kvconvert.runtime.cache.group_tables import FEWEST_ENTRIES, GroupTables
+from kvconvert.runtime.cache.pool import UNIT
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import Group, LayerStore
 
@@ -29,6 +31,29 @@ class TableRegistry:
     def __init__(self) -> None:
         self.least_entries: dict[int, int] = {}
         self._tables: dict[Hashable, GroupTables] = {}
+        self._bases: dict[torch.device, torch.Tensor] = {}
+        self._reasons: dict[Hashable, str | None] = {}
+        self._boosted: dict[Hashable, torch.Tensor | None] = {}
+
+    def base(self, device: torch.device) -> torch.Tensor:
+        """A small tensor that never moves, int16 and aligned to 16 bytes, from which addresses on a device count."""
+        if device not in self._bases:
+            self._bases[device] = torch.zeros(UNIT, dtype=torch.int16, device=device)
+        return self._bases[device]
+
+    def boosted(self, store: LayerStore) -> torch.Tensor | None:
+        """int32 [H, n], a layer's boosted channels where its scheme fixes them; else None."""
+        key = store.index, store.device
+        if key not in self._boosted:
+            self._boosted[key] = None if store.format.boosted is None else store.format.boosted.int()
+        return self._boosted[key]
+
+    def ragged_unsupported(self, store: LayerStore) -> str | None:
+        """Why `kernels/ragged` does not serve a layer; None if it does."""
+        key = store.index, store.dtype, store.device
+        if key not in self._reasons:
+            self._reasons[key] = ragged.unsupported(store.format, store.dtype, store.device)
+        return self._reasons[key]
 
     def tables_of(self, group: Group) -> list[GroupTables]:
         """The tables whose contents are a group's."""

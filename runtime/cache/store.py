@@ -176,6 +176,8 @@ class LayerStore:
         self.flag: torch.Tensor | None = None
         self.origin = keys.new_zeros(8)
         self._empty = keys.new_empty(heads, 0, key_dim), values.new_empty(heads, 0, value_dim)
+        if twin is not None and not twin.knows_tokens:
+            twin._learn(self)
         # The group may be further already: the first layers of the first pass come before this one.
         self.sequences = (Sequence(),) * batch
         group.sequences = group.sequences or self.sequences
@@ -183,12 +185,25 @@ class LayerStore:
 
     def adopt(self, other: LayerStore, rows: int) -> None:
         """Prepare for `rows` sequences of the shape, dtype and device that another store of this layer holds."""
-        for name in ("dtype", "device", "format", "span_format", "key_pages", "value_pages", "growth", "_empty"):
-            setattr(self, name, getattr(other, name))
-        self.clamped_rows, self.flag = torch.zeros_like(other.clamped_rows), None
-        self.origin = torch.zeros_like(other.origin)
+        self._learn(other)
+        self.clamped_rows, self.flag = torch.zeros((), dtype=torch.int64, device=self.device), None
         self.sequences = self.group.sequences
         self.rows = [self.empty_row() for _ in range(rows)]
+
+    def _learn(self, other: LayerStore) -> None:
+        """Know what another store of this layer knows of its tokens."""
+        for name in (
+            "dtype",
+            "device",
+            "format",
+            "span_format",
+            "key_pages",
+            "value_pages",
+            "growth",
+            "origin",
+            "_empty",
+        ):
+            setattr(self, name, getattr(other, name))
 
     def take_row(self, row: int, other: LayerStore, by: int, rows: int) -> None:
         """Take the only sequence of another store of this layer as row `row` of `rows`; its positions are `by` further.
@@ -247,6 +262,11 @@ class LayerStore:
     def is_allocated_storage(self) -> bool:
         """Whether there is storage for pages."""
         return "key_pages" in self.__dict__
+
+    @property
+    def knows_tokens(self) -> bool:
+        """Whether it has seen the shape, dtype and device of tokens, here or in a cache beside."""
+        return "_empty" in self.__dict__ and self.is_allocated_storage
 
     @property
     def is_allocated(self) -> bool:

@@ -31,7 +31,7 @@ from kvconvert.kernels.linear import DenseLinear, QuantizedLinear
 from kvconvert.methods import KVScheme
 from kvconvert.models.configuration import model_class, no_model, read_config
 from kvconvert.runtime.hf.attention import NAME
-from kvconvert.runtime.hf.fuse import fuse
+from kvconvert.runtime.hf.fuse import fuse_on_gpus
 from kvconvert.runtime.hf.generation import adopt
 from kvconvert.runtime.hf.packed_experts import SeparateExperts, merges_experts, place_packed_experts
 
@@ -236,8 +236,7 @@ class BundleQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         place_dense_linears(model)
-        if model.device.type == "cuda":
-            fuse(model)
+        fuse_on_gpus(model)
         save_as_bundle(model, self.directory)
         adopt(model, self.schemes, self.plan)
         model.kv_seal = self.seal

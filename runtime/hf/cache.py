@@ -28,6 +28,7 @@ from kvconvert.runtime.cache import session
 from kvconvert.runtime.cache.compress import read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry
+from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.snapshot import Snapshot
 from kvconvert.runtime.cache.steps import TableRegistry
 from kvconvert.runtime.cache.store import Group, LayerStore
@@ -242,7 +243,19 @@ class KVCache(Cache):
             rows: whether one token of every row of this cache comes before them.
         """
         own = [(self, self.groups[0].rows)] if rows else []
-        return PackedCache([*own, *prompts])
+        return PackedCache([*own, *prompts], rows=rows)
+
+    def allocate_beside(self) -> bool:
+        """Take shape, dtype and device of tokens from the cache that this one was made beside; whether it has them."""
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer) and not layer.is_initialized:
+                store, twin = layer.store, layer.store.pages
+                if twin is None or not twin.knows_tokens:
+                    return False
+                store.group.sequences = store.group.sequences or (Sequence(),)
+                store.adopt(twin, 1)
+                layer.dtype, layer.device, layer.is_initialized = twin.dtype, twin.device, True
+        return True
 
     def join(self, row: int, other: KVCache) -> None:
         """Move the only sequence of a cache made by `beside()` to a free row; the other cache is empty afterwards.

@@ -54,6 +54,24 @@ def fuse(model: nn.Module) -> dict[str, int]:
     return {place: count for place, count in fused.items() if count}
 
 
+class FusedOnGPUs:
+    """Mixed into the class of a bundle's model, which is fused as soon as it is on a GPU."""
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        moved = super()._apply(*args, **kwargs)
+        if self.device.type == "cuda":
+            fuse(self)
+        return moved
+
+
+def fuse_on_gpus(model: nn.Module) -> None:
+    """Fuse a loaded model if it is on a GPU, or else when it gets there (`to`, `cuda`)."""
+    base = type(model)
+    model.__class__ = type(base.__name__, (FusedOnGPUs, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    if model.device.type == "cuda":
+        fuse(model)
+
+
 def share_inputs(model: nn.Module) -> Counter[str]:
     """Give quantized Linears that read the same tensor one product; see `kvconvert.kernels.linear.share_input`."""
     fused: Counter[str] = Counter()

@@ -1,24 +1,32 @@
 """One forward pass over the new tokens of several caches, one after another in a batch of one row.
 
-Whatever treats each token by itself (norms, Linears, rotary positions) runs once for all of them; attention goes to
-each cache apart, which stores and compresses its tokens as if it were alone.
+Whatever treats each token by itself (norms, Linears, rotary positions) runs once for all of them. Attention goes to
+each cache's own tokens. Where kernels run, it is planned for all layers before the first one
+(`runtime/cache/prompt_pass.py` for prompts, `runtime/cache/steps.py` for decoding rows), and a layer launches the same
+few kernels whatever the number of caches; caches that this does not serve (`unplanned`) store, attend and compress
+their tokens layer by layer, as if they were alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from kvconvert.errors import CacheError
 from kvconvert.kernels.rotate import hadamard_transform
-from kvconvert.runtime.cache.attend import store_and_attend
+from kvconvert.runtime.cache.attend import attend, store_and_attend
 from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.prompt_pass import PlannedChunk, PromptPass, unplanned
+from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
 from kvconvert.runtime.hf.handles import KeyHandle, MaskHandle
 from kvconvert.runtime.hf.layer import PagedLayer
 
@@ -32,12 +40,14 @@ class Segment:
         rows: of the cache; each has equally many of the tokens, one row after the other.
         tokens: which of the pass they are.
         error: what the cache failed with, after which the rest of the pass passes it over; None while it has not.
+        chunk: a prompt's part in what was planned for all layers; None where it was not.
     """
 
     cache: Any
     rows: int
     tokens: slice
     error: Exception | None = None
+    chunk: PlannedChunk | None = None
 
     @property
     def length(self) -> int:
@@ -53,7 +63,7 @@ class PackedLayer(CacheLayerMixin):
     """One layer of a `PackedCache`.
 
     Args:
-        segments: of the pass.
+        cache: of all layers.
         index: the layer's number in the model.
     """
 
@@ -61,10 +71,10 @@ class PackedLayer(CacheLayerMixin):
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, segments: list[Segment], index: int):
+    def __init__(self, cache: PackedCache, index: int):
         super().__init__()
-        self.segments, self.index = segments, index
-        self.layers: list[PagedLayer] = [segment.cache.layers[index] for segment in segments]
+        self.cache, self.index = cache, index
+        self.layers: list[PagedLayer] = [segment.cache.layers[index] for segment in cache.segments]
         self.is_sliding = self.layers[0].is_sliding
         self.is_initialized = True
 
@@ -74,13 +84,13 @@ class PackedLayer(CacheLayerMixin):
         Raises:
             Exception: what the last cache failed with, if none is left.
         """
-        self.value_dim = value_states.shape[-1]
-        for segment, layer in zip(self.segments, self.layers, strict=True):
-            if segment.error is None:
+        self.pending = key_states, value_states
+        for segment, layer in zip(self.cache.segments, self.layers, strict=True):
+            if segment.error is None and segment.chunk is None:
                 try:
                     layer.update(segment.split(key_states), segment.split(value_states), *args, **kwargs)
                 except Exception as error:
-                    self._fail(segment, error)
+                    self.cache.fail(segment, error)
         return KeyHandle.wrap(key_states, self), value_states
 
     def attend(
@@ -96,26 +106,39 @@ class PackedLayer(CacheLayerMixin):
         Raises:
             Exception: what the last cache failed with, if none is left.
         """
-        outputs = []
-        for segment, layer in zip(self.segments, self.layers, strict=True):
+        (keys, values), self.pending = self.pending, None
+        _refuse_padding(mask)
+        options, rotated, output = (scaling, softcap, sink_logits), queries, None
+        prompts, store = self.cache.prompts, self.layers[0].store
+        if prompts is not None:
+            rotated = prompts.append(self._planned_store(), queries[0], keys[0], values[0])[None]
+            if shows_window(mask.arguments["mask_function"], store.group.sliding_window):
+                output = prompts.attend(self._planned_store(), rotated[0], *options)
+        fused = output is not None
+        if output is None:
+            output = queries.new_empty(*queries.shape[2:0:-1], values.shape[-1])
+        for segment, layer in zip(self.cache.segments, self.layers, strict=True):
+            if segment.chunk is not None and fused:
+                continue
+            here = output[segment.tokens]
             if segment.error is None:
                 try:
                     chunk = _chunk(mask, segment, layer.store.forward_pass.start, queries.device)
-                    arguments = segment.split(queries), chunk, scaling, softcap, sink_logits, False
-                    output = store_and_attend(layer.store, *arguments)
-                    outputs.append(output.transpose(1, 2).flatten(0, 1))
+                    if segment.chunk is not None:
+                        own = attend(layer.store, segment.split(rotated), chunk, *options, True, False)
+                    else:
+                        own = store_and_attend(layer.store, segment.split(queries), chunk, *options, False)
+                    here.unflatten(0, own.shape[:3:2]).copy_(own.transpose(1, 2))
                     continue
                 except Exception as error:
-                    self._fail(segment, error)
-            outputs.append(queries.new_zeros(segment.rows * segment.length, queries.shape[1], self.value_dim))
-        output = torch.cat(outputs)[None]
-        return hadamard_transform(output, inverse=True) if self.layers[0].store.rotations.values else output
+                    self.cache.fail(segment, error)
+            here.zero_()
+        return hadamard_transform(output[None], inverse=True) if store.rotations.values else output[None]
 
-    def _fail(self, segment: Segment, error: Exception) -> None:
-        """Go on without a segment, unless it is the last one."""
-        segment.error = error
-        if all(segment.error is not None for segment in self.segments):
-            raise error
+    def _planned_store(self) -> Any:
+        """The layer of one of the caches whose prompts were planned."""
+        pairs = zip(self.cache.segments, self.layers, strict=True)
+        return next(layer.store for segment, layer in pairs if segment.chunk is not None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Left to the caches' own layers."""
@@ -142,13 +165,15 @@ class PackedCache(Cache):
     Args:
         parts: each `KVCache` and its number of new tokens, in the order in which the model's input has them; of a cache
             with several sequences one's after the other's, equally many of each.
+        rows: whether the first part is the decoding rows that prompts will join.
 
     Attributes:
         segments: of the pass.
+        prompts: those that were planned for all layers; None if none was.
         placeholders: see `KVCache`.
     """
 
-    def __init__(self, parts: Sequence[tuple[Any, int]]):
+    def __init__(self, parts: Sequence[tuple[Any, int]], *, rows: bool = False):
         self.segments: list[Segment] = []
         begin = 0
         for cache, count in parts:
@@ -159,8 +184,64 @@ class PackedCache(Cache):
                 group.place = place
                 group.tokens_beside = begin - (segment.tokens.stop - segment.tokens.start)
         first = self.segments[0].cache
-        self.placeholders = first.placeholders
-        super().__init__(layers=[PackedLayer(self.segments, index) for index in range(len(first.layers))])
+        self.placeholders, self.prompts = first.placeholders, None
+        self._tokens, self._rows = begin, self.segments[0] if rows else None
+        self._step: PlannedStep | None = None
+        super().__init__(layers=[PackedLayer(self, index) for index in range(len(first.layers))])
+
+    @contextmanager
+    def planned(self) -> Iterator[None]:
+        """Within the context the model's forward pass runs, planned for all layers as far as possible.
+
+        Raises:
+            Exception: what the last cache failed with, if none is left.
+        """
+        self._plan()
+        try:
+            with nullcontext() if self._step is None else self._step.launches():
+                yield
+        except BaseException:
+            if self._step is not None:
+                self._step.abandon()
+            raise
+        finish: list[tuple[Segment, Callable[[], None]]] = []
+        if self._step is not None:
+            finish.append((self._rows, self._step.finish))
+        finish += [(s, partial(PromptPass.finish, s.chunk)) for s in self.segments if s.chunk is not None]
+        self.prompts = None
+        for segment, end in finish:
+            try:
+                end()
+            except Exception as error:
+                self.fail(segment, error)
+
+    def _plan(self) -> None:
+        prompts = None
+        for segment in self.segments:
+            try:
+                if segment is self._rows:
+                    if can_plan_steps(segment.cache.groups):
+                        self._step = PlannedStep(segment.cache.groups)
+                    continue
+                if segment.rows > 1 or not segment.cache.allocate_beside():
+                    continue
+                groups = segment.cache.groups
+                if unplanned(groups, segment.length) is not None:
+                    continue
+                prompts = prompts or PromptPass(groups, self._tokens)
+                if prompts.has_room(groups, segment.length):
+                    segment.chunk = prompts.add(groups, segment.tokens.start, segment.length)
+            except Exception as error:
+                self.fail(segment, error)
+        if prompts is not None and prompts.chunks:
+            prompts.write()
+            self.prompts = prompts
+
+    def fail(self, segment: Segment, error: Exception) -> None:
+        """Go on without a segment, unless it is the last one."""
+        segment.error = error
+        if all(segment.error is not None for segment in self.segments):
+            raise error
 
     def set_modality_mask(self, tokens: Tensor | None, modality: str) -> None:
         """`KVCache.set_modality_mask` of each cache, from that of all new tokens, bool [1, N]."""
@@ -169,13 +250,38 @@ class PackedCache(Cache):
             segment.cache.set_modality_mask(own, modality)
 
 
+def _refuse_padding(mask: MaskHandle) -> None:
+    """Read the attention mask of a pass, if it has one, once."""
+    padding = mask.arguments["attention_mask"]
+    if padding is not None and "no padding" not in mask.cached:
+        if not bool(padding.all()):
+            raise CacheError("A packed pass has no padding, and the attention mask has zeros; pass none.")
+        mask.cached["no padding"] = True
+
+
+def shows_window(function: Callable, window: int | None) -> bool:
+    """Whether a mask function of transformers is causal, within a sliding window if there is one, and nothing else."""
+    expected = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    return _alike(function, expected)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two functions have the same code over the same values."""
+    if type(one) is not type(other) or isinstance(one, Tensor):
+        return False
+    if isinstance(one, FunctionType):
+        contents = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (one, other)]
+        return one.__code__ is other.__code__ and one.__defaults__ == other.__defaults__ and _alike(*contents)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return one is other or one == other
+
+
 def _chunk(mask: MaskHandle, segment: Segment, start: int, device: torch.device) -> Chunk:
     """A segment's new tokens, from position `start` on; one object for all layers that share the mask."""
     key = (segment, str(device))
     if key not in mask.cached:
-        padding, function = mask.arguments["attention_mask"], mask.arguments["mask_function"]
-        if padding is not None and not bool(padding.all()):
-            raise CacheError("A packed pass has no padding, and the attention mask has zeros; pass none.")
+        function = mask.arguments["mask_function"]
         positions = torch.arange(start, start + segment.length, device=device)
         mask.cached[key] = Chunk(positions, None, None if function is causal_mask_function else function)
     return mask.cached[key]

@@ -4,6 +4,7 @@ The next token's logits are a hash of all tokens before it, so that a sequence t
 goes on differently.
 """
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -82,6 +83,9 @@ class FakePacked:
     def __init__(self, parts):
         self.parts = parts
         self.segments = [SimpleNamespace(error=None) for _ in parts]
+
+    def planned(self):
+        return nullcontext()
 
 
 class FakeModel:

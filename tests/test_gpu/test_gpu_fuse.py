@@ -11,7 +11,7 @@ from torch import nn
 
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.linear.awq_format import quantize_weight
-from kvconvert.runtime.hf.fuse import fuse
+from kvconvert.runtime.hf.fuse import fuse, fuse_on_gpus
 
 # What `make test` takes, in so many layers; the full suite takes every architecture of the tests.
 FEW = {"llama": {"num_hidden_layers": 1}}
@@ -46,6 +46,14 @@ def test_fused_models_compute_what_they_did(name, device):
         after = model(**inputs, use_cache=False).logits.float()
         assert float((after - before).norm() / before.norm()) < 0.01
     assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+
+
+def test_a_model_is_fused_as_soon_as_it_is_on_a_gpu(device):
+    model = quantized(ARCHITECTURES["llama"].build(num_hidden_layers=1))
+    fuse_on_gpus(model)
+    model.to(device)
+    # Nothing is left to be fused then.
+    assert (fuse(model) == {}) == (device.type == "cuda")
 
 
 @torch.no_grad()

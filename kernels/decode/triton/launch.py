@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 
@@ -13,7 +15,7 @@ from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, query_c
 from kvconvert.kernels.decode.triton.sums import combine_kernel
 from kvconvert.kernels.device import compiles, multiprocessors, overlaps_launches
 from kvconvert.kernels.launches import skips_launches
-from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat
+from kvconvert.kernels.pages.formats import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.spans.formats import SpanFormat
 
@@ -35,6 +37,7 @@ def programs_for(device: torch.device, format: LayerFormat, span: SpanFormat | N
     return max(1, side_by_side // (format.keys.heads * -(-queries // block)))
 
 
+@lru_cache(maxsize=1024)
 def registers_for(shape: DecodeShape) -> int:
     """The limit of registers per thread that a specialisation is compiled with."""
     one_group = shape.key_groups <= 1 and shape.value_groups <= 1
@@ -91,7 +94,7 @@ def decode_shape(
         fields["key_head"] = key.head_dim * PAGE_SIZE * key_bits // 16
         fields["value_head"] = value.head_dim * PAGE_SIZE * value_bits // 16
     else:
-        fields = _key_fields(format) | _value_fields(format)
+        fields = _key_fields(key) | _value_fields(value)
     return DecodeShape(
         key_bits=key_bits,
         value_bits=value_bits,
@@ -112,8 +115,8 @@ def decode_shape(
     )
 
 
-def _key_fields(format: LayerFormat) -> dict[str, int]:
-    f = format.keys
+@lru_cache(maxsize=1024)
+def _key_fields(f: KeyFormat) -> dict[str, int]:
     if f.bits == 16:
         none = dict.fromkeys(("key_high", "key_scale", "key_zero_point", "key_norm", "key_channels", "joint_norm"), -1)
         return none | {"key_groups": 0, "key_head": 0, "boosted": 0, "boost_rows": 0, "boost_stored": False, "norm": 0}
@@ -134,8 +137,8 @@ def _key_fields(format: LayerFormat) -> dict[str, int]:
     }
 
 
-def _value_fields(format: LayerFormat) -> dict[str, int]:
-    f = format.values
+@lru_cache(maxsize=1024)
+def _value_fields(f: ValueFormat) -> dict[str, int]:
     if f.bits == 16:
         return {"value_groups": 0, "value_scale": -1, "value_zero_point": -1, "value_head": 0}
     layout = ValueLayout.of(f)
@@ -303,6 +306,7 @@ def combine_warps(slots: int, channels: int) -> int:
     return max(1, slots * channels // 512)
 
 
+@lru_cache(maxsize=1024)
 def warps_for(shape: DecodeShape) -> int:
     """Warps of a program: one for every eight columns, and two for large heads, so that registers suffice."""
     warps = max(1, query_rows(shape) * query_columns(shape) // 8)

@@ -64,11 +64,14 @@ def center_kernel(
     """Add SIGN c(t), in float32, to one page's tokens of one head and block of channels, but for hidden ones.
 
     `table` int64 [N, 5] is that of kernels/pages/triton/launch.py; `centers` int64 [N, 3] are the position of each
-    page's first token and the offsets of its layer's matrix [H, D, 2F] and frequencies [F].
+    page's first token and the offsets of its layer's matrix [H, D, 2F] and frequencies [F]. Pages of no tokens are left
+    out.
     """
     COUNT: tl.constexpr = HEAD_SIZE // 2
     page = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
+    if tl.load(table + page * TABLE_COLUMNS + 3) == 0:
+        return
     first = tl.load(centers + page * 3).to(tl.float32)
     matrix = matrices + tl.load(centers + page * 3 + 1) + head * HEAD_SIZE * 2 * COUNT
     speeds = frequencies + tl.load(centers + page * 3 + 2)
@@ -159,7 +162,8 @@ def add_to_pages(tokens: torch.Tensor, position: int, page_size: int, center: Ke
     count = tokens.shape[1] // page_size
     table, centers = np.zeros((count, 5), dtype=np.int64), np.zeros((count, 3), dtype=np.int64)
     first = page_size * np.arange(count)
-    table[:, 0], table[:, 1], centers[:, 0] = first * tokens.stride(1), tokens.stride(0), position + first
+    table[:, 0], table[:, 1], table[:, 3] = first * tokens.stride(1), tokens.stride(0), page_size
+    centers[:, 0] = position + first
     launch_centers(
         tokens,
         tokens.stride(1),

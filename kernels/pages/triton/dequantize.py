@@ -63,10 +63,20 @@ def _lowest_bits(words, row_words, ROWS: tl.constexpr, BITS: tl.constexpr, mask)
         return words
 
 
-@kernel(do_not_specialize=["offsets", "scales", "boosted", "head_stride", "token_stride", "tokens"])
+@triton.jit
+def _start(places, page, PAGE: tl.constexpr, PLACED: tl.constexpr):
+    """Where a page's tokens go: one page after another, or where `places` say, negative for nowhere."""
+    if PLACED:
+        return tl.load(places + page).to(tl.int32)
+    else:
+        return page * PAGE
+
+
+@kernel(do_not_specialize=["offsets", "places", "scales", "boosted", "head_stride", "token_stride", "tokens"])
 def dequantize_keys_kernel(
     records,
     offsets,
+    places,
     scales,
     boosted,
     output,
@@ -94,19 +104,23 @@ def dequantize_keys_kernel(
     ZERO_POINT: tl.constexpr,
     NORMS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    PLACED: tl.constexpr,
 ):
     """Keys of one head of a page as [tokens, HEAD_SIZE]. LANES to CHANNELS are fields of `KeyLayout` (STORED_ROWS its
     `rows`, ROWS those of one half of the channels), NORMS that of the norm that NORM says there is.
 
-    `scales` int64 [2] leads to the layer's or span's scale and zero point; `boosted` [HEADS, BOOSTED] are the channels
-    where these are FIXED.
+    Tokens begin at `places[page]` of `output` if pages are PLACED. `scales` int64 [2] leads to the layer's or span's
+    scale and zero point; `boosted` [HEADS, BOOSTED] are the channels where these are FIXED.
     """
     HALVES: tl.constexpr = halves_of(BITS)
     PLANES: tl.constexpr = 16 // field_width(BITS)
     page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    start = _start(places, page, PAGE, PLACED)
+    if start < 0:
+        return
     record = records + tl.load(offsets + page) * 8
     part = record + head * HEAD_STRIDE
-    target = output + (head * head_stride.to(tl.int64) + page.to(tl.int64) * PAGE * token_stride) * 8
+    target = output + (head * head_stride.to(tl.int64) + start.to(tl.int64) * token_stride) * 8
     lane, row = tl.arange(0, LANES)[:, None], tl.arange(0, ROW_TILE)[None, :]
     real = row < ROWS
     row_words = part + lane * STORED_ROWS + row
@@ -151,14 +165,15 @@ def dequantize_keys_kernel(
             x = code.to(tl.float32) * scale + zero_point
             if NORM != NO_NORM:
                 x = x * tl.load(norms + token).to(tl.float32)
-            inside = real & (token < tokens - page * PAGE)
+            inside = real & (token < tokens - start)
             tl.store(target + token * (token_stride * 8) + channel, _rounded(x, output.dtype.element_ty), mask=inside)
 
 
-@kernel(do_not_specialize=["offsets", "scales", "head_stride", "token_stride", "tokens"])
+@kernel(do_not_specialize=["offsets", "places", "scales", "head_stride", "token_stride", "tokens"])
 def dequantize_values_kernel(
     records,
     offsets,
+    places,
     scales,
     output,
     head_stride,
@@ -177,13 +192,17 @@ def dequantize_values_kernel(
     HEAD_STRIDE: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO_POINT: tl.constexpr,
+    PLACED: tl.constexpr,
 ):
     """Values of one head of a page as [tokens, HEAD_SIZE]; arguments as for keys, with fields of `ValueLayout`."""
     HALVES: tl.constexpr = halves_of(BITS)
     PLANES: tl.constexpr = 16 // field_width(BITS)
     page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    start = _start(places, page, PAGE, PLACED)
+    if start < 0:
+        return
     part = records + tl.load(offsets + page) * 8 + head * HEAD_STRIDE
-    target = output + (head * head_stride.to(tl.int64) + page.to(tl.int64) * PAGE * token_stride) * 8
+    target = output + (head * head_stride.to(tl.int64) + start.to(tl.int64) * token_stride) * 8
     row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, LANE_TILE)[None, :]
     real = lane < LANES
     row_words = part + lane * STORED_ROWS + row
@@ -209,14 +228,15 @@ def dequantize_values_kernel(
             scale = tl.load(scale_base + place, mask=real, other=0.0).to(tl.float32)
             zero_point = tl.load(zero_point_base + place, mask=real, other=0.0).to(tl.float32)
             x = _codes(words, lowest, plane, half, BITS).to(tl.float32) * scale + zero_point
-            inside = real & (token < tokens - page * PAGE)
+            inside = real & (token < tokens - start)
             tl.store(target + token * (token_stride * 8) + channel, _rounded(x, output.dtype.element_ty), mask=inside)
 
 
-@kernel(do_not_specialize=["offsets", "head_stride", "token_stride", "tokens"])
+@kernel(do_not_specialize=["offsets", "places", "head_stride", "token_stride", "tokens"])
 def read_pages_kernel(
     records,
     offsets,
+    places,
     output,
     head_stride,
     token_stride,
@@ -225,21 +245,29 @@ def read_pages_kernel(
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     PAGE: tl.constexpr,
+    PLACED: tl.constexpr,
 ):
     """One head of an unquantized page, a copy."""
     page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    start = _start(places, page, PAGE, PLACED)
+    if start < 0:
+        return
     source = (records + tl.load(offsets + page) * 8).to(tl.pointer_type(output.dtype.element_ty))
-    target = output + (head * head_stride.to(tl.int64) + page.to(tl.int64) * PAGE * token_stride) * 8
+    target = output + (head * head_stride.to(tl.int64) + start.to(tl.int64) * token_stride) * 8
     token, channel = tl.arange(0, PAGE)[:, None], tl.arange(0, TILE)[None, :]
     x = tl.load(source + head * PAGE * HEAD_SIZE + token * HEAD_SIZE + channel, mask=channel < HEAD_SIZE, other=0.0)
-    inside = (channel < HEAD_SIZE) & (token < tokens - page * PAGE)
+    inside = (channel < HEAD_SIZE) & (token < tokens - start)
     tl.store(target + token * (token_stride * 8) + channel, x, mask=inside)
 
 
-def dequantize_addressed(pages: PageAddresses, output: torch.Tensor) -> None:
+def dequantize_addressed(pages: PageAddresses, output: torch.Tensor, places: torch.Tensor | None = None) -> None:
     """Dequantize pages into `output` [H, tokens, channels], whose channels are contiguous.
 
-    The last page may have more tokens than `output` has room for. Tokens of `output` lie at multiples of 8 elements.
+    Args:
+        pages: where they are.
+        output: tokens lie at multiples of 8 elements; of the last ones of a page there may be no room.
+        places: int64 [N], the token of `output` that each page begins at, negative for one that is left out; None puts
+            one page after another.
     """
     f, records = pages.format, pages.base.view(torch.int16)
     programs = (len(pages.offsets) * f.heads,)
@@ -247,21 +275,24 @@ def dequantize_addressed(pages: PageAddresses, output: torch.Tensor) -> None:
         return
     scales = pages.offsets if pages.scales is None else pages.scales
     shape = (output.stride(0) // 8, output.stride(1) // 8, output.shape[1])
+    where, placed = (pages.offsets, False) if places is None else (places, True)
     if f.bits == 16:
         constants = copy_constants(f)
-        read_pages_kernel[programs](records, pages.offsets, output, *shape, **constants, num_warps=warps_for(constants))
+        read_pages_kernel[programs](
+            records, pages.offsets, where, output, *shape, **constants, PLACED=placed, num_warps=warps_for(constants)
+        )
     elif isinstance(f, KeyFormat):
         constants = key_constants(f)
         boosted = pages.offsets if pages.boosted is None else pages.boosted
         dequantize_keys_kernel[programs](
-            records, pages.offsets, scales, boosted, output, *shape,
-            **constants, num_warps=warps_for(constants), enable_fp_fusion=False,
+            records, pages.offsets, where, scales, boosted, output, *shape,
+            **constants, PLACED=placed, num_warps=warps_for(constants), enable_fp_fusion=False,
         )  # fmt: skip
     else:
         constants = value_constants(f)
         dequantize_values_kernel[programs](
-            records, pages.offsets, scales, output, *shape,
-            **constants, num_warps=warps_for(constants), enable_fp_fusion=False,
+            records, pages.offsets, where, scales, output, *shape,
+            **constants, PLACED=placed, num_warps=warps_for(constants), enable_fp_fusion=False,
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ ALIGNMENT = tl.constexpr(16)
 
 
 @triton.jit
-def _rows(
+def read_rows(
     source,
     head,
     first,
@@ -65,6 +65,98 @@ def _capped(scores, scaling, softcap):
     """Dot products to capped logits in units of log 2, by tanh(x) = 1 - 2 / (1 + exp(2 x)), right at both ends."""
     grown = tl.exp2(scores * (scaling * 2.0 * LOG2_E / softcap))
     return (softcap * LOG2_E) * (1.0 - 2.0 / (1.0 + grown))
+
+
+@triton.jit
+def softmax_over_keys(
+    query,
+    keys,
+    values,
+    sink_logits,
+    head,
+    key_head,
+    first_column,
+    key_begin,
+    key_count,
+    key_head_stride,
+    key_stride,
+    value_head_stride,
+    value_stride,
+    window,
+    scaling,
+    softcap,
+    QUERY_ROWS: tl.constexpr,
+    KEY_ROWS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINK_LOGITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Running softmax of a tile of queries: maxima and sums of weights [QUERY_ROWS], weighted values [., VALUE_TILE].
+
+    Query i stands at column first_column + i and sees keys up to its own column, of `key_count` ones in all. Key 0 is
+    row `key_begin` of `keys` and `values`; other rows, which DESCRIPTORS do not leave out, have to be numbers.
+    """
+    query_columns = first_column + tl.arange(0, QUERY_ROWS)
+    last_columns = tl.minimum(query_columns, key_count - 1)
+    if SINK_LOGITS:
+        # A virtual token that every query sees and that has no value: what the running softmax starts from.
+        maximum = tl.zeros([QUERY_ROWS], tl.float32) + tl.load(sink_logits + head) * LOG2_E
+        total = tl.zeros([QUERY_ROWS], tl.float32) + 1.0
+    else:
+        maximum = tl.zeros([QUERY_ROWS], tl.float32) + LOWEST
+        total = tl.zeros([QUERY_ROWS], tl.float32)
+    accumulated = tl.zeros([QUERY_ROWS, VALUE_TILE], tl.float32)
+
+    # Keys start .. inner: some hidden by the window; inner .. diagonal: all visible; diagonal .. stop: some in future.
+    stop = tl.minimum(key_count, first_column + QUERY_ROWS)
+    diagonal = tl.minimum(key_count, first_column + 1) // KEY_ROWS * KEY_ROWS
+    start, inner = 0, 0
+    if WINDOWED:
+        start = tl.maximum(0, first_column + 1 - window) // KEY_ROWS * KEY_ROWS
+        inner = tl.cdiv(tl.maximum(0, first_column + QUERY_ROWS - window), KEY_ROWS) * KEY_ROWS
+        inner = tl.minimum(inner, diagonal)
+    for phase in tl.static_range(0 if WINDOWED else 1, 3):
+        masked = phase != 1
+        begin, end = inner, diagonal
+        if phase == 0:
+            begin, end = start, inner
+        if phase == 2:
+            begin, end = diagonal, stop
+        for first_key in range(begin, end, KEY_ROWS):
+            key = read_rows(
+                keys, key_head, key_begin + first_key, key_begin + key_count, key_head_stride, key_stride,
+                KEY_ROWS, HEAD_SIZE, HEAD_TILE, DESCRIPTORS, masked,
+            )  # fmt: skip
+            scores = _product(query, key.T, tl.zeros([QUERY_ROWS, KEY_ROWS], tl.float32), INTERPRETED)
+            factor = scaling * LOG2_E
+            if SOFTCAP:
+                scores = _capped(scores, scaling, softcap)
+                factor = 1.0
+            if masked:
+                columns = first_key + tl.arange(0, KEY_ROWS)[None, :]
+                visible = columns <= last_columns[:, None]
+                if WINDOWED:
+                    visible &= columns > query_columns[:, None] - window
+                scores = tl.where(visible, scores, float("-inf"))
+            # The factor is positive, so it commutes with the maximum, and one instruction scales and subtracts.
+            risen = tl.maximum(maximum, tl.max(scores, 1) * factor)
+            weights = tl.exp2(tl.fma(scores, factor, -risen[:, None]))
+            shrink = tl.exp2(maximum - risen)
+            total = total * shrink + tl.sum(weights, 1)
+            maximum = risen
+            if VALUE_SIZE > 0:
+                value = read_rows(
+                    values, key_head, key_begin + first_key, key_begin + key_count, value_head_stride, value_stride,
+                    KEY_ROWS, VALUE_SIZE, VALUE_TILE, DESCRIPTORS, masked,
+                )  # fmt: skip
+                accumulated = _product(weights.to(value.dtype), value, accumulated * shrink[:, None], INTERPRETED)
+    return maximum, total, accumulated
 
 
 LENGTHS = [
@@ -132,14 +224,10 @@ def attention_kernel(
     blocks = tl.cdiv(query_count, QUERY_ROWS)
     section, place = tl.program_id(0) // (blocks * together), tl.program_id(0) % (blocks * together)
     head, block = section * together + place % together, blocks - 1 - place // together
-    key_head = head // group
 
     first = block * QUERY_ROWS
-    shift = first_query
     rows = first + tl.arange(0, QUERY_ROWS)
-    query_columns = rows + shift
-    last_columns = tl.minimum(query_columns, key_count - 1)
-    query = _rows(
+    query = read_rows(
         queries, head, first, query_count, query_head_stride, query_stride,
         QUERY_ROWS, HEAD_SIZE, HEAD_TILE, DESCRIPTORS, True,
     )  # fmt: skip
@@ -148,59 +236,11 @@ def attention_kernel(
         # reading shared memory again for every tile of keys. Rows beyond the last are zeros already.
         query = tl.where(rows[:, None] < query_count, query, 0.0)
 
-    if SINK_LOGITS:
-        # A virtual token that every query sees and that has no value: what the running softmax starts from.
-        maximum = tl.zeros([QUERY_ROWS], tl.float32) + tl.load(sink_logits + head) * LOG2_E
-        total = tl.zeros([QUERY_ROWS], tl.float32) + 1.0
-    else:
-        maximum = tl.zeros([QUERY_ROWS], tl.float32) + LOWEST
-        total = tl.zeros([QUERY_ROWS], tl.float32)
-    accumulated = tl.zeros([QUERY_ROWS, VALUE_TILE], tl.float32)
-
-    # Keys start .. inner: some hidden by the window; inner .. diagonal: all visible; diagonal .. stop: some in future.
-    stop = tl.minimum(key_count, first + QUERY_ROWS + shift)
-    diagonal = tl.minimum(key_count, first + shift + 1) // KEY_ROWS * KEY_ROWS
-    start, inner = 0, 0
-    if WINDOWED:
-        start = tl.maximum(0, first + shift + 1 - window) // KEY_ROWS * KEY_ROWS
-        inner = tl.cdiv(tl.maximum(0, first + QUERY_ROWS + shift - window), KEY_ROWS) * KEY_ROWS
-        inner = tl.minimum(inner, diagonal)
-    for phase in tl.static_range(0 if WINDOWED else 1, 3):
-        masked = phase != 1
-        begin, end = inner, diagonal
-        if phase == 0:
-            begin, end = start, inner
-        if phase == 2:
-            begin, end = diagonal, stop
-        for first_key in range(begin, end, KEY_ROWS):
-            key = _rows(
-                keys, key_head, first_key, key_count, key_head_stride, key_stride,
-                KEY_ROWS, HEAD_SIZE, HEAD_TILE, DESCRIPTORS, masked,
-            )  # fmt: skip
-            scores = _product(query, key.T, tl.zeros([QUERY_ROWS, KEY_ROWS], tl.float32), INTERPRETED)
-            factor = scaling * LOG2_E
-            if SOFTCAP:
-                scores = _capped(scores, scaling, softcap)
-                factor = 1.0
-            if masked:
-                columns = first_key + tl.arange(0, KEY_ROWS)[None, :]
-                visible = columns <= last_columns[:, None]
-                if WINDOWED:
-                    visible &= columns > query_columns[:, None] - window
-                scores = tl.where(visible, scores, float("-inf"))
-            # The factor is positive, so it commutes with the maximum, and one instruction scales and subtracts.
-            risen = tl.maximum(maximum, tl.max(scores, 1) * factor)
-            weights = tl.exp2(tl.fma(scores, factor, -risen[:, None]))
-            shrink = tl.exp2(maximum - risen)
-            total = total * shrink + tl.sum(weights, 1)
-            maximum = risen
-            if VALUE_SIZE > 0:
-                value = _rows(
-                    values, key_head, first_key, key_count, value_head_stride, value_stride,
-                    KEY_ROWS, VALUE_SIZE, VALUE_TILE, DESCRIPTORS, masked,
-                )  # fmt: skip
-                accumulated = _product(weights.to(value.dtype), value, accumulated * shrink[:, None], INTERPRETED)
-
+    maximum, total, accumulated = softmax_over_keys(
+        query, keys, values, sink_logits, head, head // group, first + first_query, 0, key_count, key_head_stride,
+        key_stride, value_head_stride, value_stride, window, scaling, softcap, QUERY_ROWS, KEY_ROWS, HEAD_SIZE,
+        HEAD_TILE, VALUE_SIZE, VALUE_TILE, SOFTCAP, SINK_LOGITS, WINDOWED, DESCRIPTORS, INTERPRETED,
+    )  # fmt: skip
     place_of_first = head.to(tl.int64) * query_count + first
     tl.store(
         log_sum_exp + place_of_first + tl.arange(0, QUERY_ROWS),
@@ -259,7 +299,7 @@ def column_sums_kernel(
     first = block * KEY_ROWS
     shift = key_count - query_count
     key_columns = first + tl.arange(0, KEY_ROWS)
-    key = _rows(
+    key = read_rows(
         keys, head // group, first, key_count, key_head_stride, key_stride,
         KEY_ROWS, HEAD_SIZE, HEAD_TILE, DESCRIPTORS, True,
     )  # fmt: skip
@@ -286,7 +326,7 @@ def column_sums_kernel(
         if phase == 2:
             begin, end = outer, stop
         for first_query in range(begin, end, QUERY_ROWS):
-            query = _rows(
+            query = read_rows(
                 queries, head, first_query, query_count, query_head_stride, query_stride,
                 QUERY_ROWS, HEAD_SIZE, HEAD_TILE, DESCRIPTORS, masked,
             )  # fmt: skip

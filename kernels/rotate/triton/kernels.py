@@ -25,6 +25,40 @@ def product_with_signs(x, signs, total):
 
 
 @triton.jit
+def rotate_rows(
+    sources,
+    targets,
+    present,
+    matrix,
+    normaliser,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    INVERSE: tl.constexpr,
+    ROTATE: tl.constexpr,
+):
+    """Rotate, or only copy, the rows that begin at `sources` [ROWS, 1] to `targets`, where they are `present`."""
+    if ROTATE:
+        for first in tl.static_range(0, TILE, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)[None, :]
+            rotated = tl.zeros([sources.shape[0], COLUMNS], tl.float32)
+            for start in range(0, TILE, INNER):
+                part = start + tl.arange(0, INNER)
+                x = tl.load(sources + part[None, :], mask=present & (part < SIZE)[None, :], other=0.0)
+                part = part[:, None]
+                at = matrix + (part + column * SIZE if INVERSE else part * SIZE + column)
+                signs = tl.load(at, mask=(part < SIZE) & (column < SIZE), other=0.0)
+                rotated = product_with_signs(x, signs, rotated)
+            rotated = (rotated * normaliser).to(targets.dtype.element_ty)
+            tl.store(targets + column, rotated, mask=present & (column < SIZE))
+    else:
+        every = tl.arange(0, TILE)[None, :]
+        whole = present & (every < SIZE)
+        tl.store(targets + every, tl.load(sources + every, mask=whole), mask=whole)
+
+
+@triton.jit
 def _rotate(
     source,
     target,
@@ -42,25 +76,10 @@ def _rotate(
     ROTATE: tl.constexpr,
 ):
     """Rotate, or only copy, those of the rows `row` that are below `rows`."""
-    present = (row < rows)[:, None]
-    sources, targets = source + row[:, None] * source_stride, target + row[:, None] * target_stride
-    if ROTATE:
-        for first in tl.static_range(0, TILE, COLUMNS):
-            column = first + tl.arange(0, COLUMNS)[None, :]
-            rotated = tl.zeros([row.shape[0], COLUMNS], tl.float32)
-            for start in range(0, TILE, INNER):
-                part = start + tl.arange(0, INNER)
-                x = tl.load(sources + part[None, :], mask=present & (part < SIZE)[None, :], other=0.0)
-                part = part[:, None]
-                at = matrix + (part + column * SIZE if INVERSE else part * SIZE + column)
-                signs = tl.load(at, mask=(part < SIZE) & (column < SIZE), other=0.0)
-                rotated = product_with_signs(x, signs, rotated)
-            rotated = (rotated * normaliser).to(target.dtype.element_ty)
-            tl.store(targets + column, rotated, mask=present & (column < SIZE))
-    else:
-        every = tl.arange(0, TILE)[None, :]
-        whole = present & (every < SIZE)
-        tl.store(targets + every, tl.load(sources + every, mask=whole), mask=whole)
+    rotate_rows(
+        source + row[:, None] * source_stride, target + row[:, None] * target_stride, (row < rows)[:, None], matrix,
+        normaliser, SIZE, TILE, COLUMNS, INNER, INVERSE, ROTATE,
+    )  # fmt: skip
 
 
 @kernel(do_not_specialize=["inner", "rows"])

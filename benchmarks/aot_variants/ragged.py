@@ -1,0 +1,59 @@
+"""Specialisations of the kernels of passes over several prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from aot_variants.variant import DTYPES, Variant
+from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat
+from kvconvert.kernels.ragged.triton.kernels import append_kernel, copy_kernel, ragged_attention_kernel
+from kvconvert.kernels.ragged.triton.launch import (
+    append_constants,
+    attention_constants,
+    copy_constants,
+    copy_warps,
+)
+
+TABLES = dict.fromkeys(("buffers", "tokens", "copies", "tiles"), "*i64")
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Every specialisation that the dispatch chooses for the usual models: 8 KV heads, pages of the usual size."""
+    for (dtype, name), (dim, value_dim) in product(
+        DTYPES.items(), ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+    ):
+        if name == "fp32":
+            continue
+        f = LayerFormat(KeyFormat(8, dim, PAGE_SIZE, 2, 128), ValueFormat(8, value_dim, PAGE_SIZE, 2, value_dim))
+        types, axes = TABLES | {"base": f"*{name}"}, {"dtype": name, "head_size": dim}
+        for rotations in product((False, True), repeat=2):
+            yield Variant.of(
+                f"append-{name}-{dim}-{'-'.join(map(str, rotations))}",
+                append_kernel,
+                name,
+                append_constants(f, dtype, *rotations),
+                num_warps=4,
+                types=types,
+                axes=axes | {"kernel": "append", "keys": rotations[0], "values": rotations[1]},
+                tensor_cores=any(rotations),
+            )
+        copies = copy_constants(f)
+        yield Variant.of(
+            f"copy-{name}-{dim}", copy_kernel, name, copies, copy_warps(f), types=types, axes=axes | {"kernel": "copy"}
+        )
+        constants, options = attention_constants(f, (capability // 10, capability % 10))
+        for softcap, sinks, windowed in product((False, True), repeat=3):
+            features = {"SOFTCAP": softcap, "SINK_LOGITS": sinks, "WINDOWED": windowed}
+            yield Variant.of(
+                f"attention-{name}-{dim}-" + "-".join(str(value) for value in features.values()),
+                ragged_attention_kernel,
+                name,
+                constants | features | {"INTERPRETED": False},
+                types=types,
+                axes=axes | {"kernel": "attention"} | features,
+                tensor_cores=True,
+                # Tuned for Hopper, whose products take no registers for their right operand.
+                spills="a few bytes outside of the loop" if capability < 90 else "",
+                **options,
+            )

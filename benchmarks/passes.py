@@ -1,0 +1,134 @@
+"""Passes of an Engine over prompts beside decoding rows: how long the host works on one, and how long the GPU.
+
+    python benchmarks/passes.py --json benchmarks/results/passes.json
+    python benchmarks/passes.py --tiny                  # seconds on a CPU: does everything, measures nothing
+
+The model is random, of an 8B Llama's shape (4-bit weights in groups of 128, `oscar-g128`). 48 rows of 1,000 tokens
+decode while prompts are read: one, or four of a quarter of the tokens, from their beginning or after 2,048 tokens.
+
+`host_ms` is from the call until it returns with the GPU idle before, `pass_ms` until the GPU has ended, `kernels_ms`
+the sum of what its kernels take in a pass that is profiled. Medians of --repeats passes; "layer by layer" is without
+the plan of `runtime/cache/prompt_pass.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_models import llama_8b, packed_model
+from runner import machine, need_gpu, option_parser, save
+from torch.profiler import ProfilerActivity, profile
+
+from kvconvert.methods import KVScheme
+from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
+from kvconvert.runtime.hf import packed
+
+TOKENS = (64, 128, 256, 512, 1024, 2048)
+HISTORY, ROW_TOKENS = 2048, 1000
+
+
+class Passes:
+    """Decoding rows, and prompts beside them.
+
+    Args:
+        model: of a bundle.
+        rows: that decode; some more are free for prompts.
+        tokens: that each row has stored.
+    """
+
+    def __init__(self, model: Any, rows: int, tokens: int):
+        self.steps = ModelSteps(model, rows + 4, None)
+        self.steps.prepare(2048)
+        self.rows, self.device = rows, model.device
+        self.ids = torch.full((rows + 4,), 7, device=self.device)
+        self.positions = torch.full((rows + 4,), tokens, device=self.device)
+        for row in range(rows):
+            prompt = self.steps.new_prompt()
+            self.run(False, [PromptChunk(row, prompt, [7] * tokens, 0, last=True)])
+            self.steps.join(row, prompt)
+
+    def run(self, decodes: bool, chunks: list[PromptChunk]) -> None:
+        """One pass, not waited for."""
+        _, failures = self.steps.forward(self.ids, self.positions, decodes, chunks)
+        for error in failures.values():
+            raise error
+
+    def chunks(self, tokens: int, prompts: int, before: int) -> list[PromptChunk]:
+        """The next tokens of new prompts, `before` tokens of each of which are read now."""
+        found = []
+        for row in range(self.rows, self.rows + prompts):
+            prompt = self.steps.new_prompt()
+            if before:
+                self.run(False, [PromptChunk(row, prompt, [7] * before, 0, last=False)])
+            found.append(PromptChunk(row, prompt, [7] * (tokens // prompts), before, last=False))
+        return found
+
+    def measure(self, repeats: int, tokens: int, prompts: int, before: int) -> dict[str, float]:
+        """Milliseconds of a pass, after two that are not measured."""
+        times = []
+        for _ in range(repeats + 2):
+            chunks = self.chunks(tokens, prompts, before)
+            self._wait()
+            begin = time.perf_counter()
+            self.run(True, chunks)
+            host = time.perf_counter() - begin
+            self._wait()
+            times.append((host, time.perf_counter() - begin))
+            self._discard(chunks)
+        host, whole = (statistics.median(part) * 1e3 for part in zip(*times[2:], strict=True))
+        found = {"host_ms": host, "pass_ms": whole}
+        if self.device.type == "cuda":
+            chunks = self.chunks(tokens, prompts, before)
+            with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+                self.run(True, chunks)
+                self._wait()
+            self._discard(chunks)
+            found["kernels_ms"] = sum(event.self_device_time_total for event in profiled.key_averages()) / 1e3
+        return found
+
+    def _discard(self, chunks: list[PromptChunk]) -> None:
+        for chunk in chunks:
+            self.steps.discard(chunk.cache)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = option_parser(__doc__)
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--tiny", action="store_true", help="a small model on a CPU, and few tokens")
+    parser.add_argument("--rows", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args()
+    device, tokens, history, row_tokens, config = "cuda", TOKENS, HISTORY, ROW_TOKENS, llama_8b()
+    if arguments.tiny:
+        device, tokens, history, row_tokens = "cpu", (64, 128), 128, 20
+        shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
+        config = llama_8b(**shape, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    else:
+        need_gpu()
+    scheme = KVScheme.preset("oscar-g128").with_online_rotation()
+    passes = Passes(packed_model(config, [scheme] * config.num_hidden_layers, device), arguments.rows, row_tokens)
+    results: dict[str, Any] = {"machine": machine() if device == "cuda" else "CPU", "rows": arguments.rows}
+    unplanned = packed.unplanned
+    for way, reason in (("planned", None), ("layer by layer", "it is measured")):
+        packed.unplanned = unplanned if reason is None else lambda groups, length: "it is measured"
+        found = results[way] = {}
+        for count in tokens:
+            for prompts, before in ((1, 0), (4, 0), (1, history), (4, history)):
+                case = f"{count} tokens of {prompts} after {before}"
+                found[case] = passes.measure(arguments.repeats, count, prompts, before)
+                print(way, case, {name: round(value, 2) for name, value in found[case].items()}, flush=True)
+    save(arguments.json, results)
+    print(json.dumps(results["machine"]))
+
+
+if __name__ == "__main__":
+    main()

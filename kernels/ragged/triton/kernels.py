@@ -1,0 +1,185 @@
+"""The kernels of a pass over several sequences: append, copies to the workspace, attention."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from kvconvert.kernels.launches.triton import kernel
+from kvconvert.kernels.prompt.triton.kernels import read_rows, softmax_over_keys
+from kvconvert.kernels.ragged import tables
+from kvconvert.kernels.rotate.triton.kernels import rotate_rows
+
+TOKEN = tl.constexpr(tables.TOKEN)
+COPY = tl.constexpr(tables.COPY)
+TILE = tl.constexpr(tables.TILE)
+
+
+@kernel(do_not_specialize=["count"])
+def append_kernel(
+    queries,
+    output,
+    keys,
+    values,
+    base,
+    buffers,
+    tokens,
+    key_matrix,
+    value_matrix,
+    key_normaliser,
+    value_normaliser,
+    count,
+    query_head_stride,
+    query_stride,
+    output_head_stride,
+    output_stride,
+    key_head_stride,
+    key_stride,
+    value_head_stride,
+    value_stride,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_TILE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    VALUE_INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROTATE_KEYS: tl.constexpr,
+    ROTATE_VALUES: tl.constexpr,
+):
+    """ROWS tokens of one head: first of keys, then of values, then of queries."""
+    blocks = tl.cdiv(count, ROWS)
+    line = tl.program_id(0) // blocks
+    row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    present = row < count
+    if line < HEADS:
+        sequence = tl.load(tokens + row * TOKEN, mask=present, other=0)
+        index = tl.load(tokens + row * TOKEN + 1, mask=present, other=-1)
+        target = tl.load(buffers + sequence * 4) + line * tl.load(buffers + sequence * 4 + 1) + index * SIZE
+        rotate_rows(
+            (keys + line.to(tl.int64) * key_head_stride + row * key_stride)[:, None],
+            base + tl.multiple_of(target, 8)[:, None], (index >= 0)[:, None], key_matrix, key_normaliser,
+            SIZE, SIZE_TILE, COLUMNS, INNER, False, ROTATE_KEYS,
+        )  # fmt: skip
+    elif line < 2 * HEADS:
+        head = line - HEADS
+        sequence = tl.load(tokens + row * TOKEN, mask=present, other=0)
+        index = tl.load(tokens + row * TOKEN + 2, mask=present, other=-1)
+        target = tl.load(buffers + sequence * 4 + 2) + head * tl.load(buffers + sequence * 4 + 3) + index * VALUE_SIZE
+        rotate_rows(
+            (values + head.to(tl.int64) * value_head_stride + row * value_stride)[:, None],
+            base + tl.multiple_of(target, 8)[:, None], (index >= 0)[:, None], value_matrix, value_normaliser,
+            VALUE_SIZE, VALUE_TILE, VALUE_COLUMNS, VALUE_INNER, False, ROTATE_VALUES,
+        )  # fmt: skip
+    elif ROTATE_KEYS:
+        query_head = (line - 2 * HEADS).to(tl.int64)
+        rotate_rows(
+            (queries + query_head * query_head_stride + row * query_stride)[:, None],
+            (output + query_head * output_head_stride + row * output_stride)[:, None], present[:, None], key_matrix,
+            key_normaliser, SIZE, SIZE_TILE, COLUMNS, INNER, False, True,
+        )  # fmt: skip
+
+
+@kernel(do_not_specialize=["key_head_stride", "value_head_stride"])
+def copy_kernel(
+    base,
+    buffers,
+    copies,
+    keys,
+    values,
+    key_head_stride,
+    value_head_stride,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_TILE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    COPIED: tl.constexpr,
+):
+    """One head of one stretch of full-precision tokens from its buffer to the workspace; strides in units of 8."""
+    item, head = copies + tl.program_id(0) // HEADS * COPY, tl.program_id(0) % HEADS
+    count = tl.load(item + 4)
+    if count == 0:
+        return
+    buffer = buffers + tl.load(item) * 4
+    first, place = tl.load(item + 2), tl.load(item + 3)
+    token = tl.arange(0, COPIED)[:, None]
+    if tl.load(item + 1) == 0:
+        source = base + tl.multiple_of(tl.load(buffer) + head * tl.load(buffer + 1), 8) + first * SIZE
+        target = keys + head.to(tl.int64) * key_head_stride * 8 + place * SIZE
+        channel = tl.arange(0, SIZE_TILE)[None, :]
+        mask = (token < count) & (channel < SIZE)
+        at = token * SIZE + channel
+        tl.store(target + at, tl.load(source + at, mask=mask), mask=mask)
+    else:
+        source = base + tl.multiple_of(tl.load(buffer + 2) + head * tl.load(buffer + 3), 8) + first * VALUE_SIZE
+        target = values + head.to(tl.int64) * value_head_stride * 8 + place * VALUE_SIZE
+        channel = tl.arange(0, VALUE_TILE)[None, :]
+        mask = (token < count) & (channel < VALUE_SIZE)
+        at = token * VALUE_SIZE + channel
+        tl.store(target + at, tl.load(source + at, mask=mask), mask=mask)
+
+
+@kernel(
+    do_not_specialize=[
+        *("query_head_stride", "query_stride", "key_head_stride", "key_stride", "value_head_stride", "value_stride"),
+        *("output_stride", "tile_count", "group", "window"),
+    ]
+)
+def ragged_attention_kernel(
+    queries,
+    keys,
+    values,
+    sink_logits,
+    tiles,
+    output,
+    query_head_stride,
+    query_stride,
+    key_head_stride,
+    key_stride,
+    value_head_stride,
+    value_stride,
+    output_stride,
+    tile_count,
+    group,
+    window,
+    scaling,
+    softcap,
+    QUERY_ROWS: tl.constexpr,
+    KEY_ROWS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINK_LOGITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One tile of queries of one head: `output` [N, Hq, E]. Strides are in units of 8 elements.
+
+    Programs run KV head by KV head, whose keys and values the L2 cache can hold, the tiles with the most keys first.
+    """
+    key_head, place = tl.program_id(0) // (tile_count * group), tl.program_id(0) % (tile_count * group)
+    head, tile = key_head * group + place % group, tiles + (tile_count - 1 - place // group) * TILE
+    first, end = tl.load(tile).to(tl.int32), tl.load(tile + 1).to(tl.int32)
+    if first >= end:
+        return
+    query = read_rows(
+        queries, head, first, end, query_head_stride, query_stride, QUERY_ROWS, HEAD_SIZE, HEAD_TILE, False, True
+    )
+    first_column, key_begin = tl.load(tile + 2).to(tl.int32), tl.load(tile + 3).to(tl.int32)
+    _, total, accumulated = softmax_over_keys(
+        query, keys, values, sink_logits, head, key_head, first_column, key_begin, tl.load(tile + 4).to(tl.int32),
+        key_head_stride, key_stride, value_head_stride, value_stride, window, scaling, softcap, QUERY_ROWS,
+        KEY_ROWS, HEAD_SIZE, HEAD_TILE, VALUE_SIZE, VALUE_TILE, SOFTCAP, SINK_LOGITS, WINDOWED, False, INTERPRETED,
+    )  # fmt: skip
+    total = tl.where(total > 0, total, 1.0)
+    row, column = (first + tl.arange(0, QUERY_ROWS))[:, None], tl.arange(0, VALUE_TILE)[None, :]
+    tl.store(
+        output + row.to(tl.int64) * output_stride * 8 + head * VALUE_SIZE + column,
+        (accumulated / total[:, None]).to(output.dtype.element_ty),
+        mask=(row < end) & (column < VALUE_SIZE),
+    )

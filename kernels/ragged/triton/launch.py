@@ -1,0 +1,150 @@
+"""Launches of a pass over several sequences."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from kvconvert.kernels.device import capability, compiles
+from kvconvert.kernels.pages.formats import LayerFormat
+from kvconvert.kernels.pages.triton.center import launch_centers
+from kvconvert.kernels.pages.triton.dequantize import dequantize_addressed
+from kvconvert.kernels.prompt.triton.launch import tile_of as head_tile_of
+from kvconvert.kernels.ragged.tables import COPIED_TOKENS, TILE_QUERIES, RaggedTables
+from kvconvert.kernels.ragged.triton.kernels import append_kernel, copy_kernel, ragged_attention_kernel
+from kvconvert.kernels.rotate import Rotations
+from kvconvert.kernels.rotate.matrices import hadamard_signs
+from kvconvert.kernels.rotate.triton.launch import columns_for, inner_for, tile_of
+
+# Tokens of a program of the append.
+ROWS = 32
+# Tile elements per thread of a copy.
+PER_THREAD = 32
+
+
+def append(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: RaggedTables,
+    format: LayerFormat,
+    rotations: Rotations,
+) -> torch.Tensor:
+    """`append` of kernels/ragged/__init__.py."""
+    queries, keys, values = (_aligned(x) for x in (queries, keys, values))
+    dtype, (query_heads, count, dim), (heads, _, value_dim) = keys.dtype, queries.shape, values.shape
+    output = torch.empty_like(queries) if rotations.keys else queries
+    key_signs = hadamard_signs(dim, dtype, keys.device) if rotations.keys else (keys, 1.0)
+    value_signs = hadamard_signs(value_dim, dtype, keys.device) if rotations.values else (values, 1.0)
+    constants = append_constants(format, dtype, *rotations)
+    lines = 2 * heads + (query_heads if rotations.keys else 0)
+    append_kernel[(triton.cdiv(count, constants["ROWS"]) * lines,)](
+        queries, output, keys, values, tables.base, tables.buffers, tables.tokens, key_signs[0], value_signs[0],
+        key_signs[1], value_signs[1], count, *queries.stride()[:2], *output.stride()[:2], *keys.stride()[:2],
+        *values.stride()[:2], **constants, num_warps=4,
+    )  # fmt: skip
+    return output
+
+
+def attend(
+    queries: torch.Tensor,
+    tables: RaggedTables,
+    format: LayerFormat,
+    scaling: float,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+    *,
+    window: int | None,
+) -> torch.Tensor:
+    """`attend` of kernels/ragged/__init__.py."""
+    queries = _aligned(queries)
+    (query_heads, count, _), f = queries.shape, format
+    keys, values = (queries.new_empty(side.heads, tables.capacity, side.head_dim) for side in (f.keys, f.values))
+    fill_workspace(tables, f, keys, values)
+    output = queries.new_empty(count, query_heads, f.values.head_dim)
+    group, windowed = query_heads // f.keys.heads, window is not None
+    constants, options = attention_constants(f, capability(queries.device))
+    ragged_attention_kernel[(len(tables.tiles) * query_heads,)](
+        queries, keys, values, queries if sink_logits is None else sink_logits.float().contiguous(), tables.tiles,
+        output, *(stride // 8 for x in (queries, keys, values) for stride in x.stride()[:2]), output.stride(0) // 8,
+        len(tables.tiles), group, window or 0, float(scaling), float(softcap or 1.0),
+        **constants, SOFTCAP=bool(softcap), SINK_LOGITS=sink_logits is not None, WINDOWED=windowed,
+        INTERPRETED=not compiles(queries.device), **options,
+    )  # fmt: skip
+    return output
+
+
+def fill_workspace(tables: RaggedTables, format: LayerFormat, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Put everything that the sequences have stored where `tables` say: keys [H, W, D] and values [H, W, E].
+
+    Full-precision tokens come last, since sink tokens lie in pages, too, where these begin at multiples of their size.
+    """
+    f = format
+    if len(tables.key_pages):
+        dequantize_addressed(tables.key_pages, keys, tables.key_places)
+        if f.key_center is not None:
+            size = f.keys.page_size
+            launch_centers(keys, keys.stride(1), tables.center_pages, tables.centers, f.key_center, size, sign=1)
+    if len(tables.value_pages):
+        dequantize_addressed(tables.value_pages, values, tables.value_places)
+    copy_kernel[(len(tables.copies) * f.keys.heads,)](
+        tables.base, tables.buffers, tables.copies, keys, values, keys.stride(0) // 8, values.stride(0) // 8,
+        **copy_constants(f), num_warps=copy_warps(f),
+    )  # fmt: skip
+
+
+def append_constants(format: LayerFormat, dtype: torch.dtype, keys_rotate: bool, values_rotate: bool) -> dict[str, int]:
+    """Compile-time arguments of `append_kernel`."""
+    size, value_size = format.keys.head_dim, format.values.head_dim
+    return {
+        "HEADS": format.keys.heads,
+        "SIZE": size,
+        "SIZE_TILE": tile_of(size),
+        "VALUE_SIZE": value_size,
+        "VALUE_TILE": tile_of(value_size),
+        "COLUMNS": columns_for(size, dtype),
+        "INNER": inner_for(size, dtype),
+        "VALUE_COLUMNS": columns_for(value_size, dtype),
+        "VALUE_INNER": inner_for(value_size, dtype),
+        "ROWS": ROWS,
+        "ROTATE_KEYS": keys_rotate,
+        "ROTATE_VALUES": values_rotate,
+    }
+
+
+def attention_constants(
+    format: LayerFormat, device_capability: tuple[int, int]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Compile-time arguments of `ragged_attention_kernel`, and options of its launch."""
+    size, value_size = format.keys.head_dim, format.values.head_dim
+    largest = max(head_tile_of(size), head_tile_of(value_size))
+    roomy = (9, 0) <= device_capability < (12, 0)
+    constants = {
+        "QUERY_ROWS": TILE_QUERIES,
+        "KEY_ROWS": 64 if largest <= 128 or roomy else 32,
+        "HEAD_SIZE": size,
+        "HEAD_TILE": head_tile_of(size),
+        "VALUE_SIZE": value_size,
+        "VALUE_TILE": head_tile_of(value_size),
+    }
+    return constants, {"num_warps": 4 if largest <= 128 else 8, "num_stages": 3 if largest <= 128 else 2}
+
+
+def copy_constants(format: LayerFormat) -> dict[str, int]:
+    """Compile-time arguments of `copy_kernel`."""
+    size, value_size = format.keys.head_dim, format.values.head_dim
+    sizes = {"SIZE": size, "SIZE_TILE": triton.next_power_of_2(size)}
+    sizes |= {"VALUE_SIZE": value_size, "VALUE_TILE": triton.next_power_of_2(value_size)}
+    return {"HEADS": format.keys.heads, **sizes, "COPIED": COPIED_TOKENS}
+
+
+def copy_warps(format: LayerFormat) -> int:
+    """Warps of `copy_kernel`."""
+    widest = triton.next_power_of_2(max(format.keys.head_dim, format.values.head_dim))
+    return max(1, COPIED_TOKENS * widest // (32 * PER_THREAD))
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """A tensor [heads, N, channels], or a copy unless channels are side by side and tokens at multiples of 16 bytes."""
+    aligned = x.stride(2) == 1 and x.data_ptr() % 16 == 0 and not any(stride % 8 for stride in x.stride()[:2])
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)

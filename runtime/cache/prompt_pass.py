@@ -1,0 +1,401 @@
+"""A pass over chunks of several prompts, planned for all layers before any of them runs.
+
+Each prompt has a cache of its own, whose layers would plan, append, attend and compress one after another. Here the
+host plans once for all layers and prompts and writes what kernels follow into a single tensor; a layer then launches a
+handful of kernels for all prompts together, and what is complete after the pass is compressed in all layers at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvconvert.kernels import ragged
+from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses
+from kvconvert.kernels.ragged import COPIED_TOKENS, TILE_QUERIES, RaggedTables
+from kvconvert.kernels.ragged.tables import COPY, TILE, TOKEN
+from kvconvert.runtime.cache.compress import compress, read_flags
+from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.group_tables import upload
+from kvconvert.runtime.cache.pool import UNIT
+from kvconvert.runtime.cache.sequence import Sequence
+from kvconvert.runtime.cache.steps import runs_steps
+from kvconvert.runtime.cache.store import Group, LayerStore
+
+# New tokens that may lie in full precision in all layers at once: 1 GiB in bfloat16 for 32 layers with 8 KV heads of
+# 128 channels.
+MOST_TOKENS = 8192
+# Room for the keys and values of all prompts in one layer: 65,536 tokens of such a layer.
+WORKSPACE_BYTES = 256 << 20
+# All new tokens are real; positions are those of the caches.
+_CHUNK = Chunk(torch.zeros(1, dtype=torch.int64))
+
+
+def unplanned(groups: Sequence_[Group], length: int) -> str | None:
+    """Why a chunk of so many tokens of a prompt's cache cannot be planned for all layers; None if it can.
+
+    Args:
+        groups: of all the cache's layers, each of which knows the shape of its tokens.
+        length: of the chunk.
+    """
+    for group in groups:
+        if not runs_steps(group):
+            return "kernels do not follow tables of its layers, or these lie on several devices"
+        if group.keep_for_sharing or group.record_past or group.is_decoding(length):
+            return "its newest tokens are compressed later than others"
+        if group.policy.selects or group.scheme.modality != "all":
+            return "its tokens are compressed by their attention mass or by their modality"
+        if len(group.sequences) != 1 or group.real is not None:
+            return "it has several sequences, or padding"
+        (sequence,) = group.sequences
+        if sequence.spans or sequence.kept or sequence.evicted:
+            return "a prompt before it was compressed as a whole"
+        if len({_sizes(store) for store in group.stores}) > 1:
+            return "its layers differ in heads"
+        for store in group.stores:
+            reason = group.registry.ragged_unsupported(store)
+            if reason is not None:
+                return reason
+    return None
+
+
+def _sizes(store: LayerStore) -> tuple[int, ...]:
+    keys, values = store.format.keys, store.format.values
+    return keys.heads, keys.head_dim, values.heads, values.head_dim, store.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Consecutive tokens of one side of a sequence and where they go in the workspace, counted from its first key.
+
+    Attributes:
+        side: 0 for keys, 1 for values.
+        first: index of the first one in the buffer; of pages, the first one of these.
+        place: of the first one.
+        count: of tokens; of pages, of these.
+    """
+
+    side: int
+    first: int
+    place: int
+    count: int
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """A sequence in the workspace.
+
+    Attributes:
+        pages: stretches of pages; copies: of full-precision tokens.
+        tokens: in all.
+    """
+
+    pages: list[_Stretch]
+    copies: list[_Stretch]
+    tokens: int
+
+
+def lay_out(sequence: Sequence, page_size: int) -> _Laid:
+    """Everything stored of a sequence from its first page on that no sliding window has left, oldest first.
+
+    Sink tokens of a page are copied over what it holds of them.
+
+    Args:
+        sequence: with its new tokens.
+        page_size: tokens of a page.
+    """
+    pages, copies = [], []
+    for number, side in enumerate((sequence.keys, sequence.values)):
+        own = len(side.pages)
+        pages.append(_Stretch(number, 0, 0, own))
+        if own:
+            copies.append(_Stretch(number, 0, 0, sequence.hidden(0)))
+        first = sequence.buffer_index(side, own, page_size)
+        copies.append(_Stretch(number, first, own * page_size, side.buffered - first))
+    return _Laid(pages, copies, len(sequence) - sequence.page_position(0, page_size))
+
+
+@dataclass(eq=False)
+class PlannedChunk:
+    """The tokens of one prompt in a pass.
+
+    Attributes:
+        groups: of the layers of its cache.
+        first: number of its first token in the pass.
+        length: how many there are.
+    """
+
+    groups: list[Group]
+    first: int
+    length: int
+
+
+class PromptPass:
+    """Chunks of several prompts in one forward pass.
+
+    `add` the chunks, then `write` the tables; each layer calls `append` and `attend`; `finish` ends the pass of a
+    chunk.
+
+    Args:
+        groups: of a cache whose tables' registry and layers the prompts' caches share.
+        tokens: of the pass, those of others included.
+
+    Attributes:
+        chunks: of the pass.
+    """
+
+    def __init__(self, groups: list[Group], tokens: int):
+        self.chunks: list[PlannedChunk] = []
+        self.tokens = tokens
+        self._like, self._room = groups, [0] * len(groups)
+        self._tables: dict[int, RaggedTables] = {}
+
+    def has_room(self, groups: Sequence_[Group], length: int) -> bool:
+        """Whether a chunk's tokens fit beside those that were added."""
+        if sum(chunk.length for chunk in self.chunks) + length > MOST_TOKENS:
+            return False
+        return all(
+            (used + _stored(group) + length) * _token_bytes(group.stores[0]) <= WORKSPACE_BYTES
+            for used, group in zip(self._room, groups, strict=True)
+        )
+
+    def add(self, groups: list[Group], first: int, length: int) -> PlannedChunk:
+        """Plan where a chunk's tokens go in all layers; `unplanned` and `has_room` accept it.
+
+        Raises:
+            CacheError: what is stored has become unusable.
+            NumericError: what was stored before cannot be.
+        """
+        for group in groups:
+            read_flags(group, wait=False)
+        for index, group in enumerate(groups):
+            self._room[index] += _stored(group) + length
+            latest = group.begin(length)
+            group.append(latest, _CHUNK, check=False)
+            (after,) = latest.appended
+            for store in group.stores:
+                store.reserve(0, after)
+                store.forward_pass, store.passes, store.sequences = latest, group.passes, latest.appended
+            # Tokens are stored without the tables of single tokens.
+            group.touch()
+        self.chunks.append(PlannedChunk(groups, first, length))
+        return self.chunks[-1]
+
+    def write(self) -> None:
+        """Write the tables of all layers."""
+        parts = [_GroupWriter(self, index) for index in range(len(self._like))]
+        flat = upload(torch.from_numpy(np.concatenate([part.flat for part in parts])), self._like[0].stores[0].device)
+        begin = 0
+        for part in parts:
+            tables = part.tables(flat[begin : begin + len(part.flat)])
+            self._tables |= {store.index: own for store, own in zip(part.stores, tables, strict=True)}
+            begin += len(part.flat)
+
+    def append(
+        self, store: LayerStore, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Store a layer's new keys [H, N, D] and values [H, N, E]; queries [Hq, N, D], rotated as the keys are."""
+        keys, values = keys.to(store.dtype), values.to(store.dtype)
+        return ragged.append(queries, keys, values, self._tables[store.index], store.format, store.rotations)
+
+    def attend(
+        self,
+        store: LayerStore,
+        queries: torch.Tensor,
+        scaling: float,
+        softcap: float | None = None,
+        sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of all queries [Hq, N, D], rotated as the keys are, in the coordinates in which values are stored.
+
+        Masks are causal, within the layer's sliding window if it has one.
+
+        Returns:
+            [N, Hq, E]; anything where the pass has tokens of others.
+        """
+        tables, window = self._tables[store.index], store.group.sliding_window
+        return ragged.attend(queries, tables, store.format, scaling, softcap, sink_logits, window=window)
+
+    @staticmethod
+    def finish(chunk: PlannedChunk) -> None:
+        """Count a chunk's tokens as stored and compress what is complete.
+
+        Raises:
+            CacheError: the pages have a fixed capacity and no room left.
+            NumericError: a page holds numbers that cannot be stored.
+        """
+        for group in chunk.groups:
+            latest = group.forward_pass
+            for store in group.stores:
+                store.ended = latest
+            latest.ended = len(group.stores)
+            group.attended = latest.start + latest.length
+            seal, group.seal_at_once = group.seal_at_once, False
+            compress(group, seal)
+
+
+def _stored(group: Group) -> int:
+    """Tokens of a cache's sequence that attention reads."""
+    return group.sequences[0].stored(group.page_size)
+
+
+def _token_bytes(store: LayerStore) -> int:
+    """Bytes of one token of a layer in full precision."""
+    heads, size, _, value_size, width = _sizes(store)
+    return heads * (size + value_size) * width
+
+
+def _even(count: int) -> int:
+    return count + count % 2
+
+
+class _GroupWriter:
+    """The tables of one group of layers, one after another in a line of int64.
+
+    Args:
+        passed: the pass.
+        index: of the group.
+    """
+
+    def __init__(self, passed: PromptPass, index: int):
+        self.chunks, self.count = passed.chunks, passed.tokens
+        self.groups = [chunk.groups[index] for chunk in passed.chunks]
+        self.stores = passed._like[index].stores
+        self.group = passed._like[index]
+        self.base = self.group.registry.base(self.stores[0].device)
+        laid = [lay_out(group.forward_pass.appended[0], group.page_size) for group in self.groups]
+        # Sequences begin at multiples of 8 tokens.
+        begins = np.cumsum([0, *(-(-part.tokens // 8) * 8 for part in laid)])
+        self.capacity = int(begins[-1])
+        keys, values = (self._pages(laid, begins, side) for side in range(2))
+        lines = {
+            "buffers": self._buffers(),
+            "tokens": self._tokens(),
+            "keys": self._offsets(keys[0], True),
+            "values": self._offsets(values[0], False),
+            "shared": self._shared(),
+            "key_places": keys[1],
+            "value_places": values[1],
+            "center_pages": self._center_pages(keys[1]),
+            "centers": np.column_stack([keys[2], np.zeros((len(keys[2]), 2), np.int64)]),
+            "copies": self._copies(laid, begins),
+            "tiles": self._tiles(laid, begins),
+        }
+        self.shapes = {name: line.shape for name, line in lines.items()}
+        # Each begins at a multiple of 16 bytes, on which kernels are specialized.
+        self.flat = np.concatenate([np.resize(line, _even(line.size)) for line in lines.values()])
+
+    def tables(self, flat: torch.Tensor) -> list[RaggedTables]:
+        """Each layer's tables, once they are on the device."""
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        parts = zip(self.shapes.items(), sizes, flat.split([_even(size) for size in sizes]), strict=True)
+        found = {name: part[:size].view(shape) for (name, shape), size, part in parts}
+        base, tables = self.base, []
+        for line, store in enumerate(self.stores):
+            f, shared, boosted = store.format, found["shared"][line], self.group.registry.boosted(store)
+            tables.append(
+                RaggedTables(
+                    base.view(store.dtype),
+                    found["buffers"][line],
+                    found["tokens"],
+                    PageAddresses(f.keys, base, found["keys"][line], shared[:2], boosted),
+                    PageAddresses(f.values, base, found["values"][line], shared[2:]),
+                    *(found[name] for name in ("key_places", "value_places", "center_pages", "centers")),
+                    found["copies"],
+                    found["tiles"],
+                    self.capacity,
+                )
+            )
+        return tables
+
+    def _pages(self, laid: list[_Laid], begins: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of one side's pages of all sequences: numbers, places, and positions of their first tokens."""
+        numbers: list[int] = []
+        places, positions = [], []
+        for group, part, begin in zip(self.groups, laid, begins, strict=False):
+            (sequence,), size = group.forward_pass.appended, group.page_size
+            for stretch in part.pages:
+                if stretch.side == side:
+                    numbers += (sequence.keys, sequence.values)[side].pages
+                    page = size * np.arange(stretch.count)
+                    places.append(begin + stretch.place + page)
+                    positions.append(sequence.page_position(0, size) + page)
+        empty = np.zeros(0, np.int64)
+        return np.array(numbers, np.int64), np.concatenate([empty, *places]), np.concatenate([empty, *positions])
+
+    def _offsets(self, numbers: np.ndarray, is_key: bool) -> np.ndarray:
+        storages = [store.key_pages if is_key else store.value_pages for store in self.stores]
+        if not len(numbers):
+            return np.zeros((len(storages), 0), np.int64)
+        return np.stack([storage.offsets(numbers, self.base) for storage in storages])
+
+    def _shared(self) -> np.ndarray:
+        """Where the scales of static pages lie: [L, 4], as in `GroupTables.shared`."""
+        lines = []
+        for store in self.stores:
+            scales = [
+                part
+                for static in (store.format.static_keys, store.format.static_values)
+                for part in static or 2 * (None,)
+            ]
+            lines.append([0 if part is None else (part.data_ptr() - self.base.data_ptr()) // UNIT for part in scales])
+        return np.array(lines, np.int64)
+
+    def _buffers(self) -> np.ndarray:
+        origin, width, stores = (
+            self.base.data_ptr(),
+            self.stores[0].dtype.itemsize,
+            zip(*(g.stores for g in self.groups), strict=True),
+        )
+        lines = [[(store.rows[0].keys, store.rows[0].values) for store in line] for line in stores]
+        return np.array(
+            [
+                [
+                    [(k.address - origin) // width, k.head_stride, (v.address - origin) // width, v.head_stride]
+                    for k, v in line
+                ]
+                for line in lines
+            ],
+            np.int64,
+        )
+
+    def _tokens(self) -> np.ndarray:
+        table = np.full((self.count, TOKEN), -1, np.int64)
+        for number, (chunk, group) in enumerate(zip(self.chunks, self.groups, strict=True)):
+            (destination,) = group.forward_pass.destinations
+            here, step = table[chunk.first : chunk.first + chunk.length], np.arange(chunk.length)
+            here[:, 0], here[:, 1], here[:, 2] = number, destination.first_key + step, destination.first_value + step
+        return table
+
+    def _center_pages(self, places: np.ndarray) -> np.ndarray:
+        table, dim = np.zeros((len(places), 5), np.int64), self.stores[0].format.keys.head_dim
+        table[:, 0], table[:, 1], table[:, 3] = places * dim, self.capacity * dim, PAGE_SIZE
+        return table
+
+    def _copies(self, laid: list[_Laid], begins: np.ndarray) -> np.ndarray:
+        found = [np.zeros((0, COPY), np.int64)]
+        for number, (part, begin) in enumerate(zip(laid, begins, strict=False)):
+            for stretch in part.copies:
+                start = np.arange(0, stretch.count, COPIED_TOKENS)
+                table = np.empty((len(start), COPY), np.int64)
+                table[:, 0], table[:, 1], table[:, 2] = number, stretch.side, stretch.first + start
+                table[:, 3] = begin + stretch.place + start
+                table[:, 4] = np.minimum(COPIED_TOKENS, stretch.count - start)
+                found.append(table)
+        return np.concatenate(found)
+
+    def _tiles(self, laid: list[_Laid], begins: np.ndarray) -> np.ndarray:
+        found = []
+        for chunk, part, begin in zip(self.chunks, laid, begins, strict=False):
+            start = np.arange(0, chunk.length, TILE_QUERIES)
+            table = np.empty((len(start), TILE), np.int64)
+            table[:, 0], table[:, 1] = chunk.first + start, chunk.first + chunk.length
+            table[:, 2] = part.tokens - chunk.length + start
+            table[:, 3], table[:, 4] = begin, part.tokens
+            found.append(table)
+        tiles = np.concatenate(found)
+        return tiles[np.argsort(tiles[:, 2], kind="stable")]
