@@ -150,6 +150,7 @@ def serve(
 
     place = choose_device(device)
     stated = None if dtype is None else compute_dtype(dtype, place, None)
+
     def loaded(name: str) -> tuple[Any, Any]:
         model, processor = load(name, dtype=stated or ("auto" if place.type == "cuda" else None))
         return model.to(place), processor  # type: ignore[arg-type]
