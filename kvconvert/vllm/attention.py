@@ -14,17 +14,17 @@ from kvconvert.kernels.history import HistoryPart, history_attention
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.vllm.layer import LayerBlocks
-from kvconvert.vllm.step import Request, StepPlan
-from kvconvert.vllm.tables import DecodeTables, upload
+from kvconvert.vllm.step import Request, StepPlan, upload
+from kvconvert.vllm.tables import DecodeTables
 
 
 def quantize_pending(blocks: LayerBlocks, plan: StepPlan) -> None:
     """Quantize the pages of a layer that were complete when the pass before this one ended."""
-    for request, is_key, page in plan.pending():
-        begin = page * PAGE_SIZE
-        tokens = blocks.read(*plan.places(request, begin, begin + PAGE_SIZE))[0 if is_key else 1]
-        f = blocks.cache.format.keys if is_key else blocks.cache.format.values
-        blocks.quantize(plan.pages(request, page, page + 1), tokens, begin, f)
+    keys, values = plan.pending
+    for pages, f, index in ((keys, blocks.cache.format.keys, 0), (values, blocks.cache.format.values, 1)):
+        if pages is not None:
+            tokens = blocks.read(pages.token_blocks, pages.token_slots)[index]
+            blocks.quantize(pages.blocks, tokens, pages.firsts, f)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ class LayerStep:
         for is_key, first, end in plan.settled(request):
             f = self.blocks.cache.format.keys if is_key else self.blocks.cache.format.values
             tokens = every[0 if is_key else 1][:, first * PAGE_SIZE - begin : end * PAGE_SIZE - begin]
-            self.blocks.quantize(plan.pages(request, first, end), tokens.clone(), first * PAGE_SIZE, f)
+            firsts = [page * PAGE_SIZE for page in range(first, end)]
+            self.blocks.quantize(plan.pages(request, first, end), tokens.clone(), firsts, f)
         kept = max(min(plan.layout.quantized(request.tokens - 1)) * PAGE_SIZE, request.stored)
         if kept < request.tokens:
             own = slice(kept - request.stored, None)

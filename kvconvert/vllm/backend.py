@@ -164,7 +164,8 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
         memory = layer.kv_cache
         if not memory.numel():
             return None
-        if self._blocks is None or self._blocks.words.data_ptr() != memory.data_ptr():
+        known = self._blocks is not None and self._blocks.words.data_ptr() == memory.data_ptr()
+        if not known or len(self._blocks.words) != len(memory):
             cache = self.served.layer(layer_index(layer.layer_name), memory.device, layer.dtype)
             self._blocks = LayerBlocks(cache, memory)
         return self._blocks

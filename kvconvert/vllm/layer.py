@@ -117,27 +117,33 @@ class LayerBlocks:
         """A copy of the pages of one side in these blocks, int64 [N]."""
         return pages_of(self._buffer(self._records(f)[blocks], f), f)
 
-    def quantize(self, blocks: torch.Tensor, tokens: torch.Tensor, first: int, f: KeyFormat | ValueFormat) -> None:
-        """Quantize consecutive pages of one sequence.
+    def quantize(
+        self, blocks: torch.Tensor, tokens: torch.Tensor, firsts: list[int], f: KeyFormat | ValueFormat
+    ) -> None:
+        """Quantize pages.
 
         Args:
             blocks: int64 [N], where they go.
-            tokens: [H, 128 N, channels] of keys or values, which this may change.
-            first: position of the first token.
+            tokens: [H, 128 N, channels] of keys or values, page after page, contiguous, which this may change.
+            firsts: position of each page's first token.
             f: of the side.
         """
         format, is_key = self.cache.format, isinstance(f, KeyFormat)
         if is_key and format.key_center is not None:
-            add_centers(tokens, first, PAGE_SIZE, format.key_center, sign=-1)
+            for page, first in enumerate(firsts):
+                part = tokens[:, page * PAGE_SIZE : (page + 1) * PAGE_SIZE]
+                add_centers(part, first, PAGE_SIZE, format.key_center, sign=-1)
         records = self._records(f)
         whole = pages_of(self._buffer(records.new_empty(len(blocks), records.shape[1]), f), f)
         channels, static = (format.boosted, format.static_keys) if is_key else (None, format.static_values)
         feedback = format.key_feedback if is_key else None
-        hidden = 0 if first else self.cache.layout.sink_tokens
+        hidden = [0 if first else self.cache.layout.sink_tokens for first in firsts]
         if runs_triton(tokens.device):
             quantize_at(_writes(tokens, whole, feedback, hidden), tokens, whole, self.flag, channels, static)
         else:
-            quantize_by_reference([tokens], [whole], channels, static, feedback, [hidden])
+            pages = tokens.split(PAGE_SIZE, 1)
+            rooms = [whole.select(slice(page, page + 1)) for page in range(len(pages))]
+            quantize_by_reference(pages, rooms, channels, static, feedback, hidden)
         records[blocks] = whole.buffer.flatten(1).view(torch.int16)
 
     def _records(self, f: KeyFormat | ValueFormat) -> torch.Tensor:
@@ -153,10 +159,10 @@ class LayerBlocks:
 
 
 def _writes(
-    tokens: torch.Tensor, pages: KeyPages | ValuePages, feedback: torch.Tensor | None, hidden: int
+    tokens: torch.Tensor, pages: KeyPages | ValuePages, feedback: torch.Tensor | None, hidden: list[int]
 ) -> PageWrites:
     """Where tokens [H, 128 N, channels] lie, contiguous, and where the records of their pages go; `hidden` tokens of
-    the first page are sink tokens.
+    each page are sink tokens.
     """
     number = np.arange(len(pages))
     page, record = tokens.stride(1) * PAGE_SIZE * tokens.element_size(), pages.buffer[0].nbytes
@@ -165,5 +171,5 @@ def _writes(
         np.full(len(pages), tokens.stride(0)),
         pages.buffer.data_ptr() + number * record,
         None if feedback is None else np.full(len(pages), feedback.data_ptr()),
-        hidden=np.where(number == 0, hidden, 0),
+        hidden=np.array(hidden),
     )

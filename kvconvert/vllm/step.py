@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.blocks import BlockLayout
 
 
@@ -31,6 +32,22 @@ class Request:
     def tokens(self) -> int:
         """Tokens once the pass is over."""
         return self.stored + self.length
+
+
+@dataclass(frozen=True)
+class PendingPages:
+    """Complete pages of one side that are still in full precision.
+
+    Attributes:
+        blocks: int64 [N], where they go.
+        token_blocks, token_slots: int64 [128 N], where their tokens are.
+        firsts: position of each page's first token.
+    """
+
+    blocks: torch.Tensor
+    token_blocks: torch.Tensor
+    token_slots: torch.Tensor
+    firsts: list[int]
 
 
 @dataclass(frozen=True)
@@ -85,14 +102,35 @@ class StepPlan:
         sides = zip((True, False), *map(self.layout.quantized, (request.stored, request.tokens - 1)), strict=True)
         return ((is_key, begin, end) for is_key, begin, end in sides if begin < end)
 
-    def pending(self) -> Iterator[tuple[Request, bool, int]]:
-        """Pages, of keys (True) or values, that the last token stored before this pass has completed."""
+    @cached_property
+    def pending(self) -> tuple[PendingPages | None, PendingPages | None]:
+        """Pages of keys and of values that the last token stored before this pass has completed."""
+        found: list[list[tuple[int, int]]] = [[], []]
         for request in self.requests:
             if request.stored:
                 before, now = map(self.layout.quantized, (request.stored - 1, request.stored))
-                for is_key, begin, end in zip((True, False), before, now, strict=True):
+                for pages, begin, end in zip(found, before, now, strict=True):
                     if begin < end:
-                        yield request, is_key, begin
+                        pages.append((request.row, begin))
+        keys = self._pending(found[0])
+        return keys, keys if found[0] == found[1] else self._pending(found[1])
+
+    def _pending(self, pages: list[tuple[int, int]]) -> PendingPages | None:
+        """These rows' pages, each a row and a number."""
+        if not pages:
+            return None
+        rows, numbers = upload(torch.tensor(pages).T, self.device)
+        positions = (numbers[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=self.device)).flatten()
+        entries, slots = self.layout.places(positions)
+        blocks = self.block_table[rows.repeat_interleave(PAGE_SIZE), entries].long()
+        own = self.block_table[rows, self.layout.first_page + numbers].long()
+        return PendingPages(own, blocks, slots, [number * PAGE_SIZE for _, number in pages])
+
+
+def upload(data: torch.Tensor | list, device: torch.device) -> torch.Tensor:
+    """Integers on a device, without waiting for what it is doing."""
+    tensor = torch.tensor(data) if isinstance(data, list) else data
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def plan_step(

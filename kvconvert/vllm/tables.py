@@ -15,6 +15,7 @@ from kvconvert.kernels.decode.stored import PageTables, ResidualWindows
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.blocks import BlockLayout
 from kvconvert.vllm.layer import LayerBlocks
+from kvconvert.vllm.step import upload
 
 # Numbers of a work item, see `kernels/decode/plan.py`.
 ITEM = 18
@@ -222,9 +223,3 @@ class DecodeTables:
             whole = ends[-1].repeat(self.rows + 1)
             whole[: len(ends)] = ends
             tensor.copy_(upload(whole, self.device))
-
-
-def upload(data: torch.Tensor | list, device: torch.device) -> torch.Tensor:
-    """Integers on a device, without waiting for what it is doing."""
-    tensor = torch.tensor(data) if isinstance(data, list) else data
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

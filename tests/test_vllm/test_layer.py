@@ -11,7 +11,7 @@ import torch
 from kvconvert.cache.format import CacheFormat, with_plan
 from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.device import interpreted
-from kvconvert.kernels.pages import dequantize_keys, dequantize_values, quantize_keys, quantize_values
+from kvconvert.kernels.pages import dequantize_keys, dequantize_values, page_centers, quantize_keys, quantize_values
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
 from kvconvert.vllm.attention import LayerStep, quantize_pending
@@ -21,6 +21,16 @@ from kvconvert.vllm.step import StepPlan, plan_step
 from kvconvert.vllm.tables import DecodeTables
 
 HEADS, GROUP, DIM, REQUESTS, LONGEST = 2, 2, 32, 3, 700
+# What calibration would leave of a layer.
+PLAN = {
+    "key_mean": torch.linspace(-1, 1, HEADS * DIM).view(HEADS, DIM),
+    "rope_frequencies": 10000.0 ** -torch.linspace(0, 1, DIM // 2),
+    "rope_pairs": torch.arange(DIM).view(2, DIM // 2).T.contiguous(),
+    "key_feedback": torch.eye(DIM) + 0.02 * torch.ones(HEADS, DIM, DIM).triu(1),
+    "boosted_channels": torch.tensor([[1, 5, 8, 30], [0, 2, 3, 31]], dtype=torch.int32),
+    **{f"static_{side}_scale": torch.full((HEADS, DIM), 0.04) for side in ("key", "value")},
+    **{f"static_{side}_zero_point": torch.full((HEADS, DIM), -5.0) for side in ("key", "value")},
+}
 # Reads of what was never written give NaN.
 POISON = 0x7FFF
 
@@ -31,13 +41,13 @@ class Layer:
     def __init__(self, scheme: KVScheme, kernels: bool, device: str = "cpu", dtype: torch.dtype = torch.float32):
         cache = CacheFormat.of(scheme, heads=HEADS, key_dim=DIM)
         self.device, self.dtype = torch.device(device), dtype
-        self.format = with_plan(cache.pages, scheme, {}, torch.device("cpu"))
+        self.format = with_plan(cache.pages, scheme, PLAN, torch.device("cpu"))
         self.layout = BlockLayout.of(cache, dtype)
         self.rotations, self.kernels = cache.rotations, kernels
         each = self.layout.blocks_for(LONGEST)
         shape = (1 + each * REQUESTS, 1, 1, self.layout.block_bytes // 2)
         memory = torch.full(shape, POISON, dtype=torch.int16, device=self.device)
-        format = with_plan(cache.pages, scheme, {}, self.device)
+        format = with_plan(cache.pages, scheme, PLAN, self.device)
         self.blocks = LayerBlocks(LayerCache(format, cache.rotations, self.layout, dtype), memory)
         # Scattered, and never block 0, which vLLM leaves to no request.
         self.table = torch.zeros(REQUESTS, each + 3, dtype=torch.int32)
@@ -87,12 +97,18 @@ class Layer:
         history = self.keys[row].clone(), self.values[row].clone()
         for number in range(max(pages)):
             part, hidden = slice(128 * number, 128 * number + 128), 0 if number else self.layout.sink_tokens
+            f, g = self.format, self.format.values
             if number < pages[0]:
-                page = quantize_keys(self.keys[row][None, :, part], self.format.keys, hidden=hidden)
-                history[0][:, part] = dequantize_keys(page, self.format.keys)[0].transpose(1, 2)
+                center = 0.0
+                if f.key_center is not None:
+                    center = page_centers(torch.tensor([128 * number]), 128, f.key_center)
+                whole = self.keys[row][None, :, part] - center
+                page = quantize_keys(whole, f.keys, f.boosted, f.static_keys, f.key_feedback, hidden)
+                stored_keys = dequantize_keys(page, f.keys, f.boosted, f.static_keys).transpose(2, 3)
+                history[0][:, part] = (stored_keys + center)[0]
             if number < pages[1]:
-                page = quantize_values(self.values[row][None, :, part], self.format.values, hidden=hidden)
-                history[1][:, part] = dequantize_values(page, self.format.values)[0]
+                page = quantize_values(self.values[row][None, :, part], g, f.static_values, hidden)
+                history[1][:, part] = dequantize_values(page, g, f.static_values)[0]
         for side, whole in zip(history, (self.keys[row], self.values[row]), strict=True):
             side[:, : self.layout.sink_tokens] = whole[:, : self.layout.sink_tokens]
         self.keys[row] = torch.cat([self.keys[row], keys], 1)
@@ -110,6 +126,15 @@ SCHEMES = {
     "key window": replace(KVScheme.preset("kivi"), key_recent_tokens=130),
     "oscar": KVScheme.preset("oscar-g128").with_online_rotation(),
     "kitty": KVScheme.preset("kitty"),
+    "calibrated": KVScheme(
+        sink_tokens=4,
+        key_center="calibrated",
+        key_rounding="error_feedback",
+        boost_fraction=0.125,
+        boost_select="calibrated",
+        rotate_keys="hadamard",
+    ),
+    "static": KVScheme(key_bits=8, value_bits=8, static_scales="calibrated", sink_tokens=4),
     "16-bit values": KVScheme(key_bits=3, value_bits=16, sink_tokens=4),
 }
 # Prompts whole and in chunks beside decoding requests; pages that a prompt, a chunk or a decoded token completes.
@@ -124,7 +149,7 @@ def test_a_pass_attends_to_what_is_stored_as_it_is_stored(name):
         assert layer.run(lengths) < 2e-6, lengths
 
 
-@pytest.mark.parametrize("name", ["kivi", "kitty"])
+@pytest.mark.parametrize("name", ["kivi", "kitty", "calibrated", "static"])
 def test_kernels_with_tables_in_fixed_places_do_the_same(name):
     torch.manual_seed(0)
     layer = Layer(SCHEMES[name], kernels=True)
