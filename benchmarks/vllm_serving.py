@@ -214,7 +214,7 @@ def compare(model: Path, bundle: Path, new: int) -> dict[str, Any]:
     text = (Path(__file__).parent / "real_model_code.txt").read_text(encoding="utf-8")
     ids = AutoTokenizer.from_pretrained(bundle)(text)["input_ids"]
     prompts = [ids[start : start + length] for start, length in ((0, 100), (100, 700), (300, 1500), (50, 2100))]
-    loaded, _ = load(bundle, device_map="cuda" if torch.cuda.is_available() else "cpu")
+    loaded = load(bundle, dtype="auto")[0].to("cuda" if torch.cuda.is_available() else "cpu")
     expected = []
     for prompt in prompts:
         whole = torch.tensor([prompt], device=loaded.device)
