@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, plan_work
+from kvconvert.kernels.decode.plan import WAVES, Segment, SequencePlan, WorkPlan, plan_work
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.spans import Span
 from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
@@ -75,6 +75,7 @@ class GroupTables:
             steps included.
         plans: what each row has stored.
         steps_left: how many more single tokens may come before anything but `step` has to be written.
+        roomy: whether work gets the most room at once, so that one recording serves all steps.
         asked: numbers of programs among which steps have divided their attention.
         capacity: tokens that a row's key and value buffers have room for, in every layer.
         boosted: for each layer int32 [H, n], boosted channels of a scheme that fixes them; else None.
@@ -103,11 +104,12 @@ class GroupTables:
         self._owner: weakref.ref[Group] | None = None
         self._written = -1
         self.plans = [SequencePlan((), 0)] * rows
-        self._work: dict[int, StepWork] = {}
+        self._work: dict[tuple[int, bool], StepWork] = {}
         self._checked: tuple[Sequence, ...] | None = None
         self._room: dict[tuple[int, int], WorkPlan] = {}
         self.capacity = [(0, 0)] * rows
         self.asked: set[int] = set()
+        self.roomy = False
         self.steps_left = 0
         self._increment = torch.zeros(3, rows, **device)
 
@@ -305,9 +307,10 @@ class GroupTables:
             reserved = [self._reserved(group, sequence) for sequence in sequences]
             self.plans = plans = [replace(p, residual=tokens) for p, tokens in zip(plans, reserved, strict=True)]
             self._work = {}
-        found = self._work.get(programs)
+        found = self._work.get((programs, self.roomy))
         if found is None:
-            found = self._work[programs] = StepWork(self._written_plan(plan_work(plans, programs), programs), plans)
+            written = self._written_plan(plan_work(plans, programs), programs)
+            found = self._work[programs, self.roomy] = StepWork(written, plans)
         return found.plan
 
     def work_key(self, group: Group, continues: bool) -> Hashable:
@@ -318,18 +321,18 @@ class GroupTables:
             group: whose tables these are.
             continues: nothing has been planned since the step before.
         """
-        if not continues or any(programs not in self._work for programs in self.asked):
+        if not continues or any((programs, self.roomy) not in self._work for programs in self.asked):
             for programs in self.asked:
                 self.work(group, group.sequences, programs)
         shared = tuple(0 if table is None else table.data_ptr() for table in self.shared)
-        return (*((n, self._work[n].plan.items.data_ptr()) for n in sorted(self.asked)), shared)
+        return (*((n, self._work[n, self.roomy].plan.items.data_ptr()) for n in sorted(self.asked)), shared)
 
     def _written_plan(self, plan: WorkPlan, programs: int) -> WorkPlan:
         """A plan in tensors that stay; items beyond it do nothing."""
         room = FEWEST_ITEMS
-        while room < len(plan.items):
+        while room < max(len(plan.items), self.roomy * (WAVES * programs + self.rows)):
             room *= 2
-        most = next(limit for limit in MOST_SLOTS if plan.most_slots <= limit)
+        most = next(limit for limit in MOST_SLOTS[2 * self.roomy :] if plan.most_slots <= limit)
         key = (programs, room, most)
         if key not in self._room:
             empty = torch.zeros(room, plan.items.shape[1], dtype=torch.int32, device=self.device)

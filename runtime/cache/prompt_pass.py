@@ -31,6 +31,8 @@ from kvconvert.runtime.cache.store import Group, LayerStore
 MOST_TOKENS = 8192
 # Room for the keys and values of all prompts in one layer: 65,536 tokens of such a layer.
 WORKSPACE_BYTES = 256 << 20
+# Pages that tables of fixed addresses have room for, of all prompts in a pass: 32,768 tokens.
+ROOM_PAGES = 256
 # All new tokens are real; positions are those of the caches.
 _CHUNK = Chunk(torch.zeros(1, dtype=torch.int64))
 
@@ -119,6 +121,34 @@ def lay_out(sequence: Sequence, page_size: int) -> _Laid:
     return _Laid(pages, copies, len(sequence) - sequence.page_position(0, page_size))
 
 
+@dataclass(frozen=True)
+class Rooms:
+    """What tables of fixed addresses have room for.
+
+    Attributes:
+        tokens: of the pass.
+        sequences: that have chunks in it.
+        pages: of all of them, on either side.
+        copies, tiles: see `RaggedTables`.
+        capacity: tokens of the workspace.
+    """
+
+    tokens: int
+    sequences: int
+    pages: int
+    copies: int
+    tiles: int
+    capacity: int
+
+    @classmethod
+    def of(cls, tokens: int) -> Rooms:
+        """Rooms for passes of so many tokens: few sequences in short ones, and as much history for all."""
+        sequences = max(4, min(32, tokens // 64))
+        stretches = tokens // COPIED_TOKENS + 4 * sequences
+        capacity = ROOM_PAGES * PAGE_SIZE + tokens + 2 * PAGE_SIZE * sequences
+        return cls(tokens, sequences, ROOM_PAGES, 2 * stretches, tokens // TILE_QUERIES + sequences, capacity)
+
+
 @dataclass(eq=False)
 class PlannedChunk:
     """The tokens of one prompt in a pass.
@@ -152,6 +182,7 @@ class PromptPass:
         self.chunks: list[PlannedChunk] = []
         self.tokens = tokens
         self._like, self._room = groups, [0] * len(groups)
+        self._written: tuple[list[_GroupWriter], torch.Tensor] = [], torch.empty(0)
         self._tables: dict[int, RaggedTables] = {}
 
     def has_room(self, groups: Sequence_[Group], length: int) -> bool:
@@ -185,22 +216,41 @@ class PromptPass:
         self.chunks.append(PlannedChunk(groups, first, length))
         return self.chunks[-1]
 
-    def write(self) -> None:
-        """Write the tables of all layers."""
-        parts = [_GroupWriter(self, index) for index in range(len(self._like))]
-        flat = upload(torch.from_numpy(np.concatenate([part.flat for part in parts])), self._like[0].stores[0].device)
-        begin = 0
-        for part in parts:
-            tables = part.tables(flat[begin : begin + len(part.flat)])
-            self._tables |= {store.index: own for store, own in zip(part.stores, tables, strict=True)}
-            begin += len(part.flat)
+    def write(self, rooms: Rooms | None = None) -> bool:
+        """Write the tables of all layers.
+
+        Args:
+            rooms: of tables of fixed addresses, which recorded launches know; None for tables of their own.
+
+        Returns:
+            whether they fit the rooms; if not, they are tables of their own.
+        """
+        if rooms is not None and self.tokens > rooms.tokens:
+            rooms = None
+        parts = [_GroupWriter(self, index, rooms) for index in range(len(self._like))]
+        if not all(part.fits for part in parts):
+            rooms, parts = None, [_GroupWriter(self, index, None) for index in range(len(self._like))]
+        store = self._like[0].stores[0]
+        flat = upload(torch.from_numpy(np.concatenate([part.flat for part in parts])), store.device)
+        if rooms is not None:
+            flat = self._like[0].registry.kept((rooms, flat.shape), flat)
+        self._written = parts, flat
+        return rooms is not None
+
+    def _of_layer(self, store: LayerStore) -> RaggedTables:
+        """The tables of a layer, of which a replay has no need."""
+        if not self._tables:
+            parts, flat = self._written
+            for part, own in zip(parts, flat.split([len(part.flat) for part in parts]), strict=True):
+                self._tables |= {s.index: tables for s, tables in zip(part.stores, part.tables(own), strict=True)}
+        return self._tables[store.index]
 
     def append(
         self, store: LayerStore, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         """Store a layer's new keys [H, N, D] and values [H, N, E]; queries [Hq, N, D], rotated as the keys are."""
         keys, values = keys.to(store.dtype), values.to(store.dtype)
-        return ragged.append(queries, keys, values, self._tables[store.index], store.format, store.rotations)
+        return ragged.append(queries, keys, values, self._of_layer(store), store.format, store.rotations)
 
     def attend(
         self,
@@ -217,7 +267,7 @@ class PromptPass:
         Returns:
             [N, Hq, E]; anything where the pass has tokens of others.
         """
-        tables, window = self._tables[store.index], store.group.sliding_window
+        tables, window = self._of_layer(store), store.group.sliding_window
         return ragged.attend(queries, tables, store.format, scaling, softcap, sink_logits, window=window)
 
     @staticmethod
@@ -259,10 +309,14 @@ class _GroupWriter:
     Args:
         passed: the pass.
         index: of the group.
+        rooms: of the tables; None for as much as there is.
+
+    Attributes:
+        fits: whether it all fits the rooms.
     """
 
-    def __init__(self, passed: PromptPass, index: int):
-        self.chunks, self.count = passed.chunks, passed.tokens
+    def __init__(self, passed: PromptPass, index: int, rooms: Rooms | None):
+        self.chunks, self.count = passed.chunks, passed.tokens if rooms is None else rooms.tokens
         self.groups = [chunk.groups[index] for chunk in passed.chunks]
         self.stores = passed._like[index].stores
         self.group = passed._like[index]
@@ -270,7 +324,8 @@ class _GroupWriter:
         laid = [lay_out(group.forward_pass.appended[0], group.page_size) for group in self.groups]
         # Sequences begin at multiples of 8 tokens.
         begins = np.cumsum([0, *(-(-part.tokens // 8) * 8 for part in laid)])
-        self.capacity = int(begins[-1])
+        self.capacity = int(begins[-1]) if rooms is None else rooms.capacity
+        self.fits = int(begins[-1]) <= self.capacity
         keys, values = (self._pages(laid, begins, side) for side in range(2))
         lines = {
             "buffers": self._buffers(),
@@ -285,9 +340,26 @@ class _GroupWriter:
             "copies": self._copies(laid, begins),
             "tiles": self._tiles(laid, begins),
         }
+        if rooms is not None:
+            lines = {name: self._padded(name, line, rooms) for name, line in lines.items()}
         self.shapes = {name: line.shape for name, line in lines.items()}
         # Each begins at a multiple of 16 bytes, on which kernels are specialized.
         self.flat = np.concatenate([np.resize(line, _even(line.size)) for line in lines.values()])
+
+    def _padded(self, name: str, line: np.ndarray, rooms: Rooms) -> np.ndarray:
+        """A table with entries that do nothing up to its room."""
+        axis = 1 if name in ("buffers", "keys", "values") else 0
+        room = {"buffers": rooms.sequences, "copies": rooms.copies, "tiles": rooms.tiles}.get(name, rooms.pages)
+        if name in ("tokens", "shared"):
+            return line
+        self.fits &= line.shape[axis] <= room
+        if not self.fits:
+            return line
+        padded = np.full((*line.shape[:axis], room, *line.shape[axis + 1 :]), -("places" in name), np.int64)
+        # Tiles of no queries come first: the last ones begin first.
+        own = slice(room - line.shape[0], room) if name == "tiles" else slice(0, line.shape[axis])
+        padded[(slice(None),) * axis + (own,)] = line
+        return padded
 
     def tables(self, flat: torch.Tensor) -> list[RaggedTables]:
         """Each layer's tables, once they are on the device."""

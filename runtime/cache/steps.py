@@ -34,12 +34,19 @@ class TableRegistry:
         self._bases: dict[torch.device, torch.Tensor] = {}
         self._reasons: dict[Hashable, str | None] = {}
         self._boosted: dict[Hashable, torch.Tensor | None] = {}
+        self._kept: dict[Hashable, torch.Tensor] = {}
 
     def base(self, device: torch.device) -> torch.Tensor:
         """A small tensor that never moves, int16 and aligned to 16 bytes, from which addresses on a device count."""
         if device not in self._bases:
             self._bases[device] = torch.zeros(UNIT, dtype=torch.int16, device=device)
         return self._bases[device]
+
+    def kept(self, key: Hashable, numbers: torch.Tensor) -> torch.Tensor:
+        """Numbers on a device at the address where those of this key were before."""
+        if key not in self._kept:
+            self._kept[key] = torch.empty_like(numbers)
+        return self._kept[key].copy_(numbers)
 
     def boosted(self, store: LayerStore) -> torch.Tensor | None:
         """int32 [H, n], a layer's boosted channels where its scheme fixes them; else None."""
@@ -164,6 +171,7 @@ class PlannedStep:
 
     Args:
         groups: of all the cache's layers; `runs_steps` accepts each.
+        roomy: whether the division of its work gets the most room, see `GroupTables`.
 
     Attributes:
         continues: whether it is like the step before it, so that nothing is planned: every occupied row has got one
@@ -175,8 +183,8 @@ class PlannedStep:
         NumericError: an open prompt holds numbers that cannot be stored.
     """
 
-    def __init__(self, groups: list[Group]):
-        self.groups = groups
+    def __init__(self, groups: list[Group], roomy: bool = False):
+        self.groups, self._roomy = groups, roomy
         self._before: list[tuple[tuple[Sequence, ...], ForwardPass | None, int]] = []
         self.continues = all(_continues(group) for group in groups)
         if self.continues:
@@ -200,10 +208,21 @@ class PlannedStep:
 
     def key(self) -> Hashable:
         """What a recording of the pass's kernels depends on: the tables, and how much work they have room for."""
-        return tuple(
-            (id(tables), tables.work_key(group, self.continues))
-            for group, tables in zip(self.groups, self.tables, strict=True)
-        )
+        with self._room_for_work():
+            return tuple(
+                (id(tables), tables.work_key(group, self.continues))
+                for group, tables in zip(self.groups, self.tables, strict=True)
+            )
+
+    @contextmanager
+    def _room_for_work(self) -> Iterator[None]:
+        for tables in self.tables:
+            tables.roomy = self._roomy
+        try:
+            yield
+        finally:
+            for tables in self.tables:
+                tables.roomy = False
 
     @contextmanager
     def launches(self) -> Iterator[None]:
@@ -215,7 +234,8 @@ class PlannedStep:
                 tables.spread_step()
                 first = group.logical - 1
                 group.rehearsal = ForwardPass(first, 1, _STEP, appended=group.sequences, step_tables=tables)
-            yield
+            with self._room_for_work():
+                yield
         finally:
             for group in self.groups:
                 group.rehearsal = None

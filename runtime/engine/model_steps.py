@@ -257,11 +257,16 @@ class ModelSteps:
             read = torch.cat([torch.stack([ids, positions]), read], 1)
         cache = self.cache.packed(tokens, rows=decodes)
         keep = upload(kept, self.device)
-        with cache.planned():
-            if self._keeps_logits:
-                logits = self._logits(*read[:, None], cache, logits_to_keep=keep)[0]
+        passes = self.model.captured.passes
+        with cache.planned(passes.padded(read) if self._keeps_logits else None):
+            if cache.key is not None:
+                logits = passes.logits(cache, read, keep)
+            elif self._keeps_logits:
+                with cache.launches():
+                    logits = self._logits(*read[:, None], cache, logits_to_keep=keep)[0]
             else:
-                logits = self._logits(*read[:, None], cache)[0, keep]
+                with cache.launches():
+                    logits = self._logits(*read[:, None], cache)[0, keep]
         parts = [None, *chunks] if decodes else chunks
         failures = {part: s.error for part, s in zip(parts, cache.segments, strict=True) if s.error is not None}
         for chunk in chunks:

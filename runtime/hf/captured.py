@@ -33,6 +33,7 @@ from kvconvert.runtime.cache.sequence import Sequence, Side
 from kvconvert.runtime.cache.steps import PlannedStep, TableRegistry, can_plan_steps
 from kvconvert.runtime.cache.store import Group
 from kvconvert.runtime.hf.cache import KVCache
+from kvconvert.runtime.hf.captured_passes import CapturedPasses
 from kvconvert.runtime.hf.layer import HybridLayer
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class CapturedSteps:
         replayed: steps replayed so far; recorded: graphs made.
         prepared: batches whose steps were recorded beforehand, see `prepare_steps`.
         has_kernels: whether all kernels that the model may launch are on its GPU.
+        passes: recordings of passes over prompts and decoding rows.
+        pool: the memory of all recordings, once there is one.
     """
 
     def __init__(self, forward: Callable[..., ModelOutput], name: str):
@@ -90,10 +93,11 @@ class CapturedSteps:
         self.replayed = self.recorded = 0
         self.prepared: set[Hashable] = set()
         self.has_kernels = False
+        self.passes = CapturedPasses(self)
         # Of batches, the first recording of which was tested.
         self._tested: set[Hashable] = set()
         self._recordings: dict[Hashable, Recording] = {}
-        self._pool: Any = None
+        self.pool: Any = None
         self._trusts_masks = False
         self._told: set[str] = set()
 
@@ -193,9 +197,9 @@ class CapturedSteps:
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             static = ids.clone(), positions.clone()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self.pool):
                 recorded = self._launch(planned, cache, *static)
-            self._pool = self._pool or graph.pool()
+            self.pool = self.pool or graph.pool()
             # A recording keeps no cache alive.
             recorded.past_key_values = None
             recording = Recording(graph, *static, recorded)

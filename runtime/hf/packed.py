@@ -9,8 +9,8 @@ their tokens layer by layer, as if they were alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -25,7 +25,7 @@ from kvconvert.errors import CacheError
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.runtime.cache.attend import attend, store_and_attend
 from kvconvert.runtime.cache.forward_pass import Chunk
-from kvconvert.runtime.cache.prompt_pass import PlannedChunk, PromptPass, unplanned
+from kvconvert.runtime.cache.prompt_pass import PlannedChunk, PromptPass, Rooms, unplanned
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
 from kvconvert.runtime.hf.handles import KeyHandle, MaskHandle
 from kvconvert.runtime.hf.layer import PagedLayer
@@ -114,6 +114,8 @@ class PackedLayer(CacheLayerMixin):
             rotated = prompts.append(self._planned_store(), queries[0], keys[0], values[0])[None]
             if shows_window(mask.arguments["mask_function"], store.group.sliding_window):
                 output = prompts.attend(self._planned_store(), rotated[0], *options)
+            else:
+                self.cache.key = None
         fused = output is not None
         if output is None:
             output = queries.new_empty(*queries.shape[2:0:-1], values.shape[-1])
@@ -170,6 +172,8 @@ class PackedCache(Cache):
     Attributes:
         segments: of the pass.
         prompts: those that were planned for all layers; None if none was.
+        key: what a recording of the pass's kernels depends on; None where it cannot be replayed, which may show only
+            when the model has run.
         placeholders: see `KVCache`.
     """
 
@@ -187,19 +191,24 @@ class PackedCache(Cache):
         self.placeholders, self.prompts = first.placeholders, None
         self._tokens, self._rows = begin, self.segments[0] if rows else None
         self._step: PlannedStep | None = None
+        self.key: Hashable | None = None
         super().__init__(layers=[PackedLayer(self, index) for index in range(len(first.layers))])
 
     @contextmanager
-    def planned(self) -> Iterator[None]:
-        """Within the context the model's forward pass runs, planned for all layers as far as possible.
+    def planned(self, tokens: int | None = None) -> Iterator[None]:
+        """Within the context the model's forward pass runs, in that of `launches`, planned for all layers as far as
+        possible.
+
+        Args:
+            tokens: that the pass is padded to if it is recorded, so that its tables have fixed rooms; None for a pass
+                that is not.
 
         Raises:
             Exception: what the last cache failed with, if none is left.
         """
-        self._plan()
+        self._plan(tokens)
         try:
-            with nullcontext() if self._step is None else self._step.launches():
-                yield
+            yield
         except BaseException:
             if self._step is not None:
                 self._step.abandon()
@@ -215,13 +224,26 @@ class PackedCache(Cache):
             except Exception as error:
                 self.fail(segment, error)
 
-    def _plan(self) -> None:
+    def launches(self) -> AbstractContextManager[None]:
+        """The context of each run of the model within `planned`."""
+        return nullcontext() if self._step is None else self._step.launches()
+
+    @contextmanager
+    def counted_once(self) -> Iterator[None]:
+        """Within the context launches run again that ran before, and nothing is counted."""
+        tables = [] if self._step is None else self._step.tables
+        counts = [part.clamped_rows.clone() for part in tables]
+        yield
+        for part, count in zip(tables, counts, strict=True):
+            part.clamped_rows.copy_(count)
+
+    def _plan(self, tokens: int | None) -> None:
         prompts = None
         for segment in self.segments:
             try:
                 if segment is self._rows:
                     if can_plan_steps(segment.cache.groups):
-                        self._step = PlannedStep(segment.cache.groups)
+                        self._step = PlannedStep(segment.cache.groups, roomy=tokens is not None)
                     continue
                 if segment.rows > 1 or not segment.cache.allocate_beside():
                     continue
@@ -234,8 +256,11 @@ class PackedCache(Cache):
             except Exception as error:
                 self.fail(segment, error)
         if prompts is not None and prompts.chunks:
-            prompts.write()
-            self.prompts = prompts
+            complete = all(s.error is None and (s.chunk or (s is self._rows and self._step)) for s in self.segments)
+            rooms = Rooms.of(tokens) if complete and tokens is not None else None
+            self.prompts, fits = prompts, prompts.write(rooms)
+            if fits:
+                self.key = rooms, None if self._step is None else self._step.key()
 
     def fail(self, segment: Segment, error: Exception) -> None:
         """Go on without a segment, unless it is the last one."""

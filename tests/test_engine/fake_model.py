@@ -84,7 +84,12 @@ class FakePacked:
         self.parts = parts
         self.segments = [SimpleNamespace(error=None) for _ in parts]
 
-    def planned(self):
+    key = None
+
+    def planned(self, tokens):
+        return nullcontext()
+
+    def launches(self):
         return nullcontext()
 
 
@@ -100,6 +105,7 @@ class FakeModel:
         )
         self.generation_config = SimpleNamespace(eos_token_id=END)
         self.device = torch.device("cpu")
+        self.captured = SimpleNamespace(passes=SimpleNamespace(padded=lambda read: None))
         self.batches = []  # occupied rows of each decoding pass
         self.chunks = []
         self.before_pass = lambda: None

@@ -7,10 +7,12 @@ from tiny.models import ARCHITECTURES, random_ids, tiny_model
 from tiny.prompt_chunks import SCHEMES
 
 from kvconvert.errors import NumericError
+from kvconvert.kernels.history import FEWEST_QUERIES
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache import prompt_pass
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
-from kvconvert.runtime.hf import packed
+from kvconvert.runtime.hf import captured_passes, packed
+from kvconvert.runtime.hf.captured import prepare_steps
 from kvconvert.runtime.hf.generation import adopt
 
 FULL = pytest.mark.full
@@ -96,13 +98,16 @@ def test_a_planned_pass_gives_the_logits_of_one_layer_by_layer(device, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(packed, "unplanned", lambda groups, length: "layer by layer is wanted")
         patch.setattr(packed, "can_plan_steps", lambda groups: False)
+        # Few queries would read pages as they are stored, with other roundings.
+        patch.setitem(FEWEST_QUERIES, "cuda", 32)
         apart = Steps(model)
         expected = apart.every_logit()
     counts = planned_passes(monkeypatch)
     together = Steps(model)
     found = together.every_logit()
     assert counts == [1, 2, 4]
-    assert ((found - expected).norm(dim=1) < 1e-2 * expected.norm(dim=1)).all()
+    # A single token reads pages as they are stored; random models have large logits, and codes may change places.
+    assert ((found - expected).norm(dim=1) < 3e-2 * expected.norm(dim=1)).all()
     for one, other in ((together.steps.cache, apart.steps.cache), (together.caches[2], apart.caches[2])):
         stats = one.stats()
         assert stats.fallbacks == 0
@@ -173,3 +178,44 @@ def test_later_chunks_of_several_prompts_read_their_own_pages(device, monkeypatc
         logits = [some.pass_over(False, parts) for parts in ([later] if in_one_pass else [[part] for part in later])]
         found.append(torch.stack([logits[0][2], logits[-1][3]]))
     assert ((found[0] - found[1]).norm(dim=1) < 2e-2 * found[1].norm(dim=1)).all()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["oscar", "windows and soft caps", "keys stay longer", "centers"])
+def test_passes_in_fixed_rooms_give_what_they_give_in_their_own(device, monkeypatch, name):
+    """As recorded passes are: padded, and with tables for more."""
+    model, *arguments = CASES[name]()
+    model = low_bit(model, arguments[0], device, *arguments[1:])
+    expected = Steps(model).every_logit()
+    asked = []
+    monkeypatch.setattr(captured_passes.CapturedPasses, "padded", lambda self, read: 320)
+    monkeypatch.setattr(
+        captured_passes.CapturedPasses,
+        "logits",
+        lambda self, cache, read, keep: asked.append(cache.key) or launch(self, cache, read, keep),
+    )
+
+    def launch(self, cache, read, keep):
+        return self._launch(cache, torch.nn.functional.pad(read, (0, 320 - read.shape[1])), keep)
+
+    found = Steps(model).every_logit()
+    assert len(asked) == 3
+    assert ((found - expected).norm(dim=1) < 1e-2 * expected.norm(dim=1)).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("name", list(CASES))
+def test_recorded_passes_give_what_launches_give(monkeypatch, name):
+    device = torch.device("cuda")
+    model, *arguments = CASES[name]()
+    model = low_bit(model, arguments[0], device, *arguments[1:])
+    expected = Steps(model).every_logit()
+    # As an Engine does when it is made.
+    prepare_steps(model, [1] * 6, 2)
+    for _ in range(4):
+        found = Steps(model).every_logit()
+        assert ((found - expected).norm(dim=1) < 3e-2 * expected.norm(dim=1)).all()
+    passes = model.captured.passes
+    assert passes.reason is None
+    assert passes.recorded >= 2
+    assert passes.replayed >= 2

@@ -114,12 +114,12 @@ def copy_kernel(
         at = token * SIZE + channel
         tl.store(target + at, tl.load(source + at, mask=mask), mask=mask)
     else:
-        source = base + tl.multiple_of(tl.load(buffer + 2) + head * tl.load(buffer + 3), 8) + first * VALUE_SIZE
-        target = values + head.to(tl.int64) * value_head_stride * 8 + place * VALUE_SIZE
-        channel = tl.arange(0, VALUE_TILE)[None, :]
-        mask = (token < count) & (channel < VALUE_SIZE)
-        at = token * VALUE_SIZE + channel
-        tl.store(target + at, tl.load(source + at, mask=mask), mask=mask)
+        value_source = base + tl.multiple_of(tl.load(buffer + 2) + head * tl.load(buffer + 3), 8) + first * VALUE_SIZE
+        value_target = values + head.to(tl.int64) * value_head_stride * 8 + place * VALUE_SIZE
+        value_channel = tl.arange(0, VALUE_TILE)[None, :]
+        value_mask = (token < count) & (value_channel < VALUE_SIZE)
+        value_at = token * VALUE_SIZE + value_channel
+        tl.store(value_target + value_at, tl.load(value_source + value_at, mask=value_mask), mask=value_mask)
 
 
 @kernel(
