@@ -11,13 +11,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from kvconvert.runtime.hf.captured import CapturedSteps
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +50,14 @@ class CapturedPasses:
     """Records and replays one model's passes over prompts and rows.
 
     Args:
-        captured: the model's recorded steps, whose memory these share.
+        captured: the model's `CapturedSteps`, whose memory these share.
 
     Attributes:
         reason: why passes run without graphs, or None.
         replayed: passes replayed so far; recorded: graphs made.
     """
 
-    def __init__(self, captured: CapturedSteps):
+    def __init__(self, captured: Any):
         self._captured = captured
         self.reason: str | None = None
         self.replayed = self.recorded = 0
