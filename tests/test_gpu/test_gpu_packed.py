@@ -64,7 +64,9 @@ def planned_passes(monkeypatch):
     """The numbers of chunks of all planned passes, which grows."""
     counts = []
     write = prompt_pass.PromptPass.write
-    monkeypatch.setattr(prompt_pass.PromptPass, "write", lambda self: (counts.append(len(self.chunks)), write(self))[1])
+    monkeypatch.setattr(
+        prompt_pass.PromptPass, "write", lambda self, rooms: (counts.append(len(self.chunks)), write(self, rooms))[1]
+    )
     return counts
 
 
