@@ -107,7 +107,9 @@ class Layer:
 
     def step(self) -> torch.Tensor:
         """One decode step of the layer."""
-        return decode_attention(self.queries, self.tables, self.windows, self.format, DIM**-0.5, span=self.span)
+        return decode_attention(
+            self.queries, self.tables, self.windows, self.format, DIM**-0.5, span=self.span, hides=self.span is None
+        )
 
 
 def fill(name: str, tensor: torch.Tensor) -> None:

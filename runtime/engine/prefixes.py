@@ -153,11 +153,23 @@ class Prefixes:
         return self._coming.setdefault(known.keys[number], request) is request
 
     def claim(self, request: Request) -> None:
-        """Let a request that waits for pages share those of the longest stored prefix of its prompt."""
-        known = self._reading(request)
-        found = self._longest(request, known)
-        if found is not None and found is not known.prefix:
-            self._hold(request, known, found)
+        """Let a request that waits for pages share those of the longest stored prefix of its prompt.
+
+        Prefixes that no request uses yet are left out where others were promised their room.
+        """
+        known, scheduler = self._reading(request), self._scheduler
+        prefix = self._longest(request, known)
+        unused = []
+        while prefix is not None and not prefix.users:
+            unused.append(prefix)
+            prefix = prefix.parent
+        with self._lock:
+            # Without a limit of pages nobody waits for them.
+            room = (scheduler.pages or 0) - scheduler.pages_reserved - scheduler.pages_shared
+            kept = unused[max(0, len(unused) - room // self._each) :]
+            found = kept[0] if kept else prefix
+            if found is not None and (known.prefix is None or found.chunks > known.prefix.chunks):
+                self._hold(request, known, found)
 
     def _reading(self, request: Request) -> Reading:
         if request not in self._known:
@@ -184,24 +196,27 @@ class Prefixes:
         request.prompt_read = read
         self._abandon(request, known)
         known.contributes = True
-        self._hold(request, known, prefix)
+        with self._lock:
+            self._hold(request, known, prefix)
         while prefix is not None:
             # The first ones last, for the others are of no use without them.
             self._stored.move_to_end(prefix.key)
             prefix = prefix.parent
 
     def _hold(self, request: Request, known: Reading, prefix: Prefix) -> None:
-        """Let a request use a prefix that begins with the one it used; what it has of it is not reserved twice."""
+        """Let a request use a prefix that begins with the one it used; what it has of it is not reserved twice.
+
+        With the lock held.
+        """
         before, known.prefix = known.prefix, prefix
         taken = self._each * (prefix.chunks - (before.chunks if before else 0))
-        with self._lock:
-            while prefix is not before:
-                self._scheduler.pages_shared += self._each * (prefix.users == 0)
-                prefix.users += 1
-                prefix = prefix.parent
-            request.pages -= taken
-            if request.row is not None:
-                self._scheduler.pages_reserved -= taken
+        while prefix is not before:
+            self._scheduler.pages_shared += self._each * (prefix.users == 0)
+            prefix.users += 1
+            prefix = prefix.parent
+        request.pages -= taken
+        if request.row is not None:
+            self._scheduler.pages_reserved -= taken
 
     def read(self, request: Request) -> None:
         """Keep what a request's cache holds, if a chunk has just ended; before the cache is joined or dropped."""
@@ -253,7 +268,8 @@ class Prefixes:
             prefix = self._stored[key] = Prefix(key, snapshot.length // self._chunk, parent, snapshot)
             if parent is not None:
                 parent.children += 1
-            self._hold(request, known, prefix)
+            with self._lock:
+                self._hold(request, known, prefix)
             self._coming.pop(key, None)
 
     def _abandon(self, request: Request, known: Reading) -> None:

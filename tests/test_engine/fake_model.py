@@ -4,7 +4,9 @@ The next token's logits are a hash of all tokens before it, so that a sequence t
 goes on differently.
 """
 
+from collections import Counter
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -16,15 +18,56 @@ PRIME = 2_147_483_629
 
 
 class FakePool:
-    """Counts pages, and raises when there are no more."""
+    """Counts who refers to which page, and raises when there are no more."""
 
     def __init__(self, pages):
-        self.pages, self.used = pages, 0
+        self.pages, self.references, self.made = pages, Counter(), 0
 
-    def take(self, count):
-        self.used += count
-        assert self.used >= 0
+    @property
+    def used(self):
+        return len(self.references)
+
+    def take(self):
+        self.made += 1
+        self.retain([self.made])
         assert self.pages is None or self.used <= self.pages, "the pool is out of pages"
+        return self.made
+
+    def retain(self, pages):
+        self.references.update(pages)
+
+    def release(self, pages):
+        for page in pages:
+            assert self.references[page] > 0
+            self.references[page] -= 1
+            if not self.references[page]:
+                del self.references[page]
+
+
+class FakeSequence(list):
+    """Tokens, and the pages that they take."""
+
+    def __init__(self, tokens=(), pages=()):
+        super().__init__(tokens)
+        self.pages = list(pages)
+
+
+@dataclass(frozen=True, eq=False)
+class FakeSnapshot:
+    """A sequence at the end of a page."""
+
+    pool: FakePool
+    tokens: tuple
+    pages: tuple
+
+    @property
+    def length(self):
+        return len(self.tokens)
+
+    def pages_beyond(self, earlier):
+        known = () if earlier is None else earlier.pages
+        assert self.pages[: len(known)] == known
+        yield self.pool, list(self.pages[len(known) :])
 
 
 class FakeCache:
@@ -40,7 +83,7 @@ class FakeCache:
     def beside(self):
         assert self.open
         cache = FakeCache(self.pool)
-        cache.rows = [[]]
+        cache.rows = [FakeSequence()]
         return cache
 
     def packed(self, prompts, *, rows):
@@ -48,9 +91,23 @@ class FakeCache:
 
     def append(self, row, tokens):
         sequence = self.rows[row]
-        before = pages_of(sequence)
-        sequence += tokens
-        self.pool.take(pages_of(sequence) - before)
+        sequence.extend(tokens)
+        while len(sequence.pages) * PAGE < len(sequence):
+            sequence.pages.append(self.pool.take())
+
+    def snapshot(self):
+        (sequence,) = self.rows
+        assert not len(sequence) % PAGE
+        return FakeSnapshot(self.pool, tuple(sequence), tuple(sequence.pages))
+
+    def restore(self, snapshot):
+        assert self.rows == [[]]
+        assert all(self.pool.references[page] for page in snapshot.pages)
+        self.rows = [FakeSequence(snapshot.tokens, snapshot.pages)]
+        self.pool.retain(snapshot.pages)
+
+    def unread_flags(self, wait=False):
+        return []
 
     def begin_prompt(self):
         self.sealed = False
@@ -60,17 +117,18 @@ class FakeCache:
         self.sealed = True
 
     def reset(self):
-        self.pool.take(-sum(map(pages_of, self.rows)))
-        self.rows = [[]]
+        for sequence in self.rows:
+            self.pool.release(sequence.pages)
+        self.rows = [FakeSequence()]
 
     def join(self, row, prompt):
         assert prompt.sealed
         assert self.rows[row] is None
         (self.rows[row],) = prompt.rows
-        prompt.rows = [[]]
+        prompt.rows = [FakeSequence()]
 
     def leave(self, row):
-        self.pool.take(-pages_of(self.rows[row]))
+        self.pool.release(self.rows[row].pages)
         self.rows[row] = None
 
     def free_pages(self):
@@ -154,10 +212,6 @@ class FakeModel:
         return logits
 
     __call__ = forward
-
-
-def pages_of(sequence):
-    return -(-len(sequence) // PAGE)
 
 
 def next_logits(sequence):

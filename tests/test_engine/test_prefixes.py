@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from fake_model import FakeModel, next_logits
 from tiny.models import ARCHITECTURES, tiny_model
 
 from kvconvert.errors import UsageError
@@ -245,3 +246,64 @@ def test_a_soak_of_shared_prompts_leaves_no_page_behind(scheme):
     engine._prefixes.clear()
     assert of_pages(engine) == {0}
     assert engine._prefixes.pages == 0
+
+
+@pytest.mark.parametrize(("count", "lag"), [(400, 1), pytest.param(2000, 0, marks=pytest.mark.full)])
+def test_a_long_soak_changes_no_tokens_and_counts_every_page(count, lag):
+    """A fake model's tokens are a hash of everything before them, so that none may be lost, repeated or another's."""
+    dice, model = random.Random(f"{count} {lag}"), FakeModel()
+    engine = Engine(model, kv_memory=24, max_batch=5, prompt_chunk=128, max_batch_tokens=384)
+    engine._steps.lag, pool = lag, model.pool
+    beginnings = [ids_of(length, length) for length in (128, 256, 300, 640, 1000)]
+    asked = []
+    while len(asked) < count or engine.stats().running or engine.stats().waiting:
+        if len(asked) < count and dice.random() < 0.6:
+            beginning = dice.choice(beginnings)[: dice.choice((64, 128, 270, 512, 1000))]
+            prompt = beginning + ids_of(dice.randrange(1, 200), len(asked))
+            asked.append(engine.add(prompt, max_new_tokens=dice.randrange(1, 40), stop_token_ids=[]))
+        if asked and dice.random() < 0.05:
+            dice.choice(asked[-20:]).cancel()
+        engine.step()
+        stats = engine.stats()
+        # What requests hold and what prefixes hold, each page once, is within what is reserved and kept.
+        assert pool.used <= stats.prefix_pages + engine._scheduler.pages_reserved
+        assert stats.prefix_pages + engine._scheduler.pages_reserved <= 24
+        assert stats.pages_reserved <= 24, "room was promised twice"
+    engine.run()
+    for request in asked:
+        assert request.tokens == continued(request.prompt, len(request.tokens))
+        assert request.finish_reason == "cancelled" or len(request.tokens) == request.max_new_tokens
+    stats = engine.stats()
+    assert stats.cached_tokens > 50 * count
+    assert stats.prefixes_evicted > count // 10
+    assert stats.finished + stats.cancelled == count
+    assert pool.used == stats.prefix_pages
+    assert stats.pages_reserved == 0
+    engine._prefixes.clear()
+    assert pool.used == 0
+
+
+def continued(prompt, new):
+    """What the fake model gives after a prompt."""
+    sequence = list(prompt)
+    for _ in range(new):
+        sequence.append(int(next_logits(sequence).argmax()))
+    return sequence[len(prompt) :]
+
+
+@pytest.mark.parametrize("scheme", ["kitty", "oscar-g128"])
+def test_drafts_after_a_hit_are_checked_as_after_a_miss(scheme):
+    model, common = llama(scheme), (ids_of(12) * 30)[:300]
+    prompts = [common + ids_of(9, seed) + common[:40] for seed in (1, 2)]
+    lookup = {"prompt_lookup_num_tokens": 4}
+    plain, engine = engine_of(model, prefix_caching=False, **lookup), engine_of(model, **lookup)
+    for number, prompt in enumerate(prompts):
+        found = [e.add(prompt, max_new_tokens=150, stop_token_ids=[]) for e in (plain, engine)]
+        plain.run()
+        engine.run()
+        assert found[0].tokens == found[1].tokens
+        assert found[1].cached_tokens == 256 * number
+    assert engine.stats().drafted_tokens > 0
+    assert engine.stats().pages_reserved == 0
+    engine._prefixes.clear()
+    assert of_pages(engine) == {0}
