@@ -7,6 +7,7 @@ difference. The list of a model's launches is made by its own dispatch, run with
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -14,10 +15,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from kvconvert.errors import KvconvertError
 from kvconvert.kernels.device import capability
 from kvconvert.kernels.launches.notes import Launch, Pointer, noted, skips_launches
 
 __all__ = ["Launch", "Pointer", "cache_directory", "compile_launches", "make_ready", "noted", "skips_launches"]
+
+logger = logging.getLogger(__name__)
 
 # Seconds after which there is a bar.
 DELAY = 1.0
@@ -55,12 +59,14 @@ def cache_directory() -> Path:
     return directory()
 
 
-def make_ready(launches: Collection[Launch], device: torch.device) -> int:
-    """Compile launches for a GPU and bring them there; how many were not compiled. Errors as of `compile_launches`."""
+def make_ready(launches: Collection[Launch], device: torch.device) -> None:
+    """Compile launches for a GPU, and bring them there, so that the first of each takes no longer than others."""
     from kvconvert.kernels.launches.triton_ahead import load
 
     major, minor = capability(device)
     with torch.cuda.device(device):
-        compiled = compile_launches(launches, 10 * major + minor, here=True)
+        try:
+            compile_launches(launches, 10 * major + minor, here=True)
+        except KvconvertError as error:
+            logger.warning("%s This process goes on by itself.", error)
         load(launches)
-    return compiled

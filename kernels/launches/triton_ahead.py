@@ -134,7 +134,7 @@ def _compile(index: int) -> str:
     try:
         driver.set_active(_Target(_order.capability))
         kernel = compiled(launch)
-        if _order.here:
+        if _order.here and torch.cuda.is_available():
             # Some versions compile C code for every signature.
             driver.set_active(driver.default)
             driver.default.launcher_cls(kernel.src, kernel.metadata)

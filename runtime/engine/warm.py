@@ -78,7 +78,8 @@ def warm(
     model, _ = load(bundle, dtype="auto", revision=revision, verify="headers")
     if model.dtype == torch.float32:
         model.to(torch.bfloat16)
-    fuse(model)
+    with shortened(model):
+        fuse(model)
     found = []
     for capability, counts in places:
         with noted() as launches:
@@ -88,7 +89,7 @@ def warm(
                 else:
                     rehearse_engine(model)
             for count in counts[1:]:
-                with imagined(GPU(capability, count)):
+                with imagined(GPU(capability, count)), shortened(model):
                     rehearse_products(model)
         architecture = 10 * capability[0] + capability[1]
         here = torch.cuda.is_available() and torch.cuda.get_device_capability() == capability
@@ -118,7 +119,7 @@ def _here() -> tuple[tuple[int, int], tuple[int, ...]]:
 
 def _rehearse_without_plan(model: Any) -> None:
     """A model without a KV plan: products, norms and gates, for passes over a short prompt."""
-    rehearse_products(model)
     with shortened(model):
+        rehearse_products(model)
         for length in (1, 2, 300):
             model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False)

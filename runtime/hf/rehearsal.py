@@ -28,8 +28,8 @@ LATER = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 512)
 @torch.no_grad()
 def rehearse(model: Any) -> None:
     """Run what `generate` may of a bundle's model, on a GPU or on a CPU that passes for one; within `noted`."""
-    rehearse_products(model)
     with shortened(model):
+        rehearse_products(model)
         for first in FIRST:
             read_chunks(model, (first, *LATER))
         if takes(model, "position_ids"):
