@@ -169,15 +169,16 @@ class LayerCalibration:
 
     def _states(self, index: int) -> HiddenStates:
         """The input of a layer: the source model's, and from the second layer on that of the one quantized so far."""
-        return self.directory.hidden(index, self.runner.config.hidden_size, self._models(index))
+        return self.directory.hidden(index, self.runner.config.hidden_size, self.models(index))
 
-    def _models(self, index: int) -> int:
+    def models(self, index: int) -> int:
+        """Whose inputs of a layer are kept: the source model's, and that of the one quantized so far."""
         return 2 if self._paired and index else 1
 
     def _parts(self, index: int) -> tuple[HiddenStates | HiddenPart, HiddenStates | HiddenPart]:
         """The source model's input of a layer, and the other's: the same where no layer precedes."""
         states = self._states(index)
-        if self._models(index) == 1:
+        if self.models(index) == 1:
             return states, states
         return HiddenPart(states, 0, 2), HiddenPart(states, 1, 2)
 
@@ -228,7 +229,7 @@ class LayerCalibration:
         """Write the input of layer `index`."""
         runner, width = self.runner, self.runner.config.hidden_size
         hold = runner.device if runner.has_room(self._states(index).shape) else None
-        return self.directory.writing_hidden(index, width, hold, self._models(index))
+        return self.directory.writing_hidden(index, width, hold, self.models(index))
 
 
 def resolved_fields(scheme: KVScheme | None, channels: int, kv_heads: int) -> dict[str, Any]:
