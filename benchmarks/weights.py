@@ -2,13 +2,14 @@
 
     python benchmarks/weights.py MODEL --text DIR [--only CASE ...]
 
-MODEL is the directory of a dense model; DIR holds the text reported on, by default wikitext2-test.txt; --name python is
-the running Python's standard library. A CASE is a
-method with changes: `awq+gptq:bits=3,group_size=32,samples=128`; `corrected=false` compensates each layer's own error alone. Every case is calibrated by the passes that `kvconvert
-calibrate` runs, on text that ships with kvconvert, on --calibration, or on its own `texts=books-calib+wikitext2-valid`
-(names of .txt files in DIR, in equal shares), never on what is reported on; its weights are
-then rounded and put back into the model, so that widths which bundles do not hold can be measured too. Logits are
-compared with the source's in float32. Rows that the output holds already, measured in the same way, are kept.
+MODEL is the directory of a dense model; DIR holds the text reported on, by default wikitext2-test.txt; `--name python`
+is the running Python's standard library. A CASE is a method with changes: `awq+gptq:bits=3,group_size=32,samples=128`;
+with `corrected=false` compensation makes up for a Linear's own rounding alone. Every case is calibrated by the passes
+that `kvconvert calibrate` runs, on text that ships with kvconvert, on --calibration, or on its own
+`texts=books-calib+wikitext2-valid` (names of .txt files in DIR, in equal shares), never on what is reported on; its
+weights are then rounded and put back into the model, so that widths which bundles do not hold can be measured too.
+Logits are compared with the source's in float32. Rows that the output holds already, measured in the same way, are
+kept.
 
 One H200 measures 12 cases of SmolLM2-135M with --jobs 8 in about three minutes: most of that is launching.
 """

@@ -110,14 +110,10 @@ def quantized_model(directory: Path, case: Case, calibration: Sources, seed: int
     runner.begin(CalibrationInputs(ids))
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
     states = States(torch.cat(list(runner.first_input())))
-    paired = (
-        case.corrected
-        and case.weights.compensates
-        and all(runner.structure(i).writers for i in range(runner.num_layers))
-    )
+    structures = [runner.structure(index) for index in range(runner.num_layers)]
+    paired = case.corrected and case.weights.compensates and all(structure.writers for structure in structures)
     quantized = states  # the input of a layer in the model quantized so far
-    for index in range(runner.num_layers):
-        structure = runner.structure(index)
+    for index, structure in enumerate(structures):
         name = runner.layer_name(index)
         passes = make_passes(LayerJob(index, name, case.weights, None, KVCalibration(), structure))
         layer, _ = runner.layer(index)
