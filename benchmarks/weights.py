@@ -2,12 +2,14 @@
 
     python benchmarks/weights.py MODEL --text DIR [--only CASE ...]
 
-MODEL is the directory of a dense model; DIR holds the text reported on, by default wikitext2-test.txt. A CASE is a
-method with changes: `awq+gptq:bits=3,group_size=32,samples=128`. Every case is calibrated by the passes that `kvconvert
-calibrate` runs, on text that ships with kvconvert, on --calibration, or on its own `texts=books-calib+wikitext2-valid`
-(names of .txt files in DIR, in equal shares), never on what is reported on; its weights are
-then rounded and put back into the model, so that widths which bundles do not hold can be measured too. Logits are
-compared with the source's in float32. Rows that the output holds already, measured in the same way, are kept.
+MODEL is the directory of a dense model; DIR holds the text reported on, by default wikitext2-test.txt; `--name python`
+is the running Python's standard library. A CASE is a method with changes: `awq+gptq:bits=3,group_size=32,samples=128`;
+with `corrected=false` compensation makes up for a Linear's own rounding alone. Every case is calibrated by the passes
+that `kvconvert calibrate` runs, on text that ships with kvconvert, on --calibration, or on its own
+`texts=books-calib+wikitext2-valid` (names of .txt files in DIR, in equal shares), never on what is reported on; its
+weights are then rounded and put back into the model, so that widths which bundles do not hold can be measured too.
+Logits are compared with the source's in float32. Rows that the output holds already, measured in the same way, are
+kept.
 
 One H200 measures 12 cases of SmolLM2-135M with --jobs 8 in about three minutes: most of that is launching.
 """
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from real_model_bench import CODE, library_text
 from runner import RESULTS, ROOT, option_parser, read, save
 from transformers import AutoTokenizer
 from weights_docs import methods
@@ -41,7 +44,9 @@ def arguments() -> argparse.Namespace:
     parser = option_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, required=True, metavar="DIR", help="of the text reported on")
-    parser.add_argument("--name", default="wikitext2-test", help="of its .txt file (default: wikitext2-test)")
+    parser.add_argument(
+        "--name", default="wikitext2-test", help="of its .txt file, or python (default: wikitext2-test)"
+    )
     parser.add_argument("--calibration", metavar="SOURCE", help="text that weights are calibrated on")
     parser.add_argument(
         "--only", nargs="+", metavar="CASE", help="cases to measure (default: every method at 4, 3 and 2 bits)"
@@ -62,7 +67,8 @@ def arguments() -> argparse.Namespace:
 def source_scores(args: argparse.Namespace) -> SourceScores:
     """What the source says of the text: the first call computes it, later ones find its files."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    ids = spaced_samples(str(args.text / f"{args.name}.txt"), tokenizer, args.segments, args.length + 1)
+    file = library_text(args.work) if args.name == CODE else args.text / f"{args.name}.txt"
+    ids = spaced_samples(str(file), tokenizer, args.segments, args.length + 1)
     return SourceScores(args.model, ids, args.work, args.device)
 
 
@@ -103,7 +109,7 @@ def main() -> None:
         "device": args.device,
         "calibrated_on": Path(args.calibration).name if args.calibration else "books-calib",
     }
-    name = args.model.resolve().name
+    name = args.model.resolve().name + (f", {CODE}" if args.name == CODE else "")
     report: dict[str, Any] = {"versions": versions(), "models": {}}
     if args.output.is_file():
         report["models"] = read(args.output)["models"]

@@ -35,25 +35,37 @@ def _cases(model: dict[str, Any]) -> str:
         case = row["case"]
         data = f"{case['samples']} x {case['length']}{_texts(case)}"
         figures = (within(row["kl"]), f"{row['perplexity']:.2f}", f"{row['top1_agreement']:.1%}", f"{row['seconds']:,}")
-        rows.append((NAMES[case["method"]], case["bits"], case["group_size"], data, *figures))
+        rows.append((_label(case), case["bits"], case["group_size"], data, *figures))
     head = ("method", "bits", "group size", "samples", "KL", "perplexity", "same first token", "seconds of calibration")
     return table(head, rows)
 
 
 def _differences(model: dict[str, Any]) -> str:
-    """Paired differences in KL: AWQ + GPTQ against each alone, and everything against AWQ."""
+    """Paired differences in KL: AWQ + GPTQ against each alone, everything against AWQ, and corrected against not."""
     rows = []
     for better in _sorted(model):
         for worse in _sorted(model):
             one, two = better["case"], worse["case"]
             same = all((one.get(field) or []) == (two.get(field) or []) for field in SAME)
-            if same and (one["method"], two["method"]) in COMPARED:
+            alike = _corrected(one) == _corrected(two) or two["method"] in ("awq", "rtn")
+            other_method = alike and (one["method"], two["method"]) in COMPARED
+            gained = one["method"] == two["method"] and _corrected(one) > _corrected(two)
+            if same and (other_method or gained):
                 found = signed(difference(better["kl_by_segment"], worse["kl_by_segment"]))
-                rows.append((one["bits"], one["group_size"], NAMES[one["method"]], NAMES[two["method"]], found))
+                rows.append((one["bits"], one["group_size"], _label(one), _label(two), found))
     if not rows:
         return ""
     about = "Paired differences in KL; negative is better:"
     return f"{about}\n\n{table(('bits', 'group size', 'method', 'less', 'KL'), rows)}"
+
+
+def _corrected(case: dict[str, Any]) -> bool:
+    """Whether weights make up for the layers before; nothing did when older rows were measured."""
+    return "gptq" in case["method"] and case.get("corrected", False)
+
+
+def _label(case: dict[str, Any]) -> str:
+    return NAMES[case["method"]] + ", corrected" * _corrected(case)
 
 
 def _sorted(model: dict[str, Any]) -> list[dict[str, Any]]:

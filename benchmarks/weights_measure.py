@@ -16,6 +16,7 @@ from kvconvert.calibration.protocol import LayerJob, LayerWork
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.convert.paired_inputs import RunnerInputs
 from kvconvert.convert.passes import make_passes
 from kvconvert.data.mixture import load_mixture
 from kvconvert.data.sources import Sources
@@ -37,6 +38,7 @@ class Case:
         name: method and everything that differs from the defaults.
         weights: method, width and groups.
         samples, length: of the calibration text.
+        corrected: compensated weights make up for earlier layers too, as conversions do.
         texts: names of .txt files to calibrate on, in equal shares; none takes the usual text.
     """
 
@@ -44,6 +46,7 @@ class Case:
     weights: WeightsRecipe
     samples: int
     length: int
+    corrected: bool = True
     texts: tuple[str, ...] = ()
 
     @classmethod
@@ -51,7 +54,8 @@ class Case:
         """Read what the command line says (UsageError)."""
         method, _, changes = text.partition(":")
         fields: dict[str, Any] = {"method": method, "bits": 4, "group_size": group_size}
-        sizes, texts = {"samples": SAMPLES, "length": LENGTH}, ""
+        default = {"samples": SAMPLES, "length": LENGTH, "corrected": True}
+        sizes, texts = dict(default), ""
         for change in filter(None, changes.split(",")):
             name, equals, value = change.partition("=")
             if not equals:
@@ -61,14 +65,18 @@ class Case:
             else:
                 (sizes if name in sizes else fields)[name] = _value(value)
         rest = {k: v for k, v in (fields | sizes).items() if k != "method"}
-        default = {"samples": SAMPLES, "length": LENGTH}
         said = ",".join(f"{name}={value}" for name, value in rest.items() if default.get(name) != value)
         said += f",texts={texts}" if texts else ""
         return cls(f"{method}:{said}", WeightsRecipe(**fields), **sizes, texts=tuple(filter(None, texts.split("+"))))
 
     def values(self) -> dict[str, Any]:
         """As plain values."""
-        return self.weights.model_dump() | {"samples": self.samples, "length": self.length, "texts": self.texts}
+        return self.weights.model_dump() | {
+            "samples": self.samples,
+            "length": self.length,
+            "corrected": self.corrected,
+            "texts": self.texts,
+        }
 
 
 def _value(text: str) -> int | bool | str:
@@ -102,12 +110,16 @@ def quantized_model(directory: Path, case: Case, calibration: Sources, seed: int
     runner.begin(CalibrationInputs(ids))
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
     states = States(torch.cat(list(runner.first_input())))
-    for index in range(runner.num_layers):
-        structure = runner.structure(index)
+    structures = [runner.structure(index) for index in range(runner.num_layers)]
+    paired = case.corrected and case.weights.compensates and all(structure.writers for structure in structures)
+    quantized = states  # the input of a layer in the model quantized so far
+    for index, structure in enumerate(structures):
         name = runner.layer_name(index)
         passes = make_passes(LayerJob(index, name, case.weights, None, KVCalibration(), structure))
         layer, _ = runner.layer(index)
         work = LayerWork(name, layer, structure, *ids.shape, dtype=float_dtype(source))
+        if paired:
+            work.paired = RunnerInputs(runner, index, quantized, lambda tensor: tensor)
         outputs = []
         with ExitStack() as hooks:
             for calibration_pass in passes:
@@ -122,6 +134,8 @@ def quantized_model(directory: Path, case: Case, calibration: Sources, seed: int
                 weight.copy_(WeightGrid.of(weight, case.weights.bits, case.weights.group_size).round(weight))
         model.get_submodule(name).load_state_dict(work.layer.state_dict())
         states = States(torch.cat(outputs)) if outputs else states
+        if paired:
+            quantized = States(torch.cat([output for *_, output in runner.forward(layer, quantized, index)]))
     return model
 
 

@@ -24,6 +24,10 @@ compensation leaves of an error (`Factor.remaining`), and the factor for scaled 
 are rounded in the order of their second moments in the unscaled model, whatever the scales. AWQ's clips, which both
 methods search, only bound the grids: weights are not clamped, and what a clip costs is an error like any other, which
 later columns make up for. Weights of an expert with too few tokens of its own are rounded to nearest.
+
+Where the data of the quantized model is at hand too (`LayerWork.paired`), searches are as above, but what is rounded is
+each Linear's weight corrected for everything quantized before it, and compensated with the Hessian of the quantized
+model's inputs: see `mismatch`.
 """
 
 from __future__ import annotations
@@ -35,15 +39,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationStatistics, point_of
+from kvconvert.calibration.activations import (
+    MIN_EXPERT_TOKENS,
+    ActivationStatistics,
+    input_points,
+    point_of,
+)
 from kvconvert.calibration.awq import AwqPass
 from kvconvert.calibration.awq_clips import search_clips
 from kvconvert.calibration.hessians import ERROR_ROWS, Factor, HessianRecorder, factorize
+from kvconvert.calibration.mismatch import Mismatch, correction, flat
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
 
 DAMPING = 0.3
+# Of the quantized model's inputs, and of the correction: benchmarks/WEIGHTS.md.
+CORRECTED_DAMPING = 1.0
 _BLOCK = 128
 
 
@@ -110,6 +122,7 @@ class GptqPass(CalibrationPass):
         self.bits, self.group_size, self.awq = bits, group_size, awq
         self._hessians: HessianRecorder | None = None
         self._factors: dict[str, Factor] = {}
+        self._orders: dict[str, Tensor] = {}
         self._remaining: dict[str, Tensor] = {}
         self._moments: dict[str, Tensor] = {}
         self._inputs: dict[str | None, list[str]] = {}
@@ -132,6 +145,10 @@ class GptqPass(CalibrationPass):
             if self.awq is not None:
                 hooks.enter_context(self.awq.observe(work))
             hooks.enter_context(self._hessians.attached(work.layer))
+            if work.paired is not None:
+                streams = work.structure.writers.values()
+                names = dict.fromkeys((*input_points(work.structure), *streams))
+                hooks.enter_context(work.paired.recording(work.layer, tuple(names)))
             yield
 
     def solve(self, work: LayerWork) -> None:
@@ -143,10 +160,13 @@ class GptqPass(CalibrationPass):
                 try:
                     hessian = self._hessians.of(point, release=True)
                     moments = _diagonal_blocks(hessian, self.group_size)
-                    factor = self._factors[point] = factorize(hessian, rounding_order(hessian), DAMPING)
+                    factor = factorize(hessian, rounding_order(hessian), DAMPING)
                 except NumericError as error:
                     raise NumericError(f"GPTQ cannot quantize {work.name}.{point}: {error}") from error
                 remaining = factor.remaining()
+                self._orders[point] = factor.order
+                if work.paired is None:
+                    self._factors[point] = factor
             else:
                 weight = work.layer.get_submodule(point).weight
                 remaining = weight.new_empty(weight.shape[1], dtype=torch.float32)
@@ -166,32 +186,67 @@ class GptqPass(CalibrationPass):
             scales, clips = self.awq.input_scales, self.awq.clips
         else:
             clips = self._search_clips(work)
+        for name in work.structure.linears:
+            bound = clips[name][0] if name in clips else None
+            try:
+                weight = work.layer.get_submodule(name).weight
+                work.grids[name] = WeightGrid.of(weight, work.bits.get(name, self.bits), self.group_size, bound)
+            except NumericError as error:
+                raise NumericError(f"GPTQ cannot quantize {work.name}.{name}: {error}") from error
         losses: dict[str, dict[str, float]] = {}
         reasons = {} if self.awq is None else dict(self.awq.result().reasons)
-        for point, names in self._inputs.items():
+        for name in self._inputs.pop(None, ()):
+            weight = work.layer.get_submodule(name).weight.data
+            weight.copy_(work.grids[name].round(weight))
+            note = f"its expert saw fewer than {MIN_EXPERT_TOKENS} calibration tokens and is rounded to nearest"
+            reasons[name] = "; ".join(filter(None, (reasons.get(name), note)))
+        for number, (point, names) in enumerate(self._inputs.items()):
             factor = self._factors.pop(point, None)
-            if factor is not None and names[0] in scales:
+            if work.paired is not None:
+                factor = self._correct_(work, number, point, scales.get(names[0]))
+            elif factor is not None and names[0] in scales:
                 factor = factor.scaled_(scales[names[0]])
-            for name in names:
-                linear = work.layer.get_submodule(name)
-                bound = clips[name][0] if name in clips else None
-                try:
-                    grid = WeightGrid.of(linear.weight, work.bits.get(name, self.bits), self.group_size, bound)
-                except NumericError as error:
-                    raise NumericError(f"GPTQ cannot quantize {work.name}.{name}: {error}") from error
-                work.grids[name] = grid
-                if factor is not None:
-                    losses[name] = self._compensate_(linear.weight.data, factor, grid)
-                elif point is None:
-                    linear.weight.data.copy_(grid.round(linear.weight))
-                    note = f"its expert saw fewer than {MIN_EXPERT_TOKENS} calibration tokens and is rounded to nearest"
-                    reasons[name] = "; ".join(filter(None, (reasons.get(name), note)))
+            for name in names if factor is not None else ():
+                losses[name] = self._compensate_(work.layer.get_submodule(name).weight.data, factor, work.grids[name])
+            if work.paired is not None:  # the inputs of those that follow depend on them
+                self._broadcast(work, number, names)
+        if work.paired is None:
+            for number, names in enumerate(self._inputs.values()):
+                self._broadcast(work, number, names)
         losses = dict(work.ranks.gather_list(list(losses.items())))
-        for number, point in enumerate(filter(None, self._inputs)):
-            for name in self._inputs[point]:
-                work.ranks.broadcast_(work.layer.get_submodule(name).weight.data, work.ranks.owner(number))
         statistics: dict[str, Any] = {} if self.awq is None else dict(self.awq.result().statistics)
         self._result = PassResult(statistics=statistics | {"compensation": losses}, reasons=reasons)
+
+    def _correct_(self, work: LayerWork, number: int, point: str, scale: Tensor | None) -> Factor | None:
+        """Correct the weights that read an input; the factor of its Hessian, or None where another rank has it.
+
+        Args:
+            work: the layer, its Linears before these already rounded.
+            number, point: of the input.
+            scale: by which the input was divided since it was recorded, [in].
+        """
+        names, stream = self._inputs[point], work.structure.writers.get(point)
+        weights = {name: work.layer.get_submodule(name).weight.data for name in names}
+        width, device = weights[point].shape[1], weights[point].device
+        mismatch = Mismatch(None if stream is None else weights[point], width, device)
+        for found in work.paired.of(work.layer, (point,) if stream is None else (stream, point)):
+            x, y = flat(found[point])
+            mismatch.add(x if scale is None else x / scale, y, None if stream is None else _difference(found[stream]))
+        mismatch.reduce(work.ranks)
+        if work.ranks.owner(number) != work.ranks.rank:
+            return None
+        try:
+            factor = factorize(mismatch.hessian(), self._orders.pop(point), CORRECTED_DAMPING)
+        except NumericError as error:
+            raise NumericError(f"GPTQ cannot quantize {work.name}.{point}: {error}") from error
+        for weight in weights.values():
+            weight.add_(correction(mismatch.target(weight), factor))
+        return factor
+
+    @staticmethod
+    def _broadcast(work: LayerWork, number: int, names: list[str]) -> None:
+        for name in names:
+            work.ranks.broadcast_(work.layer.get_submodule(name).weight.data, work.ranks.owner(number))
 
     def result(self) -> PassResult:
         """AWQ's statistics, and for every compensated Linear its output's error when rounded and when compensated."""
@@ -231,7 +286,12 @@ class GptqPass(CalibrationPass):
             losses["loss_after"] += factor.output_error(part, found)
             part.copy_(found)
             found = None  # frees it before there is another
-        return losses if factor.damping == DAMPING else losses | {"damping": factor.damping}
+        return losses if factor.damping in (DAMPING, CORRECTED_DAMPING) else losses | {"damping": factor.damping}
+
+
+def _difference(stream: tuple[Tensor, Tensor]) -> Tensor:
+    source, quantized = flat(stream)
+    return source - quantized
 
 
 def _diagonal_blocks(hessian: Tensor, group_size: int) -> Tensor:

@@ -8,10 +8,10 @@ line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,24 @@ from kvconvert.errors import NumericError
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.models.structure import LayerStructure
+
+
+class PairedInputs(Protocol):
+    """What modules of a layer read in the source model, and in the model whose layers so far are quantized."""
+
+    def recording(self, layer: nn.Module, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Keep what these modules read while the source model's data runs through the layer."""
+
+    def of(self, layer: nn.Module, names: Sequence[str]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+        """For every batch, what was kept, and what the quantized model's data makes of it in the layer as it is now.
+
+        Args:
+            layer: decoder layer.
+            names: of recorded modules, in the order in which they run; the layer runs as far as the last of them.
+
+        Yields:
+            by name the two inputs, float32 [n, T, channels] each.
+        """
 
 
 @dataclass
@@ -41,6 +59,7 @@ class LayerWork:
         dtype: in which the converted model's norms and biases will be stored and loaded.
         cache: how its cache will store keys and values, as far as passes have chosen; None where it stays as it is.
         replay: runs this process's calibration data once more through the layer in its current state.
+        paired: the same data beside that of the quantized model, where the recipe's passes need both; else None.
         visual: which tokens stand for images, bool [num_samples, seq_len]; None where there are none.
         changing_rope: why the angles of its RoPE are not the same at all lengths, as the end of a sentence, or None.
         bits: width of each quantized Linear's weights, by its name within the layer.
@@ -56,6 +75,7 @@ class LayerWork:
     dtype: torch.dtype
     cache: CacheFormat | None = None
     replay: Callable[[], None] | None = None
+    paired: PairedInputs | None = None
     visual: Tensor | None = None
     changing_rope: str | None = None
     grids: dict[str, WeightGrid] = field(default_factory=dict)

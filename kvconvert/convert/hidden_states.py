@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,36 @@ class HiddenStates:
             yield writer
         finally:
             writer.close()
+
+
+@dataclass(frozen=True)
+class HiddenPart:
+    """The sequences of one of several models whose hidden states follow one another in a file.
+
+    Attributes:
+        states: of all of them.
+        number, count: of this one, and of all.
+    """
+
+    states: HiddenStates
+    number: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of this model's."""
+        samples, length, width = self.states.shape
+        return samples // self.count, length, width
+
+    @property
+    def first(self) -> int:
+        """See `HiddenStates`."""
+        return self.states.first
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """See `HiddenStates.read`."""
+        before = self.number * self.shape[0]
+        return self.states.read(before + start, before + stop)
 
 
 class HiddenWriter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.cache.format import CacheFormat
-from kvconvert.calibration.activations import count_routed
+from kvconvert.calibration.activations import count_routed, input_points
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.weight_grid import WeightGrid
-from kvconvert.convert.hidden_states import HiddenStates, HiddenWriter
+from kvconvert.convert.hidden_states import HiddenPart, HiddenStates, HiddenWriter
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_runner import LayerRunner, PackedLinear
+from kvconvert.convert.paired_inputs import RunnerInputs
 from kvconvert.convert.passes import make_passes, plan_of
 from kvconvert.convert.work_records import LayerRecord
 from kvconvert.convert.workdir import WorkDir
@@ -59,7 +61,7 @@ class LayerCalibration:
             writer = None
             passes = make_passes(job)
             # Before the layer is read: where the input is gone, the layers before it are read again, one at a time.
-            hidden = self._hidden_input(index) if passes else None
+            hidden, quantized = self._hidden_input(index) if passes else (None, None)
             work, dtypes = self._prepared(job, passes)
             if hidden is not None:
                 # Not `work` itself: in a cycle the layer would stay in memory until the collector happens to run.
@@ -68,6 +70,8 @@ class LayerCalibration:
                         pass
 
                 work.replay, work.first_sample, work.ranks = replay, hidden.first, ranks
+                if self._paired:
+                    work.paired = RunnerInputs(runner, index, quantized, self._keep(work))
                 if ranks.size > 1 and work.structure.experts is not None and job.weights.scales:
                     work.routed = count_routed(work.layer, work.structure, replay, ranks)
                 if index + 1 < runner.num_layers:
@@ -81,9 +85,12 @@ class LayerCalibration:
             for calibration_pass in passes:
                 calibration_pass.solve(work)
                 calibration_pass.apply(work)
+            work.paired = None
             if ranks.is_first:
                 self._commit(job, work, dtypes, passes)
             ranks.wait()
+            if writer is not None and self._paired:
+                self._append_quantized(work, index, quantized, writer)
             # Only now: a kill in between leaves the layer committed and its input in place, from which `_hidden_input`
             # goes on.
             if writer is not None:
@@ -145,15 +152,61 @@ class LayerCalibration:
             calibration_pass.prepare(work)
         return work, dtypes
 
-    def _hidden_input(self, index: int) -> HiddenStates:
-        """The input of layer `index`, recomputed from the latest input that is still there.
+    @cached_property
+    def _paired(self) -> bool:
+        """Whether passes compare the source model with the one quantized so far, whose data then runs along."""
+        return all(job.weights.compensates and job.structure.writers for job in self.jobs)
 
-        It runs through the same prepared layers as the first time, so that its bytes are the same.
+    def _keep(self, work: LayerWork) -> Callable[[Tensor], Tensor]:
+        """Where all tokens' inputs of a layer's Linears have room: on a GPU beside those of layers, or in files."""
+        points = input_points(work.structure)
+        width = sum(work.layer.get_submodule(point).weight.shape[1] for point in points)
+        width += 2 * self.runner.config.hidden_size  # the residual stream
+        if self.runner.has_room((work.num_samples, work.seq_len, width)):
+            return lambda tensor: tensor
+        mapped = self.directory.mapped()
+        return lambda tensor: mapped.copy(tensor.cpu())
+
+    def _states(self, index: int) -> HiddenStates:
+        """The input of a layer: the source model's, and from the second layer on that of the one quantized so far."""
+        return self.directory.hidden(index, self.runner.config.hidden_size, self.models(index))
+
+    def models(self, index: int) -> int:
+        """Whose inputs of a layer are kept: the source model's, and that of the one quantized so far."""
+        return 2 if self._paired and index else 1
+
+    def _parts(self, index: int) -> tuple[HiddenStates | HiddenPart, HiddenStates | HiddenPart]:
+        """The source model's input of a layer, and the other's: the same where no layer precedes."""
+        states = self._states(index)
+        if self.models(index) == 1:
+            return states, states
+        return HiddenPart(states, 0, 2), HiddenPart(states, 1, 2)
+
+    def _append_quantized(
+        self, work: LayerWork, index: int, inputs: HiddenStates | HiddenPart, writer: HiddenWriter
+    ) -> None:
+        """Run a layer as it was committed, so that a resumed calibration computes the same."""
+        names, stored = self.runner.source.tensor_names, self.directory.layer_tensors(index)
+        for name, parameter in work.layer.state_dict().items():
+            module, _, kind = name.rpartition(".")
+            full = f"{work.name}.{module}".rstrip(".")
+            packed = [stored.get(names.of_tensor(f"{full}.{field}")) for field in AwqWeight._fields]
+            if kind == "weight" and all(field is not None for field in packed):
+                parameter.copy_(dequantize_weight(AwqWeight(*packed)))
+            else:
+                parameter.copy_(stored[names.of_tensor(f"{full}.{kind}")])
+        for *_, output in self.runner.forward(work.layer, inputs, index):
+            writer.append(output)
+
+    def _hidden_input(self, index: int) -> tuple[HiddenStates | HiddenPart, HiddenStates | HiddenPart]:
+        """The inputs of layer `index`, see `_parts`, recomputed from the latest ones that are still there.
+
+        They run through the same layers as the first time, so that their bytes are the same.
         """
-        runner, directory, width = self.runner, self.directory, self.runner.config.hidden_size
-        available = next((i for i in range(index, -1, -1) if directory.hidden(i, width).exists()), None)
+        runner, directory = self.runner, self.directory
+        available = next((i for i in range(index, -1, -1) if self._states(i).exists()), None)
         if available is None:
-            available, hidden = 0, directory.hidden(0, width)
+            available, hidden = 0, self._states(0)
             own = range(hidden.first, hidden.first + hidden.shape[0])
             with self._writing(0) as writer:
                 for number, sample in enumerate(runner.first_input()):
@@ -162,18 +215,21 @@ class LayerCalibration:
                 directory.commit_hidden(0, writer)
         for job in self.jobs[available:index]:
             work, _ = self._prepared(job, make_passes(job))
+            hidden, quantized = self._parts(job.index)
             with self._writing(job.index + 1) as writer:
-                for *_, output in runner.forward(work.layer, directory.hidden(job.index, width), job.index):
+                for *_, output in runner.forward(work.layer, hidden, job.index):
                     writer.append(output)
+                if self._paired:
+                    self._append_quantized(work, job.index, quantized, writer)
                 directory.commit_hidden(job.index + 1, writer)
             del work
-        return directory.hidden(index, width)
+        return self._parts(index)
 
     def _writing(self, index: int) -> AbstractContextManager[HiddenWriter]:
         """Write the input of layer `index`."""
         runner, width = self.runner, self.runner.config.hidden_size
-        hold = runner.device if runner.has_room(self.directory.hidden(index, width).shape) else None
-        return self.directory.writing_hidden(index, width, hold)
+        hold = runner.device if runner.has_room(self._states(index).shape) else None
+        return self.directory.writing_hidden(index, width, hold, self.models(index))
 
 
 def resolved_fields(scheme: KVScheme | None, channels: int, kv_heads: int) -> dict[str, Any]:

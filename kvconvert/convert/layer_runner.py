@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION
-from kvconvert.convert.hidden_states import HiddenStates
+from kvconvert.convert.hidden_states import HiddenPart, HiddenStates
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill, rows_as_looked_up
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
 from kvconvert.io.tensorfile import Mapped
@@ -208,7 +208,7 @@ class LayerRunner:
         return 4 * (2 * math.prod(shape) + 4 * weights) <= total // 2
 
     def forward(
-        self, layer: nn.Module, inputs: HiddenStates, index: int
+        self, layer: nn.Module, inputs: HiddenStates | HiddenPart, index: int
     ) -> Iterator[tuple[Tensor, dict[str, Any], Tensor]]:
         """Run a layer over its inputs, batch by batch.
 
@@ -218,15 +218,7 @@ class LayerRunner:
         Raises:
             NumericError: an output is not finite.
         """
-        if not self._capture.complete:
-            for _ in self.first_input():
-                pass
-        samples, length, _ = inputs.shape  # of this process, which begins with inputs.first
-        size = self.batch_size(length) if self._capture.shared(index) else 1
-        for start in range(0, samples, size):
-            stop = min(start + size, samples)
-            batch = inputs.read(start, stop).to(self.device)
-            arguments = self._capture.arguments(index, inputs.first + start)
+        for start, batch, arguments in self._batches(inputs, index):
             with tf32_products(self.device):
                 output = layer(batch, **arguments)
             output = output[0] if isinstance(output, tuple) else output
@@ -237,6 +229,46 @@ class LayerRunner:
                     "sensible text."
                 )
             yield batch, arguments, self._capture.add(index + 1, inputs.first + start, output)
+
+    def inputs_of(
+        self, layer: nn.Module, names: Sequence[str], inputs: HiddenStates | HiddenPart, index: int
+    ) -> Iterator[dict[str, Tensor]]:
+        """What modules of a layer read, batch by batch; the layer runs as far as the last of them.
+
+        Args:
+            layer: decoder layer.
+            names: of modules that get one tensor, in the order in which they run.
+            inputs, index: of the layer.
+        """
+        found: dict[str, Tensor] = {}
+        with ExitStack() as hooks:
+            for name in names:
+
+                def record(module: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
+                    found[name] = args[0]
+                    if name == names[-1]:
+                        raise _Reached
+
+                hooks.callback(layer.get_submodule(name).register_forward_pre_hook(record).remove)
+            for _, batch, arguments in self._batches(inputs, index):
+                with suppress(_Reached), tf32_products(self.device):
+                    layer(batch, **arguments)
+                yield dict(found)
+
+    def _batches(self, inputs: HiddenStates | HiddenPart, index: int) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
+        """The first sample of each batch, of this process's (which begins with inputs.first); it; its arguments."""
+        if not self._capture.complete:
+            for _ in self.first_input():
+                pass
+        samples, length, _ = inputs.shape
+        size = self.batch_size(length) if self._capture.shared(index) else 1
+        for start in range(0, samples, size):
+            batch = inputs.read(start, min(start + size, samples)).to(self.device)
+            yield start, batch, self._capture.arguments(index, inputs.first + start)
+
+
+class _Reached(Exception):
+    """Ends a forward pass at the last module of interest."""
 
 
 def _first_overflow(layer: nn.Module, batch: Tensor, arguments: dict[str, Any]) -> str:

@@ -320,24 +320,27 @@ class WorkDir:
         everything = (0, self.state.data.samples)
         return "f32" if share in (None, everything) else f"{share[0]}-{share[1]}.f32"
 
-    def hidden(self, index: int, hidden_size: int) -> HiddenStates:
-        """The input of layer `index`, which may or may not be there."""
+    def hidden(self, index: int, hidden_size: int, models: int = 1) -> HiddenStates:
+        """The input of layer `index`, in so many models one after another, which may or may not be there."""
         first, stop = self._samples or (0, self.state.data.samples)
-        shape = (stop - first, self.state.data.length, hidden_size)
+        shape = (models * (stop - first), self.state.data.length, hidden_size)
         name = f"{index:05d}.{self._hidden_name(self._samples)}"
         return HiddenStates(self.path / "hidden" / name, shape, first, self._held.get(index))
 
     @contextmanager
-    def writing_hidden(self, index: int, hidden_size: int, hold: torch.device | None) -> Iterator[HiddenWriter]:
+    def writing_hidden(
+        self, index: int, hidden_size: int, hold: torch.device | None, models: int = 1
+    ) -> Iterator[HiddenWriter]:
         """Write the input of layer `index`, which appears with `commit_hidden`.
 
         Args:
             index: of the layer.
             hidden_size: numbers of a token.
+            models: whose inputs are written one after another.
             hold: device that has room for it; its file is then written only if the last one is `SAVED_EVERY_S` old.
         """
         file = hold is None or time.monotonic() - self._saved >= SAVED_EVERY_S
-        with self.hidden(index, hidden_size).writing(hold, file) as writer:
+        with self.hidden(index, hidden_size, models).writing(hold, file) as writer:
             yield writer
 
     def commit_hidden(self, index: int, writer: HiddenWriter) -> None:

@@ -136,6 +136,7 @@ class LayerStructure:
         unquantized: modules with a weight matrix that is kept, with the reason. Readers of a norm are scaled with it
             all the same.
         experts: the routed ones, whose Linears are among the readers and pairs; None in a dense layer.
+        adds_to_stream: what the output and the down projection compute is added to the residual stream as it is.
     """
 
     attention: str
@@ -152,6 +153,16 @@ class LayerStructure:
     value_scaling_unsupported_reason: str | None = None
     unquantized: dict[str, str] = field(default_factory=dict)
     experts: RoutedExperts | None = None
+    adds_to_stream: bool = False
+
+    @cached_property
+    def writers(self) -> dict[str, str]:
+        """Linears that add to the residual stream, and the norm whose input is the stream before; {} where unknown."""
+        norms = [group.norm for group in self.norm_groups]
+        known = self.adds_to_stream and self.experts is None and len(self.pairs) == 1
+        if not known or len(norms) != 2 or None in norms:
+            return {}
+        return dict(zip((self.output, self.pairs[0].down), norms, strict=True))
 
     @cached_property
     def named(self) -> tuple[str, ...]:

@@ -163,6 +163,8 @@ def layer_memory(
     if weights.compensates:
         search = max(search, _compensation(sizes, weights.group_size, device, gathered.observed))
     running = max(_activations(sizes, tokens), gathered.adding + _hidden_activations(sizes, tokens))
+    if weights.compensates and sizes.structure.writers:
+        search = max(search, _correction(sizes, running))
     return LayerMemory(
         forward=layer + (gathered.observed + running if observes else 0),
         search=layer + search,
@@ -236,6 +238,17 @@ def _compensation(sizes: LayerSizes, group_size: int, device: str, observed: int
         weight = 4 * outputs_at_once(max(outputs for outputs, _ in shapes), inputs, device) * inputs
         most = max(most, waiting + max(2 * weight, weight + 2 * block))
         waiting -= 4 * inputs**2
+    return most
+
+
+def _correction(sizes: LayerSizes, running: int) -> int:
+    """Bytes of correcting the weights that read an input, `running` those of a forward pass: see `Mismatch`."""
+    most = 0
+    for name, (outputs, inputs) in sizes.linears.items():
+        rows = outputs if name in sizes.structure.writers else inputs
+        cross = 8 * rows * inputs
+        # The sums while data runs; the factor, the target and what it becomes afterwards.
+        most = max(most, _hessian_sum(inputs) + cross + running, 4 * inputs**2 + cross + 4 * 4 * outputs * inputs)
     return most
 
 

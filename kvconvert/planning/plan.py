@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvconvert.auto.search import search_task
 from kvconvert.cache.size import ModelCache
+from kvconvert.calibration.activations import input_points
 from kvconvert.calibration.protocol import LayerJob
 from kvconvert.convert.checks import check_purpose, check_recipe
 from kvconvert.convert.host_memory import anonymous_bytes
@@ -184,7 +185,7 @@ def plan(
             "layer": largest,
         }
         probed = run_probe(request, progress)
-    disk = _disk(layers, kept, runner.config.hidden_size, samples * length)
+    disk = _disk(layers, kept, runner.config.hidden_size, samples * length, recipe.weights.compensates)
     weights = disk.bundle
     planned = recipe_cache(runner, recipe, jobs)
     return Plan(
@@ -268,9 +269,12 @@ def _memory(
     )
 
 
-def _disk(layers: list[LayerSizes], kept: int, hidden_size: int, tokens: int) -> Disk:
+def _disk(layers: list[LayerSizes], kept: int, hidden_size: int, tokens: int, compensated: bool) -> Disk:
     packed = sum(sizes.stored_bytes for sizes in layers)
     hidden = 4 * tokens * hidden_size * min(2, len(layers))
+    if compensated and all(sizes.structure.writers for sizes in layers):  # see `RunnerInputs`
+        widths = [sum(sizes.linears[point][1] for point in input_points(sizes.structure)) for sizes in layers]
+        hidden = 2 * hidden + 4 * tokens * (max(widths, default=0) + 2 * hidden_size)
     mapped = max((4 * sizes.mapped_parameters + sizes.mapped_stored_bytes for sizes in layers), default=0)
     return Disk(bundle=kept + packed, work=packed, work_peak=packed + hidden + mapped)
 

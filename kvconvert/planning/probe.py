@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +141,14 @@ def measure(request: dict[str, Any]) -> Probe:
             inputs = CalibrationInputs(part.ids, part.extras, part.visual)
             runner.begin(inputs)
             begun = time.perf_counter()
-            with directory.hidden(index, runner.config.hidden_size).writing() as writer:
-                for sample in runner.first_input():
+            layers = LayerCalibration(runner, directory, jobs, inputs)
+            models = layers.models(index)
+            with directory.hidden(index, runner.config.hidden_size, models).writing() as writer:
+                for sample in chain.from_iterable(runner.first_input() for _ in range(models)):
                     writer.append(sample)
                 writer.commit()
             ready = time.perf_counter()
-            LayerCalibration(runner, directory, jobs, inputs).run(index)
+            layers.run(index)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - ready)

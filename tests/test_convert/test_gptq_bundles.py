@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS
 from kvconvert.convert.export import export
+from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.recipes.recipe import Recipe
@@ -59,6 +60,26 @@ def test_a_run_that_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
             run(model, tmp_path / "stopped", text, recipe("gptq"))
     resumed = run(model, tmp_path / "stopped", text, recipe("gptq"))
     assert contents(resumed.path) == contents(whole.path)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_damaged_layer_is_computed_again_from_those_that_are_stored(tmp_path, layer):
+    """What layers before it left of their inputs is gone: it is run again through the source's and the stored ones."""
+    model, text = write_tiny_llama(tmp_path / "model"), save_text(tmp_path)
+    work = run(model, tmp_path / "work", text, recipe("awq+gptq"))
+    before = contents(work.path)
+    file = work.path / "layers" / f"{layer:05d}.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    run(model, tmp_path / "work", text, recipe("awq+gptq"))
+    assert contents(work.path) == before
+
+
+def test_inputs_held_in_memory_give_the_same_bytes(tmp_path, monkeypatch):
+    """As on a GPU with room for them."""
+    model, text = write_tiny_llama(tmp_path / "model"), save_text(tmp_path)
+    expected = contents(run(model, tmp_path / "files", text, recipe("awq+gptq")).path)
+    monkeypatch.setattr(LayerRunner, "has_room", lambda self, shape: True)
+    assert contents(run(model, tmp_path / "held", text, recipe("awq+gptq")).path) == expected
 
 
 def test_an_expert_without_enough_tokens_is_rounded_and_says_so(tmp_path):

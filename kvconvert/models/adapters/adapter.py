@@ -20,8 +20,8 @@ class LayerNames:
 
     Attributes:
         attention, query, key, value, output, norm_groups, pairs, fold_unsupported_reason,
-            value_scaling_unsupported_reason, unquantized: see `LayerStructure`. Query, key and value are names of
-            Linears; the same name three times is a fused Linear.
+            value_scaling_unsupported_reason, unquantized, adds_to_stream: see `LayerStructure`. Query, key and value
+            are names of Linears; the same name three times is a fused Linear.
         interleaved: a fused Linear holds query, key and value of one head after the other, not all queries first.
     """
 
@@ -39,6 +39,7 @@ class LayerNames:
     value_scaling_unsupported_reason: str | None = None
     unquantized: Mapping[str, str] = field(default_factory=dict)
     interleaved: bool = False
+    adds_to_stream: bool = True
 
     def structure(self, config: PretrainedConfig) -> LayerStructure:
         """With the attention shape of a text configuration, see `layer_config`."""
@@ -63,6 +64,7 @@ class LayerNames:
             fold_unsupported_reason=self.fold_unsupported_reason,
             value_scaling_unsupported_reason=self.value_scaling_unsupported_reason,
             unquantized=dict(self.unquantized),
+            adds_to_stream=self.adds_to_stream,
         )
 
 

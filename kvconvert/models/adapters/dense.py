@@ -22,7 +22,7 @@ GEMMA_GROUPS = (
     NormGroup("input_layernorm", ATTENTION, ("self_attn",), unit_offset=True),
     NormGroup("pre_feedforward_layernorm", MLP, ("mlp",), unit_offset=True),
 )
-SANDWICH = LayerNames(norm_groups=GEMMA_GROUPS)
+SANDWICH = LayerNames(norm_groups=GEMMA_GROUPS, adds_to_stream=False)
 UNSCALED = LayerNames(
     norm_groups=(
         NormGroup(None, ATTENTION, ("self_attn",), unsupported_reason=STREAM),
@@ -59,6 +59,7 @@ GPT_NEOX_LAYER = LayerNames(
         NormGroup("post_attention_layernorm", ("mlp.dense_h_to_4h",), ("mlp",)),
     ),
     pairs=(ScalingPair(Projection("mlp.dense_h_to_4h"), "mlp.dense_4h_to_h", NONLINEAR),),
+    adds_to_stream=False,
 )
 OPT_LAYER = LayerNames(
     output="self_attn.out_proj",
@@ -67,6 +68,7 @@ OPT_LAYER = LayerNames(
         NormGroup("final_layer_norm", ("fc1",), ("fc1",)),
     ),
     pairs=(ScalingPair(Projection("fc1"), "fc2", NONLINEAR),),
+    adds_to_stream=False,
 )
 # ReLU lets positive scales pass, as if it were linear.
 OPT_RELU = replace(OPT_LAYER, pairs=(ScalingPair(Projection("fc1"), "fc2"),))
@@ -81,7 +83,7 @@ DENSE = (
     Adapter("ministral3", "Ministral3ForCausalLM"),
     Adapter("qwen2", "Qwen2ForCausalLM"),
     Adapter("qwen3", "Qwen3ForCausalLM"),
-    Adapter("granite", "GraniteForCausalLM"),
+    Adapter("granite", "GraniteForCausalLM", replace(LLAMA, adds_to_stream=False)),
     Adapter("smollm3", "SmolLM3ForCausalLM"),
     Adapter("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
     Adapter("ernie4_5", "Ernie4_5ForCausalLM"),
@@ -124,7 +126,7 @@ DENSE = (
         ),
     ),
     Adapter("glm", "GlmForCausalLM", LayerNames(**GATE_UP)),
-    Adapter("glm4", "Glm4ForCausalLM", LayerNames(**GATE_UP)),
+    Adapter("glm4", "Glm4ForCausalLM", LayerNames(**GATE_UP, adds_to_stream=False)),
     Adapter(
         "olmo",
         "OlmoForCausalLM",

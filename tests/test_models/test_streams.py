@@ -1,0 +1,50 @@
+"""Adapters know which Linears add to the residual stream: found by running every family's layers."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from tiny.models import ARCHITECTURES
+
+from kvconvert.models.adapters import find_adapter
+
+TEXTS = [name for name, tiny in ARCHITECTURES.items() if not tiny.multimodal and find_adapter(tiny.config())]
+
+
+def module_inputs_and_outputs(layer, names):
+    """What the layer's modules get and give, as hooks fill it in."""
+    found = {}
+
+    def record(name):
+        def hook(module, args, output):
+            found[name] = args[0], output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    for name in names:
+        (layer.get_submodule(name) if name else layer).register_forward_hook(record(name))
+    return found
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_writers_add_what_they_compute_to_the_stream(name):
+    model = ARCHITECTURES[name].build()
+    adapter = find_adapter(model.config)
+    layers = model.get_submodule(adapter.layers)
+    structures = [adapter.structure(model.config, index) for index in range(len(layers))]
+    found = [
+        module_inputs_and_outputs(layer, ["", *structure.writers, *structure.writers.values()])
+        for layer, structure in zip(layers, structures, strict=True)
+    ]
+    with torch.no_grad():
+        model(torch.arange(3, 20)[None], use_cache=False)
+    for structure, seen in zip(structures, found, strict=True):
+        streams = [*(seen[norm][0] for norm in structure.writers.values()), seen[""][1]]
+        for writer, (before, after) in zip(structure.writers, pairwise(streams), strict=True):
+            torch.testing.assert_close(before + seen[writer][1], after, rtol=1e-4, atol=1e-5)
+
+
+def test_the_families_measured_have_writers():
+    for name in ("llama", "qwen2", "qwen3", "mistral"):
+        config = ARCHITECTURES[name].config()
+        assert list(find_adapter(config).structure(config, 0).writers) == ["self_attn.o_proj", "mlp.down_proj"]
