@@ -18,6 +18,7 @@ from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.engine.sampling import sample
 from kvconvert.runtime.hf.cache import rotary_switch
 from kvconvert.runtime.hf.captured import prepare_steps
+from kvconvert.runtime.hf.captured_passes import SIZES
 from kvconvert.runtime.hf.rehearsal import rehearse, shortened
 
 if TYPE_CHECKING:
@@ -161,9 +162,22 @@ class ModelSteps:
         count = max(1, min(chunk, most // 2))
         logits, _ = self.forward(none, none, True, [PromptChunk(0, prompt, [0] * count, 0, last=True)])
         self.discard(prompt)
+        self._record_passes(min(chunk, most // 2))
         ones = torch.ones(self.rows, device=self.device)
         for restrict in (True, False):
             sample(logits, ones, none, ones / 2, none, none, restrict=restrict)
+
+    def _record_passes(self, chunk: int) -> None:
+        """Record passes of all sizes over the rows and a prompt's chunk of at most so many tokens."""
+        passes, none = self.model.captured.passes, torch.zeros(self.rows, dtype=torch.int64, device=self.device)
+        for size in SIZES:
+            count = min(chunk, size - self.rows)
+            if count < 1 or passes.padded(self.rows + count, self.device) != size:
+                continue
+            for _ in range(2):  # the first one is launched, the second one recorded
+                prompt = self.new_prompt()
+                self.forward(none, none, True, [PromptChunk(0, prompt, [0] * count, 0, last=True)])
+                self.discard(prompt)
 
     def rehearse(self) -> None:
         """Run passes of every kind over the empty cache, which it has to itself; within `noted`."""
@@ -243,8 +257,12 @@ class ModelSteps:
         """
         if not chunks:
             return self._logits(ids[:, None], positions[:, None], self.cache)[:, -1], {}
+        tokens, passes = [(chunk.cache, len(chunk.ids)) for chunk in chunks], self.model.captured.passes
+        count = self.rows + sum(count for _, count in tokens)
+        padded = passes.padded(count, self.device) if self._keeps_logits else None
+        # Recorded passes are alike: rows are always computed.
+        decodes = decodes or padded is not None
         own = self.rows if decodes else 0
-        tokens = [(chunk.cache, len(chunk.ids)) for chunk in chunks]
         ends = [own + end - 1 for end in accumulate(count for _, count in tokens)]
         kept = list(range(self.rows)) if decodes else [0] * self.rows
         for chunk, end in zip(chunks, ends, strict=True):
@@ -257,8 +275,7 @@ class ModelSteps:
             read = torch.cat([torch.stack([ids, positions]), read], 1)
         cache = self.cache.packed(tokens, rows=decodes)
         keep = upload(kept, self.device)
-        passes = self.model.captured.passes
-        with cache.planned(passes.padded(read) if self._keeps_logits else None):
+        with cache.planned(padded):
             if cache.key is not None:
                 logits = passes.logits(cache, read, keep)
             elif self._keeps_logits:

@@ -19,7 +19,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 # Tokens of recorded passes. Longer ones keep a GPU busy for longer than the host takes to launch them.
-SIZES = (64, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2176)
+SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2176)
 TOLERANCE = 0.02
 
 
@@ -64,14 +64,14 @@ class CapturedPasses:
         self._seen: set[Hashable] = set()
         self._recordings: dict[Hashable, _Recording] = {}
 
-    def padded(self, read: Tensor) -> int | None:
-        """To how many tokens a pass over `read` [2, N] is padded; None where it is not recorded.
+    def padded(self, tokens: int, device: torch.device) -> int | None:
+        """To how many tokens a pass over so many is padded; None where it is not recorded.
 
         Steps of the model have to hold in recordings, which is tested at other positions (`runtime/hf/captured.py`).
         """
-        if not read.is_cuda or self.reason is not None or not self._captured.recorded or self._captured.reason:
+        if device.type != "cuda" or self.reason is not None or not self._captured.recorded or self._captured.reason:
             return None
-        return next((size for size in SIZES if read.shape[1] <= size), None)
+        return next((size for size in SIZES if tokens <= size), None)
 
     def logits(self, cache: Any, read: Tensor, keep: Tensor) -> Tensor:
         """Logits [rows, V] of a planned pass.
@@ -107,7 +107,8 @@ class CapturedPasses:
         try:
             graph, static = torch.cuda.CUDAGraph(), (read.clone(), keep.clone())
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, pool=self._captured.pool):
+            # Other threads, which add requests, may go on meanwhile.
+            with torch.cuda.graph(graph, pool=self._captured.pool, capture_error_mode="thread_local"):
                 logits = self._launch(cache, *static)
             self._captured.pool = self._captured.pool or graph.pool()
             recording = _Recording(graph, *static, logits)

@@ -163,7 +163,7 @@ class FakeModel:
         )
         self.generation_config = SimpleNamespace(eos_token_id=END)
         self.device = torch.device("cpu")
-        self.captured = SimpleNamespace(passes=SimpleNamespace(padded=lambda read: None))
+        self.captured = SimpleNamespace(passes=SimpleNamespace(padded=lambda tokens, device: None))
         self.batches = []  # occupied rows of each decoding pass
         self.chunks = []
         self.before_pass = lambda: None

@@ -190,7 +190,7 @@ def test_passes_in_fixed_rooms_give_what_they_give_in_their_own(device, monkeypa
     model = low_bit(model, arguments[0], device, *arguments[1:])
     expected = Steps(model).every_logit()
     asked = []
-    monkeypatch.setattr(captured_passes.CapturedPasses, "padded", lambda self, read: 320)
+    monkeypatch.setattr(captured_passes.CapturedPasses, "padded", lambda self, tokens, device: 320)
     monkeypatch.setattr(
         captured_passes.CapturedPasses,
         "logits",
