@@ -259,7 +259,8 @@ class ModelSteps:
             return self._logits(ids[:, None], positions[:, None], self.cache)[:, -1], {}
         tokens, passes = [(chunk.cache, len(chunk.ids)) for chunk in chunks], self.model.captured.passes
         count = self.rows + sum(count for _, count in tokens)
-        padded = passes.padded(count, self.device) if self._keeps_logits else None
+        recordable = self._keeps_logits and not any(chunk.checked for chunk in chunks)
+        padded = passes.padded(count, self.device) if recordable else None
         # Recorded passes are alike: rows are always computed.
         decodes = decodes or padded is not None
         own = self.rows if decodes else 0
