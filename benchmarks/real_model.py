@@ -62,7 +62,7 @@ def arguments() -> argparse.Namespace:
         "--baseline", default=BASELINE, help=f"case that others are compared with (default: {BASELINE})"
     )
     parser.add_argument("--segments", type=int, default=6, help="of each text (default: 6)")
-    parser.add_argument("--length", type=int, default=4100, help="tokens of a segment (default: 4100)")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a segment (default: 4096)")
     parser.add_argument("--sealed-prompt", type=int, metavar="N", help="tokens (default: half of a segment)")
     parser.add_argument("--recall", default="1024,3072,7168", help='tokens of prose; "" for none')
     parser.add_argument("--json", default="40,150", metavar="PAIRS,...", help='of JSON objects; "" for none')

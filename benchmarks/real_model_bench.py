@@ -235,11 +235,10 @@ def over_a_page(bits: float, length: int, prompt: int) -> float:
     That is the mean over the 128 lengths up to it, as budgets are stated.
     """
     sinks = Recipe.load("auto").kv.sink_tokens
-    exact = sinks / prompt
-    codes = (bits - FLOAT_BITS * exact) / (1 - exact)
+    codes = bits - FLOAT_BITS * sinks / prompt
     filling = (PAGE_SIZE - 1) / 2
-    exact = (filling + sinks) / (length - filling)
-    return codes + (FLOAT_BITS - codes) * exact
+    mean = length - filling
+    return codes + ((FLOAT_BITS - codes) * filling + FLOAT_BITS * sinks) / mean
 
 
 def library_text(work: Path) -> Path:

@@ -35,8 +35,12 @@ class Snapshot:
     tokens: tuple[tuple[tuple[torch.Tensor, torch.Tensor], ...], ...]
 
     @classmethod
-    def take(cls, groups: Sequence_[Group]) -> Snapshot:
+    def take(cls, groups: Sequence_[Group], earlier: Snapshot | None = None) -> Snapshot:
         """The only sequence of a cache whose latest pass is over.
+
+        Args:
+            groups: of the cache.
+            earlier: of the same sequence; where nothing but sink tokens is in the buffers, they are not copied again.
 
         Raises:
             CacheError: there is no such sequence, or it cannot be gone on with elsewhere.
@@ -44,20 +48,10 @@ class Snapshot:
         for group in groups:
             if reason := not_taken(group):
                 raise CacheError(f"The sequence in {group.name} of the cache cannot be kept: {reason}.")
-        tokens = []
-        for group in groups:
-            sequence = group.sequences[0]
-            rows = [store.rows[0] for store in group.stores]
-            tokens.append(
-                tuple(
-                    (
-                        row.keys.tokens(0, sequence.keys.buffered).clone(),
-                        row.values.tokens(0, sequence.values.buffered).clone(),
-                    )
-                    for row in rows
-                )
-            )
-        sequences = tuple(group.sequences[0] for group in groups)
+        sequences, tokens = tuple(group.sequences[0] for group in groups), []
+        for number, (group, sequence) in enumerate(zip(groups, sequences, strict=True)):
+            before = None if earlier is None else (earlier.sequences[number], earlier.tokens[number])
+            tokens.append(tuple(_copied(group, sequence, layer, before) for layer in range(len(group.stores))))
         stores = tuple(tuple(group.stores) for group in groups)
         return cls(groups[0].logical, sequences, stores, tuple(tokens))
 
@@ -89,6 +83,21 @@ class Snapshot:
                 (group.value_numbers, sequence.values.pages, set(known.values.pages)),
             ):
                 yield numbers, [number for number in now if number not in then]
+
+
+def _copied(
+    group: Group, sequence: Sequence, layer: int, before: tuple[Sequence, tuple[tuple[torch.Tensor, ...], ...]] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values in a layer's buffers, or an earlier copy of them where they are sink tokens alone."""
+    row, found = group.stores[layer].rows[0], []
+    for place, (buffer, side) in enumerate(((row.keys, sequence.keys), (row.values, sequence.values))):
+        if before is not None:
+            known = (before[0].keys, before[0].values)[place]
+            if side.buffered == known.buffered == sequence.sink_tokens:
+                found.append(before[1][layer][place])
+                continue
+        found.append(buffer.tokens(0, side.buffered).clone())
+    return found[0], found[1]
 
 
 def not_taken(group: Group) -> str | None:

@@ -223,15 +223,17 @@ class Prefixes:
         known = self._known.get(request)
         if known is None or not known.contributes or request.prompt_read % self._chunk:
             return
-        cache, held = request.prompt_cache, known.prefix.snapshot if known.prefix else None
+        cache, earlier = request.prompt_cache, known.prefix.snapshot if known.prefix else None
+        if known.unconfirmed:
+            earlier = known.unconfirmed[-1].snapshot
         try:
             flags = cache.unread_flags()
         except NumericError:
             # Its next pass says so and ends it.
             self._abandon(request, known)
             return
-        snapshot = cache.snapshot()
-        pages = list(snapshot.pages_beyond(known.unconfirmed[-1].snapshot if known.unconfirmed else held))
+        snapshot = cache.snapshot(earlier)
+        pages = list(snapshot.pages_beyond(earlier))
         for numbers, written in pages:
             numbers.retain(written)
         known.unconfirmed.append(Unconfirmed(snapshot, flags, pages))

@@ -285,13 +285,14 @@ class KVCache(Cache):
         """A hash of everything that stored tokens depend on besides the tokens, see `fingerprint_of`."""
         return fingerprint_of(self._made_with["config"], self.schemes, self._made_with["plan"] or {}, self.model_seal)
 
-    def snapshot(self) -> Snapshot:
-        """The only sequence as it is now, for `restore` of a cache made by `beside()` of the same cache.
+    def snapshot(self, earlier: Snapshot | None = None) -> Snapshot:
+        """The only sequence as it is now, for `restore` of a cache made by `beside()` of the same cache; see
+        `Snapshot.take`.
 
         Raises:
             CacheError: there are several, it is padded, or whole prompts are compressed.
         """
-        return Snapshot.take(self.groups)
+        return Snapshot.take(self.groups, earlier)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot; the cache has to be empty. Its pages are shared, not copied."""

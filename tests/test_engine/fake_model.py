@@ -95,7 +95,7 @@ class FakeCache:
         while len(sequence.pages) * PAGE < len(sequence):
             sequence.pages.append(self.pool.take())
 
-    def snapshot(self):
+    def snapshot(self, earlier=None):
         (sequence,) = self.rows
         assert not len(sequence) % PAGE
         return FakeSnapshot(self.pool, tuple(sequence), tuple(sequence.pages))

@@ -307,3 +307,15 @@ def test_drafts_after_a_hit_are_checked_as_after_a_miss(scheme):
     assert engine.stats().pages_reserved == 0
     engine._prefixes.clear()
     assert of_pages(engine) == {0}
+
+
+def test_sink_tokens_are_copied_once_for_all_chunks_of_a_prompt():
+    engine = engine_of(llama("kivi", KVScheme(sink_tokens=3, value_recent_tokens=128)))
+    engine.add(ids_of(400), max_new_tokens=2)
+    engine.run()
+    first, *_, last = (prefix.snapshot.tokens for prefix in engine._prefixes._stored.values())
+    assert all(a is b for a, b in zip(first[0][0], last[0][0], strict=True))
+    keys, values = zip(first[1][0], last[1][0], strict=True)
+    assert keys[0] is keys[1]
+    assert values[0] is not values[1]
+    assert values[1].shape[1] == 131
