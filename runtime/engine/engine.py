@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
-from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, new_request
+from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, UnreadStep, new_request
 from kvconvert.runtime.engine.sampling import Sampling
 from kvconvert.runtime.engine.scheduler import RowState, Scheduler
 from kvconvert.runtime.engine.speculation import Speculation, accepted
@@ -104,7 +103,7 @@ class Engine:
             raise UsageError(f"`prefix_caching` is not possible: {unsupported}.")
         keeps = prefix_caching is not False and unsupported is None
         self._prefixes = Prefixes(self._steps, self._scheduler, lock, prompt_chunk) if keeps else None
-        self._unread: deque[_Unread] = deque()
+        self._unread: deque[UnreadStep] = deque()
         counted = ("prompt", "cached", "generated", "drafted", "accepted", "steps")
         self._counts = dict.fromkeys(("finished", "cancelled", "failed", "refused", *counted), 0)
         self._seconds = 0.0
@@ -311,7 +310,7 @@ class Engine:
         plain = {row: request for row, request in running.items() if request.drafter is None}
         for row, request in running.items():
             if request.drafter is not None:
-                ids = [request.tokens[-1], *self._drafts(request)]
+                ids = [request.tokens[-1], *request.drafts(self._speculation.drafted, self._steps.vocabulary)]
                 begin = len(request.prompt) + len(request.tokens) - 1
                 chunks[PromptChunk(row, request.prompt_cache, ids, begin, last=False, checked=True)] = request
         self._rows.prepare(running)
@@ -345,25 +344,14 @@ class Engine:
                     with self._lock:
                         self._scheduler.start(request)
         if given or checked:
-            self._unread.append(_Unread(self._steps.fetch(chosen), given, checked))
+            self._unread.append(UnreadStep(self._steps.fetch(chosen), given, checked))
         for request in given.values():
             request.launched += 1
             if request.launched == request.max_new_tokens:
                 self._free(request)
         return next(iter(failures.values()), None)
 
-    def _drafts(self, request: Request) -> list[int]:
-        """What may follow a running request's newest token: at most what is checked before its next page is written."""
-        until_page = request.prompt_cache.hold_drafts()
-        most = min(self._speculation.drafted, request.max_new_tokens - len(request.tokens) - 1)
-        if until_page is not None:
-            most = min(most, until_page - 1)
-        assert request.drafter is not None
-        drafts = request.drafter.propose([*request.prompt, *request.tokens], most) if most > 0 else []
-        unknown = next((n for n, token in enumerate(drafts) if token >= self._steps.vocabulary), len(drafts))
-        return drafts[:unknown]
-
-    def _collect(self, unread: _Unread) -> list[Event]:
+    def _collect(self, unread: UnreadStep) -> list[Event]:
         """Read the tokens of a step and hand them out."""
         try:
             tokens = unread.read()
@@ -377,22 +365,24 @@ class Engine:
         with self._lock:
             for row, request in unread.rows.items():
                 if not request.finished:
-                    events.append(self._given(request, tokens[row : row + 1]))
+                    events.append(request.take(tokens[row : row + 1]))
         begin = self._steps.rows
         for chunk, request in unread.checked:
             chosen, begin = tokens[begin : begin + len(chunk.ids)], begin + len(chunk.ids)
             if not request.finished:
-                count = accepted(chosen, chunk.ids[1:])
+                drafts = chunk.ids[1:]
+                count = accepted(chosen, drafts)
                 with self._lock:
-                    events.append(self._given(request, chosen[: count + 1]))
-                    for name, number in (("drafted", len(chunk.ids) - 1), ("accepted", len(events[-1].tokens) - 1)):
-                        self._counts[name] += number
-                        setattr(request, name, getattr(request, name) + number)
+                    events.append(request.take(chosen[: count + 1], drafted=len(drafts)))
+                    self._counts["drafted"] += len(drafts)
+                    self._counts["accepted"] += len(events[-1].tokens) - 1
                 try:
                     # Pages that are complete now are written here.
-                    chunk.cache.crop(count + 1 - len(chunk.ids))
+                    chunk.cache.crop(count - len(drafts))
                 except Exception as error:
                     failed.append((request, error))
+        with self._lock:
+            self._counts["generated"] += sum(len(event.tokens) for event in events)
         for event in events:
             if event.finish_reason:
                 self._end(event.request, event.finish_reason, report=False)
@@ -403,15 +393,6 @@ class Engine:
         if failed:
             raise failed[0][1]
         return events
-
-    def _given(self, request: Request, tokens: list[int]) -> Event:
-        """Add tokens to a request, up to the one that ends it."""
-        text, used, reason = "", 0, None
-        while used < len(tokens) and reason is None:
-            piece, reason = request.accept(tokens[used])
-            text, used = text + piece, used + 1
-        self._counts["generated"] += used
-        return Event(request, tuple(tokens[:used]), text, reason)
 
     def _end(self, request: Request, reason: FinishReason, report: bool = True) -> None:
         """Finish a request and free what it holds; by the thread that has the cache."""
@@ -454,25 +435,6 @@ class Engine:
                     self._end(self._cancelled.pop(), "cancelled")
             finally:
                 self._stepping.release()
-
-
-@dataclass(frozen=True)
-class _Unread:
-    """A step whose tokens were not read yet.
-
-    Attributes:
-        read: waits for their copy to the host.
-        rows: whose they are, by row.
-        checked: whose the others are, behind those of the rows: of each token of these chunks.
-    """
-
-    read: Callable[[], list[int]]
-    rows: dict[int, Request]
-    checked: list[tuple[PromptChunk, Request]]
-
-    def requests(self) -> list[Request]:
-        """All of them."""
-        return [*self.rows.values(), *(request for _, request in self.checked)]
 
 
 def _report(event: Event) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from kvconvert.errors import UsageError
-from kvconvert.runtime.engine.model_steps import ModelSteps
+from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.engine.sampling import Sampling
 from kvconvert.runtime.engine.speculation import Drafter
 
@@ -153,6 +153,33 @@ class Request:
         if self.on_cancel is not None:
             self.on_cancel(self)
 
+    def drafts(self, most: int, vocabulary: int) -> list[int]:
+        """What may follow the newest token: at most what is checked before the request's next page is written.
+
+        Args:
+            most: tokens.
+            vocabulary: ids from there on are none of the model's.
+        """
+        until_page = self.prompt_cache.hold_drafts()
+        most = min(most, self.max_new_tokens - len(self.tokens) - 1)
+        if until_page is not None:
+            most = min(most, until_page - 1)
+        if most < 1 or self.drafter is None:
+            return []
+        drafts = self.drafter.propose([*self.prompt, *self.tokens], most)
+        unknown = next((number for number, token in enumerate(drafts) if token >= vocabulary), len(drafts))
+        return drafts[:unknown]
+
+    def take(self, tokens: Sequence[int], drafted: int = 0) -> Event:
+        """Append generated tokens, up to the one that ends the request: a token, after others of so many drafts."""
+        text, used, reason = "", 0, None
+        while used < len(tokens) and reason is None:
+            piece, reason = self.accept(tokens[used])
+            text, used = text + piece, used + 1
+        self.drafted += drafted
+        self.accepted += used - 1
+        return Event(self, tuple(tokens[:used]), text, reason)
+
     def accept(self, token: int) -> tuple[str, FinishReason | None]:
         """Append a generated token; the text that became certain, and why the request ends with it, if it does."""
         self.tokens.append(token)
@@ -170,6 +197,25 @@ class Request:
         piece = self.text_stream.finish() if self.text_stream else ""
         self.text += piece
         return piece
+
+
+@dataclass(frozen=True)
+class UnreadStep:
+    """A step whose tokens were not read yet.
+
+    Attributes:
+        read: waits for their copy to the host.
+        rows: whose they are, by row.
+        checked: whose the others are, behind those of the rows: of each token of these chunks.
+    """
+
+    read: Callable[[], list[int]]
+    rows: dict[int, Request]
+    checked: list[tuple[PromptChunk, Request]]
+
+    def requests(self) -> list[Request]:
+        """All of them."""
+        return [*self.rows.values(), *(request for _, request in self.checked)]
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,9 @@ def test_prompts_in_chunks_give_what_generate_gives_for_the_same_chunks(scheme):
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("drafts", [None, 4])
 @pytest.mark.parametrize("scheme", ["kivi", "minikv"])
-def test_a_soak_leaks_no_page_starves_none_and_changes_no_tokens(scheme, count):
+def test_a_soak_leaks_no_page_starves_none_and_changes_no_tokens(scheme, drafts, count):
     model = bundle_model(scheme)
     kinds = some_requests(min(count, 150), model.config.vocab_size)
     alone = []
@@ -75,7 +76,7 @@ def test_a_soak_leaks_no_page_starves_none_and_changes_no_tokens(scheme, count):
         request = engine.add(**arguments)
         engine.run()
         alone.append(request.tokens)
-    engine = Engine(model, kv_memory=MEMORY, max_batch=6, prompt_chunk=4096)
+    engine = Engine(model, kv_memory=MEMORY, max_batch=6, prompt_chunk=4096, prompt_lookup_num_tokens=drafts)
     empty = engine.stats().pages_free
     assert empty is not None
     dice = random.Random(1)
@@ -101,6 +102,7 @@ def test_a_soak_leaks_no_page_starves_none_and_changes_no_tokens(scheme, count):
     assert (stats.pages_free, stats.pages_reserved) == (empty, 0)
     assert stats.finished + stats.cancelled == count
     assert stats.cancelled > count // 50
+    assert (stats.drafted_tokens > count) == (drafts is not None)
 
 
 def test_a_short_cache_makes_requests_wait_and_none_fails():

@@ -154,3 +154,18 @@ def test_lookup_takes_the_latest_continuation_of_the_longest_match():
 def test_what_cannot_be_drafted_is_refused(options, named):
     with pytest.raises(UsageError, match=named):
         Engine(low_bit("kivi"), **options)
+
+
+def test_prompts_go_on_from_stored_prefixes_with_drafts():
+    model = low_bit("oscar-g128")
+    shared = repetitive(model.config.vocab_size, 256, 7)
+    prompts = [shared + repetitive(model.config.vocab_size, length, length) for length in (20, 90, 150)]
+    expected, found = [], []
+    for tokens, options in ((expected, {"prefix_caching": False}), (found, {"prompt_lookup_num_tokens": 6})):
+        engine = Engine(model, max_batch=2, prompt_chunk=128, **options)
+        requests = [engine.add(prompt, max_new_tokens=80, stop_token_ids=[]) for prompt in prompts]
+        engine.run()
+        tokens += [request.tokens for request in requests]
+    assert found == expected
+    assert engine.stats().cached_tokens == 2 * 256
+    assert engine.stats().accepted_tokens > 0
