@@ -31,12 +31,14 @@ class _Recording:
         graph: of its launches.
         read: int64 [2, N], ids and positions of its tokens; keep: int64 [rows], those whose logits are wanted.
         logits: [rows, V], overwritten by every replay.
+        formats: of the caches' layers, whose tensors its launches read.
     """
 
     graph: torch.cuda.CUDAGraph
     read: Tensor
     keep: Tensor
     logits: Tensor
+    formats: list[Any]
 
     def replay(self, read: Tensor, keep: Tensor) -> Tensor:
         """The pass over other tokens, [2, N]; its logits are overwritten by the next replay."""
@@ -111,7 +113,7 @@ class CapturedPasses:
             with torch.cuda.graph(graph, pool=self._captured.pool, capture_error_mode="thread_local"):
                 logits = self._launch(cache, *static)
             self._captured.pool = self._captured.pool or graph.pool()
-            recording = _Recording(graph, *static, logits)
+            recording = _Recording(graph, *static, logits, cache.formats())
             with cache.counted_once():
                 found = recording.replay(read, keep).float()
             error = (found - expected).nan_to_num().norm() / expected.float().nan_to_num().norm().clamp(min=1e-30)

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from kvconvert.errors import CacheError
+from kvconvert.kernels.pages import LayerFormat
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.runtime.cache.attend import attend, store_and_attend
 from kvconvert.runtime.cache.forward_pass import Chunk
@@ -227,6 +228,10 @@ class PackedCache(Cache):
     def launches(self) -> AbstractContextManager[None]:
         """The context of each run of the model within `planned`."""
         return nullcontext() if self._step is None else self._step.launches()
+
+    def formats(self) -> list[LayerFormat]:
+        """How the caches' pages are read, of all layers."""
+        return [layer.store.format for segment in self.segments for layer in segment.cache.paged_layers()]
 
     @contextmanager
     def counted_once(self) -> Iterator[None]:
