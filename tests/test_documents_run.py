@@ -172,8 +172,9 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_documentation_stays_readable():
-    """Ten pages of 22,000 words, one for vLLM, and a README of 700, were asked for."""
-    pages = sorted(ROOT.glob("docs/*.md"))
-    assert len(pages) == 11
-    assert sum(len(page.read_text("utf8").split()) for page in pages) <= 22_000
+    """Ten pages of 22,000 words, a short one for vLLM, and a README of 700, were asked for."""
+    words = {page.stem: len(page.read_text("utf8").split()) for page in ROOT.glob("docs/*.md")}
+    assert words.pop("vllm") <= 700
+    assert len(words) == 10
+    assert sum(words.values()) <= 22_000
     assert len(text("README.md").split()) <= 700

@@ -112,7 +112,7 @@ def _parsed(name: str) -> tuple[tuple[int, int], tuple[int, ...]]:
 
 def _here() -> tuple[tuple[int, int], tuple[int, ...]]:
     if not torch.cuda.is_available():
-        raise UsageError("There is no GPU here; say for which one kernels are compiled: --gpu sm_90.")
+        raise UsageError("There is no GPU here; name one that kernels are compiled for, such as sm_90.")
     properties = torch.cuda.get_device_properties(0)
     return (properties.major, properties.minor), (properties.multi_processor_count,)
 
