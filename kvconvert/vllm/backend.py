@@ -9,6 +9,7 @@ import torch
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -17,6 +18,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from kvconvert.errors import BundleError
+from kvconvert.kernels.decode import unsupported
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.attention import LayerStep, quantize_pending
@@ -31,7 +33,7 @@ class LowBitBackend(AttentionBackend):
     """Blocks of 128 tokens whose bytes are a bundle's pages."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
     # The one bundle of this process, once its first layer is built.
     served: ClassVar[ServedBundle | None] = None
 
@@ -86,6 +88,9 @@ class LowBitMetadata(AttentionMetadata):
 class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
     """Plans each pass once for all layers, from lengths that the host knows."""
 
+    # Kernels of a pass of single tokens read tables in fixed places, which are written before it.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ):
@@ -93,7 +98,10 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
         self.layout = served_bundle(vllm_config.model_config.model).layout(kv_cache_spec.dtype)
         self.tables = None
         if runs_triton(device):
-            rows = vllm_config.scheduler_config.max_num_seqs
+            most = vllm_config.scheduler_config.max_num_seqs
+            recorded = vllm_config.compilation_config.cudagraph_capture_sizes or []
+            # A recorded pass may be padded to more rows than there are requests.
+            rows = max(most, min((size for size in recorded if size >= most), default=most))
             pages = -(-vllm_config.model_config.max_model_len // PAGE_SIZE)
             self.tables = DecodeTables(self.layout, rows, pages, device)
 
@@ -167,6 +175,11 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
         known = self._blocks is not None and self._blocks.words.data_ptr() == memory.data_ptr()
         if not known or len(self._blocks.words) != len(memory):
             cache = self.served.layer(layer_index(layer.layer_name), memory.device, layer.dtype)
+            if runs_triton(memory.device):
+                query = torch.empty(1, self.num_heads, 1, self.head_size, dtype=layer.dtype, device=memory.device)
+                reason = unsupported(query, cache.format, layer.dtype)
+                if reason is not None:
+                    raise BundleError(f"This bundle cannot be served on a GPU ({reason}); use `kvconvert serve`.")
             self._blocks = LayerBlocks(cache, memory)
         return self._blocks
 

@@ -13,16 +13,18 @@ from typing import Any
 MARKER = "TOKENS "
 
 
-def generate(request: dict[str, Any]) -> list[list[int]]:
+def generate(request: dict[str, Any]) -> tuple[list[list[int]], int]:
+    """The tokens of each prompt, and how many requests had to be interrupted."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(request["model"], enforce_eager=True, disable_log_stats=True, **request["arguments"])
+    llm = LLM(request["model"], enforce_eager=True, disable_log_stats=False, **request["arguments"])
     sampling = SamplingParams(temperature=0, max_tokens=request["new_tokens"], ignore_eos=True)
     found = []
     for batch in request["batches"]:
         prompts = [{"prompt_token_ids": prompt} for prompt in batch]
         found += [list(answer.outputs[0].token_ids) for answer in llm.generate(prompts, sampling, use_tqdm=False)]
-    return found
+    interrupted = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
+    return found, int(sum(interrupted))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from test_vllm.generate import MARKER
 from tiny.llama import RECIPE, save_llama
 
 from kvconvert import calibrate, export, load
+from kvconvert.vllm.bundle import served_bundle
 
 PYTHON = os.environ.get("KVCONVERT_VLLM_PYTHON")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="KVCONVERT_VLLM_PYTHON names no Python with vLLM and kvconvert")
@@ -32,7 +33,7 @@ def bundle_of(folder: Path, settings: str, method: str = "none") -> Path:
 
 
 def in_vllm(bundle: Path, batches: list[list[list[int]]], new_tokens: int = NEW, **arguments: Any) -> Any:
-    """Tokens of all prompts, batch after batch; or what vLLM's process says when it ends with an error."""
+    """Tokens of all prompts, batch after batch, and how many were interrupted; or what vLLM says when it fails."""
     arguments = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4} | arguments
     request = {"model": str(bundle), "batches": batches, "new_tokens": new_tokens, "arguments": arguments}
     script = Path(__file__).with_name("generate.py")
@@ -43,12 +44,13 @@ def in_vllm(bundle: Path, batches: list[list[list[int]]], new_tokens: int = NEW,
     return json.loads(lines[0].removeprefix(MARKER)) if lines else ended.stderr
 
 
-def in_runtime(bundle: Path, prompts: list[list[int]]) -> list[list[int]]:
+def in_runtime(bundle: Path, prompts: list[list[int]], **options: Any) -> list[list[int]]:
     model, _ = load(bundle, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        answer = model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+        answer = model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
         found.append(answer[0, len(prompt) :].tolist())
     return found
 
@@ -77,7 +79,35 @@ def test_tokens_are_those_of_the_runtime(scheme, tmp_path):
     bundle = bundle_of(tmp_path, SCHEMES[scheme])
     asked = prompts(3, 130, 300)
     # One by one, then side by side: what a request gets does not depend on the others.
-    found = in_vllm(bundle, [[prompt] for prompt in asked] + [asked])
+    found, _ = in_vllm(bundle, [[prompt] for prompt in asked] + [asked])
     expected = in_runtime(bundle, asked)
     assert found[:3] == expected
     assert found[3:] == expected
+
+
+def test_prompts_in_chunks_are_those_of_the_runtime(tmp_path):
+    bundle, asked = bundle_of(tmp_path, SCHEMES["windows"]), prompts(150, 400)
+    chunks = {"max_num_batched_tokens": 100, "max_num_seqs": 1, "enable_chunked_prefill": True}
+    found, _ = in_vllm(bundle, [[prompt] for prompt in asked], **chunks)
+    assert found == in_runtime(bundle, asked, prefill_chunk_size=100)
+
+
+def test_requests_go_on_after_an_interruption(tmp_path):
+    """Memory for two of three prompts and one more page: a recomputed request reads as a prompt, over tokens in full
+    precision, what it had answered, so that it may go on otherwise; the first is never interrupted.
+    """
+    bundle, asked = bundle_of(tmp_path, SCHEMES["kivi"]), prompts(140, 150, 160)
+    blocks = 2 * served_bundle(str(bundle)).layout(torch.float32).blocks_for(256) + 1
+    found, interrupted = in_vllm(bundle, [asked], num_gpu_blocks_override=1 + blocks, max_model_len=512)
+    expected = in_runtime(bundle, asked)
+    assert interrupted
+    assert found[0] == expected[0]
+    for tokens, own in zip(found, expected, strict=True):
+        assert len(tokens) == NEW
+        assert tokens[:64] == own[:64]
+
+
+def test_a_refusal_is_what_ends_the_start(tmp_path):
+    bundle = bundle_of(tmp_path, SCHEMES["kivi"])
+    said = in_vllm(bundle, [], enable_prefix_caching=True)
+    assert said.splitlines()[-1].startswith("BundleError: A kvconvert bundle cannot be served with --enable-prefix")
