@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.bundle.files import read_object
-from kvconvert.errors import BundleError, listed
+from kvconvert.errors import BundleError
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.methods.awq import AWQ_BITS
 from kvconvert.vllm.bundle import ServedBundle, is_bundle, served_bundle
 
 # Minor versions of vLLM whose interfaces the plugin was tried with.
@@ -35,12 +34,6 @@ def choose_settings(arguments: Any) -> ServedBundle | None:
     if not (path / "config.json").is_file() or not is_bundle(read_object(path / "config.json")):
         return None
     served = served_bundle(arguments.model)
-    widths = served.bundle.manifest.widths()
-    if widths not in ((), AWQ_BITS):
-        raise BundleError(
-            f"This bundle has weights of {listed(map(str, widths))} bits, and vLLM reads those of 4; convert with "
-            "`--weight-bits 4` or unchanged weights, or use `kvconvert serve`."
-        )
     if not served.has_cache:
         return None
     needed = {

@@ -1,23 +1,34 @@
-"""Weights of bundles that are no AWQ checkpoint, as a quantization method of vLLM's."""
+"""Weights of bundles that are no AWQ checkpoint, unquantized or of 2, 3 or 8 bits, as a method of vLLM's."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from kvconvert.vllm.bundle import is_bundle
+from kvconvert.bundle.manifest import ModuleCoverage
+from kvconvert.errors import BundleError
+from kvconvert.kernels.linear import QuantizedLinear
+from kvconvert.vllm.bundle import is_bundle, served_bundle
 
 
 @register_quantization_config("kvconvert")
 class BundleWeights(QuantizationConfig):
-    """Weights of a bundle that declares no AWQ checkpoint."""
+    """The weights of a bundle, each Linear as the manifest says.
 
-    def __init__(self, config: dict[str, Any]):
+    Attributes:
+        directory: of the bundle, once vLLM has told it.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.config = config
+        self.directory = ""
 
     def get_name(self) -> str:
         """As registered."""
@@ -39,8 +50,8 @@ class BundleWeights(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> BundleWeights:
-        """From a config.json's quantization_config."""
-        return cls(config)
+        """From a config.json's quantization_config, which says less than the manifest."""
+        return cls()
 
     @classmethod
     def override_quantization_method(
@@ -50,8 +61,94 @@ class BundleWeights(QuantizationConfig):
         ours = is_bundle({"quantization_config": hf_quant_cfg}) and hf_quant_cfg.get("version") != "gemm"
         return "kvconvert" if ours else None
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """How a Linear is stored."""
-        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
+        """Where the bundle lies."""
+        self.directory = model_name
 
-        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+    @cached_property
+    def _modules(self) -> dict[str, ModuleCoverage]:
+        return {module.name: module for module in served_bundle(self.directory).bundle.manifest.modules}
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """How a module is stored.
+
+        Raises:
+            BundleError: parts of it are quantized and others are not, or it is no Linear.
+        """
+        parent, _, name = prefix.rpartition(".")
+        names = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(name, [name])]
+        found = [self._modules.get(full) for full in names]
+        parts = [module for module in found if module is not None and module.method != "kept"]
+        if not parts:
+            return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+        if len(parts) < len(found) or not isinstance(layer, LinearBase):
+            raise BundleError(
+                f"Of {prefix} this bundle quantizes {', '.join(module.name for module in parts)}, which vLLM does not "
+                "take apart from the rest; use `kvconvert serve`."
+            )
+        return BundleLinearMethod(prefix, parts)
+
+
+# The Linears of each module of vLLM's, by its name, for the operator that torch.compile sees.
+_linears: dict[str, list[QuantizedLinear]] = {}
+
+
+@torch.library.custom_op("kvconvert_vllm::quantized_linears", mutates_args=())
+def quantized_linears(x: Tensor, name: str, outputs: int) -> Tensor:
+    """The outputs of a module's Linears side by side: [..., in] to [..., outputs]."""
+    parts = [linear(x) for linear in _linears[name]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+@quantized_linears.register_fake
+def _(x: Tensor, name: str, outputs: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], outputs)
+
+
+class BundleLinearMethod(LinearMethodBase):
+    """Linears whose weights stay packed, those that vLLM has merged beside each other.
+
+    Args:
+        prefix: of the module.
+        parts: of the manifest, in the order of the outputs.
+    """
+
+    def __init__(self, prefix: str, parts: list[ModuleCoverage]):
+        self.prefix, self.parts = prefix, parts
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Make room for the stored tensors, which are loaded into the Linears themselves."""
+        if (input_size_per_partition, sum(output_partition_sizes)) != (input_size, output_size):
+            raise BundleError(
+                f"{self.prefix} would be divided among devices, which the plugin does for 4-bit and unquantized "
+                "weights alone; serve on one."
+            )
+        linears = [QuantizedLinear(m.in_features, m.out_features, m.group_size, bits=m.bits) for m in self.parts]
+        _linears[self.prefix] = linears
+
+        def load(name: str) -> Any:
+            def weight_loader(param: Parameter, loaded: Tensor, shard: str | int | None = None) -> None:
+                number = {"q": 0, "k": 1, "v": 2, None: 0}.get(shard, shard)
+                getattr(linears[number], name).copy_(loaded)
+
+            return weight_loader
+
+        for name in ("qweight", "qzeros", "scales"):
+            # Only a name, under which vLLM finds the loader.
+            parameter = Parameter(torch.empty(0), requires_grad=False)
+            parameter.weight_loader = load(name)
+            layer.register_parameter(name, parameter)
+
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[..., in] to [..., out]."""
+        y = quantized_linears(x, self.prefix, sum(m.out_features for m in self.parts))
+        return y if bias is None else y + bias

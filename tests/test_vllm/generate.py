@@ -17,7 +17,7 @@ def generate(request: dict[str, Any]) -> tuple[list[list[int]], int]:
     """The tokens of each prompt, and how many requests had to be interrupted."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(request["model"], enforce_eager=True, disable_log_stats=False, **request["arguments"])
+    llm = LLM(request["model"], disable_log_stats=False, **request["arguments"])
     sampling = SamplingParams(temperature=0, max_tokens=request["new_tokens"], ignore_eos=True)
     found = []
     for batch in request["batches"]:

@@ -22,10 +22,13 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
 NEW = 200
 
 
-def bundle_of(folder: Path, settings: str, method: str = "none") -> Path:
-    """A random Llama of two layers as a bundle; `settings` are lines of the recipe's [kv]."""
+def bundle_of(folder: Path, settings: str, bits: int | None = None) -> Path:
+    """A random Llama of two layers as a bundle; `settings` are lines of the recipe's [kv], `bits` those of weights."""
     save_llama(folder / "model", tie_word_embeddings=False, max_position_embeddings=2048, **SIZES)
-    (folder / "recipe.toml").write_text(RECIPE.format(method=method, kv="kivi") + settings)
+    recipe = RECIPE.format(method="rtn" if bits else "none", kv="kivi") + settings
+    (folder / "recipe.toml").write_text(
+        recipe.replace("group_size", f"bits = {bits}\ngroup_size", 1) if bits else recipe
+    )
     calibrate(
         folder / "model", folder / "work", recipe=str(folder / "recipe.toml"), samples=2, seq_len=160, progress=False
     )
@@ -34,7 +37,7 @@ def bundle_of(folder: Path, settings: str, method: str = "none") -> Path:
 
 def in_vllm(bundle: Path, batches: list[list[list[int]]], new_tokens: int = NEW, **arguments: Any) -> Any:
     """Tokens of all prompts, batch after batch, and how many were interrupted; or what vLLM says when it fails."""
-    arguments = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4} | arguments
+    arguments = {"enforce_eager": True, "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4} | arguments
     request = {"model": str(bundle), "batches": batches, "new_tokens": new_tokens, "arguments": arguments}
     script = Path(__file__).with_name("generate.py")
     ended = subprocess.run(
@@ -83,6 +86,14 @@ def test_tokens_are_those_of_the_runtime(scheme, tmp_path):
     expected = in_runtime(bundle, asked)
     assert found[:3] == expected
     assert found[3:] == expected
+
+
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_weights_of_other_widths_are_read_by_our_kernels(bits, tmp_path):
+    bundle, asked = bundle_of(tmp_path, SCHEMES["kivi"], bits), prompts(130)
+    # Compiled, as vLLM does unless it is told otherwise.
+    found, _ = in_vllm(bundle, [asked], enforce_eager=False)
+    assert found == in_runtime(bundle, asked)
 
 
 def test_prompts_in_chunks_are_those_of_the_runtime(tmp_path):
