@@ -8,31 +8,32 @@ from typing import Any
 
 import vllm
 from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from kvconvert.vllm.settings import choose_settings, refuse_config, refuse_hub, refuse_version
+from kvconvert.vllm.settings import choose_settings, is_known, refuse_config, refuse_hub
 
 _BACKEND = "kvconvert.vllm.backend.LowBitBackend"
 
 
 def register() -> None:
-    """Make bundles known to vLLM; other models are served as without the plugin.
-
-    Raises:
-        BundleError: vLLM is of a version whose interfaces this plugin does not know.
-    """
+    """Make bundles known to vLLM; other models are served as without the plugin, whatever vLLM's version."""
     if hasattr(EngineArgs.create_engine_config, "__wrapped__"):
         return
-    refuse_version(vllm.__version__)
+    EngineArgs.create_engine_config = _recognizing(EngineArgs.create_engine_config)
+    if is_known(vllm.__version__):
+        _register_backend()
+
+
+def _register_backend() -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
     import kvconvert.vllm.weights  # noqa: F401
 
     register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
-    EngineArgs.create_engine_config = _recognizing(EngineArgs.create_engine_config)
     if current_platform.is_cpu():
         # vLLM takes its own backend on a CPU whatever is asked for.
         platform = type(current_platform)
-        platform.get_attn_backend_cls = _honoring(platform.get_attn_backend_cls)
+        platform.get_attn_backend_cls = _honoring(platform.get_attn_backend_cls, AttentionBackendEnum.CUSTOM)
 
 
 def _recognizing(create_engine_config: Any) -> Any:
@@ -40,7 +41,7 @@ def _recognizing(create_engine_config: Any) -> Any:
 
     @wraps(create_engine_config)
     def wrapped(arguments: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        served = choose_settings(arguments)
+        served = choose_settings(arguments, vllm.__version__)
         config = create_engine_config(arguments, *args, **kwargs)
         if served is not None:
             refuse_config(served, config)
@@ -51,10 +52,10 @@ def _recognizing(create_engine_config: Any) -> Any:
     return wrapped
 
 
-def _honoring(get_attn_backend_cls: Any) -> Any:
+def _honoring(get_attn_backend_cls: Any, custom: Any) -> Any:
     @wraps(get_attn_backend_cls)
     def wrapped(selected_backend: Any, *args: Any, **kwargs: Any) -> str:
-        if selected_backend == AttentionBackendEnum.CUSTOM:
+        if selected_backend == custom:
             return _BACKEND
         return get_attn_backend_cls(selected_backend, *args, **kwargs)
 

@@ -15,24 +15,25 @@ from kvconvert.vllm.bundle import ServedBundle, is_bundle, served_bundle
 VERSIONS = ("0.32", "0.33")
 
 
-def refuse_version(version: str) -> None:
-    """Refuse a version of vLLM that the plugin was not tried with (BundleError)."""
-    if ".".join(version.split(".")[:2]) not in VERSIONS:
-        raise BundleError(
-            f"This kvconvert serves bundles in vLLM {' and '.join(VERSIONS)}, and {version} is installed; install one "
-            "of these, or a kvconvert that knows yours."
-        )
+def is_known(version: str) -> bool:
+    """Whether the plugin was tried with a version of vLLM."""
+    return ".".join(version.split(".")[:2]) in VERSIONS
 
 
-def choose_settings(arguments: Any) -> ServedBundle | None:
+def choose_settings(arguments: Any, version: str) -> ServedBundle | None:
     """Set what the bundle named by vLLM's engine arguments needs; None where they name none, or its weights alone.
 
     Raises:
-        BundleError: an argument is set to what cannot be served.
+        BundleError: an argument is set to what cannot be served, or the plugin was not tried with vLLM's version.
     """
     path = Path(arguments.model)
     if not (path / "config.json").is_file() or not is_bundle(read_object(path / "config.json")):
         return None
+    if not is_known(version):
+        raise BundleError(
+            f"This kvconvert serves bundles in vLLM {' and '.join(VERSIONS)}, and {version} is installed; install one "
+            "of these, or a kvconvert that knows yours."
+        )
     served = served_bundle(arguments.model)
     if not served.has_cache:
         return None
