@@ -46,10 +46,10 @@ def costs(reports: Sequence[Mapping[str, Any]]) -> str:
         name, source = model_name(report), report["source"]
         first = next(row for row in report["caches"].values() if "texts" in row)
         found = [("source", "16", "0", first["texts"][TEXT]["source_perplexity"], source)]
-        for part, what in (("caches", "weights unchanged"), ("bundles", "4-bit weights")):
+        for part, what in (("caches", ""), ("bundles", ", 4-bit weights")):
             for asked in CACHES:
                 if row := _row(report, part, asked):
-                    recipe = f"`{asked.replace('auto:kv_bits=', 'auto --kv-bits ')}`, {what}"
+                    recipe = f"`{asked.replace('auto:kv_bits=', 'auto --kv-bits ')}`{what}"
                     bits, divergence = f"{mean_bits(row):.2f}", f"{row['texts'][TEXT]['kl']:.3f}"
                     found.append((recipe, bits, divergence, row["texts"][TEXT]["perplexity"], row))
         for number, (recipe, bits, divergence, perplexity, row) in enumerate(found):

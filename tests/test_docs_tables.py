@@ -83,8 +83,8 @@ def test_readme_shows_the_default_and_its_bundle_once_they_are_measured():
     report["caches"]["default"], report["bundles"]["default"] = default, measured(24.0, [False, False])
     assert readme_docs.costs([report]).splitlines()[2:] == [
         "| tiny | source | 16 | 0 | 20.00 | 100% |",
-        "|  | `default`, weights unchanged | 4.00 | 0.250 | 22.00 | 50% |",
-        "|  | `auto --kv-bits 2.62`, weights unchanged | 2.62 | 0.250 | 21.00 | 100% |",
+        "|  | `default` | 4.00 | 0.250 | 22.00 | 50% |",
+        "|  | `auto --kv-bits 2.62` | 2.62 | 0.250 | 21.00 | 100% |",
         "|  | `default`, 4-bit weights | 4.00 | 0.250 | 24.00 | 0% |",
     ]
     after = ElementTree.fromstring(readme_docs.picture(report, engine, readme_docs.LIGHT))
