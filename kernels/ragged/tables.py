@@ -31,7 +31,7 @@ class RaggedTables:
         buffers: [S, 4] of each sequence's full-precision keys [H, capacity, D] the offset from `base` and the distance
             from head to head, then the same of its values, in elements.
         tokens: [N, 3] of each new token its sequence, and its index in the buffers of keys and of values; negative
-            where it is not stored.
+            where it is not stored, and the sequence then any.
         key_pages, value_pages: those of all sequences that have been quantized, P and Q of them.
         key_places, value_places: [P] and [Q], the token of the workspace that a page begins at; negative for none.
         center_pages, centers: [P, 5] and [P, 3], the pages of keys as `launch_centers` takes them in a workspace

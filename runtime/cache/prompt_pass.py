@@ -437,6 +437,7 @@ class _GroupWriter:
 
     def _tokens(self) -> np.ndarray:
         table = np.full((self.count, TOKEN), -1, np.int64)
+        table[:, 0] = 0  # kernels look a sequence up before they see that its token is stored nowhere
         for number, (chunk, group) in enumerate(zip(self.chunks, self.groups, strict=True)):
             (destination,) = group.forward_pass.destinations
             here, step = table[chunk.first : chunk.first + chunk.length], np.arange(chunk.length)

@@ -70,6 +70,18 @@ def planned_passes(monkeypatch):
     return counts
 
 
+def named_sequences(monkeypatch):
+    """Of all tokens of planned passes the number of their sequence, and how many there are, which grows."""
+    found, append = [], prompt_pass.ragged.append
+
+    def noted(queries, keys, values, tables, *args):
+        found.extend((number, len(tables.buffers)) for number in tables.tokens[:, 0].tolist())
+        return append(queries, keys, values, tables, *args)
+
+    monkeypatch.setattr(prompt_pass.ragged, "append", noted)
+    return found
+
+
 def low_bit(model, scheme, device, plan=None):
     model = model.to(device, torch.float16)
     adopt(model, [scheme.with_online_rotation()] * model.config.num_hidden_layers, plan or {})
@@ -104,10 +116,12 @@ def test_a_planned_pass_gives_the_logits_of_one_layer_by_layer(device, monkeypat
         patch.setitem(FEWEST_QUERIES, "cuda", 32)
         apart = Steps(model)
         expected = apart.every_logit()
-    counts = planned_passes(monkeypatch)
+    counts, sequences = planned_passes(monkeypatch), named_sequences(monkeypatch)
     together = Steps(model)
     found = together.every_logit()
     assert counts == [1, 2, 4]
+    # Decoding rows have none, and what a kernel reads before the first may lie outside of all memory.
+    assert all(0 <= number < count for number, count in sequences)
     # A single token reads pages as they are stored; random models have large logits, and codes may change places.
     assert ((found - expected).norm(dim=1) < 3e-2 * expected.norm(dim=1)).all()
     for one, other in ((together.steps.cache, apart.steps.cache), (together.caches[2], apart.caches[2])):
