@@ -13,9 +13,10 @@ from kvconvert import calibrate, export, load
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.evaluate import decoder_of
-from kvconvert.fidelity.scoring import Decoder, before_chunks, compare
+from kvconvert.fidelity.scoring import Decoder, compare
 from kvconvert.fidelity.sizes import measure_cache
 from kvconvert.io.tensorfile import nbytes, read_header
+from kvconvert.kernels.pages import PAGE_SIZE
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "quickstart.md"
@@ -23,15 +24,14 @@ MODEL = ROOT / quickstart.MODEL
 
 
 def test_a_small_conversion_of_the_reference_model_has_the_pages_sizes_and_divergence(tmp_path):
-    """A thirtieth of the quickstart's calibration tokens and a ninth of its text: KL hardly depends on either."""
-    calibrate(MODEL, tmp_path / "work", samples=4, seq_len=256, progress=False)
+    """A tenth of the calibration tokens of the quickstart and a ninth of its text: KL hardly depends on either."""
+    calibrate(MODEL, tmp_path / "work", samples=12, seq_len=256, progress=False)
     manifest = open_bundle(export(tmp_path / "work", tmp_path / "bundle", progress=False)).manifest
     model, tokenizer = load(tmp_path / "bundle", dtype=torch.float32)
     source = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     ids = load_token_samples(None, tokenizer, 1, 1024, 0, "evaluation").ids
     decoder = decoder_of(model)
-    first = before_chunks(decoder.new_cache())
-    scored = compare(Decoder.plain(source), {"bundle": decoder}, ids, first)["bundle"]
+    scored = compare(Decoder.plain(source), {"bundle": decoder}, ids, PAGE_SIZE)["bundle"]
     cache = measure_cache(decoder, ids, 2048, 2048, torch.bfloat16, None)  # as many as the model has positions
     source_bytes = sum(nbytes(info) for info in read_header(MODEL / "model.safetensors").values())
     rows = [

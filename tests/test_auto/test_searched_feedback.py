@@ -17,11 +17,11 @@ from kvconvert.runtime import KVCache
 
 def simulated_layer(scheme, search):
     """A tiny model with simulated attention, text, one of its layers, and what its candidates are fitted with."""
-    model, ids = ARCHITECTURES["llama"].build(), random_ids(2, 4 + 3 * 128 + 9, 3)
+    model, ids = ARCHITECTURES["llama"].build(), random_ids(2, 3 * 128 + 9, 3)
     layer = SearchedLayer(1, scheme, search, 2, 16, KEY_CANDIDATES, VALUE_CANDIDATES, {}, 400)
     model.set_attn_implementation(SIMULATED_ATTENTION)
     simulated = SimulatedModel(model, model.model.layers)
-    text = simulated.read(ids, 132)
+    text = simulated.read(ids, 128)
     weight = model.model.layers[1].self_attn.o_proj.weight
     fitted = measured_layer(layer, simulated.attention_call(text, 1), weight, text.embeddings[1], None)
     return model, ids, simulated, text, layer, fitted
@@ -47,7 +47,7 @@ def divergence_of_cache(model, ids, scheme, plan):
     """KL with layer 1 in such a cache, read as decoding reads it."""
     model.set_attn_implementation("kvconvert")
     cache = Decoder(model, lambda: KVCache(model.config, [None, scheme], plan=plan))
-    through = compare(Decoder.plain(model), {"cache": cache}, ids, prefill=132, chunk=128)["cache"]
+    through = compare(Decoder.plain(model), {"cache": cache}, ids, prefill=128, chunk=128)["cache"]
     return float(through.kl.mean())
 
 

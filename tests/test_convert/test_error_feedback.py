@@ -61,9 +61,9 @@ def test_a_bundle_loads_and_writes_its_pages_with_feedback(work, place, text, mo
     ids = load_token_samples(text, tokenizer, 1, LENGTH, 0).ids
     seen = []
 
-    def noted(keys, f, channels, static, feedback):
+    def noted(keys, f, channels, static, feedback, hidden):
         seen.append(feedback)
-        return quantize_keys(keys, f, channels, static, feedback)
+        return quantize_keys(keys, f, channels, static, feedback, hidden)
 
     monkeypatch.setattr("kvconvert.kernels.pages.quantize_keys", noted)
     assert built.generate(ids[:, :270], max_new_tokens=3, **GREEDY).shape == (1, 273)
