@@ -15,7 +15,6 @@ from kvconvert.runtime.hf import captured_passes, packed
 from kvconvert.runtime.hf.captured import prepare_steps
 from kvconvert.runtime.hf.generation import adopt
 
-FULL = pytest.mark.full
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 CHUNK = 130
 
@@ -105,7 +104,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "oscar" else FULL) for name in CASES])
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
 def test_a_planned_pass_gives_the_logits_of_one_layer_by_layer(device, monkeypatch, name):
     model, *arguments = CASES[name]()
     model = low_bit(model, arguments[0], device, *arguments[1:])

@@ -149,7 +149,12 @@ def test_a_pass_attends_to_what_is_stored_as_it_is_stored(name):
         assert layer.run(lengths) < 2e-6, lengths
 
 
-@pytest.mark.parametrize("name", ["kivi", "kitty", "calibrated", "static"])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "name", ["static", *(pytest.param(name, marks=FULL) for name in ("kivi", "kitty", "calibrated"))]
+)
 def test_kernels_with_tables_in_fixed_places_do_the_same(name):
     torch.manual_seed(0)
     layer = Layer(SCHEMES[name], kernels=True)
