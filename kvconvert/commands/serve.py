@@ -46,10 +46,12 @@ _COUNT = click.IntRange(min=1)
     "--prompt-lookup-num-tokens",
     metavar="N",
     type=click.IntRange(1, 64),
-    help="Draft so many tokens that followed the same words before, and check them in one pass.",
+    help="Draft so many tokens that followed the same words before, and check them in one pass; slow on a GPU.",
 )
 @click.option(
-    "--assistant-model", metavar="BUNDLE", help="Draft with this bundle's model, which has the same tokenizer."
+    "--assistant-model",
+    metavar="BUNDLE",
+    help="Draft with this bundle's model, which has the same tokenizer; slow on a GPU.",
 )
 @click.option(
     "--num-assistant-tokens",

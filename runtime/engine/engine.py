@@ -92,9 +92,8 @@ class Engine:
         self._steps.prepare(prompt_chunk)
         self._rows = RowState(max_batch, self._steps.device)
         self._scheduler = Scheduler(max_batch, self._steps.pages, max_waiting)
-        self._lock = lock = (
-            threading.Lock()
-        )  # of the scheduler, the requests' fields and the counts; never held for long
+        # Of the scheduler, the requests' fields and the counts; never held for long.
+        self._lock = lock = threading.Lock()
         self._stepping = threading.Lock()  # of the model and its cache
         self._work = threading.Condition(self._lock)
         self._cancelled: list[Request] = []  # what they hold is freed as soon as no pass is under way
