@@ -2,6 +2,7 @@
 
     python benchmarks/traffic.py --json benchmarks/results/traffic.json
     python benchmarks/traffic.py --tiny                  # some seconds on a CPU: does everything, measures nothing
+    python benchmarks/traffic.py --beside-vllm DIR --json FILE      # vLLM in bf16 first, which is imported from DIR
 
 The prompts have 366,374 tokens together and the answers 23,545; lengths are log-uniform, drawn with --seed and scaled
 to these sums. Answers are sampled with top-p and end by length. All requests come at once, or with --rate so many a
@@ -10,10 +11,17 @@ second with exponential gaps. The model is random, of an 8B Llama's shape (4-bit
 
 The first round is that of a new process (kernels are compiled, steps recorded), the second one is warm, and on a GPU a
 third one is profiled: which share of the time some kernel runs. Times of passes are those of `Engine.step`.
+
+With `--beside-vllm` (DIR may be "" if this Python imports vLLM) the same requests go to vLLM in bf16 and then to the
+Engine, on the same GPU: all at once with --kv-gib of cache and with --small-kv-gib, and with gaps at 70% of the
+requests per second that vLLM served all at once; and single prompts of 128, 1,000 and 8,000 tokens to vLLM and to
+`generate`. Both have --max-batch-tokens tokens in a pass. What is compared is warm: a tenth of the requests comes
+before, and the Engine has seen all of them. `ratios` are speeds over vLLM's, times over vLLM's.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import random
@@ -27,6 +35,8 @@ import torch
 from engine_models import llama_8b, packed_model
 from runner import machine, need_gpu, option_parser, save
 from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
+from vllm_process import VLLM
 
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, Sampling
@@ -36,6 +46,9 @@ SAMPLING = {"temperature": 0.8, "top_p": 0.95}
 # Upper ends of the kinds of passes, in prompt tokens.
 KINDS = (0, 600, 2048, 4096, 8192)
 PROFILED_STEPS = 60
+PROMPTS = (128, 1000, 8000)
+REPEATS = 5
+LOAD = 0.7
 
 
 def lengths(dice: random.Random, count: int, least: int, most: int, total: int) -> list[int]:
@@ -88,7 +101,16 @@ def serve(engine: Engine, requests: list[dict[str, Any]], arrivals: Sequence[flo
         engine.step()
         passes.append((engine.stats().prompt_tokens - before.prompt_tokens, time.perf_counter() - since))
     engine.run()
-    took = time.perf_counter() - begin
+    return summary(requests, arrivals, told, time.perf_counter() - begin) | {"passes": by_kind(passes)}
+
+
+def summary(
+    requests: list[dict[str, Any]], arrivals: Sequence[float], told: list[list[float]], took: float
+) -> dict[str, Any]:
+    """Speed and waiting times, from the seconds after which requests came and their tokens were told.
+
+    The time per further token is a request's mean, and the quantiles are over requests.
+    """
     first = [times[0] - came for times, came in zip(told, arrivals, strict=True)]
     further = [(times[-1] - times[0]) / (len(times) - 1) for times in told if len(times) > 1]
     prompts = sum(len(request["prompt"]) for request in requests)
@@ -101,7 +123,6 @@ def serve(engine: Engine, requests: list[dict[str, Any]], arrivals: Sequence[flo
         "first_token_p99_s": quantile(first, 0.99),
         "further_token_p50_ms": quantile(further, 0.5) * 1e3,
         "further_token_p99_ms": quantile(further, 0.99) * 1e3,
-        "passes": by_kind(passes),
     }
 
 
@@ -150,47 +171,134 @@ def busy_share(engine: Engine, requests: list[dict[str, Any]], steps: int) -> fl
     return busy / 1e6 / took
 
 
+def arrivals_at(rate: float | None, count: int, seed: int) -> list[float]:
+    """Seconds after which requests come, with exponential gaps; zeros without a rate."""
+    dice, now, arrivals = random.Random(seed + 1), 0.0, []
+    for _ in range(count):
+        arrivals.append(now)
+        now += dice.expovariate(rate) if rate else 0.0
+    return arrivals
+
+
+def vllm_cases(arguments: Any, config: Any, requests: list[dict[str, Any]], scale: int) -> dict[str, Any]:
+    """vLLM's part: all cases with the large cache, then those with the small one."""
+    report: dict[str, Any] = {}
+    pairs = [(request["prompt"], request["max_new_tokens"]) for request in requests]
+    at_once = [0.0] * len(pairs)
+    most = max(len(prompt) + answer for prompt, answer in pairs)
+    options = {
+        "dtype": "bfloat16",
+        "max_model_len": max(most, PROMPTS[-1] // scale + 1),
+        "max_num_batched_tokens": arguments.max_batch_tokens // scale,
+        "enable_prefix_caching": False,
+    }
+    if not arguments.tiny:
+        # Only a limit at the start; the cache has kv_cache_memory_bytes.
+        options["gpu_memory_utilization"] = 0.6
+    for name, gib in (("", arguments.kv_gib), ("_small", arguments.small_kv_gib)):
+        vllm = VLLM(arguments.beside_vllm, config, options | {"kv_cache_memory_bytes": int(gib * GIB)})
+        report["version"], report["ready_seconds" + name] = vllm.version, vllm.ready_seconds
+        vllm.serve(pairs[::10], at_once[::10], SAMPLING)
+        report["at_once" + name] = summary(requests, at_once, *vllm.serve(pairs, at_once, SAMPLING))
+        if not name:
+            report["rate"] = LOAD * len(pairs) / report["at_once"]["seconds"]
+            gaps = arrivals_at(report["rate"], len(pairs), arguments.seed)
+            report["poisson"] = summary(requests, gaps, *vllm.serve(pairs, gaps, SAMPLING))
+            for prompt in prompts_of(arguments.seed, scale, config.vocab_size):
+                times = [vllm.serve([(prompt, 1)], [0.0], {"temperature": 0.0})[1] for _ in range(1 + REPEATS)]
+                report[f"first_token_{len(prompt)}_ms"] = statistics.median(times[1:]) * 1e3
+        vllm.close()
+    return report
+
+
+def prompts_of(seed: int, scale: int, vocabulary: int) -> list[list[int]]:
+    """Prompts whose first tokens are timed."""
+    dice = random.Random(seed)
+    return [dice.choices(range(5, vocabulary), k=length // scale) for length in PROMPTS]
+
+
+def first_token_ms(model: PreTrainedModel, prompt: list[int]) -> float:
+    """Until `generate` returns the first token: the median after one that is not counted."""
+    ids, times = torch.tensor([prompt], device=model.device), []
+    for _ in range(1 + REPEATS):
+        begin = time.perf_counter()
+        model.generate(ids, max_new_tokens=1, do_sample=False).tolist()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:]) * 1e3
+
+
+def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
+    """Speed over vLLM's, and times over vLLM's."""
+    found = {f"{case}_speed": theirs[case]["seconds"] / ours[case]["seconds"] for case in ("at_once", "at_once_small")}
+    for key in ("first_token_p50_s", "first_token_p99_s", "further_token_p99_ms"):
+        found["poisson_" + key.rpartition("_")[0]] = ours["poisson"][key] / theirs["poisson"][key]
+    singles = [key for key in theirs if key.startswith("first_token")]
+    return found | {key.removesuffix("_ms"): ours[key] / theirs[key] for key in singles}
+
+
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; requests and lengths by 8")
     parser.add_argument("--seed", type=int, default=0, help="of lengths, tokens and arrivals")
     parser.add_argument("--rate", type=float, help="requests per second (default: all at once)")
+    parser.add_argument("--beside-vllm", metavar="DIR", help="compare with vLLM, which is imported from this folder")
     parser.add_argument("--kv-gib", type=float, default=30.0, help="memory for pages (default: 30)")
+    parser.add_argument("--small-kv-gib", type=float, default=4.0, help="beside vLLM, a second time (default: 4)")
     parser.add_argument("--max-batch", type=int, default=64)
     parser.add_argument("--prompt-chunk", type=int, default=2048)
     parser.add_argument("--max-batch-tokens", type=int, default=8192)
     arguments = parser.parse_args()
     if not arguments.tiny:
         need_gpu()
-    device, scale, memory, config = "cuda", 1, int(arguments.kv_gib * GIB), llama_8b()
+    device, scale, config = "cuda", 1, llama_8b()
     if arguments.tiny:
-        device, scale, memory = "cpu", 8, None
+        device, scale = "cpu", 8
         shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
         config = llama_8b(**shape, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-    scheme = KVScheme.preset("oscar-g128").with_online_rotation()
-    begin = time.perf_counter()
-    model = packed_model(config, [scheme] * config.num_hidden_layers, device)
-    engine = Engine(
-        model,
-        kv_memory=memory,
-        max_batch=arguments.max_batch // scale,
-        prompt_chunk=arguments.prompt_chunk // scale,
-        max_batch_tokens=arguments.max_batch_tokens // scale,
-    )
+    requests = requests_of(arguments.seed, scale, config.vocab_size)
     results: dict[str, Any] = {
         "machine": machine() if device == "cuda" else "CPU",
         "options": {name: value for name, value in vars(arguments).items() if name != "json"},
-        "ready_seconds": time.perf_counter() - begin,
     }
-    requests = requests_of(arguments.seed, scale, config.vocab_size)
-    dice, now, arrivals = random.Random(arguments.seed + 1), 0.0, []
-    for _ in requests:
-        arrivals.append(now)
-        now += dice.expovariate(arguments.rate) if arguments.rate else 0.0
+    if arguments.beside_vllm is not None:
+        config.architectures = ["LlamaForCausalLM"]
+        results["vllm"] = vllm_cases(arguments, config, requests, scale)
+        print(json.dumps(results["vllm"], indent=1), flush=True)
+        save(arguments.json, results)
+
+    def engine_with(gib: float) -> Engine:
+        return Engine(
+            model,
+            kv_memory=None if arguments.tiny else int(gib * GIB),
+            max_batch=arguments.max_batch // scale,
+            prompt_chunk=arguments.prompt_chunk // scale,
+            max_batch_tokens=arguments.max_batch_tokens // scale,
+        )
+
+    scheme = KVScheme.preset("oscar-g128").with_online_rotation()
+    begin = time.perf_counter()
+    model = packed_model(config, [scheme] * config.num_hidden_layers, device)
+    engine = engine_with(arguments.kv_gib)
+    results["ready_seconds"] = time.perf_counter() - begin
+    arrivals = arrivals_at(arguments.rate, len(requests), arguments.seed)
     for name in ("new process", "warm"):
         results[name] = serve(engine, requests, arrivals)
-    if device == "cuda":
+    if arguments.beside_vllm is not None:
+        at_once, rate = [0.0] * len(requests), results["vllm"]["rate"]
+        ours: dict[str, Any] = {
+            "at_once": results["warm"] if arguments.rate is None else serve(engine, requests, at_once)
+        }
+        ours["poisson"] = serve(engine, requests, arrivals_at(rate, len(requests), arguments.seed))
+        del engine
+        gc.collect()
+        for prompt in prompts_of(arguments.seed, scale, config.vocab_size):
+            ours[f"first_token_{len(prompt)}_ms"] = first_token_ms(model, prompt)
+        engine = engine_with(arguments.small_kv_gib)
+        serve(engine, requests[::10], at_once[::10])
+        ours["at_once_small"] = serve(engine, requests, at_once)
+        results["kvconvert"], results["ratios"] = ours, ratios(ours, results["vllm"])
+    elif device == "cuda":
         results["gpu_busy"] = busy_share(engine, requests, PROFILED_STEPS)
     print(json.dumps(results, indent=1))
     save(arguments.json, results)
