@@ -99,6 +99,14 @@ class WorkPlan:
         )
 
 
+def most_items(sequences: int, programs: int) -> int:
+    """How many items so many sequences with residual tokens are divided into at most; arguments as for `plan_work`."""
+    if sequences > WAVES and WAVES * sequences > programs:
+        # As many items as programs would leave one wave nearly empty, and some sequences half as much as others.
+        programs *= WAVES
+    return max(programs, sequences)
+
+
 def plan_work(sequences: Sequence[SequencePlan], programs: int) -> WorkPlan:
     """Divide sequences into about `programs` items at most, at least one each.
 
@@ -106,11 +114,8 @@ def plan_work(sequences: Sequence[SequencePlan], programs: int) -> WorkPlan:
         sequences: what the batch holds.
         programs: how many items can run side by side for one KV head and block of queries.
     """
-    if len(sequences) > WAVES and WAVES * len(sequences) > programs:
-        # As many items as programs would leave one wave nearly empty, and some sequences half as much as others.
-        programs *= WAVES
     units = [_units(sequence) for sequence in sequences]
-    most = _units_per_item(sequences, units, max(programs, len(sequences)))
+    most = _units_per_item(sequences, units, most_items(len(sequences), programs))
     divided = [
         _items(sequence, row, max(1, min(most, total)))
         for row, (sequence, total) in enumerate(zip(sequences, units, strict=True))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvconvert.kernels.decode.plan import WAVES, Segment, SequencePlan, WorkPlan, plan_work
+from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, most_items, plan_work
 from kvconvert.kernels.decode.stored import PageTables, ResidualWindows
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.blocks import BlockLayout
@@ -19,8 +19,6 @@ from kvconvert.vllm.step import upload
 
 # Numbers of a work item, see `kernels/decode/plan.py`.
 ITEM = 18
-# Slots of a sequence for which the merge is made; fewer are merged as well.
-MOST_SLOTS = 1 << 20
 
 
 class DecodeTables:
@@ -53,7 +51,7 @@ class DecodeTables:
         # The last entry is loaded in advance and never followed.
         self._pages = torch.zeros(rows * pages + 1, **on_device)
         self._offsets: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._windows: dict[tuple[int, ...], torch.Tensor] = {}
+        self._windows: dict[tuple[int, int, int], torch.Tensor] = {}
         self._counts = torch.zeros(rows, 3, **on_device)
         self._key_rows = torch.zeros(rows, 3, **on_device)
         self._work: dict[int, WorkPlan] = {}
@@ -92,8 +90,8 @@ class DecodeTables:
         self._pages[:-1].view(self.rows, self.pages)[:count, :most] = table[:, first : first + most]
         for record, offsets in self._offsets.items():
             self._write_offsets(*record, *offsets)
-        for strides, described in self._windows.items():
-            self._write_window(strides, described)
+        for sizes, described in self._windows.items():
+            self._write_window(sizes, described)
         self._key_rows[:, 1] = device[3]
         self._key_rows[:, 0] = torch.arange(self.rows, device=self.device) * self.pages
         about = list(zip(both, pages, strict=True))[:count]
@@ -155,12 +153,17 @@ class DecodeTables:
         if programs not in self._work:
             self._work[programs] = self._empty_work(programs)
             self._write_work(programs)
+        work = self._work[programs]
+        most = most_items(rows, programs)
+        # As many as rows of one length have; the merge takes more of fewer rows as well.
+        slots = 2 * most // rows + 2
+        work = WorkPlan(work.items[:most], work.item_rows, work.slot_rows, most + 2 * rows, slots)
         center = format.key_center
         return PageTables(
             blocks.words,
             blocks.words,
             *self._offsets[record],
-            self._work[programs],
+            work,
             blocks.static_scales,
             format.boosted,
             center,
@@ -175,46 +178,39 @@ class DecodeTables:
         """A layer's full-precision tokens of the first rows, gathered."""
         f = blocks.cache.format
         shapes = [(side.heads, side.head_dim) for side in (f.keys, f.values)]
-        sizes = [rows * heads * self.capacity * dim for heads, dim in shapes]
-        memory = torch.empty(sum(sizes), dtype=blocks.cache.dtype, device=self.device)
+        sizes = [heads * self.capacity * dim for heads, dim in shapes]
+        memory = torch.empty(rows, sum(sizes), dtype=blocks.cache.dtype, device=self.device)
         found = blocks.tokens[self.gather_blocks[:rows], self.gather_slots[:rows]]
         sides = found.split([heads * dim for heads, dim in shapes], 2)
-        for part, side, (heads, dim) in zip(memory.split(sizes), sides, shapes, strict=True):
+        for part, side, (heads, dim) in zip(memory.split(sizes, 1), sides, shapes, strict=True):
             part.view(rows, heads, self.capacity, dim).copy_(side.unflatten(2, (heads, dim)).transpose(1, 2))
-        strides = rows, *(self.capacity * dim // 8 for _, dim in shapes), *(heads for heads, _ in shapes)
-        if strides not in self._windows:
-            self._windows[strides] = torch.zeros(rows, 8, dtype=torch.int64, device=self.device)
-            self._write_window(strides, self._windows[strides])
-        return ResidualWindows(memory, self._windows[strides])
+        sizes = f.keys.heads, f.keys.head_dim, f.values.head_dim
+        if sizes not in self._windows:
+            self._windows[sizes] = torch.zeros(self.rows, 8, dtype=torch.int64, device=self.device)
+            self._write_window(sizes, self._windows[sizes])
+        return ResidualWindows(memory, self._windows[sizes][:rows])
 
-    def _write_window(self, strides: tuple[int, ...], described: torch.Tensor) -> None:
-        """The rows of `ResidualWindows`, for as many; keys' and values' distance from head to head, and their heads."""
-        rows, key_head, value_head, key_heads, value_heads = strides
-        number = torch.arange(rows, device=self.device)
-        described[:, 0] = number * (key_heads * key_head)
+    def _write_window(self, sizes: tuple[int, int, int], described: torch.Tensor) -> None:
+        """The rows of `ResidualWindows`: keys and values of one row after another, of so many heads and channels."""
+        heads, *dims = sizes
+        key_head, value_head = (self.capacity * dim // 8 for dim in dims)
+        described[:, 0] = torch.arange(self.rows, device=self.device) * (heads * (key_head + value_head))
         described[:, 1] = key_head
-        described[:, 2] = rows * key_heads * key_head + number * (value_heads * value_head)
+        described[:, 2] = described[:, 0] + heads * key_head
         described[:, 3] = value_head
-        described[:, 4] = self._counts[:rows, 0]
-        described[:, 5:7] = self._counts[:rows, 1:2]
-        described[:, 7] = self._counts[:rows, 2]
+        described[:, 4] = self._counts[:, 0]
+        described[:, 5:7] = self._counts[:, 1:2]
+        described[:, 7] = self._counts[:, 2]
 
     def _empty_work(self, programs: int) -> WorkPlan:
-        room = 16
-        while room < max(WAVES * programs, 2 * self.rows):
-            room *= 2
-        items = torch.zeros(room, ITEM, dtype=torch.int32, device=self.device)
+        items = torch.zeros(most_items(self.rows, programs), ITEM, dtype=torch.int32, device=self.device)
         ends = [torch.zeros(self.rows + 1, dtype=torch.int32, device=self.device) for _ in range(2)]
-        # A row has at most two slots more than items.
-        return WorkPlan(items, *ends, room + 2 * self.rows, MOST_SLOTS)
+        return WorkPlan(items, *ends, 0, 0)
 
     def _write_work(self, programs: int) -> None:
         """Divide a step's work anew, into the tensors that kernels know."""
-        target, asked = self._work[programs], programs
-        plan = plan_work(self._plans, asked)
-        while len(plan.items) > len(target.items):
-            asked = asked * 3 // 4
-            plan = plan_work(self._plans, asked)
+        target = self._work[programs]
+        plan = plan_work(self._plans, programs)
         items = plan.items.new_zeros(target.items.shape)
         items[: len(plan.items)] = plan.items
         target.items.copy_(upload(items, self.device))
