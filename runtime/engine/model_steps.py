@@ -259,9 +259,10 @@ class ModelSteps:
             return self._logits(ids[:, None], positions[:, None], self.cache)[:, -1], {}
         tokens, passes = [(chunk.cache, len(chunk.ids)) for chunk in chunks], self.model.captured.passes
         count = self.rows + sum(count for _, count in tokens)
-        recordable = self._keeps_logits and not any(chunk.checked for chunk in chunks)
+        # Recorded passes are alike: rows are always computed, and those with a sequence would store a token.
+        rows_rest = not decodes and any(sequence.occupied for sequence in self.cache.groups[0].sequences)
+        recordable = self._keeps_logits and not rows_rest and not any(chunk.checked for chunk in chunks)
         padded = passes.padded(count, self.device) if recordable else None
-        # Recorded passes are alike: rows are always computed.
         decodes = decodes or padded is not None
         own = self.rows if decodes else 0
         ends = [own + end - 1 for end in accumulate(count for _, count in tokens)]

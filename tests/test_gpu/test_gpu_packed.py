@@ -215,7 +215,8 @@ def test_passes_in_fixed_rooms_give_what_they_give_in_their_own(device, monkeypa
         return self._launch(cache, torch.nn.functional.pad(read, (0, 320 - read.shape[1])), keep)
 
     found = Steps(model).every_logit()
-    assert len(asked) == 3
+    # Rows that rest while prompts are read are not computed, so that those passes are not like recorded ones.
+    assert len(asked) == 1
     assert ((found - expected).norm(dim=1) < 1e-2 * expected.norm(dim=1)).all()
 
 
@@ -233,5 +234,5 @@ def test_recorded_passes_give_what_launches_give(monkeypatch, name):
         assert ((found - expected).norm(dim=1) < 3e-2 * expected.norm(dim=1)).all()
     passes = model.captured.passes
     assert passes.reason is None
-    assert passes.recorded >= 2
+    assert passes.recorded >= 1
     assert passes.replayed >= 2
