@@ -23,7 +23,7 @@ from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.bundle import ServedBundle, layer_index, served_bundle
-from kvconvert.vllm.layer import LayerBlocks
+from kvconvert.vllm.layer import AlikeLayers, LayerBlocks, alike
 from kvconvert.vllm.spec import LowBitSpec
 from kvconvert.vllm.step import StepPlan, plan_step
 from kvconvert.vllm.tables import DecodeTables
@@ -97,6 +97,8 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.layout = served_bundle(vllm_config.model_config.model).layout(kv_cache_spec.dtype)
         self.tables = None
+        self._known: list[LayerBlocks] = []
+        self._alike: list[AlikeLayers] = []
         if runs_triton(device):
             most = vllm_config.scheduler_config.max_num_seqs
             recorded = vllm_config.compilation_config.cudagraph_capture_sizes or []
@@ -119,17 +121,22 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
             lengths[: common.num_reqs].tolist(),
             common.block_table_tensor,
         )
-        context = self.vllm_config.compilation_config.static_forward_context
-        for name in self.layer_names:
-            blocks = context[name].impl.blocks(context[name])
-            if blocks is not None:
-                quantize_pending(blocks, plan)
+        if any(plan.pending):
+            quantize_pending(self._layers(), plan)
         if self.tables is not None:
             decodes = plan.requests if not plan.prompts else plan.decodes
             rows = range(common.num_reqs) if not plan.prompts else [request.row for request in decodes]
             tokens = dict.fromkeys(rows, 0) | {request.row: request.tokens for request in decodes}
             self.tables.write(common.block_table_tensor, list(tokens), list(tokens.values()))
         return LowBitMetadata(plan, common.num_actual_tokens, self.tables)
+
+    def _layers(self) -> list[AlikeLayers]:
+        """All layers, those whose pages are written together side by side."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        blocks = [context[name].impl.blocks(context[name]) for name in self.layer_names]
+        if blocks != self._known:
+            self._known, self._alike = blocks, alike(blocks)
+        return self._alike
 
 
 class LowBitAttention(AttentionImpl[LowBitMetadata]):

@@ -16,7 +16,7 @@ from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
 from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.blocks import BlockLayout
-from kvconvert.vllm.layer import LayerBlocks, LayerCache
+from kvconvert.vllm.layer import AlikeLayers, LayerBlocks, LayerCache
 from kvconvert.vllm.step import StepPlan, plan_step
 from kvconvert.vllm.tables import DecodeTables
 
@@ -64,7 +64,7 @@ class Layer:
         totals = [stored.shape[1] + new for stored, new in zip(self.keys, lengths, strict=True)]
         plan = plan_step(self.layout, starts, totals, self.table)
         with interpreted() if self.kernels and self.device.type == "cpu" else nullcontext():
-            quantize_pending(self.blocks, plan)
+            quantize_pending([AlikeLayers([self.blocks])], plan)
             if self.tables is not None:
                 decodes = plan.decodes
                 self.tables.write(self.table, [r.row for r in decodes], [r.tokens for r in decodes])
