@@ -210,6 +210,7 @@ class Contender:
             "max_model_len": 131072 // self.scale,
             "max_num_seqs": 256 // self.scale,
             "max_num_batched_tokens": 8192 // self.scale,
+            "max_cudagraph_capture_size": 256 // self.scale,
             "enable_prefix_caching": False,
             **CONTENDERS[self.name],
         }
