@@ -5,7 +5,9 @@
 
 Needs vLLM in the same environment. `tokens` lets the runtime and vLLM continue the same texts greedily, in the model's
 dtype, and says after how many tokens they part; rounding differs between engines, so that long answers may part where
-two tokens are nearly as likely.
+two tokens are nearly as likely. `quality` compares the KL from the source, of the runtime and through vLLM's
+`prompt_logprobs`: `--model MODEL --bundle BUNDLE --text FILE`. Where vLLM needs another Python,
+KVCONVERT_VLLM_PYTHON names it for these two.
 
 `speed` takes random weights of an 8B Llama's shape (AWQ in groups of 128 and `oscar-g128` for bundles) and a cache of
 --memory GiB for each. Contenders: bf16, awq-fp8, bundle (graphs for decoding and prompts), bundle-piecewise (for what
@@ -26,6 +28,7 @@ import argparse
 import hashlib
 import inspect
 import json
+import os
 import random
 import signal
 import statistics
@@ -42,6 +45,8 @@ from runner import option_parser, save
 from vllm_process import VLLM, with_plugins
 
 NEW_TOKENS = 64
+SEGMENT_PAGES = 4
+LIKELIEST = 256
 GIB = 1 << 30
 CASES = "1x1000,16x12000,mixed,mixed-4,1x30000,1x130000,fullx8192"
 LLAMA_8B = {
@@ -152,10 +157,10 @@ def write_bundle(folder: Path, config: dict[str, Any]) -> None:
 def child(arguments: dict[str, Any]) -> dict[str, Any]:
     """Run this file again for `answers`; its last line is its report."""
     with tempfile.TemporaryDirectory() as folder:
+        command = [os.environ.get("KVCONVERT_VLLM_PYTHON", sys.executable), __file__, "child"]
         ended = subprocess.run(
-            [sys.executable, __file__, "child"], input=json.dumps(arguments), env=with_plugins(Path(folder)),
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            command, input=json.dumps(arguments), env=with_plugins(Path(folder)), stdout=subprocess.PIPE, text=True
+        )
     lines = [line for line in ended.stdout.splitlines() if line.startswith("REPORT ")]
     return json.loads(lines[0].removeprefix("REPORT ")) if lines else {"failed": ended.returncode}
 
@@ -275,22 +280,21 @@ def requests_of(rows: int, tokens: int) -> list[tuple[list[int], int]]:
 
 
 def answers(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Greedy continuations by vLLM."""
+    """Greedy continuations by vLLM, or what it says of the prompts themselves."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        arguments["path"],
-        max_model_len=4096,
-        kv_cache_memory_bytes=2 * GIB,
-        gpu_memory_utilization=0.1,
-        **arguments["settings"],
-    )
-    sampling = SamplingParams(temperature=0, max_tokens=arguments["new"], ignore_eos=True)
+    limits = {"max_model_len": 4096, "kv_cache_memory_bytes": 2 * GIB, "gpu_memory_utilization": 0.1}
+    llm = LLM(arguments["path"], **limits | arguments["settings"])
+    sampling = SamplingParams(temperature=0, ignore_eos=True, **arguments["sampling"])
     prompts = [{"prompt_token_ids": ids} for ids in arguments["prompts"]]
-    return {"tokens": [list(x.outputs[0].token_ids) for x in llm.generate(prompts, sampling, use_tqdm=False)]}
+    found = llm.generate(prompts, sampling, use_tqdm=False)
+    if "prompt_logprobs" not in arguments["sampling"]:
+        return {"tokens": [list(answer.outputs[0].token_ids) for answer in found]}
+    said = [answer.prompt_logprobs[1:] for answer in found]
+    return {"logprobs": [[{token: x.logprob for token, x in at.items()} for at in prompt] for prompt in said]}
 
 
-def compare(model: Path, bundle: Path, new: int, path: Path | None) -> None:
+def compare(model: Path, bundle: Path, new: int, report_path: Path | None) -> None:
     """After how many tokens vLLM with the plugin, and vLLM in the model's dtype, part from the runtime."""
     import torch
     from transformers import AutoTokenizer
@@ -311,14 +315,67 @@ def compare(model: Path, bundle: Path, new: int, path: Path | None) -> None:
     report: dict[str, Any] = {"prompts": [len(prompt) for prompt in prompts], "new": new}
     contenders = {name: (bundle, given) for name, given in CONTENDERS.items() if name.startswith("bundle")}
     for name, (path, settings) in (contenders | {"source": (model, {})}).items():
-        request = {"path": str(path), "settings": settings, "prompts": prompts, "new": new}
+        request = {"path": str(path), "settings": settings, "prompts": prompts, "sampling": {"max_tokens": new}}
         found = child(request)
         if "tokens" in found:
             pairs = zip(found["tokens"], expected, strict=True)
             found = {"equal": [next((i for i in range(new) if a[i] != b[i]), new) for a, b in pairs]}
         report[name] = found
         print(name, found, flush=True)
-        save(path, report)
+        save(report_path, report)
+
+
+def quality(model: Path, bundle: Path, text: Path, segments: int, dtype: str) -> dict[str, Any]:
+    """KL from the source, in the runtime and through vLLM's `prompt_logprobs`, of the same tokens read page by page.
+
+    vLLM tells the likeliest tokens; the others count as one, in both figures of the KL but `runtime_all`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kvconvert.fidelity.evaluate import decoder_of
+    from kvconvert.fidelity.scoring import Decoder, Reader
+    from kvconvert.kernels.pages import PAGE_SIZE
+    from kvconvert.runtime import load
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    length = SEGMENT_PAGES * PAGE_SIZE
+    ids = AutoTokenizer.from_pretrained(bundle)(text.read_text(encoding="utf-8")[: 40 * length * segments])["input_ids"]
+    prompts = [ids[length * number : length * (number + 1)] for number in range(segments)]
+    settings = {"dtype": dtype, "max_num_batched_tokens": PAGE_SIZE, "max_num_seqs": 1, "max_logprobs": LIKELIEST}
+    sampling = {"max_tokens": 1, "prompt_logprobs": LIKELIEST}
+    told = child({"path": str(bundle), "settings": settings, "prompts": prompts, "sampling": sampling})
+    loaded = load(bundle, dtype=getattr(torch, dtype))[0].to(device)
+    source = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval().to(device)
+    decoders = [Decoder.plain(source), decoder_of(loaded)]
+    rows = []
+    for prompt, said in zip(prompts, told["logprobs"], strict=True):
+        whole = torch.tensor([prompt], device=device)
+        with torch.no_grad():
+            exact, ours = (
+                torch.cat([reader.score(part) for part in whole.split(PAGE_SIZE, 1)], 1)[0].cpu()
+                for reader in (Reader(decoder, "decoder") for decoder in decoders)
+            )
+        for at in range(PAGE_SIZE, length - 1):
+            likeliest = torch.tensor([int(token) for token in said[at]])
+            theirs = torch.tensor([*said[at].values()])
+            three = [_with_rest(x) for x in (exact[at][likeliest], ours[at][likeliest], theirs)]
+            rows.append([_kl(three[0], three[1]), _kl(three[0], three[2]), _kl(exact[at], ours[at])])
+    figures = torch.tensor(rows, dtype=torch.float64)
+    apart = figures[:, 1] - figures[:, 0]
+    names = "runtime", "vllm", "runtime_all"
+    kl = {name: round(float(mean), 5) for name, mean in zip(names, figures.mean(0), strict=True)}
+    return {"kl": kl, "tokens": len(rows), "vllm_less_runtime_se": round(float(apart.std() / len(rows) ** 0.5), 5)}
+
+
+def _with_rest(logprobs: Any) -> Any:
+    """Logarithms of probabilities, and that of all that is left."""
+    rest = (1 - logprobs.exp().sum()).clamp(min=1e-9).log()
+    return logprobs.new_tensor([*logprobs.tolist(), rest])
+
+
+def _kl(p: Any, q: Any) -> float:
+    return float((p.exp() * (p - q)).sum())
 
 
 def main() -> None:
@@ -326,10 +383,13 @@ def main() -> None:
         print("REPORT " + json.dumps(answers(json.load(sys.stdin))), flush=True)
         return
     parser = option_parser(__doc__)
-    parser.add_argument("what", choices=["tokens", "speed"])
-    parser.add_argument("--model", type=Path, help="tokens: the source of --bundle")
+    parser.add_argument("what", choices=["tokens", "quality", "speed"])
+    parser.add_argument("--model", type=Path, help="tokens and quality: the source of --bundle")
     parser.add_argument("--bundle", type=Path)
     parser.add_argument("--new-tokens", type=int, default=200)
+    parser.add_argument("--text", type=Path, help="quality: a file of text")
+    parser.add_argument("--segments", type=int, default=2, help="quality: of 512 tokens (default: 2)")
+    parser.add_argument("--dtype", default="bfloat16", help="quality: of model and tokens (default: bfloat16)")
     parser.add_argument("--only", default=",".join(CONTENDERS))
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--memory", type=float, default=30, help="GiB of cache for each contender")
@@ -342,6 +402,11 @@ def main() -> None:
     report: dict[str, Any] = {}
     if given.what == "tokens":
         compare(given.model, given.bundle, given.new_tokens, given.json)
+        return
+    if given.what == "quality":
+        found = quality(given.model, given.bundle, given.text, given.segments, given.dtype)
+        print(found)
+        save(given.json, found)
         return
     mixed = mixed_load(0, 8 if given.tiny else 1, TINY["vocab_size"])
     for name in given.only.split(","):

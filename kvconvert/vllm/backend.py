@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -34,8 +35,9 @@ class LowBitBackend(AttentionBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
-    # The one bundle of this process, once its first layer is built.
+    # The one bundle of this process, once its first layer is built, and among how many ranks its heads are divided.
     served: ClassVar[ServedBundle | None] = None
+    ranks: ClassVar[int] = 1
 
     @staticmethod
     def get_name() -> str:
@@ -64,7 +66,7 @@ class LowBitBackend(AttentionBackend):
             return spec
         if not isinstance(spec, FullAttentionSpec) or cls.served is None:
             raise BundleError(f"The plugin serves causal attention over all tokens, and this layer has {type(spec)}.")
-        layout = cls.served.layout(spec.dtype)
+        layout = cls.served.layout(spec.dtype, cls.ranks)
         same = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
         packed = {"num_head_slots": 1, "state_content_bytes": layout.block_bytes, "tokens_per_state": PAGE_SIZE}
         return LowBitSpec(**same | packed, blocks_ahead=layout.blocks_ahead)
@@ -95,7 +97,8 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.layout = served_bundle(vllm_config.model_config.model).layout(kv_cache_spec.dtype)
+        served, ranks = served_bundle(vllm_config.model_config.model), vllm_config.parallel_config.tensor_parallel_size
+        self.layout = served.layout(kv_cache_spec.dtype, ranks)
         self.tables = None
         self._known: list[LayerBlocks] = []
         self._alike: list[AlikeLayers] = []
@@ -171,7 +174,10 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
                 )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
-        LowBitBackend.served = self.served = served_bundle(get_current_vllm_config().model_config.model)
+        config = get_current_vllm_config()
+        LowBitBackend.served = self.served = served_bundle(config.model_config.model)
+        LowBitBackend.ranks = self.ranks = config.parallel_config.tensor_parallel_size
+        self.rank = get_tensor_model_parallel_rank()
         self._blocks: LayerBlocks | None = None
 
     def blocks(self, layer: Any) -> LayerBlocks | None:
@@ -181,7 +187,8 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
             return None
         known = self._blocks is not None and self._blocks.words.data_ptr() == memory.data_ptr()
         if not known or len(self._blocks.words) != len(memory):
-            cache = self.served.layer(layer_index(layer.layer_name), memory.device, layer.dtype)
+            index = layer_index(layer.layer_name)
+            cache = self.served.layer(index, memory.device, layer.dtype, self.rank, self.ranks)
             if runs_triton(memory.device):
                 query = torch.empty(1, self.num_heads, 1, self.head_size, dtype=layer.dtype, device=memory.device)
                 reason = unsupported(query, cache.format, layer.dtype)
