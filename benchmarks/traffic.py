@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from engine_models import llama_8b, packed_model
+from mixed_load import SAMPLING, mixed_load
 from runner import machine, need_gpu, option_parser, save
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
@@ -42,7 +43,6 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, Sampling
 
 GIB = 1 << 30
-SAMPLING = {"temperature": 0.8, "top_p": 0.95}
 # Upper ends of the kinds of passes, in prompt tokens.
 KINDS = (0, 600, 2048, 4096, 8192)
 PROFILED_STEPS = 60
@@ -51,36 +51,16 @@ REPEATS = 5
 LOAD = 0.7
 
 
-def lengths(dice: random.Random, count: int, least: int, most: int, total: int) -> list[int]:
-    """Log-uniform numbers of tokens between two bounds, scaled so that they sum up to `total`."""
-    drawn = [math.exp(dice.uniform(math.log(least), math.log(most))) for _ in range(count)]
-
-    def scaled(factor: float) -> list[int]:
-        return [max(least, min(most, int(length * factor))) for length in drawn]
-
-    low, high = 0.0, most / least
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(scaled(middle)) <= total else (low, middle)
-    found = scaled(low)
-    for index in range(total - sum(found)):
-        found[index % count] += 1
-    return found
-
-
 def requests_of(seed: int, scale: int, vocabulary: int) -> list[dict[str, Any]]:
     """Arguments of `Engine.add`; `scale` divides the number of requests and all lengths."""
-    dice, count = random.Random(seed), 160 // scale
-    prompts = lengths(dice, count, 128 // scale, 10_000 // scale, 366_374 // scale**2)
-    answers = lengths(dice, count, 32 // scale, 360 // scale, 23_545 // scale**2)
     return [
         {
-            "prompt": dice.choices(range(5, vocabulary), k=prompt),
+            "prompt": prompt,
             "max_new_tokens": answer,
             "sampling": Sampling(**SAMPLING, seed=number),
             "stop_token_ids": [],
         }
-        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        for number, (prompt, answer) in enumerate(mixed_load(seed, scale, vocabulary))
     ]
 
 

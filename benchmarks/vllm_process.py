@@ -2,22 +2,43 @@
 
 `VLLM` is the side of the benchmark, `python benchmarks/vllm_process.py` the process it starts: lines of JSON go in, a
 line that begins with REPLY comes back for each. vLLM steps as its offline class does, with its scheduler in a further
-process. It samples without FlashInfer.
+process. It samples without FlashInfer. Plugins of vLLM's are kvconvert's, and `register` of this file.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from threading import Timer
 from typing import Any
 
 REPLY = "REPLY "
 VARIABLES = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+PLUGINS = {"kvconvert": "kvconvert.vllm.plugin:register", "kvconvert_benchmark": "vllm_process:register"}
+
+
+def with_plugins(folder: Path, path: str = "") -> dict[str, str]:
+    """An environment in which vLLM, imported from `path` if any, finds the plugins, whatever is installed.
+
+    Args:
+        folder: for their description.
+        path: as for `VLLM`.
+    """
+    known = {point.name for point in entry_points(group="vllm.general_plugins")}
+    (info := folder / "kvconvert_benchmark-0.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvconvert-benchmark\nVersion: 0\n")
+    lines = [f"{name} = {value}\n" for name, value in PLUGINS.items() if name not in known]
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\n" + "".join(lines))
+    paths = [str(folder), str(Path(__file__).parent), path, os.environ.get("PYTHONPATH")]
+    return os.environ | VARIABLES | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 class VLLM:
@@ -25,23 +46,34 @@ class VLLM:
 
     Args:
         path: the folder vLLM is imported from; empty if this Python imports it.
-        config: of transformers, with the model's class in `architectures`.
+        model: a directory, or a config of transformers with the model's class in `architectures`.
         options: of vLLM's `EngineArgs`.
+        seconds: after which it is ended whatever it does.
+
+    Attributes:
+        version: of vLLM.
+        blocks, block_tokens: of its cache.
 
     Raises:
         SystemExit: when the process ends before it is asked to; its messages are on standard error.
     """
 
-    def __init__(self, path: str, config: Any, options: dict[str, Any]):
-        begin, environment = time.perf_counter(), os.environ | VARIABLES
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [path, environment.get("PYTHONPATH")]))
+    def __init__(self, path: str, model: Any, options: dict[str, Any], seconds: float | None = None):
+        begin = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            config.save_pretrained(folder)
-            command = [sys.executable, __file__]
-            self.process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            self.version = self._ask({"model": folder, "load_format": "dummy", "skip_tokenizer_init": True} | options)
+            if not isinstance(model, Path):
+                model.save_pretrained(folder)
+                model = folder
+            with tempfile.TemporaryDirectory() as plugins:
+                self.process = subprocess.Popen(
+                    [sys.executable, __file__], env=with_plugins(Path(plugins), path), stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE, text=True, start_new_session=True,
+                )  # fmt: skip
+                self._timer = Timer(seconds or 1e6, self.kill)
+                self._timer.daemon = True
+                self._timer.start()
+                fixed = {"model": str(model), "load_format": "dummy", "skip_tokenizer_init": True}
+                self.version, self.blocks, self.block_tokens = self._ask(fixed | options)
         self.ready_seconds = time.perf_counter() - begin
 
     def serve(
@@ -57,10 +89,22 @@ class VLLM:
         told, seconds = self._ask([requests, arrivals, sampling])
         return told, seconds
 
+    def limit(self, blocks: int) -> None:
+        """Leave so many blocks to the requests, of those that the cache has."""
+        self._ask(blocks)
+
     def close(self) -> None:
         """End the process and wait until it has."""
         self.process.stdin.close()
         self.process.wait()
+        self._timer.cancel()
+
+    def kill(self) -> None:
+        """End the process and those that it has started, at once."""
+        self._timer.cancel()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
     def _ask(self, question: Any) -> Any:
         self.process.stdin.write(json.dumps(question) + "\n")
@@ -93,18 +137,35 @@ def _serve(engine: Any, requests: list[Any], arrivals: list[float], sampling: di
     return told, time.perf_counter() - begin
 
 
+def register() -> None:
+    """Let vLLM's scheduler leave some of its blocks to nobody, so that one start serves caches of several sizes."""
+    from vllm.v1.engine.core import EngineCore
+
+    def limit_blocks(core: Any, blocks: int) -> None:
+        pool = core.scheduler.kv_cache_manager.block_pool
+        pool.free_blocks(getattr(core, "held_blocks", []))
+        core.held_blocks = pool.get_new_blocks(max(0, pool.get_num_free_blocks() - blocks))
+
+    EngineCore.limit_blocks = limit_blocks
+
+
 def main() -> None:
     options = json.loads(sys.stdin.readline())
     import vllm
 
     engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**options))
-    reply = vllm.__version__
+    cache = engine.vllm_config.cache_config
+    reply: Any = vllm.__version__, cache.num_gpu_blocks, cache.block_size
     while True:
         print(REPLY + json.dumps(reply), flush=True)
         line = sys.stdin.readline()
         if not line:
             return
-        reply = _serve(engine, *json.loads(line))
+        asked = json.loads(line)
+        if isinstance(asked, int):
+            reply = engine.engine_core.call_utility("limit_blocks", asked)
+        else:
+            reply = _serve(engine, *asked)
 
 
 if __name__ == "__main__":

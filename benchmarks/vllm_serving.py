@@ -5,11 +5,21 @@
 
 Needs vLLM in the same environment. `tokens` lets the runtime and vLLM continue the same texts greedily, in the model's
 dtype, and says after how many tokens they part; rounding differs between engines, so that long answers may part where
-two tokens are nearly as likely. `speed` takes random weights of an 8B Llama's shape (AWQ in groups of 128 and
-`oscar-g128` for bundles) and a cache of --memory GiB for each: milliseconds until the first token and per token of
-`ROWSxTOKENS`, and seconds for the load of traffic.py. Contenders: bf16, awq-fp8, bundle (graphs for decoding and
-prompts), bundle-piecewise (for what is not attention), bundle-eager. Each has a process of its own; the first pass over
-a case is not counted.
+two tokens are nearly as likely. `quality` compares the KL from the source, of the runtime and through vLLM's
+`prompt_logprobs`: `--model MODEL --bundle BUNDLE --text FILE`. Where vLLM needs another Python,
+KVCONVERT_VLLM_PYTHON names it for these two.
+
+`speed` takes random weights of an 8B Llama's shape (AWQ in groups of 128 and `oscar-g128` for bundles) and a cache of
+--memory GiB for each. Contenders: bf16, awq-fp8, bundle (graphs for decoding and prompts), bundle-piecewise (for what
+is not attention), bundle-eager; each is started once. Cases: `ROWSxTOKENS` gives milliseconds until the last row's
+first token and per further token, `fullx8192` the same of as many rows as the cache holds, `mixed` seconds for the
+requests of traffic.py, and `mixed-4` the same with 4 GiB of the cache. A tenth of the mixed requests and a prompt of
+9,000 tokens come before. Every figure is written at once; a case that fails, or has no time left, says so, and the next
+one runs. --seconds is each contender's time, its start included. With --tiny a small model serves lengths divided by 8
+on a CPU, which does everything and measures nothing.
+
+Compiled code stays in ~/.cache/vllm/torch_compile_cache (VLLM_CACHE_ROOT) and ~/.triton/cache: a second start on the
+same machine is faster.
 """
 
 from __future__ import annotations
@@ -20,17 +30,25 @@ import inspect
 import json
 import os
 import random
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import entry_points
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mixed_load import SAMPLING, mixed_load
 from runner import option_parser, save
+from vllm_process import VLLM, with_plugins
 
 NEW_TOKENS = 64
+SEGMENT_PAGES = 4
+LIKELIEST = 256
+GIB = 1 << 30
+CASES = "1x1000,16x12000,mixed,mixed-4,1x30000,1x130000,fullx8192"
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -38,15 +56,10 @@ LLAMA_8B = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "dtype": "bfloat16",
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-LINEARS = {
-    "self_attn.q_proj": (4096, 4096),
-    "self_attn.k_proj": (4096, 1024),
-    "self_attn.v_proj": (4096, 1024),
-    "self_attn.o_proj": (4096, 4096),
-    "mlp.gate_proj": (4096, 14336),
-    "mlp.up_proj": (4096, 14336),
-    "mlp.down_proj": (14336, 4096),
-}
+TINY = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512,
+}  # fmt: skip
 CONTENDERS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "awq-fp8": {"kv_cache_dtype": "fp8"},
@@ -56,9 +69,19 @@ CONTENDERS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(folder: Path, contender: str) -> Path:
+def linears(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Input and output features of a layer's Linears."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
+    attention = {"q_proj": (hidden, heads), "k_proj": (hidden, kv_heads), "v_proj": (hidden, kv_heads)}
+    mlp = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+    named = {f"self_attn.{name}": sizes for name, sizes in (attention | {"o_proj": (heads, hidden)}).items()}
+    return named | {f"mlp.{name}": sizes for name, sizes in mlp.items()}
+
+
+def write_model(folder: Path, contender: str, shape: dict[str, Any]) -> Path:
     """A directory from which vLLM takes shapes: a plain model, an AWQ checkpoint, or a bundle, all without weights."""
-    config = dict(LLAMA_8B)
+    config = LLAMA_8B | shape
     if contender == "awq-fp8":
         config["quantization_config"] = {
             "quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm",
@@ -89,7 +112,7 @@ def write_bundle(folder: Path, config: dict[str, Any]) -> None:
     scheme = KVScheme.preset("oscar-g128")
     modules, tensors = [], {}
     for layer in range(config["num_hidden_layers"]):
-        for name, (inputs, outputs) in LINEARS.items():
+        for name, (inputs, outputs) in linears(config).items():
             full = f"model.layers.{layer}.{name}"
             shapes = {"qweight": (inputs, outputs // 8), "qzeros": (inputs // 128, outputs // 8)}
             tensors |= {f"{full}.{part}": TensorInfo(dtype="I32", shape=list(shape)) for part, shape in shapes.items()}
@@ -109,8 +132,9 @@ def write_bundle(folder: Path, config: dict[str, Any]) -> None:
     for name in ("config.json", PLAN_NAME):
         content = (folder / name).read_bytes()
         files[name] = FileInfo(size=len(content), sha256=hashlib.sha256(content).hexdigest())
-    layer = {"kv": scheme.to_dict(), "head_dim": 128, "num_key_value_heads": 8, "value_group_size": 32}
-    layer["value_group_size"] = scheme.value_group_for(128)
+    head_dim = config["head_dim"]
+    layer = {"kv": scheme.to_dict(), "head_dim": head_dim, "num_key_value_heads": config["num_key_value_heads"]}
+    layer["value_group_size"] = scheme.value_group_for(head_dim)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         kvconvert_version="0",
@@ -130,83 +154,147 @@ def write_bundle(folder: Path, config: dict[str, Any]) -> None:
     (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
 
 
-def with_plugin(environment: dict[str, str], folder: Path) -> dict[str, str]:
-    """An environment in which vLLM finds the plugin, also where kvconvert is on the path without being installed."""
-    if not any(point.name == "kvconvert" for point in entry_points(group="vllm.general_plugins")):
-        info = folder / "kvconvert_plugin-0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvconvert-plugin\nVersion: 0\n")
-        (info / "entry_points.txt").write_text("[vllm.general_plugins]\nkvconvert = kvconvert.vllm.plugin:register\n")
-        environment = environment | {"PYTHONPATH": f"{folder}:{environment.get('PYTHONPATH', '')}"}
-    return environment | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
-
-
 def child(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run this file again for one contender; its last line is its report."""
+    """Run this file again for `answers`; its last line is its report."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = with_plugin(dict(os.environ), Path(folder))
+        command = [os.environ.get("KVCONVERT_VLLM_PYTHON", sys.executable), __file__, "child"]
         ended = subprocess.run(
-            [sys.executable, __file__, "child"], input=json.dumps(arguments), env=environment,
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("REPORT ")]
-    return json.loads(lines[-1].removeprefix("REPORT ")) if lines else {"failed": ended.returncode}
-
-
-def measure(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Times of one contender, in a process of its own."""
-    from vllm import LLM, SamplingParams
-
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_model(Path(folder), arguments["contender"])
-        llm = LLM(
-            str(model),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            kv_cache_memory_bytes=arguments["memory"] << 30,
-            max_model_len=131072,
-            enable_prefix_caching=False,
-            **CONTENDERS[arguments["contender"]],
+            command, input=json.dumps(arguments), env=with_plugins(Path(folder)), stdout=subprocess.PIPE, text=True
         )
-    dice, report = random.Random(0), {}
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("REPORT ")]
+    return json.loads(lines[0].removeprefix("REPORT ")) if lines else {"failed": ended.returncode}
 
-    def prompt(length: int) -> dict[str, list[int]]:
-        return {"prompt_token_ids": [dice.randrange(3, 100000) for _ in range(length)]}
 
-    def timed(prompts: list[Any], answers: list[int], **sampling: Any) -> float:
-        settings = [SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, **sampling) for n in answers]
-        start = time.perf_counter()
-        llm.generate(prompts, settings, use_tqdm=False)
-        return time.perf_counter() - start
+class Contender:
+    """One way to serve, with its figures.
 
-    for case in arguments["cases"]:
-        for counted in (False, True):
-            if case == "mixed":
-                sizes, new = arguments["mixed"]
-                seconds = timed([prompt(n) for n in sizes], new, temperature=0.8, top_p=0.95)
-                found = {"seconds": round(seconds, 2)}
-            else:
-                rows, tokens = map(int, case.split("x"))
-                first = timed([prompt(tokens) for _ in range(rows)], [1] * rows, temperature=0)
-                whole = timed([prompt(tokens) for _ in range(rows)], [1 + NEW_TOKENS] * rows, temperature=0)
-                found = {"first_ms": round(first * 1e3, 1), "token_ms": round((whole - first) * 1e3 / NEW_TOKENS, 3)}
-            if counted:
-                report[case] = found
-                print(arguments["contender"], case, found, flush=True)
-    return report
+    Args:
+        name: one of CONTENDERS.
+        memory: GiB of its cache.
+        seconds: that it has, its starts included.
+        mixed: prompts and numbers of tokens to answer.
+        tiny: whether the model is, and lengths are divided by 8.
+    """
+
+    def __init__(self, name: str, memory: float, seconds: float, mixed: list[tuple[list[int], int]], tiny: bool):
+        self.name, self.memory, self.mixed, self.scale = name, memory, mixed, 8 if tiny else 1
+        self.shape = TINY if tiny else {}
+        self.end = time.perf_counter() + seconds
+        self.vllm: VLLM | None = None
+
+    def measure(self, cases: list[str], report: dict[str, Any], written: Callable[[], None]) -> None:
+        """Fill `report` case by case, and call `written` after each."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.model = write_model(Path(folder), self.name, self.shape)
+            for case in cases:
+                try:
+                    if self.vllm is None:
+                        self._start(report)
+                    report[case] = self._run(case)
+                except SystemExit as end:
+                    report[case] = {"failed": str(end) if time.perf_counter() < self.end else "no time left"}
+                    self.stop()
+                print(self.name, case, report[case], flush=True)
+                written()
+            self.stop()
+
+    def stop(self) -> None:
+        """End vLLM."""
+        if self.vllm is not None:
+            self.vllm.kill()
+        self.vllm = None
+
+    def _start(self, report: dict[str, Any]) -> None:
+        left = self.end - time.perf_counter()
+        if left < 1:
+            sys.exit()
+        options = {
+            "kv_cache_memory_bytes": int(self.memory * GIB),
+            # Only a limit at the start, of all the GPU's memory; other work may have the rest.
+            "gpu_memory_utilization": 0.1,
+            "max_model_len": 131072 // self.scale,
+            "max_num_seqs": 256 // self.scale,
+            "max_num_batched_tokens": 8192 // self.scale,
+            "max_cudagraph_capture_size": 256 // self.scale,
+            "enable_prefix_caching": False,
+            **CONTENDERS[self.name],
+        }
+        self.vllm = VLLM("", self.model, options, left)
+        report["start_s"], report["blocks"] = round(self.vllm.ready_seconds, 1), self.vllm.blocks
+        begin = time.perf_counter()
+        few = [*self.mixed[::10], *requests_of(1, 9000 // self.scale)]
+        self.vllm.serve(few, [0.0] * len(few), SAMPLING)
+        report["warm_s"] = round(time.perf_counter() - begin, 1)
+
+    def _run(self, case: str) -> dict[str, Any]:
+        if case.startswith("mixed"):
+            share = float(case.partition("-")[2] or self.memory) / self.memory
+            self.vllm.limit(int(self.vllm.blocks * share))
+            told, seconds = self.vllm.serve(self.mixed, [0.0] * len(self.mixed), SAMPLING)
+            self.vllm.limit(self.vllm.blocks)
+            return {"seconds": round(seconds, 2), "first_token_p50_s": round(statistics.median(t[0] for t in told), 2)}
+        count, _, length = case.partition("x")
+        tokens = int(length) // self.scale
+        rows = self._rows(tokens) if count == "full" else int(count)
+        told, _ = self.vllm.serve(requests_of(rows, tokens), [0.0] * rows, {"temperature": 0.0})
+        # While all rows answer.
+        begin, end = max(times[0] for times in told), min(times[-1] for times in told)
+        answered = sum(begin < at <= end for times in told for at in times)
+        return {
+            "rows": rows,
+            "first_ms": round(begin * 1e3, 1),
+            "token_ms": round((end - begin) * 1e3 * rows / answered, 3),
+            "tokens_per_second": round(answered / (end - begin), 1),
+        }
+
+    def _rows(self, tokens: int) -> int:
+        """Requests of so many prompt tokens that the cache holds at a time, their answers included."""
+        if not self.name.startswith("bundle"):
+
+            def blocks_for(count: int) -> int:
+                return -(-count // self.vllm.block_tokens)
+        else:
+            import torch
+
+            from kvconvert.vllm.bundle import served_bundle
+
+            blocks_for = served_bundle(str(self.model)).layout(torch.bfloat16).blocks_for
+        rows = 1
+        while (
+            rows < 256 // self.scale
+            and (rows + 1) * blocks_for(tokens + answer_tokens(rows + 1, tokens)) < self.vllm.blocks
+        ):
+            rows += 1
+        return rows
+
+
+def answer_tokens(rows: int, tokens: int) -> int:
+    """Enough for the first row to answer until `NEW_TOKENS` passes after the last one has begun to."""
+    return 1 + NEW_TOKENS + (rows - 1) * -(-tokens // 8192)
+
+
+def requests_of(rows: int, tokens: int) -> list[tuple[list[int], int]]:
+    """Random prompts and how many tokens each is answered with."""
+    dice = random.Random(rows + tokens)
+    return [(dice.choices(range(5, TINY["vocab_size"]), k=tokens), answer_tokens(rows, tokens)) for _ in range(rows)]
 
 
 def answers(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Greedy continuations by vLLM."""
+    """Greedy continuations by vLLM, or what it says of the prompts themselves."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(arguments["path"], max_model_len=4096, gpu_memory_utilization=0.4, **arguments["settings"])
-    sampling = SamplingParams(temperature=0, max_tokens=arguments["new"], ignore_eos=True)
+    limits = {"max_model_len": 4096, "kv_cache_memory_bytes": 2 * GIB, "gpu_memory_utilization": 0.1}
+    llm = LLM(arguments["path"], **limits | arguments["settings"])
+    sampling = SamplingParams(temperature=0, ignore_eos=True, **arguments["sampling"])
     prompts = [{"prompt_token_ids": ids} for ids in arguments["prompts"]]
-    return {"tokens": [list(x.outputs[0].token_ids) for x in llm.generate(prompts, sampling, use_tqdm=False)]}
+    found = llm.generate(prompts, sampling, use_tqdm=False)
+    if "prompt_logprobs" not in arguments["sampling"]:
+        return {"tokens": [list(answer.outputs[0].token_ids) for answer in found]}
+    said = [answer.prompt_logprobs[1:] for answer in found]
+    return {"logprobs": [[{token: x.logprob for token, x in at.items()} for at in prompt] for prompt in said]}
 
 
-def compare(model: Path, bundle: Path, new: int) -> dict[str, Any]:
+def compare(model: Path, bundle: Path, new: int, report_path: Path | None) -> None:
     """After how many tokens vLLM with the plugin, and vLLM in the model's dtype, part from the runtime."""
     import torch
     from transformers import AutoTokenizer
@@ -227,47 +315,106 @@ def compare(model: Path, bundle: Path, new: int) -> dict[str, Any]:
     report: dict[str, Any] = {"prompts": [len(prompt) for prompt in prompts], "new": new}
     contenders = {name: (bundle, given) for name, given in CONTENDERS.items() if name.startswith("bundle")}
     for name, (path, settings) in (contenders | {"source": (model, {})}).items():
-        request = {"path": str(path), "settings": settings, "prompts": prompts, "new": new}
-        found = child({"task": "answers"} | request)
+        request = {"path": str(path), "settings": settings, "prompts": prompts, "sampling": {"max_tokens": new}}
+        found = child(request)
         if "tokens" in found:
             pairs = zip(found["tokens"], expected, strict=True)
             found = {"equal": [next((i for i in range(new) if a[i] != b[i]), new) for a, b in pairs]}
         report[name] = found
         print(name, found, flush=True)
-    return report
+        save(report_path, report)
+
+
+def quality(model: Path, bundle: Path, text: Path, segments: int, dtype: str) -> dict[str, Any]:
+    """KL from the source, in the runtime and through vLLM's `prompt_logprobs`, of the same tokens read page by page.
+
+    vLLM tells the likeliest tokens; the others count as one, in both figures of the KL but `runtime_all`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kvconvert.fidelity.evaluate import decoder_of
+    from kvconvert.fidelity.scoring import Decoder, Reader
+    from kvconvert.kernels.pages import PAGE_SIZE
+    from kvconvert.runtime import load
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    length = SEGMENT_PAGES * PAGE_SIZE
+    ids = AutoTokenizer.from_pretrained(bundle)(text.read_text(encoding="utf-8")[: 40 * length * segments])["input_ids"]
+    prompts = [ids[length * number : length * (number + 1)] for number in range(segments)]
+    settings = {"dtype": dtype, "max_num_batched_tokens": PAGE_SIZE, "max_num_seqs": 1, "max_logprobs": LIKELIEST}
+    sampling = {"max_tokens": 1, "prompt_logprobs": LIKELIEST}
+    told = child({"path": str(bundle), "settings": settings, "prompts": prompts, "sampling": sampling})
+    loaded = load(bundle, dtype=getattr(torch, dtype))[0].to(device)
+    source = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval().to(device)
+    decoders = [Decoder.plain(source), decoder_of(loaded)]
+    rows = []
+    for prompt, said in zip(prompts, told["logprobs"], strict=True):
+        whole = torch.tensor([prompt], device=device)
+        with torch.no_grad():
+            exact, ours = (
+                torch.cat([reader.score(part) for part in whole.split(PAGE_SIZE, 1)], 1)[0].cpu()
+                for reader in (Reader(decoder, "decoder") for decoder in decoders)
+            )
+        for at in range(PAGE_SIZE, length - 1):
+            likeliest = torch.tensor([int(token) for token in said[at]])
+            theirs = torch.tensor([*said[at].values()])
+            three = [_with_rest(x) for x in (exact[at][likeliest], ours[at][likeliest], theirs)]
+            rows.append([_kl(three[0], three[1]), _kl(three[0], three[2]), _kl(exact[at], ours[at])])
+    figures = torch.tensor(rows, dtype=torch.float64)
+    apart = figures[:, 1] - figures[:, 0]
+    names = "runtime", "vllm", "runtime_all"
+    kl = {name: round(float(mean), 5) for name, mean in zip(names, figures.mean(0), strict=True)}
+    return {"kl": kl, "tokens": len(rows), "vllm_less_runtime_se": round(float(apart.std() / len(rows) ** 0.5), 5)}
+
+
+def _with_rest(logprobs: Any) -> Any:
+    """Logarithms of probabilities, and that of all that is left."""
+    rest = (1 - logprobs.exp().sum()).clamp(min=1e-9).log()
+    return logprobs.new_tensor([*logprobs.tolist(), rest])
+
+
+def _kl(p: Any, q: Any) -> float:
+    return float((p.exp() * (p - q)).sum())
 
 
 def main() -> None:
     if sys.argv[1:2] == ["child"]:
-        arguments = json.load(sys.stdin)
-        found = (answers if arguments.get("task") == "answers" else measure)(arguments)
-        print("REPORT " + json.dumps(found), flush=True)
+        print("REPORT " + json.dumps(answers(json.load(sys.stdin))), flush=True)
         return
     parser = option_parser(__doc__)
-    parser.add_argument("what", choices=["tokens", "speed"])
-    parser.add_argument("--model", type=Path, help="tokens: the source of --bundle")
+    parser.add_argument("what", choices=["tokens", "quality", "speed"])
+    parser.add_argument("--model", type=Path, help="tokens and quality: the source of --bundle")
     parser.add_argument("--bundle", type=Path)
     parser.add_argument("--new-tokens", type=int, default=200)
+    parser.add_argument("--text", type=Path, help="quality: a file of text")
+    parser.add_argument("--segments", type=int, default=2, help="quality: of 512 tokens (default: 2)")
+    parser.add_argument("--dtype", default="bfloat16", help="quality: of model and tokens (default: bfloat16)")
     parser.add_argument("--only", default=",".join(CONTENDERS))
-    parser.add_argument("--cases", default="1x1000,1x30000,16x12000,mixed")
-    parser.add_argument("--memory", type=int, default=30, help="GiB of cache for each contender")
+    parser.add_argument("--cases", default=CASES)
+    parser.add_argument("--memory", type=float, default=30, help="GiB of cache for each contender")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--seconds", type=float, default=240, help="of each contender (default: 240)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    # Processes of vLLM's end with this one.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report: dict[str, Any] = {}
     if given.what == "tokens":
-        report = compare(given.model, given.bundle, given.new_tokens)
-    else:
-        from traffic import lengths
-
-        dice = random.Random(0)
-        mixed = lengths(dice, 160, 128, 10_000, 366_374), lengths(dice, 160, 32, 360, 23_545)
-        for contender in given.only.split(","):
-            start = time.perf_counter()
-            asked = {"contender": contender, "cases": given.cases.split(","), "memory": given.memory, "mixed": mixed}
-            report[contender] = child(asked)
-            print(contender, report[contender], f"{time.perf_counter() - start:.0f} s in all", flush=True)
-            save(given.json, report)
-    save(given.json, report)
+        compare(given.model, given.bundle, given.new_tokens, given.json)
+        return
+    if given.what == "quality":
+        found = quality(given.model, given.bundle, given.text, given.segments, given.dtype)
+        print(found)
+        save(given.json, found)
+        return
+    mixed = mixed_load(0, 8 if given.tiny else 1, TINY["vocab_size"])
+    for name in given.only.split(","):
+        contender = Contender(name, given.memory, given.seconds, mixed, given.tiny)
+        try:
+            contender.measure(given.cases.split(","), report.setdefault(name, {}), lambda: save(given.json, report))
+        finally:
+            contender.stop()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,18 +13,17 @@ from kvconvert.kernels.decode.stored import PageTables, PageTile, ResidualTokens
 from kvconvert.kernels.history import HistoryPart, history_attention
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.rotate import hadamard_transform
-from kvconvert.vllm.layer import LayerBlocks
+from kvconvert.vllm.layer import AlikeLayers, LayerBlocks
 from kvconvert.vllm.step import Request, StepPlan, upload
 from kvconvert.vllm.tables import DecodeTables
 
 
-def quantize_pending(blocks: LayerBlocks, plan: StepPlan) -> None:
-    """Quantize the pages of a layer that were complete when the pass before this one ended."""
-    keys, values = plan.pending
-    for pages, f, index in ((keys, blocks.cache.format.keys, 0), (values, blocks.cache.format.values, 1)):
+def quantize_pending(layers: Iterable[AlikeLayers], plan: StepPlan) -> None:
+    """Quantize the pages that were complete when the pass before this one ended, in all layers."""
+    for pages, is_key in zip(plan.pending, (True, False), strict=True):
         if pages is not None:
-            tokens = blocks.read(pages.token_blocks, pages.token_slots)[index]
-            blocks.quantize(pages.blocks, tokens, pages.firsts, f)
+            for part in layers:
+                part.quantize_stored(pages.blocks, (pages.token_blocks, pages.token_slots), pages.firsts, is_key)
 
 
 @dataclass(frozen=True)

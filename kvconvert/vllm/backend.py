@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -23,7 +24,7 @@ from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.bundle import ServedBundle, layer_index, served_bundle
-from kvconvert.vllm.layer import LayerBlocks
+from kvconvert.vllm.layer import AlikeLayers, LayerBlocks, alike
 from kvconvert.vllm.spec import LowBitSpec
 from kvconvert.vllm.step import StepPlan, plan_step
 from kvconvert.vllm.tables import DecodeTables
@@ -34,8 +35,9 @@ class LowBitBackend(AttentionBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
-    # The one bundle of this process, once its first layer is built.
+    # The one bundle of this process, once its first layer is built, and among how many ranks its heads are divided.
     served: ClassVar[ServedBundle | None] = None
+    ranks: ClassVar[int] = 1
 
     @staticmethod
     def get_name() -> str:
@@ -64,7 +66,7 @@ class LowBitBackend(AttentionBackend):
             return spec
         if not isinstance(spec, FullAttentionSpec) or cls.served is None:
             raise BundleError(f"The plugin serves causal attention over all tokens, and this layer has {type(spec)}.")
-        layout = cls.served.layout(spec.dtype)
+        layout = cls.served.layout(spec.dtype, cls.ranks)
         same = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
         packed = {"num_head_slots": 1, "state_content_bytes": layout.block_bytes, "tokens_per_state": PAGE_SIZE}
         return LowBitSpec(**same | packed, blocks_ahead=layout.blocks_ahead)
@@ -95,8 +97,11 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.layout = served_bundle(vllm_config.model_config.model).layout(kv_cache_spec.dtype)
+        served, ranks = served_bundle(vllm_config.model_config.model), vllm_config.parallel_config.tensor_parallel_size
+        self.layout = served.layout(kv_cache_spec.dtype, ranks)
         self.tables = None
+        self._known: list[LayerBlocks] = []
+        self._alike: list[AlikeLayers] = []
         if runs_triton(device):
             most = vllm_config.scheduler_config.max_num_seqs
             recorded = vllm_config.compilation_config.cudagraph_capture_sizes or []
@@ -119,17 +124,22 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
             lengths[: common.num_reqs].tolist(),
             common.block_table_tensor,
         )
-        context = self.vllm_config.compilation_config.static_forward_context
-        for name in self.layer_names:
-            blocks = context[name].impl.blocks(context[name])
-            if blocks is not None:
-                quantize_pending(blocks, plan)
+        if any(plan.pending):
+            quantize_pending(self._layers(), plan)
         if self.tables is not None:
             decodes = plan.requests if not plan.prompts else plan.decodes
             rows = range(common.num_reqs) if not plan.prompts else [request.row for request in decodes]
             tokens = dict.fromkeys(rows, 0) | {request.row: request.tokens for request in decodes}
             self.tables.write(common.block_table_tensor, list(tokens), list(tokens.values()))
         return LowBitMetadata(plan, common.num_actual_tokens, self.tables)
+
+    def _layers(self) -> list[AlikeLayers]:
+        """All layers, those whose pages are written together side by side."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        blocks = [context[name].impl.blocks(context[name]) for name in self.layer_names]
+        if blocks != self._known:
+            self._known, self._alike = blocks, alike(blocks)
+        return self._alike
 
 
 class LowBitAttention(AttentionImpl[LowBitMetadata]):
@@ -164,7 +174,10 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
                 )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
-        LowBitBackend.served = self.served = served_bundle(get_current_vllm_config().model_config.model)
+        config = get_current_vllm_config()
+        LowBitBackend.served = self.served = served_bundle(config.model_config.model)
+        LowBitBackend.ranks = self.ranks = config.parallel_config.tensor_parallel_size
+        self.rank = get_tensor_model_parallel_rank()
         self._blocks: LayerBlocks | None = None
 
     def blocks(self, layer: Any) -> LayerBlocks | None:
@@ -174,7 +187,8 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
             return None
         known = self._blocks is not None and self._blocks.words.data_ptr() == memory.data_ptr()
         if not known or len(self._blocks.words) != len(memory):
-            cache = self.served.layer(layer_index(layer.layer_name), memory.device, layer.dtype)
+            index = layer_index(layer.layer_name)
+            cache = self.served.layer(index, memory.device, layer.dtype, self.rank, self.ranks)
             if runs_triton(memory.device):
                 query = torch.empty(1, self.num_heads, 1, self.head_size, dtype=layer.dtype, device=memory.device)
                 reason = unsupported(query, cache.format, layer.dtype)

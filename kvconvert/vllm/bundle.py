@@ -19,6 +19,13 @@ from kvconvert.methods.scheme import Evict, Pages
 from kvconvert.vllm.blocks import BlockLayout
 from kvconvert.vllm.layer import LayerCache
 
+# Tensors of a layer's KV plan that have a part for each KV head.
+OF_HEADS = {
+    "key_mean",
+    "key_feedback",
+    "boosted_channels",
+    *(f"static_{side}_{part}" for side in ("key", "value") for part in ("scale", "zero_point")),
+}
 # How much larger than the mean page blocks may be, which have the size of the largest.
 MOST_PADDING = 1.25
 
@@ -55,14 +62,15 @@ class ServedBundle:
         """Whether any layer has a scheme; a bundle of weights alone needs no cache of ours."""
         return any(self.bundle.manifest.schemes())
 
-    def refusal(self, dtype: torch.dtype) -> str | None:
+    def refusal(self, dtype: torch.dtype, ranks: int = 1) -> str | None:
         """Why the cache cannot be served, in one sentence; None if it can.
 
         Args:
             dtype: of the model.
+            ranks: that KV heads are divided among.
         """
         for index, scheme in enumerate(self.schemes):
-            reason = scheme_refusal(scheme)
+            reason = scheme_refusal(scheme) or self._division_refusal(index, ranks)
             if reason is not None:
                 return f"Layer {index} of this bundle {reason}"
         config = self.bundle.config
@@ -75,7 +83,7 @@ class ServedBundle:
                 f"This model has layers of type {listed(others)}, and the plugin serves attention over all tokens "
                 "alone; use `kvconvert serve`."
             )
-        own = [BlockLayout.of(self._cache(index)[1], dtype) for index in range(len(self.schemes))]
+        own = [BlockLayout.of(self._cache(index, ranks)[1], dtype) for index in range(len(self.schemes))]
         if len({(layout.sink_tokens, layout.key_window, layout.value_window) for layout in own}) > 1:
             return (
                 "The layers of this bundle keep different numbers of tokens in full precision, and vLLM's blocks are "
@@ -91,32 +99,55 @@ class ServedBundle:
             )
         return None
 
-    def layer(self, index: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
-        """The cache of a decoder layer, with its part of the KV plan on a device."""
-        scheme, cache = self._cache(index)
-        prefix = f"layers.{index}."
+    def layer(self, index: int, device: torch.device, dtype: torch.dtype, rank: int = 0, ranks: int = 1) -> LayerCache:
+        """The cache of a decoder layer, with its part of the KV plan on a device.
+
+        Args:
+            index: of the layer.
+            device, dtype: of its full-precision tokens.
+            rank, ranks: whose heads it holds, of how many that the heads are divided among.
+        """
+        scheme, cache = self._cache(index, ranks)
+        prefix, heads = f"layers.{index}.", cache.pages.keys.heads
         plan = {name.removeprefix(prefix): t for name, t in self.bundle.plan.items() if name.startswith(prefix)}
-        return LayerCache(
-            with_plan(cache.pages, scheme, plan, device), cache.rotations, self._layout(cache, dtype), dtype
-        )
+        own = {name: t[rank * heads : (rank + 1) * heads] if name in OF_HEADS else t for name, t in plan.items()}
+        pages = with_plan(cache.pages, scheme, own, device)
+        return LayerCache(pages, cache.rotations, self._layout(cache, dtype, ranks), dtype)
 
-    def layout(self, dtype: torch.dtype) -> BlockLayout:
+    def layout(self, dtype: torch.dtype, ranks: int = 1) -> BlockLayout:
         """Of every layer's blocks but for the sizes of its records, for a bundle that is not refused."""
-        return self._layout(self._cache(0)[1], dtype)
+        return self._layout(self._cache(0, ranks)[1], dtype, ranks)
 
-    def _layout(self, cache: CacheFormat, dtype: torch.dtype) -> BlockLayout:
-        every = range(len(self.schemes))
-        return BlockLayout.of(cache, dtype, max(BlockLayout.of(self._cache(i)[1], dtype).block_bytes for i in every))
+    def _division_refusal(self, index: int, ranks: int) -> str | None:
+        """Why a layer's heads cannot be divided among ranks, to follow the layer's name; None if they can."""
+        heads, scheme = self._shape(index)[0], self.schemes[index]
+        if heads % ranks:
+            return f"has {heads} KV heads, which tensor parallelism cannot divide among {ranks} devices."
+        if ranks > 1 and scheme.token_norm == "joint":
+            return (
+                "divides its tokens by a norm over all KV heads, which tensor parallelism keeps on several devices; "
+                'convert with token_norm = "per_head", or serve on one device.'
+            )
+        return None
 
-    def _cache(self, index: int) -> tuple[KVScheme, CacheFormat]:
-        scheme, planned = self.schemes[index], self.bundle.manifest.layers[index]
+    def _layout(self, cache: CacheFormat, dtype: torch.dtype, ranks: int) -> BlockLayout:
+        every = (self._cache(index, ranks)[1] for index in range(len(self.schemes)))
+        return BlockLayout.of(cache, dtype, max(BlockLayout.of(other, dtype).block_bytes for other in every))
+
+    def _cache(self, index: int, ranks: int) -> tuple[KVScheme, CacheFormat]:
+        heads, head_dim = self._shape(index)
+        return self.schemes[index], CacheFormat.of(self.schemes[index], heads=heads // ranks, key_dim=head_dim)
+
+    def _shape(self, index: int) -> tuple[int, int]:
+        """KV heads of a layer and channels of each."""
+        planned = self.bundle.manifest.layers[index]
         heads, head_dim = planned.num_key_value_heads, planned.head_dim
         if heads is None or head_dim is None:
             config = self.bundle.config
             text = config.get("text_config", config)
             heads = text.get("num_key_value_heads", text["num_attention_heads"])
             head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-        return scheme, CacheFormat.of(scheme, heads=heads, key_dim=head_dim)
+        return heads, head_dim
 
 
 def scheme_refusal(scheme: KVScheme) -> str | None:

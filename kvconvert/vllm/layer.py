@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,6 +30,9 @@ from kvconvert.kernels.pages.records import pages_of
 from kvconvert.kernels.quantizer import new_flag
 from kvconvert.kernels.rotate import Rotations
 from kvconvert.vllm.blocks import BlockLayout
+
+# Tokens in full precision that are gathered from all layers at once in order to be quantized.
+WORKSPACE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -61,16 +66,20 @@ class LayerBlocks:
     """
 
     def __init__(self, cache: LayerCache, memory: torch.Tensor):
-        self.cache, layout = cache, cache.layout
+        self.cache = cache
         self.words = memory.flatten(1).view(torch.int16)
         self.flag = new_flag(memory.device)
-        numbers, each = layout.token_bytes // cache.dtype.itemsize, layout.tokens_per_block
-        self.tokens = self.words.view(cache.dtype)[:, : each * numbers].unflatten(1, (each, numbers))
+        self.tokens = self.tokens_of(self.words)
 
     @cached_property
     def block_units(self) -> int:
         """Distance from one block to the next in units of 16 bytes."""
         return self.words.stride(0) // 8
+
+    def tokens_of(self, words: torch.Tensor) -> torch.Tensor:
+        """Full-precision tokens, a view [..., tokens of a block, numbers of a token] of such words as the layer's."""
+        numbers, each = self.cache.layout.token_bytes // self.cache.dtype.itemsize, self.cache.layout.tokens_per_block
+        return words.view(self.cache.dtype)[..., : each * numbers].unflatten(-1, (each, numbers))
 
     def write(self, blocks: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store full-precision keys [n, H, D] and values [n, H, E] in these places, int64 [n] each."""
@@ -115,7 +124,53 @@ class LayerBlocks:
 
     def pages(self, blocks: torch.Tensor, f: KeyFormat | ValueFormat) -> KeyPages | ValuePages:
         """A copy of the pages of one side in these blocks, int64 [N]."""
-        return pages_of(self._buffer(self._records(f)[blocks], f), f)
+        return pages_of(self.buffer(self.records(self.words, f)[blocks], f), f)
+
+    def quantize(
+        self, blocks: torch.Tensor, tokens: torch.Tensor, firsts: list[int], f: KeyFormat | ValueFormat
+    ) -> None:
+        """Quantize pages; arguments as for `AlikeLayers.quantize`, tokens [H, 128 N, channels]."""
+        AlikeLayers([self]).quantize(blocks, tokens.unsqueeze(0), firsts, f)
+
+    def records(self, words: torch.Tensor, f: KeyFormat | ValueFormat) -> torch.Tensor:
+        """Every block's record of one side, a view int16 [..., units] of such words as the layer's."""
+        keys, values = self.cache.layout.key_bytes // 2, self.cache.layout.value_bytes // 2
+        return words[..., :keys] if isinstance(f, KeyFormat) else words[..., keys : keys + values]
+
+    def buffer(self, records: torch.Tensor, f: KeyFormat | ValueFormat) -> torch.Tensor:
+        """Records int16 [N, units] as `pages_of` takes them."""
+        if f.bits < 16:
+            return records
+        return records.view(self.cache.dtype).unflatten(1, (f.heads, f.page_size, f.head_dim))
+
+
+class AlikeLayers:
+    """Layers whose pages one launch writes, and whose blocks are equally far apart; any one layer alone is such.
+
+    Args:
+        layers: in order.
+
+    Attributes:
+        words: int16 [layers, blocks, units].
+    """
+
+    def __init__(self, layers: list[LayerBlocks]):
+        self.layers, first = layers, layers[0]
+        step = layers[1].words.storage_offset() - first.words.storage_offset() if len(layers) > 1 else 0
+        self.words = first.words.as_strided((len(layers), *first.words.shape), (step, *first.words.stride()))
+
+    def quantize_stored(
+        self, blocks: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor], firsts: list[int], is_key: bool
+    ) -> None:
+        """Quantize pages whose tokens lie in these places; arguments as for `quantize` and `LayerBlocks.read`."""
+        cache = self.layers[0].cache
+        f = cache.format.keys if is_key else cache.format.values
+        side = slice(0, f.heads * f.head_dim) if is_key else slice(-f.heads * f.head_dim, None)
+        at_once = max(1, WORKSPACE_BYTES // (len(places[0]) * f.heads * f.head_dim * cache.dtype.itemsize))
+        for start in range(0, len(self.layers), at_once):
+            part = AlikeLayers(self.layers[start : start + at_once])
+            tokens = self.layers[0].tokens_of(part.words)[..., side][:, places[0], places[1]]
+            part.quantize(blocks, tokens.unflatten(-1, (f.heads, -1)).transpose(1, 2).contiguous(), firsts, f)
 
     def quantize(
         self, blocks: torch.Tensor, tokens: torch.Tensor, firsts: list[int], f: KeyFormat | ValueFormat
@@ -124,52 +179,68 @@ class LayerBlocks:
 
         Args:
             blocks: int64 [N], where they go.
-            tokens: [H, 128 N, channels] of keys or values, page after page, contiguous, which this may change.
+            tokens: [layers, H, 128 N, channels] of keys or values, page after page, contiguous, which this may change.
             firsts: position of each page's first token.
-            f: of the side.
+            f: of the side, in all layers.
         """
-        format, is_key = self.cache.format, isinstance(f, KeyFormat)
-        if is_key and format.key_center is not None:
-            for page, first in enumerate(firsts):
-                part = tokens[:, page * PAGE_SIZE : (page + 1) * PAGE_SIZE]
-                add_centers(part, first, PAGE_SIZE, format.key_center, sign=-1)
-        records = self._records(f)
-        whole = pages_of(self._buffer(records.new_empty(len(blocks), records.shape[1]), f), f)
+        first, is_key = self.layers[0], isinstance(f, KeyFormat)
+        format, hidden = first.cache.format, [0 if n else first.cache.layout.sink_tokens for n in firsts]
         channels, static = (format.boosted, format.static_keys) if is_key else (None, format.static_values)
-        feedback = format.key_feedback if is_key else None
-        hidden = [0 if first else self.cache.layout.sink_tokens for first in firsts]
+        records = first.records(self.words, f)
+        pages = pages_of(first.buffer(records.new_empty(len(self.layers) * len(blocks), records.shape[2]), f), f)
         if runs_triton(tokens.device):
-            quantize_at(_writes(tokens, whole, feedback, hidden), tokens, whole, self.flag, channels, static)
+            center = format.key_center if is_key else None
+            writes = self._writes(tokens, pages, firsts, hidden, is_key)
+            quantize_at(writes, tokens[0], pages, first.flag, channels, static, center)
         else:
-            pages = tokens.split(PAGE_SIZE, 1)
-            rooms = [whole.select(slice(page, page + 1)) for page in range(len(pages))]
-            quantize_by_reference(pages, rooms, channels, static, feedback, hidden)
-        records[blocks] = whole.buffer.flatten(1).view(torch.int16)
+            rooms = [pages.select(slice(page, page + 1)) for page in range(len(pages))]
+            for layer, own in zip(self.layers, tokens, strict=True):
+                format = layer.cache.format
+                if is_key and format.key_center is not None:
+                    for page, position in zip(own.split(PAGE_SIZE, 1), firsts, strict=True):
+                        add_centers(page, position, PAGE_SIZE, format.key_center, sign=-1)
+                feedback = format.key_feedback if is_key else None
+                quantize_by_reference(own.split(PAGE_SIZE, 1), rooms, channels, static, feedback, hidden)
+                rooms = rooms[len(blocks) :]
+        records[:, blocks] = pages.buffer.flatten(1).view(torch.int16).unflatten(0, (len(self.layers), -1))
 
-    def _records(self, f: KeyFormat | ValueFormat) -> torch.Tensor:
-        """Every block's record of one side, int16 [blocks, units]."""
-        keys, values = self.cache.layout.key_bytes // 2, self.cache.layout.value_bytes // 2
-        return self.words[:, :keys] if isinstance(f, KeyFormat) else self.words[:, keys : keys + values]
+    def _writes(
+        self,
+        tokens: torch.Tensor,
+        pages: KeyPages | ValuePages,
+        firsts: list[int],
+        hidden: list[int],
+        is_key: bool,
+    ) -> PageWrites:
+        """Where pages' tokens lie and where their records go, layer after layer."""
+        layers, count, bytes_of = len(self.layers), len(firsts), tokens.element_size()
+        page = tokens.stride(2) * PAGE_SIZE * np.arange(count)
+        starts = tokens.data_ptr() + bytes_of * (tokens.stride(0) * np.arange(layers)[:, None] + page)
+        records = pages.buffer.data_ptr() + np.arange(layers * count) * pages.buffer[0].nbytes
+        formats = [layer.cache.format for layer in self.layers]
+        feedback = centers = None
+        if is_key and formats[0].key_feedback is not None:
+            feedback = np.repeat([format.key_feedback.data_ptr() for format in formats], count)
+        if is_key and formats[0].key_center is not None:
+            own = [[f.key_center.matrix.data_ptr(), f.key_center.frequencies.data_ptr()] for f in formats]
+            centers = np.column_stack([np.tile(firsts, layers), np.repeat(own, count, axis=0)]).astype(np.int64)
+        strides = np.full(layers * count, tokens.stride(1))
+        return PageWrites(starts.flatten(), strides, records, feedback, centers, np.tile(hidden, layers))
 
-    def _buffer(self, records: torch.Tensor, f: KeyFormat | ValueFormat) -> torch.Tensor:
-        """Records int16 [N, units] as `pages_of` takes them."""
-        if f.bits < 16:
-            return records
-        return records.view(self.cache.dtype).unflatten(1, (f.heads, f.page_size, f.head_dim))
 
-
-def _writes(
-    tokens: torch.Tensor, pages: KeyPages | ValuePages, feedback: torch.Tensor | None, hidden: list[int]
-) -> PageWrites:
-    """Where tokens [H, 128 N, channels] lie, contiguous, and where the records of their pages go; `hidden` tokens of
-    each page are sink tokens.
-    """
-    number = np.arange(len(pages))
-    page, record = tokens.stride(1) * PAGE_SIZE * tokens.element_size(), pages.buffer[0].nbytes
-    return PageWrites(
-        tokens.data_ptr() + number * page,
-        np.full(len(pages), tokens.stride(0)),
-        pages.buffer.data_ptr() + number * record,
-        None if feedback is None else np.full(len(pages), feedback.data_ptr()),
-        hidden=np.array(hidden),
-    )
+def alike(layers: Sequence[LayerBlocks]) -> list[AlikeLayers]:
+    """All layers, divided into those that are alike and equally far apart in one allocation."""
+    groups: dict[Hashable, list[LayerBlocks]] = {}
+    for number, layer in enumerate(layers):
+        f, cache = layer.cache.format, layer.cache
+        # Matrices of error feedback and key centers are found by their addresses; other tensors are a launch's own.
+        own = number if f.boosted is not None or f.static_keys is not None or f.static_values is not None else None
+        absent = f.key_feedback is None, f.key_center is None
+        key = f.keys, f.values, absent, own, cache.layout, layer.words.untyped_storage().data_ptr()
+        groups.setdefault(key, []).append(layer)
+    found = []
+    for group in groups.values():
+        starts = [layer.words.storage_offset() for layer in group]
+        even = len({after - before for before, after in pairwise(starts)}) <= 1 and starts == sorted(starts)
+        found += [AlikeLayers(group)] if even else [AlikeLayers([layer]) for layer in group]
+    return found

@@ -63,19 +63,18 @@ def refuse_hub(arguments: Any, config: Mapping[str, Any]) -> None:
 
 def refuse_config(served: ServedBundle, config: Any) -> None:
     """Refuse a bundle, or vLLM's settings, that cannot be served (BundleError)."""
-    reason = served.refusal(config.model_config.dtype)
+    parallel = config.parallel_config
+    reason = served.refusal(config.model_config.dtype, parallel.tensor_parallel_size)
     if reason is not None:
         raise BundleError(reason)
-    parallel = config.parallel_config
     sizes = {
-        "tensor parallelism": parallel.tensor_parallel_size,
         "pipeline parallelism": parallel.pipeline_parallel_size,
         "decode context parallelism": parallel.decode_context_parallel_size,
         "prefill context parallelism": parallel.prefill_context_parallel_size,
     }
     for name, size in sizes.items():
         if size > 1:
-            raise _refused(name, f"the plugin serves one device, and {size} were asked for")
+            raise _refused(name, "the plugin divides heads among devices and nothing else")
     if config.speculative_config is not None:
         raise _refused("speculative decoding", "a page, once quantized, cannot give back rejected tokens")
     if config.kv_transfer_config is not None:

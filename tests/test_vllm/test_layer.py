@@ -16,7 +16,7 @@ from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
 from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.blocks import BlockLayout
-from kvconvert.vllm.layer import LayerBlocks, LayerCache
+from kvconvert.vllm.layer import AlikeLayers, LayerBlocks, LayerCache, alike
 from kvconvert.vllm.step import StepPlan, plan_step
 from kvconvert.vllm.tables import DecodeTables
 
@@ -64,7 +64,7 @@ class Layer:
         totals = [stored.shape[1] + new for stored, new in zip(self.keys, lengths, strict=True)]
         plan = plan_step(self.layout, starts, totals, self.table)
         with interpreted() if self.kernels and self.device.type == "cpu" else nullcontext():
-            quantize_pending(self.blocks, plan)
+            quantize_pending([AlikeLayers([self.blocks])], plan)
             if self.tables is not None:
                 decodes = plan.decodes
                 self.tables.write(self.table, [r.row for r in decodes], [r.tokens for r in decodes])
@@ -139,6 +139,32 @@ SCHEMES = {
 }
 # Prompts whole and in chunks beside decoding requests; pages that a prompt, a chunk or a decoded token completes.
 PASSES = [[127, 0, 0], [1, 40, 0], [1, 100, 1], [200, 128, 1], [1, 1, 1], [0, 1, 130], [1, 1, 1], [100, 1, 0]]
+
+
+@pytest.mark.parametrize("name", ["calibrated", "static", "kitty"])
+def test_layers_in_one_allocation_are_quantized_together_as_each_alone(name):
+    torch.manual_seed(0)
+    together, alone = ([Layer(SCHEMES[name], kernels=False) for _ in range(3)] for _ in range(2))
+    shape = together[0].blocks.words.shape
+    memory = torch.full((3, *shape), POISON, dtype=torch.int16)
+    for number, layer in enumerate(together):
+        layer.blocks = LayerBlocks(layer.blocks.cache, memory[number])
+    groups = alike([layer.blocks for layer in together])
+    assert sum(len(group.layers) for group in groups) == 3
+    assert len(groups) == (1 if name == "kitty" else 3)
+    tokens = torch.randn(3, 3, 256, 2, HEADS, DIM)
+    table = alone[0].table
+    for layer, other, own in zip(together, alone, tokens, strict=True):
+        for blocks in (layer.blocks, other.blocks):
+            plan = plan_step(layer.layout, [0, 256, 512, 768], [256] * 3, table)
+            for request, part in zip(plan.requests, own, strict=True):
+                blocks.write(*plan.places(request, 0, 256), *part.unbind(1))
+    plan = plan_step(together[0].layout, [0, 1, 2, 3], [257] * 3, table)
+    assert all(plan.pending)
+    quantize_pending(groups, plan)
+    for layer, other in zip(together, alone, strict=True):
+        quantize_pending([AlikeLayers([other.blocks])], plan)
+        torch.testing.assert_close(layer.blocks.words, other.blocks.words, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

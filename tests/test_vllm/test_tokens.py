@@ -118,6 +118,12 @@ def test_requests_go_on_after_an_interruption(tmp_path):
         assert tokens[:64] == own[:64]
 
 
+def test_two_ranks_give_the_tokens_of_one(tmp_path):
+    bundle, asked = bundle_of(tmp_path, SCHEMES["calibrated"] + 'token_norm = "per_head"\n'), prompts(130, 300)
+    found, _ = in_vllm(bundle, [asked], tensor_parallel_size=2, distributed_executor_backend="mp")
+    assert found == in_runtime(bundle, asked)
+
+
 def test_a_refusal_is_what_ends_the_start(tmp_path):
     bundle = bundle_of(tmp_path, SCHEMES["kivi"])
     said = in_vllm(bundle, [], enable_prefix_caching=True)

@@ -100,7 +100,6 @@ def test_an_argument_that_says_otherwise_is_refused(name, value, said, tmp_path)
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"tensor_parallel_size": 2}, "tensor parallelism"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
@@ -113,6 +112,45 @@ def test_settings_that_are_not_served_are_refused(given, said):
     with pytest.raises(BundleError) as error:
         refuse_config(served(KIVI, KIVI), engine(**given))
     refused(str(error.value), said)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ranks", "said"),
+    [
+        (KVScheme.preset("oscar-g128"), 2, 'token_norm = "per_head"'),
+        (KIVI, 3, "2 KV heads, which tensor parallelism cannot divide among 3"),
+        (KIVI, 4, "2 KV heads"),
+    ],
+)
+def test_heads_that_cannot_be_divided_are_refused(scheme, ranks, said):
+    refuse_config(served(KIVI, KIVI), engine(tensor_parallel_size=2))
+    with pytest.raises(BundleError) as error:
+        refuse_config(served(KIVI, scheme), engine(tensor_parallel_size=ranks))
+    refused(str(error.value), said)
+
+
+def test_a_rank_has_its_heads_of_the_plan():
+    scheme = replace(KIVI, key_rounding="error_feedback", boost_fraction=0.125, boost_select="calibrated")
+    scheme = replace(scheme, key_center="calibrated")
+    found = served(scheme)
+    plan = {
+        "key_feedback": torch.eye(64) * torch.tensor([1.0, 2.0])[:, None, None],
+        "boosted_channels": torch.arange(16, dtype=torch.int32).view(2, 8),
+        "key_mean": torch.arange(128.0).view(2, 64),
+        "rope_frequencies": torch.ones(32),
+        "rope_pairs": torch.arange(64).view(2, 32).T.contiguous(),
+    }
+    found.bundle.plan.update({f"layers.0.{name}": tensor for name, tensor in plan.items()})
+    whole = found.layer(0, torch.device("cpu"), torch.bfloat16)
+    for rank in range(2):
+        part = found.layer(0, torch.device("cpu"), torch.bfloat16, rank, 2)
+        own = slice(rank, rank + 1)
+        assert part.format.keys.heads == part.format.values.heads == 1
+        assert torch.equal(part.format.key_feedback, whole.format.key_feedback[own])
+        assert torch.equal(part.format.boosted, whole.format.boosted[own])
+        assert torch.equal(part.format.key_center.matrix, whole.format.key_center.matrix[own])
+        assert part.layout == found.layout(torch.bfloat16, 2)
+        assert 2 * part.layout.token_bytes == whole.layout.token_bytes
 
 
 SPANS = KVScheme.preset("calibquant-1bit")
