@@ -48,7 +48,7 @@ from kvconvert.calibration.activations import (
 from kvconvert.calibration.awq import AwqPass
 from kvconvert.calibration.awq_clips import search_clips
 from kvconvert.calibration.hessians import ERROR_ROWS, Factor, HessianRecorder, factorize
-from kvconvert.calibration.mismatch import Mismatch, correction, flat
+from kvconvert.calibration.mismatch import Mismatch, correction
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
@@ -56,6 +56,7 @@ from kvconvert.errors import NumericError
 DAMPING = 0.3
 # Of the quantized model's inputs, and of the correction: benchmarks/WEIGHTS.md.
 CORRECTED_DAMPING = 1.0
+SEARCH_STRIDE = 2  # of tokens, where Hessians are for searches alone
 _BLOCK = 128
 
 
@@ -140,15 +141,16 @@ class GptqPass(CalibrationPass):
     @contextmanager
     def observe(self, work: LayerWork) -> Iterator[None]:
         """Record the Hessians, and what AWQ's search needs."""
-        self._hessians = HessianRecorder(work.structure, work.ranks)
+        stride = 1 if work.paired is None else SEARCH_STRIDE
+        self._hessians = HessianRecorder(work.structure, work.ranks, stride)
         with ExitStack() as hooks:
             if self.awq is not None:
                 hooks.enter_context(self.awq.observe(work))
             hooks.enter_context(self._hessians.attached(work.layer))
             if work.paired is not None:
-                streams = work.structure.writers.values()
-                names = dict.fromkeys((*input_points(work.structure), *streams))
-                hooks.enter_context(work.paired.recording(work.layer, tuple(names)))
+                points = [point for point in input_points(work.structure) if point not in work.structure.writers]
+                streams = [after for _, after in work.structure.writers.values()]
+                hooks.enter_context(work.paired.recording(work.layer, (*points, *streams)))
             yield
 
     def solve(self, work: LayerWork) -> None:
@@ -225,22 +227,28 @@ class GptqPass(CalibrationPass):
             number, point: of the input.
             scale: by which the input was divided since it was recorded, [in].
         """
-        names, stream = self._inputs[point], work.structure.writers.get(point)
-        weights = {name: work.layer.get_submodule(name).weight.data for name in names}
-        width, device = weights[point].shape[1], weights[point].device
-        mismatch = Mismatch(None if stream is None else weights[point], width, device)
-        for found in work.paired.of(work.layer, (point,) if stream is None else (stream, point)):
-            x, y = flat(found[point])
-            mismatch.add(x if scale is None else x / scale, y, None if stream is None else _difference(found[stream]))
+        linear = work.layer.get_submodule(point)
+        outputs, inputs = linear.weight.shape
+        before, after = work.structure.writers.get(point, (None, None))
+        mismatch = Mismatch(None if before is None else outputs, inputs, linear.weight.device)
+        kept, names = (point, (point,)) if before is None else (after, (before, point))
+        for wanted, found in work.paired.of(work.layer, kept, names):
+            if before is not None:
+                wanted = wanted - found[before] if linear.bias is None else wanted - found[before] - linear.bias
+            elif scale is not None:
+                wanted = wanted / scale
+            mismatch.add(wanted.flatten(0, -2), found[point].flatten(0, -2))
         mismatch.reduce(work.ranks)
         if work.ranks.owner(number) != work.ranks.rank:
             return None
+        hessian, cross = mismatch.moments(linear.weight.data)
         try:
-            factor = factorize(mismatch.hessian(), self._orders.pop(point), CORRECTED_DAMPING)
+            factor = factorize(hessian, self._orders.pop(point), CORRECTED_DAMPING)
         except NumericError as error:
             raise NumericError(f"GPTQ cannot quantize {work.name}.{point}: {error}") from error
-        for weight in weights.values():
-            weight.add_(correction(mismatch.target(weight), factor))
+        for name in self._inputs[point]:
+            weight = work.layer.get_submodule(name).weight.data
+            weight.add_(correction(mismatch.target(cross, weight), factor))
         return factor
 
     @staticmethod
@@ -287,11 +295,6 @@ class GptqPass(CalibrationPass):
             part.copy_(found)
             found = None  # frees it before there is another
         return losses if factor.damping in (DAMPING, CORRECTED_DAMPING) else losses | {"damping": factor.damping}
-
-
-def _difference(stream: tuple[Tensor, Tensor]) -> Tensor:
-    source, quantized = flat(stream)
-    return source - quantized
 
 
 def _diagonal_blocks(hessian: Tensor, group_size: int) -> Tensor:
