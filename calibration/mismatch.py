@@ -124,4 +124,3 @@ def correction(target: Tensor, factor: Factor, block: int = FACTOR_BLOCK) -> Ten
     result = torch.empty_like(found)
     result[:, factor.order] = found
     return result
-

@@ -120,7 +120,8 @@ class RunnerInputs:
         replaced = []
         for name, batches in self._read.items():
             writer, module = layer.get_submodule(name), layer.get_submodule(name.rpartition(".")[0])
-            module.forward = partial(self._resume, writer, batches, self._written.setdefault(name, []), self._ends[name])
+            written = self._written.setdefault(name, [])
+            module.forward = partial(self._resume, writer, batches, written, self._ends[name])
             replaced.append(module)
         try:
             yield

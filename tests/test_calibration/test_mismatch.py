@@ -14,7 +14,6 @@ from kvconvert.calibration.hessians import factorize
 from kvconvert.calibration.mismatch import Mismatch, correction
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.calibration.ranks import ALONE
-from kvconvert.calibration.weight_grid import WeightGrid
 
 STRUCTURE = copy.copy(STRUCTURE)
 object.__setattr__(STRUCTURE, "adds_to_stream", True)
@@ -155,12 +154,3 @@ def test_a_corrected_layer_undoes_some_of_the_error_that_it_is_given(bits, awq):
             expected = setting.layer(setting.hidden, **setting.kwargs)
         errors[paired] = float((found - expected).square().mean())
     assert errors[True] < 0.8 * errors[False]
-
-
-def test_grids_are_those_of_the_uncorrected_weights():
-    setting = Setting(bias=False)
-    plain, corrected = (converted(setting, 1.1 * setting.hidden, 3, True, paired) for paired in (False, True))
-    for name, grid in plain.grids.items():
-        assert isinstance(grid, WeightGrid)
-        assert torch.equal(grid.scale, corrected.grids[name].scale)
-        assert torch.equal(grid.zero, corrected.grids[name].zero)
