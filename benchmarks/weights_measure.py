@@ -119,7 +119,7 @@ def quantized_model(directory: Path, case: Case, calibration: Sources, seed: int
         layer, _ = runner.layer(index)
         work = LayerWork(name, layer, structure, *ids.shape, dtype=float_dtype(source))
         if paired:
-            work.paired = RunnerInputs(runner, index, quantized, lambda tensor: tensor)
+            work.paired = RunnerInputs(runner, index, structure, quantized, lambda tensor: tensor)
         outputs = []
         with ExitStack() as hooks:
             for calibration_pass in passes:
@@ -135,7 +135,7 @@ def quantized_model(directory: Path, case: Case, calibration: Sources, seed: int
         model.get_submodule(name).load_state_dict(work.layer.state_dict())
         states = States(torch.cat(outputs)) if outputs else states
         if paired:
-            quantized = States(torch.cat([output for *_, output in runner.forward(layer, quantized, index)]))
+            quantized = States(torch.cat(list(work.paired.outputs(layer))))
     return model
 
 

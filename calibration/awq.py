@@ -53,7 +53,7 @@ class AwqPass(CalibrationPass):
     Args:
         bits, group_size: of the weights; `LayerWork.bits` says which Linears have other bits.
         quantize_values: see `search_scales`; None takes what the layer's own cache makes of values.
-        compensated: another pass rounds the weights: it gets all scales, and clips without weights being clamped.
+        compensated: another pass rounds the weights: it gets all scales, and no clips are searched.
 
     Attributes:
         input_scales: by Linear, what `apply` multiplies its input channels by; from `solve` on.
@@ -125,8 +125,8 @@ class AwqPass(CalibrationPass):
                     quantize_values=self.quantize_values or value_rounding(work.cache),
                     ranks=work.ranks,
                 )
-                kept = _Candidate("scales and clips", scalings, self._clips(work, observed, scalings))
-                errors = {}
+                clips = {} if self.compensated else self._clips(work, observed, scalings)
+                kept, errors = _Candidate("scales and clips", scalings, clips), {}
                 if self._sampler is not None:
                     clipped = _Candidate("clips", [], self._clips(work, observed, []))
                     sample = self._sampler.result()
@@ -172,8 +172,7 @@ class AwqPass(CalibrationPass):
     def apply(self, work: LayerWork) -> None:
         """Scale the layer and clamp its weights."""
         apply_scales(work.layer, work.structure, self._scalings, work.dtype)
-        if not self.compensated:
-            apply_clips(work.layer, self.clips, self.group_size)
+        apply_clips(work.layer, self.clips, self.group_size)
 
     def _found(
         self, work: LayerWork, observed: ActivationStatistics, scalings: list[Scaling], skipped: dict[str, str]

@@ -2,9 +2,7 @@
 
 Each group of each output channel of every Linear but the query and key projections is clamped to +- max |w| (1 - i/20),
 i = 0..9, taking the i with the least squared error of that group's share of the output. The error needs no activations,
-only the group's second moment E[x x^T], so all calibration tokens count. Where rounding is compensated, the error is
-what compensation leaves, channel by channel: `ActivationStatistics.remaining`; but not at 2 bits, where clips that were
-searched so lost more (benchmarks/WEIGHTS.md).
+only the group's second moment E[x x^T], so all calibration tokens count.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.models.structure import LayerStructure, Projection
 
 CLIP_STEPS = 10
-# Fewest bits at which clips are searched by what compensation leaves of an error: benchmarks/WEIGHTS.md.
-COMPENSATED_CLIP_BITS = 3
 # Bits of all Linears' weights, or of each one's by name.
 Widths = int | Mapping[str, int]
 _CHUNK_WEIGHTS = 2**22  # bounds the search's memory
@@ -46,7 +42,7 @@ def search_clips(
     """Search how far to clamp each group of each Linear but query and key. The layer is unchanged afterwards.
 
     Args:
-        statistics: of the activations. Linears whose input has no second moment and no remaining error are not clipped.
+        statistics: of the activations. Linears whose input has no second moment are not clipped.
         scalings: by which the layer is going to be scaled.
         bits: of the weights, of all Linears or of each by name.
         ranks: each searches some of the Linears.
@@ -62,14 +58,10 @@ def search_clips(
     def search(name: str) -> tuple[Tensor, float, float] | None:
         part, point, width = _clipped_part(structure, name), point_of(structure, name), width_of(bits, name)
         moment = statistics.second_moment.get(point)
-        if width >= COMPENSATED_CLIP_BITS:
-            moment = statistics.remaining.get(point, moment)
         if part is None or moment is None:
             return None
         scale = scales.get(name)
-        if moment.dim() == 1:
-            moment = (moment if scale is None else moment / scale.square()).unflatten(0, (-1, group_size))
-        elif scale is not None:
+        if scale is not None:
             scale = scale.unflatten(0, (-1, group_size))
             moment = moment / (scale.unsqueeze(2) * scale.unsqueeze(1))
         weight = scaled_parameters(layer, structure, name, scalings, torch.float32)["weight"]
@@ -110,11 +102,8 @@ def _search_clip(weight: Tensor, moment: Tensor, bits: int, group_size: int) -> 
             bound = largest * (1 - step / (2 * CLIP_STEPS))
             delta = fake_quantize_weight(rows, bits, group_size, bound) - rows
             delta = delta.unflatten(-1, (-1, group_size))  # [rows, groups, group_size]
-            if moment.dim() == 2:
-                error = delta.square_().mul_(moment).sum(-1)
-            else:
-                by_group = delta.transpose(0, 1)
-                error = ((by_group @ moment) * by_group).sum(-1).T
+            by_group = delta.transpose(0, 1)
+            error = ((by_group @ moment) * by_group).sum(-1).T
             if best_error is None:
                 best_error = error
                 before += float(error.double().sum())

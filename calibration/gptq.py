@@ -9,8 +9,9 @@ the step that is best for them (equations 2 and 3; the same for all rows, since 
 `compensate` takes all the rows of H_FF^-1 that are needed from one triangular factor (the paper's step 3, see
 `factorize`) and moves columns beyond a block of 128 once per block (its step 2).
 
-Grids are static: scale and zero of every group of inputs are fixed from the weight before any column moves. So columns
-may be rounded in any order without a table of which group a column belongs to, and the stored layout is AWQ's own.
+Grids are static: scale and zero of every group of inputs are fixed before any column moves, by search
+(`WeightGrid.searched`). So columns may be rounded in any order without a table of which group a column belongs to, and
+the stored layout is AWQ's own.
 The order is that of descending H_ii: inputs that matter most are rounded while all others can still make up for it.
 
 Damping adds to each diagonal entry a share of itself, H + lambda diag(H), where the paper adds a share of the mean: so
@@ -19,15 +20,15 @@ uses as a sink, does not keep all others from being made up for. An input that n
 nearest, and moves nothing.
 
 As a calibration pass it rounds alone, or weights that AWQ scaled ("awq+gptq", table 9 of AWQ's paper).
-Each distinct input's Hessian is factorized once, before anything is chosen: scales and clips are searched by what
+Each distinct input's Hessian is factorized once, before anything is chosen: scales and grids are searched by what
 compensation leaves of an error (`Factor.remaining`), and the factor for scaled weights is that factor scaled. Inputs
-are rounded in the order of their second moments in the unscaled model, whatever the scales. AWQ's clips, which both
-methods search, only bound the grids: weights are not clamped, and what a clip costs is an error like any other, which
-later columns make up for. Weights of an expert with too few tokens of its own are rounded to nearest.
+are rounded in the order of their second moments in the unscaled model, whatever the scales. What a narrow grid cuts off
+of a weight is an error like any other, which later columns make up for. Weights of an expert with too few tokens of its
+own are rounded to nearest.
 
-Where the data of the quantized model is at hand too (`LayerWork.paired`), searches are as above, but what is rounded is
-each Linear's weight corrected for everything quantized before it, and compensated with the Hessian of the quantized
-model's inputs: see `mismatch`.
+Where the data of the quantized model is at hand too (`LayerWork.paired`), scales are searched as above, but what is
+rounded is each Linear's weight corrected for everything quantized before it, and its grid and compensation are those of
+the quantized model's inputs: see `mismatch`.
 """
 
 from __future__ import annotations
@@ -39,16 +40,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvconvert.calibration.activations import (
-    MIN_EXPERT_TOKENS,
-    ActivationStatistics,
-    input_points,
-    point_of,
-)
+from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, input_points, point_of
 from kvconvert.calibration.awq import AwqPass
-from kvconvert.calibration.awq_clips import search_clips
 from kvconvert.calibration.hessians import ERROR_ROWS, Factor, HessianRecorder, factorize
-from kvconvert.calibration.mismatch import Mismatch, correction, flat
+from kvconvert.calibration.mismatch import Mismatch, correction
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
@@ -56,6 +51,7 @@ from kvconvert.errors import NumericError
 DAMPING = 0.3
 # Of the quantized model's inputs, and of the correction: benchmarks/WEIGHTS.md.
 CORRECTED_DAMPING = 1.0
+SEARCH_STRIDE = 2  # of tokens, where Hessians are for searches alone
 _BLOCK = 128
 
 
@@ -113,7 +109,7 @@ class GptqPass(CalibrationPass):
 
     Args:
         bits, group_size: of the weights; `LayerWork.bits` says which Linears have other bits.
-        awq: searches scales and clips first; None takes the weights as they are and searches clips alone.
+        awq: searches scales first; None takes the weights as they are.
     """
 
     name = "gptq"
@@ -124,7 +120,6 @@ class GptqPass(CalibrationPass):
         self._factors: dict[str, Factor] = {}
         self._orders: dict[str, Tensor] = {}
         self._remaining: dict[str, Tensor] = {}
-        self._moments: dict[str, Tensor] = {}
         self._inputs: dict[str | None, list[str]] = {}
         self._result = PassResult()
 
@@ -140,26 +135,26 @@ class GptqPass(CalibrationPass):
     @contextmanager
     def observe(self, work: LayerWork) -> Iterator[None]:
         """Record the Hessians, and what AWQ's search needs."""
-        self._hessians = HessianRecorder(work.structure, work.ranks)
+        stride = 1 if work.paired is None else SEARCH_STRIDE
+        self._hessians = HessianRecorder(work.structure, work.ranks, stride)
         with ExitStack() as hooks:
             if self.awq is not None:
                 hooks.enter_context(self.awq.observe(work))
             hooks.enter_context(self._hessians.attached(work.layer))
             if work.paired is not None:
-                streams = work.structure.writers.values()
-                names = dict.fromkeys((*input_points(work.structure), *streams))
-                hooks.enter_context(work.paired.recording(work.layer, tuple(names)))
+                points = [point for point in input_points(work.structure) if point not in work.structure.writers]
+                streams = [after for _, after in work.structure.writers.values()]
+                hooks.enter_context(work.paired.recording(work.layer, (*points, *streams)))
             yield
 
     def solve(self, work: LayerWork) -> None:
         """Factorize the Hessians, and search AWQ's scales."""
-        self._inputs, self._remaining, self._moments = self._by_input(work), {}, {}
+        self._inputs, self._remaining = self._by_input(work), {}
         for number, point in enumerate(filter(None, self._inputs)):
             owner = work.ranks.owner(number)
             if owner == work.ranks.rank:
                 try:
                     hessian = self._hessians.of(point, release=True)
-                    moments = _diagonal_blocks(hessian, self.group_size)
                     factor = factorize(hessian, rounding_order(hessian), DAMPING)
                 except NumericError as error:
                     raise NumericError(f"GPTQ cannot quantize {work.name}.{point}: {error}") from error
@@ -170,33 +165,23 @@ class GptqPass(CalibrationPass):
             else:
                 weight = work.layer.get_submodule(point).weight
                 remaining = weight.new_empty(weight.shape[1], dtype=torch.float32)
-                moments = remaining.new_empty(len(remaining) // self.group_size, self.group_size, self.group_size)
             self._remaining[point] = work.ranks.broadcast_(remaining, owner)
-            self._moments[point] = work.ranks.broadcast_(moments, owner)
         self._hessians = None
         if self.awq is not None:
             self.awq.remaining = self._remaining
             self.awq.solve(work)
 
     def apply(self, work: LayerWork) -> None:
-        """Scale the layer, fix every Linear's grid, and replace its weight by values of that grid."""
+        """Scale the layer, correct every Linear's weight, fix its grid, and replace it by values of that grid."""
         scales: dict[str, Tensor] = {}
         if self.awq is not None:
             self.awq.apply(work)
-            scales, clips = self.awq.input_scales, self.awq.clips
-        else:
-            clips = self._search_clips(work)
-        for name in work.structure.linears:
-            bound = clips[name][0] if name in clips else None
-            try:
-                weight = work.layer.get_submodule(name).weight
-                work.grids[name] = WeightGrid.of(weight, work.bits.get(name, self.bits), self.group_size, bound)
-            except NumericError as error:
-                raise NumericError(f"GPTQ cannot quantize {work.name}.{name}: {error}") from error
+            scales = self.awq.input_scales
         losses: dict[str, dict[str, float]] = {}
         reasons = {} if self.awq is None else dict(self.awq.result().reasons)
         for name in self._inputs.pop(None, ()):
             weight = work.layer.get_submodule(name).weight.data
+            self._set_grid(work, name, weight.new_ones(weight.shape[1]))
             weight.copy_(work.grids[name].round(weight))
             note = f"its expert saw fewer than {MIN_EXPERT_TOKENS} calibration tokens and is rounded to nearest"
             reasons[name] = "; ".join(filter(None, (reasons.get(name), note)))
@@ -207,6 +192,7 @@ class GptqPass(CalibrationPass):
             elif factor is not None and names[0] in scales:
                 factor = factor.scaled_(scales[names[0]])
             for name in names if factor is not None else ():
+                self._set_grid(work, name, factor.remaining())
                 losses[name] = self._compensate_(work.layer.get_submodule(name).weight.data, factor, work.grids[name])
             if work.paired is not None:  # the inputs of those that follow depend on them
                 self._broadcast(work, number, names)
@@ -225,28 +211,47 @@ class GptqPass(CalibrationPass):
             number, point: of the input.
             scale: by which the input was divided since it was recorded, [in].
         """
-        names, stream = self._inputs[point], work.structure.writers.get(point)
-        weights = {name: work.layer.get_submodule(name).weight.data for name in names}
-        width, device = weights[point].shape[1], weights[point].device
-        mismatch = Mismatch(None if stream is None else weights[point], width, device)
-        for found in work.paired.of(work.layer, (point,) if stream is None else (stream, point)):
-            x, y = flat(found[point])
-            mismatch.add(x if scale is None else x / scale, y, None if stream is None else _difference(found[stream]))
+        linear = work.layer.get_submodule(point)
+        outputs, inputs = linear.weight.shape
+        before, after = work.structure.writers.get(point, (None, None))
+        mismatch = Mismatch(None if before is None else outputs, inputs, linear.weight.device)
+        kept, names = (point, (point,)) if before is None else (after, (before, point))
+        for wanted, found in work.paired.of(work.layer, kept, names):
+            if before is not None:
+                wanted = wanted - found[before] if linear.bias is None else wanted - found[before] - linear.bias
+            elif scale is not None:
+                wanted = wanted / scale
+            mismatch.add(wanted.flatten(0, -2), found[point].flatten(0, -2))
         mismatch.reduce(work.ranks)
         if work.ranks.owner(number) != work.ranks.rank:
             return None
+        hessian, cross = mismatch.moments(linear.weight.data)
         try:
-            factor = factorize(mismatch.hessian(), self._orders.pop(point), CORRECTED_DAMPING)
+            factor = factorize(hessian, self._orders.pop(point), CORRECTED_DAMPING)
         except NumericError as error:
             raise NumericError(f"GPTQ cannot quantize {work.name}.{point}: {error}") from error
-        for weight in weights.values():
-            weight.add_(correction(mismatch.target(weight), factor))
+        for name in self._inputs[point]:
+            weight = work.layer.get_submodule(name).weight.data
+            weight.add_(correction(mismatch.target(cross, weight), factor))
         return factor
 
-    @staticmethod
-    def _broadcast(work: LayerWork, number: int, names: list[str]) -> None:
+    def _set_grid(self, work: LayerWork, name: str, costs: Tensor) -> None:
+        weight = work.layer.get_submodule(name).weight.data
+        try:
+            work.grids[name] = WeightGrid.searched(weight, work.bits.get(name, self.bits), self.group_size, costs)
+        except NumericError as error:
+            raise NumericError(f"GPTQ cannot quantize {work.name}.{name}: {error}") from error
+
+    def _broadcast(self, work: LayerWork, number: int, names: list[str]) -> None:
+        """Weights and grids to the ranks that have not computed them."""
+        owner = work.ranks.owner(number)
         for name in names:
-            work.ranks.broadcast_(work.layer.get_submodule(name).weight.data, work.ranks.owner(number))
+            weight = work.layer.get_submodule(name).weight.data
+            if owner != work.ranks.rank:
+                numbers = weight.new_empty(2, len(weight), weight.shape[1] // self.group_size, dtype=torch.float32)
+                work.grids[name] = WeightGrid(*numbers, work.bits.get(name, self.bits), self.group_size)
+            for tensor in (weight, work.grids[name].scale, work.grids[name].zero):
+                work.ranks.broadcast_(tensor, owner)
 
     def result(self) -> PassResult:
         """AWQ's statistics, and for every compensated Linear its output's error when rounded and when compensated."""
@@ -262,17 +267,6 @@ class GptqPass(CalibrationPass):
             found.setdefault(point if enough else None, []).append(name)
         return found
 
-    def _search_clips(self, work: LayerWork) -> dict[str, tuple[Tensor, float, float]]:
-        return search_clips(
-            work.layer,
-            work.structure,
-            ActivationStatistics(second_moment=self._moments, remaining=self._remaining),
-            [],
-            dict.fromkeys(work.structure.linears, self.bits) | dict(work.bits),
-            self.group_size,
-            work.ranks,
-        )
-
     @staticmethod
     def _compensate_(weight: Tensor, factor: Factor, grid: WeightGrid) -> dict[str, float]:
         """Replace a weight by values of its grid, some outputs at a time; the error before and after."""
@@ -287,14 +281,3 @@ class GptqPass(CalibrationPass):
             part.copy_(found)
             found = None  # frees it before there is another
         return losses if factor.damping in (DAMPING, CORRECTED_DAMPING) else losses | {"damping": factor.damping}
-
-
-def _difference(stream: tuple[Tensor, Tensor]) -> Tensor:
-    source, quantized = flat(stream)
-    return source - quantized
-
-
-def _diagonal_blocks(hessian: Tensor, group_size: int) -> Tensor:
-    """The second moments within each group of inputs, a copy [in / group_size, group_size, group_size]."""
-    groups = range(0, len(hessian), group_size)
-    return torch.stack([hessian[start : start + group_size, start : start + group_size] for start in groups])

@@ -13,12 +13,12 @@ and rounding costs tr (Q - W*) (H + lambda diag(H)) (Q - W*)^T more: GPTQ's prob
 inputs. Matching W x by one cross moment is Qronos (Zhang et al., arXiv 2505.11695) and, column by column, GPTAQ (Li et
 al., arXiv 2504.02692); adding r is what keeps errors from growing from layer to layer. Measured: benchmarks/WEIGHTS.md.
 
-Linears of a layer go one after another, each with the y that the rounded ones before it leave.
+Linears of a layer go one after another, each with the y that the rounded ones before it leave. What a writer's output
+would have to be, r + W x, is the source model's stream behind it less the quantized model's before it: with
+T = sum of (r + W x) y^T its E is T - W H, so that x is not needed.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -45,31 +45,38 @@ class CrossSum:
             with float32_products(y.device):
                 self.total[start : start + rows] += e[:, start : start + rows].T @ y
 
+    def mean(self, count: int) -> Tensor:
+        """The sum over `count`, float32 [rows, width]; the sum is given up."""
+        result = (self.total / count).float()
+        del self.total
+        return result
+
 
 class Mismatch:
     """H and E of one input of the quantized model.
 
     Args:
-        weight: float32 [out, in] of the Linear where it writes to the residual stream, whose E is gathered then; None
-            gathers the sum of (x - y) y^T, from which that of any Linear with this input follows.
+        rows: outputs of the Linear where it writes to the residual stream: its E is gathered then. None gathers the sum
+            of (x - y) y^T, from which that of any Linear with this input follows.
         width: channels of the input.
         device: of all tensors.
     """
 
-    def __init__(self, weight: Tensor | None, width: int, device: torch.device) -> None:
-        self._weight = weight
-        self.tokens = 0
+    def __init__(self, rows: int | None, width: int, device: torch.device) -> None:
+        self.writes, self.tokens = rows is not None, 0
         self._squares = SquareSum(width, device)
-        self._cross = CrossSum(width if weight is None else len(weight), width, device)
+        self._cross = CrossSum(width if rows is None else rows, width, device)
 
-    def add(self, x: Tensor, y: Tensor, r: Tensor | None = None) -> None:
-        """Count tokens: inputs [n, in] in both models, and the stream's difference [n, out] where one is written."""
-        e = x - y
-        if self._weight is not None:
-            with float32_products(y.device):
-                e = torch.addmm(r, e, self._weight.T)
+    def add(self, wanted: Tensor, y: Tensor) -> None:
+        """Count tokens [n, in] of the quantized model.
+
+        Args:
+            wanted: what the source model has instead of y, [n, in]; of a writer r + W x, [n, out], which is what its
+                output would have to be.
+            y: the input.
+        """
         self._squares.add(y)
-        self._cross.add(e, y)
+        self._cross.add(wanted if self.writes else wanted - y, y)
         self.tokens += len(y)
 
     def reduce(self, ranks: Ranks) -> None:
@@ -78,17 +85,24 @@ class Mismatch:
         for block in (*self._squares.blocks.values(), self._cross.total):
             ranks.sum_(block)
 
-    def hessian(self) -> Tensor:
-        """H per token, float32 [in, in]; its sum is given up."""
-        return self._squares.mean(self.tokens, release=True)
+    def moments(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """H per token, float32 [in, in], and E or what E is W times; the sums are given up.
 
-    def target(self, weight: Tensor) -> Tensor:
-        """E per token of a Linear with this input, float32 [out, in]."""
-        mean = (self._cross.total / self.tokens).float()
-        if self._weight is not None:
-            return mean
-        with float32_products(mean.device):
-            return weight @ mean
+        Args:
+            weight: float32 [out, in], of the writer.
+        """
+        hessian, cross = self._squares.mean(self.tokens, release=True), self._cross.mean(self.tokens)
+        if self.writes:
+            with float32_products(cross.device):
+                cross.addmm_(weight, hessian, alpha=-1)
+        return hessian, cross
+
+    def target(self, cross: Tensor, weight: Tensor) -> Tensor:
+        """E per token of a Linear with this input, float32 [out, in], from what `moments` gives."""
+        if self.writes:
+            return cross
+        with float32_products(cross.device):
+            return weight @ cross
 
 
 @torch.no_grad()
@@ -110,8 +124,3 @@ def correction(target: Tensor, factor: Factor, block: int = FACTOR_BLOCK) -> Ten
     result = torch.empty_like(found)
     result[:, factor.order] = found
     return result
-
-
-def flat(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Tokens of batches [n, T, channels], float32 [n T, channels]."""
-    return [tensor.flatten(0, -2).float() for tensor in tensors]

@@ -29,17 +29,19 @@ class PairedInputs(Protocol):
     """What modules of a layer read in the source model, and in the model whose layers so far are quantized."""
 
     def recording(self, layer: nn.Module, names: Sequence[str]) -> AbstractContextManager[None]:
-        """Keep what these modules read while the source model's data runs through the layer."""
+        """Keep what these modules read, and under "" what the layer gives, while the source model's data runs."""
 
-    def of(self, layer: nn.Module, names: Sequence[str]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-        """For every batch, what was kept, and what the quantized model's data makes of it in the layer as it is now.
+    def of(self, layer: nn.Module, kept: str, names: Sequence[str]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """For every batch, what was kept, and what modules read now that the quantized model's data runs.
 
         Args:
-            layer: decoder layer.
-            names: of recorded modules, in the order in which they run; the layer runs as far as the last of them.
+            layer: decoder layer. Its modules up to `names`, of which the last may be a writer to the residual stream,
+                change no more afterwards.
+            kept: one of the recorded names.
+            names: of modules, in the order in which they run; the layer runs as far as the last of them.
 
         Yields:
-            by name the two inputs, float32 [n, T, channels] each.
+            float32 [n, T, channels], and by name the same.
         """
 
 

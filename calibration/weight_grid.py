@@ -14,6 +14,8 @@ from torch import Tensor
 from kvconvert.kernels.quantizer import GroupRangeError
 
 _SMALLEST_HALF = 2.0**-24
+RANGES = tuple(1 - step / 20 for step in range(12))  # of a group's whole range, to search
+_SEARCHED_WEIGHTS = 2**20  # at a time
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,42 @@ class WeightGrid:
                 index,
             )
         return cls(scale, (-low / scale).round().clamp(0, 2**bits - 1), bits, group_size)
+
+    @classmethod
+    def searched(cls, weight: Tensor, bits: int, group_size: int, costs: Tensor) -> WeightGrid:
+        """Of grids from each group's whole range down to `RANGES[-1]` of it, the one with the least rounding error.
+
+        A narrower one lies in the middle of the group's range, as nearly as zeros that are integers allow: one on each
+        side of it is tried. Where errors cost nothing the whole range is kept.
+
+        Args:
+            weight: float32 [out, in].
+            bits, group_size: of the grid.
+            costs: of a squared error of each input, [in].
+
+        Raises:
+            GroupRangeError: see `of`.
+        """
+        parts = []
+        for rows in weight.split(max(1, _SEARCHED_WEIGHTS // weight.shape[1])):
+            whole, top = cls.of(rows, bits, group_size), 2**bits - 1
+            groups, by_group = rows.unflatten(-1, (-1, group_size)), costs.unflatten(0, (-1, group_size))
+            low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+            scale, zero = whole.scale, whole.zero
+            least = (whole.round(rows).view_as(groups) - groups).square_().mul_(by_group).sum(-1)
+            for share in RANGES:
+                some = ((high - low) / top * share).clamp(min=_SMALLEST_HALF).half().float()
+                steps = groups / some[..., None]
+                nearest, first = steps.round(), (top / 2 - (low + high) / (2 * some)).floor()
+                for middle in (first, first + 1):
+                    middle = middle.clamp(0, top)
+                    error = nearest.clamp(-middle[..., None], top - middle[..., None]).sub_(steps)
+                    error = error.square_().mul_(by_group).sum(-1) * some.square()
+                    better = error < least
+                    least = torch.where(better, error, least)
+                    scale, zero = torch.where(better, some, scale), torch.where(better, middle, zero)
+            parts.append((scale, zero))
+        return cls(*map(torch.cat, zip(*parts, strict=True)), bits, group_size)
 
     def of_rows(self, rows: slice) -> WeightGrid:
         """The grid of some outputs."""

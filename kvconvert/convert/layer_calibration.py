@@ -71,7 +71,7 @@ class LayerCalibration:
 
                 work.replay, work.first_sample, work.ranks = replay, hidden.first, ranks
                 if self._paired:
-                    work.paired = RunnerInputs(runner, index, quantized, self._keep(work))
+                    work.paired = RunnerInputs(runner, index, work.structure, quantized, self._keep(work))
                 if ranks.size > 1 and work.structure.experts is not None and job.weights.scales:
                     work.routed = count_routed(work.layer, work.structure, replay, ranks)
                 if index + 1 < runner.num_layers:
@@ -85,7 +85,8 @@ class LayerCalibration:
             for calibration_pass in passes:
                 calibration_pass.solve(work)
                 calibration_pass.apply(work)
-            work.paired = None
+            if work.paired is not None:
+                work.paired.release()
             if ranks.is_first:
                 self._commit(job, work, dtypes, passes)
             ranks.wait()
@@ -185,17 +186,25 @@ class LayerCalibration:
     def _append_quantized(
         self, work: LayerWork, index: int, inputs: HiddenStates | HiddenPart, writer: HiddenWriter
     ) -> None:
-        """Run a layer as it was committed, so that a resumed calibration computes the same."""
+        """Run a layer as it was committed, so that a resumed calibration computes the same.
+
+        From what its passes computed last, where what is read back is what they left.
+        """
         names, stored = self.runner.source.tensor_names, self.directory.layer_tensors(index)
         for name, parameter in work.layer.state_dict().items():
             module, _, kind = name.rpartition(".")
             full = f"{work.name}.{module}".rstrip(".")
             packed = [stored.get(names.of_tensor(f"{full}.{field}")) for field in AwqWeight._fields]
             if kind == "weight" and all(field is not None for field in packed):
-                parameter.copy_(dequantize_weight(AwqWeight(*packed)))
+                value = dequantize_weight(AwqWeight(*packed))
             else:
-                parameter.copy_(stored[names.of_tensor(f"{full}.{kind}")])
-        for *_, output in self.runner.forward(work.layer, inputs, index):
+                value = stored[names.of_tensor(f"{full}.{kind}")]
+            value = value.to(parameter.device, parameter.dtype)
+            if work.paired is not None and not torch.equal(value, parameter):
+                work.paired = None
+            parameter.copy_(value)
+        paired = work.paired or RunnerInputs(self.runner, index, work.structure, inputs, lambda tensor: tensor)
+        for output in paired.outputs(work.layer):
             writer.append(output)
 
     def _hidden_input(self, index: int) -> tuple[HiddenStates | HiddenPart, HiddenStates | HiddenPart]:

@@ -156,13 +156,17 @@ class LayerStructure:
     adds_to_stream: bool = False
 
     @cached_property
-    def writers(self) -> dict[str, str]:
-        """Linears that add to the residual stream, and the norm whose input is the stream before; {} where unknown."""
+    def writers(self) -> dict[str, tuple[str, str]]:
+        """Linears that add to the residual stream; {} where unknown.
+
+        With each the norms whose inputs are the stream before and after it, the latter "" where the layer ends.
+        """
         norms = [group.norm for group in self.norm_groups]
         known = self.adds_to_stream and self.experts is None and len(self.pairs) == 1
         if not known or len(norms) != 2 or None in norms:
             return {}
-        return dict(zip((self.output, self.pairs[0].down), norms, strict=True))
+        first, second = norms
+        return {self.output: (first, second), self.pairs[0].down: (second, "")}
 
     @cached_property
     def named(self) -> tuple[str, ...]:

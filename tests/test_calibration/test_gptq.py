@@ -9,12 +9,10 @@ import pytest
 import torch
 from test_awq import GROUP, LENGTH, SAMPLES, STRUCTURE, Setting
 
-from kvconvert.calibration import gptq, hessians
+from kvconvert.calibration import gptq, hessians, weight_grid
 from kvconvert.calibration.activations import point_of
 from kvconvert.calibration.awq import AwqPass
-from kvconvert.calibration.awq_clips import search_clips
 from kvconvert.calibration.awq_scales import search_scales
-from kvconvert.calibration.awq_scaling import Scaling
 from kvconvert.calibration.gptq import DAMPING, GptqPass, compensate, rounding_order
 from kvconvert.calibration.hessians import HessianRecorder, SquareSum, damped_diagonal, factorize
 from kvconvert.calibration.protocol import LayerWork
@@ -22,7 +20,6 @@ from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
-from kvconvert.models.structure import Projection
 
 
 def problem(outputs, inputs, seed=0, tokens=400):
@@ -159,19 +156,6 @@ def test_searches_weigh_errors_by_what_remains_of_them():
     setting = Setting(seed=1)
     remaining = {point: torch.rand(moment.shape[0] * GROUP) for point, moment in setting.observed.second_moment.items()}
     observed = replace(setting.observed, remaining=remaining)
-    moments = {point: torch.diag_embed(costs.unflatten(0, (-1, GROUP))) for point, costs in remaining.items()}
-    scale = torch.rand(96) + 0.5
-    scale = [Scaling(Projection("mlp.up_proj"), ("mlp.down_proj",), scale, scale, 0.5, 1.0, 1.0)]
-    clips = search_clips(setting.layer, STRUCTURE, observed, scale, 3, GROUP)
-    of_moments = search_clips(
-        setting.layer, STRUCTURE, replace(setting.observed, second_moment=moments), scale, 3, GROUP
-    )
-    for name, (bound, before, after) in clips.items():
-        assert torch.equal(bound, of_moments[name][0])
-        assert (before, after) == pytest.approx(of_moments[name][1:], rel=1e-4)
-    at_two_bits = search_clips(setting.layer, STRUCTURE, observed, scale, 2, GROUP)
-    for name, (bound, *_) in search_clips(setting.layer, STRUCTURE, setting.observed, scale, 2, GROUP).items():
-        assert torch.equal(bound, at_two_bits[name][0])
     scalings, _ = search_scales(setting.layer, STRUCTURE, observed, 3, GROUP)
     for scaling in scalings:
         left = []
@@ -186,6 +170,43 @@ def test_searches_weigh_errors_by_what_remains_of_them():
         assert scaling.loss_after == pytest.approx(float((left[1] / left[0]).sum()), rel=1e-4)
         assert scaling.loss_after <= scaling.loss_before
     assert any(scaling.ratio for scaling in scalings)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_a_searched_grid_costs_least_of_those_in_the_middle_of_a_group(bits, monkeypatch):
+    monkeypatch.setattr(weight_grid, "_SEARCHED_WEIGHTS", 3 * 32)  # rows in parts
+    weight, _ = problem(7, 32)
+    weight[2] = weight[2].abs() + 1
+    weight[3, :GROUP] = 0
+    costs = torch.rand(32)
+    found, top = WeightGrid.searched(weight, bits, GROUP, costs), 2**bits - 1
+
+    def error(row, group, scale, zero):
+        part = slice(group * GROUP, (group + 1) * GROUP)
+        values = ((weight[row, part] / scale).round() + zero).clamp(0, top) - zero
+        return float(((values * scale - weight[row, part]).square() * costs[part]).sum())
+
+    whole = WeightGrid.of(weight, bits, GROUP)
+    for row, group in product(range(7), range(32 // GROUP)):
+        part = weight[row, group * GROUP : (group + 1) * GROUP]
+        low, high = min(float(part.min()), 0.0), max(float(part.max()), 0.0)
+        errors = [error(row, group, whole.scale[row, group], whole.zero[row, group])]
+        for share in weight_grid.RANGES if high > low else ():
+            scale = torch.tensor((high - low) / top * share).half().float()
+            middle = math.floor(top / 2 - (low + high) / (2 * float(scale)))
+            errors += [error(row, group, scale, min(max(zero, 0), top)) for zero in (middle, middle + 1)]
+        assert error(row, group, found.scale[row, group], found.zero[row, group]) == pytest.approx(
+            min(errors), rel=1e-4
+        )
+    improved = [
+        error(row, group, found.scale[row, group], found.zero[row, group])
+        < 0.95 * error(row, group, whole.scale[row, group], whole.zero[row, group])
+        for row, group in product((0, 1, 4, 5, 6), range(32 // GROUP))
+    ]
+    assert sum(improved) > len(improved) / 2 or bits == 4
+    nothing = WeightGrid.searched(weight, bits, GROUP, torch.zeros(32))
+    assert torch.equal(nothing.scale, whole.scale)
+    assert torch.equal(nothing.zero, whole.zero)
 
 
 def test_independent_inputs_are_rounded_to_nearest():
@@ -226,7 +247,8 @@ def test_hessians_are_the_inputs_second_moments_in_any_batches():
         for batch in setting.hidden.split([1, SAMPLES - 1]):
             setting.layer(batch, **setting.kwargs)
     for point, expected in setting.observed.second_moment.items():
-        blocks = gptq._diagonal_blocks(recorder.of(point), GROUP)
+        rows = recorder.of(point).split(GROUP)
+        blocks = torch.stack([some[:, i * GROUP : (i + 1) * GROUP] for i, some in enumerate(rows)])
         torch.testing.assert_close(blocks, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     scale = torch.rand(64) + 0.5
     name = "mlp.gate_proj"
