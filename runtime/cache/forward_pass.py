@@ -308,9 +308,10 @@ class ForwardPass(Generic[Tables]):
         ended: layers whose attention is over.
         all_allocated: whether every layer knew the shape of its tokens when the pass began, so that tables can describe
             all layers.
-        step_tables: those that kernels of a pass of single tokens follow, once a layer has asked for them.
+        step_tables: those that kernels of a planned step or another pass of single tokens follow, once a layer has
+            asked for them.
         chunk_tables: those of pages and spans that kernels of other passes follow, once a layer has asked for them.
-        step_mask: which stored tokens the queries of a single-token pass attend to (`GroupTables.step_mask`), once a
+        step_mask: which stored tokens the queries of such a pass attend to (`GroupTables.step_mask`), once a
             layer has asked for it.
     """
 
