@@ -128,7 +128,7 @@ class Chunk:
     def visible(self, row: int, query_positions: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """bool [H or 1, T, n]: which of the tokens at `positions` [n] or [H, n] each query attends to."""
         device = query_positions.device
-        queries, keys = query_positions[None, :, None], positions.to(device).reshape(-1, 1, positions.shape[-1])
+        queries, keys = query_positions[None, :, None], torch.atleast_2d(positions.to(device)).unsqueeze(1)
         if self.mask_function is None:
             seen = keys <= queries
         else:
