@@ -128,7 +128,7 @@ class Chunk:
     def visible(self, row: int, query_positions: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """bool [H or 1, T, n]: which of the tokens at `positions` [n] or [H, n] each query attends to."""
         device = query_positions.device
-        queries, keys = query_positions[None, :, None], positions.to(device).reshape(-1, 1, positions.shape[-1])
+        queries, keys = query_positions[None, :, None], torch.atleast_2d(positions.to(device)).unsqueeze(1)
         if self.mask_function is None:
             seen = keys <= queries
         else:
@@ -308,9 +308,10 @@ class ForwardPass(Generic[Tables]):
         ended: layers whose attention is over.
         all_allocated: whether every layer knew the shape of its tokens when the pass began, so that tables can describe
             all layers.
-        step_tables: those that kernels of a pass of single tokens follow, once a layer has asked for them.
+        step_tables: those that kernels of a planned step or another pass of single tokens follow, once a layer has
+            asked for them.
         chunk_tables: those of pages and spans that kernels of other passes follow, once a layer has asked for them.
-        step_mask: which stored tokens the queries of a single-token pass attend to (`GroupTables.step_mask`), once a
+        step_mask: which stored tokens the queries of such a pass attend to (`GroupTables.step_mask`), once a
             layer has asked for it.
     """
 

@@ -67,8 +67,8 @@ class GroupTables:
         appends: int64 [L, B, 4]: address of the key buffer from `base`, distance from head to head, and the same for
             values, in elements. The values' address is shifted by as many tokens as they are more or fewer than the
             keys in their buffer, so that both sides' new tokens have the keys' index.
-        step: int64 [3, B]: where a row's next token goes (-1 for nowhere), its residual tokens once it is there, and
-            the position of the new tokens.
+        step: int64 [3, B]: where a row's next token goes (-1 for nowhere), its residual tokens once all new ones are
+            there, and the position of the first of these.
         shared: for each layer int64 [S, 4], offsets of scale and zero point of keys, float16 [H, D], and of values,
             float16 [H, E]: those of each span, or of the whole layer where scales are static; else None.
         positions: int64 [B, n], of a row's tokens in the order of pages, spans and residual tokens, those of the next
@@ -76,7 +76,7 @@ class GroupTables:
         plans: what each row has stored.
         steps_left: how many more single tokens may come before anything but `step` has to be written.
         roomy: whether work gets the most room at once, so that one recording serves all steps.
-        asked: numbers of programs among which steps have divided their attention.
+        tokens: that a step has of each row, 1 unless drafts are checked.
         capacity: tokens that a row's key and value buffers have room for, in every layer.
         boosted: for each layer int32 [H, n], boosted channels of a scheme that fixes them; else None.
         centers: of each layer's keys, None where pages hold whole keys.
@@ -108,13 +108,19 @@ class GroupTables:
         self._checked: tuple[Sequence, ...] | None = None
         self._room: dict[tuple[int, int], WorkPlan] = {}
         self.capacity = [(0, 0)] * rows
-        self.asked: set[int] = set()
+        self.tokens = 1
+        self._asked: dict[int, set[int]] = {}
         self.roomy = False
         self.steps_left = 0
         self._increment = torch.zeros(3, rows, **device)
 
     def __deepcopy__(self, memo: dict) -> GroupTables:
         return self
+
+    @property
+    def asked(self) -> set[int]:
+        """Numbers of programs among which steps of so many tokens have divided their attention."""
+        return self._asked.setdefault(self.tokens, set())
 
     def belongs_to(self, group: Group) -> bool:
         """Whether the tables are a group's."""
@@ -347,7 +353,8 @@ class GroupTables:
         return target
 
     def write_step(self, group: Group, forward_pass: ForwardPass) -> None:
-        """Write where the new tokens of a pass of single tokens go."""
+        """Write where the new tokens of a step go."""
+        self.tokens = forward_pass.length
         first = [-1] * self.rows
         for destination in forward_pass.destinations:
             first[destination.row] = destination.first_key
@@ -355,7 +362,8 @@ class GroupTables:
         self.step.copy_(upload([first, residual, [forward_pass.start] * self.rows], self.device))
         self._increment[:2] = upload([int(index >= 0) for index in first], self.device)
         self._increment[2] = 1
-        self.steps_left = self._count_steps(group)
+        # How many of several tokens stay is not known yet.
+        self.steps_left = self._count_steps(group) if self.tokens == 1 else 0
         for row, sequence in enumerate(group.sequences):
             if sequence.occupied and first[row] < 0:
                 # Its tokens do not follow one another any more.
@@ -394,16 +402,17 @@ class GroupTables:
         self.described[:, :, 7] = self.step[1]
 
     def step_mask(self, chunk: Chunk) -> torch.Tensor | None:
-        """Which tokens a step's queries attend to: uint8 [B, 1, 1, n]; None where each attends to all.
+        """Which tokens a step's queries attend to: uint8 [B, 1, T, n]; None where each attends to all up to its own.
 
         For mask functions that `is_pure` accepts, and sequences from which nothing was evicted.
         """
         if chunk.is_causal:
             return None
         batch = torch.arange(self.rows, device=self.device).view(-1, 1, 1)
-        column, head = self.step[2].view(-1, 1, 1), torch.zeros((), dtype=torch.int64, device=self.device)
-        seen = chunk.mask_function(batch, head, column, self.positions.unsqueeze(1))
-        return seen.expand(self.rows, 1, self.positions.shape[1]).to(torch.uint8).unsqueeze(2)
+        new = torch.arange(self.tokens, device=self.device).view(1, -1, 1)
+        head = torch.zeros((), dtype=torch.int64, device=self.device)
+        seen = chunk.mask_function(batch, head, self.step[2].view(-1, 1, 1) + new, self.positions.unsqueeze(1))
+        return seen.expand(self.rows, self.tokens, self.positions.shape[1]).to(torch.uint8).unsqueeze(1)
 
 
 def upload(data: torch.Tensor | list, device: torch.device) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Single-token passes that are planned for whole groups before any layer runs, as captured steps need them, and the
-tables that the kernels of a pass follow: those of all the group's layers, or one layer's own.
+"""Decoding steps that are planned for whole groups before any layer runs, as captured steps need them, and the tables
+that the kernels of a pass follow: those of all the group's layers, or one layer's own.
 """
 
 from __future__ import annotations
@@ -91,17 +91,19 @@ class TableRegistry:
         return group.tables
 
     def step_tables(self, store: LayerStore) -> GroupTables | None:
-        """The tables of a pass of single tokens, written once for all layers; None where kernels do not follow them."""
+        """The tables of a planned step, or of another pass of single tokens, written once for all layers; None where
+        kernels do not follow them.
+        """
         group, latest = store.group, store.forward_pass
-        if latest.length != 1:
-            return None
+        if latest.length > 1:
+            return latest.step_tables
         if latest.step_tables is None and latest.all_allocated and follows_tables(store) and runs_steps(group):
             latest.step_tables = self.prepare_step(group, latest)
             latest.step_tables.spread_step()
         return latest.step_tables
 
     def prepare_step(self, group: Group, latest: ForwardPass) -> GroupTables:
-        """Make room for a pass of single tokens in all layers, and write where these go and what is stored."""
+        """Make room for a step's tokens in all layers, and write where these go and what is stored."""
         tables = self.tables(group, entries_needed(group.sequences))
         known = tables.belongs_to(group) and group.changed is not None
         for destination in latest.destinations:
@@ -163,7 +165,7 @@ _STEP = Chunk(torch.zeros(1, dtype=torch.int64))
 
 
 class PlannedStep:
-    """A pass of one new token in every occupied row of a cache.
+    """A pass of one new token in every occupied row of a cache, or of as many in each while drafts are held.
 
     Planning stores nothing yet: `launches()` is the context in which a model runs its layers, which then launch
     kernels over the tables and do no bookkeeping. It may be entered any number of times, or replaced by the replay of a
@@ -172,6 +174,7 @@ class PlannedStep:
     Args:
         groups: of all the cache's layers; `runs_steps` accepts each.
         roomy: whether the division of its work gets the most room, see `GroupTables`.
+        tokens: of each row; of several, `keep_newest` says how many stay.
 
     Attributes:
         continues: whether it is like the step before it, so that nothing is planned: every occupied row has got one
@@ -183,10 +186,10 @@ class PlannedStep:
         NumericError: an open prompt holds numbers that cannot be stored.
     """
 
-    def __init__(self, groups: list[Group], roomy: bool = False):
-        self.groups, self._roomy = groups, roomy
+    def __init__(self, groups: list[Group], roomy: bool = False, tokens: int = 1):
+        self.groups, self._roomy, self._tokens = groups, roomy, tokens
         self._before: list[tuple[tuple[Sequence, ...], ForwardPass | None, int]] = []
-        self.continues = all(_continues(group) for group in groups)
+        self.continues = tokens == 1 and all(_continues(group) for group in groups)
         if self.continues:
             self.tables = [group.tables for group in groups]
             for group, tables in zip(groups, self.tables, strict=True):
@@ -202,7 +205,7 @@ class PlannedStep:
         self.tables: list[GroupTables] = []
         for group in groups:
             self._before.append((group.sequences, group.forward_pass, group.passes))
-            latest = group.begin(1)
+            latest = group.begin(tokens)
             group.append(latest, _STEP, check=False)
             self.tables.append(group.registry.prepare_step(group, latest))
 
@@ -232,8 +235,8 @@ class PlannedStep:
         try:
             for group, tables in zip(self.groups, self.tables, strict=True):
                 tables.spread_step()
-                first = group.logical - 1
-                group.rehearsal = ForwardPass(first, 1, _STEP, appended=group.sequences, step_tables=tables)
+                first, count = group.logical - self._tokens, self._tokens
+                group.rehearsal = ForwardPass(first, count, _STEP, appended=group.sequences, step_tables=tables)
             with self._room_for_work():
                 yield
         finally:
@@ -245,7 +248,7 @@ class PlannedStep:
     def abandon(self) -> None:
         """Undo the plan of a pass whose kernels did not run: its tokens were never stored."""
         for index, group in enumerate(self.groups):
-            group.logical -= 1
+            group.logical -= self._tokens
             if self.continues:
                 # Sequences may have been asked for since, and know of the token then.
                 group.drop_newest()
@@ -273,7 +276,7 @@ class PlannedStep:
                 store.forward_pass = store.ended = latest
                 store.passes, store.sequences = group.passes, latest.appended
             latest.ended = len(group.stores)
-            group.attended = latest.start + 1
+            group.attended = latest.start + latest.length
             if not group.keep_for_sharing:
                 compress(group, seal=False)
 

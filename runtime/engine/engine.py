@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from kvconvert.errors import KvconvertError, UsageError
@@ -89,7 +88,7 @@ class Engine:
         )
         self._tokenizer, self._prompt_chunk, self._max_batch_tokens = tokenizer, prompt_chunk, max_batch_tokens
         self._steps = ModelSteps(model, max_batch, kv_memory)
-        self._steps.prepare(prompt_chunk)
+        self._steps.prepare(prompt_chunk, self._speculation.drafted)
         self._rows = RowState(max_batch, self._steps.device)
         self._scheduler = Scheduler(max_batch, self._steps.pages, max_waiting)
         # Of the scheduler, the requests' fields and the counts; never held for long.
@@ -247,6 +246,10 @@ class Engine:
         with self._lock:
             reading = self._scheduler.next_chunks(self._prompt_chunk, self._max_batch_tokens, ready)
             running = dict(self._scheduler.running)
+        # A pass that reads prompts has work for a GPU without drafts.
+        drafts = self._drafts(running) if running and not reading and not self._unread else {}
+        if any(drafts.values()):
+            return self._check(running, drafts)
         launched = bool(reading or running)
         if launched:
             try:
@@ -306,26 +309,17 @@ class Engine:
             chunks[PromptChunk(request.row, request.prompt_cache, request.prompt[begin:end], begin, last)] = request
             if last:
                 self._rows.enter(request.row, request)
-        plain = {row: request for row, request in running.items() if request.drafter is None}
-        for row, request in running.items():
-            if request.drafter is not None:
-                ids = [request.tokens[-1], *request.drafts(self._speculation.drafted, self._steps.vocabulary)]
-                begin = len(request.prompt) + len(request.tokens) - 1
-                chunks[PromptChunk(row, request.prompt_cache, ids, begin, last=False, checked=True)] = request
         self._rows.prepare(running)
-        logits, failures = self._steps.forward(self._rows.ids, self._rows.positions, bool(plain), list(chunks))
-        chosen = self._rows.choose(logits[: self._steps.rows])
-        checked = [(chunk, request) for chunk, request in chunks.items() if chunk.checked]
-        if checked:
-            places = [(c.row, len(r.tokens) + number) for c, r in checked for number in range(len(c.ids))]
-            after = self._rows.choose_after(logits[self._steps.rows :], *zip(*places, strict=True))
-            chosen = torch.cat([chosen, after])
+        logits, failures = self._steps.forward(self._rows.ids, self._rows.positions, bool(running), list(chunks))
+        chosen = self._rows.choose(logits)
         for part in failures:
-            for request in plain.values() if part is None else [chunks[part]]:
+            for request in running.values() if part is None else [chunks[part]]:
                 self._end(request, "error")
-        given = {} if None in failures else plain
+        given = {} if None in failures else dict(running)
         for chunk, request in chunks.items():
-            if chunk in failures or chunk.checked:
+            if request.drafter is not None:
+                request.drafter.read(request.prompt, chunk.positions.stop)
+            if chunk in failures:
                 continue
             request.prompt_read += len(chunk.ids)
             with self._lock:
@@ -337,18 +331,61 @@ class Engine:
                 if self._prefixes:
                     self._prefixes.settle(request)
                 if request.max_new_tokens > 1:
-                    if request.drafter is None:
-                        self._steps.join(chunk.row, chunk.cache)
-                        request.prompt_cache = None
+                    self._steps.join(chunk.row, chunk.cache)
+                    request.prompt_cache = None
                     with self._lock:
                         self._scheduler.start(request)
-        if given or checked:
-            self._unread.append(UnreadStep(self._steps.fetch(chosen), given, checked))
+        if given:
+            self._unread.append(UnreadStep(self._steps.fetch(chosen), given))
         for request in given.values():
             request.launched += 1
             if request.launched == request.max_new_tokens:
                 self._free(request)
         return next(iter(failures.values()), None)
+
+    def _drafts(self, running: dict[int, Request]) -> dict[int, list[int]]:
+        """What may follow the newest token of each running request: no more than is checked before its next page is
+        written.
+        """
+        most, found = self._speculation.drafted, {}
+        for row, request in running.items() if most else ():
+            until_page = self._steps.cache.tokens_until_page(row)
+            room = most if until_page is None else min(most, until_page - 1)
+            found[row] = request.drafts(room, self._steps.vocabulary)
+        return found
+
+    def _check(self, running: dict[int, Request], drafts: dict[int, list[int]]) -> list[Event]:
+        """One pass over the newest token of every running request and its drafts; hand out what was accepted."""
+        steps, rows, kept = self._steps, self._rows, [1] * self._steps.rows
+        count = steps.checked(max(map(len, drafts.values())), self._speculation.drafted)
+        ids = [[0] * count for _ in kept]
+        for row, request in running.items():
+            known = [request.tokens[-1], *drafts[row]]
+            ids[row][: len(known)] = known
+        try:
+            rows.prepare(running)
+            logits = steps.check(*rows.drafted(ids, steps.max_positions))
+            numbers = steps.fetch(rows.choose_after(logits).flatten())()
+            chosen = {row: numbers[row * count : row * count + 1 + len(drafts[row])] for row in running}
+            for row in running:
+                kept[row] += accepted(chosen[row], drafts[row])
+            # Pages that are complete now are written here.
+            steps.keep(kept)
+        except BaseException:
+            for request in running.values():
+                self._end(request, "error")
+            raise
+        events = []
+        with self._lock:
+            for row, request in running.items():
+                event = request.take(chosen[row][: kept[row]], drafted=len(drafts[row]))
+                request.launched = len(request.tokens)
+                self._counts["drafted"] += len(drafts[row])
+                self._counts["accepted"] += len(event.tokens) - 1
+                events.append(event)
+        rows.renew(running)
+        self._hand_out(events)
+        return events
 
     def _collect(self, unread: UnreadStep) -> list[Event]:
         """Read the tokens of a step and hand them out."""
@@ -356,30 +393,19 @@ class Engine:
             tokens = unread.read()
         except BaseException:
             # What a GPU computes fails when it is read, and with it what was launched after it.
-            for request in {request for each in (unread, *self._unread) for request in each.requests()}:
+            for request in {request for each in (unread, *self._unread) for request in each.rows.values()}:
                 self._end(request, "error")
             raise
         events: list[Event] = []
-        failed: list[tuple[Request, Exception]] = []
         with self._lock:
             for row, request in unread.rows.items():
                 if not request.finished:
                     events.append(request.take(tokens[row : row + 1]))
-        begin = self._steps.rows
-        for chunk, request in unread.checked:
-            chosen, begin = tokens[begin : begin + len(chunk.ids)], begin + len(chunk.ids)
-            if not request.finished:
-                drafts = chunk.ids[1:]
-                count = accepted(chosen, drafts)
-                with self._lock:
-                    events.append(request.take(chosen[: count + 1], drafted=len(drafts)))
-                    self._counts["drafted"] += len(drafts)
-                    self._counts["accepted"] += len(events[-1].tokens) - 1
-                try:
-                    # Pages that are complete now are written here.
-                    chunk.cache.crop(count - len(drafts))
-                except Exception as error:
-                    failed.append((request, error))
+        self._hand_out(events)
+        return events
+
+    def _hand_out(self, events: list[Event]) -> None:
+        """Count what came of a step, end the requests that are finished, and tell the listeners."""
         with self._lock:
             self._counts["generated"] += sum(len(event.tokens) for event in events)
         for event in events:
@@ -387,11 +413,6 @@ class Engine:
                 self._end(event.request, event.finish_reason, report=False)
         for event in events:
             _report(event)
-        for request, _ in failed:
-            self._end(request, "error")
-        if failed:
-            raise failed[0][1]
-        return events
 
     def _end(self, request: Request, reason: FinishReason, report: bool = True) -> None:
         """Finish a request and free what it holds; by the thread that has the cache."""

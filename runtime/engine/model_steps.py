@@ -44,6 +44,8 @@ MOST_TABLE_BYTES = 1 << 28
 
 # Tokens of the passes of a rehearsal, beside decoding rows and without them.
 REHEARSED_CHUNKS = (300, 1, 2, 3, 5, 9, 17, 257)
+# Tokens of drafts that are checked in a rehearsal.
+REHEARSED_DRAFTS = (1, 2, 4, 8, 16)
 
 
 def unsupported(model: PreTrainedModel) -> str | None:
@@ -71,7 +73,6 @@ class PromptChunk:
         ids: of the tokens.
         position: of the first of them.
         last: whether the prompt ends with them.
-        checked: whether logits after each of them are wanted: of a token that was generated and the drafts after it.
     """
 
     row: int
@@ -79,7 +80,6 @@ class PromptChunk:
     ids: Sequence[int]
     position: int
     last: bool
-    checked: bool = False
 
     @property
     def positions(self) -> range:
@@ -139,9 +139,13 @@ class ModelSteps:
         schemes = [scheme for scheme in self.cache.schemes if scheme is not None]
         self.whole_prompts = any(scheme.compresses_prompts() for scheme in schemes)
 
-    def prepare(self, chunk: int) -> None:
+    def prepare(self, chunk: int, drafted: int = 0) -> None:
         """Have all kernels compiled that any pass launches, record decoding steps for rows of any lengths that the
         pages have room for, and run a pass with a prompt's `chunk`, for which libraries are loaded.
+
+        Args:
+            chunk: tokens of a prompt in one pass.
+            drafted: tokens of a draft; steps that check so many are recorded, too.
         """
         if self.device.type != "cuda":
             return
@@ -157,7 +161,9 @@ class ModelSteps:
         captured.registry.least_entries[self.rows] = min(most // PAGE_SIZE + 4, MOST_TABLE_BYTES // entry_bytes)
         # Work is divided by how much of it there is, and by how much of it is one row's.
         for growing in sorted({self.rows, -(-self.rows // 4), -(-self.rows // 16), 1}, reverse=True):
-            prepare_steps(self.model, [1] * self.rows, min(most, 2 * tokens // (growing + 1)), growing)
+            longest = min(most, 2 * tokens // (growing + 1))
+            for count in {1, 1 + drafted}:
+                prepare_steps(self.model, [1] * self.rows, longest, growing, step_tokens=count)
         prompt, none = self.new_prompt(), torch.zeros(self.rows, dtype=torch.int64, device=self.device)
         count = max(1, min(chunk, most // 2))
         logits, _ = self.forward(none, none, True, [PromptChunk(0, prompt, [0] * count, 0, last=True)])
@@ -196,6 +202,19 @@ class ModelSteps:
                 begin += length
             self.discard(first)
             self.discard(second)
+        self._rehearse_drafts()
+
+    def _rehearse_drafts(self) -> None:
+        """Check drafts of as many tokens as kernels tell apart."""
+        prompt = self.new_prompt()
+        none = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
+        self.forward(none, none, False, [PromptChunk(0, prompt, [0], 0, last=True)])
+        self.join(0, prompt)
+        for count in REHEARSED_DRAFTS:
+            several = none[:, None].expand(-1, 1 + count)
+            self.check(several, several)
+            self.keep([1] * self.rows)
+        self.leave(0)
 
     def stop_token_ids(self) -> frozenset[int]:
         """The end-of-sequence tokens of the model's generation config."""
@@ -251,18 +270,17 @@ class ModelSteps:
 
         Returns:
             logits [rows, V] of the token after each row's newest one, or after the prompt that ends in this pass and
-            will join that row; meaningless in other rows, and in all of them if there is neither. Behind them those
-            after each token of the chunks that are checked. And what a prompt's cache, or under None that of the rows,
-            failed with while the others went on.
+            will join that row; meaningless in other rows, and in all of them if there is neither. And what a prompt's
+            cache, or under None that of the rows, failed with while the others went on.
         """
+        self.cache.hold_drafts(1)
         if not chunks:
             return self._logits(ids[:, None], positions[:, None], self.cache)[:, -1], {}
         tokens, passes = [(chunk.cache, len(chunk.ids)) for chunk in chunks], self.model.captured.passes
         count = self.rows + sum(count for _, count in tokens)
         # Recorded passes are alike: rows are always computed, and those with a sequence would store a token.
         rows_rest = not decodes and any(sequence.occupied for sequence in self.cache.groups[0].sequences)
-        recordable = self._keeps_logits and not rows_rest and not any(chunk.checked for chunk in chunks)
-        padded = passes.padded(count, self.device) if recordable else None
+        padded = passes.padded(count, self.device) if self._keeps_logits and not rows_rest else None
         decodes = decodes or padded is not None
         own = self.rows if decodes else 0
         ends = [own + end - 1 for end in accumulate(count for _, count in tokens)]
@@ -270,8 +288,6 @@ class ModelSteps:
         for chunk, end in zip(chunks, ends, strict=True):
             if chunk.last:
                 kept[chunk.row] = end
-            if chunk.checked:
-                kept += range(end + 1 - len(chunk.ids), end + 1)
         read = upload([[i for c in chunks for i in c.ids], [p for c in chunks for p in c.positions]], self.device)
         if decodes:
             read = torch.cat([torch.stack([ids, positions]), read], 1)
@@ -295,6 +311,36 @@ class ModelSteps:
                 except Exception as error:
                     failures[chunk] = error
         return logits, failures
+
+    def checked(self, longest: int, most: int) -> int:
+        """Tokens of each row in a pass that checks drafts: on a GPU as many as are recorded.
+
+        Args:
+            longest: tokens of the longest draft.
+            most: that any draft has.
+        """
+        return 1 + (most if self.device.type == "cuda" else longest)
+
+    @torch.no_grad()
+    def check(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """One pass over the newest token of every row and drafts of those that follow; `keep` ends it.
+
+        Args:
+            ids, positions: int64 [rows, T]; rows that have fewer drafts, or none, end in anything.
+
+        Returns:
+            logits [rows, T, V] after each token, meaningless in rows without a sequence.
+        """
+        self.cache.hold_drafts(ids.shape[1])
+        return self._logits(ids, positions, self.cache)
+
+    def keep(self, counts: list[int]) -> None:
+        """Of the tokens of the last pass store so many of each row: the newest one and the drafts that were accepted.
+
+        Raises:
+            KvconvertError: those of `KVCache.keep_newest`.
+        """
+        self.cache.keep_newest(counts)
 
     def fetch(self, tokens: Tensor) -> Callable[[], list[int]]:
         """Begin to copy tokens to the host; the result waits for them."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from kvconvert.errors import UsageError
-from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
+from kvconvert.runtime.engine.model_steps import ModelSteps
 from kvconvert.runtime.engine.sampling import Sampling
 from kvconvert.runtime.engine.speculation import Drafter
 
@@ -140,6 +140,7 @@ class Request:
     launched: int = field(default=0, repr=False)  # tokens chosen on the device, of which the newest may not be read yet
     text_stream: TextStream | None = field(default=None, repr=False)
     drafter: Drafter | None = field(default=None, repr=False)
+    known: list[int] = field(default_factory=list, repr=False)  # prompt and tokens, as drafts were asked for last
     on_event: Callable[[Event], None] | None = field(default=None, repr=False)
     on_cancel: Callable[[Request], None] | None = field(default=None, repr=False)
 
@@ -154,19 +155,18 @@ class Request:
             self.on_cancel(self)
 
     def drafts(self, most: int, vocabulary: int) -> list[int]:
-        """What may follow the newest token: at most what is checked before the request's next page is written.
+        """What may follow the newest token.
 
         Args:
             most: tokens.
             vocabulary: ids from there on are none of the model's.
         """
-        until_page = self.prompt_cache.hold_drafts()
         most = min(most, self.max_new_tokens - len(self.tokens) - 1)
-        if until_page is not None:
-            most = min(most, until_page - 1)
         if most < 1 or self.drafter is None:
             return []
-        drafts = self.drafter.propose([*self.prompt, *self.tokens], most)
+        self.known = self.known or list(self.prompt)
+        self.known += self.tokens[len(self.known) - len(self.prompt) :]
+        drafts = self.drafter.propose(self.known, most)
         unknown = next((number for number, token in enumerate(drafts) if token >= vocabulary), len(drafts))
         return drafts[:unknown]
 
@@ -206,16 +206,10 @@ class UnreadStep:
     Attributes:
         read: waits for their copy to the host.
         rows: whose they are, by row.
-        checked: whose the others are, behind those of the rows: of each token of these chunks.
     """
 
     read: Callable[[], list[int]]
     rows: dict[int, Request]
-    checked: list[tuple[PromptChunk, Request]]
-
-    def requests(self) -> list[Request]:
-        """All of them."""
-        return [*self.rows.values(), *(request for _, request in self.checked)]
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ and how its next token is chosen.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvconvert.errors import QueueFullError, UsageError
+from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.engine.request import Request
 from kvconvert.runtime.engine.sampling import Sampling, sample
 
@@ -202,20 +203,32 @@ class RowState:
         self.ids.copy_(chosen)
         return chosen
 
-    def choose_after(self, logits: Tensor, rows: Sequence[int], counters: Sequence[int]) -> Tensor:
-        """The tokens after drafts of some rows' requests, from logits [n, V], int64 [n].
+    def drafted(self, ids: list[list[int]], most: int | None) -> tuple[Tensor, Tensor]:
+        """What a pass reads that checks drafts: `ids` [rows, T] and their positions, int64 each.
 
         Args:
-            logits: after each token, of the requests in `rows`.
-            rows: int [n].
-            counters: int [n], how many tokens were generated before each of those chosen.
+            ids: the newest token of every row and what may follow.
+            most: positions of the model, which drafts that are none do not exceed; None without a limit.
         """
-        sampling = [self._sampling[row] for row in rows]
-        if all(each.greedy for each in sampling):
+        read = upload(ids, self.ids.device)
+        positions = self.positions[:, None] + torch.arange(read.shape[1], device=read.device)
+        return read, positions if most is None else positions.clamp(max=most - 1)
+
+    def choose_after(self, logits: Tensor) -> Tensor:
+        """The tokens after each one of such a pass, from logits [rows, T, V], int64 [rows, T]."""
+        if all(sampling.greedy for sampling in self._sampling):
             return logits.argmax(-1)
-        at = torch.tensor(rows, device=logits.device)
-        _, _, top_k, seeds = self._integers[:, at]
-        temperature, top_p = self._floats[:, at]
-        numbers = torch.tensor(counters, device=logits.device)
-        restrict = any(each.restricts for each in sampling)
-        return sample(logits, temperature, top_k, top_p, seeds, numbers, restrict=restrict)
+        count = logits.shape[1]
+        _, counters, top_k, seeds = self._integers.repeat_interleave(count, 1)
+        temperature, top_p = self._floats.repeat_interleave(count, 1)
+        counters = counters + torch.arange(count, device=counters.device).repeat(len(logits))
+        restrict = any(sampling.restricts for sampling in self._sampling)
+        chosen = sample(logits.flatten(0, 1), temperature, top_k, top_p, seeds, counters, restrict=restrict)
+        return chosen.view(-1, count)
+
+    def renew(self, running: dict[int, Request]) -> None:
+        """Let `ids` be the newest tokens of running requests, as the host knows them."""
+        newest = [0] * len(self.ids)
+        for row, request in running.items():
+            newest[row] = request.tokens[-1]
+        self.ids.copy_(upload(newest, self.ids.device))

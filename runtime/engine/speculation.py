@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 class Drafter(Protocol):
     """Proposes tokens for one request."""
 
+    def read(self, tokens: Sequence[int], end: int) -> None:
+        """Prepare for the first tokens of a prompt, up to `end`, while the model reads them."""
+
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """At most so many tokens that may follow the prompt and what was generated, `tokens`; each call has more."""
 
@@ -85,12 +88,16 @@ class PromptLookup:
         # By the tokens before: where the latest continuation begins.
         self._continuations: dict[tuple[int, ...], int] = {}
 
+    def read(self, tokens: Sequence[int], end: int) -> None:
+        """See `Drafter`."""
+        for place in range(max(1, self._read), end):
+            for size in range(1, min(self._longest, place) + 1):
+                self._continuations[tuple(tokens[place - size : place])] = place
+        self._read = end
+
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """See `Drafter`; nothing if the last token is new."""
-        for end in range(max(1, self._read), len(tokens)):
-            for size in range(1, min(self._longest, end) + 1):
-                self._continuations[tuple(tokens[end - size : end])] = end
-        self._read = len(tokens)
+        self.read(tokens, len(tokens))
         for size in range(min(self._longest, len(tokens) - 1), 0, -1):
             begin = self._continuations.get(tuple(tokens[-size:]))
             if begin is not None:
@@ -112,6 +119,9 @@ class DraftModel:
         self._cache: Any = None
         self._read: list[int] = []
 
+    def read(self, tokens: Sequence[int], end: int) -> None:
+        """See `Drafter`; the prompt is read when a draft is asked for."""
+
     @torch.no_grad()
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """See `Drafter`."""
@@ -124,6 +134,10 @@ class DraftModel:
             self._cache.crop(same - len(self._read))
         drafts: list[int] = []
         known = list(tokens)
+        if len(known) - same == 2 and self._model.device.type == "cuda":
+            # After drafts that were all accepted; single tokens are recorded.
+            self._step(known[same : same + 1], same)
+            same += 1
         for _ in range(most):
             self._step(known[same:], same)
             same = len(known)

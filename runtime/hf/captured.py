@@ -1,4 +1,5 @@
-"""Decoding steps as CUDA graphs: a model's single-token passes are recorded once and replayed.
+"""Decoding steps as CUDA graphs: a model's passes over a token of each row, or over a token and drafts of those that
+follow, are recorded once and replayed.
 
 A step is planned on the host for whole groups of layers (`runtime/cache/steps.py`), which writes the few numbers that
 change into tables of fixed addresses; then one graph launches everything that the model's forward pass would. Graphs
@@ -52,7 +53,7 @@ class Recording:
 
     Attributes:
         graph: of its launches.
-        ids, positions: what it reads: int64 [B, 1], and positions of the shape that the model was given.
+        ids, positions: what it reads: int64 [B, T], and positions of the shape that the model was given.
         output: what it writes, the model's own output; tensors are overwritten by every replay.
     """
 
@@ -62,7 +63,7 @@ class Recording:
     output: ModelOutput
 
     def replay(self, ids: torch.Tensor, positions: torch.Tensor) -> ModelOutput:
-        """Run the step for other tokens ids [B, 1] and positions; the output is overwritten by the next replay."""
+        """Run the step for other tokens ids [B, T] and positions; the output is overwritten by the next replay."""
         self.ids.copy_(ids)
         self.positions.copy_(positions)
         self.graph.replay()
@@ -70,7 +71,7 @@ class Recording:
 
 
 class CapturedSteps:
-    """Records and replays the single-token passes of one model.
+    """Records and replays the decoding steps of one model.
 
     Args:
         forward: the model's own forward pass, without our replacement.
@@ -119,7 +120,9 @@ class CapturedSteps:
         cache, ids = arguments.get("past_key_values"), arguments.get("input_ids")
         if self.reason is not None or not isinstance(cache, KVCache) or not isinstance(ids, torch.Tensor):
             return False
-        if not (ids.is_cuda or skips_launches()) or ids.dim() != 2 or ids.shape[1] != 1 or not cache.replays:
+        if not (ids.is_cuda or skips_launches()) or ids.dim() != 2 or not cache.replays:
+            return False
+        if ids.shape[1] != cache.step_tokens:
             return False
         if (
             torch.is_grad_enabled()
@@ -139,11 +142,12 @@ class CapturedSteps:
         if mask is None or self._trusts_masks:
             return True
         # In a user's own loop: masked new tokens, and masks that have to be refused, are left to the eager path.
-        whole = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] == cache.get_seq_length() + 1
-        return whole and bool((mask[:, -1] != 0).all())
+        length = cache.get_seq_length() + cache.step_tokens
+        whole = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] == length
+        return whole and bool((mask[:, -cache.step_tokens :] != 0).all())
 
     def _unsupported(self, cache: KVCache, arguments: dict[str, Any]) -> str | None:
-        """Why a single-token pass cannot be planned; None if it can."""
+        """Why a decoding step cannot be planned; None if it can."""
         if cache.groups[0].registry is not self.registry:
             return "the cache was not made by the model's new_kv_cache()"
         if not _is_plain(cache):
@@ -163,8 +167,8 @@ class CapturedSteps:
         cache, ids = arguments["past_key_values"], arguments["input_ids"]
         positions = arguments.get("position_ids")
         if positions is None:
-            positions = torch.full_like(ids, cache.get_seq_length())
-        planned = PlannedStep(cache.groups)
+            positions = cache.get_seq_length() + torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        planned = PlannedStep(cache.groups, tokens=ids.shape[1])
         try:
             if skips_launches():
                 output = self._launch(planned, cache, ids, positions)
@@ -276,7 +280,9 @@ DELAY = 1.0
 
 
 @torch.no_grad()
-def prepare_steps(model: Any, tokens: Sequence_[int], longest: int, growing: int | None = None) -> int:
+def prepare_steps(
+    model: Any, tokens: Sequence_[int], longest: int, growing: int | None = None, step_tokens: int = 1
+) -> int:
     """Record the decoding steps of a batch that begins with so many tokens and ends with the longest at `longest`.
 
     Steps of caches that compress prompts as a whole are recorded for short prompts alone, and layers with states of
@@ -287,6 +293,7 @@ def prepare_steps(model: Any, tokens: Sequence_[int], longest: int, growing: int
         tokens: of each row's prompt, at least 1.
         longest: tokens of the longest row in the end.
         growing: how many rows, the first ones, get longer; None for all.
+        step_tokens: of each row in a step.
 
     Returns:
         how many graphs were recorded.
@@ -302,14 +309,15 @@ def prepare_steps(model: Any, tokens: Sequence_[int], longest: int, growing: int
     with tqdm(total=len(lengths) + 1, desc="Preparing decoding steps", delay=DELAY, leave=False, disable=None) as bar:
         groups = _read_short_prompt(model, cache, tokens)
         bar.update()
-        one = torch.zeros(len(tokens), 1, dtype=torch.int64, device=model.device)
+        some = torch.zeros(len(tokens), step_tokens, dtype=torch.int64, device=model.device)
+        cache.hold_drafts(step_tokens)
         for length in lengths:
             for group, sequences, logical in groups:
                 grown = [n + (length - begin) * (growing is None or row < growing) for row, n in enumerate(tokens)]
                 _pretend(group, sequences, logical, grown, length)
-            if not captured.serves({"past_key_values": cache, "input_ids": one}):
+            if not captured.serves({"past_key_values": cache, "input_ids": some}):
                 break
-            model(input_ids=one, position_ids=one + min(length, last), past_key_values=cache)
+            model(input_ids=some, position_ids=some + min(length, last), past_key_values=cache)
             bar.update()
     return captured.recorded - before
 

@@ -127,7 +127,7 @@ def test_a_short_cache_that_pretends_leads_to_the_recording_of_a_long_one(device
         if pretends:
             _pretend(*states[0], tokens, 1000)
         step = PlannedStep(cache.groups)
-        step.tables[0].asked |= {7, 64}
+        step.tables[0].asked.update((7, 64))
         found.append((step.key(), [plan.segments for plan in step.tables[0].plans]))
         step.abandon()
     if window:

@@ -28,6 +28,7 @@ from kvconvert.kernels.decode.triton.scores import (
     extremes_reduced,
     finish_scores,
     hide,
+    hide_later,
     product_factor,
     residual_finish,
     shaped_scores,
@@ -152,7 +153,7 @@ def extremes_kernel(
     tl.store(where + 1, tl.max(high, 0))
 
 
-@kernel(do_not_specialize=["clamped_rows", "query_row", "mask_row", "mask_head", "mask_query", "count"])
+@kernel(do_not_specialize=["clamped_rows", "newest", "query_row", "mask_row", "mask_head", "mask_query", "count"])
 def decode_kernel(
     queries,
     out,
@@ -172,6 +173,7 @@ def decode_kernel(
     center_mean,
     item_rows,
     clamped_rows,
+    newest,
     query_row,
     query_head,
     query_token,
@@ -230,6 +232,8 @@ def decode_kernel(
             # Full-precision tokens are no part of a span, so that nothing shifts their scores.
             x = residual_finish(x, residual_factor, softcap, F)
             x = tl.where(known[:, None, None], x, float("-inf"))
+            if F.causal:
+                x = hide_later(x, token, tl.load(described + 7).to(tl.int32) - newest, block, F)
             if F.masked:
                 x = hide(x, token[:, None], 0, stop, residual_mask, mask_query, F)
             p, maximum, alpha = softmax_step(x, maximum, F)

@@ -80,6 +80,7 @@ def decode_shape(
     half_quantized: int = 0,
     hides: bool = False,
     masked: bool = False,
+    causal: bool = False,
     softcap: bool = False,
     tau: bool = False,
     inline_asm: bool = True,
@@ -105,6 +106,7 @@ def decode_shape(
         split_query=dtype == torch.float32,
         half_quantized=half_quantized,
         masked=masked,
+        causal=causal,
         ragged=hides or span is not None,
         softcap=softcap,
         tau=tau,
@@ -163,6 +165,7 @@ def decode_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     visibility: Visibility | None = None,
+    newest: int | None = None,
     clamped_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of queries over pages or spans and residual windows: one launch for parts, one to merge
@@ -180,6 +183,8 @@ def decode_attention(
         hides: whether pages, or half-quantized ones, may have hidden tokens, see `kernels/decode/plan.py`.
         softcap, sink_logits: as in `attention_reference`; sink_logits [Hq].
         visibility: which tokens are seen; None for all.
+        newest: tokens of the residual windows from the first query's own on, where each query sees the tokens up to its
+            own; None where all see all.
         clamped_rows: as in `SpanTokens`.
 
     Returns:
@@ -200,6 +205,7 @@ def decode_attention(
         half_quantized=half_quantized,
         hides=hides,
         masked=visibility is not None,
+        causal=newest is not None,
         softcap=bool(softcap),
         tau=shift,
         inline_asm=compiles(queries.device),
@@ -255,6 +261,7 @@ def decode_attention(
         center_mean=mean,
         item_rows=plan.item_rows,
         clamped_rows=counter,
+        newest=newest or 0,
         mask_row=mask_row,
         mask_head=mask_head,
         mask_query=mask_query,
