@@ -278,9 +278,10 @@ class ModelSteps:
             return self._logits(ids[:, None], positions[:, None], self.cache)[:, -1], {}
         tokens, passes = [(chunk.cache, len(chunk.ids)) for chunk in chunks], self.model.captured.passes
         count = self.rows + sum(count for _, count in tokens)
+        padded = passes.padded(count, self.device) if self._keeps_logits else None
         # Recorded passes are alike: rows are always computed, and those with a sequence would store a token.
-        rows_rest = not decodes and any(sequence.occupied for sequence in self.cache.groups[0].sequences)
-        padded = passes.padded(count, self.device) if self._keeps_logits and not rows_rest else None
+        if padded is not None and not decodes and any(s.occupied for s in self.cache.groups[0].sequences):
+            padded = None
         decodes = decodes or padded is not None
         own = self.rows if decodes else 0
         ends = [own + end - 1 for end in accumulate(count for _, count in tokens)]
