@@ -294,8 +294,12 @@ def answers(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"logprobs": [[{token: x.logprob for token, x in at.items()} for at in prompt] for prompt in said]}
 
 
-def compare(model: Path, bundle: Path, new: int, report_path: Path | None) -> None:
-    """After how many tokens vLLM with the plugin, and vLLM in the model's dtype, part from the runtime."""
+def compare(model: Path, bundle: Path, new: int, names: list[str], report_path: Path | None) -> None:
+    """After how many tokens vLLM with the plugin, and vLLM with the source, part from the runtime.
+
+    `margins` are how much larger the runtime's logit of its own token is, in units of its precision at that size: 1 or
+    less is a tie that rounding decides.
+    """
     import torch
     from transformers import AutoTokenizer
 
@@ -305,21 +309,32 @@ def compare(model: Path, bundle: Path, new: int, report_path: Path | None) -> No
     ids = AutoTokenizer.from_pretrained(bundle)(text)["input_ids"]
     prompts = [ids[start : start + length] for start, length in ((0, 100), (100, 700), (300, 1500), (50, 2100))]
     loaded = load(bundle, dtype="auto")[0].to("cuda" if torch.cuda.is_available() else "cpu")
-    expected = []
+    precision = torch.finfo(loaded.dtype).eps
+    expected, logits = [], []
     for prompt in prompts:
         whole = torch.tensor([prompt], device=loaded.device)
-        answer = loaded.generate(whole, max_new_tokens=new, min_new_tokens=new, do_sample=False)
-        expected.append(answer[0, len(prompt) :].tolist())
+        answer = loaded.generate(
+            whole, max_new_tokens=new, min_new_tokens=new, do_sample=False, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        expected.append(answer.sequences[0, len(prompt) :].tolist())
+        logits.append(torch.cat(answer.logits).float().cpu())
     del loaded
     torch.cuda.empty_cache()
     report: dict[str, Any] = {"prompts": [len(prompt) for prompt in prompts], "new": new}
-    contenders = {name: (bundle, given) for name, given in CONTENDERS.items() if name.startswith("bundle")}
+    contenders = {name: (bundle, CONTENDERS[name]) for name in names if name.startswith("bundle")}
     for name, (path, settings) in (contenders | {"source": (model, {})}).items():
         request = {"path": str(path), "settings": settings, "prompts": prompts, "sampling": {"max_tokens": new}}
         found = child(request)
         if "tokens" in found:
-            pairs = zip(found["tokens"], expected, strict=True)
-            found = {"equal": [next((i for i in range(new) if a[i] != b[i]), new) for a, b in pairs]}
+            equal, margins = [], []
+            for theirs, ours, told in zip(found["tokens"], expected, logits, strict=True):
+                at = next((i for i in range(new) if theirs[i] != ours[i]), new)
+                equal.append(at)
+                if at < new:
+                    own, other = told[at, ours[at]].item(), told[at, theirs[at]].item()
+                    margins.append(round((own - other) / (abs(own) * precision), 2))
+            found = {"equal": equal, "margins": margins}
         report[name] = found
         print(name, found, flush=True)
         save(report_path, report)
@@ -401,7 +416,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report: dict[str, Any] = {}
     if given.what == "tokens":
-        compare(given.model, given.bundle, given.new_tokens, given.json)
+        compare(given.model, given.bundle, given.new_tokens, given.only.split(","), given.json)
         return
     if given.what == "quality":
         found = quality(given.model, given.bundle, given.text, given.segments, given.dtype)

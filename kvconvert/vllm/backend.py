@@ -69,7 +69,7 @@ class LowBitBackend(AttentionBackend):
         layout = cls.served.layout(spec.dtype, cls.ranks)
         same = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
         packed = {"num_head_slots": 1, "state_content_bytes": layout.block_bytes, "tokens_per_state": PAGE_SIZE}
-        return LowBitSpec(**same | packed, blocks_ahead=layout.blocks_ahead)
+        return LowBitSpec(**same | packed, blocks_ahead=layout.blocks_ahead, sink_blocks=layout.first_page)
 
 
 @dataclass
@@ -100,6 +100,7 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
         served, ranks = served_bundle(vllm_config.model_config.model), vllm_config.parallel_config.tensor_parallel_size
         self.layout = served.layout(kv_cache_spec.dtype, ranks)
         self.tables = None
+        self._quantized: torch.Tensor | None = None
         self._known: list[LayerBlocks] = []
         self._alike: list[AlikeLayers] = []
         if runs_triton(device):
@@ -123,15 +124,27 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
             common.query_start_loc_cpu[: common.num_reqs + 1].tolist(),
             lengths[: common.num_reqs].tolist(),
             common.block_table_tensor,
+            self._quantized_blocks(),
         )
         if any(plan.pending):
             quantize_pending(self._layers(), plan)
+        plan.note_quantized()
         if self.tables is not None:
             decodes = plan.requests if not plan.prompts else plan.decodes
             rows = range(common.num_reqs) if not plan.prompts else [request.row for request in decodes]
             tokens = dict.fromkeys(rows, 0) | {request.row: request.tokens for request in decodes}
             self.tables.write(common.block_table_tensor, list(tokens), list(tokens.values()))
         return LowBitMetadata(plan, common.num_actual_tokens, self.tables)
+
+    def _quantized_blocks(self) -> torch.Tensor | None:
+        """Where requests share pages, which blocks hold quantized ones: uint8 [blocks]."""
+        if not self.vllm_config.cache_config.enable_prefix_caching:
+            return None
+        name = self.layer_names[0]
+        memory = self.vllm_config.compilation_config.static_forward_context[name].kv_cache
+        if self._quantized is None or len(self._quantized) != len(memory):
+            self._quantized = torch.zeros(len(memory), dtype=torch.uint8, device=memory.device)
+        return self._quantized
 
     def _layers(self) -> list[AlikeLayers]:
         """All layers, those whose pages are written together side by side."""

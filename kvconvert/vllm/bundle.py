@@ -62,6 +62,11 @@ class ServedBundle:
         """Whether any layer has a scheme; a bundle of weights alone needs no cache of ours."""
         return any(self.bundle.manifest.schemes())
 
+    @property
+    def keeps_windows(self) -> bool:
+        """Whether newest tokens stay in full precision besides the page being filled."""
+        return any(scheme.key_recent_tokens or scheme.value_recent_tokens for scheme in self.schemes)
+
     def refusal(self, dtype: torch.dtype, ranks: int = 1) -> str | None:
         """Why the cache cannot be served, in one sentence; None if it can.
 

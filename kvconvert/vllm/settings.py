@@ -41,7 +41,6 @@ def choose_settings(arguments: Any, version: str) -> ServedBundle | None:
         "attention_backend": ("CUSTOM", "bundles bring their own attention backend"),
         "block_size": (PAGE_SIZE, f"a block is a page of {PAGE_SIZE} tokens"),
         "kv_cache_dtype": ("auto", "the bundle says how the cache is stored"),
-        "enable_prefix_caching": (False, "pages are not shared between requests"),
     }
     for name, (value, reason) in needed.items():
         given = getattr(arguments, name)
@@ -49,6 +48,9 @@ def choose_settings(arguments: Any, version: str) -> ServedBundle | None:
         if given not in (None, "auto", value):
             raise _refused(f"--{name.replace('_', '-')} {given}", reason)
         setattr(arguments, name, value)
+    arguments.enable_prefix_caching = bool(arguments.enable_prefix_caching)
+    if arguments.enable_prefix_caching and served.keeps_windows:
+        raise _refused("--enable-prefix-caching", "its newest tokens are in full precision, which no other request has")
     return served
 
 

@@ -58,11 +58,14 @@ class StepPlan:
         layout: of every layer's blocks.
         requests: in the order of their tokens.
         block_table: int32 [rows, entries] on the device.
+        quantized_blocks: uint8 [blocks], 1 for those that hold a quantized page, so that pages of a prefix that a
+            request was given are not quantized again; None where requests share none.
     """
 
     layout: BlockLayout
     requests: Sequence[Request]
     block_table: torch.Tensor
+    quantized_blocks: torch.Tensor | None = None
 
     @cached_property
     def decodes(self) -> list[Request]:
@@ -124,7 +127,28 @@ class StepPlan:
         entries, slots = self.layout.places(positions)
         blocks = self.block_table[rows.repeat_interleave(PAGE_SIZE), entries].long()
         own = self.block_table[rows, self.layout.first_page + numbers].long()
+        if self.quantized_blocks is not None:
+            known = self.quantized_blocks[own] > 0
+            if self.device.type == "cpu" and known.any():
+                return self._pending([page for page, done in zip(pages, known.tolist(), strict=True) if not done])
+            # A device need not tell: these go to block 0, which vLLM leaves to no request.
+            own = own.masked_fill(known, 0)
         return PendingPages(own, blocks, slots, [number * PAGE_SIZE for _, number in pages])
+
+    def note_quantized(self) -> None:
+        """Remember, where requests share pages, which ones this pass begins and which it quantizes."""
+        if self.quantized_blocks is None:
+            return
+        begun, done = [], []
+        for request in self.requests:
+            begun += [(request.row, n) for n in range(-(-request.stored // PAGE_SIZE), -(-request.tokens // PAGE_SIZE))]
+            first = max(0, request.stored - 1) // PAGE_SIZE
+            done += [(request.row, n) for n in range(first, (request.tokens - 1) // PAGE_SIZE)]
+        for pages, value in ((begun, 0), (done, 1)):
+            if pages:
+                rows, numbers = upload(torch.tensor(pages).T, self.device)
+                blocks = self.block_table[rows, self.layout.first_page + numbers].long()
+                self.quantized_blocks.index_fill_(0, blocks, value)
 
 
 def upload(data: torch.Tensor | list, device: torch.device) -> torch.Tensor:
@@ -134,7 +158,11 @@ def upload(data: torch.Tensor | list, device: torch.device) -> torch.Tensor:
 
 
 def plan_step(
-    layout: BlockLayout, starts: Sequence[int], lengths: Sequence[int], block_table: torch.Tensor
+    layout: BlockLayout,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    block_table: torch.Tensor,
+    quantized_blocks: torch.Tensor | None = None,
 ) -> StepPlan:
     """The plan of a pass.
 
@@ -142,10 +170,10 @@ def plan_step(
         layout: of every layer's blocks.
         starts: where each request's tokens begin among those of the pass, and their number at the end.
         lengths: tokens of each request once the pass is over.
-        block_table: int32 [rows, entries].
+        block_table, quantized_blocks: as in `StepPlan`.
     """
     requests = []
     for row, (first, end, tokens) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
         if end > first:
             requests.append(Request(row, first, tokens - (end - first), end - first))
-    return StepPlan(layout, requests, block_table)
+    return StepPlan(layout, requests, block_table, quantized_blocks)

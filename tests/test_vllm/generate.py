@@ -13,8 +13,8 @@ from typing import Any
 MARKER = "TOKENS "
 
 
-def generate(request: dict[str, Any]) -> tuple[list[list[int]], int]:
-    """The tokens of each prompt, and how many requests had to be interrupted."""
+def generate(request: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
+    """The tokens of each prompt, and how many requests were interrupted and prompt tokens found in the prefix cache."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(request["model"], disable_log_stats=False, **request["arguments"])
@@ -23,12 +23,15 @@ def generate(request: dict[str, Any]) -> tuple[list[list[int]], int]:
     for batch in request["batches"]:
         prompts = [{"prompt_token_ids": prompt} for prompt in batch]
         found += [list(answer.outputs[0].token_ids) for answer in llm.generate(prompts, sampling, use_tqdm=False)]
-    interrupted = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
-    return found, int(sum(interrupted))
+    counted = {"interrupted": "vllm:num_preemptions", "hits": "vllm:prefix_cache_hits"}
+    metrics = llm.get_metrics()
+    return found, {key: int(sum(m.value for m in metrics if m.name == name)) for key, name in counted.items()}
 
 
 if __name__ == "__main__":
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    # Two ranks may share processors.
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     try:
         print(MARKER + json.dumps(generate(json.load(sys.stdin))), flush=True)
     except Exception as error:

@@ -36,7 +36,7 @@ def bundle_of(folder: Path, settings: str, bits: int | None = None) -> Path:
 
 
 def in_vllm(bundle: Path, batches: list[list[list[int]]], new_tokens: int = NEW, **arguments: Any) -> Any:
-    """Tokens of all prompts, batch after batch, and how many were interrupted; or what vLLM says when it fails."""
+    """Tokens of all prompts, batch after batch, and what `generate` counts; or what vLLM says when it fails."""
     arguments = {"enforce_eager": True, "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4} | arguments
     request = {"model": str(bundle), "batches": batches, "new_tokens": new_tokens, "arguments": arguments}
     script = Path(__file__).with_name("generate.py")
@@ -109,13 +109,27 @@ def test_requests_go_on_after_an_interruption(tmp_path):
     """
     bundle, asked = bundle_of(tmp_path, SCHEMES["kivi"]), prompts(140, 150, 160)
     blocks = 2 * served_bundle(str(bundle)).layout(torch.float32).blocks_for(256) + 1
-    found, interrupted = in_vllm(bundle, [asked], num_gpu_blocks_override=1 + blocks, max_model_len=512)
+    found, counted = in_vllm(bundle, [asked], num_gpu_blocks_override=1 + blocks, max_model_len=512)
     expected = in_runtime(bundle, asked)
-    assert interrupted
+    assert counted["interrupted"]
     assert found[0] == expected[0]
     for tokens, own in zip(found, expected, strict=True):
         assert len(tokens) == NEW
         assert tokens[:64] == own[:64]
+
+
+@pytest.mark.parametrize("scheme", ["calibrated", "wide"])
+def test_a_prefix_that_is_found_gives_what_reading_it_gives(scheme, tmp_path):
+    """Prompts read in chunks of a page, so that they end where the pages of a prefix do."""
+    bundle, (first, other) = bundle_of(tmp_path, SCHEMES[scheme]), prompts(400, 150)
+    chunks = {"max_num_batched_tokens": 128, "max_num_seqs": 1, "enable_chunked_prefill": True}
+    begun, _ = in_vllm(bundle, [[first]], **chunks)
+    # A prompt of the same beginning, one of whole pages, the same again, and one that goes on with the answer.
+    asked = [first, first[:300] + other, first[:256], first, first + begun[0][:150] + other]
+    read, none = in_vllm(bundle, [[prompt] for prompt in asked], **chunks)
+    found, counted = in_vllm(bundle, [[prompt] for prompt in asked], **chunks, enable_prefix_caching=True)
+    assert found == read
+    assert (none["hits"], counted["hits"]) == (0, 256 + 128 + 384 + 512)
 
 
 def test_two_ranks_give_the_tokens_of_one(tmp_path):
@@ -125,6 +139,6 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path):
 
 
 def test_a_refusal_is_what_ends_the_start(tmp_path):
-    bundle = bundle_of(tmp_path, SCHEMES["kivi"])
+    bundle = bundle_of(tmp_path, SCHEMES["windows"])
     said = in_vllm(bundle, [], enable_prefix_caching=True)
     assert said.splitlines()[-1].startswith("BundleError: A kvconvert bundle cannot be served with --enable-prefix")

@@ -87,7 +87,6 @@ def test_another_model_is_left_alone(tmp_path):
         ("attention_backend", "FLASH_ATTN", "--attention-backend FLASH_ATTN"),
         ("block_size", 16, "--block-size 16"),
         ("kv_cache_dtype", "fp8", "--kv-cache-dtype fp8"),
-        ("enable_prefix_caching", True, "--enable-prefix-caching"),
     ],
 )
 def test_an_argument_that_says_otherwise_is_refused(name, value, said, tmp_path):
@@ -95,6 +94,20 @@ def test_an_argument_that_says_otherwise_is_refused(name, value, said, tmp_path)
     with pytest.raises(BundleError) as error:
         choose_settings(arguments(tmp_path, **{name: value}), KNOWN)
     refused(str(error.value), said)
+
+
+def test_prefixes_are_shared_if_asked_for_and_no_window_forbids(tmp_path, monkeypatch):
+    write_tiny_bundle(tmp_path)
+    for asked in (None, False, True):
+        given = arguments(tmp_path, enable_prefix_caching=asked)
+        choose_settings(given, KNOWN)
+        assert given.enable_prefix_caching is bool(asked)
+    windowed = served(replace(KIVI, value_recent_tokens=128))
+    monkeypatch.setattr("kvconvert.vllm.settings.served_bundle", lambda directory: windowed)
+    choose_settings(arguments(tmp_path), KNOWN)
+    with pytest.raises(BundleError) as error:
+        choose_settings(arguments(tmp_path, enable_prefix_caching=True), KNOWN)
+    refused(str(error.value), "--enable-prefix-caching")
 
 
 @pytest.mark.parametrize(
