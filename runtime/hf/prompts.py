@@ -113,7 +113,8 @@ class PackedPrompts:
         tokens = self._tokens.get(_place(model, ids, cache))
         if tokens is None or kept is None or not cache.allocate(rows, tokens):
             return None
-        if unplanned(cache.groups, length) is not None:
+        rests = any(not sequence.occupied for sequence in cache.groups[0].sequences)
+        if rests or unplanned(cache.groups, length) is not None:
             return None
         padded = None
         if mask is not None and not bool((mask != 0).all()):
@@ -197,7 +198,7 @@ def _without_padding(cache: KVCache, mask: Tensor, start: int, length: int) -> P
         chunk.check_past(group.real, start, group.name)
     for row, sequence in enumerate(cache.groups[0].sequences):
         runs = chunk.runs(row, start, length)
-        if not sequence.occupied or len(sequence.extend(runs, 0).positions.runs()) > 1:
+        if len(sequence.extend(runs, 0).positions.runs()) > 1:
             return None
         places += [torch.arange(row * length + first - start, row * length + first - start + n) for first, n in runs]
     return PaddedBatch(chunk, upload(torch.cat(places), mask.device)) if places else None
