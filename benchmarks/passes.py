@@ -9,6 +9,10 @@ decode while prompts are read: one, or four of a quarter of the tokens, from the
 `host_ms` is from the call until it returns with the GPU idle before, `pass_ms` until the GPU has ended, `kernels_ms`
 the sum of what its kernels take in a pass that is profiled. Medians of --repeats passes; "layer by layer" is without
 the plan of `runtime/cache/prompt_pass.py`.
+
+"first token of generate" is from the call of `generate` with `max_new_tokens=1` until its token is on the host, after
+four calls that are not measured; of a batch half of the rows have an eighth of padding. `--first-token` measures only
+that.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,8 @@ from kvconvert.runtime.hf import packed
 
 TOKENS = (64, 128, 256, 512, 1024, 2048)
 HISTORY, ROW_TOKENS = 2048, 1000
+# Rows and tokens of prompts of `generate`.
+PROMPTS = ((1, 128), (1, 1000), (1, 8000), (8, 128), (8, 1000))
 
 
 class Passes:
@@ -100,10 +107,24 @@ class Passes:
             torch.cuda.synchronize()
 
 
+def first_token(model: Any, rows: int, tokens: int, repeats: int) -> float:
+    """Median milliseconds until the first token of `generate` is known."""
+    ids = torch.full((rows, tokens), 7, device=model.device)
+    mask = torch.ones_like(ids)
+    mask[1::2, : tokens // 8] = 0
+    times = []
+    for _ in range(repeats + 4):
+        begin = time.perf_counter()
+        model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False).tolist()
+        times.append(time.perf_counter() - begin)
+    return 1e3 * statistics.median(times[4:])
+
+
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU, and few tokens")
+    parser.add_argument("--first-token", action="store_true", help="measure the first token of generate only")
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
@@ -115,8 +136,26 @@ def main() -> None:
     else:
         need_gpu()
     scheme = KVScheme.preset("oscar-g128").with_online_rotation()
-    passes = Passes(packed_model(config, [scheme] * config.num_hidden_layers, device), arguments.rows, row_tokens)
+    model = packed_model(config, [scheme] * config.num_hidden_layers, device)
     results: dict[str, Any] = {"machine": machine() if device == "cuda" else "CPU", "rows": arguments.rows}
+    for way in ("packed", "layer by layer"):
+        found = results[f"first token of generate, {way}"] = {}
+        for rows, count in ((1, 32), (2, 32)) if arguments.tiny else PROMPTS:
+            with nullcontext() if way == "packed" else model.prompts.layer_by_layer():
+                milliseconds = first_token(model, rows, count, arguments.repeats)
+            found[f"{rows} x {count}"] = {"first_token_ms": milliseconds}
+            print("first token of generate,", way, f"{rows} x {count}: {milliseconds:.2f} ms", flush=True)
+    print(
+        {
+            "recorded": model.captured.passes.recorded,
+            "replayed": model.captured.passes.replayed,
+            "packed": model.prompts.packed,
+        }
+    )
+    if arguments.first_token:
+        save(arguments.json, results)
+        return
+    passes = Passes(model, arguments.rows, row_tokens)
     unplanned = packed.unplanned
     for way, reason in (("planned", None), ("layer by layer", "it is measured")):
         packed.unplanned = unplanned if reason is None else lambda groups, length: "it is measured"

@@ -107,7 +107,7 @@ class LayerGroup(Generic[Store]):
         self.modality_mask: ModalityMask | None = None
         self.changed: set[int] | None = None
         self.forward_pass: ForwardPass | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.unread_flags: list[UnreadFlags] = []
 
     @property

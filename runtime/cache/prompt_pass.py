@@ -42,7 +42,7 @@ def unplanned(groups: Sequence_[Group], length: int) -> str | None:
 
     Args:
         groups: of all the cache's layers, each of which knows the shape of its tokens.
-        length: of the chunk.
+        length: of the chunk, padding included.
     """
     for group in groups:
         if not runs_steps(group):
@@ -51,10 +51,7 @@ def unplanned(groups: Sequence_[Group], length: int) -> str | None:
             return "its newest tokens are compressed later than others"
         if group.policy.selects or group.scheme.modality != "all":
             return "its tokens are compressed by their attention mass or by their modality"
-        if len(group.sequences) != 1 or group.real is not None:
-            return "it has several sequences, or padding"
-        (sequence,) = group.sequences
-        if sequence.spans or sequence.kept or sequence.evicted:
+        if any(sequence.spans or sequence.kept or sequence.evicted for sequence in group.sequences):
             return "a prompt before it was compressed as a whole"
         if len({_sizes(store) for store in group.stores}) > 1:
             return "its layers differ in heads"
@@ -151,16 +148,17 @@ class Rooms:
 
 @dataclass(eq=False)
 class PlannedChunk:
-    """The tokens of one prompt in a pass.
+    """The tokens of one cache in a pass.
 
     Attributes:
-        groups: of the layers of its cache.
-        first: number of its first token in the pass.
-        length: how many there are.
+        groups: of the layers of the cache.
+        rows: of each row that has tokens its number in the batch, the number of its first token in the pass, and how
+            many there are.
+        length: tokens of all rows.
     """
 
     groups: list[Group]
-    first: int
+    rows: list[tuple[int, int, int]]
     length: int
 
 
@@ -194,8 +192,14 @@ class PromptPass:
             for used, group in zip(self._room, groups, strict=True)
         )
 
-    def add(self, groups: list[Group], first: int, length: int) -> PlannedChunk:
+    def add(self, groups: list[Group], first: int, length: int, chunk: Chunk | None = None) -> PlannedChunk:
         """Plan where a chunk's tokens go in all layers; `unplanned` and `has_room` accept it.
+
+        Args:
+            groups: of all the cache's layers.
+            first: number of the chunk's first token in the pass, where one row's real tokens follow the other's.
+            length: new positions of every row.
+            chunk: which of them are padding: at most what comes before or after a row's tokens; None for none.
 
         Raises:
             CacheError: what is stored has become unusable.
@@ -203,17 +207,23 @@ class PromptPass:
         """
         for group in groups:
             read_flags(group, wait=False)
+        rows = []
         for index, group in enumerate(groups):
-            self._room[index] += _stored(group) + length
+            before = _stored(group)
             latest = group.begin(length)
-            group.append(latest, _CHUNK, check=False)
-            (after,) = latest.appended
+            group.append(latest, chunk or _CHUNK, check=False)
             for store in group.stores:
-                store.reserve(0, after)
+                for row, *_ in latest.destinations:
+                    store.reserve(row, latest.appended[row])
                 store.forward_pass, store.passes, store.sequences = latest, group.passes, latest.appended
             # Tokens are stored without the tables of single tokens.
             group.touch()
-        self.chunks.append(PlannedChunk(groups, first, length))
+            if not rows:
+                for row, ((_, count),), *_ in latest.destinations:
+                    rows.append((row, first, count))
+                    first += count
+            self._room[index] += before + sum(count for *_, count in rows)
+        self.chunks.append(PlannedChunk(groups, rows, sum(count for *_, count in rows)))
         return self.chunks[-1]
 
     def write(self, rooms: Rooms | None = None) -> bool:
@@ -289,8 +299,8 @@ class PromptPass:
 
 
 def _stored(group: Group) -> int:
-    """Tokens of a cache's sequence that attention reads."""
-    return group.sequences[0].stored(group.page_size)
+    """Tokens of a cache's sequences that attention reads."""
+    return sum(sequence.stored(group.page_size) for sequence in group.sequences)
 
 
 def _token_bytes(store: LayerStore) -> int:
@@ -301,6 +311,21 @@ def _token_bytes(store: LayerStore) -> int:
 
 def _even(count: int) -> int:
     return count + count % 2
+
+
+@dataclass(frozen=True)
+class _Part:
+    """New tokens of one sequence in a group's layers: its row, the first one's number in the pass, and how many."""
+
+    group: Group
+    row: int
+    first: int
+    count: int
+
+    @property
+    def sequence(self) -> Sequence:
+        """With its new tokens."""
+        return self.group.forward_pass.appended[self.row]
 
 
 class _GroupWriter:
@@ -316,12 +341,12 @@ class _GroupWriter:
     """
 
     def __init__(self, passed: PromptPass, index: int, rooms: Rooms | None):
-        self.chunks, self.count = passed.chunks, passed.tokens if rooms is None else rooms.tokens
-        self.groups = [chunk.groups[index] for chunk in passed.chunks]
+        self.count = passed.tokens if rooms is None else rooms.tokens
+        self.parts = [_Part(chunk.groups[index], *row) for chunk in passed.chunks for row in chunk.rows]
         self.stores = passed._like[index].stores
         self.group = passed._like[index]
         self.base = self.group.registry.base(self.stores[0].device)
-        laid = [lay_out(group.forward_pass.appended[0], group.page_size) for group in self.groups]
+        laid = [lay_out(part.sequence, part.group.page_size) for part in self.parts]
         # Sequences begin at multiples of 8 tokens.
         begins = np.cumsum([0, *(-(-part.tokens // 8) * 8 for part in laid)])
         self.capacity = int(begins[-1]) if rooms is None else rooms.capacity
@@ -388,8 +413,9 @@ class _GroupWriter:
         """Of one side's pages of all sequences: numbers, places, and positions of their first tokens."""
         numbers: list[int] = []
         places, positions = [], []
-        for group, part, begin in zip(self.groups, laid, begins, strict=False):
-            (sequence,), size = group.forward_pass.appended, group.page_size
+        size = self.group.page_size
+        for own, part, begin in zip(self.parts, laid, begins, strict=False):
+            sequence = own.sequence
             for stretch in part.pages:
                 if stretch.side == side:
                     numbers += (sequence.keys, sequence.values)[side].pages
@@ -418,12 +444,9 @@ class _GroupWriter:
         return np.array(lines, np.int64)
 
     def _buffers(self) -> np.ndarray:
-        origin, width, stores = (
-            self.base.data_ptr(),
-            self.stores[0].dtype.itemsize,
-            zip(*(g.stores for g in self.groups), strict=True),
-        )
-        lines = [[(store.rows[0].keys, store.rows[0].values) for store in line] for line in stores]
+        origin, width = self.base.data_ptr(), self.stores[0].dtype.itemsize
+        stores = zip(*([store.rows[part.row] for store in part.group.stores] for part in self.parts), strict=True)
+        lines = [[(row.keys, row.values) for row in line] for line in stores]
         return np.array(
             [
                 [
@@ -438,10 +461,12 @@ class _GroupWriter:
     def _tokens(self) -> np.ndarray:
         table = np.full((self.count, TOKEN), -1, np.int64)
         table[:, 0] = 0  # kernels look a sequence up before they see that its token is stored nowhere
-        for number, (chunk, group) in enumerate(zip(self.chunks, self.groups, strict=True)):
-            (destination,) = group.forward_pass.destinations
-            here, step = table[chunk.first : chunk.first + chunk.length], np.arange(chunk.length)
-            here[:, 0], here[:, 1], here[:, 2] = number, destination.first_key + step, destination.first_value + step
+        for number, part in enumerate(self.parts):
+            here, step = table[part.first : part.first + part.count], np.arange(part.count)
+            # The newest tokens are the last ones of both buffers.
+            for column, side in ((1, part.sequence.keys), (2, part.sequence.values)):
+                here[:, column] = side.buffered - part.count + step
+            here[:, 0] = number
         return table
 
     def _center_pages(self, places: np.ndarray) -> np.ndarray:
@@ -463,11 +488,11 @@ class _GroupWriter:
 
     def _tiles(self, laid: list[_Laid], begins: np.ndarray) -> np.ndarray:
         found = []
-        for chunk, part, begin in zip(self.chunks, laid, begins, strict=False):
-            start = np.arange(0, chunk.length, TILE_QUERIES)
+        for own, part, begin in zip(self.parts, laid, begins, strict=False):
+            start = np.arange(0, own.count, TILE_QUERIES)
             table = np.empty((len(start), TILE), np.int64)
-            table[:, 0], table[:, 1] = chunk.first + start, chunk.first + chunk.length
-            table[:, 2] = part.tokens - chunk.length + start
+            table[:, 0], table[:, 1] = own.first + start, own.first + own.count
+            table[:, 2] = part.tokens - own.count + start
             table[:, 3], table[:, 4] = begin, part.tokens
             found.append(table)
         tiles = np.concatenate(found)

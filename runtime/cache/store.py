@@ -269,6 +269,11 @@ class LayerStore:
         return "_empty" in self.__dict__ and self.is_allocated_storage
 
     @property
+    def empty_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [H, 0, D] and values [H, 0, E] of its shape, dtype and device, once it has seen tokens."""
+        return self._empty
+
+    @property
     def is_allocated(self) -> bool:
         """Whether the layer knows shape, dtype and device of its tokens."""
         return bool(self.rows)

@@ -265,6 +265,17 @@ class KVCache(Cache):
         own = [(self, self.groups[0].rows)] if rows else []
         return PackedCache([*own, *prompts], rows=rows)
 
+    def allocate(self, rows: int, tokens: Sequence_[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """Take shape, dtype and device of each layer's keys [H, 0, D] and values [H, 0, E] for a batch of so many rows.
+
+        Returns:
+            whether the cache is one of as many rows now; one that has tokens may have others.
+        """
+        for layer, (keys, values) in zip(self.paged_layers(), tokens, strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(*(part.expand(rows, -1, -1, -1) for part in (keys, values)))
+        return all(group.rows == rows for group in self.groups)
+
     def allocate_beside(self) -> bool:
         """Take shape, dtype and device of tokens from the cache that this one was made beside; whether it has them."""
         for layer in self.layers:

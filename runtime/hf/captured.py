@@ -150,7 +150,7 @@ class CapturedSteps:
         """Why a decoding step cannot be planned; None if it can."""
         if cache.groups[0].registry is not self.registry:
             return "the cache was not made by the model's new_kv_cache()"
-        if not _is_plain(cache):
+        if not is_plain(cache):
             return "some layers keep transformers' own states"
         if not can_plan_steps(cache.groups):
             return "the kernels do not serve its layers, or these lie on several devices"
@@ -256,7 +256,7 @@ class CapturedSteps:
         return error <= TOLERANCE
 
 
-def _is_plain(cache: KVCache) -> bool:
+def is_plain(cache: KVCache) -> bool:
     """Whether all layers keep keys and values and no other states."""
     layers = cache.paged_layers()
     return len(layers) == len(cache.layers) and not any(isinstance(layer, HybridLayer) for layer in layers)

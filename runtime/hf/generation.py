@@ -19,6 +19,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.attention import NAME
 from kvconvert.runtime.hf.cache import KVCache
 from kvconvert.runtime.hf.captured import CapturedSteps, prepare_steps
+from kvconvert.runtime.hf.prompts import PackedPrompts
 from kvconvert.runtime.hf.rehearsal import rehearse
 
 # Generated tokens whose steps are recorded before a prompt is read.
@@ -31,6 +32,7 @@ class BundleModel:
     kv_schemes: Sequence[KVScheme | None]
     kv_plan: Mapping[str, torch.Tensor]
     captured: CapturedSteps
+    prompts: PackedPrompts
     kv_seal: str = ""
 
     def new_kv_cache(self, *, kv_memory: int | None = None) -> KVCache:
@@ -169,6 +171,7 @@ def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapp
     base = type(model)
     model.kv_schemes, model.kv_plan = tuple(schemes), dict(plan)
     model.captured = CapturedSteps(functools.partial(base.forward, model), base.__name__)
+    model.prompts = PackedPrompts(model.captured)
     members = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": _replaying(base.forward)}
     model.__class__ = type(base.__name__, (BundleModel, base), members)
     model.set_attn_implementation(NAME)
@@ -189,7 +192,7 @@ def _refuse_attentions(asked: bool | None) -> None:
 
 
 def _replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's forward pass, but for single tokens that a recorded step serves."""
+    """A model's forward pass, but for single tokens that a recorded step serves, and prompts that are packed."""
     names = list(inspect.signature(forward).parameters)[1:]
 
     @functools.wraps(forward)
@@ -199,7 +202,12 @@ def _replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
         _refuse_attentions(getattr(self.config, "output_attentions", False) if asked is None else asked)
         if self.captured.serves(arguments):
             return self.captured.step(arguments)
-        return forward(self, *args, **kwargs)
+        prompt = self.prompts.plan(self, arguments)
+        if prompt is not None:
+            return self.prompts.read(prompt)
+        output = forward(self, *args, **kwargs)
+        self.prompts.learn(self, arguments)
+        return output
 
     return replaying
 

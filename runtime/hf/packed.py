@@ -40,6 +40,7 @@ class Segment:
         cache: where they are stored, a `KVCache`.
         rows: of the cache; each has equally many of the tokens, one row after the other.
         tokens: which of the pass they are.
+        padded: a batch whose padding the pass leaves out, so that rows differ in tokens; else None.
         error: what the cache failed with, after which the rest of the pass passes it over; None while it has not.
         chunk: a prompt's part in what was planned for all layers; None where it was not.
     """
@@ -47,17 +48,49 @@ class Segment:
     cache: Any
     rows: int
     tokens: slice
+    padded: PaddedBatch | None = None
     error: Exception | None = None
     chunk: PlannedChunk | None = None
 
     @property
     def length(self) -> int:
-        """New tokens of each row."""
-        return (self.tokens.stop - self.tokens.start) // self.rows
+        """New positions of each row."""
+        return self.padded.length if self.padded else (self.tokens.stop - self.tokens.start) // self.rows
 
     def split(self, states: Tensor) -> Tensor:
-        """The segment's part of [1, heads, N, channels]: a view [rows, heads, length, channels]."""
-        return states[0, :, self.tokens].unflatten(1, (self.rows, self.length)).transpose(0, 1)
+        """The segment's part of [1, heads, N, channels]: [rows, heads, length, channels], zeros where padding is."""
+        own = states[0, :, self.tokens]
+        if self.padded:
+            spread = own.new_zeros(own.shape[0], self.rows * self.length, own.shape[2])
+            spread[:, self.padded.places] = own
+            own = spread
+        return own.unflatten(1, (self.rows, self.length)).transpose(0, 1)
+
+    def put(self, attended: Tensor, output: Tensor) -> None:
+        """Write what is attended to, [rows, heads, length, channels], to the pass's [N, heads, channels]."""
+        here = output[self.tokens]
+        if self.padded:
+            here.copy_(attended.transpose(1, 2).flatten(0, 1)[self.padded.places])
+        else:
+            here.unflatten(0, (self.rows, self.length)).copy_(attended.transpose(1, 2))
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """Which of a batch's new positions are tokens.
+
+    Attributes:
+        chunk: of the forward pass, whose mask has padding.
+        places: int64 [N] of the tokens, one row's after the other's, among all positions of the batch.
+    """
+
+    chunk: Chunk
+    places: Tensor
+
+    @property
+    def length(self) -> int:
+        """New positions of each row."""
+        return len(self.chunk.query_positions)
 
 
 class PackedLayer(CacheLayerMixin):
@@ -123,7 +156,6 @@ class PackedLayer(CacheLayerMixin):
         for segment, layer in zip(self.cache.segments, self.layers, strict=True):
             if segment.chunk is not None and fused:
                 continue
-            here = output[segment.tokens]
             if segment.error is None:
                 try:
                     chunk = _chunk(mask, segment, layer.store.forward_pass.start, queries.device)
@@ -131,11 +163,11 @@ class PackedLayer(CacheLayerMixin):
                         own = attend(layer.store, segment.split(rotated), chunk, *options, True, False)
                     else:
                         own = store_and_attend(layer.store, segment.split(queries), chunk, *options, False)
-                    here.unflatten(0, own.shape[:3:2]).copy_(own.transpose(1, 2))
+                    segment.put(own, output)
                     continue
                 except Exception as error:
                     self.cache.fail(segment, error)
-            here.zero_()
+            output[segment.tokens].zero_()
         return hadamard_transform(output[None], inverse=True) if store.rotations.values else output[None]
 
     def _planned_store(self) -> Any:
@@ -169,6 +201,7 @@ class PackedCache(Cache):
         parts: each `KVCache` and its number of new tokens, in the order in which the model's input has them; of a cache
             with several sequences one's after the other's, equally many of each.
         rows: whether the first part is the decoding rows that prompts will join.
+        padded: of the only part, if its rows have padding; `parts` counts its tokens without.
 
     Attributes:
         segments: of the pass.
@@ -178,11 +211,11 @@ class PackedCache(Cache):
         placeholders: see `KVCache`.
     """
 
-    def __init__(self, parts: Sequence[tuple[Any, int]], *, rows: bool = False):
+    def __init__(self, parts: Sequence[tuple[Any, int]], *, rows: bool = False, padded: PaddedBatch | None = None):
         self.segments: list[Segment] = []
         begin = 0
         for cache, count in parts:
-            self.segments.append(Segment(cache, max(1, cache.groups[0].rows), slice(begin, begin + count)))
+            self.segments.append(Segment(cache, max(1, cache.groups[0].rows), slice(begin, begin + count), padded))
             begin += count
         for place, segment in enumerate(self.segments):
             for group in segment.cache.groups:
@@ -210,9 +243,11 @@ class PackedCache(Cache):
         self._plan(tokens)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if self._step is not None:
                 self._step.abandon()
+            for group in (group for s in self.segments if s.chunk is not None for group in s.cache.groups):
+                group.error = group.error or error
             raise
         finish: list[tuple[Segment, Callable[[], None]]] = []
         if self._step is not None:
@@ -250,14 +285,15 @@ class PackedCache(Cache):
                     if can_plan_steps(segment.cache.groups):
                         self._step = PlannedStep(segment.cache.groups, roomy=tokens is not None)
                     continue
-                if segment.rows > 1 or not segment.cache.allocate_beside():
+                if not segment.cache.allocate_beside():
                     continue
-                groups = segment.cache.groups
+                groups, count = segment.cache.groups, segment.tokens.stop - segment.tokens.start
                 if unplanned(groups, segment.length) is not None:
                     continue
                 prompts = prompts or PromptPass(groups, self._tokens)
-                if prompts.has_room(groups, segment.length):
-                    segment.chunk = prompts.add(groups, segment.tokens.start, segment.length)
+                if prompts.has_room(groups, count):
+                    chunk = segment.padded and segment.padded.chunk
+                    segment.chunk = prompts.add(groups, segment.tokens.start, segment.length, chunk)
             except Exception as error:
                 self.fail(segment, error)
         if prompts is not None and prompts.chunks:
@@ -312,6 +348,8 @@ def _chunk(mask: MaskHandle, segment: Segment, start: int, device: torch.device)
     key = (segment, str(device))
     if key not in mask.cached:
         function = mask.arguments["mask_function"]
-        positions = torch.arange(start, start + segment.length, device=device)
-        mask.cached[key] = Chunk(positions, None, None if function is causal_mask_function else function)
+        positions, real = torch.arange(start, start + segment.length, device=device), None
+        if segment.padded:
+            real = segment.padded.chunk.real
+        mask.cached[key] = Chunk(positions, real, None if function is causal_mask_function else function)
     return mask.cached[key]

@@ -23,6 +23,8 @@ from kvconvert.runtime.hf.packed_experts import PackedExperts
 # ones pages become complete.
 FIRST = (1, 2, 3, 700)
 LATER = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 512)
+# Of packed ones, without stored tokens and after them.
+PACKED = (300, 2, 3, 5, 9, 16, 17, 257)
 
 
 @torch.no_grad()
@@ -30,8 +32,12 @@ def rehearse(model: Any) -> None:
     """Run what `generate` may of a bundle's model, on a GPU or on a CPU that passes for one; within `noted`."""
     with shortened(model):
         rehearse_products(model)
-        for first in FIRST:
-            read_chunks(model, (first, *LATER))
+        # As long prompts are read, and what cannot be packed.
+        with model.prompts.layer_by_layer():
+            for first in FIRST:
+                read_chunks(model, (first, *LATER))
+            _read_padded(model)
+        read_chunks(model, PACKED)
         if takes(model, "position_ids"):
             for tokens in ([1], [1, 260]):
                 prepare_steps(model, tokens, longest=max(tokens))
@@ -55,6 +61,13 @@ def read_chunks(model: Any, lengths: Sequence[int]) -> None:
     if "position_ids" in options:
         options["position_ids"] = one + begin
     model(input_ids=one, past_key_values=cache, **options)
+
+
+def _read_padded(model: Any) -> None:
+    """Read a batch with padding."""
+    mask = torch.ones(2, min(300, max_positions(model)), dtype=torch.int64, device=model.device)
+    mask[0, :7] = 0
+    model(input_ids=torch.zeros_like(mask), attention_mask=mask, past_key_values=model.new_kv_cache())
 
 
 def takes(model: Any, argument: str) -> bool:

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from engine_models import llama_8b, packed_model
-from tiny.models import random_ids
+from tiny.models import GREEDY, random_ids
 
 from kvconvert.kernels.launches import noted
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, Sampling
 from kvconvert.runtime.engine.model_steps import rehearse_engine
+from kvconvert.runtime.hf.rehearsal import rehearse
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -36,6 +37,24 @@ def test_an_engine_launches_what_was_rehearsed(device, scheme):
             engine.step()
         engine.run()
     assert len(launched) > 10
+    assert not [launch for launch in launched if launch not in listed]
+
+
+@pytest.mark.parametrize("scheme", ["oscar-g128", *OTHERS])
+def test_generate_launches_what_was_rehearsed(device, scheme):
+    model = small_model(scheme, device)
+    with noted() as listed:
+        rehearse(model)
+    ids, before = 1 + random_ids(2, 40).to(device) % 63, model.prompts.packed
+    left = torch.ones_like(ids)
+    left[0, :7] = 0
+    middle = torch.ones_like(ids)
+    middle[0, 7] = 0
+    with noted(makes=True) as launched:
+        for mask in (None, left, middle):
+            model.generate(ids, attention_mask=mask, max_new_tokens=2, **GREEDY)
+    assert model.prompts.packed == before + 2 * (scheme != "minikv")
+    assert len(launched) > 5
     assert not [launch for launch in launched if launch not in listed]
 
 

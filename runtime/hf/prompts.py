@@ -1,0 +1,204 @@
+"""Prompts of `generate`, read as an Engine reads them: planned for all layers, without padding, and recorded.
+
+A forward pass over several tokens of every row becomes a packed one (`runtime/hf/packed.py`) over the tokens that are
+no padding, so that a layer launches the same few kernels for any number of rows. Short ones are replayed as CUDA graphs
+(`runtime/hf/captured_passes.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from kvconvert.kernels.device import runs_triton
+from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.group_tables import upload
+from kvconvert.runtime.cache.prompt_pass import PromptPass, unplanned
+from kvconvert.runtime.hf.cache import KVCache
+from kvconvert.runtime.hf.captured import HARMLESS, is_plain
+from kvconvert.runtime.hf.packed import PackedCache, PaddedBatch
+
+# Logits of so many tokens at most are part of a recorded pass.
+RECORDED_LOGITS = 64
+# What an output would have one entry per position of.
+_EXTRAS = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A forward pass over several tokens of every row that can be packed.
+
+    Attributes:
+        cache: of all rows.
+        ids, positions: int64 [B, T].
+        padded: None where all of the ids are tokens.
+        kept: which of each row's T positions logits are wanted of; None for all.
+    """
+
+    cache: KVCache
+    ids: Tensor
+    positions: Tensor
+    padded: PaddedBatch | None
+    kept: list[int] | None
+
+
+class PackedPrompts:
+    """Reads the prompts of one model.
+
+    Args:
+        captured: the model's `CapturedSteps`.
+
+    Attributes:
+        packed: passes so far.
+    """
+
+    def __init__(self, captured: Any):
+        self._captured = captured
+        self.packed = 0
+        self._packs = True
+        # Of each layer keys [H, 0, D] and values [H, 0, E], as the model's layers have made them.
+        self._tokens: dict[Hashable, list[tuple[Tensor, Tensor]]] = {}
+
+    @contextmanager
+    def layer_by_layer(self) -> Iterator[None]:
+        """Within the context no prompt is packed."""
+        before, self._packs = self._packs, False
+        try:
+            yield
+        finally:
+            self._packs = before
+
+    def learn(self, model: Any, arguments: dict[str, Any]) -> None:
+        """Remember the shapes of a cache's tokens after a forward pass with these arguments."""
+        cache, ids = arguments.get("past_key_values"), arguments.get("input_ids")
+        if not isinstance(cache, KVCache) or not isinstance(ids, Tensor) or not runs_triton(ids.device):
+            return
+        key = _place(model, ids, cache)
+        if key not in self._tokens and is_plain(cache) and all(store.is_allocated for store in cache.stores()):
+            self._tokens[key] = [store.empty_tokens for store in cache.stores()]
+
+    def plan(self, model: Any, arguments: dict[str, Any]) -> Prompt | None:
+        """A forward pass with these arguments as a packed one; None if it is to go layer by layer.
+
+        Layer by layer go a model's first tokens, by which the shapes of all others are known, what `unplanned` names a
+        reason for, more tokens than may lie in full precision in all layers at once, embeddings and images, padding
+        between tokens, and what gradients are asked for.
+
+        Raises:
+            CacheError: the attention mask differs for stored positions.
+        """
+        cache, ids = arguments.get("past_key_values"), arguments.get("input_ids")
+        if not isinstance(cache, KVCache) or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] < 2:
+            return None
+        if not self._packs or torch.is_grad_enabled() or not runs_triton(ids.device) or not is_plain(cache):
+            return None
+        if not _is_known(model, arguments):
+            return None
+        rows, length = ids.shape
+        start, positions, mask = cache.get_seq_length(), arguments.get("position_ids"), arguments.get("attention_mask")
+        if positions is None:
+            positions = torch.arange(start, start + length, device=ids.device)
+        elif positions.dim() > 2 or positions.shape[-1] != length:
+            return None
+        if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (rows, start + length)):
+            return None
+        kept = _kept(arguments.get("logits_to_keep"), length)
+        tokens = self._tokens.get(_place(model, ids, cache))
+        if tokens is None or kept is None or not cache.allocate(rows, tokens):
+            return None
+        rests = any(not sequence.occupied for sequence in cache.groups[0].sequences)
+        if rests or unplanned(cache.groups, length) is not None:
+            return None
+        padded = None
+        if mask is not None and not bool((mask != 0).all()):
+            padded = _without_padding(cache, mask, start, length)
+            if padded is None:
+                return None
+        elif any(group.real is not None for group in cache.groups):
+            return None  # the mask of earlier positions is missing, or has changed
+        count = rows * length if padded is None else len(padded.places)
+        if not PromptPass(cache.groups, count).has_room(cache.groups, count):
+            return None
+        wanted = None if len(kept) == length else kept
+        return Prompt(cache, ids, positions.expand(rows, length), padded, wanted)
+
+    def read(self, prompt: Prompt) -> CausalLMOutputWithPast:
+        """Run a pass of `plan`; logits [B, k, V] of the wanted positions, meaningless at padding.
+
+        Raises:
+            CacheError: the pages have a fixed capacity and no room left.
+            NumericError: a page holds numbers that cannot be stored.
+        """
+        self.packed += 1
+        (rows, length), padded, passes = prompt.ids.shape, prompt.padded, self._captured.passes
+        read = torch.stack([prompt.ids, prompt.positions]).flatten(1)
+        numbers = torch.arange(rows * length)
+        if padded is not None:
+            places = padded.places.cpu()
+            numbers = torch.zeros_like(numbers).index_put_((places,), numbers[: len(places)])
+            read = read[:, padded.places]
+        kept = numbers.view(rows, length)[:, slice(None) if prompt.kept is None else prompt.kept]
+        room = 1 << (kept.numel() - 1).bit_length()
+        keep = upload(torch.nn.functional.pad(kept.flatten(), (0, room - kept.numel())), read.device)
+        records = prompt.cache.replays and room <= RECORDED_LOGITS
+        size = passes.padded(read.shape[1], read.device) if records else None
+        cache = PackedCache([(prompt.cache, read.shape[1])], padded=padded)
+        with cache.planned(size):
+            if cache.key is not None:
+                logits = passes.logits(cache, read, keep)
+            else:
+                options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": keep[: kept.numel()]}
+                logits = self._captured.forward(input_ids=read[:1], position_ids=read[1:], **options).logits[0]
+        logits = logits[: kept.numel()].unflatten(0, kept.shape)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=prompt.cache)
+
+
+def _is_known(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether a forward pass has no arguments but those of a packed one, and the model takes these."""
+    takes = inspect.signature(model.forward).parameters
+    if "position_ids" not in takes or "logits_to_keep" not in takes:
+        return False
+    if any(getattr(model.config, extra, False) for extra in _EXTRAS):
+        return False
+    if arguments.get("use_cache") is False or arguments.get("return_dict") is False:
+        return False
+    known = {"past_key_values", "input_ids", "attention_mask", "position_ids"} | HARMLESS
+    return not any(n not in known and value is not None and value is not False for n, value in arguments.items())
+
+
+def _place(model: Any, ids: Tensor, cache: KVCache) -> Hashable:
+    """What shapes, dtype and device of a cache's tokens depend on."""
+    return model.dtype, ids.device, torch.is_autocast_enabled(ids.device.type), len(cache.layers)
+
+
+def _kept(wanted: int | Tensor | None, length: int) -> list[int] | None:
+    """Positions 0 to length - 1 that `logits_to_keep` means; None where it is neither a number nor a list of them."""
+    if isinstance(wanted, Tensor):
+        if wanted.dim() != 1 or wanted.is_floating_point() or wanted.dtype == torch.bool:
+            return None
+        return torch.arange(length)[wanted.cpu()].tolist()
+    return list(range(length))[-wanted if wanted else 0 :]
+
+
+def _without_padding(cache: KVCache, mask: Tensor, start: int, length: int) -> PaddedBatch | None:
+    """The tokens of a pass with padding; None unless each row's, with those before, follow one another.
+
+    Raises:
+        CacheError: the mask differs for stored positions.
+    """
+    chunk, places = Chunk(torch.arange(start, start + length, device=mask.device), mask), []
+    for group in cache.groups:
+        chunk.check_past(group.real, start, group.name)
+    for row, sequence in enumerate(cache.groups[0].sequences):
+        runs = chunk.runs(row, start, length)
+        if len(sequence.extend(runs, 0).positions.runs()) > 1:
+            return None
+        places += [torch.arange(row * length + first - start, row * length + first - start + n) for first, n in runs]
+    return PaddedBatch(chunk, upload(torch.cat(places), mask.device)) if places else None
