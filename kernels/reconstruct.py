@@ -50,7 +50,7 @@ def repeated_attention_reference(
     query = torch.arange(length, device=queries.device)[:, None]
     token = torch.arange(count, device=queries.device)[None, :] - start
     same_part = (token >= 0) & (token < length) & (token // part == query // part)
-    again = (query.T // part == query // part) & (query.T <= query)
+    again = (query.T // part == query // part) & (query >= query.T)
     visible = torch.cat([same_part | (token < sink_tokens - start), again], 1)
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     return weights @ values, (weights[..., :count] * same_part).amax((1, 2))[:, start : start + length]

@@ -91,8 +91,8 @@ class KeyRoundingSearch:
     calibrate_key_rounding: bool = option(
         True,
         "true or false",
-        "round keys of 1 to 3 bits with error feedback, but for 1-bit keys of images and selection by reconstruction, unless "
-        "key_rounding is given",
+        "round keys of 1 to 3 bits with error feedback, but for 1-bit keys of images and selection by reconstruction, "
+        "unless key_rounding is given",
     )
 
     def chooses_error_feedback(self, scheme: Any) -> bool:

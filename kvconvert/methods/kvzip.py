@@ -76,8 +76,8 @@ class KVzip(Part):
                 "score": "largest attention weight that a token receives, in its KV head, from any query of its part "
                 "of 512 tokens when the prompt is read again right after itself; these attend to sinks, their part, "
                 "and its repetition up to themselves",
-                "kept": "sinks, the newest round(recent_ratio * n) and, of all others of all layers and KV heads, those "
-                "with the highest scores, in whole pages of 128 tokens of a head: "
+                "kept": "sinks, the newest round(recent_ratio * n) and, of the others of all layers and KV heads, "
+                "those with the highest scores, in whole pages of 128 tokens of a head: "
                 "floor((heavy_ratio + recent_ratio) * n * KV heads / 128) pages per layer on average",
             }
         }

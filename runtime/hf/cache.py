@@ -257,8 +257,8 @@ class KVCache(Cache):
             )
         if self.reconstructs:
             raise CacheError(
-                'Sequences cannot join a cache with selection = "reconstruction", whose KV heads hold different tokens; '
-                "generate in batches instead."
+                'Sequences cannot join a cache with selection = "reconstruction", whose KV heads hold different '
+                "numbers of tokens; generate in batches instead."
             )
         if self._chunked:
             raise CacheError(

@@ -42,18 +42,21 @@ def _score(model: PreTrainedModel, cache: KVCache, input_ids: torch.Tensor) -> N
         )
     real = torch.ones(batch, length, dtype=torch.int64) if first.real is None else first.real[::heads].long().cpu()
     before = real.cumsum(1) - 1  # index of a token among its sequence's own
+    positions = getattr(model.config, "max_position_embeddings", None) or int(before.max()) + 1 + PART
     try:
         for start in range(0, length, MOST_TOKENS):
             stop = min(start + MOST_TOKENS, length)
             for group in cache.groups:
                 group.repetition = (start, stop)
             own = before[:, start:stop].clamp(min=0)
-            # The repetition of a part begins where the part ends; the first part begins with the pass.
-            index = own - own[:, :1]
-            size = (real[:, start:stop].sum(1, keepdim=True) - index // PART * PART).clamp(max=PART)
+            # The repetition of a part begins where the part ends, or earlier where positions end.
+            begin = own[:, :1].clamp(min=first.scheme.sink_tokens)
+            index = (own - begin).clamp(min=0)
+            size = (own[:, -1:] + 1 - begin - index // PART * PART).clamp(0, PART)
+            room = (positions - (own - index % PART + size)).clamp(min=0)
             model(
                 input_ids=input_ids[:, start:stop].to(model.device),
-                position_ids=(own + size).to(model.device),
+                position_ids=(own + size.minimum(room)).to(model.device),
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
