@@ -1,4 +1,4 @@
-"""Selection by reconstruction (KVzip): a prompt is read again, scored, and its budget shared by the heads of all layers.
+"""Selection by reconstruction (KVzip): prompts are read again and scored, and all heads share one budget.
 
 Every KV head is a row of its own here: row `b * heads + h` of a layer is head h of sequence b, so that each holds as
 many tokens as the scores leave it. While a group's `repetition` is set, tokens that reach its layers are not stored.
