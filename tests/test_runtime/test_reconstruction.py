@@ -15,6 +15,7 @@ from kvconvert.models.configuration import model_cache
 from kvconvert.runtime import Engine, seal_prompt
 from kvconvert.runtime.cache.reconstruct import PART
 from kvconvert.runtime.hf.generation import adopt
+from kvconvert.runtime.hf.rehearsal import read_chunks
 
 EXACT = KVScheme(
     key_bits=16, value_bits=16, sink_tokens=4, heavy_ratio=0.4, recent_ratio=0.02, selection="reconstruction"
@@ -171,6 +172,13 @@ def test_a_bundles_model_reads_prompts_twice_by_itself():
     own = cache.stats()
     assert beams.past_key_values.stats().bytes_used < 2 * own.bytes_used
     assert own.residual_tokens == 4 + 6
+
+
+def test_passes_that_compile_kernels_ahead_read_prompts_twice_too():
+    model = tiny()
+    adopt(model, [QUANTIZED] * LAYERS, {})
+    with torch.no_grad():
+        read_chunks(model, (1, 3, 300))
 
 
 @pytest.mark.parametrize("tokens", [3, 128, 129, 300, 700, 1024])
