@@ -214,7 +214,8 @@ class MiniKVPass(CalibrationPass):
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> MiniKVPass | None:
         """Of a scheme that evicts."""
         scheme = job.scheme
-        return cls(sampler, scheme.recent_ratio) if scheme is not None and scheme.evicts else None
+        evicts = scheme is not None and scheme.evicts and not scheme.reconstructs
+        return cls(sampler, scheme.recent_ratio) if evicts else None
 
     @classmethod
     def resolve(cls, layers: Mapping[int, MeasuredLayer], search: KVCalibration) -> dict[int, Resolution]:

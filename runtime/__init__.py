@@ -12,6 +12,7 @@ from kvconvert.runtime.hf import attention, bundle_quantizer
 from kvconvert.runtime.hf.cache import KVCache
 from kvconvert.runtime.hf.generation import watch_inputs
 from kvconvert.runtime.hf.load import load
+from kvconvert.runtime.hf.reconstruct import seal_prompt
 from kvconvert.runtime.hf.stats import CacheStats
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 attention.register()
 bundle_quantizer.register()
 
-__all__ = ["CacheStats", "Engine", "KVCache", "Sampling", "load", "watch_inputs"]
+__all__ = ["CacheStats", "Engine", "KVCache", "Sampling", "load", "seal_prompt", "watch_inputs"]
 
 
 def __getattr__(name: str) -> Any:

@@ -76,6 +76,8 @@ class LayerCache:
         prompt, positions = self.scheme.prompt, 0
         if isinstance(prompt, Spans):
             return self._span_bytes(context, prompt.tokens)
+        if isinstance(prompt, Evict) and prompt.reconstructs:
+            return self._shared_bytes(context, prompt)
         if isinstance(prompt, Evict):
             kept = min(context, self.scheme.sink_tokens) + sum(prompt.budget(context))
             if kept < context:
@@ -118,6 +120,16 @@ class LayerCache:
             (side.recent_tokens, form.heads * form.head_dim * self.dtype.itemsize, page_bytes(form, self.dtype))
             for side, form in zip(self.scheme.sides, (pages.keys, pages.values), strict=True)
         )
+
+    def _shared_bytes(self, context: int, prompt: Evict) -> int:
+        """Where the heads of all layers share a budget: what a layer holds on average."""
+        sinks = min(context, self.scheme.sink_tokens)
+        pages = prompt.shared_pages(context, self.heads, sinks, PAGE_SIZE)
+        if not pages:
+            return sum(self.sides(context))
+        forms = CacheFormat.of(self.scheme, heads=1, key_dim=self.key_dim, value_dim=self.value_dim).pages
+        page = sum(page_bytes(form, self.dtype) for form in (forms.keys, forms.values)) + _POSITION_BYTES * PAGE_SIZE
+        return pages * page + sinks * self.values_per_token * self.dtype.itemsize
 
     def _span_bytes(self, context: int, span_tokens: int) -> int:
         sinks, (keys, values) = min(context, self.scheme.sink_tokens), self.scheme.sides

@@ -20,7 +20,7 @@ from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.quantizer import all_finite
 from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
+from kvconvert.runtime import KVCache, seal_prompt
 
 UNCOMPRESSED_CHUNK = 2048  # tokens per pass of a prompt that is compressed as a whole
 _NOTHING: Mapping[str, torch.Tensor] = {}
@@ -148,7 +148,7 @@ def compare(
             readers = {name: Reader(decoder, name) for name, decoder in (("source", source), *others.items())}
             for reader in readers.values():
                 reader.read(segments[:, :prefill], extras[number] if extras else {})
-                seal(reader.cache)
+                seal(reader.decoder, reader.cache, segments[:, :prefill])
             parts: dict[str, list[Scores]] = {name: [] for name in others}
             for start in starts:
                 stop = min(start + chunk, ids.shape[1] - 1)
@@ -211,10 +211,10 @@ def feed(decoder: Decoder, cache: Cache, ids: torch.Tensor, **kwargs):
     )
 
 
-def seal(cache: Cache) -> None:
-    """Say that what was read is the whole prompt, for caches that compress whole prompts."""
+def seal(decoder: Decoder, cache: Cache, ids: torch.Tensor) -> None:
+    """Say that what was read, ids [B, n], is the whole prompt, for caches that compress whole prompts."""
     if isinstance(cache, KVCache):
-        cache.seal()
+        seal_prompt(decoder.model, cache, ids)
 
 
 def treats_whole_prompts(cache: Cache) -> bool:
@@ -232,7 +232,7 @@ def read_prompt(decoder: Decoder, cache: Cache, ids: torch.Tensor, chunk: int = 
     step = max(chunk, UNCOMPRESSED_CHUNK) if treats_whole_prompts(cache) else chunk
     for start in range(0, ids.shape[1], step):
         feed(decoder, cache, ids[:, start : start + step], logits_to_keep=1)
-    seal(cache)
+    seal(decoder, cache, ids)
 
 
 @torch.no_grad()

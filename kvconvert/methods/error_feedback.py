@@ -91,7 +91,8 @@ class KeyRoundingSearch:
     calibrate_key_rounding: bool = option(
         True,
         "true or false",
-        "round keys of 1 to 3 bits with error feedback, but for 1-bit keys of images, unless key_rounding is given",
+        "round keys of 1 to 3 bits with error feedback, but for 1-bit keys of images and selection by reconstruction, "
+        "unless key_rounding is given",
     )
 
     def chooses_error_feedback(self, scheme: Any) -> bool:
@@ -99,7 +100,7 @@ class KeyRoundingSearch:
         is_open = self.calibrate_key_rounding and "key_rounding" not in self.given
         # It does harm to drawings at one bit (benchmarks/RESULTS.md).
         harms = scheme.key_bits == 1 and scheme.modality == "visual"
-        return is_open and scheme.key_bits in CHOSEN_BITS and not harms
+        return is_open and scheme.key_bits in CHOSEN_BITS and not harms and not scheme.reconstructs
 
     def searched(self, scheme: Any) -> list[str]:
         """The fields that are to be chosen, for messages."""

@@ -52,8 +52,8 @@ class MiniKV(Part):
         return self.heavy_ratio is not None
 
     def in_use(self) -> bool:
-        """Whether anything is evicted."""
-        return self.evicts
+        """Whether tokens are evicted by the prompt's own attention."""
+        return self.evicts and not self.reconstructs
 
     def check(self) -> None:
         """Both shares together; an allocation needs one; norms over all heads need tokens that all heads have."""

@@ -22,6 +22,7 @@ from kvconvert.methods.key_center import KeyCenter
 from kvconvert.methods.key_treatments import KeyTreatmentSearch
 from kvconvert.methods.kitty import Kitty
 from kvconvert.methods.kivi import Kivi
+from kvconvert.methods.kvzip import KVzip
 from kvconvert.methods.minikv import MiniKV
 from kvconvert.methods.oscar import Oscar
 from kvconvert.methods.part import STRICT, LayerShape, Part, PlanTensor
@@ -85,26 +86,40 @@ class Spans:
 
 @dataclass(frozen=True)
 class Evict:
-    """A complete prompt is reduced to its sink tokens, heavy hitters and newest tokens (MiniKV); these go to pages.
+    """A complete prompt is reduced to its sink tokens, heavy hitters and newest tokens (MiniKV, KVzip); these go to
+    pages.
 
     Attributes:
         heavy_ratio, recent_ratio: shares of the prompt.
+        reconstructs: whether heavy hitters are those of a repetition of the prompt, and all heads share a budget.
     """
 
     heavy_ratio: float
     recent_ratio: float
+    reconstructs: bool = False
     modality = "all"
 
     def budget(self, tokens: int) -> tuple[int, int]:
         """Heavy hitters and newest tokens that each KV head keeps of a prompt; halves are rounded to even."""
         return round(self.heavy_ratio * tokens), round(self.recent_ratio * tokens)
 
+    def shared_pages(self, tokens: int, heads: int, sink_tokens: int, page_size: int) -> int:
+        """Pages of one head that a layer of `heads` KV heads keeps of a prompt on average, where heads share a budget.
+
+        Every head keeps its sink tokens and the newest ones; none keeps all, or a page that is not full. 0 for a prompt
+        of a page, of which nothing is evicted.
+        """
+        whole = max(0, tokens - 1) // page_size
+        always = min(whole, -(-(sink_tokens + self.budget(tokens)[1]) // page_size))
+        wanted = int((self.heavy_ratio + self.recent_ratio) * tokens * heads / page_size)
+        return min(heads * whole, max(heads * always, wanted))
+
 
 def prompt_of(scheme: Any) -> Pages | Spans | Evict:
     """What becomes of a prompt, from a scheme's flat fields."""
     if scheme.is_span:
         return Spans(scheme.span_tokens, scheme.modality)
-    return Evict(scheme.heavy_ratio, scheme.recent_ratio) if scheme.evicts else Pages()
+    return Evict(scheme.heavy_ratio, scheme.recent_ratio, scheme.reconstructs) if scheme.evicts else Pages()
 
 
 PARTS: tuple[type[Part], ...] = (
@@ -113,6 +128,7 @@ PARTS: tuple[type[Part], ...] = (
     Kitty,
     CalibQuant,
     MiniKV,
+    KVzip,
     StaticScales,
     ClipRatio,
     ErrorFeedback,
@@ -124,7 +140,7 @@ _FROM_CALIBRATION = tuple(part.from_calibration for part in PARTS if part.from_c
 
 # Python collects a dataclass's fields from its last base to its first.
 @validated_dataclass(frozen=True, config=STRICT)
-class _Fields(KeyCenter, ErrorFeedback, ClipRatio, StaticScales, MiniKV, CalibQuant, Kitty, Oscar, Kivi):
+class _Fields(KeyCenter, ErrorFeedback, ClipRatio, StaticScales, KVzip, MiniKV, CalibQuant, Kitty, Oscar, Kivi):
     """The fields of all parts."""
 
     def __post_init__(self) -> None:

@@ -147,7 +147,7 @@ class LayerAttention(AttentionCall):
         store, chunk, length = self.store, self.chunk, queries.shape[2]
         if length > 1 and store.forward_pass.step_tables is not None:
             return self._over_stored_rows(list(range(len(queries))), queries).to(queries.dtype)
-        selects = store.group.policy.selects
+        selects = store.group.policy.sums_attention
         if length == 1:
             for row, sequence in enumerate(store.sequences if selects else ()):
                 # A prompt of one token.

@@ -70,6 +70,8 @@ class LayerGroup(Generic[Store]):
         version: changes with whatever tables describe: pages, spans, buffers, and the order of sequences.
         changed: rows that changed so since tables were written; None where all may have.
         forward_pass: the latest; passes: how many there were.
+        repetition: positions (start, stop) of the open prompt's tokens that the present pass repeats, to be scored
+            (`runtime/cache/reconstruct.py`); else None.
         rehearsal: a pass whose kernels are launched again or recorded, while nothing else changes; else None.
         unread_flags: of each flush that nobody has looked at.
         error: what made the stored tokens unusable, or None.
@@ -87,6 +89,7 @@ class LayerGroup(Generic[Store]):
         self.registry: Any = None
         self.policy = prompt_policy(scheme)
         self.rehearsal: ForwardPass | None = None
+        self.repetition: tuple[int, int] | None = None
         self.stores: list[Store] = []
         self.indices: list[int] = []
         self.shares_pages = numbers is not None

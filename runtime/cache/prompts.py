@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from kvconvert import methods
+from kvconvert.errors import CacheError
 from kvconvert.kernels.spans import span_lengths
 from kvconvert.runtime.cache.sequence import Sequence, SpanTokens, TokenPositions
 
@@ -54,12 +55,14 @@ class Pages:
 
     Attributes:
         flushes: whether complete pages are quantized as tokens arrive.
-        selects: whether the attention that a prompt's tokens receive decides which of them are kept.
+        selects: whether only some of a prompt's tokens are kept.
+        sums_attention: whether the attention that they receive from the prompt decides which.
         is_plain: whether what is stored of a token depends on no token after its page.
     """
 
     flushes = True
     selects = False
+    sums_attention = False
     is_plain = True
 
     def opens(self, sequence: Sequence, decoding: bool) -> bool:
@@ -125,6 +128,7 @@ class Eviction(Pages):
     """
 
     selects = True
+    sums_attention = True
     is_plain = False
 
     def __init__(self, shares: methods.Evict):
@@ -137,7 +141,7 @@ class Eviction(Pages):
     def seal(self, row: int, sequence: Sequence) -> tuple[Sequence, Evict]:
         """Reduce the open prompt to its budget."""
         sealed, n = replace(sequence, open_from=None), sequence.keys.buffered
-        work = Evict(row, n, sequence.sink_tokens, *self.shares.budget(n))
+        work = self._work(row, n, sequence.sink_tokens)
         if work.keeps_all:
             return sealed, work
         kept = work.sink_tokens + work.heavy_hitters + work.recent
@@ -147,10 +151,39 @@ class Eviction(Pages):
         kept_tokens = {"kept": kept, "kept_before": bound, "evicted": n - kept, "positions": empty}
         return replace(sealed, keys=keys, values=values, **kept_tokens), work
 
+    def _work(self, row: int, tokens: int, sink_tokens: int) -> Evict:
+        return Evict(row, tokens, sink_tokens, *self.shares.budget(tokens))
+
+
+class Reconstruction(Eviction):
+    """Keeps what a repetition of the prompt attends to most (KVzip); rows are KV heads, each with a budget of its own.
+
+    Attributes:
+        kept: of each row, the tokens of its open prompt that are to be kept, once that is scored.
+    """
+
+    sums_attention = False
+
+    def __init__(self, shares: methods.Evict):
+        super().__init__(shares)
+        self.kept: dict[int, int] = {}
+
+    def _work(self, row: int, tokens: int, sink_tokens: int) -> Evict:
+        if row not in self.kept:
+            raise CacheError(
+                'selection = "reconstruction" keeps what a second reading of the prompt attends to, and this prompt '
+                "was read once: call kvconvert.runtime.seal_prompt(model, cache, input_ids) after it, or generate with "
+                "a bundle's model."
+            )
+        # Sink tokens and the newest ones have the highest scores of all.
+        return Evict(row, tokens, 0, self.kept.pop(row), 0)
+
 
 def prompt_policy(scheme: methods.KVScheme) -> Pages:
     """How a scheme treats prompts."""
     prompt = scheme.prompt
     if isinstance(prompt, methods.Spans):
         return Spans(prompt.modality == "all", prompt.tokens)
-    return Eviction(prompt) if isinstance(prompt, methods.Evict) else Pages()
+    if isinstance(prompt, methods.Evict):
+        return Reconstruction(prompt) if prompt.reconstructs else Eviction(prompt)
+    return Pages()

@@ -31,8 +31,8 @@ class LayerRow:
         keys, values: full-precision tokens.
         spans: prompts that were compressed as a whole.
         kept: positions of the tokens that survived an eviction, int32 [H, n]; None without one.
-        attention_mass: attention that the open prompt's tokens have received so far, float32 [H, n]; None unless the
-            scheme evicts.
+        attention_mass: attention that the open prompt's tokens have received so far, float32 [H, n], or the largest
+            weight from its repetition; None unless the scheme evicts.
     """
 
     keys: TokenBuffer
@@ -71,6 +71,8 @@ class LayerStore:
 
     Attributes:
         rotations: what is rotated at run time.
+        heads_apart: rows that a sequence has, one for each KV head where these keep different tokens by
+            reconstruction, else 1.
         growth: how the full-precision buffers grow; chosen by device at the first tokens.
         pending: parked keys [B, H, T, D] and values [B, H, T, E]; None once they are committed.
         rows: the tensors of each sequence.
@@ -98,7 +100,7 @@ class LayerStore:
     ):
         self.scheme, self.index, self.group, self.page_bytes = scheme, index, group, page_bytes
         self.plan, self.growth, self.pages = plan or {}, None, pages
-        self.rotations = rotations(scheme)
+        self.rotations, self.heads_apart = rotations(scheme), 1
         group.add(self, index)
         self.reset()
 
@@ -413,12 +415,12 @@ class LayerStore:
         return mask
 
     def tokens(self) -> int:
-        """Tokens stored over all sequences, shared pages counted once per sequence."""
-        return sum(sequence.stored(self.page_size) for sequence in self.sequences)
+        """Tokens stored over all sequences, the mean over heads; shared pages counted once per sequence."""
+        return sum(sequence.stored(self.page_size) for sequence in self.sequences) // self.heads_apart
 
     def residual_tokens(self) -> int:
         """Tokens over all sequences whose key or value is in full precision, sink tokens included."""
-        return sum(sequence.buffered for sequence in self.sequences)
+        return sum(sequence.buffered for sequence in self.sequences) // self.heads_apart
 
     def pages_used(self) -> int:
         """Key and value pages in use; one page's worth of tokens counts 1."""

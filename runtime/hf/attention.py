@@ -14,6 +14,7 @@ from kvconvert.errors import CacheError, UnsupportedModelError
 from kvconvert.kernels.decode import ResidualTokens, paged_attention
 from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
 from kvconvert.runtime.cache.attend import store_and_attend
+from kvconvert.runtime.cache.reconstruct import score_and_attend
 from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.hf.handles import KeyHandle, MaskHandle
 from kvconvert.runtime.hf.packed import PackedLayer
@@ -110,9 +111,44 @@ def attention_function(
         raise CacheError(f"Attention dropout is on in {where}; call model.eval() before generating.")
     if isinstance(store, PackedLayer):
         return store.attend(query, attention_mask, scaling, softcap, s_aux), None
-    chunk = attention_mask.chunk(query.device, query.shape[2])
-    output = store_and_attend(store, query, chunk, scaling, softcap, s_aux)
+    if store.scheme.reconstructs:
+        output = _by_head(store, query, key, value, attention_mask, scaling, softcap, s_aux)
+    else:
+        chunk = attention_mask.chunk(query.device, query.shape[2])
+        output = store_and_attend(store, query, chunk, scaling, softcap, s_aux)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _by_head(
+    store: LayerStore,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: MaskHandle,
+    scaling: float,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of [B, Hq, T, D] where every KV head is a row of the store: [B, Hq, T, E]."""
+    if sink_logits is not None:
+        raise UnsupportedModelError(
+            'This model\'s attention has sink logits, which selection = "reconstruction" does not support; choose '
+            'selection = "attention".'
+        )
+    batch, heads = key.shape[:2]
+    grouped = query.unflatten(1, (heads, -1)).flatten(0, 1)
+    if store.group.repetition is not None:
+        keys, values = (part.as_subclass(torch.Tensor).flatten(0, 1).unsqueeze(1) for part in (key, value))
+        output = score_and_attend(store, grouped, keys, values, scaling, softcap)
+    else:
+        chunk = mask.chunk(query.device, query.shape[2], heads)
+        if not chunk.is_causal:
+            raise CacheError(
+                'selection = "reconstruction" needs causal attention, and this model masks otherwise; choose '
+                'selection = "attention".'
+            )
+        output = store_and_attend(store, grouped, chunk, scaling, softcap)
+    return output.unflatten(0, (batch, heads)).flatten(1, 2)
 
 
 def _without_cache(

@@ -14,7 +14,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 from kvconvert.cache.size import ModelCache
 from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError, UsageError
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.methods import UNQUANTIZED, KVScheme, spread_ratios
+from kvconvert.methods import UNQUANTIZED, KVScheme, check_layers, spread_ratios
 from kvconvert.models.configuration import (
     HYBRID_LAYER_TYPES,
     Modality,
@@ -33,7 +33,7 @@ from kvconvert.runtime.cache.snapshot import Snapshot
 from kvconvert.runtime.cache.steps import TableRegistry
 from kvconvert.runtime.cache.store import Group, LayerStore
 from kvconvert.runtime.hf.fingerprint import fingerprint_of
-from kvconvert.runtime.hf.layer import HybridLayer, PagedLayer
+from kvconvert.runtime.hf.layer import HeadwiseLayer, HybridLayer, PagedLayer
 from kvconvert.runtime.hf.packed import PackedCache
 from kvconvert.runtime.hf.stats import CacheStats
 
@@ -52,9 +52,12 @@ class KVCache(Cache):
             Full-precision tokens (sink tokens, residual windows, the prompt being processed) come on top.
         beside: another cache for this model, with which this one shares the storage of pages; see `beside()`.
 
+    A scheme with `selection = "reconstruction"` has a prompt sealed by `seal_prompt`, which reads it again.
+
     Attributes:
         schemes: of all layers; None for one that is not quantized.
         groups: the bookkeeping of all layers with pages, see `runtime/cache/groups.py`.
+        reconstructs: whether prompts have to be read again before they are sealed.
         replays: whether steps of a bundle's model over this cache may be replayed as CUDA graphs; every call of
             `generate` says it anew.
         step_tokens: that such a step brings of each row, see `hold_drafts`.
@@ -88,6 +91,9 @@ class KVCache(Cache):
                 f"({reason}); use the model without a KV scheme."
             )
         self.schemes = spread_ratios(_per_layer(scheme, len(layer_types), _folded_layers(config)))
+        self.reconstructs = any(layer is not None and layer.reconstructs for layer in self.schemes)
+        if self.reconstructs:
+            _check_reconstruction(config, self.schemes, layer_types, kv_memory)
         paged = sum(reason is None for reason in unsupported_reasons)
         if kv_memory is not None:
             _check_memory(kv_memory, model_cache(config, self.schemes), paged)
@@ -103,7 +109,8 @@ class KVCache(Cache):
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**kwargs))
                 continue
             layer_scheme, window = self.schemes[index] or UNQUANTIZED, kwargs.get("sliding_window")
-            key = geometry(layer_scheme, window, shared)
+            # Layers hold different numbers of tokens where heads share a budget.
+            key = geometry(layer_scheme, window, shared), index * self.reconstructs
             twin = None if beside is None else beside.layers[index].store
             if key not in groups:
                 numbers = None if twin is None else (twin.group.key_numbers, twin.group.value_numbers)
@@ -116,7 +123,9 @@ class KVCache(Cache):
                 plan=plans.get(f"layers.{index}"),
                 pages=twin,
             )
-            if layer_type in HYBRID_LAYER_TYPES:
+            if self.reconstructs:
+                layers.append(HeadwiseLayer(store))
+            elif layer_type in HYBRID_LAYER_TYPES:
                 layers.append(HybridLayer(store, number_of_states=kwargs.get("number_of_states", 1)))
             else:
                 layers.append(PagedLayer(store))
@@ -190,6 +199,9 @@ class KVCache(Cache):
         Each layer then compresses it before the next layer runs, so that the prefill's peak is one layer's keys and
         values. Where later layers read earlier layers' keys again, compression waits until the first step.
         """
+        if self.reconstructs:  # what is kept is known when all layers have read it
+            self.begin_prompt()
+            return
         for group in self.groups:
             group.seal_at_once = not group.keep_for_sharing
 
@@ -242,6 +254,11 @@ class KVCache(Cache):
             raise CacheError(
                 "Sequences cannot join a cache with layers that keep transformers' own states (linear attention and "
                 "the like); generate in batches instead."
+            )
+        if self.reconstructs:
+            raise CacheError(
+                'Sequences cannot join a cache with selection = "reconstruction", whose KV heads hold different '
+                "numbers of tokens; generate in batches instead."
             )
         if self._chunked:
             raise CacheError(
@@ -465,6 +482,36 @@ def _check_memory(kv_memory: int, cache: ModelCache, paged: int) -> None:
         raise UsageError(
             f"`kv_memory` = {kv_memory:,} bytes are not enough for one page of {PAGE_SIZE} tokens in each of {paged} "
             f"layers; give at least {needed:,} bytes, or leave it out to let the cache grow."
+        )
+
+
+def _check_reconstruction(
+    config: PretrainedConfig,
+    schemes: Sequence_[KVScheme | None],
+    layer_types: Sequence_[str],
+    kv_memory: int | None,
+) -> None:
+    """Refuse what prompts cannot be read again for (RecipeError, UnsupportedModelError, UsageError)."""
+    setting = 'selection = "reconstruction"'
+    if any(scheme is None for scheme in schemes) or (reason := check_layers(schemes)):
+        reason = "leaves layers out" if any(scheme is None for scheme in schemes) else reason
+        raise RecipeError(f"[kv] {setting} needs one scheme for all layers, and this cache {reason}.")
+    text_config = config.get_text_config(decoder=True)
+    other = sorted({*layer_types} - {"full_attention"})
+    for reason in (
+        f"has layers with {', '.join(other)}" if other else None,
+        "has layers that share keys" if getattr(text_config, "num_kv_shared_layers", 0) else None,
+        "changes its rotary factors with length" if rotary_switch(config) is not None else None,
+        "reads more than text" if text_config is not config else None,
+    ):
+        if reason is not None:
+            raise UnsupportedModelError(
+                f"{setting} reads prompts again, which is not possible here: this {text_config.model_type} model "
+                f'{reason}; choose selection = "attention".'
+            )
+    if kv_memory is not None:
+        raise UsageError(
+            f"`kv_memory` is not possible with {setting}, for layers keep different numbers of tokens; leave it out."
         )
 
 

@@ -150,6 +150,8 @@ class CapturedSteps:
         """Why a decoding step cannot be planned; None if it can."""
         if cache.groups[0].registry is not self.registry:
             return "the cache was not made by the model's new_kv_cache()"
+        if cache.reconstructs:
+            return "KV heads hold different numbers of tokens"
         if not is_plain(cache):
             return "some layers keep transformers' own states"
         if not can_plan_steps(cache.groups):

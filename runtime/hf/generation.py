@@ -20,6 +20,7 @@ from kvconvert.runtime.hf.attention import NAME
 from kvconvert.runtime.hf.cache import KVCache
 from kvconvert.runtime.hf.captured import CapturedSteps, prepare_steps
 from kvconvert.runtime.hf.prompts import PackedPrompts
+from kvconvert.runtime.hf.reconstruct import seal_prompt
 from kvconvert.runtime.hf.rehearsal import rehearse
 
 # Generated tokens whose steps are recorded before a prompt is read.
@@ -134,12 +135,12 @@ class BundleModel:
     ) -> Any:
         """The prompt's forward passes; where it is read in chunks, only here is it known which is the last."""
         cache = model_kwargs.get("past_key_values")
-        if isinstance(cache, KVCache) and generation_config.prefill_chunk_size is not None:
+        if isinstance(cache, KVCache) and (generation_config.prefill_chunk_size is not None or cache.reconstructs):
             cache.begin_prompt()
         output = super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
         # The caller may have read the first parts, too.
         if isinstance(cache, KVCache) and any(group.reading_prompt for group in cache.groups):
-            cache.seal()
+            seal_prompt(self, cache, input_ids)
         return output
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:

@@ -98,19 +98,21 @@ class MaskHandle(torch.Tensor):
         """Query positions, int64 [T]."""
         return self.as_subclass(torch.Tensor)[0, 0, :, 0]
 
-    def chunk(self, device: torch.device, length: int) -> Chunk:
+    def chunk(self, device: torch.device, length: int, rows: int = 1) -> Chunk:
         """The tokens of this forward pass, with positions on `device`; one object for all layers that share the mask.
+
+        Each sequence has `rows` rows.
 
         Raises:
             CacheError: the mask has another number of queries than `length`.
         """
-        key = (str(device), length)
+        key = (str(device), length, rows)
         if key not in self.cached:
             positions = self.positions()
             if len(positions) != length:
                 raise CacheError(f"The mask has {len(positions)} queries and attention received {length}.")
             padding_mask, mask_function = self.arguments["attention_mask"], self.arguments["mask_function"]
-            padding_mask = None if padding_mask is None else padding_mask.to(device)
+            padding_mask = None if padding_mask is None else padding_mask.to(device).repeat_interleave(rows, 0)
             causal = mask_function is causal_mask_function
             self.cached[key] = Chunk(positions.to(device), padding_mask, None if causal else mask_function)
         return self.cached[key]

@@ -129,6 +129,42 @@ class PagedLayer(CacheLayerMixin):
     prefetch = offload
 
 
+class HeadwiseLayer(PagedLayer):
+    """`PagedLayer` whose KV heads are rows of their own, because each keeps tokens of its own choice and number."""
+
+    is_croppable = False
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Park new keys [B, H, T, D] and values [B, H, T, E]; those of a repetition are only handed on."""
+        if self.store.group.repetition is None:
+            self.store.heads_apart = key_states.shape[1]
+            super().update(*(part.flatten(0, 1).unsqueeze(1) for part in (key_states, value_states)), *args, **kwargs)
+        return KeyHandle.wrap(key_states, self.store), value_states
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Keep the sequences of `beam_idx`, in its order, with all heads."""
+        heads = self.store.heads_apart
+        rows = beam_idx.unsqueeze(1) * heads + torch.arange(heads, device=beam_idx.device)
+        super().reorder_cache(rows.flatten())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence."""
+        self.reorder_cache(torch.arange(len(self.store.rows) // self.store.heads_apart).repeat_interleave(repeats))
+
+    def activate_past_recording(self) -> None:
+        """Refused: drafts are taken back, and what a head keeps is decided once."""
+        raise CacheError(
+            'Assisted decoding is not possible with selection = "reconstruction"; generate without an assistant model '
+            "or prompt lookup."
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused, as `activate_past_recording`."""
+        self.activate_past_recording()
+
+
 class HybridLayer(LinearAttentionLayer, PagedLayer):
     """`PagedLayer` with the convolution and recurrent states of transformers' linear-attention layers.
 

@@ -18,6 +18,7 @@ from kvconvert.kernels.linear import QuantizedLinear, gpu_row_counts, packed_pro
 from kvconvert.kernels.linear.packed_layout import PackedWeight
 from kvconvert.runtime.hf.captured import prepare_steps
 from kvconvert.runtime.hf.packed_experts import PackedExperts
+from kvconvert.runtime.hf.reconstruct import seal_prompt
 
 # Tokens of passes: alone, and after stored ones, such that kernels for few and for many queries are chosen. Of the last
 # ones pages become complete.
@@ -56,7 +57,7 @@ def read_chunks(model: Any, lengths: Sequence[int]) -> None:
             options["position_ids"] = torch.arange(begin, begin + length, device=model.device)[None]
         model(input_ids=ids, past_key_values=cache, **options)
         begin += length
-    cache.seal()
+    seal_prompt(model, cache, torch.zeros(1, begin, dtype=torch.int64))
     one = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     if "position_ids" in options:
         options["position_ids"] = one + begin

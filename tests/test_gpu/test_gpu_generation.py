@@ -8,6 +8,8 @@ from tiny.models import random_ids, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.kernels.device import interpreted
+from kvconvert.methods import KVScheme
+from kvconvert.runtime import seal_prompt
 from kvconvert.runtime.cache import attend
 from kvconvert.runtime.hf.cache import KVCache
 
@@ -18,17 +20,19 @@ TEXT = ROOT / "kvconvert" / "data" / "texts" / "books-val.txt"
 TIE = 0.02
 
 
-def logits_of_steps(model, ids: torch.Tensor, prompt: int, scheme: str) -> torch.Tensor:
+def logits_of_steps(model, ids: torch.Tensor, prompt: int, scheme: str | KVScheme) -> torch.Tensor:
     """Logits [steps, vocabulary] of a prompt's last token and of every token after it, one step at a time."""
     cache = KVCache(model.config, scheme)
     found = []
     with torch.inference_mode():
         for part in (ids[:, :prompt], *ids[:, prompt:].split(1, 1)):
             found.append(model(part, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu())
+            if len(found) == 1:
+                seal_prompt(model, cache, part)
     return torch.stack(found)
 
 
-def agree(scheme: str, prompt: int, steps: int, device: torch.device, **shape: int) -> None:
+def agree(scheme: str | KVScheme, prompt: int, steps: int, device: torch.device, **shape: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     text = TEXT.read_text(encoding="utf8")[: 8 * (prompt + steps)]
     ids = tokenizer(text, return_tensors="pt").input_ids[:, : prompt + steps]
@@ -55,6 +59,24 @@ def test_the_kernels_choose_the_reference_paths_tokens(scheme, device):
     else:
         # The model's first layer alone: the interpreter takes its time.
         agree(scheme, 132, 2, device, num_hidden_layers=1)
+
+
+def test_heads_that_keep_different_numbers_of_tokens_choose_the_reference_paths_tokens(device):
+    scheme = KVScheme(
+        key_group_size=128,
+        value_group_size=128,
+        sink_tokens=4,
+        rotate_keys="hadamard",
+        rotate_values="online",
+        token_norm="per_head",
+        heavy_ratio=0.5,
+        recent_ratio=0.02,
+        selection="reconstruction",
+    )
+    if device.type == "cuda":
+        agree(scheme, 900, 300, device)
+    else:
+        agree(scheme, 270, 2, device, num_hidden_layers=1)
 
 
 @pytest.mark.full

@@ -1,0 +1,129 @@
+"""Which keys and values a prompt can be reconstructed from (KVzip, arXiv 2505.23416, section 3).
+
+The prompt is read a second time, right after itself, and the score of a stored token in a KV head is the largest
+attention weight that any query of the repetition gives it there. The repetition is read in parts: a query attends to
+the stored tokens of its own part, to the first tokens of the prompt, and to the repeated tokens of its part up to
+itself, so that the work is linear in the prompt's length. (The paper's queries attend to the whole prompt, and each
+part follows an instruction in words.)
+
+All heads of all layers share one budget: which of them retrieve differs from model to model far more than tokens do.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# At a time: what fits a processor's cache; few launches of a GPU.
+_BLOCK_SCORES = {"cpu": 1 << 21, "cuda": 1 << 27}
+
+
+def repeated_attention_reference(
+    queries: torch.Tensor,
+    repeated: tuple[torch.Tensor, torch.Tensor],
+    stored: tuple[torch.Tensor, torch.Tensor],
+    start: int,
+    part: int,
+    sink_tokens: int,
+    scaling: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of repeated tokens of one sequence, and the scores of the stored tokens that they repeat.
+
+    Args:
+        queries: [H, G, T, D], G query heads for each KV head.
+        repeated: keys [H, T, D] and values [H, T, E] of the repetition.
+        stored: keys [H, n, D] and values [H, n, E] of the prompt.
+        start: the token of the prompt that the first query repeats, no sink token; a part begins there.
+        part: tokens of a part, of which the last may have fewer.
+        sink_tokens: first tokens of the prompt that all queries attend to.
+        scaling, softcap: as in attention.
+
+    Returns:
+        float64 [H, G, T, E], and float64 [H, T]: the largest weight that each of the tokens start ... start + T - 1
+        receives from the queries of its part.
+    """
+    length, count = queries.shape[2], stored[0].shape[1]
+    keys, values = (torch.cat(both, 1).double().unsqueeze(1) for both in zip(stored, repeated, strict=True))
+    scores = queries.double() @ keys.transpose(2, 3) * scaling
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    query = torch.arange(length, device=queries.device)[:, None]
+    token = torch.arange(count, device=queries.device)[None, :] - start
+    same_part = (token >= 0) & (token < length) & (token // part == query // part)
+    again = (query.T // part == query // part) & (query >= query.T)
+    visible = torch.cat([same_part | (token < sink_tokens - start), again], 1)
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return weights @ values, (weights[..., :count] * same_part).amax((1, 2))[:, start : start + length]
+
+
+def repeated_attention(
+    queries: torch.Tensor,
+    repeated: tuple[torch.Tensor, torch.Tensor],
+    stored: tuple[torch.Tensor, torch.Tensor],
+    start: int,
+    part: int,
+    sink_tokens: int,
+    scaling: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`repeated_attention_reference` by products of matrices, with a softmax in float32, several parts at a time.
+
+    Returns:
+        [H, G, T, E] in the queries' dtype, and float32 [H, T].
+    """
+    heads, group, length, dim = queries.shape
+    is_cpu = queries.device.type == "cpu"
+    dtype = torch.float32 if is_cpu else queries.dtype  # processors are slow at others
+    output = queries.new_empty(heads, group, length, stored[1].shape[2])
+    found = torch.empty(heads, length, dtype=torch.float32, device=queries.device)
+    step = max(1, _BLOCK_SCORES["cpu" if is_cpu else "cuda"] // (heads * group * part * (sink_tokens + 2 * part)))
+    begin = 0
+    while begin < length:
+        size = min(part, length - begin)
+        parts = min(step, (length - begin) // size)
+        own, of_prompt = (slice(at, at + parts * size) for at in (begin, start + begin))
+        keys, values = (
+            torch.cat(
+                [
+                    side[:, None, :sink_tokens].expand(-1, parts, -1, -1),
+                    side[:, of_prompt].unflatten(1, (parts, size)),
+                    again[:, own].unflatten(1, (parts, size)),
+                ],
+                2,
+            )
+            .flatten(0, 1)
+            .to(dtype)
+            for side, again in zip(stored, repeated, strict=True)
+        )
+        asked = queries[:, :, own].unflatten(2, (parts, size)).transpose(1, 2).reshape(-1, group * size, dim).to(dtype)
+        mask = torch.zeros(size, sink_tokens + 2 * size, dtype=dtype, device=queries.device)
+        mask[:, sink_tokens + size :] = torch.full_like(mask[:, :size], float("-inf")).triu(1)
+        mask = mask.repeat(group, 1)
+        if softcap:
+            scores = mask + torch.tanh(torch.bmm(asked, keys.transpose(1, 2)) * (scaling / softcap)) * softcap
+        else:
+            scores = torch.baddbmm(mask, asked, keys.transpose(1, 2), alpha=scaling)
+        weights = torch.softmax(scores, -1, dtype=torch.float32)
+        found[:, own] = weights[..., sink_tokens : sink_tokens + size].amax(1).view(heads, -1)
+        attended = torch.bmm(weights.to(dtype), values).view(heads, parts, group, size, -1)
+        output[:, :, own] = attended.transpose(1, 2).flatten(2, 3).to(output.dtype)
+        begin = own.stop
+    return output, found
+
+
+def share_pages(scores: torch.Tensor, pages: int, page_size: int) -> list[int]:
+    """How many pages each head keeps, so that together they keep the best tokens that fit `pages` pages.
+
+    A head's pages hold its tokens in descending order of their scores; of all heads' pages those with the largest mean
+    are kept, ties going to the earlier head. No head keeps all of its tokens.
+
+    Args:
+        scores: float [heads of all layers, n]; infinity for tokens that have to be kept.
+        pages: how many there are, at most those that the heads have whole.
+        page_size: tokens of a page.
+    """
+    whole = (scores.shape[1] - 1) // page_size
+    ordered = scores.sort(-1, descending=True).values[:, : whole * page_size]
+    means = ordered.unflatten(1, (whole, page_size)).mean(2)
+    best = means.flatten().sort(descending=True, stable=True).indices[:pages] // whole
+    return torch.bincount(best, minlength=len(scores)).tolist()

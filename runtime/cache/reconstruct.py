@@ -1,0 +1,93 @@
+"""Selection by reconstruction (KVzip): prompts are read again and scored, and all heads share one budget.
+
+Every KV head is a row of its own here: row `b * heads + h` of a layer is head h of sequence b, so that each holds as
+many tokens as the scores leave it. While a group's `repetition` is set, tokens that reach its layers are not stored.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kvconvert.kernels.reconstruct import repeated_attention, share_pages
+from kvconvert.kernels.rotate import hadamard_transform
+from kvconvert.runtime.cache.store import Group, LayerStore
+
+PART = 512  # tokens of the prompt that a repeated token attends to; 512 and 1,024 keep alike
+
+
+def score_and_attend(
+    store: LayerStore,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of the repeated tokens of all rows, whose scores are added to what rows hold.
+
+    Args:
+        store: of one layer.
+        queries: [rows, G, T, D]; keys: [rows, 1, T, D]; values: [rows, 1, T, E]; none rotated.
+        scaling, softcap: as in attention.
+
+    Returns:
+        [rows, G, T, E], zeros where a token is padding.
+    """
+    start, stop = store.group.repetition
+    if store.rotations.keys:
+        queries, keys = hadamard_transform(queries), hadamard_transform(keys)
+    if store.rotations.values:
+        values = hadamard_transform(values)
+    output = queries.new_zeros(*queries.shape[:3], values.shape[3])
+    for begin in range(0, len(store.rows), store.heads_apart):
+        sequence, rows = store.sequences[begin], slice(begin, begin + store.heads_apart)
+        # Sink tokens are kept whatever they score.
+        first, end = max(sequence.before(start), sequence.sink_tokens), sequence.before(stop)
+        if first >= end:
+            continue
+        at, count = store.positions(begin, first, end) - start, sequence.keys.buffered
+        stored = [(row.keys.tokens(0, count)[0], row.values.tokens(0, count)[0]) for row in store.rows[rows]]
+        attended, scores = repeated_attention(
+            queries[rows][:, :, at],
+            (keys[rows, 0][:, at], values[rows, 0][:, at]),
+            tuple(map(torch.stack, zip(*stored, strict=True))),
+            first,
+            PART,
+            sequence.sink_tokens,
+            scaling,
+            softcap,
+        )
+        output[rows, :, at] = attended
+        for row, own in zip(store.rows[rows], scores, strict=True):
+            if row.attention_mass is None:
+                row.attention_mass = own.new_zeros(1, count)
+            row.attention_mass[0, first:end] = own
+    return hadamard_transform(output, inverse=True) if store.rotations.values else output
+
+
+def share_budget(groups: list[Group], heads: int) -> None:
+    """Decide how many tokens of its open prompt each KV head of all layers keeps, once all are scored.
+
+    Args:
+        groups: of all layers, one layer each.
+        heads: KV heads of a layer, which are consecutive rows.
+    """
+    for begin in range(0, groups[0].rows, heads):
+        sequence = groups[0].sequences[begin]
+        if sequence.open_from is None:
+            continue
+        n, page, shares = sequence.keys.buffered, groups[0].page_size, groups[0].scheme.prompt
+        pages = len(groups) * shares.shared_pages(n, heads, sequence.sink_tokens, page)
+        rows = [(group, begin + head) for group in groups for head in range(heads)]
+        if not pages:
+            kept = [n] * len(rows)
+        else:
+            masses = [group.stores[0].rows[row].attention_mass for group, row in rows]
+            for mass in masses:
+                mass[:, : sequence.sink_tokens] = mass[:, n - shares.budget(n)[1] :] = math.inf
+            scores = torch.cat([mass.to(masses[0].device) for mass in masses])
+            kept = [page * count for count in share_pages(scores, pages, page)]
+        for (group, row), count in zip(rows, kept, strict=True):
+            group.policy.kept[row] = count

@@ -1,0 +1,67 @@
+"""A prompt is read again, so that caches with `selection = "reconstruction"` know what to keep of it (KVzip)."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from kvconvert.errors import UsageError
+from kvconvert.runtime.cache.reconstruct import PART, share_budget
+from kvconvert.runtime.hf.cache import KVCache
+
+MOST_TOKENS = 16 * PART  # of a forward pass
+
+
+@torch.no_grad()
+def seal_prompt(model: PreTrainedModel, cache: KVCache, input_ids: torch.Tensor) -> None:
+    """State that a prompt is complete, as `KVCache.seal()`; it is read again first where the cache's scheme selects by
+    reconstruction.
+
+    `generate` of a bundle's model does this by itself.
+
+    Args:
+        model: that has read the prompt.
+        cache: that it was read into.
+        input_ids: int64 [B, n], all tokens read so far, padding included.
+
+    Raises:
+        UsageError: the cache holds another number of tokens, or another batch.
+    """
+    if cache.reconstructs and any(sequence.open_from is not None for sequence in cache.groups[0].sequences):
+        _score(model, cache, input_ids)
+    cache.seal()
+
+
+def _score(model: PreTrainedModel, cache: KVCache, input_ids: torch.Tensor) -> None:
+    (batch, length), first = input_ids.shape, cache.groups[0]
+    heads = first.stores[0].heads_apart
+    if (batch * heads, length) != (first.rows, cache.get_seq_length()):
+        raise UsageError(
+            f"`input_ids` are {batch} rows of {length} tokens, and the cache holds {first.rows // heads} of "
+            f"{cache.get_seq_length()}; pass all tokens that were read into it."
+        )
+    real = torch.ones(batch, length, dtype=torch.int64) if first.real is None else first.real[::heads].long().cpu()
+    before = real.cumsum(1) - 1  # index of a token among its sequence's own
+    positions = getattr(model.config, "max_position_embeddings", None) or int(before.max()) + 1 + PART
+    try:
+        for start in range(0, length, MOST_TOKENS):
+            stop = min(start + MOST_TOKENS, length)
+            for group in cache.groups:
+                group.repetition = (start, stop)
+            own = before[:, start:stop].clamp(min=0)
+            # The repetition of a part begins where the part ends, or earlier where positions end.
+            begin = own[:, :1].clamp(min=first.scheme.sink_tokens)
+            index = (own - begin).clamp(min=0)
+            size = (own[:, -1:] + 1 - begin - index // PART * PART).clamp(0, PART)
+            room = (positions - (own - index % PART + size)).clamp(min=0)
+            model(
+                input_ids=input_ids[:, start:stop].to(model.device),
+                position_ids=(own + size.minimum(room)).to(model.device),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+    finally:
+        for group in cache.groups:
+            group.repetition = None
+    share_budget(cache.groups, heads)
