@@ -19,11 +19,18 @@ from kvconvert.vllm.tables import DecodeTables
 
 
 def quantize_pending(layers: Iterable[AlikeLayers], plan: StepPlan) -> None:
-    """Quantize the pages that were complete when the pass before this one ended, in all layers."""
+    """Quantize the pages that were complete when the pass before this one ended, in all layers.
+
+    Sink tokens among theirs go where they stay; until then they lie with the others.
+    """
     for pages, is_key in zip(plan.pending, (True, False), strict=True):
         if pages is not None:
             for part in layers:
                 part.quantize_stored(pages.blocks, (pages.token_blocks, pages.token_slots), pages.firsts, is_key)
+    sinks = plan.pending_sinks
+    if sinks is not None:
+        for part in layers:
+            part.copy(*sinks)
 
 
 @dataclass(frozen=True)
@@ -86,9 +93,8 @@ class LayerStep:
         )
         every = [torch.cat(side, 1) for side in zip(stored, (keys, values), strict=True)]
         sinks = min(self.plan.layout.sink_tokens, request.tokens)
-        if request.stored < sinks:
-            own = slice(0, sinks - request.stored)
-            self._write(plan.sinks(request, request.stored, sinks), keys[:, own], values[:, own])
+        if sinks and not max(plan.layout.quantized(request.stored)):
+            self._write(plan.sinks(request, 0, sinks), *(side[:, :sinks] for side in every))
         for is_key, first, end in plan.settled(request):
             f = self.blocks.cache.format.keys if is_key else self.blocks.cache.format.values
             tokens = every[0 if is_key else 1][:, first * PAGE_SIZE - begin : end * PAGE_SIZE - begin]
@@ -135,14 +141,10 @@ class LayerStep:
         if tables is not None:
             rows = len(queries)
             self.blocks.write(tables.write_blocks[:rows], tables.write_slots[:rows], keys, values)
-            if plan.layout.sink_tokens:
-                self.blocks.write(tables.sink_blocks[:rows], tables.sink_slots[:rows], keys, values)
         else:
             for number, request in enumerate(plan.decodes):
                 token = keys[number].unsqueeze(1), values[number].unsqueeze(1)
                 self._write(plan.places(request, request.stored, request.tokens), *token)
-                if request.stored < plan.layout.sink_tokens:
-                    self._write(plan.sinks(request, request.stored, request.tokens), *token)
         return decode_attention(
             queries.unsqueeze(2),
             DecodeTokens(self.blocks, plan, tables, len(queries)),

@@ -172,6 +172,11 @@ class AlikeLayers:
             tokens = self.layers[0].tokens_of(part.words)[..., side][:, places[0], places[1]]
             part.quantize(blocks, tokens.unflatten(-1, (f.heads, -1)).transpose(1, 2).contiguous(), firsts, f)
 
+    def copy(self, origin: tuple[torch.Tensor, torch.Tensor], target: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Copy full-precision tokens from places to others, blocks and slots int64 [n] each."""
+        tokens = self.layers[0].tokens_of(self.words)
+        tokens[:, *target] = tokens[:, *origin]
+
     def quantize(
         self, blocks: torch.Tensor, tokens: torch.Tensor, firsts: list[int], f: KeyFormat | ValueFormat
     ) -> None:

@@ -42,12 +42,14 @@ class PendingPages:
         blocks: int64 [N], where they go.
         token_blocks, token_slots: int64 [128 N], where their tokens are.
         firsts: position of each page's first token.
+        rows: of the block table.
     """
 
     blocks: torch.Tensor
     token_blocks: torch.Tensor
     token_slots: torch.Tensor
     firsts: list[int]
+    rows: list[int]
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,27 @@ class StepPlan:
         keys = self._pending(found[0])
         return keys, keys if found[0] == found[1] else self._pending(found[1])
 
+    @cached_property
+    def pending_sinks(self) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None:
+        """Blocks and slots of the sink tokens of requests whose first page is pending on a side, and where they go."""
+        count = self.layout.sink_tokens
+        sides = [pages for pages in self.pending if pages is not None and 0 in pages.firsts]
+        if not sides or not count:
+            return None
+        found = sides[0]
+        first = upload([page for page, position in enumerate(found.firsts) if not position], self.device)
+        within = torch.arange(count, device=self.device)
+        every = (first[:, None] * PAGE_SIZE + within).flatten()
+        origin = found.token_blocks[every], found.token_slots[every]
+        rows = upload(
+            [row for row, position in zip(found.rows, found.firsts, strict=True) if not position], self.device
+        )
+        places = self.layout.sinks(within.repeat(len(rows)))
+        own = self.block_table[rows.repeat_interleave(count), places.entries].long()
+        if self.quantized_blocks is not None:
+            own = own.masked_fill(found.blocks[first].repeat_interleave(count) == 0, 0)
+        return origin, (own, places.slots)
+
     def _pending(self, pages: list[tuple[int, int]]) -> PendingPages | None:
         """These rows' pages, each a row and a number."""
         if not pages:
@@ -133,7 +156,8 @@ class StepPlan:
                 return self._pending([page for page, done in zip(pages, known.tolist(), strict=True) if not done])
             # A device need not tell: these go to block 0, which vLLM leaves to no request.
             own = own.masked_fill(known, 0)
-        return PendingPages(own, blocks, slots, [number * PAGE_SIZE for _, number in pages])
+        firsts = [number * PAGE_SIZE for _, number in pages]
+        return PendingPages(own, blocks, slots, firsts, [row for row, _ in pages])
 
     def note_quantized(self) -> None:
         """Remember, where requests share pages, which ones this pass begins and which it quantizes."""

@@ -34,7 +34,6 @@ class DecodeTables:
         tokens: int64 [rows], of each request once the step is over; 0 in rows that take no part.
         write_blocks, write_slots: int64 [rows], where the new token goes; in block 0, which vLLM leaves to no request,
             for rows that take no part.
-        sink_blocks, sink_slots: the same of a token that is a sink token; block 0 for others.
         gather_blocks, gather_slots: int64 [rows, capacity], where the full-precision tokens of a request lie in the
             order in which kernels read them: sink tokens, tokens of half-quantized pages, the newest; repeated at the
             end.
@@ -46,7 +45,7 @@ class DecodeTables:
         self.capacity = layout.sink_tokens + max(layout.key_window, layout.value_window) + PAGE_SIZE
         on_device = {"dtype": torch.int64, "device": device}
         self.tokens = torch.zeros(rows, **on_device)
-        self.write_blocks, self.write_slots, self.sink_blocks, self.sink_slots = torch.zeros(4, rows, **on_device)
+        self.write_blocks, self.write_slots = torch.zeros(2, rows, **on_device)
         self.gather_blocks, self.gather_slots = torch.zeros(2, rows, self.capacity, **on_device)
         # The last entry is loaded in advance and never followed.
         self._pages = torch.zeros(rows * pages + 1, **on_device)
@@ -103,17 +102,12 @@ class DecodeTables:
 
     def _write_places(self, table: torch.Tensor, last: torch.Tensor, exists: torch.Tensor) -> None:
         """Where new tokens, at positions `last` [rows], go."""
-        count = len(table)
-        places, sinks = self.layout.places(last), self.layout.sinks(last)
-        for blocks, slots, (entries, within), goes in (
-            (self.write_blocks, self.write_slots, places, exists),
-            (self.sink_blocks, self.sink_slots, sinks, exists & (last[:count] < self.layout.sink_tokens)),
-        ):
-            blocks.zero_()
-            slots.zero_()
-            found = table.gather(1, entries[:count, None].clamp(max=table.shape[1] - 1)).squeeze(1)
-            blocks[:count] = found * goes
-            slots[:count] = within[:count] * goes
+        count, places = len(table), self.layout.places(last)
+        self.write_blocks.zero_()
+        self.write_slots.zero_()
+        found = table.gather(1, places.entries[:count, None].clamp(max=table.shape[1] - 1)).squeeze(1)
+        self.write_blocks[:count] = found * exists
+        self.write_slots[:count] = places.slots[:count] * exists
 
     def _write_gather(self, table: torch.Tensor, device: torch.Tensor, last: torch.Tensor) -> None:
         """Where full-precision tokens lie; `device` [4, rows] as in `write`."""
