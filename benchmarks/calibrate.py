@@ -1,13 +1,13 @@
-"""kvconvert beside llm-compressor: time, memory and what the quantized weights cost the model.
+"""kvconvert beside llm-compressor and GPTQModel: time, memory and what the quantized weights cost the model.
 
     python benchmarks/calibrate.py MODEL --peer-python PYTHON --text DIR [--samples 32 --length 512] [--rounds 1]
     python benchmarks/calibrate.py --shape 8b --layers 4 --samples 64 --peer-python PYTHON --device cuda
 
-PYTHON is the interpreter of an environment with llm-compressor. Both programs quantize weights alone, asymmetrically
-in the same groups and on the same token ids, with their defaults otherwise; llm-compressor's batches and dtype can be
-chosen. Each run is a fresh process, imports, reading and saving included (kvconvert: `convert`), and the
-programs take turns. Recorded are wall and processor time and the largest anonymous resident memory, as in
-benchmarks/memory.py, and what the imports alone take; files of both programs are in memory before the first round.
+PYTHON is the interpreter of an environment with the others that `--cases` names. All programs quantize weights alone,
+asymmetrically in the same groups and on the same token ids, with their defaults otherwise; the others' batches and
+llm-compressor's dtype can be chosen. Each run is a fresh process, imports, reading and saving included (kvconvert:
+`convert`), and the programs take turns. Recorded are wall and processor time and the largest anonymous resident memory,
+as in benchmarks/memory.py, and what the imports alone take; files of all programs are in memory before the first round.
 With --text, what each has saved is read back, dequantized in float32, and compared with the source in float32.
 --shape makes random weights instead, of which only time and memory mean something.
 """
@@ -38,8 +38,14 @@ from kvconvert.fidelity.evaluate import versions
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
 
 OUTPUT = RESULTS / "calibrate.json"
-PEER = ROOT / "benchmarks" / "calibrate_peers" / "llm_compressor.py"
-PEER_IMPORTS = "from llmcompressor import oneshot; from llmcompressor.modifiers.transform.awq import AWQModifier"
+PEERS = {
+    program: ROOT / "benchmarks" / "calibrate_peers" / f"{file}.py"
+    for program, file in {"llm-compressor": "llm_compressor", "GPTQModel": "gptqmodel"}.items()
+}
+PEER_IMPORTS = {
+    "llm-compressor": "import llmcompressor.modifiers.transform.awq",
+    "GPTQModel": "from gptqmodel import GPTQModel",
+}
 # What the report says of how cases were measured, by the names of options.
 RECORDED = (
     "samples",
@@ -93,12 +99,12 @@ def arguments() -> argparse.Namespace:
 def run(program: str, method: str, args: argparse.Namespace, ids: Path, folder: Path) -> dict[str, Any]:
     """Quantize with one program into `folder`: its processes' wall and processor time and peak anonymous memory."""
     folder.mkdir()
-    if program == "llm-compressor":
+    if program in PEERS:
         chosen = {"method": method, "bits": args.bits, "group_size": args.group_size, "batch_size": args.peer_batch}
         chosen |= {"dtype": args.peer_dtype, "device": args.device}
         (folder / "settings.json").write_text(json.dumps(chosen))
         files = (args.model, ids, folder / "model", folder / "settings.json")
-        measured, said = process([args.peer_python, PEER, "quantize", *files], args)
+        measured, said = process([args.peer_python, PEERS[program], "quantize", *files], args)
         return measured | json.loads(said.strip().splitlines()[-1])
     recipe = folder / "recipe.toml"
     recipe.write_text(
@@ -119,18 +125,18 @@ def process(command: Sequence[object], args: argparse.Namespace) -> tuple[dict[s
 def import_seconds(program: str, args: argparse.Namespace) -> float:
     """What a program's imports alone take in a process that finds their files in memory."""
     ours = [sys.executable, "-c", "import kvconvert.convert.pipeline, kvconvert.convert.export"]
-    theirs = [args.peer_python, "-c", f"{PEER_IMPORTS}; from transformers import AutoModelForCausalLM"]
+    theirs = f"{PEER_IMPORTS.get(program)}; from transformers import AutoModelForCausalLM"
     for _ in range(2):
-        measured, _ = process(theirs if program == "llm-compressor" else ours, args)
+        measured, _ = process([args.peer_python, "-c", theirs] if program in PEERS else ours, args)
     return measured["wall_s"]
 
 
 def saved_model(program: str, args: argparse.Namespace, folder: Path) -> PreTrainedModel:
     """The source in float32 with all weights replaced by those that a program saved, dequantized in float32."""
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    if program == "llm-compressor":
+    if program in PEERS:
         file = folder / "weights.safetensors"
-        process([args.peer_python, PEER, "dequantize", folder / "model", file], args)
+        process([args.peer_python, PEERS[program], "dequantize", folder / "model", file], args)
         weights = load_file(file)
     else:
         weights = bundle_weights(folder / "model")

@@ -2,14 +2,14 @@
 
     python benchmarks/weights.py MODEL --text DIR [--only CASE ...]
 
-MODEL is the directory of a dense model; DIR holds the text reported on, by default wikitext2-test.txt; `--name python`
-is the running Python's standard library. A CASE is a method with changes: `awq+gptq:bits=3,group_size=32,samples=128`;
-with `corrected=false` compensation makes up for a Linear's own rounding alone. Every case is calibrated by the passes
-that `kvconvert calibrate` runs, on text that ships with kvconvert, on --calibration, or on its own
-`texts=books-calib+wikitext2-valid` (names of .txt files in DIR, in equal shares), never on what is reported on; its
-weights are then rounded and put back into the model, so that widths which bundles do not hold can be measured too.
-Logits are compared with the source's in float32. Rows that the output holds already, measured in the same way, are
-kept.
+MODEL is the directory of a dense model; DIR holds the text reported on, by default wikitext2-test.txt; the name python
+is the running Python's standard library, and `--name wikitext2-test python` reports on both. A CASE is a method with
+changes: `awq+gptq:bits=3,group_size=32,samples=128`; with `corrected=false` compensation makes up for a Linear's own
+rounding alone. Every case is calibrated by the passes that `kvconvert calibrate` runs, on text that ships with
+kvconvert, on --calibration, or on its own `texts=books-calib+wikitext2-valid` (names of .txt files in DIR, in equal
+shares), never on what is reported on; its weights are then rounded and put back into the model, so that widths which
+bundles do not hold can be measured too. Logits are compared with the source's in float32. Rows that the output holds
+already, measured in the same way, are kept.
 
 One H200 measures 12 cases of SmolLM2-135M with --jobs 8 in about three minutes: most of that is launching.
 """
@@ -45,7 +45,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, required=True, metavar="DIR", help="of the text reported on")
     parser.add_argument(
-        "--name", default="wikitext2-test", help="of its .txt file, or python (default: wikitext2-test)"
+        "--name",
+        nargs="+",
+        default=["wikitext2-test"],
+        help="of its .txt file, or python, or both (default: wikitext2-test)",
     )
     parser.add_argument("--calibration", metavar="SOURCE", help="text that weights are calibrated on")
     parser.add_argument(
@@ -61,72 +64,89 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "weights", help="of the source's logits")
     parser.add_argument("--again", action="store_true", help="measure anew what is there already")
     parser.add_argument("--output", type=Path, default=OUTPUT)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if len({name for name in args.name if name != CODE}) > 1:
+        parser.error("give --name one .txt file at a time")
+    return args
 
 
-def source_scores(args: argparse.Namespace) -> SourceScores:
-    """What the source says of the text: the first call computes it, later ones find its files."""
+def source_scores(args: argparse.Namespace, name: str) -> SourceScores:
+    """What the source says of a text: the first call computes it, later ones find its files."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    file = library_text(args.work) if args.name == CODE else args.text / f"{args.name}.txt"
+    file = library_text(args.work) if name == CODE else args.text / f"{name}.txt"
     ids = spaced_samples(str(file), tokenizer, args.segments, args.length + 1)
     return SourceScores(args.model, ids, args.work, args.device)
 
 
 @torch.no_grad()
-def row(args: argparse.Namespace, case: Case) -> dict[str, Any]:
-    """One case's figures, or {"failure": reason}."""
+def row(args: argparse.Namespace, case: Case, names: list[str]) -> dict[str, dict[str, Any]]:
+    """One case's figures on each text, or {"failure": reason} as that of ""."""
     torch.set_num_threads(args.threads)
     begun = time.monotonic()
     try:
         data = [str(args.text / f"{name}.txt") for name in case.texts] or args.calibration
         quantized = quantized_model(args.model, case, data, args.seed, args.device)
     except KvconvertError as error:
-        return {"failure": str(error)}
-    seconds = round(time.monotonic() - begun)
-    return source_scores(args).compare(quantized) | {"case": case.values(), "seconds": seconds}
+        return {"": {"failure": str(error)}}
+    measured = {"case": case.values(), "seconds": round(time.monotonic() - begun)}
+    return {name: source_scores(args, name).compare(quantized) | measured for name in names}
 
 
-def rows(args: argparse.Namespace, cases: list[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
+def rows(
+    args: argparse.Namespace, cases: dict[str, tuple[Case, list[str]]]
+) -> Iterator[tuple[Case, dict[str, dict[str, Any]]]]:
     """The cases' figures as they come."""
     if args.jobs < 2:
-        yield from ((case, row(args, case)) for case in cases)
+        yield from ((case, row(args, case, names)) for case, names in cases.values())
         return
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = {pool.submit(row, args, case): case for case in cases}
+        found = {pool.submit(row, args, case, names): case for case, names in cases.values()}
         for done in as_completed(found):
             yield found[done], done.result()
 
 
-@torch.no_grad()
-def main() -> None:
-    args = arguments()
-    torch.set_num_threads(args.threads)
+def measured_on(args: argparse.Namespace, text: str, models: dict[str, Any]) -> dict[str, Any]:
+    """The report's entry of the model on a text, and what it holds already if that was measured in the same way."""
     settings = {
-        "text": args.name,
+        "text": text,
         "segments": args.segments,
         "scored_per_segment": args.length,
         "seed": args.seed,
         "device": args.device,
         "calibrated_on": Path(args.calibration).name if args.calibration else "books-calib",
     }
-    name = args.model.resolve().name + (f", {CODE}" if args.name == CODE else "")
+    name = args.model.resolve().name + (f", {CODE}" if text == CODE else "")
+    if models.get(name, {"settings": settings})["settings"] != settings:
+        print(f"{name} was measured otherwise; all of its rows are replaced.", file=sys.stderr)
+        del models[name]
+    model = models.setdefault(name, {"settings": settings, "cases": {}})
+    model["source_perplexity"] = source_scores(args, text).perplexity
+    return model
+
+
+@torch.no_grad()
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(args.threads)
     report: dict[str, Any] = {"versions": versions(), "models": {}}
     if args.output.is_file():
         report["models"] = read(args.output)["models"]
-        if report["models"].get(name, {"settings": settings})["settings"] != settings:
-            print(f"{name} was measured otherwise; all of its rows are replaced.", file=sys.stderr)
-            del report["models"][name]
-    model = report["models"].setdefault(name, {"settings": settings, "cases": {}})
-    model["source_perplexity"] = source_scores(args).perplexity
     wanted = args.only or [f"{method}:bits={bits}" for bits in (4, 3, 2) for method in METHODS]
     cases = [Case.parse(text, args.group_size) for text in wanted]
-    missing = [case for case in cases if args.again or case.name not in model["cases"]]
-    for case, figures in rows(args, missing):
-        if "failure" in figures:
-            sys.exit(f"{case.name}: {figures['failure']}")
-        model["cases"][case.name] = figures
+    models, missing = {}, {}
+    for text in args.name:
+        models[text] = measured_on(args, text, report["models"])
+        for case in cases:
+            if args.again or case.name not in models[text]["cases"]:
+                missing.setdefault(case.name, (case, []))[1].append(text)
+    for case, found in rows(args, missing):
+        for text, figures in found.items():
+            if "failure" in figures:
+                sys.exit(f"{case.name}: {figures['failure']}")
+            models[text]["cases"][case.name] = figures
+            kl = figures["kl"]["mean"]
+            print(f"{case.name}: KL {kl:.4f} on {text}, {figures['seconds']} s", file=sys.stderr, flush=True)
         save(args.output, report)
-        print(f"{case.name}: KL {figures['kl']['mean']:.4f}, {figures['seconds']} s", file=sys.stderr, flush=True)
     print(methods(report))
 
 

@@ -81,7 +81,7 @@ def _texts(case: dict[str, Any]) -> str:
 
 
 def beside_peers(report: dict[str, Any]) -> str:
-    """kvconvert beside llm-compressor: time, memory and loss of every case, then what each pair says."""
+    """kvconvert beside other programs: time, memory and loss of every case, then what each pair says."""
     return "\n\n".join(_section(label, found) for label, found in report.items())
 
 
@@ -99,14 +99,20 @@ def summary(report: dict[str, Any]) -> str:
 
 def _section(label: str, found: dict[str, Any]) -> str:
     s, cases = found["settings"], found["cases"]
-    peer = next((case["rounds"][0]["versions"] for name, case in cases.items() if name.startswith("llm")), {})
+    of_peers = [case["rounds"][0]["versions"] for name, case in cases.items() if not name.startswith("kvconvert")]
+    peers = {
+        f"{program} {versions[package]}"
+        for program, package in (("llm-compressor", "llmcompressor"), ("GPTQModel", "gptqmodel"))
+        for versions in of_peers
+        if package in versions
+    }
     rounds = len(next(iter(cases.values()))["rounds"])
     quality = all("quality" in case for case in cases.values())
     listed = " and ".join(f"{value:.1f} s for {program}" for program, value in found.get("import_s", {}).items())
     about = (
         f"**{label}**: {s['samples']} x {s['length']} tokens of {s['calibration']}, {s['bits']} bits in groups of "
-        f"{s['group_size']}; llm-compressor {peer.get('llmcompressor', '')} with batches of {s['peer_batch']} and "
-        f"dtype `{s['peer_dtype']}`"
+        f"{s['group_size']}; {' and '.join(sorted(peers))} with batches of {s['peer_batch']} and dtype "
+        f"`{s['peer_dtype']}`"
         + (f"; medians of {rounds} rounds" if rounds > 1 else "")
         + (f"; KL on {s['segments']} segments of {s['scored_per_segment']:,} tokens of {s['text']}" if quality else "")
         + "."
@@ -131,7 +137,7 @@ def _median(case: dict[str, Any], field: str) -> float:
 
 
 def _ratios(cases: dict[str, Any], quality: bool) -> str:
-    """Every case of ours beside llm-compressor's, as sentences."""
+    """Every case of ours beside every other program's, as sentences."""
     sentences = []
     for ours in (name for name in cases if name.startswith("kvconvert")):
         for theirs in (name for name in cases if not name.startswith("kvconvert")):
@@ -141,7 +147,8 @@ def _ratios(cases: dict[str, Any], quality: bool) -> str:
                 for field in ("wall_s", "processor_s", "peak_anonymous_bytes")
             )
             sentence = (
-                f"- {NAMES[ours.partition(':')[2]]} beside llm-compressor's {NAMES[theirs.partition(':')[2]]}: "
+                f"- {NAMES[ours.partition(':')[2]]} beside {theirs.partition(':')[0]}'s "
+                f"{NAMES[theirs.partition(':')[2]]}: "
                 f"{wall:.2f} times as fast, {processor:.2f} times by processor time, {1 / memory:.2f} times the memory"
             )
             if quality:

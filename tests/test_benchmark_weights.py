@@ -41,16 +41,30 @@ def test_the_measured_model_is_the_converted_one(model, tmp_path):
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_rows_are_measured_and_kept(model, tmp_path, monkeypatch, jobs, capsys):
     folder, output = str(model.parent), tmp_path / "out.json"
-    arguments = [str(model), "--text", folder, "--name", "text", "--segments", "2", "--length", "16", "--jobs", jobs]
+    arguments = [
+        str(model),
+        "--text",
+        folder,
+        "--name",
+        "text",
+        "python",
+        "--segments",
+        "2",
+        "--length",
+        "16",
+        "--jobs",
+        jobs,
+    ]
     arguments += ["--work", str(tmp_path / "work"), "--output", str(output)]
     only = ["rtn:group_size=32", "gptq:group_size=32,samples=4,length=32,texts=text"]
     monkeypatch.setattr(sys, "argv", ["weights.py", *arguments, "--device", "cpu", "--only", *only])
     for _ in range(2):
         weights.main()
     printed = capsys.readouterr()
-    assert printed.err.count(": KL ") == 2  # the second run found both rows
-    (report,) = json.loads(output.read_text())["models"].values()
-    kl = [row["kl"]["mean"] for row in report["cases"].values()]
-    assert len(kl) == 2
+    assert printed.err.count(": KL ") == 4  # the second run found all rows
+    reports = json.loads(output.read_text())["models"]
+    assert [report["settings"]["text"] for report in reports.values()] == ["text", "python"]
+    kl = [row["kl"]["mean"] for report in reports.values() for row in report["cases"].values()]
+    assert len(set(kl)) == 4
     assert all(0 < value < 5 for value in kl)
-    assert "| GPTQ | 4 | 32 | 4 x 32 of text |" in printed.out
+    assert "| GPTQ, corrected | 4 | 32 | 4 x 32 of text |" in printed.out
