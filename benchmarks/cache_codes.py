@@ -79,7 +79,9 @@ def symmetric16(x: Tensor, levels: int, ratio: float) -> tuple[Tensor, Tensor]:
 
 def deviation16(x: Tensor, levels: int, ratio: float) -> tuple[Tensor, Tensor]:
     """Standard deviation and mean, two float16 per group."""
-    return (x.std(-1, keepdim=True, unbiased=False) * (WIDEST * ratio)).half().float(), x.mean(-1, keepdim=True).half().float()
+    return (x.std(-1, keepdim=True, unbiased=False) * (WIDEST * ratio)).half().float(), x.mean(
+        -1, keepdim=True
+    ).half().float()
 
 
 def deviation8(x: Tensor, levels: int, ratio: float) -> tuple[Tensor, Tensor]:

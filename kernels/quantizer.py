@@ -19,8 +19,8 @@ from kvconvert.kernels.packing import CODE_BITS
 # A flag that no kernel has raised: kernels report numbers that cannot be quantized on the device, once per flush.
 NOT_FLAGGED = 2**31 - 1
 _HALF_MAX = torch.finfo(torch.float16).max
-# Of scales of 8 bits: parts of the scale that a zero point counts, and the least scale for a zero point of 1, with which
-# 127 of them reach it even where the scale was rounded down by a sixteenth.
+# Of scales of 8 bits: parts of the scale that a zero point counts, and the least scale for a zero point of 1, with
+# which 127 of them reach it even where the scale was rounded down by a sixteenth.
 ZERO_POINT_PARTS = 4
 LEAST_SCALE = 9 / 256
 # Bits of a scale in a unit of `pack_grid`, and the zero point that the others spell as float16 with a scale of 1.

@@ -6,10 +6,11 @@ kernel reads of it:
     key record   = of each head: [codes | high | scale | zero_point | norm (per head) | channels], then [norm (joint)]
     value record = of each head: [codes | scale | zero_point]
 
-A scale and a zero point of 8 bits share a unit, so that `zero_point` begins where `scale` does. Every field begins at a multiple of 8 units (16 bytes), and so does every record. Codes lie lane after lane, scales and
-zero points group after group, so that what one step of a product needs of all channels (of keys) or tokens (of values)
-is read at once; at 3 bits a lane is followed by its lane of the second plane (`kernels/packing.py`). Pages of 16 bits
-have no record: they are tensors of the model's dtype.
+A scale and a zero point of 8 bits share a unit, so that `zero_point` begins where `scale` does. Every field begins at
+a multiple of 8 units (16 bytes), and so does every record. Codes lie lane after lane, scales and zero points group
+after group, so that what one step of a product needs of all channels (of keys) or tokens (of values) is read at once;
+at 3 bits a lane is followed by its lane of the second plane (`kernels/packing.py`). Pages of 16 bits have no record:
+they are tensors of the model's dtype.
 """
 
 from __future__ import annotations

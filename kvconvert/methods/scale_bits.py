@@ -25,7 +25,7 @@ class ScaleBits(Part):
     """Widths of scales and zero points."""
 
     method = "scales of 8 bits"
-    summary = "scale and zero point of a group take one byte each: a short float, and a whole number of its quarters"
+    summary = "a group's scale and zero point take one byte each: a short float, and a number of quarters of it"
     source = "ours; double quantization of QLoRA (arXiv 2305.14314), there for weights"
 
     key_scale_bits: _ScaleBits = option(
@@ -62,10 +62,10 @@ class ScaleBits(Part):
         """What the bytes mean."""
         return {
             "scale_bits": {
-                "unit": "int16 in the place of a float16 scale; there are no zero points behind the scales",
-                "scale": "the lower byte, shifted left by 7, is the float16 scale",
-                "zero_point": "the upper byte, signed, times a quarter of the scale",
-                "rounding": "scale to nearest, ties up, after it was raised to |zero_point| * 9 / 256 where it is "
-                "smaller; zero_point to nearest, ties to even; both before codes are computed",
+                "unit": "one int16 per group in the place of its float16 scale; no zero points follow the scales",
+                "scale": "bits 7 to 14 are those bits of the float16 scale, whose others are 0",
+                "zero_point": "bits 0 to 6 are its size in quarters of the scale, bit 15 its sign",
+                "rounding": "scale to nearest, ties up, once raised to |zero_point| * 9 / 256 where it is smaller; "
+                "zero_point to nearest, ties to even; both before codes are computed",
             }
         }

@@ -77,7 +77,12 @@ def test_simulated_divergence_is_that_through_the_cache(name, which):
 def test_sizes_are_those_of_the_cache(name, length):
     model = ARCHITECTURES[name].build("kvconvert").to(torch.bfloat16)
     windows = [arguments.get("sliding_window") for arguments in layer_types_of(model.config)[1]]
-    for schemes in (SCHEMES["two layers"], SCHEMES["scales of 8 bits"], SCHEMES["windows"], [SCHEMES["second layer"][1]] * 2):
+    for schemes in (
+        SCHEMES["two layers"],
+        SCHEMES["scales of 8 bits"],
+        SCHEMES["windows"],
+        [SCHEMES["second layer"][1]] * 2,
+    ):
         cache = KVCache(model.config, schemes)
         ids = random_ids(1, length, 3)
         for chunk in ids.split(300, 1):

@@ -160,9 +160,7 @@ def dequantize_keys_kernel(
                 place = plane * LANES // GROUP * HEAD_SIZE + channel
             else:
                 place = token // GROUP * HEAD_SIZE + channel
-            scale, zero_point = load_grid(
-                scale_row + place, zero_point_row + place, real, in_bytes(SCALE, ZERO_POINT)
-            )
+            scale, zero_point = load_grid(scale_row + place, zero_point_row + place, real, in_bytes(SCALE, ZERO_POINT))
             x = code.to(tl.float32) * scale + zero_point
             if NORM != NO_NORM:
                 x = x * tl.load(norms + token).to(tl.float32)
