@@ -19,8 +19,6 @@ from kvconvert.report.data import NotDrawnError, budgets, frontier, memory, modu
 HEADS, CHANNELS, CONTEXT = 2, 16, 1000
 NAMES = ("K2g128", "K4g128", "K16", "V2g128s8", "V16")
 CANDIDATES = [c for c in (*KEY_CANDIDATES, *VALUE_CANDIDATES) if c.name in NAMES]
-    c for c in (*KEY_CANDIDATES, *VALUE_CANDIDATES) if c.name in ("K2g128", "K4g128", "K16", "V2g128s8", "V16")
-]
 
 
 def config(layers=2, **others):
