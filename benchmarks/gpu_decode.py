@@ -36,6 +36,7 @@ class Case:
     span: bool = False
     tau: float = 0.0
     residual: int = 64
+    scale_bits: int = 16
 
 
 CASES = (
@@ -44,6 +45,9 @@ CASES = (
     Case("oscar G = 32, 1 x 131,072", 1, 131072, key_group=32, value_group=32),
     Case("oscar G = 32, 32 x 8,192", 32, 8192, key_group=32, value_group=32),
     Case("kitty, 32 x 8,192", 32, 8192, norm="none", boosted=16),
+    Case("oscar-g128 (norms), scales of 8 bits, 1 x 131,072", 1, 131072, scale_bits=8),
+    Case("oscar-g128 (norms), scales of 8 bits, 32 x 8,192", 32, 8192, scale_bits=8),
+    Case("1-bit pages, scales of 8 bits, 32 x 8,192", 32, 8192, bits=1, scale_bits=8),
     Case("4 bits G = 128, 32 x 8,192", 32, 8192, bits=4, norm="none"),
     Case("8 bits G = 128, 32 x 8,192", 32, 8192, bits=8, norm="none"),
     Case("1-bit pages, 32 x 8,192", 32, 8192, bits=1),
@@ -61,10 +65,9 @@ class Layer:
 
     def __init__(self, case: Case):
         static = case.span
-        keys = KeyFormat(
-            HEADS, DIM, PAGE_SIZE, case.bits, case.key_group, case.norm, boosted=case.boosted, static=static
-        )
-        values = ValueFormat(HEADS, DIM, PAGE_SIZE, case.bits, case.value_group, static=static)
+        more = {"static": static, "scale_bits": case.scale_bits}
+        keys = KeyFormat(HEADS, DIM, PAGE_SIZE, case.bits, case.key_group, case.norm, boosted=case.boosted, **more)
+        values = ValueFormat(HEADS, DIM, PAGE_SIZE, case.bits, case.value_group, **more)
         self.case, self.format = case, LayerFormat(keys, values)
         pages = (case.tokens - case.residual) // PAGE_SIZE if not case.span else case.tokens // PAGE_SIZE
         count = case.batch * pages
@@ -116,6 +119,9 @@ def fill(name: str, tensor: torch.Tensor) -> None:
     """Random contents of one of a page's tensors."""
     if name == "channels":
         tensor.copy_(torch.arange(tensor.shape[-1], dtype=tensor.dtype, device=tensor.device).expand(tensor.shape))
+    elif name == "grid":
+        # Scales from 0.5 to 1.9 and any zero points.
+        tensor.copy_((torch.randint_like(tensor, -128, 128) << 8) | torch.randint_like(tensor, 0x70, 0x80))
     elif tensor.dtype == torch.int16:
         tensor.random_(-(1 << 15), 1 << 15)
     elif name in ("scale", "norm"):

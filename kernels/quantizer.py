@@ -19,6 +19,13 @@ from kvconvert.kernels.packing import CODE_BITS
 # A flag that no kernel has raised: kernels report numbers that cannot be quantized on the device, once per flush.
 NOT_FLAGGED = 2**31 - 1
 _HALF_MAX = torch.finfo(torch.float16).max
+# Of scales of 8 bits: parts of the scale that a zero point counts, and the least scale for a zero point of 1, with
+# which 127 of them reach it even where the scale was rounded down by a sixteenth.
+ZERO_POINT_PARTS = 4
+LEAST_SCALE = 9 / 256
+# Bits of a scale in a unit of `pack_grid`, and the zero point that the others spell as float16 with a scale of 1.
+SCALE_MASK = 0x7F80
+ZERO_POINT_UNIT = 2.0**24 / ZERO_POINT_PARTS
 
 
 class GroupRangeError(NumericError):
@@ -42,7 +49,9 @@ class Quantized(NamedTuple):
     zero_point: Tensor
 
 
-def quantize(x: Tensor, bits: int, group_size: int, dim: int, clip_ratio: float = 1.0) -> Quantized:
+def quantize(
+    x: Tensor, bits: int, group_size: int, dim: int, clip_ratio: float = 1.0, scale_bits: int = 16
+) -> Quantized:
     """Quantize groups of `group_size` consecutive entries along `dim`, in float32.
 
     A constant group gets scale 0 and code 0: its values come back as their own fp16 rounding. So does a group so narrow
@@ -55,6 +64,7 @@ def quantize(x: Tensor, bits: int, group_size: int, dim: int, clip_ratio: float 
         dim: the quantized axis.
         clip_ratio: above 0 and at most 1; shrinks each group's (min, max) about its midpoint by this factor, values
             outside being clamped.
+        scale_bits: of a scale, and of a zero point: 16, or 8, see `eight_bit_grid`.
 
     Returns:
         codes uint8 in the shape of `x`; scale and zero point fp16 in that shape with `dim` counting groups.
@@ -71,14 +81,16 @@ def quantize(x: Tensor, bits: int, group_size: int, dim: int, clip_ratio: float 
     groups = _split(x, group_size, dim).to(torch.float32)
     # Two reductions: torch.aminmax is about ten times slower than both together on a CPU.
     low, high = groups.amin(dim + 1, keepdim=True), groups.amax(dim + 1, keepdim=True)
-    scale, zero_point = affine_grid(low, high, bits, clip_ratio)
+    scale, zero_point = affine_grid(low, high, bits, clip_ratio, scale_bits)
     if not (scale.isfinite() & zero_point.isfinite()).all():
         _raise_range_error(scale.squeeze(dim + 1), zero_point.squeeze(dim + 1), groups, dim)
     codes = _nearest_codes(groups, bits, scale, zero_point)
     return Quantized(codes.flatten(dim, dim + 1), scale.squeeze(dim + 1), zero_point.squeeze(dim + 1))
 
 
-def affine_grid(low: Tensor, high: Tensor, bits: int, clip_ratio: float = 1.0) -> tuple[Tensor, Tensor]:
+def affine_grid(
+    low: Tensor, high: Tensor, bits: int, clip_ratio: float = 1.0, scale_bits: int = 16
+) -> tuple[Tensor, Tensor]:
     """Scale and zero point, fp16, of groups that span `low` to `high` (float32), shrunk by `clip_ratio`.
 
     What fp16 cannot describe comes back as infinity or NaN, which the caller, who knows the groups, has to refuse.
@@ -87,7 +99,42 @@ def affine_grid(low: Tensor, high: Tensor, bits: int, clip_ratio: float = 1.0) -
     if clip_ratio < 1:
         low = low + extent * ((1 - clip_ratio) / 2)
         extent = extent * clip_ratio
-    return (extent / (2**bits - 1)).half(), low.half()
+    scale, zero_point = (extent / (2**bits - 1)).half(), low.half()
+    return (scale, zero_point) if scale_bits == 16 else eight_bit_grid(scale, zero_point)
+
+
+def eight_bit_grid(scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest scale and zero point that `pack_grid` can store, float16 again.
+
+    A scale has the exponent of float16 and three bits of its mantissa. A zero point is a whole number of quarters of
+    its scale, at most 127 in size, and exactly a float16 number. Where it lies further from 0, the scale grows until it
+    does not.
+    """
+    least = zero_point.float().abs() * LEAST_SCALE
+    bits = torch.maximum(scale.float(), least).half().view(torch.int16).int() & 0x7FFF
+    # What is not finite stays so.
+    scale = ((bits.clamp(max=0x7C00) + 64 >> 7) << 7).to(torch.int16).view(torch.float16)
+    step = scale.float() / ZERO_POINT_PARTS
+    codes = (zero_point.float() / step.masked_fill(step == 0, torch.inf)).round_().clamp_(-127, 127)
+    return scale, (codes * step).half()
+
+
+def pack_grid(scale: Tensor, zero_point: Tensor) -> Tensor:
+    """Scale and zero point of `eight_bit_grid` as int16.
+
+    Bits 7 to 14 are those of the float16 scale, whose others are zeros. Bits 0 to 6 hold the number of quarters of the
+    scale that make the zero point, bit 15 its sign: one AND gives the scale, another the number times 2^-24.
+    """
+    step = scale.float().masked_fill(scale == 0, torch.inf) / ZERO_POINT_PARTS
+    count = (zero_point.float() / step).round_().to(torch.int16)
+    return scale.view(torch.int16) | count.abs() | torch.where(count < 0, -(2**15), 0).to(torch.int16)
+
+
+def unpack_grid(units: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and zero point, float16, from `pack_grid`."""
+    scale = (units & SCALE_MASK).view(torch.float16)
+    count = (units & ~SCALE_MASK).view(torch.float16).float()
+    return scale, (count * (scale.float() * ZERO_POINT_UNIT)).half()
 
 
 def quantize_static(x: Tensor, bits: int, scale: Tensor, zero_point: Tensor) -> Tensor:

@@ -82,6 +82,7 @@ class Pages:
     select: str = "dynamic"
     half_quantized: str = "none"
     span: bool = False
+    scale_bits: int = 16
 
     def layer(self, head: tuple[int, int]) -> Layer:
         """The layer of these pages with heads of D and E channels."""
@@ -102,9 +103,12 @@ class Pages:
             boosted=round(self.boost * key_dim),
             fixed_channels=self.select == "calibrated",
             static=static,
+            scale_bits=self.scale_bits,
         )
         group = min(self.value_group or value_dim, value_dim)
-        values = ValueFormat(HEADS, value_dim, PAGE_SIZE, self.value_bits, group, static=static)
+        values = ValueFormat(
+            HEADS, value_dim, PAGE_SIZE, self.value_bits, group, static=static, scale_bits=self.scale_bits
+        )
         half_quantized = HALF_QUANTIZED.index(self.half_quantized)
         return Layer(self.name, LayerFormat(keys, values), details, half_quantized=half_quantized)
 
@@ -153,6 +157,8 @@ OTHERS = (
     ),
     *(Pages("half", bits, bits, 32, 32, half_quantized=side) for bits, side in product(BITS[:-1], ("keys", "values"))),
     *(Pages("span", *bits, span=True) for bits in product(BITS[:-1], repeat=2)),
+    *(Pages("bytes", bits, bits, group, group, scale_bits=8) for bits, group in product((1, 2, 3, 4), (32, 128))),
+    Pages("bytes", 2, 2, 128, 128, boost=0.125, scale_bits=8),
 )
 
 

@@ -59,6 +59,9 @@ def _formats(dim: int) -> Iterator[KeyFormat | ValueFormat]:
     for bits in (1, 2, 3, 4, 8):
         yield KeyFormat(8, dim, PAGE_SIZE, bits, PAGE_SIZE, static=True)
         yield ValueFormat(8, dim, PAGE_SIZE, bits, dim, static=True)
+    for bits in (1, 2, 3, 4):
+        yield KeyFormat(8, dim, PAGE_SIZE, bits, 128, scale_bits=8)
+        yield ValueFormat(8, dim, PAGE_SIZE, bits, dim, scale_bits=8)
     yield KeyFormat(8, dim, PAGE_SIZE, 16, PAGE_SIZE)
 
 
@@ -66,6 +69,7 @@ def _variant(
     kernel: str, function: Any, f: KeyFormat | ValueFormat, dtype: str, constants: dict[str, Any], placed: bool
 ) -> Variant:
     about = {"bits": f.bits, "group": f.group_size, "static": f.static, "placed": placed}
+    about |= {"bytes": True} if f.scale_bits == 8 else {}
     if isinstance(f, KeyFormat) and f.bits < 16:
         about |= {"norm": f.token_norm, "boosted": f.boosted * 100 // f.head_dim, "fixed": f.fixed_channels}
     return Variant.of(

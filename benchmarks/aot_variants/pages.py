@@ -31,6 +31,9 @@ def variants(capability: int) -> Iterator[Variant]:
             yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, group))
         for bits, group in product((1, 2, 3, 4, 8), sorted({g for g in (16, 32, 128) if dim % g == 0} | {dim})):
             yield _value_variant(dtype, ValueFormat(8, dim, PAGE_SIZE, bits, group))
+        for bits in (1, 2, 3, 4):
+            yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, scale_bits=8))
+            yield _value_variant(dtype, ValueFormat(8, dim, PAGE_SIZE, bits, dim, scale_bits=8))
         for group, norm in product((32, 128), ("joint", "per_head")):
             yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, 2, group, token_norm=norm))
         for bits, boosted, select in product((1, 2), (dim // 8, dim // 4), ("dynamic", "calibrated")):
@@ -59,11 +62,15 @@ def variants(capability: int) -> Iterator[Variant]:
 def _key_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Variant:
     constants = key_constants(f, partial)
     select = f"{'calibrated' if f.fixed_channels else 'dynamic'}{f.boosted}" if f.boosted else ""
-    name = f"keys-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{'-static' * f.static}"
+    name = f"keys-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{_kind(f)}"
     variant = _variant(name + "-partial" * partial, key_page_kernel, dtype, constants, key_warps(constants))
     if dtype == "fp32" and f.boosted and not f.fixed_channels:
         return replace(variant, spills="8 bytes of stack are reserved and never accessed")
     return variant
+
+
+def _kind(f: KeyFormat | ValueFormat) -> str:
+    return "-static" if f.static else "-bytes" if f.scale_bits == 8 else ""
 
 
 def _feedback_variants(dtype: str, dim: int) -> Iterator[Variant]:
@@ -74,12 +81,14 @@ def _feedback_variants(dtype: str, dim: int) -> Iterator[Variant]:
         yield _feedback_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, boosted=dim // 8, fixed_channels=fixed))
     for bits in (1, 2, 3, 4, 8):
         yield _feedback_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, static=True), partial=True)
+    for bits in (1, 2, 3, 4):
+        yield _feedback_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, scale_bits=8))
 
 
 def _feedback_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Variant:
     constants = feedback_constants(key_constants(f, partial))
     select = f"{'calibrated' if f.fixed_channels else 'dynamic'}{f.boosted}" if f.boosted else ""
-    name = f"feedback-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{'-static' * f.static}"
+    name = f"feedback-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{_kind(f)}"
     variant = _variant(name + "-partial" * partial, key_feedback_kernel, dtype, constants, feedback_warps(constants))
     # A thread holds all channels of a token, of which 256 are more than it has registers. Of 80, padded to 128, it has
     # to keep the borders, too.
@@ -89,7 +98,7 @@ def _feedback_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Varian
 
 def _value_variant(dtype: str, f: ValueFormat, partial: bool = False) -> Variant:
     constants = value_constants(f, partial)
-    name = f"values-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}{'-static' * f.static}{'-partial' * partial}"
+    name = f"values-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}{_kind(f)}{'-partial' * partial}"
     return _variant(name, value_page_kernel, dtype, constants, value_warps(constants))
 
 
@@ -97,6 +106,7 @@ def _variant(name: str, function: Any, dtype: str, constants: dict[str, Any], nu
     axes = {"kernel": name.partition("-")[0], "dtype": dtype} | {
         key: constants[key] for key in ("HEAD_SIZE", "BITS", "GROUP", "NORM", "BOOSTED", "STATIC") if key in constants
     }
+    axes |= {"bytes": True} if "-bytes" in name else {}
     few = constants.get("BITS") == 1 or function is channel_range_kernel
     return Variant.of(
         name,

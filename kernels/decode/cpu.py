@@ -207,7 +207,7 @@ def weighted_page_values(weights: torch.Tensor, pages: ValuePages | torch.Tensor
         offset = weights.sum(-1, keepdim=True) * static.zero_point.float().unsqueeze(1)
         return (weights @ codes.transpose(2, 3)).mul_(static.scale.float().unsqueeze(1)).add_(offset)
     # A row [N, H, groups, 1, P] for each group of channels.
-    scale, zero_point = (part.float().transpose(2, 3).unsqueeze(3) for part in (pages.scale, pages.zero_point))
+    scale, zero_point = (part.float().transpose(2, 3).unsqueeze(3) for part in pages.group_scales)
     groups = f.head_dim // f.group_size
     codes = codes.unflatten(2, (groups, f.group_size))
     if weights.shape[2] * groups > f.head_dim:

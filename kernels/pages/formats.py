@@ -51,6 +51,7 @@ class KeyFormat:
             channels by mean magnitude and stores their indices.
         static: the layer's `ChannelScales` describe every page, which holds none of its own. `clip_ratio` then has no
             part in quantization, `group_size` is `page_size`, and there is no norm and no boost.
+        scale_bits: of a scale and of a zero point: 16, or 8 of codes of at most 4 bits (`quantizer.pack_grid`).
     """
 
     heads: int
@@ -64,6 +65,7 @@ class KeyFormat:
     boosted: int = 0
     fixed_channels: bool = False
     static: bool = False
+    scale_bits: int = 16
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_norm", TokenNorm(self.token_norm))  # its name is taken, too
@@ -75,7 +77,7 @@ class ValueFormat:
 
     Attributes:
         heads, head_dim: KV heads and channels of the layer's values.
-        page_size, bits, clip_ratio, static: as for keys.
+        page_size, bits, clip_ratio, static, scale_bits: as for keys.
         group_size: channels per group; divides `head_dim`, and is `head_dim` where scales are static.
     """
 
@@ -86,6 +88,7 @@ class ValueFormat:
     group_size: int
     clip_ratio: float = 1.0
     static: bool = False
+    scale_bits: int = 16
 
 
 @dataclass(frozen=True)

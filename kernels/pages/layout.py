@@ -6,10 +6,11 @@ kernel reads of it:
     key record   = of each head: [codes | high | scale | zero_point | norm (per head) | channels], then [norm (joint)]
     value record = of each head: [codes | scale | zero_point]
 
-Every field begins at a multiple of 8 units (16 bytes), and so does every record. Codes lie lane after lane, scales and
-zero points group after group, so that what one step of a product needs of all channels (of keys) or tokens (of values)
-is read at once; at 3 bits a lane is followed by its lane of the second plane (`kernels/packing.py`). Pages of 16 bits
-have no record: they are tensors of the model's dtype.
+A scale and a zero point of 8 bits share a unit, so that `zero_point` begins where `scale` does. Every field begins at
+a multiple of 8 units (16 bytes), and so does every record. Codes lie lane after lane, scales and zero points group
+after group, so that what one step of a product needs of all channels (of keys) or tokens (of values) is read at once;
+at 3 bits a lane is followed by its lane of the second plane (`kernels/packing.py`). Pages of 16 bits have no record:
+they are tensors of the model's dtype.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ def _align(units: int) -> int:
     return -(-units // ALIGNMENT) * ALIGNMENT
 
 
-def _offsets(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
+def _offsets(sizes: dict[str, int], scale_bits: int) -> tuple[dict[str, int], int]:
     """Where fields of these sizes begin when they follow one another, -1 for empty ones; and where they end."""
     offsets, end = {}, 0
     for name, size in sizes.items():
         offsets[name] = end if size else -1
         end += _align(size)
+    if scale_bits == 8:
+        offsets["zero_point"] = offsets["scale"]
     return offsets, end
 
 
@@ -50,7 +53,8 @@ class KeyLayout:
             3 D / 2] at 3 bits.
         high_rows: the upper bits of boosted channels are int16 [lanes, high_rows]: as many rows as boosted channels, at
             1 bit half as many, rounded up.
-        groups: scale and zero point of one head are float16 [groups, D]; 0 where pages have none.
+        groups: scale and zero point of one head are float16 [groups, D], or both int16 [groups, D]; 0 where pages have
+            none.
         codes, high, scale, zero_point, norm, channels: offsets within a head's part, -1 of what pages have not. `norm`
             float16 [P] is there with norms per head, `channels` uint8 [boosted] where they are stored.
         head_stride: from one head's part to the next.
@@ -93,11 +97,11 @@ class KeyLayout:
             "codes": rows * lanes,
             "high": high_rows * lanes,
             "scale": f.head_dim * groups,
-            "zero_point": f.head_dim * groups,
+            "zero_point": f.head_dim * groups if f.scale_bits == 16 else 0,
             "norm": f.page_size if f.token_norm is TokenNorm.PER_HEAD else 0,
             "channels": 0 if f.fixed_channels else -(-f.boosted // 2),
         }
-        offsets, head_stride = _offsets(sizes)
+        offsets, head_stride = _offsets(sizes, f.scale_bits)
         joint_norm = f.heads * head_stride if f.token_norm is TokenNorm.JOINT else -1
         return KeyLayout(
             heads=f.heads,
@@ -116,9 +120,7 @@ class KeyLayout:
         heads = _heads(record, self.heads, self.head_stride)
         found = {"codes": heads[..., : self.rows * self.lanes].unflatten(2, (self.lanes, self.rows))}
         if self.groups:
-            found["scale"], found["zero_point"] = (
-                _half(heads, offset, f.head_dim, self.groups) for offset in (self.scale, self.zero_point)
-            )
+            found |= _grid(heads, (self.scale, self.zero_point), f.head_dim, self.groups)
         if f.token_norm is TokenNorm.PER_HEAD:
             found["norm"] = heads[..., self.norm : self.norm + f.page_size].view(torch.float16)
         elif f.token_norm is TokenNorm.JOINT:
@@ -140,7 +142,8 @@ class ValueLayout:
         heads: H.
         lanes, rows: codes of one head are int16 [lanes, rows]: [E * bits / 16, P], [E / 8, P / 2] at 1 bit, [E / 8,
             3 P / 2] at 3 bits.
-        groups: scale and zero point of one head are float16 [groups, P]; 0 where pages have none.
+        groups: scale and zero point of one head are float16 [groups, P], or both int16 [groups, P]; 0 where pages have
+            none.
         codes, scale, zero_point: offsets within a head's part, -1 of what pages have not.
         head_stride: from one head's part to the next.
         record: size of the record.
@@ -167,7 +170,8 @@ class ValueLayout:
         rows, lanes = packed_rows(f.page_size, f.bits), f.head_dim * field_bits(f.bits) // 16
         groups = 0 if f.static else f.head_dim // f.group_size
         scales = f.page_size * groups
-        offsets, head_stride = _offsets({"codes": rows * lanes, "scale": scales, "zero_point": scales})
+        sizes = {"codes": rows * lanes, "scale": scales, "zero_point": scales if f.scale_bits == 16 else 0}
+        offsets, head_stride = _offsets(sizes, f.scale_bits)
         return ValueLayout(
             heads=f.heads,
             lanes=lanes,
@@ -183,9 +187,7 @@ class ValueLayout:
         heads = _heads(record, self.heads, self.head_stride)
         found = {"codes": heads[..., : self.rows * self.lanes].unflatten(2, (self.lanes, self.rows))}
         if self.groups:
-            found["scale"], found["zero_point"] = (
-                _half(heads, offset, f.page_size, self.groups) for offset in (self.scale, self.zero_point)
-            )
+            found |= _grid(heads, (self.scale, self.zero_point), f.page_size, self.groups)
         return found
 
 
@@ -194,7 +196,11 @@ def _heads(record: torch.Tensor, heads: int, stride: int) -> torch.Tensor:
     return record[:, : heads * stride].unflatten(1, (heads, stride))
 
 
-def _half(heads: torch.Tensor, offset: int, rows: int, groups: int) -> torch.Tensor:
-    """Float16 [N, heads, rows, groups], which lie group after group at an offset of each head's part."""
-    field = heads[..., offset : offset + rows * groups].view(torch.float16)
-    return field.unflatten(2, (groups, rows)).transpose(2, 3)
+def _grid(heads: torch.Tensor, offsets: tuple[int, int], rows: int, groups: int) -> dict[str, torch.Tensor]:
+    """Scale and zero point, float16 [N, heads, rows, groups], which lie group after group at offsets of each head's
+    part; where they lie at one, both as int16."""
+    found = {}
+    for name, offset in zip(("scale", "zero_point"), offsets, strict=True):
+        field = heads[..., offset : offset + rows * groups].unflatten(2, (groups, rows)).transpose(2, 3)
+        found[name] = field.view(torch.float16)
+    return found if offsets[0] != offsets[1] else {"grid": found["scale"].view(torch.int16)}

@@ -11,6 +11,7 @@ import torch
 
 from kvconvert.kernels.pages.formats import KeyFormat, ValueFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
+from kvconvert.kernels.quantizer import pack_grid, unpack_grid
 
 
 class _Pages:
@@ -38,6 +39,11 @@ class _Pages:
         if len(parts) == 1:
             return parts[0]
         return pages_of(torch.cat([part.buffer for part in parts]), parts[0].format)
+
+    @property
+    def group_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scale and zero point of each group, float16, of pages that have their own."""
+        return (self.scale, self.zero_point) if self.grid is None else unpack_grid(self.grid)
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -80,7 +86,8 @@ class KeyPages(_Pages):
         codes: int16 [N, H, P * bits / 16, D] ([N, H, P / 8, D / 2] at 1 bit, [N, H, P / 8, 3 D / 2] at 3, see
             `kernels/packing.py`), or the model's dtype [N, H, P, D] at 16 bits.
         scale, zero_point: float16 [N, H, D, P / group_size], group after group in memory; None at 16 bits or where
-            scales are static.
+            scales are static, or in `grid`.
+        grid: int16 of that shape, scale and zero point of 8 bits (`quantizer.pack_grid`); None elsewhere.
         norm: float16 [N, H or 1, P], None without a token norm.
         high: int16 [N, H, P * bits / 16, boosted], the upper bits of boosted channels ([N, H, P / 8, boosted / 2] at
             1 bit, boosted rounded up to an even number), None without boost.
@@ -89,12 +96,13 @@ class KeyPages(_Pages):
         format: what the bytes mean.
     """
 
-    _fields = ("codes", "scale", "zero_point", "norm", "high", "channels")
+    _fields = ("codes", "scale", "zero_point", "grid", "norm", "high", "channels")
 
     codes: torch.Tensor
     format: KeyFormat
     scale: torch.Tensor | None = None
     zero_point: torch.Tensor | None = None
+    grid: torch.Tensor | None = None
     norm: torch.Tensor | None = None
     high: torch.Tensor | None = None
     channels: torch.Tensor | None = None
@@ -109,17 +117,19 @@ class ValuePages(_Pages):
         codes: int16 [N, H, E * bits / 16, P] ([N, H, E / 8, P / 2] at 1 bit, [N, H, E / 8, 3 P / 2] at 3), or the
             model's dtype [N, H, P, E] at 16 bits.
         scale, zero_point: float16 [N, H, P, E / group_size], group after group in memory; None at 16 bits or where
-            scales are static.
+            scales are static, or in `grid`.
+        grid: int16 of that shape, as for keys.
         record: int16 [N, units], of which all others are views, see `ValueLayout`; None at 16 bits.
         format: what the bytes mean.
     """
 
-    _fields = ("codes", "scale", "zero_point")
+    _fields = ("codes", "scale", "zero_point", "grid")
 
     codes: torch.Tensor
     format: ValueFormat
     scale: torch.Tensor | None = None
     zero_point: torch.Tensor | None = None
+    grid: torch.Tensor | None = None
     record: torch.Tensor | None = None
 
 
@@ -181,6 +191,8 @@ def record_of(f: KeyFormat | ValueFormat, **tensors: torch.Tensor | None) -> Key
     """Pages whose tensors were computed one by one, in records of their own; padding is zero."""
     layout = KeyLayout.of(f) if isinstance(f, KeyFormat) else ValueLayout.of(f)
     codes = tensors["codes"]
+    if f.scale_bits == 8:
+        tensors["grid"] = pack_grid(tensors["scale"], tensors["zero_point"])
     pages = pages_of(codes.new_zeros(len(codes), layout.record), f)
     for name, target in pages.tensors():
         target.copy_(tensors[name])

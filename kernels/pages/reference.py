@@ -112,7 +112,8 @@ def quantize_keys(
         # Zero-norm tokens (all-zero keys, or below float16's range) store zeros and come back as zeros.
         keys = keys.float() * torch.where(norm > 0, norm.float().reciprocal(), 0.0).unsqueeze(3)
     transposed = keys.transpose(2, 3)
-    plain = quantize(transposed, f.bits, f.group_size, dim=3, clip_ratio=f.clip_ratio)
+    grid = {"group_size": f.group_size, "dim": 3, "clip_ratio": f.clip_ratio, "scale_bits": f.scale_bits}
+    plain = quantize(transposed, f.bits, **grid)
     if not f.boosted:
         codes = plain.codes
         if feedback is not None:
@@ -124,7 +125,7 @@ def quantize_keys(
     def rows_of(tensor: torch.Tensor) -> torch.Tensor:
         return chosen.unsqueeze(3).expand(-1, -1, -1, tensor.shape[3])
 
-    fine = quantize(transposed.gather(2, rows_of(transposed)), 2 * f.bits, f.group_size, dim=3, clip_ratio=f.clip_ratio)
+    fine = quantize(transposed.gather(2, rows_of(transposed)), 2 * f.bits, **grid)
     low_mask = 2**f.bits - 1
     scale = plain.scale.scatter(2, rows_of(plain.scale), fine.scale)
     zero_point = plain.zero_point.scatter(2, rows_of(plain.zero_point), fine.zero_point)
@@ -154,7 +155,7 @@ def quantize_values(
     if f.static:
         codes = quantize_static(values, f.bits, static.scale.unsqueeze(1), static.zero_point.unsqueeze(1))
         return record_of(f, codes=pack_codes(codes.transpose(2, 3), f.bits, dim=2, across=3))
-    quantized = quantize(values, f.bits, f.group_size, dim=3, clip_ratio=f.clip_ratio)
+    quantized = quantize(values, f.bits, f.group_size, dim=3, clip_ratio=f.clip_ratio, scale_bits=f.scale_bits)
     codes = pack_codes(quantized.codes.transpose(2, 3), f.bits, dim=2, across=3)
     return record_of(f, codes=codes, scale=quantized.scale, zero_point=quantized.zero_point)
 
@@ -179,7 +180,7 @@ def key_scales(pages: KeyPages, static: ChannelScales | None = None) -> tuple[to
     layer make one group of a page.
     """
     if static is None:
-        return pages.scale, pages.zero_point
+        return pages.group_scales
     return static.scale[None, :, :, None], static.zero_point[None, :, :, None]
 
 
@@ -201,4 +202,4 @@ def dequantize_values(pages: ValuePages, f: ValueFormat, static: ChannelScales |
     if f.static:
         # Per channel over the tokens: along that axis a page is one group.
         return dequantize(codes, static.scale[None, :, None], static.zero_point[None, :, None], f.page_size, 2)
-    return dequantize(codes, pages.scale, pages.zero_point, f.group_size, 3)
+    return dequantize(codes, *pages.group_scales, f.group_size, 3)

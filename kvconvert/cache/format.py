@@ -105,6 +105,7 @@ class CacheFormat:
             boosted=scheme.boosted_for(key_dim),
             fixed_channels=scheme.boost_select == "calibrated",
             static=key.static,
+            scale_bits=key.scale_bits,
         )
         whole_head = static or not value.quantized
         values = ValueFormat(
@@ -115,6 +116,7 @@ class CacheFormat:
             group_size=value_dim if whole_head else scheme.value_group_for(value_dim),
             clip_ratio=value.clip_ratio,
             static=value.static,
+            scale_bits=value.scale_bits,
         )
         span = None
         if isinstance(scheme.prompt, Spans):

@@ -57,7 +57,9 @@ def treatments(scheme: Any, head_dim: int) -> list[Treatment]:
         head_dim: D, even where a constant can be kept.
     """
     boosted = {}
-    if (scheme.key_bits, scheme.key_group_size) in BOOSTED_INSTEAD and not scheme.boost_fraction:
+    # Smaller scales save less of these than of smaller groups'.
+    pays = scheme.key_scale_bits == 16 or scheme.key_group_size == 128
+    if pays and (scheme.key_bits, scheme.key_group_size) in BOOSTED_INSTEAD and not scheme.boost_fraction:
         bits, group, share = BOOSTED_INSTEAD[scheme.key_bits, scheme.key_group_size]
         boosted = {"key_bits": bits, "key_group_size": group, "boost_fraction": share}
     found = []

@@ -26,6 +26,7 @@ from kvconvert.methods.kvzip import KVzip
 from kvconvert.methods.minikv import MiniKV
 from kvconvert.methods.oscar import Oscar
 from kvconvert.methods.part import STRICT, LayerShape, Part, PlanTensor
+from kvconvert.methods.scale_bits import ScaleBits
 from kvconvert.methods.static_scales import StaticScales
 
 
@@ -37,6 +38,7 @@ class SchemeSide:
         name: which of the two.
         bits: of a code, 16 for the model's own dtype.
         group_size: tokens of a key channel, or channels of a value token, that share a scale.
+        scale_bits: of a group's scale, and of its zero point.
         recent_tokens: newest tokens in full precision besides the page being filled.
         clip_ratio: factor by which a group's (min, max) shrinks.
         static: whether calibration has fixed the scales of what is quantized.
@@ -45,6 +47,7 @@ class SchemeSide:
     name: Literal["key", "value"]
     bits: int
     group_size: int
+    scale_bits: int
     recent_tokens: int
     clip_ratio: float
     static: bool
@@ -61,7 +64,7 @@ class SchemeSide:
         return self.bits < 16
 
 
-_FLAT = ("bits", "group_size", "recent_tokens", "clip_ratio")
+_FLAT = ("bits", "group_size", "scale_bits", "recent_tokens", "clip_ratio")
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ PARTS: tuple[type[Part], ...] = (
     MiniKV,
     KVzip,
     StaticScales,
+    ScaleBits,
     ClipRatio,
     ErrorFeedback,
     KeyCenter,
@@ -140,7 +144,9 @@ _FROM_CALIBRATION = tuple(part.from_calibration for part in PARTS if part.from_c
 
 # Python collects a dataclass's fields from its last base to its first.
 @validated_dataclass(frozen=True, config=STRICT)
-class _Fields(KeyCenter, ErrorFeedback, ClipRatio, StaticScales, KVzip, MiniKV, CalibQuant, Kitty, Oscar, Kivi):
+class _Fields(
+    KeyCenter, ErrorFeedback, ClipRatio, ScaleBits, StaticScales, KVzip, MiniKV, CalibQuant, Kitty, Oscar, Kivi
+):
     """The fields of all parts."""
 
     def __post_init__(self) -> None:

@@ -73,7 +73,7 @@ def test_the_bundle_takes_what_was_allowed_and_says_what_was_measured(place, fin
         stated = found.candidates[own.keys] | found.candidates[own.values] | own.treatments.get(own.keys, {})
         assert {field: getattr(scheme, field) for field in stated} == stated
         assert scheme.sink_tokens == 4
-        assert own.kl["K16"] == own.kl["V16"] == 0 < own.kl["K4g128"] < own.kl["K1g128"]
+        assert own.kl["K16"] == own.kl["V16"] == 0 < own.kl["K4g128"] < own.kl["K1g128s8"]
     parts = sum(own.kl[own.keys] + own.kl[own.values] for own in found.layers)
     assert found.predicted_kl == pytest.approx(parts, rel=1e-4)
     assert found.measured_kl == pytest.approx(parts, rel=1)
@@ -87,7 +87,7 @@ def test_the_bundle_takes_what_was_allowed_and_says_what_was_measured(place, fin
     shown = manifest_text(manifest)
     assert f"{found.bits_per_value:.3f} bits per value at {CONTEXT} tokens" in shown
     row = next(line.split() for line in shown.splitlines() if line.startswith("1  ") and "*" in line)
-    header = next(line.split() for line in shown.splitlines() if line.startswith("layer  K1g128"))
+    header = next(line.split() for line in shown.splitlines() if line.startswith("layer  K1g128s8"))
     starred = [name for name, cell in zip(header, row, strict=True) if cell.endswith("*")]
     assert starred == [found.layers[1].keys, found.layers[1].values]
 
@@ -170,7 +170,7 @@ def test_other_architectures_are_searched_too(tmp_path, text, name):
     found = read_allocation(work)
     assert found.bits_per_value <= BITS
     assert all(layer.kl[layer.keys] + layer.kl[layer.values] >= 0 for layer in found.layers)
-    assert max(layer.kl["K1g128"] for layer in found.layers) > 0
+    assert max(layer.kl["K1g128s8"] for layer in found.layers) > 0
     bundle = export(work.path, tmp_path / "bundle", progress=False)
     assert open_bundle(bundle).manifest.allocation == found
 

@@ -23,6 +23,10 @@ SCHEMES = {
         replace(OSCAR, key_recent_tokens=PAGE),
         replace(OSCAR, key_bits=1, value_recent_tokens=PAGE, value_clip_ratio=0.7),
     ],
+    "scales of 8 bits": [
+        replace(OSCAR, key_bits=1, key_clip_ratio=0.5, key_scale_bits=8, value_scale_bits=8),
+        replace(OSCAR, value_bits=1, key_scale_bits=8, value_scale_bits=8, boost_fraction=0.25),
+    ],
     "second layer": [None, replace(OSCAR, key_bits=16, token_norm="none", rotate_keys="none", value_bits=1)],
 }
 
@@ -54,6 +58,7 @@ def both(name, schemes, length=3 * PAGE + 37):
         ("llama", "two layers"),
         ("llama", "windows"),
         ("llama", "second layer"),
+        ("llama", "scales of 8 bits"),
         ("gemma2", "two layers"),  # soft caps and a sliding window
         pytest.param("gpt_oss", "windows", marks=pytest.mark.full),  # sink logits
         pytest.param("mistral", "two layers", marks=pytest.mark.full),
@@ -72,7 +77,12 @@ def test_simulated_divergence_is_that_through_the_cache(name, which):
 def test_sizes_are_those_of_the_cache(name, length):
     model = ARCHITECTURES[name].build("kvconvert").to(torch.bfloat16)
     windows = [arguments.get("sliding_window") for arguments in layer_types_of(model.config)[1]]
-    for schemes in (SCHEMES["two layers"], SCHEMES["windows"], [SCHEMES["second layer"][1]] * 2):
+    for schemes in (
+        SCHEMES["two layers"],
+        SCHEMES["scales of 8 bits"],
+        SCHEMES["windows"],
+        [SCHEMES["second layer"][1]] * 2,
+    ):
         cache = KVCache(model.config, schemes)
         ids = random_ids(1, length, 3)
         for chunk in ids.split(300, 1):

@@ -65,6 +65,7 @@ class Case:
     hides: bool = False
     center: float = 0.0
     position: int = 4
+    scale_bits: int = 16
 
     def __str__(self) -> str:
         default = Case()
@@ -85,10 +86,11 @@ class Stored:
         keys = KeyFormat(
             c.heads, c.key_dim, PAGE_SIZE, c.key_bits, PAGE_SIZE if c.static else c.key_group, c.norm,
             boosted=c.boosted, fixed_channels=c.fixed_channels, static=c.static and c.key_bits < 16,
+            scale_bits=c.scale_bits,
         )  # fmt: skip
         values = ValueFormat(
             c.heads, c.value_dim, PAGE_SIZE, c.value_bits, c.value_dim if c.static else c.value_group,
-            static=c.static and c.value_bits < 16,
+            static=c.static and c.value_bits < 16, scale_bits=c.scale_bits,
         )  # fmt: skip
         channels = None
         if c.boosted and c.fixed_channels:

@@ -25,6 +25,7 @@ SCHEMES = {
     "values stay longer": KVScheme(value_recent_tokens=200, boost_fraction=0.25, key_group_size=128),
     "1 bit": KVScheme(key_bits=1, value_bits=1, key_group_size=128, token_norm="per_head"),
     "16 and 8 bits": KVScheme(key_bits=16, value_bits=8, key_recent_tokens=20, value_recent_tokens=20),
+    "scales of 8 bits": KVScheme(key_bits=3, value_bits=1, key_scale_bits=8, value_scale_bits=8, sink_tokens=3),
     "visual spans with tau": replace(KVScheme.preset("calibquant-2bit-visual"), sink_tokens=2, tau2=0.5),
     "spans with tau": replace(KVScheme.preset("calibquant-1bit"), sink_tokens=2, tau2=0.5, span_tokens=128),
     "eviction": replace(KVScheme.preset("minikv"), key_group_size=32),

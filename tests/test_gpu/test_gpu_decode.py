@@ -50,6 +50,12 @@ THREE_BITS = (
     Case(key_bits=2, value_bits=3, key_dim=48, value_dim=96, key_group=32, value_group=48, **SMALL),
     Case(key_bits=4, value_bits=3, key_dim=96, value_dim=48, value_group=24, dtype=torch.float16, **SMALL),
 )
+BYTES = (
+    Case(scale_bits=8, key_bits=1, value_bits=1, key_dim=64, value_dim=64, value_group=64, **SMALL),
+    Case(scale_bits=8, norm="joint", dtype=torch.bfloat16),
+    Case(scale_bits=8, key_bits=3, value_bits=2, value_group=32, key_group=32, dtype=torch.float16, **SMALL),
+    Case(scale_bits=8, key_bits=2, value_bits=4, boosted=16, dtype=torch.bfloat16, **SMALL),
+)
 WIDE = (
     Case(hides=True, key_bits=16, value_bits=16, dtype=torch.bfloat16),
     *(Case(key_bits=bits, value_bits=bits, norm="joint" if bits < 16 else "none") for bits in (1, 2, 3, 4, 8, 16)),
@@ -69,7 +75,7 @@ WIDE = (
 )
 
 
-@pytest.mark.parametrize("case", [*SHORT, *THREE_BITS, *HIDING], ids=str)
+@pytest.mark.parametrize("case", [*SHORT, *THREE_BITS, *HIDING, *BYTES], ids=str)
 def test_it_equals_float64_attention(case, device):
     error, _ = compare(case, device)
     assert error < TOLERANCE[case.dtype]

@@ -53,6 +53,7 @@ FORMATS = {
     "joint norm": key_format(token_norm="joint", clip_ratio=0.85),
     "1 bit, fixed channels": key_format(1, dim=16, boosted=3, fixed_channels=True),
     "3 bits": key_format(3, dim=48),
+    "scales of 8 bits": key_format(2, dim=16, clip_ratio=0.85, scale_bits=8),
     "two programs of a page": key_format(dim=16, page=64, group=64),
     "norms of heads": key_format(4, dim=40, token_norm="per_head"),
     "8 bits": key_format(8, dim=16),
@@ -70,7 +71,7 @@ FORMATS = {
     "128 channels": key_format(dim=128, group=32),
     "256 channels": key_format(dim=256, group=32),
 }
-DEFAULT = 3
+DEFAULT = 4
 FULL = list(FORMATS)[DEFAULT:]
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconvert.errors import NumericError, UsageError
-from kvconvert.kernels.quantizer import GroupRangeError, dequantize, quantize
+from kvconvert.kernels.quantizer import GroupRangeError, dequantize, pack_grid, quantize, unpack_grid
 
 
 def formula(group: torch.Tensor, bits: int, clip_ratio: float) -> tuple[list[int], float, float]:
@@ -173,3 +173,26 @@ def test_any_finite_group_comes_back_finite_and_inside_its_own_range(
     slack = 2**-11 * (x.abs().max() + (x.max() - x.min())) + 2**bits * 6e-8
     assert (back >= x.min() - slack).all()
     assert (back <= x.max() + slack).all()
+
+
+def test_scales_of_eight_bits_are_what_a_unit_can_spell() -> None:
+    """Every unit comes back as it was, and codes are computed from what it spells."""
+    units = torch.arange(-(2**15), 2**15).to(torch.int16)
+    scale, zero_point = unpack_grid(units)
+    known = scale.isfinite() & zero_point.isfinite() & (scale > 0) & ((units & 127 > 0) | (units >= 0))
+    assert known.sum() > 50_000
+    assert torch.equal(pack_grid(scale[known], zero_point[known]), units[known])
+    x = 3 * torch.randn(200, 64) + 4 * torch.randn(200, 1)
+    fine, coarse = (quantize(x, 2, 64, -1, scale_bits=bits) for bits in (16, 8))
+    assert torch.equal(coarse.scale, unpack_grid(pack_grid(coarse.scale, coarse.zero_point))[0])
+    assert torch.equal(coarse.zero_point, unpack_grid(pack_grid(coarse.scale, coarse.zero_point))[1])
+    errors = [float((dequantize(*part, 64, -1) - x).square().mean()) for part in (fine, coarse)]
+    assert errors[1] < 1.05 * errors[0]
+
+
+def test_a_zero_point_far_from_zero_widens_a_scale_of_eight_bits() -> None:
+    x = torch.tensor([[0.0] * 4, [3.7] * 4, [-1000.0, -999.9, -999.8, -1000.0]])
+    back = dequantize(*quantize(x, 2, 4, -1, scale_bits=8), 4, -1)
+    assert torch.equal(back[0], x[0])
+    assert (back - x).abs().max() <= 1000 / 200
+    assert ((back[1] - x[1]).abs() <= 3.7 / 200).all()

@@ -136,6 +136,9 @@ SCHEMES = {
     ),
     "static": KVScheme(key_bits=8, value_bits=8, static_scales="calibrated", sink_tokens=4),
     "16-bit values": KVScheme(key_bits=3, value_bits=16, sink_tokens=4),
+    "scales of 8 bits": KVScheme(
+        value_bits=1, key_scale_bits=8, value_scale_bits=8, boost_fraction=0.25, sink_tokens=4
+    ),
 }
 # Prompts whole and in chunks beside decoding requests; pages that a prompt, a chunk or a decoded token completes.
 PASSES = [[127, 0, 0], [1, 40, 0], [1, 100, 1], [200, 128, 1], [1, 1, 1], [0, 1, 130], [1, 1, 1], [100, 1, 0]]

@@ -24,6 +24,7 @@ from kvconvert.kernels.decode.triton.tiles import (
     spread_columns,
 )
 from kvconvert.kernels.launches.triton import kernel
+from kvconvert.kernels.pages.triton.affine import ZERO_POINT_UNIT, in_bytes
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
@@ -106,6 +107,8 @@ def store_page_values(out, slot, head, heads, totals, offsets, weight, value_bas
                 for group in tl.static_range(first_group(j, LANES, GROUP_SIZE), last_group(j, LANES, GROUP_SIZE) + 1):
                     own = (j * LANES + lane) // GROUP_SIZE == group
                     offset = spread_columns(tl.sum(offsets[group], 0)[None, :], F)
+                    if in_bytes(F.value_scale, F.value_zero_point):
+                        offset *= ZERO_POINT_UNIT
                     total = tl.where(own[:, None], total + offset, total)
             else:
                 scale, least = shared_value_scales(value_base, shared, scale_row, head, F, j)

@@ -29,6 +29,7 @@ from kvconvert.kernels.decode.triton.shape import (
     value_lanes,
 )
 from kvconvert.kernels.pages.formats import PAGE_SIZE
+from kvconvert.kernels.pages.triton.affine import ZERO_POINT_UNIT, in_bytes, load_counts, load_scale
 
 PAGE: tl.constexpr = tl.constexpr(PAGE_SIZE)
 
@@ -230,23 +231,30 @@ def group_operands(
     ROWS: tl.constexpr = code_rows(F.key_bits, F.key_dim)
     channel = tl.arange(0, block_of(ROWS))
     real = channel < ROWS
-    scale_row = half_pointer(scales) + GROUP * F.key_dim
-    zero_point_row = half_pointer(zero_points) + GROUP * F.key_dim
-    lower = scaled_query(operands[0], tl.load(scale_row + channel, mask=real, other=0.0), F)
-    zero_point = tl.load(zero_point_row + channel, mask=real, other=0.0)
+    BYTES: tl.constexpr = in_bytes(F.key_scale, F.key_zero_point)
+    scale_row = scales + GROUP * F.key_dim
+    zero_point_row = zero_points + GROUP * F.key_dim
+    scale, zero_point = load_counts(scale_row + channel, zero_point_row + channel, real, BYTES)
+    lower = scaled_query(operands[0], scale, F)
     none = tl.zeros([LANES, lower.shape[1]], tl.float32)
-    offset = tl.dot(tl.broadcast_to(zero_point[None, :], [LANES, block_of(ROWS)]), operands[1], none)
+    # Zero points that are in units of their scale are multiplied with the scaled query.
+    bias = lower if BYTES else operands[1]
+    offset = tl.dot(tl.broadcast_to(zero_point[None, :], [LANES, block_of(ROWS)]), bias, none)
     upper = lower
     boost_lower = lower
     if F.key_dim > ROWS:
-        scale = tl.load(scale_row + ROWS + channel, mask=real, other=0.0)
+        scale, zero_point = load_counts(scale_row + ROWS + channel, zero_point_row + ROWS + channel, real, BYTES)
         upper = scaled_query(operands[2], scale * upper_factor(F.key_bits), F)
-        zero_point = tl.load(zero_point_row + ROWS + channel, mask=real, other=0.0)
-        offset = tl.dot(tl.broadcast_to(zero_point[None, :], [LANES, block_of(ROWS)]), operands[3], offset)
+        if BYTES:
+            zero_point *= 1.0 / upper_factor(F.key_bits)
+        bias = upper if BYTES else operands[3]
+        offset = tl.dot(tl.broadcast_to(zero_point[None, :], [LANES, block_of(ROWS)]), bias, offset)
+    if BYTES:
+        offset *= ZERO_POINT_UNIT
     if F.boosted > 0:
         # The upper bits count 2^bits times as much as the lower ones.
         WEIGHT: tl.constexpr = 1 << F.key_bits
-        scale = tl.load(scale_row + boost_channel, mask=boost_channel >= 0, other=0.0)
+        scale = load_scale(scale_row + boost_channel, boost_channel >= 0, BYTES)
         boost_lower = scaled_query(boost, scale * WEIGHT, F)
     return lower, upper, boost_lower, offset
 
@@ -401,10 +409,12 @@ def add_page_values(page, scales, zero_points, p, alpha, totals, offsets, F: tl.
     Args:
         page: pointer to the head's part of the page; scales, zero_points: to those of its tokens [groups, 128].
         p: weights, [lanes, rows, planes] in the order of the KEY page. alpha: [rows].
-        totals: per plane fp32 [value lanes, N]; offsets: per group fp32 [key lanes, rows], to be summed over the lanes.
+        totals: per plane fp32 [value lanes, N]; offsets: per group fp32 [key lanes, rows], to be summed over the lanes,
+            in units of ZERO_POINT_UNIT where scales have 8 bits.
     """
     TOKENS: tl.constexpr = code_rows(F.value_bits, PAGE)
     LANES: tl.constexpr = value_lanes(F)
+    BYTES: tl.constexpr = in_bytes(F.value_scale, F.value_zero_point)
     GROUPS: tl.constexpr = max(F.value_groups, 1)
     GROUP_SIZE: tl.constexpr = F.value_dim // GROUPS
     BLOCK: tl.constexpr = block_of(LANES)
@@ -418,10 +428,13 @@ def add_page_values(page, scales, zero_points, p, alpha, totals, offsets, F: tl.
     sums = ()
     for group in tl.static_range(GROUPS):
         if F.value_groups > 0:
-            scale = tl.load(half_pointer(scales) + group * PAGE + token).to(tl.float32)
-            zero_point = tl.load(half_pointer(zero_points) + group * PAGE + token).to(tl.float32)
-            sums = sums + (offsets[group] * alpha[None, :] + tl.sum(p * zero_point[:, None, :], 2),)
-            weights = in_token_order((p * scale[:, None, :]).to(tl.float16))
+            place = group * PAGE + token
+            scale, zero_point = load_counts(scales + place, zero_points + place, None, BYTES)
+            scaled = p * scale.to(tl.float32)[:, None, :]
+            base = scaled if BYTES else p
+            offset = tl.sum(base * zero_point.to(tl.float32)[:, None, :], 2)
+            sums = sums + (offsets[group] * alpha[None, :] + offset,)
+            weights = in_token_order(scaled.to(tl.float16))
         else:
             sums = sums + (offsets[group],)
             weights = in_token_order(p.to(tl.float16))

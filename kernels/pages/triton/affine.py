@@ -14,9 +14,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvconvert.kernels import quantizer
+
 LARGEST_HALF = tl.constexpr(65504.0)
 # Added to a float32 in 0..255, it leaves the nearest whole number, ties to even, in the lowest bits; 16 zeros above.
 ROUNDER = tl.constexpr(12582912.0)
+ZERO_POINT_PARTS = tl.constexpr(quantizer.ZERO_POINT_PARTS)
+LEAST_SCALE = tl.constexpr(quantizer.LEAST_SCALE)
+ZERO_POINT_UNIT = tl.constexpr(quantizer.ZERO_POINT_UNIT)
+SCALE_MASK = tl.constexpr(quantizer.SCALE_MASK)
+COUNT_MASK = tl.constexpr(~quantizer.SCALE_MASK)
 # Columns of a page table, see kernels/pages/triton/launch.py.
 TABLE_COLUMNS = tl.constexpr(5)
 
@@ -53,6 +60,78 @@ def affine_grid(low, high, levels, inverse_levels, factor, shrink):
 
 
 @triton.jit
+def group_grid(low, high, levels, inverse_levels, factor, shrink, BYTES: tl.constexpr):
+    """`affine_grid`, of 8 bits each if BYTES: `eight_bit_grid` in kernels/quantizer.py."""
+    scale, zero_point = affine_grid(low, high, levels, inverse_levels, factor, shrink)
+    if BYTES:
+        least = tl.abs(zero_point.to(tl.float32)) * LEAST_SCALE
+        wide = tl.maximum(scale.to(tl.float32), least).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+        rounded = ((tl.minimum(wide, 0x7C00) + 64) >> 7) << 7
+        scale = rounded.to(tl.int16).to(tl.float16, bitcast=True)
+        zero_point = (zero_point_code(zero_point, scale) * (scale.to(tl.float32) / ZERO_POINT_PARTS)).to(tl.float16)
+    return scale, zero_point
+
+
+@triton.jit
+def zero_point_code(zero_point, scale):
+    """The number of parts of a scale that is nearest to a zero point, a whole float32 number, -127 to 127."""
+    step = scale.to(tl.float32) / ZERO_POINT_PARTS
+    code = quotient(zero_point.to(tl.float32), step, reciprocal(step))
+    return tl.minimum(tl.maximum(code + ROUNDER - ROUNDER, -127.0), 127.0)
+
+
+@triton.jit
+def store_grid(scales, zero_points, scale, zero_point, there, BYTES: tl.constexpr):
+    """Store float16 scales and zero points at pointers to 16-bit units, or if BYTES both of `group_grid` in one."""
+    if BYTES:
+        count = zero_point_code(zero_point, scale).to(tl.int32)
+        unit = scale.to(tl.int16, bitcast=True).to(tl.int32) | tl.abs(count) | tl.where(count < 0, 0x8000, 0)
+        tl.store(scales, unit.to(tl.int16), mask=there)
+    else:
+        tl.store(scales, scale.to(tl.int16, bitcast=True), mask=there)
+        tl.store(zero_points, zero_point.to(tl.int16, bitcast=True), mask=there)
+
+
+@triton.jit
+def _units(pointers, there):
+    """What is stored where there is something, everywhere if that is None; 0 elsewhere."""
+    if there is None:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=there, other=0)
+
+
+@triton.jit
+def load_scale(scales, there, BYTES: tl.constexpr):
+    """Float16 scales at pointers to 16-bit units; 0 where there is none. If BYTES zero points share the units."""
+    unit = _units(scales, there)
+    if BYTES:
+        unit = unit & SCALE_MASK
+    return unit.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def load_counts(scales, zero_points, there, BYTES: tl.constexpr):
+    """Float16 scales and zero points, these if BYTES in units of ZERO_POINT_UNIT times the scale; 0 where there is
+    none."""
+    unit = _units(scales, there)
+    if BYTES:
+        return (unit & SCALE_MASK).to(tl.float16, bitcast=True), (unit & COUNT_MASK).to(tl.float16, bitcast=True)
+    else:
+        return unit.to(tl.float16, bitcast=True), _units(zero_points, there).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def load_grid(scales, zero_points, there, BYTES: tl.constexpr):
+    """Float32 scales and zero points that `store_grid` stored; 0 where there is none."""
+    scale, zero_point = load_counts(scales, zero_points, there, BYTES)
+    scale, zero_point = scale.to(tl.float32), zero_point.to(tl.float32)
+    if BYTES:
+        zero_point *= scale * ZERO_POINT_UNIT
+    return scale, zero_point
+
+
+@triton.jit
 def storable(scale, zero_point):
     """Where both are finite, as float16 numbers have to be."""
     return (tl.abs(scale.to(tl.float32)) <= LARGEST_HALF) & (tl.abs(zero_point.to(tl.float32)) <= LARGEST_HALF)
@@ -86,6 +165,12 @@ def read_tokens(tokens, offset, token, hidden, channel, present, token_stride):
     dtype."""
     token = tl.maximum(token, hidden)[:, None]
     return tl.load(tokens + offset + token * token_stride + channel[None, :], mask=present, other=0.0)
+
+
+@triton.constexpr_function
+def in_bytes(scale, zero_point):
+    """Whether groups' scales and zero points have 8 bits each, from their offsets: they then share units."""
+    return scale == zero_point and scale >= 0
 
 
 @triton.constexpr_function

@@ -15,7 +15,7 @@ from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.pages.formats import KeyFormat, TokenNorm, ValueFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.pages.records import PageAddresses
-from kvconvert.kernels.pages.triton.affine import field_width, halves_of
+from kvconvert.kernels.pages.triton.affine import field_width, halves_of, in_bytes, load_grid
 from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM
 
 # Tile elements per thread.
@@ -127,10 +127,10 @@ def dequantize_keys_kernel(
     words = tl.load(row_words, mask=real, other=0)
     lowest = _lowest_bits(words, row_words, ROWS, BITS, real)
     if STATIC:
-        scale_row = _halves(records + tl.load(scales) * 8) + head * HEAD_SIZE
-        zero_point_row = _halves(records + tl.load(scales + 1) * 8) + head * HEAD_SIZE
+        scale_row = records + tl.load(scales) * 8 + head * HEAD_SIZE
+        zero_point_row = records + tl.load(scales + 1) * 8 + head * HEAD_SIZE
     else:
-        scale_row, zero_point_row = _halves(part + SCALE), _halves(part + ZERO_POINT)
+        scale_row, zero_point_row = part + SCALE, part + ZERO_POINT
     norms = _halves(record + NORMS if NORM == JOINT else part + NORMS)
     for half in tl.static_range(HALVES):
         channel = half * ROWS + row
@@ -160,8 +160,7 @@ def dequantize_keys_kernel(
                 place = plane * LANES // GROUP * HEAD_SIZE + channel
             else:
                 place = token // GROUP * HEAD_SIZE + channel
-            scale = tl.load(scale_row + place, mask=real, other=0.0).to(tl.float32)
-            zero_point = tl.load(zero_point_row + place, mask=real, other=0.0).to(tl.float32)
+            scale, zero_point = load_grid(scale_row + place, zero_point_row + place, real, in_bytes(SCALE, ZERO_POINT))
             x = code.to(tl.float32) * scale + zero_point
             if NORM != NO_NORM:
                 x = x * tl.load(norms + token).to(tl.float32)
@@ -209,10 +208,10 @@ def dequantize_values_kernel(
     words = tl.load(row_words, mask=real, other=0)
     lowest = _lowest_bits(words, row_words, ROWS, BITS, real)
     if STATIC:
-        scale_base = _halves(records + tl.load(scales) * 8) + head * HEAD_SIZE
-        zero_point_base = _halves(records + tl.load(scales + 1) * 8) + head * HEAD_SIZE
+        scale_base = records + tl.load(scales) * 8 + head * HEAD_SIZE
+        zero_point_base = records + tl.load(scales + 1) * 8 + head * HEAD_SIZE
     else:
-        scale_base, zero_point_base = _halves(part + SCALE), _halves(part + ZERO_POINT)
+        scale_base, zero_point_base = part + SCALE, part + ZERO_POINT
     for half in tl.static_range(HALVES):
         token = half * ROWS + row
         if BITS == 3 and half == 1:
@@ -225,8 +224,9 @@ def dequantize_values_kernel(
                 place = plane * LANES // GROUP * PAGE + token
             else:
                 place = channel // GROUP * PAGE + token
-            scale = tl.load(scale_base + place, mask=real, other=0.0).to(tl.float32)
-            zero_point = tl.load(zero_point_base + place, mask=real, other=0.0).to(tl.float32)
+            scale, zero_point = load_grid(
+                scale_base + place, zero_point_base + place, real, in_bytes(SCALE, ZERO_POINT)
+            )
             x = _codes(words, lowest, plane, half, BITS).to(tl.float32) * scale + zero_point
             inside = real & (token < tokens - start)
             tl.store(target + token * (token_stride * 8) + channel, _rounded(x, output.dtype.element_ty), mask=inside)

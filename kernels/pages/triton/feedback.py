@@ -20,6 +20,8 @@ from kvconvert.kernels.pages.triton.affine import (
     field_width,
     fields_of,
     halves_of,
+    in_bytes,
+    load_grid,
     nearest_codes,
     read_tokens,
     reciprocal,
@@ -187,8 +189,8 @@ def key_feedback_kernel(
                 scale = tl.load(static_scales + head * HEAD_SIZE + single)
                 zero_point = tl.load(static_zero_points + head * HEAD_SIZE + single)
             else:
-                scale = tl.load(records + group + SCALE + single).to(tl.float16, bitcast=True)
-                zero_point = tl.load(records + group + ZERO_POINT + single).to(tl.float16, bitcast=True)
+                at = records + group + single
+                scale, zero_point = load_grid(at + SCALE, at + ZERO_POINT, None, in_bytes(SCALE, ZERO_POINT))
             levels = 2.0**BITS - 1.0
             if BOOSTED > 0:
                 levels = tl.where(tl.max((chosen == single).to(tl.int32), 0) > 0, 4.0**BITS - 1.0, levels)

@@ -16,15 +16,17 @@ from kvconvert.kernels.pages.formats import TokenNorm
 from kvconvert.kernels.pages.triton.affine import (
     LARGEST_HALF,
     TABLE_COLUMNS,
-    affine_grid,
     any_true,
     flag_if,
+    group_grid,
     halves_of,
+    in_bytes,
     nearest_codes,
     packed_codes,
     read_tokens,
     reciprocal,
     storable,
+    store_grid,
     store_words,
 )
 
@@ -137,12 +139,20 @@ def _highest(score, TILE: tl.constexpr, SLOTS: tl.constexpr, COUNT: tl.constexpr
 
 @triton.jit
 def _grouped_codes(
-    x, levels, inverse_levels, factor, shrink, CHUNK: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr
+    x,
+    levels,
+    inverse_levels,
+    factor,
+    shrink,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BYTES: tl.constexpr,
 ):
     """Codes [CHUNK, CHANNELS] with their float16 scale and zero point [groups, 1, CHANNELS], of keys float32."""
     groups = tl.reshape(x, [CHUNK // GROUP, GROUP, CHANNELS])
     low, high = tl.min(groups, 1, keep_dims=True), tl.max(groups, 1, keep_dims=True)
-    scale, zero_point = affine_grid(low, high, levels, inverse_levels, factor, shrink)
+    scale, zero_point = group_grid(low, high, levels, inverse_levels, factor, shrink, BYTES)
     return tl.reshape(nearest_codes(groups, scale, zero_point, levels), [CHUNK, CHANNELS]), scale, zero_point
 
 
@@ -173,6 +183,7 @@ def _paired_high_lanes(
     SLOTS: tl.constexpr,
     HIGH_ROWS: tl.constexpr,
     LANES: tl.constexpr,
+    BYTES: tl.constexpr,
 ):
     """Lanes int16 [LANES, SLOTS] of the upper bits of 1-bit keys' boosted channels, two of which share a field.
 
@@ -191,7 +202,8 @@ def _paired_high_lanes(
             channel = tl.sum(tl.where(picked, chosen[None, :] + 1, 0), 1) - 1
             present = (channel >= 0)[None, :]
             x = read_tokens(keys, offset, token, hidden, channel, present, token_stride).to(tl.float32)
-            codes, _, _ = _grouped_codes(x * inverse_norm[:, None], 3.0, 1.0 / 3.0, factor, shrink, CHUNK, GROUP, SLOTS)
+            x *= inverse_norm[:, None]
+            codes, _, _ = _grouped_codes(x, 3.0, 1.0 / 3.0, factor, shrink, CHUNK, GROUP, SLOTS, BYTES)
             bit = tl.where(present, (codes >> 1) & 1, 0)
             lanes += packed_codes(bit, step * (CHUNK // LANES), half, 1, CHUNK, SLOTS, LANES)
     return lanes.to(tl.int16)
@@ -246,6 +258,7 @@ def key_page_kernel(
     BLOCKS: tl.constexpr = (ROWS + ROW_TILE - 1) // ROW_TILE
     LEVELS: tl.constexpr = 2.0**BITS - 1.0
     FINE_LEVELS: tl.constexpr = 4.0**BITS - 1.0
+    BYTES: tl.constexpr = in_bytes(SCALE, ZERO_POINT)
     block = tl.program_id(0) % BLOCKS
     page, head = tl.program_id(0) // (BLOCKS * HEADS), tl.program_id(0) // BLOCKS % HEADS
     offset = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
@@ -307,13 +320,12 @@ def key_page_kernel(
                     levels = tl.where(is_fine, FINE_LEVELS, levels)
                     inverse_levels = tl.where(is_fine, 1.0 / FINE_LEVELS, inverse_levels)
                 codes, scale, zero_point = _grouped_codes(
-                    x, levels, inverse_levels, factor, shrink, CHUNK, GROUP, ROW_TILE
+                    x, levels, inverse_levels, factor, shrink, CHUNK, GROUP, ROW_TILE, BYTES
                 )
                 unstorable |= storable(scale, zero_point).to(tl.int32) ^ 1
                 place = step * (CHUNK // GROUP) + group[:, None, None]
                 target = records + part + place * HEAD_SIZE + channel[None, None, :]
-                tl.store(target + SCALE, scale.to(tl.int16, bitcast=True), mask=there[None, :, :])
-                tl.store(target + ZERO_POINT, zero_point.to(tl.int16, bitcast=True), mask=there[None, :, :])
+                store_grid(target + SCALE, target + ZERO_POINT, scale, zero_point, there[None, :, :], BYTES)
             if BOOSTED > 0:
                 if HALVES == 1:
                     high = (codes >> BITS) & (2**BITS - 1)
@@ -339,7 +351,7 @@ def key_page_kernel(
     elif BOOSTED > 0:
         high_lanes = _paired_high_lanes(
             keys, offset, hidden, chosen, joint, token_stride, factor, shrink, HEAD_SIZE, TILE, PAGE, CHUNK,
-            GROUP, NORM, MEAN_ABS, SLOTS, (BOOSTED + 1) // 2, LANES,
+            GROUP, NORM, MEAN_ABS, SLOTS, (BOOSTED + 1) // 2, LANES, BYTES,
         )  # fmt: skip
         HIGH_ROWS: tl.constexpr = (BOOSTED + 1) // 2
         target = records + part + HIGH + lane * HIGH_ROWS + slot[None, :]

@@ -12,14 +12,16 @@ import triton.language as tl
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.pages.triton.affine import (
     TABLE_COLUMNS,
-    affine_grid,
     field_width,
     fields_of,
     flag_if,
+    group_grid,
     halves_of,
+    in_bytes,
     nearest_codes,
     read_tokens,
     storable,
+    store_grid,
     store_words,
 )
 
@@ -41,6 +43,7 @@ def _grouped_fields(
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
     ZERO_POINT: tl.constexpr,
+    BYTES: tl.constexpr,
 ):
     """Codes of TOKENS tokens in their places in words, int32 [TOKENS, LANE_TILE], by ranges of GROUP channels.
 
@@ -70,11 +73,10 @@ def _grouped_fields(
                 low = tl.minimum(low, tl.where(member, planes[plane], float("inf")))
                 high = tl.maximum(high, tl.where(member, planes[plane], float("-inf")))
         low, high = tl.min(low, 1, keep_dims=True), tl.max(high, 1, keep_dims=True)
-        scale, zero_point = affine_grid(low, high, LEVELS, 1.0 / LEVELS, factor, shrink)
+        scale, zero_point = group_grid(low, high, LEVELS, 1.0 / LEVELS, factor, shrink, BYTES)
         unstorable |= storable(scale, zero_point).to(tl.int32) ^ 1
         at = records + target[:, None] + group * PAGE
-        tl.store(at, scale.to(tl.int16, bitcast=True))
-        tl.store(at + ZERO_POINT, zero_point.to(tl.int16, bitcast=True))
+        store_grid(at, at + ZERO_POINT, scale, zero_point, None, BYTES)
         scales = scales + (scale,)
         zero_points = zero_points + (zero_point,)
     fields = tl.zeros([TOKENS, LANE_TILE], tl.int32)
@@ -177,7 +179,7 @@ def value_page_kernel(
         else:
             fields, sums, bad = _grouped_fields(
                 pointers, records, part + SCALE + token, factor, shrink, BITS, half, HEAD_SIZE, PLANES, TOKENS,
-                LANES, LANE_TILE, GROUP, PAGE, ZERO_POINT - SCALE,
+                LANES, LANE_TILE, GROUP, PAGE, ZERO_POINT - SCALE, in_bytes(SCALE, ZERO_POINT),
             )  # fmt: skip
             unstorable |= bad
         total += sums
