@@ -15,6 +15,7 @@ from typing import Any
 import fidelity
 import gpu_docs
 import interop
+import latent
 import methods_docs
 import multimodal
 import papers
@@ -94,6 +95,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "reference model": of(real_model_docs.markdown, "real_model_reference"),
         "fidelity": of(fidelity.tables, "fidelity"),
         "images": of(multimodal.tables, "multimodal"),
+        "latents": of(latent.report, "latent"),
         "memory": of(memory, "memory"),
         "other programs": of(interop.tables, "interop"),
     },

@@ -124,7 +124,7 @@ def _treatment(entry: dict[str, Any]) -> tuple[str, str, str]:
         why |= {f"kept: {reason}": None for reason in weights["kept"].values()}
         why |= {f"values rotated at run time: {reason}": None for reason in weights["not_folded"]}
     if "refused" in cache:
-        kept = "transformers' own"
+        kept = "`latent-4bit`, `latent-2bit`" if "(MLA)" in cache["refused"] else "transformers' own"
         # The name of the model is in the row's first cell.
         why["it " + reason.partition(" ")[2] if "by itself" in (reason := cache["refused"]) else reason] = None
     else:

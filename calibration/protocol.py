@@ -118,6 +118,8 @@ class LayerJob:
         structure: names of the layer's parts; None where no adapter describes them.
         reason: why the scheme differs from the recipe's, or "".
         heads, head_dim: KV heads, and channels of each.
+        value_head_dim: channels of a stored value where a key has others: of RoPE parts beside latents, of which no
+            pass knows; None where keys and values have one size.
         bits: width of each quantized Linear's weights, by its name within the layer.
     """
 
@@ -130,6 +132,7 @@ class LayerJob:
     reason: str = ""
     heads: int = 0
     head_dim: int = 0
+    value_head_dim: int | None = None
     bits: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -138,7 +138,7 @@ def searched_layers(
     windows = sliding_windows(config)
     layers = []
     for job, window in zip(jobs, windows, strict=True):
-        if job.scheme is None:
+        if job.scheme is None or job.value_head_dim is not None:
             continue
         every = (KEY_CANDIDATES, VALUE_CANDIDATES)
         output = None if job.structure is None else job.structure.output

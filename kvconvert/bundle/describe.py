@@ -125,7 +125,8 @@ def kv_size(manifest: Manifest, windows: Sequence[int | None] = ()) -> KVSize | 
     for layer, scheme in zip(manifest.layers, spread_ratios(manifest.schemes()), strict=True):
         if scheme is not None:
             shape, window = layer.shape(), windows[layer.index] if windows else None
-            layers.append(LayerCache(shape.num_key_value_heads, shape.head_dim, shape.head_dim, scheme, window))
+            value_dim = layer.value_head_dim or shape.head_dim
+            layers.append(LayerCache(shape.num_key_value_heads, shape.head_dim, value_dim, scheme, window))
             only |= {tokens} if (tokens := scheme.only_tokens()) is not None else set()
     cache = ModelCache(tuple(layers))
     bits, plain = cache.bits_per_value(context), cache.plain_bytes(context) / context

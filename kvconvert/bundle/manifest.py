@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from kvconvert.bundle.locate import PLAN_NAME
 from kvconvert.io.records import DataInfo, FileInfo, Record, Sha256, SourceInfo, TensorInfo
@@ -65,7 +65,9 @@ class LayerPlan(Record):
     Attributes:
         index: number of the decoder layer.
         kv: fields of a `KVScheme`, or None where the cache is left to the model's own class.
-        head_dim, num_key_value_heads: of this layer; None where `kv` is None.
+        head_dim, num_key_value_heads: of this layer as its cache stores it; None where `kv` is None.
+        value_head_dim: channels of a value where a key has others: of latent attention, whose latents are stored as
+            keys and RoPE parts as values; absent where they have one size.
         value_group_size: channels per value group after fitting `kv["value_group_size"]` to the head size.
         rotation: the rotation's convention, for instance "sylvester(64)"; None without rotation.
         reason: why the plan differs from the recipe's scheme, or "".
@@ -75,11 +77,19 @@ class LayerPlan(Record):
     index: int
     kv: dict[str, Any] | None
     head_dim: int | None = None
+    value_head_dim: int | None = None
     num_key_value_heads: int | None = None
     value_group_size: int | None = None
     rotation: str | None = None
     reason: str = ""
     statistics: dict[str, Any] = Field(default_factory=dict)
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found = serialize(self)
+        if self.value_head_dim is None:
+            del found["value_head_dim"]
+        return found
 
     def scheme(self) -> KVScheme | None:
         """The layer's scheme; None where the cache is left to the model's own class."""

@@ -140,7 +140,7 @@ def check_layers(manifest: Manifest, config: dict[str, Any]) -> None:
             continue
         if not layer.head_dim or not layer.num_key_value_heads:
             raise mismatch(MANIFEST_NAME, f"layers[{number}]", "head_dim and num_key_value_heads", "none")
-        group = scheme.value_group_for(layer.head_dim)
+        group = scheme.value_group_for(layer.value_head_dim or layer.head_dim)
         if layer.value_group_size != group:
             raise mismatch(MANIFEST_NAME, f"layers[{number}].value_group_size", group, layer.value_group_size)
 

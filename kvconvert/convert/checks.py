@@ -9,7 +9,14 @@ from kvconvert.cache.format import CacheFormat
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import CheckpointError, RecipeError, UnsupportedModelError, UsageError
 from kvconvert.methods.awq import AUTO_GROUP_SIZES, WeightsRecipe
-from kvconvert.models.configuration import head_dim, layer_config, layer_types_of, pages_unsupported, placeholder_ids
+from kvconvert.models.configuration import (
+    is_latent,
+    layer_config,
+    layer_types_of,
+    pages_unsupported,
+    placeholder_ids,
+    stored_shape,
+)
 from kvconvert.models.structure import LayerStructure
 from kvconvert.recipes.recipe import Recipe
 
@@ -17,7 +24,9 @@ from kvconvert.recipes.recipe import Recipe
 def check_purpose(config: PretrainedConfig, recipe: Recipe) -> None:
     """Refuse a recipe that would change nothing: it keeps the weights, and the model can have no cache of ours."""
     text = config.get_text_config(decoder=True)
-    unsupported_reasons = [pages_unsupported(text, kind) for kind in layer_types_of(text)[0]]
+    unsupported_reasons = [
+        pages_unsupported(text, kind, recipe.scheme(index)) for index, kind in enumerate(layer_types_of(text)[0])
+    ]
     if not recipe.weights.quantizes and all(unsupported_reasons):
         raise UnsupportedModelError(
             f"There is nothing to convert: the recipe leaves the weights alone, and no layer of this {text.model_type} "
@@ -32,10 +41,12 @@ def check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
         raise RecipeError(
             f"[[kv.layers]] lists layer {listed}, but this model has layers 0 to {runner.num_layers - 1}."
         )
+    latent = is_latent(runner.config)
     shapes = [layer_config(runner.config, index) for index in range(runner.num_layers)]
     for scheme in recipe.schemes():
-        for channels in dict.fromkeys(map(head_dim, shapes)):
-            CacheFormat.of(scheme.uncalibrated(), heads=1, key_dim=channels)
+        if not latent or scheme.fits_latents:
+            for heads, key_dim, value_dim in dict.fromkeys(map(stored_shape, shapes)):
+                CacheFormat.of(scheme.uncalibrated(), heads=heads, key_dim=key_dim, value_dim=value_dim)
         only = scheme.only_tokens()
         if only is not None:
             placeholder_ids(runner.source.config, only)

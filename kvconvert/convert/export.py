@@ -366,6 +366,7 @@ def _layer_plan(store: WorkDir, index: int) -> LayerPlan:
         index=index,
         kv=record.scheme,
         head_dim=record.head_dim,
+        value_head_dim=record.value_head_dim,
         num_key_value_heads=record.num_key_value_heads,
         value_group_size=record.value_group_size,
         rotation=record.rotation,

@@ -119,7 +119,7 @@ class LayerCalibration:
             ],
             statistics={name: result.statistics for name, result in results.items() if result.statistics},
             reason="; ".join(filter(None, notes)),
-            **resolved_fields(scheme, work.structure.head_dim, work.structure.num_key_value_heads),
+            **resolved_fields(scheme, job),
         )
         plan: dict[str, Tensor] = {}
         for calibration_pass in passes:
@@ -141,7 +141,7 @@ class LayerCalibration:
             seq_len=inputs.ids.shape[1],
             dtype=float_dtype(runner.source),
             cache=None
-            if job.scheme is None
+            if job.scheme is None or job.value_head_dim is not None
             else CacheFormat.of(
                 job.scheme.uncalibrated(), heads=job.structure.num_key_value_heads, key_dim=job.structure.head_dim
             ),
@@ -241,16 +241,17 @@ class LayerCalibration:
         return self.directory.writing_hidden(index, width, hold, self.models(index))
 
 
-def resolved_fields(scheme: KVScheme | None, channels: int, kv_heads: int) -> dict[str, Any]:
+def resolved_fields(scheme: KVScheme | None, job: LayerJob) -> dict[str, Any]:
     """Fields of a `LayerRecord` that describe the scheme."""
     if scheme is None:
         return {"scheme": None}
     return {
         "scheme": scheme.to_dict(),
-        "head_dim": channels,
-        "num_key_value_heads": kv_heads,
-        "value_group_size": scheme.value_group_for(channels),
-        "rotation": hadamard_kind(channels) if scheme.rotates else None,
+        "head_dim": job.head_dim,
+        "value_head_dim": job.value_head_dim,
+        "num_key_value_heads": job.heads,
+        "value_group_size": scheme.value_group_for(job.value_head_dim or job.head_dim),
+        "rotation": hadamard_kind(job.head_dim) if scheme.rotates else None,
     }
 
 
@@ -260,9 +261,7 @@ def untouched_record(job: LayerJob) -> LayerRecord:
     if job.scheme is not None and searched:
         note = f"{', '.join(searched)} are the scheme's own, for no adapter describes this architecture's layers"
         reason = "; ".join(filter(None, (reason, note)))
-    return LayerRecord(
-        index=job.index, modules=[], reason=reason, **resolved_fields(job.scheme, job.head_dim, job.heads)
-    )
+    return LayerRecord(index=job.index, modules=[], reason=reason, **resolved_fields(job.scheme, job))
 
 
 def converted_tensors(

@@ -22,7 +22,7 @@ from kvconvert.calibration.static_scales import StaticScalesPass
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.work_records import LayerRecord
 from kvconvert.methods import PLAN_TENSORS, KVScheme
-from kvconvert.models.configuration import head_dim, key_value_heads, layer_config, layer_types_of, pages_unsupported
+from kvconvert.models.configuration import layer_config, layer_types_of, pages_unsupported, stored_shape
 from kvconvert.recipes.recipe import Recipe
 
 # In the order in which they work: what folds first, the searches for weights after it, and what depends on the values
@@ -43,6 +43,8 @@ PASSES: tuple[type[CalibrationPass], ...] = (
 
 def make_passes(job: LayerJob) -> list[CalibrationPass]:
     """The passes that a job asks for, in order; the sampler stands before the first that needs it."""
+    if job.value_head_dim is not None:
+        job = replace(job, scheme=None)
     sampler = AttentionSampler()
     passes = [made for kind in PASSES if (made := kind.of(job, sampler)) is not None]
     first = next((i for i, made in enumerate(passes) if made.reads_sample), None)
@@ -99,6 +101,7 @@ def layer_jobs(runner: LayerRunner, recipe: Recipe) -> list[LayerJob]:
     jobs = []
     for index in range(runner.num_layers):
         structure, shape, name = runner.structure(index), layer_config(runner.config, index), runner.layer_name(index)
+        heads, channels, value_channels = stored_shape(shape)
         scheme, reason = _scheme(runner, recipe.scheme(index), index, kinds[index])
         jobs.append(
             LayerJob(
@@ -109,8 +112,9 @@ def layer_jobs(runner: LayerRunner, recipe: Recipe) -> list[LayerJob]:
                 search=recipe.calibration_of(index),
                 structure=structure,
                 reason=reason,
-                heads=key_value_heads(shape),
-                head_dim=head_dim(shape),
+                heads=heads,
+                head_dim=channels,
+                value_head_dim=value_channels if value_channels != channels else None,
                 bits={
                     linear: recipe.weights.bits_of(f"{name}.{linear}", index)
                     for linear in (() if structure is None else structure.linears)
@@ -124,7 +128,7 @@ def _scheme(runner: LayerRunner, scheme: KVScheme | None, index: int, layer_type
     """The recipe's scheme as one layer can have it, and why it differs."""
     if scheme is None:
         return None, ""
-    unsupported_reason = pages_unsupported(runner.config, layer_type)
+    unsupported_reason = pages_unsupported(runner.config, layer_type, scheme)
     if unsupported_reason:
         return None, unsupported_reason
     if scheme.folds_values and runner.has_packed(index):

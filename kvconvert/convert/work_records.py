@@ -86,8 +86,8 @@ class LayerRecord(_Record):
         index: number of the layer.
         modules: coverage of every module of the layer that owns tensors.
         scheme: fields of the layer's `KVScheme` with rotations resolved, or None where the cache is left alone.
-        head_dim, num_key_value_heads, value_group_size: resolved numbers of the scheme; value_group_size is
-            `KVScheme.value_group_for(head_dim)`.
+        head_dim, value_head_dim, num_key_value_heads, value_group_size: resolved numbers of the scheme; value_head_dim
+            is None where values have head_dim channels, and value_group_size `KVScheme.value_group_for` theirs.
         rotation: the Hadamard convention, or None without rotation.
         reason: why the scheme differs from the recipe's, or "".
         statistics: what the passes measured, by pass.
@@ -98,6 +98,7 @@ class LayerRecord(_Record):
     modules: list[ModuleCoverage]
     scheme: dict[str, Any] | None
     head_dim: int | None = None
+    value_head_dim: int | None = None
     num_key_value_heads: int | None = None
     value_group_size: int | None = None
     rotation: str | None = None

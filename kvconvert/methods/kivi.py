@@ -19,6 +19,9 @@ BITS = (1, 2, 3, 4, 8, 16)
 GROUP_SIZES = (16, 32, 64, 128)
 PAGE_SIZES = (128,)
 
+# Of latent attention (MLA), whose latents are stored as keys and RoPE parts as values (benchmarks/latent.py).
+_LATENT = {"key_group_size": 128, "value_bits": 8, "value_group_size": 64, "sink_tokens": PRESET_SINKS}
+
 _Bits = Annotated[int, AfterValidator(one_of(BITS))]
 _GroupSize = Annotated[int, AfterValidator(one_of(GROUP_SIZES))]
 
@@ -30,7 +33,11 @@ class Kivi(Part):
     method = "KIVI"
     summary = "keys per channel, values per token, in groups with a scale each; newest and first tokens exact"
     source = "arXiv 2402.02750"
-    presets = {"kivi": {"sink_tokens": PRESET_SINKS}}
+    presets = {
+        "kivi": {"sink_tokens": PRESET_SINKS},
+        "latent-4bit": _LATENT | {"key_bits": 4},
+        "latent-2bit": _LATENT | {"key_bits": 2, "key_clip_ratio": 0.85},
+    }
     paper_presets = {"kivi-paper": {"value_recent_tokens": 128}}
 
     key_bits: _Bits = option(2, f"choose one of {BITS}", "width of a stored key's code; 16 is the model's own dtype")

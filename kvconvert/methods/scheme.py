@@ -231,6 +231,21 @@ class KVScheme(_Fields):
         """Whether pages hold a scale and zero point for each group."""
         return all(part.stores_group_scales(self) for part in PARTS)
 
+    @property
+    def fits_latents(self) -> bool:
+        """Whether latent attention (MLA) can be stored so: latents as keys, and RoPE parts as values of 8 bits or more.
+
+        Nothing of it may follow from calibration, which knows keys and values per head.
+        """
+        calibrated = not self.group_scales or self.needs_calibration() is not None
+        return (
+            self.value_bits >= 8
+            and not self.boost_fraction
+            and self.token_norm == "none"
+            and not calibrated
+            and not self.compresses_prompts()
+        )
+
     def compresses_prompts(self) -> bool:
         """Whether prompts are treated as a whole when they are complete, instead of page by page."""
         return any(part.compresses_prompts(self) for part in PARTS)

@@ -50,6 +50,8 @@ ENDINGS = ("token_id", "token_index")
 # Layers with keys and values; those of the second line carry a recurrent state besides.
 ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 HYBRID_LAYER_TYPES = ("hybrid", "hybrid_sliding")
+# Models with latent attention (MLA) over all tokens; others choose tokens, or have layers of several kinds.
+LATENT_MODELS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
 def model_class(config: PretrainedConfig) -> Any:
@@ -111,11 +113,22 @@ def has_pages(layer_type: str) -> bool:
     return layer_type in ATTENTION_LAYER_TYPES or layer_type in HYBRID_LAYER_TYPES
 
 
-def pages_unsupported(config: PretrainedConfig, layer_type: str) -> str | None:
-    """Why a layer of this type keeps transformers' own cache, or None where it can have pages."""
+def is_latent(config: PretrainedConfig) -> bool:
+    """Whether a model's attention is latent (MLA): it stores one latent vector and one RoPE part per token."""
+    return bool(getattr(config.get_text_config(decoder=True), "kv_lora_rank", None))
+
+
+def pages_unsupported(config: PretrainedConfig, layer_type: str, scheme: KVScheme | None) -> str | None:
+    """Why a layer of this type keeps transformers' own cache instead of this scheme's; None where it can have pages."""
     text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None):
-        return "latent attention (MLA) stores no keys and values per head; its cache is left to transformers"
+    if is_latent(config):
+        if scheme is not None and not scheme.fits_latents:
+            return (
+                "latent attention (MLA) stores latents instead of keys and values per head, for which there is the "
+                "preset latent-4bit; its cache is left to transformers"
+            )
+        if text.model_type not in LATENT_MODELS:
+            return f"the latent attention of {text.model_type} is unknown; its cache is left to transformers"
     if not _uses_attention_interface(text):
         return (
             f"{text.model_type} computes attention by itself instead of through transformers' attention interface; its "
@@ -163,6 +176,16 @@ def key_value_heads(config: PretrainedConfig) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
+def stored_shape(config: PretrainedConfig) -> tuple[int, int, int]:
+    """Heads as the cache stores them, and channels of a head's keys and values, of what `layer_config` gave.
+
+    Of latent attention these are one head, the latent and the RoPE part.
+    """
+    if is_latent(config):
+        return 1, config.kv_lora_rank, config.qk_rope_head_dim
+    return key_value_heads(config), head_dim(config), head_dim(config)
+
+
 def sliding_windows(config: PretrainedConfig) -> list[int | None]:
     """The sliding window of each decoder layer in tokens, or None."""
     return [arguments.get("sliding_window") for arguments in layer_types_of(config)[1]]
@@ -185,14 +208,10 @@ def model_cache(
         own, window = layer_config(text, index), arguments.get("sliding_window")
         if not has_pages(kind):
             layers.append(LayerCache(0, 0, 0))
-        elif getattr(text, "kv_lora_rank", None):
-            # Of latent attention transformers stores one latent vector and the keys' rotated channels.
-            layers.append(LayerCache(1, text.kv_lora_rank, text.qk_rope_head_dim, None, window, dtype))
         else:
             # Beside quantized layers the others have pages, too, of the model's own dtype.
             stored = UNQUANTIZED if scheme is None and quantized else scheme
-            channels = head_dim(own)
-            layers.append(LayerCache(key_value_heads(own), channels, channels, stored, window, dtype))
+            layers.append(LayerCache(*stored_shape(own), stored, window, dtype))
     return ModelCache(tuple(layers))
 
 

@@ -35,6 +35,8 @@ USES = {
     "oscar": "pages of rotated keys and values with token norms",
     "oscar-g128": "the smallest pages of these; with --key-bits 4 less error than oscar",
     "kivi": "plain pages, no change to the weights",
+    "latent-4bit": "latent attention (MLA, as in DeepSeek's models), which the others leave alone",
+    "latent-2bit": "the same in half the bytes, with more loss",
     "kitty": "pages, an eighth of the key channels at 4 bits",
     "kitty-pro": "the same with a quarter of them",
     "minikv": "half of a long prompt thrown away with what it said, the rest in pages",

@@ -80,6 +80,11 @@ class ServedBundle:
                 return f"Layer {index} of this bundle {reason}"
         config = self.bundle.config
         text = config.get("text_config", config)
+        if text.get("kv_lora_rank"):
+            return (
+                "This model has latent attention (MLA), and the plugin serves keys and values per head; use "
+                "kvconvert.load and model.generate."
+            )
         others = sorted(set(text.get("layer_types") or ()) - {"full_attention"})
         if not others and text.get("sliding_window") and text.get("use_sliding_window", True):
             others = ["sliding_attention"]

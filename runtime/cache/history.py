@@ -126,7 +126,7 @@ class RowHistory:
         values = tensors.values.tokens(sequence.values.buffered - own, sequence.values.buffered)
         attended = history_attention(
             queries[:, at],
-            self._parts(own),
+            self.parts(own),
             keys,
             values,
             call.scaling,
@@ -136,14 +136,18 @@ class RowHistory:
         )
         output[:, at] = attended.to(output.dtype)
 
-    def _parts(self, own: int) -> list[HistoryPart]:
-        """Everything stored before the row's newest `own` tokens, in the order of positions; spans come last."""
+    def parts(self, own: int, addressed: bool | None = None) -> list[HistoryPart]:
+        """Everything stored before the row's newest `own` tokens, in the order of positions; spans come last.
+
+        Pages come by their `addressed` places, by default where kernels run, or are read as tensors.
+        """
         store, row, sequence, size = self.store, self.row, self.sequence, self.store.page_size
         sides = (sequence.keys, sequence.values)
         buffers = (store.rows[row].keys, store.rows[row].values)
         both, pages = min(len(side.pages) for side in sides), sequence.pages
         starts = [sequence.buffer_index(side, pages, size) for side in sides]
-        source = _Addresses(store, row) if device.runs_triton(store.device) else _Readers(store, row)
+        addressed = device.runs_triton(store.device) if addressed is None else addressed
+        source = _Addresses(store, row) if addressed else _Readers(store, row)
         half_quantized = [
             paged if len(side.pages) == pages else buffer.tokens(start - (pages - both) * size, start)
             for side, buffer, start, paged in zip(sides, buffers, starts, source.pages(both, pages), strict=True)
@@ -166,7 +170,7 @@ class RowHistory:
 
 
 class _Readers:
-    """A row's pages as tensors, for devices without kernels."""
+    """A row's pages as tensors, for devices without kernels, and for latents."""
 
     def __init__(self, store: LayerStore, row: int):
         self.store, self.sequence = store, store.sequences[row]

@@ -68,11 +68,13 @@ class LayerStore:
         page_bytes: room for pages in bytes, taken at the first tokens and never exceeded; None grows as needed.
         plan: this layer's part of the KV plan, of which `allocate` takes what the scheme needs (`with_plan`).
         pages: another store of the same layer, in whose storage this one has its pages.
+        is_latent: whether the layer has latent attention: latents are its keys, and RoPE parts its values.
 
     Attributes:
         rotations: what is rotated at run time.
         heads_apart: rows that a sequence has, one for each KV head where these keep different tokens by
             reconstruction, else 1.
+        up_projections: of a layer of latents, W_UK [Hq, D, R] and W_UV [Hq, E, R], once attention needs them.
         growth: how the full-precision buffers grow; chosen by device at the first tokens.
         pending: parked keys [B, H, T, D] and values [B, H, T, E]; None once they are committed.
         rows: the tensors of each sequence.
@@ -97,7 +99,9 @@ class LayerStore:
         page_bytes: int | None = None,
         plan: Mapping[str, torch.Tensor] | None = None,
         pages: LayerStore | None = None,
+        is_latent: bool = False,
     ):
+        self.is_latent, self.up_projections = is_latent, None
         self.scheme, self.index, self.group, self.page_bytes = scheme, index, group, page_bytes
         self.plan, self.growth, self.pages = plan or {}, None, pages
         self.rotations, self.heads_apart = rotations(scheme), 1
@@ -282,9 +286,13 @@ class LayerStore:
 
     @property
     def appends_in_one_launch(self) -> bool:
-        """Whether the append kernel takes tokens of this shape and dtype."""
+        """Whether the append kernel takes tokens of this shape and dtype; that of latents has no kernel."""
         sizes = (self.format.keys.head_dim, self.format.values.head_dim)
-        return self.dtype in KERNEL_DTYPES and all(size % 8 == 0 and size <= LARGEST_HEAD for size in sizes)
+        return (
+            not self.is_latent
+            and self.dtype in KERNEL_DTYPES
+            and all(size % 8 == 0 and size <= LARGEST_HEAD for size in sizes)
+        )
 
     def reserve(self, row: int, after: Sequence) -> bool:
         """Make room for a row's tokens as they will be; whether its buffers have moved."""

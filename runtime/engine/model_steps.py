@@ -14,6 +14,7 @@ from torch import Tensor
 from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
 from kvconvert.kernels.launches import make_ready, noted
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.models.configuration import is_latent
 from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.engine.sampling import sample
 from kvconvert.runtime.hf.cache import rotary_switch
@@ -55,6 +56,8 @@ def unsupported(model: PreTrainedModel) -> str | None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{model.config.model_type} models take no position_ids, and the rows of a batch are at different ones"
     config = model.config.get_text_config(decoder=True)
+    if is_latent(config):
+        return "the rows of a cache of latents (latent attention, MLA) cannot be joined; use model.generate"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return (
             f"the chunks of {config.model_type} models' attention are counted from the beginning of the batch, and its "

@@ -13,7 +13,10 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from kvconvert.errors import CacheError, UnsupportedModelError
 from kvconvert.kernels.decode import ResidualTokens, paged_attention
 from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
-from kvconvert.runtime.cache.attend import store_and_attend
+from kvconvert.runtime.cache.attend import commit, store_and_attend
+from kvconvert.runtime.cache.compress import end_forward
+from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.latent import attend_latents
 from kvconvert.runtime.cache.reconstruct import score_and_attend
 from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.hf.handles import KeyHandle, MaskHandle
@@ -113,9 +116,16 @@ def attention_function(
         return store.attend(query, attention_mask, scaling, softcap, s_aux), None
     if store.scheme.reconstructs:
         output = _by_head(store, query, key, value, attention_mask, scaling, softcap, s_aux)
-    else:
-        chunk = attention_mask.chunk(query.device, query.shape[2])
-        output = store_and_attend(store, query, chunk, scaling, softcap, s_aux)
+        return output.transpose(1, 2).contiguous(), None
+    chunk = attention_mask.chunk(query.device, query.shape[2])
+    if store.is_latent:
+        if softcap is not None or s_aux is not None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} has soft caps or sink logits, which attention over stored latents lacks; use "
+                "the model without a KV scheme."
+            )
+        return _over_latents(store, module, query, key, value, attention_mask, chunk, scaling), None
+    output = store_and_attend(store, query, chunk, scaling, softcap, s_aux)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -149,6 +159,41 @@ def _by_head(
             )
         output = store_and_attend(store, grouped, chunk, scaling, softcap)
     return output.unflatten(0, (batch, heads)).flatten(1, 2)
+
+
+def _over_latents(
+    store: LayerStore,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: MaskHandle,
+    chunk: Chunk,
+    scaling: float,
+) -> torch.Tensor:
+    """Latent attention [B, T, Hq, E]: of a prompt as the model computes it, later of stored latents."""
+    commit(store, chunk)
+    if store.logical == query.shape[2]:
+        expanded = (states.as_subclass(torch.Tensor) for states in (key, value))
+        output = _without_cache(
+            module, query, *expanded, mask, scaling=scaling, dropout=0.0, softcap=None, sink_logits=None
+        )
+    else:
+        if store.up_projections is None:
+            store.up_projections = _up_projections(module, store, query)
+        output = attend_latents(store, query, *store.up_projections, chunk, scaling).transpose(1, 2).contiguous()
+    end_forward(store)
+    return output
+
+
+def _up_projections(
+    module: torch.nn.Module, store: LayerStore, query: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """W_UK [Hq, D, R] and W_UV [Hq, E, R] of a module, whose Linear may be quantized, in the query's dtype."""
+    rank, heads = store.format.keys.head_dim, query.shape[1]
+    plain = query.shape[3] - store.format.values.head_dim
+    every = module.kv_b_proj(torch.eye(rank, dtype=query.dtype, device=query.device)).T.unflatten(0, (heads, -1))
+    return tuple(part.contiguous() for part in every.tensor_split([plain], 1))
 
 
 def _without_cache(

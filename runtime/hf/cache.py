@@ -19,6 +19,7 @@ from kvconvert.models.configuration import (
     HYBRID_LAYER_TYPES,
     Modality,
     has_pages,
+    is_latent,
     layer_types_of,
     model_cache,
     pages_unsupported,
@@ -33,7 +34,7 @@ from kvconvert.runtime.cache.snapshot import Snapshot
 from kvconvert.runtime.cache.steps import TableRegistry
 from kvconvert.runtime.cache.store import Group, LayerStore
 from kvconvert.runtime.hf.fingerprint import fingerprint_of
-from kvconvert.runtime.hf.layer import HeadwiseLayer, HybridLayer, PagedLayer
+from kvconvert.runtime.hf.layer import HeadwiseLayer, HybridLayer, LatentLayer, PagedLayer
 from kvconvert.runtime.hf.packed import PackedCache
 from kvconvert.runtime.hf.stats import CacheStats
 
@@ -68,8 +69,9 @@ class KVCache(Cache):
     Raises:
         UsageError: `kv_memory` has no room for a page in every layer.
         RecipeError: a scheme says that weights are folded and the model's are not, or the number of schemes is wrong.
-        UnsupportedModelError: no layer's keys and values can be kept here (latent attention, an attention of the
-            model's own), or a scheme compresses a modality that the config has no token for.
+        UnsupportedModelError: the layers' keys and values cannot be kept here (latent attention with a scheme that is
+            not for latents, an attention of the model's own), or a scheme compresses a modality that the config has no
+            token for.
     """
 
     def __init__(
@@ -83,14 +85,16 @@ class KVCache(Cache):
     ):
         text_config = config.get_text_config(decoder=True)
         layer_types, arguments = layer_types_of(config)
-        unsupported_reasons = [pages_unsupported(config, layer_type) for layer_type in layer_types]
-        if all(unsupported_reasons):
-            reason = next(iter(unsupported_reasons), "it has no layers")
+        schemes = _per_layer(scheme, len(layer_types), _folded_layers(config))
+        unsupported_reasons = [pages_unsupported(config, *layer) for layer in zip(layer_types, schemes, strict=True)]
+        attending = [reason for kind, reason in zip(layer_types, unsupported_reasons, strict=True) if has_pages(kind)]
+        if all(unsupported_reasons) or any(attending):
+            reason = next((reason for reason in [*attending, *unsupported_reasons] if reason), "it has no layers")
             raise UnsupportedModelError(
                 f"No layer of this {text_config.model_type} model can keep its keys and values in a kvconvert cache "
                 f"({reason}); use the model without a KV scheme."
             )
-        self.schemes = spread_ratios(_per_layer(scheme, len(layer_types), _folded_layers(config)))
+        self.schemes = spread_ratios(schemes)
         self.reconstructs = any(layer is not None and layer.reconstructs for layer in self.schemes)
         if self.reconstructs:
             _check_reconstruction(config, self.schemes, layer_types, kv_memory)
@@ -98,6 +102,7 @@ class KVCache(Cache):
         if kv_memory is not None:
             _check_memory(kv_memory, model_cache(config, self.schemes), paged)
         page_bytes = kv_memory // paged if kv_memory is not None else None
+        latent = is_latent(config)
         shared = bool(getattr(text_config, "num_kv_shared_layers", 0)) or "dummy" in layer_types
         self._chunked = "chunked_attention" in layer_types
         self._made_with = {"config": config, "scheme": scheme, "plan": plan, "kv_memory": kv_memory}
@@ -122,8 +127,11 @@ class KVCache(Cache):
                 page_bytes=page_bytes,
                 plan=plans.get(f"layers.{index}"),
                 pages=twin,
+                is_latent=latent,
             )
-            if self.reconstructs:
+            if latent:
+                layers.append(LatentLayer(store))
+            elif self.reconstructs:
                 layers.append(HeadwiseLayer(store))
             elif layer_type in HYBRID_LAYER_TYPES:
                 layers.append(HybridLayer(store, number_of_states=kwargs.get("number_of_states", 1)))
@@ -260,6 +268,8 @@ class KVCache(Cache):
                 'Sequences cannot join a cache with selection = "reconstruction", whose KV heads hold different '
                 "numbers of tokens; generate in batches instead."
             )
+        if is_latent(self._made_with["config"]):
+            raise CacheError("Sequences cannot join a cache of latents (MLA); generate in batches instead.")
         if self._chunked:
             raise CacheError(
                 "Sequences cannot join a cache of a model with chunked attention, whose masks depend on where a "

@@ -9,7 +9,7 @@ allocated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -29,10 +29,10 @@ class KeyHandle(torch.Tensor):
 
     store: LayerStore | CacheLayerMixin
 
-    @staticmethod
-    def wrap(keys: torch.Tensor, store: LayerStore | CacheLayerMixin) -> KeyHandle:
+    @classmethod
+    def wrap(cls, keys: torch.Tensor, store: LayerStore | CacheLayerMixin) -> Self:
         """The keys as a handle of `store`, which has an `index`."""
-        handle = keys.as_subclass(KeyHandle)
+        handle = keys.as_subclass(cls)
         handle.store = store
         return handle
 
@@ -53,6 +53,49 @@ class KeyHandle(torch.Tensor):
             f"The keys{where} in a kvconvert cache reached {name or func!r} instead of kvconvert's attention; call "
             'model.set_attn_implementation("kvconvert") before using this cache.'
         )
+
+
+class ExpandedKeys(KeyHandle):
+    """Keys of every head that a model of latent attention has made of new latents; it fills them in slice by slice."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if getattr(func, "__name__", "") == "__getitem__":
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {})).as_subclass(torch.Tensor)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class LatentHandle(torch.Tensor):
+    """New latents of an MLA layer on their way through the model's `expand_kv`, with a pointer to the store.
+
+    The model projects them to channels without RoPE and values, which are handles too, and makes room for whole keys
+    with `new_empty`: `ExpandedKeys`, which no attention but kvconvert's takes.
+    """
+
+    store: LayerStore
+
+    @staticmethod
+    def wrap(latents: torch.Tensor, store: LayerStore) -> LatentHandle:
+        """The latents [B, 1, T, R] as a handle of `store`."""
+        handle = latents.as_subclass(LatentHandle)
+        handle.store = store
+        return handle
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        store = next((a.store for a in args if isinstance(a, LatentHandle) and "store" in a.__dict__), None)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if store is None:
+            return result
+        if getattr(func, "__name__", "") == "new_empty":
+            return ExpandedKeys.wrap(result, store)
+        if isinstance(result, torch.Tensor):
+            return LatentHandle.wrap(result, store)
+        if isinstance(result, (tuple, list)):
+            return type(result)(LatentHandle.wrap(x, store) if isinstance(x, torch.Tensor) else x for x in result)
+        return result
 
 
 # Property getters all carry the name __get__; none of them computes.

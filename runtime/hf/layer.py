@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from kvconvert.errors import CacheError
 from kvconvert.runtime.cache.compress import begin_forward, crop
 from kvconvert.runtime.cache.store import LayerStore
-from kvconvert.runtime.hf.handles import KeyHandle
+from kvconvert.runtime.hf.handles import KeyHandle, LatentHandle
 
 
 class PagedLayer(CacheLayerMixin):
@@ -163,6 +163,21 @@ class HeadwiseLayer(PagedLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Refused, as `activate_past_recording`."""
         self.activate_past_recording()
+
+
+class LatentLayer(PagedLayer):
+    """`PagedLayer` of latent attention (MLA), which gives latents in the place of keys, and RoPE parts as values."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Park new latents [B, 1, T, R] and RoPE parts [B, 1, T, r]; the model expands what comes back.
+
+        Raises:
+            CacheError: see `PagedLayer.update`.
+        """
+        latents, rope = super().update(key_states, value_states, *args, **kwargs)
+        return LatentHandle.wrap(latents.as_subclass(torch.Tensor), self.store), rope
 
 
 class HybridLayer(LinearAttentionLayer, PagedLayer):

@@ -9,6 +9,7 @@ from tiny.models import TinyModel
 
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.errors import UnsupportedModelError
+from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import find_adapter, require_adapter
 from kvconvert.models.configuration import layer_types_of, pages_unsupported
 
@@ -31,7 +32,8 @@ def identity(entry: TinyModel) -> dict[str, Any]:
 def cache_facts(entry: TinyModel) -> dict[str, Any]:
     """Layer types that have pages, and why others keep their own cache; or the reason of a refusal."""
     config = entry.config()
-    unsupported_reasons = {kind: pages_unsupported(config, kind) for kind in layer_types_of(config)[0]}
+    scheme = KVScheme.preset("default")
+    unsupported_reasons = {kind: pages_unsupported(config, kind, scheme) for kind in layer_types_of(config)[0]}
     if all(unsupported_reasons.values()):
         return {"refused": next(iter(unsupported_reasons.values()))}
     pages = sorted(kind for kind, reason in unsupported_reasons.items() if reason is None)

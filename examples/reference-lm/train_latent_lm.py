@@ -1,0 +1,76 @@
+"""Train a small DeepSeek-V3-style language model on a CPU: multi-head latent attention, dense MLPs, 4 million parameters.
+
+The text, the drills of recall, and the phases are those of `train_reference_lm.py` with shorter rows; what differs is the attention,
+which stores a latent vector of 128 channels and a shared RoPE part of 32 per token and layer, for 8 heads of 64 and 32 channels.
+
+    python train_latent_lm.py TRAIN.txt VAL.txt OUT_DIR [--minutes 25]
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from train_reference_lm import PHASES, Rows, build_tokenizer, evaluate, train
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+LAYERS = 3
+CONTEXT, ROWS = {"prose": 256, "lookup": 96, "long recall": 640}, {"prose": 12, "lookup": 32, "long recall": 4}
+# Recall takes most of the time: it is what attention is measured by.
+SHARES = {"prose": 0.2, "lookup": 0.4, "long recall": 0.4}
+
+
+def config(vocabulary: int, end: int) -> DeepseekV3Config:
+    """The model's shape; every layer has a dense MLP."""
+    return DeepseekV3Config(
+        vocab_size=vocabulary,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=LAYERS,
+        first_k_dense_replace=LAYERS,
+        num_nextn_predict_layers=0,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=128,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+        bos_token_id=end,
+        eos_token_id=end,
+        pad_token_id=end,
+    )
+
+
+def main() -> None:
+    """Train for a wall-clock time, phase by phase."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("train", type=Path)
+    parser.add_argument("val", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--minutes", type=float, default=25)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    text = args.train.read_text(encoding="utf-8")
+    tokenizer = build_tokenizer(text, 1024)
+    rows = Rows(tokenizer, tokenizer(text)["input_ids"], args.seed)
+    held_out = Rows(tokenizer, tokenizer(args.val.read_text(encoding="utf-8")[:400_000])["input_ids"], args.seed + 1)
+    model = DeepseekV3ForCausalLM(config(len(tokenizer), tokenizer.eos_token_id))
+    print(f"{model.num_parameters():,} parameters, {len(rows.ids):,} tokens of text", flush=True)
+    seen = 0
+    for phase in PHASES:
+        phase = replace(phase, context=CONTEXT[phase.name], batch=ROWS[phase.name])
+        seen += train(model, phase, rows, SHARES[phase.name] * args.minutes * 60)
+        print(phase.name, evaluate(model, held_out, 640), flush=True)
+    result = evaluate(model, held_out, 640) | {"tokens": seen, "minutes": args.minutes, "seed": args.seed}
+    model.to(torch.bfloat16).save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    (args.out / "training.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

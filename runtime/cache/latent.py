@@ -1,0 +1,67 @@
+"""Latent attention (MLA) over a layer that stores latents as its keys, and RoPE parts as its values, of one head."""
+
+from __future__ import annotations
+
+import torch
+
+from kvconvert.errors import CacheError
+from kvconvert.kernels.device import runs_triton
+from kvconvert.kernels.latent import latent_attention
+from kvconvert.kernels.rotate import hadamard_transform
+from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.history import AttentionCall, RowHistory
+from kvconvert.runtime.cache.store import LayerStore
+
+
+def attend_latents(
+    store: LayerStore,
+    queries: torch.Tensor,
+    up_keys: torch.Tensor,
+    up_values: torch.Tensor,
+    chunk: Chunk,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention over everything that a layer of latents stores, the queries' own tokens included.
+
+    Args:
+        store: whose newest T positions are the queries'.
+        queries: [B, Hq, T, D + r], the channels without RoPE first.
+        up_keys: W_UK [Hq, D, R]; up_values: W_UV [Hq, E, R].
+        chunk: of the forward pass.
+        scaling: factor of the scores.
+
+    Returns:
+        [B, Hq, T, E]; zeros at padding.
+
+    Raises:
+        CacheError: attention is not causal.
+    """
+    if not chunk.is_causal:
+        raise CacheError(
+            f"Layer {store.index} stores latents, whose attention is causal, and the model's mask is not; use the "
+            "model without a KV scheme."
+        )
+    plain, rope = queries.split([up_keys.shape[1], queries.shape[-1] - up_keys.shape[1]], -1)
+    latent = plain @ up_keys
+    if store.rotations.keys:
+        latent = hadamard_transform(latent)
+    if store.rotations.values:
+        rope = hadamard_transform(rope)
+    length = queries.shape[2]
+    if runs_triton(store.device):
+        store.fall_back("attention over latents", "no kernel reads their pages")
+    attended = torch.zeros(latent.shape, dtype=torch.float32, device=latent.device)
+    first = store.logical - length
+    for row, sequence in enumerate(store.sequences):
+        positions = sequence.positions
+        own = len(positions) - positions.before(first)
+        if not own:
+            continue
+        at = slice(None)
+        if own < length:
+            at = positions.slice(len(positions) - own, len(positions), queries.device) - first
+        parts = RowHistory(AttentionCall(store, chunk, scaling), row).parts(0, addressed=False)
+        attended[row, :, at] = latent_attention(latent[row][:, at], rope[row][:, at], parts, scaling)
+    if store.rotations.keys:
+        attended = hadamard_transform(attended, inverse=True)
+    return attended.to(queries.dtype) @ up_values.mT
