@@ -1,11 +1,13 @@
-"""Prompt lookup in the Engine on a real model that goes on with code: tokens per second with drafts over without.
+"""Prompt lookup in the Engine on a real model and code: tokens per second with drafts over without.
 
     python benchmarks/speculation.py MODEL --context 32768 --json benchmarks/results/speculation.json
     python benchmarks/speculation.py MODEL --device cpu --context 2048 --new 128
 
 MODEL is a directory or an id of the Hub, of transformers' weights; its cache is `oscar-g128`'s. The prompt is code of
-Python's own library, from argparse on, cut to --context tokens. Greedy. Says how many drafts were accepted, and how
-many of the first tokens are the same: all in float32, while in 16 bits rounding decides between close ones.
+Python's own library, from argparse on, cut to --context tokens. "goes on" continues it, "rewrites" has the first lines
+of one of its classes once more at its end, so that the answer repeats the class. Greedy. Says how many drafts were
+accepted, and how many of the first tokens are the same: all in float32, while in 16 bits rounding decides between
+close ones.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from kvconvert.runtime import Engine
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.generation import adopt
 
+REPEATED_LINES = 12
 SOURCES = ("argparse", "ast", "calendar", "configparser", "csv", "difflib", "doctest", "inspect")
 
 
@@ -34,23 +37,36 @@ def code(tokenizer: Any, tokens: int) -> list[int]:
     return tokenizer(text).input_ids[:tokens]
 
 
-def measure(model: Any, prompt: list[int], new: int, **options: Any) -> tuple[dict[str, Any], list[int]]:
-    """Tokens per second after the first token of one request, once warm, and the tokens."""
-    engine = Engine(model, max_batch=1, prefix_caching=False, **options)
-    for count in (8, new):
-        request = engine.add(prompt, max_new_tokens=count, stop_token_ids=[])
-        while not request.tokens:
-            engine.step()
-        begin, before, steps = time.perf_counter(), len(request.tokens), engine.stats().steps
-        engine.run()
-        took = time.perf_counter() - begin
-    report = {
-        "tokens_per_second": (new - before) / took,
-        "tokens_per_step": (new - before) / (engine.stats().steps - steps),
-        "drafted": request.drafted,
-        "accepted": request.accepted,
-    }
-    return report, request.tokens
+def prompts_of(tokenizer: Any, tokens: int) -> dict[str, list[int]]:
+    """What is continued: the code, and the code with the first lines of a class once more at its end."""
+    whole = code(tokenizer, tokens)
+    text = (Path(json.__file__).parent.parent / f"{SOURCES[0]}.py").read_text(encoding="utf8")
+    begin = text.index("class HelpFormatter")
+    again = tokenizer("\n\n" + "".join(text[begin:].splitlines(keepends=True)[:REPEATED_LINES])).input_ids
+    return {"goes on": whole, "rewrites": whole[: tokens - len(again)] + again}
+
+
+def measure(
+    model: Any, prompts: dict[str, list[int]], new: int, **options: Any
+) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """Of each prompt, tokens per second after the first token of one request, once warm; and the tokens."""
+    engine, report, tokens = Engine(model, max_batch=1, prefix_caching=False, **options), {}, {}
+    for name, prompt in prompts.items():
+        for count in (8, new):
+            request = engine.add(prompt, max_new_tokens=count, stop_token_ids=[])
+            while not request.tokens:
+                engine.step()
+            begin, before, steps = time.perf_counter(), len(request.tokens), engine.stats().steps
+            engine.run()
+            took = time.perf_counter() - begin
+        report[name] = {
+            "tokens_per_second": (new - before) / took,
+            "tokens_per_step": (new - before) / (engine.stats().steps - steps),
+            "drafted": request.drafted,
+            "accepted": request.accepted,
+        }
+        tokens[name] = request.tokens
+    return report, tokens
 
 
 def main() -> None:
@@ -71,19 +87,21 @@ def main() -> None:
     scheme = KVScheme.preset("oscar-g128").with_online_rotation()
     adopt(model, [scheme] * model.config.num_hidden_layers, {})
     most = min(arguments.context, model.config.max_position_embeddings - arguments.new)
-    prompt = code(tokenizer, most)
+    prompts = prompts_of(tokenizer, most)
     results: dict[str, Any] = {
         "machine": machine() if arguments.device == "cuda" else "CPU",
         "model": arguments.model,
-        "context": len(prompt),
+        "context": most,
     }
-    results["without"], expected = measure(model, prompt, arguments.new)
+    results["without"], expected = measure(model, prompts, arguments.new)
     for count in arguments.drafts:
-        found, tokens = measure(model, prompt, arguments.new, prompt_lookup_num_tokens=count, max_matching_ngram_size=3)
-        pairs = enumerate(zip(tokens, expected, strict=True))
-        found["same_tokens"] = next((number for number, (a, b) in pairs if a != b), len(tokens))
-        found["over_without"] = found["tokens_per_second"] / results["without"]["tokens_per_second"]
-        results[f"drafts of {count}"] = found
+        options = {"prompt_lookup_num_tokens": count, "max_matching_ngram_size": 3}
+        report, tokens = measure(model, prompts, arguments.new, **options)
+        for name, found in report.items():
+            pairs = enumerate(zip(tokens[name], expected[name], strict=True))
+            found["same_tokens"] = next((number for number, (a, b) in pairs if a != b), arguments.new)
+            found["over_without"] = found["tokens_per_second"] / results["without"][name]["tokens_per_second"]
+        results[f"drafts of {count}"] = report
     print(json.dumps(results, indent=1))
     save(arguments.json, results)
 
