@@ -248,13 +248,17 @@ def main() -> None:
         save(arguments.json, results)
 
     def engine_with(gib: float) -> Engine:
-        return Engine(
+        made = Engine(
             model,
             kv_memory=None if arguments.tiny else int(gib * GIB),
             max_batch=arguments.max_batch // scale,
             prompt_chunk=arguments.prompt_chunk // scale,
             max_batch_tokens=arguments.max_batch_tokens // scale,
         )
+        # As `kvconvert serve` does.
+        gc.collect()
+        gc.freeze()
+        return made
 
     scheme = KVScheme.preset("oscar-g128").with_online_rotation()
     begin = time.perf_counter()
@@ -271,6 +275,7 @@ def main() -> None:
         }
         ours["poisson"] = serve(engine, requests, arrivals_at(rate, len(requests), arguments.seed))
         del engine
+        gc.unfreeze()
         gc.collect()
         for prompt in prompts_of(arguments.seed, scale, config.vocab_size):
             ours[f"first_token_{len(prompt)}_ms"] = first_token_ms(model, prompt)
@@ -280,6 +285,7 @@ def main() -> None:
         results["kvconvert"], results["ratios"] = ours, ratios(ours, results["vllm"])
     elif device == "cuda":
         results["gpu_busy"] = busy_share(engine, requests, PROFILED_STEPS)
+    gc.unfreeze()
     print(json.dumps(results, indent=1))
     save(arguments.json, results)
 

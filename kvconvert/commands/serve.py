@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import logging
 import os
@@ -188,8 +189,12 @@ def serve(
     )
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     ready = f"Serving {name} at http://{shown}:{address[1]}/v1"
+    # Garbage is looked for among what requests leave, not in the model as well: passes would wait for that.
+    gc.collect()
+    gc.freeze()
     server = Server(service, grace=grace, ready=lambda: click.echo(ready, err=True))
     server.run(sockets=[listening])
+    gc.unfreeze()
     if server.cut:
         raise KvconvertError(
             f"Requests that were ended unfinished: {server.cut}; a longer `grace` gives them more time."

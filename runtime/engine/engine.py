@@ -88,7 +88,7 @@ class Engine:
         )
         self._tokenizer, self._prompt_chunk, self._max_batch_tokens = tokenizer, prompt_chunk, max_batch_tokens
         self._steps = ModelSteps(model, max_batch, kv_memory)
-        self._steps.prepare(prompt_chunk, self._speculation.drafted)
+        self._steps.prepare(prompt_chunk, self._speculation.drafted, max_batch_tokens)
         self._rows = RowState(max_batch, self._steps.device)
         self._scheduler = Scheduler(max_batch, self._steps.pages, max_waiting)
         # Of the scheduler, the requests' fields and the counts; never held for long.

@@ -142,13 +142,14 @@ class ModelSteps:
         schemes = [scheme for scheme in self.cache.schemes if scheme is not None]
         self.whole_prompts = any(scheme.compresses_prompts() for scheme in schemes)
 
-    def prepare(self, chunk: int, drafted: int = 0) -> None:
+    def prepare(self, chunk: int, drafted: int = 0, most_tokens: int = 0) -> None:
         """Have all kernels compiled that any pass launches, record decoding steps for rows of any lengths that the
-        pages have room for, and run a pass with a prompt's `chunk`, for which libraries are loaded.
+        pages have room for, and run the longest pass, for which libraries are loaded and memory is taken.
 
         Args:
             chunk: tokens of a prompt in one pass.
             drafted: tokens of a draft; steps that check so many are recorded, too.
+            most_tokens: of all prompts in one pass; fewer than `chunk` for those of one.
         """
         if self.device.type != "cuda":
             return
@@ -167,26 +168,35 @@ class ModelSteps:
             longest = min(most, 2 * tokens // (growing + 1))
             for count in {1, 1 + drafted}:
                 prepare_steps(self.model, [1] * self.rows, longest, growing, step_tokens=count)
-        prompt, none = self.new_prompt(), torch.zeros(self.rows, dtype=torch.int64, device=self.device)
         count = max(1, min(chunk, most // 2))
-        logits, _ = self.forward(none, none, True, [PromptChunk(0, prompt, [0] * count, 0, last=True)])
-        self.discard(prompt)
+        logits = self._read_prompts(count, min(most_tokens, tokens // 2))
         self._record_passes(min(chunk, most // 2))
+        none = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
         ones = torch.ones(self.rows, device=self.device)
         for restrict in (True, False):
             sample(logits, ones, none, ones / 2, none, none, restrict=restrict)
 
+    def _read_prompts(self, count: int, tokens: int) -> Tensor:
+        """Logits of a pass over the rows and as many prompts of `count` tokens as `tokens` are, at least one, which
+        leave no trace.
+        """
+        none = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
+        prompts = [self.new_prompt() for _ in range(max(1, min(self.rows, tokens // count)))]
+        chunks = [PromptChunk(row, prompt, [0] * count, 0, last=True) for row, prompt in enumerate(prompts)]
+        logits, _ = self.forward(none, none, True, chunks)
+        for prompt in prompts:
+            self.discard(prompt)
+        return logits
+
     def _record_passes(self, chunk: int) -> None:
         """Record passes of all sizes over the rows and a prompt's chunk of at most so many tokens."""
-        passes, none = self.model.captured.passes, torch.zeros(self.rows, dtype=torch.int64, device=self.device)
+        passes = self.model.captured.passes
         for size in SIZES:
             count = min(chunk, size - self.rows)
             if count < 1 or passes.padded(self.rows + count, self.device) != size:
                 continue
             for _ in range(2):  # the first one is launched, the second one recorded
-                prompt = self.new_prompt()
-                self.forward(none, none, True, [PromptChunk(0, prompt, [0] * count, 0, last=True)])
-                self.discard(prompt)
+                self._read_prompts(count, count)
 
     def rehearse(self) -> None:
         """Run passes of every kind over the empty cache, which it has to itself; within `noted`."""

@@ -288,7 +288,7 @@ def prepare_steps(
     """Record the decoding steps of a batch that begins with so many tokens and ends with the longest at `longest`.
 
     Steps of caches that compress prompts as a whole are recorded for short prompts alone, and layers with states of
-    their own not at all.
+    their own, or with other tokens in each head, not at all.
 
     Args:
         model: of a bundle (`runtime/hf/generation.py`), on a GPU.
@@ -308,6 +308,8 @@ def prepare_steps(
     while lengths[-1] < longest:
         lengths.append(min(longest, int(lengths[-1] * FACTOR) + 1))
     cache = model.new_kv_cache()
+    if cache.reconstructs:
+        return 0
     with tqdm(total=len(lengths) + 1, desc="Preparing decoding steps", delay=DELAY, leave=False, disable=None) as bar:
         groups = _read_short_prompt(model, cache, tokens)
         bar.update()

@@ -26,7 +26,8 @@ from kvconvert.kernels.pages import LayerFormat
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.runtime.cache.attend import attend, store_and_attend
 from kvconvert.runtime.cache.forward_pass import Chunk
-from kvconvert.runtime.cache.prompt_pass import PlannedChunk, PromptPass, Rooms, unplanned
+from kvconvert.runtime.cache.prompt_pass import PlannedChunk, PromptPass, unplanned
+from kvconvert.runtime.cache.prompt_tables import Rooms
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
 from kvconvert.runtime.hf.handles import KeyHandle, MaskHandle
 from kvconvert.runtime.hf.layer import PagedLayer

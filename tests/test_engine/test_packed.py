@@ -9,6 +9,7 @@ from tiny.models import ARCHITECTURES, GREEDY, tiny_model
 from kvconvert.errors import NumericError
 from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.runtime import Engine
+from kvconvert.runtime.engine.model_steps import ModelSteps
 from kvconvert.runtime.hf import packed
 from kvconvert.runtime.hf.generation import adopt
 
@@ -141,3 +142,23 @@ def test_keys_that_cannot_be_stored_end_their_own_request_alone():
     assert poisoned.finish_reason == "error"
     for request in requests:
         assert request.tokens == alone(model, request.prompt, 5)
+
+
+def test_the_pass_that_takes_the_memory_of_the_longest_one_leaves_no_trace():
+    model = tiny_model("llama", num_hidden_layers=2)
+    adopt(model, [KVScheme.preset("oscar-g128").with_online_rotation()] * 2, {})
+    steps = ModelSteps(model, 3, 1 << 20)
+    chunks, forward = [], steps.forward
+
+    def noted(ids, positions, decodes, parts):
+        chunks.append(parts)
+        return forward(ids, positions, decodes, parts)
+
+    steps.forward = noted
+    free = steps.cache.free_pages()
+    for tokens, prompts in ((700, 3), (450, 3), (300, 2), (0, 1)):
+        logits = steps._read_prompts(140, tokens)
+        assert logits.shape[0] == 3
+        assert [len(chunk.ids) for chunk in chunks.pop()] == [140] * prompts
+        assert steps.cache.free_pages() == free
+        assert not any(sequence.occupied for group in steps.cache.groups for sequence in group.sequences)

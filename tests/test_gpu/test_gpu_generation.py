@@ -1,5 +1,6 @@
 """On the reference model, the kernels choose the tokens that the reference path chooses."""
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,17 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime import seal_prompt
 from kvconvert.runtime.cache import attend
 from kvconvert.runtime.hf.cache import KVCache
+from kvconvert.runtime.hf.layer import PagedLayer
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "reference-lm"
 TEXT = ROOT / "kvconvert" / "data" / "texts" / "books-val.txt"
 # Two logits this near each other may change places by rounding; logits of the reference model span about 20.
 TIE = 0.02
+# Relative noise of keys and values that stands for products added up in another order. A value that it moves over the
+# border between two codes changes all later logits: with kivi 1e-5 moves them by 0.015 in the median step, by 1.1 in
+# the worst of 512, and exchanges two tokens that are 0.06 apart.
+NOISE = 1e-5
 
 
 def logits_of_steps(model, ids: torch.Tensor, prompt: int, scheme: str | KVScheme) -> torch.Tensor:
@@ -32,6 +38,22 @@ def logits_of_steps(model, ids: torch.Tensor, prompt: int, scheme: str | KVSchem
     return torch.stack(found)
 
 
+@contextmanager
+def noisy_tokens():
+    """Within the context caches are given keys and values with noise."""
+    update, generator = PagedLayer.update, torch.Generator().manual_seed(0)
+
+    def noisy(self, keys, values, *args, **kwargs):
+        keys, values = (x * (1 + NOISE * torch.randn(x.shape, generator=generator)) for x in (keys, values))
+        return update(self, keys, values, *args, **kwargs)
+
+    PagedLayer.update = noisy
+    try:
+        yield
+    finally:
+        PagedLayer.update = update
+
+
 def agree(scheme: str | KVScheme, prompt: int, steps: int, device: torch.device, **shape: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     text = TEXT.read_text(encoding="utf8")[: 8 * (prompt + steps)]
@@ -39,17 +61,19 @@ def agree(scheme: str | KVScheme, prompt: int, steps: int, device: torch.device,
     model = AutoModelForCausalLM.from_pretrained(
         MODEL, dtype=torch.float32, attn_implementation="kvconvert", **shape
     ).eval()
-    if device.type == "cpu":
-        kernels = logits_of_steps(model, ids, prompt, scheme)
-        with interpreted(False):
-            reference = logits_of_steps(model, ids, prompt, scheme)
-    else:
+    with interpreted(False):
         reference = logits_of_steps(model, ids, prompt, scheme)
-        kernels = logits_of_steps(model.to(device), ids.to(device), prompt, scheme)
+        with noisy_tokens():
+            noise = (logits_of_steps(model, ids, prompt, scheme) - reference).abs().amax(-1)
+    kernels = logits_of_steps(model.to(device), ids.to(device), prompt, scheme)
+    error = (kernels - reference).abs().amax(-1)
+    assert error.median() < max(TIE, 4 * noise.median())
     best = reference.topk(2, -1).values
-    settled = best[:, 0] - best[:, 1] > TIE
-    assert settled.float().mean() > 0.9
-    assert torch.equal(kernels.argmax(-1)[settled], reference.argmax(-1)[settled])
+    margin = best[:, 0] - best[:, 1]
+    assert (margin > TIE).float().mean() > 0.9
+    parted = (kernels.argmax(-1) != reference.argmax(-1)) & (margin > TIE)
+    assert parted.float().mean() < 0.01
+    assert (margin[parted] < 2 * noise.max()).all(), f"margins {margin[parted]}, errors {error[parted]}"
 
 
 @pytest.mark.parametrize("scheme", ["oscar-g128"])

@@ -58,6 +58,16 @@ def test_generate_launches_what_was_rehearsed(device, scheme):
     assert not [launch for launch in launched if launch not in listed]
 
 
+def test_a_scheme_that_reads_prompts_again_is_rehearsed(device):
+    share = {"heavy_ratio": 0.5, "recent_ratio": 0.02, "selection": "reconstruction"}
+    scheme = KVScheme(key_group_size=128, value_group_size=32, **share)
+    model = packed_model(llama_8b(**SHAPE, **HEADS), [scheme], device)
+    with noted() as listed:
+        rehearse(model)
+    assert len(listed) > 10
+    assert not model.prompts.packed
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("scheme", ["oscar-g128", "kivi", "minikv"])
 def test_while_an_engine_serves_no_kernel_is_compiled_or_read_and_no_step_recorded(scheme):
