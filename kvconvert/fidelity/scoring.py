@@ -324,7 +324,7 @@ def words(seconds: float) -> str:
 def _times(decoder: Decoder, page: torch.Tensor) -> tuple[float, float]:
     """Seconds of a page after a stored one, and of a step; the first pass compiles whatever there is to."""
     cache = decoder.new_cache()
-    feed(decoder, cache, page, logits_to_keep=1)
+    read_prompt(decoder, cache, page)
     feed(decoder, cache, page[:, :1], logits_to_keep=1)
     begun = _now(decoder)
     feed(decoder, cache, page)

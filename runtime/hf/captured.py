@@ -35,7 +35,7 @@ from kvconvert.runtime.cache.steps import PlannedStep, TableRegistry, can_plan_s
 from kvconvert.runtime.cache.store import Group
 from kvconvert.runtime.hf.cache import KVCache
 from kvconvert.runtime.hf.captured_passes import CapturedPasses
-from kvconvert.runtime.hf.layer import HybridLayer
+from kvconvert.runtime.hf.layer import HeadwiseLayer, HybridLayer
 
 logger = logging.getLogger(__name__)
 
@@ -150,10 +150,8 @@ class CapturedSteps:
         """Why a decoding step cannot be planned; None if it can."""
         if cache.groups[0].registry is not self.registry:
             return "the cache was not made by the model's new_kv_cache()"
-        if cache.reconstructs:
-            return "KV heads hold different numbers of tokens"
         if not is_plain(cache):
-            return "some layers keep transformers' own states"
+            return "some layers keep transformers' own states, or other tokens in each KV head"
         if not can_plan_steps(cache.groups):
             return "the kernels do not serve its layers, or these lie on several devices"
         known = {"past_key_values", "input_ids", "attention_mask", "position_ids"} | HARMLESS
@@ -259,9 +257,9 @@ class CapturedSteps:
 
 
 def is_plain(cache: KVCache) -> bool:
-    """Whether all layers keep keys and values and no other states."""
-    layers = cache.paged_layers()
-    return len(layers) == len(cache.layers) and not any(isinstance(layer, HybridLayer) for layer in layers)
+    """Whether all layers keep keys and values and no other states, and all heads of a layer the same tokens."""
+    layers, other = cache.paged_layers(), (HeadwiseLayer, HybridLayer)
+    return len(layers) == len(cache.layers) and not any(isinstance(layer, other) for layer in layers)
 
 
 def _finite(logits: torch.Tensor) -> torch.Tensor:

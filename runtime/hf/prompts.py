@@ -99,8 +99,6 @@ class PackedPrompts:
             return None
         if not self._packs or torch.is_grad_enabled() or not runs_triton(ids.device) or not is_plain(cache):
             return None
-        if cache.reconstructs:  # scores are added up layer by layer
-            return None
         if not _is_known(model, arguments):
             return None
         rows, length = ids.shape

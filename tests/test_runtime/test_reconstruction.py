@@ -10,6 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from kvconvert import KVCache, KVScheme
 from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError, UsageError
+from kvconvert.fidelity.scoring import Decoder, Work, compare, estimate_seconds, generate_greedily
 from kvconvert.kernels.reconstruct import share_pages
 from kvconvert.models.configuration import model_cache
 from kvconvert.runtime import Engine, seal_prompt
@@ -179,6 +180,14 @@ def test_passes_that_compile_kernels_ahead_read_prompts_twice_too():
     adopt(model, [QUANTIZED] * LAYERS, {})
     with torch.no_grad():
         read_chunks(model, (1, 3, 300))
+
+
+def test_eval_seals_what_it_reads(llama):
+    decoder, ids = Decoder(llama, lambda: KVCache(llama.config, QUANTIZED)), random_ids(2, 300)
+    assert estimate_seconds([decoder], ids, [Work(1, 10, 2)]) > 0
+    assert generate_greedily(decoder, ids, random_ids(2, 5, seed=7), 3, chunk=128).shape == (2, 3)
+    found = compare(Decoder.plain(llama), {"bundle": decoder}, ids, prefill=200)["bundle"]
+    assert 0 < float(found.kl.mean()) < float("inf")
 
 
 @pytest.mark.parametrize("tokens", [3, 128, 129, 300, 700, 1024])
