@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from kvconvert.calibration.activations import count_routed, input_points
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.weight_grid import WeightGrid
+from kvconvert.convert.aside import Aside
 from kvconvert.convert.hidden_states import HiddenPart, HiddenStates, HiddenWriter
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_runner import LayerRunner, PackedLinear
@@ -45,6 +46,7 @@ class LayerCalibration:
         jobs: of all layers, in order.
         inputs: calibration sequences.
         ranks: the processes that share them.
+        aside: where a layer is written while the next is computed, if its input is in memory; None writes it first.
     """
 
     runner: LayerRunner
@@ -52,6 +54,7 @@ class LayerCalibration:
     jobs: Sequence[LayerJob]
     inputs: CalibrationInputs
     ranks: Ranks = ALONE
+    aside: Aside | None = None
 
     @torch.no_grad()
     def run(self, index: int) -> None:
@@ -88,7 +91,14 @@ class LayerCalibration:
             if work.paired is not None:
                 work.paired.release()
             if ranks.is_first:
-                self._commit(job, work, dtypes, passes)
+                commit = self._commit(job, work, dtypes, passes)
+                # Inputs in files wait for the layer before them, so that a resume finds one or the other.
+                if self.aside is not None and ranks.size == 1 and not self._paired and _in_memory(writer):
+                    self.aside.begin(commit)
+                else:
+                    if self.aside is not None:
+                        self.aside.wait()
+                    commit()
             ranks.wait()
             if writer is not None and self._paired:
                 self._append_quantized(work, index, quantized, writer)
@@ -101,8 +111,8 @@ class LayerCalibration:
 
     def _commit(
         self, job: LayerJob, work: LayerWork, dtypes: dict[str, torch.dtype], passes: list[CalibrationPass]
-    ) -> None:
-        """Write what the passes made of a layer."""
+    ) -> Callable[[], None]:
+        """What writes what the passes made of a layer."""
         runner, index, scheme = self.runner, job.index, job.scheme
         results = {calibration_pass.name: calibration_pass.result() for calibration_pass in passes}
         reasons = {name: text for result in results.values() for name, text in result.reasons.items()}
@@ -127,7 +137,8 @@ class LayerCalibration:
         passes.clear()  # and their samples, before weights are packed
         keep = self.directory.mapped().copy if runner.maps_experts(index) else None
         tensors = converted_tensors(work, dtypes, job.weights, kept, keep)
-        self.directory.commit_layer(index, {names.of_tensor(name): t for name, t in tensors.items()}, plan, record)
+        tensors = {names.of_tensor(name): tensor for name, tensor in tensors.items()}
+        return partial(self.directory.commit_layer, index, tensors, plan, record)
 
     def _prepared(self, job: LayerJob, passes: list[CalibrationPass]) -> tuple[LayerWork, dict[str, torch.dtype]]:
         """A layer after its passes' `prepare`, which leaves its function as it is, and its parameters' dtypes."""
@@ -239,6 +250,10 @@ class LayerCalibration:
         runner, width = self.runner, self.runner.config.hidden_size
         hold = runner.device if runner.has_room(self._states(index).shape) else None
         return self.directory.writing_hidden(index, width, hold, self.models(index))
+
+
+def _in_memory(writer: HiddenWriter | None) -> bool:
+    return writer is not None and writer.held is not None and not writer.has_file
 
 
 def resolved_fields(scheme: KVScheme | None, job: LayerJob) -> dict[str, Any]:

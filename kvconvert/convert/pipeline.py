@@ -41,6 +41,7 @@ from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import LayerJob
 from kvconvert.calibration.ranks import Ranks, joined_ranks, local_device
 from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
+from kvconvert.convert.aside import Aside
 from kvconvert.convert.checks import (
     check_layers_fit,
     check_packed,
@@ -223,14 +224,16 @@ def _calibrate_layers(
     inputs = CalibrationInputs(tokens.ids, tokens.extras, tokens.visual, directory.mapped())
     if runner.adapter is not None:
         runner.begin(inputs)
-    layers = LayerCalibration(runner, directory, jobs, inputs, ranks)
     done = count - len(todo)
-    for index in progress_bar(todo, desc="layers", unit="layer", initial=done, total=count, shown=searches.progress):
-        if runner.adapter is not None:
-            layers.run(index)
-        elif ranks.is_first:
-            directory.commit_layer(index, {}, {}, untouched_record(jobs[index]))
-        release_free_memory()
+    with Aside() as aside:
+        layers = LayerCalibration(runner, directory, jobs, inputs, ranks, aside)
+        bar = progress_bar(todo, desc="layers", unit="layer", initial=done, total=count, shown=searches.progress)
+        for index in bar:
+            if runner.adapter is not None:
+                layers.run(index)
+            elif ranks.is_first:
+                directory.commit_layer(index, {}, {}, untouched_record(jobs[index]))
+            release_free_memory()
     with ranks.together():
         source.stamps.check()
     with ranks.together():

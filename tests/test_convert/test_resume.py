@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from calibrations import KV_ONLY, contents, killed_at_every_rename, run
@@ -14,7 +15,7 @@ from tiny.checkpoints import save_checkpoint
 from kvconvert.convert import workdir
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import WorkDir
-from kvconvert.errors import UsageError
+from kvconvert.errors import KvconvertError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +159,34 @@ def test_inputs_held_in_memory_give_the_same_bytes_and_resume(
     assert [file.name for file in (work / "hidden").iterdir()] == left
     run(model, work, text)
     assert contents(work) == contents(finished.path)
+
+
+def test_a_layer_with_inputs_in_memory_is_written_while_the_next_is_computed(
+    tmp_path, model, text, finished, monkeypatch
+):
+    """As on a GPU with room for them. A failure of the writing ends the run, and another goes on to the same bytes."""
+    monkeypatch.setattr(LayerRunner, "has_room", lambda self, shape: True)
+    read, layer, commit = threading.Event(), LayerRunner.layer, WorkDir.commit_layer
+
+    def reading(self, index, *rest):
+        if index == 1:
+            read.set()
+        return layer(self, index, *rest)
+
+    def late(self, index, *rest):
+        assert read.wait(60)
+        commit(self, index, *rest)
+
+    def failing(self, index, *rest):
+        raise KvconvertError(f"no room for layer {index}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LayerRunner, "layer", reading)
+        patched.setattr(WorkDir, "commit_layer", late)
+        assert contents(run(model, tmp_path / "late", text).path) == contents(finished.path)
+    with monkeypatch.context() as patched:
+        patched.setattr(WorkDir, "commit_layer", failing)
+        with pytest.raises(KvconvertError, match="no room for layer 0"):
+            run(model, tmp_path / "failed", text)
+    assert not list((tmp_path / "failed" / "layers").glob("*.json"))
+    assert contents(run(model, tmp_path / "failed", text).path) == contents(finished.path)
