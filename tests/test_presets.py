@@ -17,8 +17,8 @@ from kvconvert.recipes.recipe import preset_names
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "examples/reference-lm"
-# Those of one modality, or of latents, need a model that has it, a search needs a budget (tests/test_auto), and a paper's
-# preset is the same machinery with fewer searches.
+# Those of one modality, or of latents, need a model that has it, a search needs a budget (tests/test_auto), and a
+# paper's preset is the same machinery with fewer searches.
 RECIPES = sorted(
     name
     for name in preset_names()
