@@ -1,7 +1,8 @@
-"""Train a small DeepSeek-V3-style language model on a CPU: multi-head latent attention, dense MLPs, 2.3 million parameters.
+"""Train a small DeepSeek-V3-style language model on a CPU: latent attention (MLA), dense MLPs, 2.3 million parameters.
 
-The text, the drills of recall, and the phases are those of `train_reference_lm.py` with shorter rows; what differs is the attention,
-which stores a latent vector of 128 channels and a shared RoPE part of 32 per token and layer, for 4 heads of 64 channels.
+The text, the drills of recall, and the phases are those of `train_reference_lm.py` with shorter rows; what differs is
+the attention, which stores a latent vector of 128 channels and a shared RoPE part of 32 per token and layer, for 4
+heads of 64 channels.
 
     python train_latent_lm.py TRAIN.txt VAL.txt OUT_DIR [--minutes 32]
 """
