@@ -3,7 +3,8 @@
     python benchmarks/latent.py MODEL TEXT.txt [--json benchmarks/results/latent.json]
 
 MODEL stores a latent vector and a RoPE part per token and layer (DeepSeek V2, V3 and what follows them); for instance
-the small one that examples/reference-lm/train_latent_lm.py trains in 25 minutes. Every case is simulated: pages of 128
+the small one that examples/reference-lm/train_latent_lm.py trains in half an hour.
+Every case is simulated: pages of 128
 tokens are quantized and dequantized in transformers' own cache once they are complete and have been attended to, all
 but the first 4 tokens of a sequence. Text is read as a prompt of three pages and then in pieces of 32 tokens, whose
 KL to the model with its own cache is averaged. Paired by segment; 95% bootstrap intervals.

@@ -17,14 +17,14 @@ from kvconvert.recipes.recipe import preset_names
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "examples/reference-lm"
-# Those of one modality need a model that has it, a search needs a budget (tests/test_auto), and a paper's preset is the
-# same machinery with fewer searches.
+# Those of one modality, or of latents, need a model that has it, a search needs a budget (tests/test_auto), and a
+# paper's preset is the same machinery with fewer searches.
 RECIPES = sorted(
     name
     for name in preset_names()
     if name not in PAPER_PRESETS
     and (recipe := Recipe.load(name)).auto is None
-    and (recipe.kv is None or recipe.kv.modality == "all")
+    and (recipe.kv is None or (recipe.kv.modality == "all" and not recipe.kv.fits_latents))
 )
 # KL of the whole bundle, weights included, that only a broken method would exceed; several times what was measured.
 WORST_KL = {"calibquant-1bit": 0.4, "minikv": 0.4, "minikv-pyramid": 0.4}
@@ -41,7 +41,8 @@ def test_every_scheme_preset_has_a_recipe():
 
 
 def test_every_preset_has_one_of_its_paper():
-    ours = {*PRESETS} - {*PAPER_PRESETS, "default"}  # which is no paper's
+    # The default and those of latents are no paper's.
+    ours = {name for name, scheme in PRESETS.items() if not scheme.fits_latents} - {*PAPER_PRESETS, "default"}
     assert {f"{name}-{'plain' if 'minikv' in name else 'paper'}" for name in ours} == {*PAPER_PRESETS}
 
 

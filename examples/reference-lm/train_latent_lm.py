@@ -1,9 +1,10 @@
-"""Train a small DeepSeek-V3-style language model on a CPU: multi-head latent attention, dense MLPs, 4 million parameters.
+"""Train a small DeepSeek-V3-style language model on a CPU: latent attention (MLA), dense MLPs, 2.3 million parameters.
 
-The text, the drills of recall, and the phases are those of `train_reference_lm.py` with shorter rows; what differs is the attention,
-which stores a latent vector of 128 channels and a shared RoPE part of 32 per token and layer, for 8 heads of 64 and 32 channels.
+The text, the drills of recall, and the phases are those of `train_reference_lm.py` with shorter rows; what differs is
+the attention, which stores a latent vector of 128 channels and a shared RoPE part of 32 per token and layer, for 4
+heads of 64 channels.
 
-    python train_latent_lm.py TRAIN.txt VAL.txt OUT_DIR [--minutes 25]
+    python train_latent_lm.py TRAIN.txt VAL.txt OUT_DIR [--minutes 32]
 """
 
 import argparse
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("train", type=Path)
     parser.add_argument("val", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--minutes", type=float, default=25)
+    parser.add_argument("--minutes", type=float, default=32)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)

@@ -103,6 +103,9 @@ def layer_jobs(runner: LayerRunner, recipe: Recipe) -> list[LayerJob]:
         structure, shape, name = runner.structure(index), layer_config(runner.config, index), runner.layer_name(index)
         heads, channels, value_channels = stored_shape(shape)
         scheme, reason = _scheme(runner, recipe.scheme(index), index, kinds[index])
+        searched = recipe.calibration_of(index).searched(scheme) if scheme is not None else []
+        if value_channels != channels and searched:
+            reason = f"{', '.join(searched)} are the scheme's own, for calibration knows no latents"
         jobs.append(
             LayerJob(
                 index=index,

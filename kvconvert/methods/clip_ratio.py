@@ -60,6 +60,8 @@ class ClipRatioSearch:
 
     calibrate_clip_ratios: bool = option(True, "true or false", "choose both clip ratios of each layer")
 
+    # Calibration knows keys and values per head, no latents.
+    presets = {name: {"calibrate_clip_ratios": False} for name in ("latent-4bit", "latent-2bit")}
     # No paper chooses them.
     paper = {"calibrate_clip_ratios": False}
 

@@ -85,6 +85,8 @@ class ErrorFeedback(Part):
 class KeyRoundingSearch:
     """What calibration chooses of it."""
 
+    # Calibration knows keys and values per head, no latents.
+    presets = {name: {"calibrate_key_rounding": False} for name in ("latent-4bit", "latent-2bit")}
     # No paper has it.
     paper = {"calibrate_key_rounding": False}
 

@@ -25,6 +25,7 @@ from kvconvert.methods.awq import WeightsRecipe, describe
 from kvconvert.recipes.recipe import LayerOverride, Recipe, preset_names
 
 HEADS, HEAD_DIM = 8, 128  # of the layer for which sizes are stated
+LATENTS = (1, 512, 64)  # one head, channels of a latent and of its RoPE part, as in DeepSeek's models
 # What each preset is for.
 USES = {
     "default": "a good start: 3-bit keys, 2-bit values, every layer measured",
@@ -35,8 +36,8 @@ USES = {
     "oscar": "pages of rotated keys and values with token norms",
     "oscar-g128": "the smallest pages of these; with --key-bits 4 less error than oscar",
     "kivi": "plain pages, no change to the weights",
-    "latent-4bit": "latent attention (MLA, as in DeepSeek's models), which the others leave alone",
-    "latent-2bit": "the same in half the bytes, with more loss",
+    "latent-4bit": "models with latent attention (MLA), such as DeepSeek's",
+    "latent-2bit": "the same in two thirds of the bytes, with more loss",
     "kitty": "pages, an eighth of the key channels at 4 bits",
     "kitty-pro": "the same with a quarter of them",
     "minikv": "half of a long prompt thrown away with what it said, the rest in pages",
@@ -57,8 +58,8 @@ def list_recipes() -> str:
     rows = [(name, *_sizes(Recipe.load(name)), USES.get(name, "see docs/methods.md")) for name in order]
     lines = [text_table(header, rows), ""]
     lines.append(
-        f"cache: bits per value at {DEFAULT_CONTEXT:,} tokens, everything included ({HEADS} KV heads of {HEAD_DIM}); "
-        "16 without kvconvert."
+        f"cache: bits per value at {DEFAULT_CONTEXT:,} tokens, everything included ({HEADS} KV heads of {HEAD_DIM}; "
+        f"latents of {LATENTS[1]} with RoPE parts of {LATENTS[2]}); 16 without kvconvert."
     )
     lines.append(f"NAME-paper and NAME-plain are what the papers describe, to compare with: {', '.join(papers)}.")
     lines.append(
@@ -75,8 +76,10 @@ def _sizes(recipe: Recipe) -> tuple[str, str]:
 
 
 def bits_per_value(scheme: KVScheme) -> float:
-    """Of a layer of `HEADS` KV heads of `HEAD_DIM` channels, at `DEFAULT_CONTEXT` tokens."""
-    return ModelCache((LayerCache(HEADS, HEAD_DIM, HEAD_DIM, scheme),)).bits_per_value(DEFAULT_CONTEXT)
+    """Of a layer of `HEADS` KV heads of `HEAD_DIM` channels, or of `LATENTS`, at `DEFAULT_CONTEXT` tokens."""
+    latent = any(scheme == PRESETS[name] for name in ("latent-4bit", "latent-2bit"))
+    shape = LATENTS if latent else (HEADS, HEAD_DIM, HEAD_DIM)
+    return ModelCache((LayerCache(*shape, scheme),)).bits_per_value(DEFAULT_CONTEXT)
 
 
 def _shape(scheme: KVScheme) -> LayerShape:

@@ -16,9 +16,9 @@ from kvconvert.vllm.bundle import ServedBundle
 OPTIONS = {"device": "cpu", "progress": False}
 
 
-def convert(directory, name, preset, method):
+def convert(directory, name, preset, method, **changes):
     model = ARCHITECTURES[name].write(directory / "model")
-    recipe = Recipe.load(preset, {"weights.method": method})
+    recipe = Recipe.load(preset, {"weights.method": method} | changes)
     calibrate(str(model), directory / "work", recipe=recipe, samples=2, seq_len=128, **OPTIONS)
     return export(directory / "work", directory / "bundle", **OPTIONS)
 
@@ -33,7 +33,7 @@ def test_the_manifest_has_latents_as_keys_and_rope_parts_as_values(bundle):
     scheme = KVScheme.preset("latent-4bit")
     for layer in opened.manifest.layers:
         assert (layer.num_key_value_heads, layer.head_dim, layer.value_head_dim) == (1, 32, 16)
-        assert layer.scheme() == scheme
+        assert (layer.scheme(), layer.reason) == (scheme, "")
     config = load(bundle, device_map="cpu")[0].config
     wanted = model_cache(config, [scheme] * len(opened.manifest.layers))
     found = kv_size(opened.manifest)
@@ -63,6 +63,14 @@ def test_an_engine_and_vllm_refuse_latents_by_name(bundle):
 def test_latents_alone_are_something_to_convert(tmp_path):
     found = open_bundle(convert(tmp_path, "glm4_moe_lite", "latent-2bit", "none"))
     assert {layer.scheme() for layer in found.manifest.layers} == {KVScheme.preset("latent-2bit")}
+
+
+def test_what_calibration_cannot_choose_for_latents_is_said(tmp_path):
+    changes = {"kv.value_bits": 8, "calibration.calibrate_keys": False}
+    found = open_bundle(convert(tmp_path, "glm4_moe_lite", "kivi", "none", **changes))
+    for layer in found.manifest.layers:
+        assert (layer.scheme().key_bits, layer.scheme().key_clip_ratio) == (2, 1)
+        assert layer.reason.endswith("are the scheme's own, for calibration knows no latents")
 
 
 def test_other_recipes_leave_latents_to_transformers_and_say_so(tmp_path):
