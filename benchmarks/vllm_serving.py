@@ -15,9 +15,9 @@ is not attention), bundle-eager; and, if asked for, bundle-2-gpus and bundle-per
 started once. Cases: `ROWSxTOKENS` gives milliseconds until the last row's first token and per further token,
 `fullx8192` the same of as many rows as the cache holds, `mixed` seconds for the requests of traffic.py, and `mixed-4`
 the same with 4 GiB of the cache. A tenth of the mixed requests and a prompt of 9,000 tokens come before. Every figure
-is written at once; a case that fails, or has no time left, says so, and the next one runs. --seconds is each contender's
-time, its start included. With --tiny a small model serves lengths divided by 8 on a CPU, which does everything and
-measures nothing.
+is written at once; a case that fails, or has no time left, says so, and the next one runs. --seconds is the time of
+each contender, its start included. With --tiny a small model serves lengths divided by 8 on a CPU, which does
+everything and measures nothing.
 
 Compiled code stays in ~/.cache/vllm/torch_compile_cache (VLLM_CACHE_ROOT) and ~/.triton/cache: a second start on the
 same machine is faster.
