@@ -212,6 +212,7 @@ def test_layers_of_nearly_one_size_share_it_and_others_are_refused():
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ({"text_config": {"layer_types": ["chunked_attention"]}}, "chunked_attention"),
+        ({"kv_lora_rank": 512}, "latent attention"),
     ],
 )
 def test_layers_of_other_types_are_refused(config, said):
