@@ -11,12 +11,13 @@ KVCONVERT_VLLM_PYTHON names it for these two.
 
 `speed` takes random weights of an 8B Llama's shape (AWQ in groups of 128 and `oscar-g128` for bundles) and a cache of
 --memory GiB for each. Contenders: bf16, awq-fp8, bundle (graphs for decoding and prompts), bundle-piecewise (for what
-is not attention), bundle-eager; each is started once. Cases: `ROWSxTOKENS` gives milliseconds until the last row's
-first token and per further token, `fullx8192` the same of as many rows as the cache holds, `mixed` seconds for the
-requests of traffic.py, and `mixed-4` the same with 4 GiB of the cache. A tenth of the mixed requests and a prompt of
-9,000 tokens come before. Every figure is written at once; a case that fails, or has no time left, says so, and the next
-one runs. --seconds is each contender's time, its start included. With --tiny a small model serves lengths divided by 8
-on a CPU, which does everything and measures nothing.
+is not attention), bundle-eager; and, if asked for, bundle-2-gpus and bundle-per-head, the same with one GPU; each is
+started once. Cases: `ROWSxTOKENS` gives milliseconds until the last row's first token and per further token,
+`fullx8192` the same of as many rows as the cache holds, `mixed` seconds for the requests of traffic.py, and `mixed-4`
+the same with 4 GiB of the cache. A tenth of the mixed requests and a prompt of 9,000 tokens come before. Every figure
+is written at once; a case that fails, or has no time left, says so, and the next one runs. --seconds is the time of
+each contender, its start included. With --tiny a small model serves lengths divided by 8 on a CPU, which does
+everything and measures nothing.
 
 Compiled code stays in ~/.cache/vllm/torch_compile_cache (VLLM_CACHE_ROOT) and ~/.triton/cache: a second start on the
 same machine is faster.
@@ -37,6 +38,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,8 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "bundle": {},
     "bundle-piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
     "bundle-eager": {"enforce_eager": True},
+    "bundle-per-head": {},
+    "bundle-2-gpus": {"tensor_parallel_size": 2},
 }
 
 
@@ -88,13 +92,13 @@ def write_model(folder: Path, contender: str, shape: dict[str, Any]) -> Path:
             "modules_to_not_convert": ["lm_head"],
         }  # fmt: skip
     if contender.startswith("bundle"):
-        write_bundle(folder, config)
+        write_bundle(folder, config, "per_head" if contender.endswith(("gpus", "head")) else "joint")
     else:
         (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def write_bundle(folder: Path, config: dict[str, Any]) -> None:
+def write_bundle(folder: Path, config: dict[str, Any], token_norm: str) -> None:
     """A bundle's description: config.json, manifest and an empty KV plan."""
     from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME
     from kvconvert.bundle.manifest import (
@@ -109,7 +113,7 @@ def write_bundle(folder: Path, config: dict[str, Any]) -> None:
     from kvconvert.io.tensorfile import replace_tensors
     from kvconvert.methods import KVScheme
 
-    scheme = KVScheme.preset("oscar-g128")
+    scheme = replace(KVScheme.preset("oscar-g128"), token_norm=token_norm)
     modules, tensors = [], {}
     for layer in range(config["num_hidden_layers"]):
         for name, (inputs, outputs) in linears(config).items():
@@ -258,7 +262,8 @@ class Contender:
 
             from kvconvert.vllm.bundle import served_bundle
 
-            blocks_for = served_bundle(str(self.model)).layout(torch.bfloat16).blocks_for
+            ranks = CONTENDERS[self.name].get("tensor_parallel_size", 1)
+            blocks_for = served_bundle(str(self.model)).layout(torch.bfloat16, ranks).blocks_for
         rows = 1
         while (
             rows < 256 // self.scale
@@ -405,7 +410,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="quality: a file of text")
     parser.add_argument("--segments", type=int, default=2, help="quality: of 512 tokens (default: 2)")
     parser.add_argument("--dtype", default="bfloat16", help="quality: of model and tokens (default: bfloat16)")
-    parser.add_argument("--only", default=",".join(CONTENDERS))
+    parser.add_argument("--only", default="bf16,bundle,awq-fp8,bundle-piecewise,bundle-eager")
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--memory", type=float, default=30, help="GiB of cache for each contender")
     parser.add_argument("--tiny", action="store_true")

@@ -99,17 +99,10 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         served, ranks = served_bundle(vllm_config.model_config.model), vllm_config.parallel_config.tensor_parallel_size
         self.layout = served.layout(kv_cache_spec.dtype, ranks)
-        self.tables = None
+        self._tables: DecodeTables | None = None
         self._quantized: torch.Tensor | None = None
         self._known: list[LayerBlocks] = []
         self._alike: list[AlikeLayers] = []
-        if runs_triton(device):
-            most = vllm_config.scheduler_config.max_num_seqs
-            recorded = vllm_config.compilation_config.cudagraph_capture_sizes or []
-            # A recorded pass may be padded to more rows than there are requests.
-            rows = max(most, min((size for size in recorded if size >= most), default=most))
-            pages = -(-vllm_config.model_config.max_model_len // PAGE_SIZE)
-            self.tables = DecodeTables(self.layout, rows, pages, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -129,19 +122,38 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
         if any(plan.pending):
             quantize_pending(self._layers(), plan)
         plan.note_quantized()
-        if self.tables is not None:
+        tables = self._decode_tables()
+        if tables is not None:
             decodes = plan.requests if not plan.prompts else plan.decodes
             rows = range(common.num_reqs) if not plan.prompts else [request.row for request in decodes]
             tokens = dict.fromkeys(rows, 0) | {request.row: request.tokens for request in decodes}
-            self.tables.write(common.block_table_tensor, list(tokens), list(tokens.values()))
-        return LowBitMetadata(plan, common.num_actual_tokens, self.tables)
+            tables.write(common.block_table_tensor, list(tokens), list(tokens.values()))
+        return LowBitMetadata(plan, common.num_actual_tokens, tables)
+
+    def _memory(self) -> torch.Tensor:
+        """The blocks of the first layer."""
+        return self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]].kv_cache
+
+    def _decode_tables(self) -> DecodeTables | None:
+        """Where kernels run, what those of single tokens follow, made when the cache is known."""
+        if self._tables is None and runs_triton(self.device):
+            config = self.vllm_config
+            most = config.scheduler_config.max_num_seqs
+            recorded = config.compilation_config.cudagraph_capture_sizes or []
+            # A recorded pass may be padded to more rows than there are requests.
+            rows = max(most, min((size for size in recorded if size >= most), default=most))
+            pages = rows * -(-config.model_config.max_model_len // PAGE_SIZE)
+            if not config.cache_config.enable_prefix_caching:
+                # None is another request's.
+                pages = min(pages, len(self._memory()))
+            self._tables = DecodeTables(self.layout, rows, pages, self.device)
+        return self._tables
 
     def _quantized_blocks(self) -> torch.Tensor | None:
         """Where requests share pages, which blocks hold quantized ones: uint8 [blocks]."""
         if not self.vllm_config.cache_config.enable_prefix_caching:
             return None
-        name = self.layer_names[0]
-        memory = self.vllm_config.compilation_config.static_forward_context[name].kv_cache
+        memory = self._memory()
         if self._quantized is None or len(self._quantized) != len(memory):
             self._quantized = torch.zeros(len(memory), dtype=torch.uint8, device=memory.device)
         return self._quantized

@@ -63,6 +63,13 @@ class ServedBundle:
         return any(self.bundle.manifest.schemes())
 
     @property
+    def has_own_weights(self) -> bool:
+        """Whether weights are quantized and no AWQ checkpoint, so that kvconvert's kernels read them."""
+        return self.bundle.config.get("quantization_config", {}).get("version") != "gemm" and any(
+            module.method != "kept" for module in self.bundle.manifest.modules
+        )
+
+    @property
     def keeps_windows(self) -> bool:
         """Whether newest tokens stay in full precision besides the page being filled."""
         return any(scheme.key_recent_tokens or scheme.value_recent_tokens for scheme in self.schemes)

@@ -21,7 +21,7 @@ def is_known(version: str) -> bool:
 
 
 def choose_settings(arguments: Any, version: str) -> ServedBundle | None:
-    """Set what the bundle named by vLLM's engine arguments needs; None where they name none, or its weights alone.
+    """Set what the bundle named by vLLM's engine arguments needs; None where they name none.
 
     Raises:
         BundleError: an argument is set to what cannot be served, or the plugin was not tried with vLLM's version.
@@ -36,7 +36,7 @@ def choose_settings(arguments: Any, version: str) -> ServedBundle | None:
         )
     served = served_bundle(arguments.model)
     if not served.has_cache:
-        return None
+        return served
     needed = {
         "attention_backend": ("CUSTOM", "bundles bring their own attention backend"),
         "block_size": (PAGE_SIZE, f"a block is a page of {PAGE_SIZE} tokens"),
@@ -66,6 +66,10 @@ def refuse_hub(arguments: Any, config: Mapping[str, Any]) -> None:
 def refuse_config(served: ServedBundle, config: Any) -> None:
     """Refuse a bundle, or vLLM's settings, that cannot be served (BundleError)."""
     parallel = config.parallel_config
+    if parallel.tensor_parallel_size > 1 and served.has_own_weights:
+        raise _refused("tensor parallelism", "its weights have other widths than 4 bits")
+    if not served.has_cache:
+        return
     reason = served.refusal(config.model_config.dtype, parallel.tensor_parallel_size)
     if reason is not None:
         raise BundleError(reason)

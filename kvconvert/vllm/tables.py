@@ -7,6 +7,7 @@ written before a step runs; no kernel of the step depends on a number that the h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -27,7 +28,7 @@ class DecodeTables:
     Args:
         layout: of every layer's blocks.
         rows: requests of a step at most.
-        pages: of a request at most.
+        pages: of all requests together at most.
         device: of the cache.
 
     Attributes:
@@ -41,14 +42,14 @@ class DecodeTables:
     """
 
     def __init__(self, layout: BlockLayout, rows: int, pages: int, device: torch.device):
-        self.layout, self.rows, self.pages, self.device = layout, rows, pages, device
+        self.layout, self.rows, self.device = layout, rows, device
         self.capacity = layout.sink_tokens + max(layout.key_window, layout.value_window) + PAGE_SIZE
         on_device = {"dtype": torch.int64, "device": device}
         self.tokens = torch.zeros(rows, **on_device)
         self.write_blocks, self.write_slots = torch.zeros(2, rows, **on_device)
         self.gather_blocks, self.gather_slots = torch.zeros(2, rows, self.capacity, **on_device)
         # The last entry is loaded in advance and never followed.
-        self._pages = torch.zeros(rows * pages + 1, **on_device)
+        self._pages = torch.zeros(pages + 1, **on_device)
         self._offsets: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._windows: dict[tuple[int, int, int], torch.Tensor] = {}
         self._counts = torch.zeros(rows, 3, **on_device)
@@ -71,9 +72,13 @@ class DecodeTables:
         padded = list(tokens) + [0] * (self.rows - count)
         quantized = [layout.quantized(max(0, n - 1)) for n in padded]
         both, pages = [min(q) for q in quantized], [max(q) for q in quantized]
-        host = torch.tensor(
-            [padded, both, [p - b for p, b in zip(pages, both, strict=True)], [q[0] for q in quantized]]
-        )
+        starts = [0, *accumulate(pages)]
+        if starts[-1] >= len(self._pages):
+            # vLLM rehearses lengths that no cache holds, with one block for all; nothing reads what comes of it.
+            self.write(block_table, rows, [0] * count)
+            return
+        half = [p - b for p, b in zip(pages, both, strict=True)]
+        host = torch.tensor([padded, both, half, [q[0] for q in quantized], pages, starts[:-1]])
         device = upload(host, self.device)
         self.tokens.copy_(device[0])
         table = block_table
@@ -84,21 +89,26 @@ class DecodeTables:
         last = (device[0] - 1).clamp(min=0)
         self._write_places(table, last, exists)
         self._write_gather(table, device, last)
-        most = max(pages, default=0)
-        first = layout.first_page
-        self._pages[:-1].view(self.rows, self.pages)[:count, :most] = table[:, first : first + most]
+        self._write_pages(table, device[4, :count, None], device[5, :count, None], max(pages))
         for record, offsets in self._offsets.items():
             self._write_offsets(*record, *offsets)
         for sizes, described in self._windows.items():
             self._write_window(sizes, described)
         self._key_rows[:, 1] = device[3]
-        self._key_rows[:, 0] = torch.arange(self.rows, device=self.device) * self.pages
-        about = list(zip(both, pages, strict=True))[:count]
-        plans = [self._plan(row, bool(tokens[row]), *about[row]) for row in range(count)]
+        self._key_rows[:, 0] = device[5]
+        about = list(zip(starts, both, pages, strict=False))[:count]
+        plans = [self._plan(bool(n), *own) for n, own in zip(tokens, about, strict=True)]
         if plans != self._plans:
             self._plans = plans
             for programs in self._work:
                 self._write_work(programs)
+
+    def _write_pages(self, table: torch.Tensor, pages: torch.Tensor, starts: torch.Tensor, most: int) -> None:
+        """The rows' pages one after another, so many of each [rows, 1], from entry `starts` [rows, 1] on."""
+        number, first = torch.arange(most, device=self.device), self.layout.first_page
+        # The last entry takes what is no page.
+        at = torch.where(number < pages, starts + number, len(self._pages) - 1)
+        self._pages[at] = table[:, first : first + most]
 
     def _write_places(self, table: torch.Tensor, last: torch.Tensor, exists: torch.Tensor) -> None:
         """Where new tokens, at positions `last` [rows], go."""
@@ -127,8 +137,7 @@ class DecodeTables:
         self.gather_blocks[count:] = 0
         self.gather_slots.copy_(torch.where(is_sink, first.slots, places.slots))
 
-    def _plan(self, row: int, exists: bool, both: int, pages: int) -> SequencePlan:
-        first = row * self.pages
+    def _plan(self, exists: bool, first: int, both: int, pages: int) -> SequencePlan:
         hidden = self.layout.sink_tokens
         segments = (Segment(first, first + both, both * PAGE_SIZE, hidden=hidden),) if both else ()
         # The same whatever the newest page holds, so that plans last: of tokens still to come an item finds none.

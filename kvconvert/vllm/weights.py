@@ -127,11 +127,6 @@ class BundleLinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """Make room for the stored tensors, which are loaded into the Linears themselves."""
-        if (input_size_per_partition, sum(output_partition_sizes)) != (input_size, output_size):
-            raise BundleError(
-                f"{self.prefix} would be divided among devices, which the plugin does for 4-bit and unquantized "
-                "weights alone; serve on one."
-            )
         linears = [QuantizedLinear(m.in_features, m.out_features, m.group_size, bits=m.bits) for m in self.parts]
         _linears[self.prefix] = linears
 

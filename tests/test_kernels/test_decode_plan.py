@@ -8,6 +8,7 @@ from kvconvert.kernels.decode.plan import (
     RESIDUAL_TOKENS,
     Segment,
     SequencePlan,
+    most_items,
     plan_work,
 )
 
@@ -85,3 +86,20 @@ def test_a_page_plan_knows_how_many_tokens_are_left_from_its_first_page():
     first, second = [item for item in plan.items.tolist() if item[1] < item[2]]
     assert (first[11], second[11]) == (450, 450 - 128 * (second[1] - first[1]))
     assert second[12] == 9 + 128 * (second[1] - first[1])
+
+
+@pytest.mark.parametrize("programs", [1, 7, 60, 198])
+@pytest.mark.parametrize("sequences", [1, 3, 4, 5, 50, 300])
+@pytest.mark.parametrize("half_quantized", [0, 2])
+def test_no_more_items_than_are_announced(programs, sequences, half_quantized):
+    lengths = [(7 * number) % 90 for number in range(sequences)]
+    plan = plan_work(
+        [
+            SequencePlan(
+                (Segment(0, pages, 128 * pages),) if pages else (), 388, half_quantized, half_quantized_begin=pages
+            )
+            for pages in lengths
+        ],
+        programs,
+    )
+    assert len(plan.items) <= most_items(sequences, programs)

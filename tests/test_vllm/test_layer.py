@@ -53,7 +53,7 @@ class Layer:
         self.table = torch.zeros(REQUESTS, each + 3, dtype=torch.int32)
         self.table[:, :each] = (torch.randperm(each * REQUESTS) + 1).view(REQUESTS, each)
         self.table = self.table.to(self.device)
-        self.tables = DecodeTables(self.layout, REQUESTS + 2, 8, self.device) if kernels else None
+        self.tables = DecodeTables(self.layout, REQUESTS + 2, 6 * REQUESTS, self.device) if kernels else None
         self.keys, self.values = ([torch.zeros(HEADS, 0, DIM) for _ in range(REQUESTS)] for _ in range(2))
 
     def run(self, lengths: list[int]) -> float:
@@ -142,6 +142,20 @@ SCHEMES = {
 }
 # Prompts whole and in chunks beside decoding requests; pages that a prompt, a chunk or a decoded token completes.
 PASSES = [[127, 0, 0], [1, 40, 0], [1, 100, 1], [200, 128, 1], [1, 1, 1], [0, 1, 130], [1, 1, 1], [100, 1, 0]]
+
+
+def test_tables_hold_the_pages_of_all_rows_one_after_another_and_nothing_of_lengths_that_no_cache_holds():
+    layout = Layer(SCHEMES["kivi"], kernels=False).layout
+    tables = DecodeTables(layout, 4, 9, torch.device("cpu"))
+    table = torch.arange(1, 91, dtype=torch.int32).view(3, 30)
+    first = layout.first_page
+    tables.write(table, [0, 1, 2], [385, 0, 140])
+    pages = [*table[0, first : first + 3], table[2, first]]
+    assert tables._pages[:4].tolist() == [int(page) for page in pages]
+    assert [[s.begin, s.end] for plan in tables._plans for s in plan.segments] == [[0, 3], [3, 4]]
+    tables.write(table, [0, 1, 2], [1024, 1024, 1024])
+    assert not tables.tokens.any()
+    assert not any(plan.segments or plan.residual for plan in tables._plans)
 
 
 @pytest.mark.parametrize("name", ["calibrated", "static", "kitty"])

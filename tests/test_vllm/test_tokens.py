@@ -138,6 +138,33 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path):
     assert found == in_runtime(bundle, asked)
 
 
+def test_attention_that_is_not_served_is_refused():
+    cases = {
+        "alibi_slopes": ([0.5], "ALiBi slopes"),
+        "sliding_window": (512, "a sliding window"),
+        "logits_soft_cap": (30.0, "a soft cap"),
+        "kv_sharing_target_layer_name": ("model.layers.0.self_attn.attn", "another layer's cache"),
+        "sinks": ([1.0], "sinks"),
+    }
+    script = """
+import json, sys
+from kvconvert.errors import BundleError
+from kvconvert.vllm.backend import LowBitAttention
+for name, value in json.load(sys.stdin).items():
+    try:
+        LowBitAttention(4, 64, 1.0, 2, **{name: value})
+    except BundleError as error:
+        print("SAID", error)
+"""
+    asked = json.dumps({name: value for name, (value, _) in cases.items()})
+    ended = subprocess.run([PYTHON, "-c", script], input=asked, capture_output=True, text=True, timeout=300)
+    said = [line for line in ended.stdout.splitlines() if line.startswith("SAID")]
+    assert len(said) == len(cases), ended.stderr
+    for line, (_, words) in zip(said, cases.values(), strict=True):
+        assert f"attention has {words}" in line
+        assert "kvconvert serve" in line
+
+
 def test_a_refusal_is_what_ends_the_start(tmp_path):
     bundle = bundle_of(tmp_path, SCHEMES["windows"])
     said = in_vllm(bundle, [], enable_prefix_caching=True)

@@ -30,7 +30,7 @@ def arguments(model: Path | str, **given: Any) -> SimpleNamespace:
 def served(*schemes: KVScheme | None, **config: Any) -> ServedBundle:
     """A bundle as far as the plugin looks at it, of layers with two heads of 64 channels."""
     layers = [SimpleNamespace(num_key_value_heads=2, head_dim=64) for _ in schemes]
-    manifest = SimpleNamespace(schemes=lambda: list(schemes), layers=layers)
+    manifest = SimpleNamespace(schemes=lambda: list(schemes), layers=layers, modules=[])
     return ServedBundle(SimpleNamespace(manifest=manifest, config=config, plan={}))
 
 
@@ -142,6 +142,19 @@ def test_heads_that_cannot_be_divided_are_refused(scheme, ranks, said):
     refused(str(error.value), said)
 
 
+@pytest.mark.parametrize("scheme", [KIVI, None])
+def test_weights_that_are_not_divided_are_refused(scheme):
+    found = served(scheme, quantization_config={"kvconvert": {}})
+    refuse_config(found, engine(tensor_parallel_size=2))
+    found.bundle.manifest.modules.append(SimpleNamespace(method="rtn"))
+    refuse_config(found, engine())
+    with pytest.raises(BundleError) as error:
+        refuse_config(found, engine(tensor_parallel_size=2))
+    refused(str(error.value), "tensor parallelism", "4 bits")
+    found.bundle.config["quantization_config"]["version"] = "gemm"
+    refuse_config(found, engine(tensor_parallel_size=2))
+
+
 def test_a_rank_has_its_heads_of_the_plan():
     scheme = replace(KIVI, key_rounding="error_feedback", boost_fraction=0.125, boost_select="calibrated")
     scheme = replace(scheme, key_center="calibrated")
@@ -199,6 +212,7 @@ def test_layers_of_nearly_one_size_share_it_and_others_are_refused():
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ({"text_config": {"layer_types": ["chunked_attention"]}}, "chunked_attention"),
+        ({"kv_lora_rank": 512}, "latent attention"),
     ],
 )
 def test_layers_of_other_types_are_refused(config, said):
