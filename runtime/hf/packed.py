@@ -269,6 +269,13 @@ class PackedCache(Cache):
         """How the caches' pages are read, of all layers."""
         return [layer.store.format for segment in self.segments for layer in segment.cache.paged_layers()]
 
+    def are_stored(self, tokens: Tensor) -> Tensor:
+        """Which of these tokens of the pass [n] are a sequence's, bool [n]; those of free rows are read for nothing."""
+        stored = torch.ones(self._tokens, dtype=torch.bool)
+        if self._rows is not None:
+            stored[self._rows.tokens] = torch.tensor([s.occupied for s in self._rows.cache.groups[0].sequences])
+        return stored.to(tokens.device)[tokens]
+
     @contextmanager
     def counted_once(self) -> Iterator[None]:
         """Within the context launches run again that ran before, and nothing is counted."""

@@ -9,7 +9,7 @@ from tiny.models import ARCHITECTURES, GREEDY, tiny_model
 from kvconvert.errors import NumericError
 from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.runtime import Engine
-from kvconvert.runtime.engine.model_steps import ModelSteps
+from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.hf import packed
 from kvconvert.runtime.hf.generation import adopt
 
@@ -162,3 +162,14 @@ def test_the_pass_that_takes_the_memory_of_the_longest_one_leaves_no_trace():
         assert [len(chunk.ids) for chunk in chunks.pop()] == [140] * prompts
         assert steps.cache.free_pages() == free
         assert not any(sequence.occupied for group in steps.cache.groups for sequence in group.sequences)
+
+
+def test_a_pass_knows_which_of_its_tokens_are_a_sequences():
+    """The rows that none has joined are computed as well, and a recording is not judged by them."""
+    steps = ModelSteps(low_bit(tiny_model("llama"), "oscar-g128"), 3, None)
+    none, prompt, other = torch.zeros(3, dtype=torch.int64), steps.new_prompt(), steps.new_prompt()
+    steps.forward(none, none, False, [PromptChunk(1, prompt, [5, 6], 0, last=True)])
+    steps.join(1, prompt)
+    tokens = torch.tensor([0, 1, 2, 3, 4])
+    assert steps.cache.packed([(other, 2)], rows=True).are_stored(tokens).tolist() == [False, True, False, True, True]
+    assert steps.cache.packed([(other, 5)], rows=False).are_stored(tokens).all()

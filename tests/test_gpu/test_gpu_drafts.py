@@ -52,14 +52,18 @@ class Drafting:
     @torch.no_grad()
     def check(self, ids, positions):
         if not self.planned:
-            if ids.shape[1] > 1:
-                return self.steps.check(ids, positions)
-            return self.steps.forward(ids[:, 0], positions[:, 0], True, [])[0][:, None]
+            with pytest.MonkeyPatch.context() as patch, self.model.prompts.layer_by_layer():
+                patch.setattr(self.model.captured, "serves", lambda arguments: False)
+                if ids.shape[1] > 1:
+                    return self.steps.check(ids, positions)
+                return self.steps.forward(ids[:, 0], positions[:, 0], True, [])[0][:, None]
         cache = self.steps.cache
         cache.hold_drafts(ids.shape[1])
         step = PlannedStep(cache.groups, tokens=ids.shape[1])
         with step.launches():
-            output = self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+            # The model itself would plan a step of its own on a GPU.
+            forward = self.model.captured.forward
+            output = forward(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
         step.finish()
         return output.logits
 
