@@ -106,6 +106,8 @@ class CapturedPasses:
 
     def _record(self, key: Hashable, cache: Any, read: Tensor, keep: Tensor) -> Tensor:
         expected, stored = self._launch(cache, read, keep), cache.are_stored(keep)
+        if not stored.any():  # nothing by which a replay could be judged
+            return expected
         try:
             graph, static = torch.cuda.CUDAGraph(), (read.clone(), keep.clone())
             torch.cuda.synchronize()
