@@ -158,7 +158,7 @@ class Engine:
     def step(self) -> list[Event]:
         """Read chunks of prompts, decode one token of every running request, and return what came of it.
 
-        On a GPU the tokens of a step are returned by the step after it.
+        On a GPU the tokens of a step are returned by the step after it, unless tokens are drafted.
         """
         try:
             with self._stepping:
