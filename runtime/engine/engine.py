@@ -158,7 +158,7 @@ class Engine:
     def step(self) -> list[Event]:
         """Read chunks of prompts, decode one token of every running request, and return what came of it.
 
-        On a GPU the tokens of a step are returned by the step after it.
+        On a GPU the tokens of a step are returned by the step after it, unless tokens are drafted.
         """
         try:
             with self._stepping:
@@ -345,13 +345,17 @@ class Engine:
 
     def _drafts(self, running: dict[int, Request]) -> dict[int, list[int]]:
         """What may follow the newest token of each running request: no more than is checked before its next page is
-        written.
+        written. A request whose draft fails ends.
         """
         most, found = self._speculation.drafted, {}
         for row, request in running.items() if most else ():
             until_page = self._steps.cache.tokens_until_page(row)
             room = most if until_page is None else min(most, until_page - 1)
-            found[row] = request.drafts(room, self._steps.vocabulary)
+            try:
+                found[row] = request.drafts(room, self._steps.vocabulary)
+            except BaseException:
+                self._end(request, "error")
+                raise
         return found
 
     def _check(self, running: dict[int, Request], drafts: dict[int, list[int]]) -> list[Event]:

@@ -122,6 +122,19 @@ def test_a_request_that_is_cancelled_while_drafts_are_checked_leaves_no_page():
     assert engine.stats().pages_free == empty
 
 
+def test_a_request_whose_draft_fails_ends_and_the_others_go_on():
+    model = low_bit("kivi")
+    engine = Engine(model, max_batch=2, prompt_lookup_num_tokens=4)
+    failing, other = (engine.add(repetitive(40, 60, n), max_new_tokens=20, stop_token_ids=[]) for n in range(2))
+    failing.drafter.propose = lambda tokens, most: (_ for _ in ()).throw(IndexError("no position"))
+    with pytest.raises(IndexError):
+        engine.run()
+    assert failing.finish_reason == "error"
+    engine.run()
+    assert (other.finish_reason, len(other.tokens)) == ("length", 20)
+    assert engine._steps.cache.stats().tokens == 0
+
+
 def test_a_stop_token_within_a_draft_ends_the_request_there():
     model = low_bit("kivi")
     prompt = repetitive(model.config.vocab_size, 90, 5)
