@@ -18,7 +18,7 @@ from kvconvert.models.configuration import is_latent
 from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.engine.sampling import sample
 from kvconvert.runtime.hf.cache import rotary_switch
-from kvconvert.runtime.hf.captured import prepare_steps
+from kvconvert.runtime.hf.captured import prepare_steps, tokens_with_pages
 from kvconvert.runtime.hf.captured_passes import SIZES
 from kvconvert.runtime.hf.rehearsal import rehearse, shortened
 
@@ -163,11 +163,7 @@ class ModelSteps:
         # One table for all lengths: recordings know its address.
         entry_bytes = 8 * (2 * len(self.cache.layers) + PAGE_SIZE) * self.rows
         captured.registry.least_entries[self.rows] = min(most // PAGE_SIZE + 4, MOST_TABLE_BYTES // entry_bytes)
-        # Work is divided by how much of it there is, and by how much of it is one row's.
-        for growing in sorted({self.rows, -(-self.rows // 4), -(-self.rows // 16), 1}, reverse=True):
-            longest = min(most, 2 * tokens // (growing + 1))
-            for count in {1, 1 + drafted}:
-                prepare_steps(self.model, [1] * self.rows, longest, growing, step_tokens=count)
+        self.prepare_steps(tokens, most, drafted)
         count = max(1, min(chunk, most // 2))
         logits = self._read_prompts(count, min(most_tokens, tokens // 2))
         self._record_passes(min(chunk, most // 2))
@@ -175,6 +171,23 @@ class ModelSteps:
         ones = torch.ones(self.rows, device=self.device)
         for restrict in (True, False):
             sample(logits, ones, none, ones / 2, none, none, restrict=restrict)
+
+    def prepare_steps(self, tokens: int, most: int, drafted: int = 0) -> None:
+        """Record decoding steps for as many tokens as the pages hold, of which a row has at most so many.
+
+        Args:
+            tokens: of all rows.
+            most: of one row.
+            drafted: as for `prepare`.
+        """
+        # Work is divided by how much of it there is, and by how much of it is one row's; rows without pages get none.
+        with_pages = tokens_with_pages([group.scheme for group in self.cache.groups])
+        for count in {1, 1 + drafted}:
+            prepare_steps(self.model, [1] * self.rows, 1, step_tokens=count)
+            for growing in sorted({self.rows, -(-self.rows // 4), -(-self.rows // 16), 1}, reverse=True):
+                longest = min(most, 2 * tokens // (growing + 1))
+                begin = [min(with_pages, longest)] * growing + [1] * (self.rows - growing)
+                prepare_steps(self.model, begin, longest, growing, step_tokens=count)
 
     def _read_prompts(self, count: int, tokens: int) -> Tensor:
         """Logits of a pass over the rows and as many prompts of `count` tokens as `tokens` are, at least one, which

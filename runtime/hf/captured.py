@@ -30,6 +30,7 @@ from tqdm import tqdm
 from transformers.utils import ModelOutput
 
 from kvconvert.kernels.launches import skips_launches
+from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.sequence import Sequence, Side
 from kvconvert.runtime.cache.steps import PlannedStep, TableRegistry, can_plan_steps
 from kvconvert.runtime.cache.store import Group
@@ -290,7 +291,7 @@ def prepare_steps(
 
     Args:
         model: of a bundle (`runtime/hf/generation.py`), on a GPU.
-        tokens: of each row's prompt, at least 1.
+        tokens: of each row's prompt, at least 1; rows without a complete page (`tokens_with_pages`) get no longer.
         longest: tokens of the longest row in the end.
         growing: how many rows, the first ones, get longer; None for all.
         step_tokens: of each row in a step.
@@ -324,11 +325,15 @@ def prepare_steps(
     return captured.recorded - before
 
 
+def tokens_with_pages(schemes: Sequence_[KVScheme]) -> int:
+    """Of a prompt that fills a page in every layer."""
+    return max(scheme.exact_tokens + scheme.page_size for scheme in schemes) + 1
+
+
 def _read_short_prompt(model: Any, cache: Any, tokens: Sequence_[int]) -> list[tuple[Group, tuple[Sequence, ...], int]]:
     """Read a prompt of at most a page beyond all windows; each group with its sequences and positions afterwards."""
-    schemes = [group.scheme for group in cache.groups]
-    page = max(s.exact_tokens + s.page_size for s in schemes) + 1
-    counts = [min(n, page) for n in tokens]
+    most = tokens_with_pages([group.scheme for group in cache.groups])
+    counts = [min(n, most) for n in tokens]
     width = max(counts)
     first = torch.tensor([width - n for n in counts], device=model.device)
     mask = (torch.arange(width, device=model.device) >= first[:, None]).long()

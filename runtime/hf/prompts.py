@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvconvert.kernels.device import runs_triton
+from kvconvert.kernels.launches import skips_launches
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.cache.prompt_pass import PromptPass, unplanned
@@ -136,7 +137,7 @@ class PackedPrompts:
             CacheError: the pages have a fixed capacity and no room left.
             NumericError: a page holds numbers that cannot be stored.
         """
-        self.packed += 1
+        self.packed += not skips_launches()
         (rows, length), padded, passes = prompt.ids.shape, prompt.padded, self._captured.passes
         read = torch.stack([prompt.ids, prompt.positions]).flatten(1)
         numbers = torch.arange(rows * length)

@@ -5,10 +5,12 @@ import torch
 from engine_models import llama_8b, packed_model
 from tiny.models import GREEDY, random_ids
 
+from kvconvert.kernels.device import GPU, imagined
 from kvconvert.kernels.launches import noted
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, Sampling
 from kvconvert.runtime.engine.model_steps import rehearse_engine
+from kvconvert.runtime.hf.captured import CapturedSteps
 from kvconvert.runtime.hf.rehearsal import rehearse
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64}
@@ -18,6 +20,10 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 def small_model(scheme, device):
     scheme = KVScheme.preset(scheme).with_online_rotation()
     return packed_model(llama_8b(**SHAPE, **HEADS), [scheme], device)
+
+
+def unlisted(launched, listed):
+    return "\n".join(str(launch) for launch in launched if launch not in listed)
 
 
 OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in ("kivi", "kitty", "calibquant-2bit", "minikv")]
@@ -37,7 +43,7 @@ def test_an_engine_launches_what_was_rehearsed(device, scheme):
             engine.step()
         engine.run()
     assert len(launched) > 10
-    assert not [launch for launch in launched if launch not in listed]
+    assert not unlisted(launched, listed)
 
 
 @pytest.mark.parametrize("scheme", ["oscar-g128", *OTHERS])
@@ -55,7 +61,7 @@ def test_generate_launches_what_was_rehearsed(device, scheme):
             model.generate(ids, attention_mask=mask, max_new_tokens=2, **GREEDY)
     assert model.prompts.packed == before + 2 * (scheme != "minikv")
     assert len(launched) > 5
-    assert not [launch for launch in launched if launch not in listed]
+    assert not unlisted(launched, listed)
 
 
 def test_a_scheme_that_reads_prompts_again_is_rehearsed(device):
@@ -68,6 +74,15 @@ def test_a_scheme_that_reads_prompts_again_is_rehearsed(device):
     assert not model.prompts.packed
 
 
+def serve(engine):
+    for length in (1, 2, 30, 127, 128, 500, 900, 3000):
+        for seed, new in enumerate((1, 7, 140)):
+            sampling = Sampling(temperature=1.0, top_p=0.9, seed=seed) if seed else Sampling()
+            engine.add([5] * length, max_new_tokens=new, sampling=sampling, stop_token_ids=[])
+            engine.step()
+    engine.run()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("scheme", ["oscar-g128", "kivi", "minikv"])
 def test_while_an_engine_serves_no_kernel_is_compiled_or_read_and_no_step_recorded(scheme):
@@ -77,14 +92,38 @@ def test_while_an_engine_serves_no_kernel_is_compiled_or_read_and_no_step_record
     engine = Engine(model, kv_memory=1 << 26, max_batch=8, prompt_chunk=256)
     recorded, asked = model.captured.recorded, []
     knobs.compilation.listener = lambda **what: asked.append(what["metadata"]["name"])
+    with noted() as listed:
+        rehearse_engine(model)
     try:
-        for length in (1, 2, 30, 127, 128, 500, 900, 3000):
-            for seed, new in enumerate((1, 7, 140)):
-                sampling = Sampling(temperature=1.0, top_p=0.9, seed=seed) if seed else Sampling()
-                engine.add([5] * length, max_new_tokens=new, sampling=sampling, stop_token_ids=[])
-                engine.step()
-        engine.run()
+        with noted(makes=True) as launched:
+            serve(engine)
     finally:
         knobs.compilation.listener = None
+    assert not unlisted(launched, listed)
     assert not asked
-    assert model.captured.recorded == recorded
+    # Steps of what compresses prompts as a whole are recorded for short ones alone.
+    assert scheme == "minikv" or model.captured.recorded == recorded
+    assert model.captured.passes.reason is None
+    assert model.captured.passes.recorded > 0 or scheme == "minikv"
+
+
+@pytest.mark.parametrize("scheme", ["oscar-g128", "kivi", "kitty", "default"])
+def test_steps_are_recorded_for_all_lengths_before_the_first_request(monkeypatch, scheme):
+    """By the keys of steps alone: no launch is made."""
+    keys, launch = [], CapturedSteps._launch
+
+    def noting(self, planned, *arguments):
+        keys.append(planned.key())
+        return launch(self, planned, *arguments)
+
+    monkeypatch.setattr(CapturedSteps, "_launch", noting)
+    with torch.no_grad(), imagined(GPU((9, 0), 132)), noted():
+        model = small_model(scheme, torch.device("cpu"))
+        engine = Engine(model, kv_memory=1 << 26, max_batch=8, prompt_chunk=256)
+        model.captured.registry.least_entries[8] = 2048
+        engine._steps.prepare_steps(1 << 20, 1 << 18)
+        prepared = set(keys)
+        keys.clear()
+        serve(engine)
+    assert len(set(keys)) > 3
+    assert not set(keys) - prepared
