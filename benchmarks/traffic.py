@@ -175,19 +175,19 @@ def vllm_cases(arguments: Any, config: Any, requests: list[dict[str, Any]], scal
     if not arguments.tiny:
         # Only a limit at the start; the cache has kv_cache_memory_bytes.
         options["gpu_memory_utilization"] = 0.6
-    for name, gib in (("", arguments.kv_gib), ("_small", arguments.small_kv_gib)):
-        vllm = VLLM(arguments.beside_vllm, config, options | {"kv_cache_memory_bytes": int(gib * GIB)})
-        report["version"], report["ready_seconds" + name] = vllm.version, vllm.ready_seconds
-        vllm.serve(pairs[::10], at_once[::10], SAMPLING)
-        report["at_once" + name] = summary(requests, at_once, *vllm.serve(pairs, at_once, SAMPLING))
-        if not name:
-            report["rate"] = LOAD * len(pairs) / report["at_once"]["seconds"]
-            gaps = arrivals_at(report["rate"], len(pairs), arguments.seed)
-            report["poisson"] = summary(requests, gaps, *vllm.serve(pairs, gaps, SAMPLING))
-            for prompt in prompts_of(arguments.seed, scale, config.vocab_size):
-                times = [vllm.serve([(prompt, 1)], [0.0], {"temperature": 0.0})[1] for _ in range(1 + REPEATS)]
-                report[f"first_token_{len(prompt)}_ms"] = statistics.median(times[1:]) * 1e3
-        vllm.close()
+    vllm = VLLM(arguments.beside_vllm, config, options | {"kv_cache_memory_bytes": int(arguments.kv_gib * GIB)})
+    report["version"], report["ready_seconds"] = vllm.version, vllm.ready_seconds
+    vllm.serve(pairs[::10], at_once[::10], SAMPLING)
+    report["at_once"] = summary(requests, at_once, *vllm.serve(pairs, at_once, SAMPLING))
+    report["rate"] = LOAD * len(pairs) / report["at_once"]["seconds"]
+    gaps = arrivals_at(report["rate"], len(pairs), arguments.seed)
+    report["poisson"] = summary(requests, gaps, *vllm.serve(pairs, gaps, SAMPLING))
+    for prompt in prompts_of(arguments.seed, scale, config.vocab_size):
+        times = [vllm.serve([(prompt, 1)], [0.0], {"temperature": 0.0})[1] for _ in range(1 + REPEATS)]
+        report[f"first_token_{len(prompt)}_ms"] = statistics.median(times[1:]) * 1e3
+    vllm.limit(int(vllm.blocks * arguments.small_kv_gib / arguments.kv_gib))
+    report["at_once_small"] = summary(requests, at_once, *vllm.serve(pairs, at_once, SAMPLING))
+    vllm.close()
     return report
 
 
@@ -266,22 +266,28 @@ def main() -> None:
     engine = engine_with(arguments.kv_gib)
     results["ready_seconds"] = time.perf_counter() - begin
     arrivals = arrivals_at(arguments.rate, len(requests), arguments.seed)
+
+    def measured(name: str, found: Any) -> Any:
+        print(name, json.dumps(found), flush=True)
+        return found
+
     for name in ("new process", "warm"):
-        results[name] = serve(engine, requests, arrivals)
+        results[name] = measured(name, serve(engine, requests, arrivals))
     if arguments.beside_vllm is not None:
         at_once, rate = [0.0] * len(requests), results["vllm"]["rate"]
         ours: dict[str, Any] = {
             "at_once": results["warm"] if arguments.rate is None else serve(engine, requests, at_once)
         }
-        ours["poisson"] = serve(engine, requests, arrivals_at(rate, len(requests), arguments.seed))
+        ours["poisson"] = measured("poisson", serve(engine, requests, arrivals_at(rate, len(requests), arguments.seed)))
         del engine
         gc.unfreeze()
         gc.collect()
         for prompt in prompts_of(arguments.seed, scale, config.vocab_size):
-            ours[f"first_token_{len(prompt)}_ms"] = first_token_ms(model, prompt)
+            name = f"first_token_{len(prompt)}_ms"
+            ours[name] = measured(name, first_token_ms(model, prompt))
         engine = engine_with(arguments.small_kv_gib)
         serve(engine, requests[::10], at_once[::10])
-        ours["at_once_small"] = serve(engine, requests, at_once)
+        ours["at_once_small"] = measured("small cache", serve(engine, requests, at_once))
         results["kvconvert"], results["ratios"] = ours, ratios(ours, results["vllm"])
     elif device == "cuda":
         results["gpu_busy"] = busy_share(engine, requests, PROFILED_STEPS)
