@@ -70,14 +70,15 @@ class StepPlan:
     quantized_blocks: torch.Tensor | None = None
 
     @cached_property
-    def decodes(self) -> list[Request]:
-        """Requests with one new token."""
-        return [request for request in self.requests if request.length == 1]
+    def decodes(self) -> Sequence[Request]:
+        """Requests with one new token that come before all others, as vLLM orders them."""
+        count = next((i for i, request in enumerate(self.requests) if request.length > 1), len(self.requests))
+        return self.requests[:count]
 
-    @cached_property
-    def prompts(self) -> list[Request]:
-        """Requests with more."""
-        return [request for request in self.requests if request.length > 1]
+    @property
+    def prompts(self) -> Sequence[Request]:
+        """The others."""
+        return self.requests[len(self.decodes) :]
 
     @property
     def device(self) -> torch.device:

@@ -17,6 +17,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.blocks import BlockLayout
 from kvconvert.vllm.layer import AlikeLayers, LayerBlocks, LayerCache, alike
+from kvconvert.vllm.prompts import divide_prompts
 from kvconvert.vllm.step import StepPlan, plan_step
 from kvconvert.vllm.tables import DecodeTables
 
@@ -53,7 +54,7 @@ class Layer:
         self.table = torch.zeros(REQUESTS, each + 3, dtype=torch.int32)
         self.table[:, :each] = (torch.randperm(each * REQUESTS) + 1).view(REQUESTS, each)
         self.table = self.table.to(self.device)
-        self.tables = DecodeTables(self.layout, REQUESTS + 2, 6 * REQUESTS, self.device) if kernels else None
+        self.tables = DecodeTables([self.blocks], REQUESTS + 2, 6 * REQUESTS) if kernels else None
         self.keys, self.values = ([torch.zeros(HEADS, 0, DIM) for _ in range(REQUESTS)] for _ in range(2))
 
     def run(self, lengths: list[int]) -> float:
@@ -87,7 +88,8 @@ class Layer:
         """The attention of queries, keys and values [n, heads, D] in one pass."""
         queries, keys, values = (x.to(self.device) for x in tokens)
         output = torch.full_like(queries, float("nan"))
-        LayerStep(self.blocks, plan, DIM**-0.5, self.tables).run(queries, keys, values, output)
+        prompts = divide_prompts(plan, self.blocks if self.kernels else None)
+        LayerStep(self.blocks, plan, DIM**-0.5, prompts, self.tables).run(queries, keys, values, output)
         return output
 
     def _attention(self, row: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -145,16 +147,20 @@ PASSES = [[127, 0, 0], [1, 40, 0], [1, 100, 1], [200, 128, 1], [1, 1, 1], [0, 1,
 
 
 def test_tables_hold_the_pages_of_all_rows_one_after_another_and_nothing_of_lengths_that_no_cache_holds():
-    layout = Layer(SCHEMES["kivi"], kernels=False).layout
-    tables = DecodeTables(layout, 4, 9, torch.device("cpu"))
+    blocks = Layer(SCHEMES["kivi"], kernels=False).blocks
+    tables = DecodeTables([blocks], 4, 9)
     table = torch.arange(1, 91, dtype=torch.int32).view(3, 30)
-    first = layout.first_page
-    tables.write(table, [0, 1, 2], [385, 0, 140])
-    pages = [*table[0, first : first + 3], table[2, first]]
-    assert tables._pages[:4].tolist() == [int(page) for page in pages]
-    assert [[s.begin, s.end] for plan in tables._plans for s in plan.segments] == [[0, 3], [3, 4]]
-    tables.write(table, [0, 1, 2], [1024, 1024, 1024])
-    assert not tables.tokens.any()
+    first = blocks.cache.layout.first_page
+    pages = torch.stack([*table[0, first : first + 3], table[2, first]])
+    with interpreted():
+        tables.write(table, [0, 1, 2], [385, 0, 140])
+        found = tables.page_tables(blocks, 8, 3)
+        assert found.keys[:4].tolist() == (pages * blocks.block_units).tolist()
+        assert (found.values - found.keys)[:4].tolist() == [blocks.geometry.key_units] * 4
+        assert [[s.begin, s.end] for plan in tables._plans for s in plan.segments] == [[0, 3], [3, 4]]
+        assert tables.targets(blocks, 4)[1].tolist() == [0, -1, 0, -1]
+        tables.write(table, [0, 1, 2], [1024, 1024, 1024])
+    assert set(tables.targets(blocks, 4)[1].tolist()) == {-1}
     assert not any(plan.segments or plan.residual for plan in tables._plans)
 
 

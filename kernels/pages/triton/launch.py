@@ -101,6 +101,29 @@ def quantize_at(
     quantize_key_pages(launch, f, channels, static)
 
 
+def quantize_listed(
+    tokens: torch.Tensor,
+    table: torch.Tensor,
+    records: torch.Tensor,
+    f: KeyFormat | ValueFormat,
+    flag: torch.Tensor,
+    centers: torch.Tensor,
+    channels: torch.Tensor | None,
+    static: ChannelScales | None,
+    feedback: torch.Tensor | None,
+    center: KeyCenter | None,
+) -> None:
+    """`quantize_listed` of kernels/pages/__init__.py."""
+    matrices = None if feedback is None else PageFeedback(feedback, torch.zeros_like(table[:, 0]))
+    launch = PageLaunch(tokens, tokens.stride(1), table, records, flag, matrices)
+    if isinstance(f, ValueFormat):
+        quantize_value_pages(launch, f, static)
+        return
+    if center is not None:
+        launch_centers(tokens, launch.token_stride, table, centers, center, f.page_size, sign=-1)
+    quantize_key_pages(launch, f, channels, static)
+
+
 def quantize_key_pages(
     launch: PageLaunch, f: KeyFormat, channels: torch.Tensor | None = None, static: ChannelScales | None = None
 ) -> None:
