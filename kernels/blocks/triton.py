@@ -71,10 +71,10 @@ def locate_kernel(
     else:
         number = (part - 1) * PAGES + tl.arange(0, PAGES)
         there = number < tl.load(about + 3)
-        unit = tl.load(table + FIRST_PAGE + number, mask=there, other=0).to(tl.int64) * BLOCK_UNITS
-        place = tl.load(about + 4) + number
-        tl.store(key_pages + place, unit, mask=there)
-        tl.store(value_pages + place, unit + KEY_UNITS, mask=there)
+        page = tl.load(table + FIRST_PAGE + number, mask=there, other=0).to(tl.int64) * BLOCK_UNITS
+        line = tl.load(about + 4) + number
+        tl.store(key_pages + line, page, mask=there)
+        tl.store(value_pages + line, page + KEY_UNITS, mask=there)
 
 
 def locate(
@@ -87,12 +87,33 @@ def locate(
     found: DecodePlaces,
 ) -> None:
     """`locate` of kernels/blocks/__init__.py."""
-    g, capacity = geometry, found.places.shape[1]
     locate_kernel[(len(rows), 1 + triton.cdiv(most_pages, PAGES))](
         block_table, rows, found.places, found.targets, found.key_pages, found.value_pages, block_table.stride(0),
-        g.first_page, g.stride, g.tokens_per_block, g.sink_tokens, g.block_units, g.token_units, g.key_units,
-        *head_sizes, 16 // dtype.itemsize, capacity, triton.next_power_of_2(capacity), PAGES, num_warps=4,
+        **locate_constants(geometry, head_sizes, dtype, found.places.shape[1]), num_warps=4,
     )  # fmt: skip
+
+
+def locate_constants(
+    geometry: BlockGeometry, head_sizes: tuple[int, int, int], dtype: torch.dtype, capacity: int
+) -> dict[str, int]:
+    """Compile-time arguments of `locate_kernel`."""
+    heads, size, value_size = head_sizes
+    return {
+        "FIRST_PAGE": geometry.first_page,
+        "STRIDE": geometry.stride,
+        "PER_BLOCK": geometry.tokens_per_block,
+        "SINKS": geometry.sink_tokens,
+        "BLOCK_UNITS": geometry.block_units,
+        "TOKEN_UNITS": geometry.token_units,
+        "KEY_UNITS": geometry.key_units,
+        "HEADS": heads,
+        "SIZE": size,
+        "VALUE_SIZE": value_size,
+        "UNIT": 16 // dtype.itemsize,
+        "CAPACITY": capacity,
+        "CAPACITY_TILE": triton.next_power_of_2(capacity),
+        "PAGES": PAGES,
+    }
 
 
 @kernel(do_not_specialize=["count"])
@@ -122,9 +143,8 @@ def copy_tokens_kernel(
     there = ((tl.load(places + number * 2 + 1, mask=number < count, other=0) >> side) & 1) > 0
     record = tl.load(records + number, mask=there, other=0) * UNIT
     place = tl.load(places + number * 2, mask=there, other=0)
-    channel = tl.arange(0, SIZE_TILE)[None, :]
-    value_channel = tl.arange(0, VALUE_TILE)[None, :]
     if side == 0:
+        channel = tl.arange(0, SIZE_TILE)[None, :]
         mask = there[:, None] & (channel < SIZE)
         stored = words + record[:, None] + head * SIZE + channel
         laid = keys + head * key_head_stride + place[:, None] * key_stride + channel
@@ -133,6 +153,7 @@ def copy_tokens_kernel(
         else:
             tl.store(laid, tl.load(stored, mask=mask), mask=mask)
     else:
+        value_channel = tl.arange(0, VALUE_TILE)[None, :]
         value_mask = there[:, None] & (value_channel < VALUE_SIZE)
         value_stored = words + record[:, None] + HEADS * SIZE + head * VALUE_SIZE + value_channel
         value_laid = values + head * value_head_stride + place[:, None] * value_stride + value_channel
@@ -154,6 +175,13 @@ def copy_tokens(
     (heads, _, size), value_size = keys.shape, values.shape[2]
     copy_tokens_kernel[(triton.cdiv(len(records), TOKENS), 2 * heads)](
         records, places, words.view(keys.dtype), keys, values, len(records), *keys.stride()[:2], *values.stride()[:2],
-        heads, size, triton.next_power_of_2(size), value_size, triton.next_power_of_2(value_size), 16 // keys.itemsize,
-        TOKENS, to_blocks, num_warps=4,
+        **copy_constants((heads, size, value_size), keys.dtype, to_blocks), num_warps=4,
     )  # fmt: skip
+
+
+def copy_constants(head_sizes: tuple[int, int, int], dtype: torch.dtype, to_blocks: bool) -> dict[str, int]:
+    """Compile-time arguments of `copy_tokens_kernel`."""
+    heads, size, value_size = head_sizes
+    sizes = {"SIZE": size, "SIZE_TILE": triton.next_power_of_2(size)}
+    sizes |= {"VALUE_SIZE": value_size, "VALUE_TILE": triton.next_power_of_2(value_size)}
+    return {"HEADS": heads, **sizes, "UNIT": 16 // dtype.itemsize, "TOKENS": TOKENS, "TO_BLOCKS": to_blocks}
