@@ -133,9 +133,7 @@ class LayerStep:
         ]
         return [part for part in found if part.tokens]
 
-    def _decode(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor
-    ) -> None:
+    def _decode(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
         """Store the tokens of the requests with one, and write their attention [B, Hq, E].
 
         Args:

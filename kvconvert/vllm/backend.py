@@ -27,9 +27,11 @@ from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.bundle import ServedBundle, layer_index, served_bundle
 from kvconvert.vllm.layer import AlikeLayers, LayerBlocks, alike
 from kvconvert.vllm.prompts import WORKSPACE_BYTES, PackedPrompts, divide_prompts
+from kvconvert.vllm.rehearsal import prepare, rehearse
 from kvconvert.vllm.spec import LowBitSpec
 from kvconvert.vllm.step import Request, StepPlan, plan_step
 from kvconvert.vllm.tables import DecodeTables
+from kvconvert.vllm.weights import rehearse_products
 
 
 class LowBitBackend(AttentionBackend):
@@ -156,6 +158,10 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
             self._tables = DecodeTables(self._known, rows, pages)
             reasons = [ragged.unsupported(b.cache.format, b.cache.dtype, self.device) for b in self._known]
             self._like = None if any(reasons) else self._known[0]
+            context = config.compilation_config.static_forward_context
+            heads = [context[name].impl.num_heads for name in self.layer_names]
+            args = self._known, heads, self._tables, self._like is not None
+            prepare(self.device, lambda: rehearse(*args), rehearse_products)
         return self._tables
 
     def _quantized_blocks(self) -> torch.Tensor | None:

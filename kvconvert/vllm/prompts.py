@@ -217,9 +217,7 @@ class PackedPrompts:
         else:
             extras = None, format.static_values, None, None
         names = ("channels", "static", "feedback", "center")
-        quantize_listed(
-            tokens, table, words, f, blocks.flag, centers=centers, **dict(zip(names, extras, strict=True))
-        )
+        quantize_listed(tokens, table, words, f, blocks.flag, centers=centers, **dict(zip(names, extras, strict=True)))
 
     def _records(self, blocks: LayerBlocks) -> list[torch.Tensor]:
         """Offsets in units of 16 bytes from a layer's blocks: pages of keys and of values before the pass, those that

@@ -17,7 +17,6 @@ from kvconvert.kernels.blocks import ROW, DecodePlaces, locate
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, most_items, plan_work
 from kvconvert.kernels.decode.stored import PageTables, ResidualWindows
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.vllm.blocks import BlockLayout
 from kvconvert.vllm.layer import LayerBlocks
 from kvconvert.vllm.step import upload
 

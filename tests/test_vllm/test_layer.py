@@ -11,6 +11,7 @@ import torch
 from kvconvert.cache.format import CacheFormat, with_plan
 from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.device import interpreted
+from kvconvert.kernels.launches import noted
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, page_centers, quantize_keys, quantize_values
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
@@ -18,6 +19,7 @@ from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.blocks import BlockLayout
 from kvconvert.vllm.layer import AlikeLayers, LayerBlocks, LayerCache, alike
 from kvconvert.vllm.prompts import divide_prompts
+from kvconvert.vllm.rehearsal import rehearse
 from kvconvert.vllm.step import StepPlan, plan_step
 from kvconvert.vllm.tables import DecodeTables
 
@@ -207,9 +209,14 @@ FULL = pytest.mark.full
 def test_kernels_with_tables_in_fixed_places_do_the_same(name):
     torch.manual_seed(0)
     layer = Layer(SCHEMES[name], kernels=True)
-    # Products of two 16-bit parts of each float32 number.
-    for lengths in [[127, 0, 0], [1, 40, 0], [1, 1, 1], [130, 0, 129], [1, 1, 1]]:
-        assert layer.run(lengths) < 1e-3, lengths
+    with interpreted(), noted() as rehearsed:
+        rehearse([layer.blocks], [HEADS * GROUP], layer.tables, packs=True)
+    with noted(makes=True) as launched:
+        # Products of two 16-bit parts of each float32 number.
+        for lengths in [[127, 0, 0], [1, 40, 0], [1, 1, 1], [130, 0, 129], [1, 1, 1]]:
+            assert layer.run(lengths) < 1e-3, lengths
+    # No kernel is compiled while requests wait.
+    assert not launched.keys() - rehearsed.keys()
 
 
 def test_a_request_that_begins_anew_in_other_blocks_is_as_the_first_time():

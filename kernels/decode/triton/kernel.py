@@ -154,7 +154,18 @@ def extremes_kernel(
     tl.store(where + 1, tl.max(high, 0))
 
 
-@kernel(do_not_specialize=["clamped_rows", "newest", "query_row", "mask_row", "mask_head", "mask_query", "place_row", "count"])
+@kernel(
+    do_not_specialize=[
+        "clamped_rows",
+        "newest",
+        "query_row",
+        "mask_row",
+        "mask_head",
+        "mask_query",
+        "place_row",
+        "count",
+    ]
+)
 def decode_kernel(
     queries,
     out,
