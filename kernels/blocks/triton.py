@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kvconvert.kernels import blocks
-from kvconvert.kernels.blocks import BlockGeometry, DecodePlaces
+from kvconvert.kernels.blocks import tables
+from kvconvert.kernels.blocks.tables import BlockGeometry, DecodePlaces
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.pages.formats import PAGE_SIZE
 
-ROW = tl.constexpr(blocks.ROW)
+ROW = tl.constexpr(tables.ROW)
 PAGE = tl.constexpr(PAGE_SIZE)
 # Pages of one program of `locate_kernel`, and tokens of one of `copy_tokens_kernel`.
 PAGES = 256
