@@ -112,8 +112,9 @@ class StepPlan:
     def pending(self) -> tuple[PendingPages | None, PendingPages | None]:
         """Pages of keys and of values that the last token stored before this pass has completed."""
         found: list[list[tuple[int, int]]] = [[], []]
+        windows = self.layout.key_window % PAGE_SIZE, self.layout.value_window % PAGE_SIZE
         for request in self.requests:
-            if request.stored:
+            if request.stored and request.stored % PAGE_SIZE in windows:
                 before, now = map(self.layout.quantized, (request.stored - 1, request.stored))
                 for pages, begin, end in zip(found, before, now, strict=True):
                     if begin < end:

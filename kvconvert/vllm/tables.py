@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvconvert.kernels.blocks import ROW, DecodePlaces, locate
-from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, most_items, plan_work
+from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, most_items, plan_rows, plan_work
 from kvconvert.kernels.decode.stored import PageTables, ResidualWindows
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.layer import LayerBlocks
@@ -66,9 +66,10 @@ class DecodeTables:
         self._on_device = _Rows(*(part.view(rows, -1) for part in parts[:3]), parts[3])
         self._found = {blocks.geometry: self._empty_places(pages) for blocks in layers}
         self._pages = pages
-        self._about = np.zeros((0, 3), np.int64)
-        self._plans: list[SequencePlan] = []
+        # Of each request of a step its first page, pages quantized on both sides and on one, and room for the others.
+        self._divided = np.zeros((4, 0), np.int64)
         self._work: dict[int, WorkPlan] = {}
+        self._flat_work: dict[int, torch.Tensor] = {}
 
     def _empty_places(self, pages: int) -> DecodePlaces:
         # The last entry of the pages' tables is loaded in advance and never followed.
@@ -114,22 +115,11 @@ class DecodeTables:
         for geometry, found in self._found.items():
             locate(block_table, self._on_device.about, most, geometry, self.head_sizes, self.dtype, found)
         # Work is divided anew where a request comes, goes, or has another page.
-        about = np.column_stack([lengths > 0, both, pages])[:count]
-        if not np.array_equal(about, self._about):
-            self._about = about
-            self._plans = [self._plan(*row) for row in zip(about.tolist(), starts.tolist(), strict=False)]
+        divided = np.stack([starts, both, half, np.where(lengths, self.capacity, 0)])[:, :count]
+        if not np.array_equal(divided, self._divided):
+            self._divided = divided
             for programs in self._work:
                 self._write_work(programs)
-
-    def _plan(self, about: list[int], first: int) -> SequencePlan:
-        (exists, both, pages), hidden = about, self.layout.sink_tokens
-        segments = (Segment(first, first + both, both * PAGE_SIZE, hidden=hidden),) if both else ()
-        # The same whatever the newest page holds, so that plans last: of tokens still to come an item finds none.
-        residual = self.capacity if exists else 0
-        begin = both * PAGE_SIZE
-        return SequencePlan(
-            segments, residual, pages - both, first + both, begin, pages * PAGE_SIZE, 0 if both else hidden
-        )
 
     def targets(self, blocks: LayerBlocks, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where a layer's new keys and values of the first rows go, as `rotate_and_append` takes it."""
@@ -163,19 +153,32 @@ class DecodeTables:
         return ResidualWindows(blocks.words.view(self.dtype), self._on_device.windows[:rows], places[:rows])
 
     def _empty_work(self, programs: int) -> WorkPlan:
-        items = torch.zeros(most_items(self.rows, programs), ITEM, dtype=torch.int32, device=self.device)
-        ends = [torch.zeros(self.rows + 1, dtype=torch.int32, device=self.device) for _ in range(2)]
-        return WorkPlan(items, *ends, 0, 0)
+        items, ends = most_items(self.rows, programs) * ITEM, self.rows + 1
+        flat = torch.zeros(items + 2 * ends, dtype=torch.int32, device=self.device)
+        parts = flat.split([items, ends, ends])
+        self._flat_work[programs] = flat
+        return WorkPlan(parts[0].view(-1, ITEM), parts[1], parts[2], 0, 0)
 
     def _write_work(self, programs: int) -> None:
         """Divide a step's work anew, into the tensors that kernels know."""
-        target = self._work[programs]
-        plan = plan_work(self._plans, programs)
-        items = plan.items.new_zeros(target.items.shape)
-        items[: len(plan.items)] = plan.items
-        target.items.copy_(upload(items, self.device))
-        for tensor, ends in ((target.item_rows, plan.item_rows), (target.slot_rows, plan.slot_rows)):
+        starts, both, half, residual = self._divided
+        hidden, flat = self.layout.sink_tokens, self._flat_work[programs]
+        if half.any():
+            plan = plan_work([self._plan(*row) for row in self._divided.T.tolist()], programs)
+        else:
+            # The same whatever the newest page holds, so that plans last: of tokens still to come an item finds none.
+            plan = plan_rows(starts, both, residual, hidden, programs)
+        whole = np.zeros(flat.shape[0], np.int32)
+        whole[: plan.items.numel()] = plan.items.numpy().ravel()
+        for place, ends in zip((-2, -1), (plan.item_rows.numpy(), plan.slot_rows.numpy()), strict=True):
             # Rows that take no part are empty.
-            whole = ends[-1].repeat(self.rows + 1)
-            whole[: len(ends)] = ends
-            tensor.copy_(upload(whole, self.device))
+            first = len(whole) + place * (self.rows + 1)
+            whole[first : first + self.rows + 1] = ends[-1]
+            whole[first : first + len(ends)] = ends
+        flat.copy_(upload(torch.from_numpy(whole), self.device))
+
+    def _plan(self, first: int, both: int, half: int, residual: int) -> SequencePlan:
+        """A request some of whose pages are quantized on one side alone."""
+        hidden, begin, pages = self.layout.sink_tokens, both * PAGE_SIZE, both + half
+        segments = (Segment(first, first + both, begin, hidden=hidden),) if both else ()
+        return SequencePlan(segments, residual, half, first + both, begin, pages * PAGE_SIZE, 0 if both else hidden)

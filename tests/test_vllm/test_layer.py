@@ -159,11 +159,11 @@ def test_tables_hold_the_pages_of_all_rows_one_after_another_and_nothing_of_leng
         found = tables.page_tables(blocks, 8, 3)
         assert found.keys[:4].tolist() == (pages * blocks.block_units).tolist()
         assert (found.values - found.keys)[:4].tolist() == [blocks.geometry.key_units] * 4
-        assert [[s.begin, s.end] for plan in tables._plans for s in plan.segments] == [[0, 3], [3, 4]]
+        assert [pages for pages in found.plan.items[:, 1:3].tolist() if pages[1]] == [[0, 2], [2, 3], [3, 4]]
         assert tables.targets(blocks, 4)[1].tolist() == [0, -1, 0, -1]
         tables.write(table, [0, 1, 2], [1024, 1024, 1024])
     assert set(tables.targets(blocks, 4)[1].tolist()) == {-1}
-    assert not any(plan.segments or plan.residual for plan in tables._plans)
+    assert not found.plan.items[:, 1:3].any()
 
 
 @pytest.mark.parametrize("name", ["calibrated", "static", "kitty"])
