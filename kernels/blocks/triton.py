@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -93,6 +95,7 @@ def locate(
     )  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
 def locate_constants(
     geometry: BlockGeometry, head_sizes: tuple[int, int, int], dtype: torch.dtype, capacity: int
 ) -> dict[str, int]:
@@ -179,6 +182,7 @@ def copy_tokens(
     )  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
 def copy_constants(head_sizes: tuple[int, int, int], dtype: torch.dtype, to_blocks: bool) -> dict[str, int]:
     """Compile-time arguments of `copy_tokens_kernel`."""
     heads, size, value_size = head_sizes
