@@ -20,7 +20,7 @@ PAGES = 256
 TOKENS = 16
 
 
-@kernel(do_not_specialize=["entries"])
+@kernel(do_not_specialize=["row_stride", "entries"])
 def locate_kernel(
     block_table,
     rows,
@@ -28,6 +28,7 @@ def locate_kernel(
     targets,
     key_pages,
     value_pages,
+    row_stride,
     entries,
     FIRST_PAGE: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -48,7 +49,7 @@ def locate_kernel(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     about = rows + row * ROW
     tokens, both, half = tl.load(about), tl.load(about + 1), tl.load(about + 2)
-    table = block_table + tl.load(about + 5) * entries
+    table = block_table + tl.load(about + 5) * row_stride
     if part == 0:
         exists = (tokens > 0).to(tl.int64)
         last = tl.maximum(tokens - 1, 0)
@@ -59,12 +60,13 @@ def locate_kernel(
         is_sink = place < sinks
         within = tl.where(is_sink, place, position % PAGE)
         ahead = FIRST_PAGE + position // PAGE + STRIDE * (within // PER_BLOCK + 1)
-        entry = tl.where(is_sink, place // PER_BLOCK, ahead)
+        # A rehearsed length may need more entries than there are.
+        entry = tl.minimum(tl.where(is_sink, place // PER_BLOCK, ahead), entries - 1)
         block = tl.load(table + entry, mask=place < CAPACITY, other=0).to(tl.int64)
         unit = block * BLOCK_UNITS + within % PER_BLOCK * TOKEN_UNITS
         tl.store(places + row * CAPACITY + place, unit * exists, mask=place < CAPACITY)
         entry = FIRST_PAGE + last // PAGE + STRIDE * (last % PAGE // PER_BLOCK + 1)
-        block = tl.load(table + entry).to(tl.int64)
+        block = tl.load(table + tl.minimum(entry, entries - 1)).to(tl.int64)
         target = (block * BLOCK_UNITS + last % PAGE % PER_BLOCK * TOKEN_UNITS) * UNIT * exists
         tl.store(targets + row * 4, target)
         tl.store(targets + row * 4 + 1, SIZE)
@@ -72,7 +74,7 @@ def locate_kernel(
         tl.store(targets + row * 4 + 3, VALUE_SIZE)
     else:
         number = (part - 1) * PAGES + tl.arange(0, PAGES)
-        there = number < tl.load(about + 3)
+        there = number < tl.minimum(tl.load(about + 3), entries - FIRST_PAGE)
         page = tl.load(table + FIRST_PAGE + number, mask=there, other=0).to(tl.int64) * BLOCK_UNITS
         line = tl.load(about + 4) + number
         tl.store(key_pages + line, page, mask=there)
@@ -91,7 +93,7 @@ def locate(
     """`locate` of kernels/blocks/__init__.py."""
     locate_kernel[(len(rows), 1 + triton.cdiv(most_pages, PAGES))](
         block_table, rows, found.places, found.targets, found.key_pages, found.value_pages, block_table.stride(0),
-        **locate_constants(geometry, head_sizes, dtype, found.places.shape[1]), num_warps=4,
+        block_table.shape[1], **locate_constants(geometry, head_sizes, dtype, found.places.shape[1]), num_warps=4,
     )  # fmt: skip
 
 

@@ -104,6 +104,8 @@ class PackedPrompts:
         self._counts = [part.shape[1] for part in listed]
         # What a kernel is given begins at a multiple of 16 bytes, on which it is specialized.
         found = np.concatenate([np.pad(part, ((0, 0), (0, part.shape[1] % 2))) for part in listed], 1)
+        # A rehearsed length may need more entries than there are.
+        found[1] = np.minimum(found[1], plan.block_table.shape[1] - 1)
         full = [np.full(len(part[0]), BOTH_SIDES) for part in (sinks, new_sinks, kept)]
         places = [self.begins[who] + where for who, where, _ in (*tokens_in, *tokens_out)]
         lines = {

@@ -180,7 +180,12 @@ class StepPlan:
 def upload(data: torch.Tensor | list, device: torch.device) -> torch.Tensor:
     """Integers on a device, without waiting for what it is doing."""
     tensor = torch.tensor(data) if isinstance(data, list) else data
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return fill(torch.empty_like(tensor, device=device), tensor)
+
+
+def fill(target: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """`target`, which takes integers of the host's without waiting for what its device is doing."""
+    return target.copy_(data.pin_memory() if target.is_cuda else data, non_blocking=True)
 
 
 def plan_step(

@@ -18,7 +18,7 @@ from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, most_
 from kvconvert.kernels.decode.stored import PageTables, ResidualWindows
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.layer import LayerBlocks
-from kvconvert.vllm.step import upload
+from kvconvert.vllm.step import fill
 
 # Numbers of a work item, see `kernels/decode/plan.py`.
 ITEM = 18
@@ -110,7 +110,7 @@ class DecodeTables:
         key_rows = np.column_stack([starts, keys, np.zeros_like(keys)])
         first = np.where(lengths, 0, -1)
         flat = np.concatenate([part.ravel() for part in (about, windows, key_rows, first)])
-        self._flat.copy_(upload(torch.from_numpy(flat), self.device))
+        fill(self._flat, torch.from_numpy(flat))
         most = int(pages.max())
         for geometry, found in self._found.items():
             locate(block_table, self._on_device.about, most, geometry, self.head_sizes, self.dtype, found)
@@ -175,7 +175,7 @@ class DecodeTables:
             first = len(whole) + place * (self.rows + 1)
             whole[first : first + self.rows + 1] = ends[-1]
             whole[first : first + len(ends)] = ends
-        flat.copy_(upload(torch.from_numpy(whole), self.device))
+        fill(flat, torch.from_numpy(whole))
 
     def _plan(self, first: int, both: int, half: int, residual: int) -> SequencePlan:
         """A request some of whose pages are quantized on one side alone."""

@@ -138,6 +138,24 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path):
     assert found == in_runtime(bundle, asked)
 
 
+def test_our_kernels_join_those_of_awq_on_gpus_alone_and_only_unasked():
+    script = """
+from kvconvert.vllm import weights
+known = {"quant_method": "awq", "version": "gemm", "kvconvert": {}}
+asked = (known, None), (known, "awq"), (known | {"version": "kvconvert"}, None), ({"version": "gemm"}, None)
+methods = weights.BundleWeights, weights.BundleAwqWeights
+for is_gpu in (False, True):
+    weights.current_platform.is_cuda = lambda: is_gpu
+    for config, user in asked:
+        print("SAID", [method.override_quantization_method(config, user) for method in methods])
+"""
+    ended = subprocess.run([PYTHON, "-c", script], capture_output=True, text=True, timeout=300)
+    said = [line.removeprefix("SAID ") for line in ended.stdout.splitlines() if line.startswith("SAID")]
+    neither, other = "[None, None]", "['kvconvert', None]"
+    on_gpus = "[None, 'kvconvert_awq']"
+    assert said == [neither, neither, other, neither, on_gpus, neither, other, neither], ended.stderr
+
+
 def test_attention_that_is_not_served_is_refused():
     cases = {
         "alibi_slopes": ([0.5], "ALiBi slopes"),
