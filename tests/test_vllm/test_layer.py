@@ -18,7 +18,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.blocks import BlockLayout
 from kvconvert.vllm.layer import AlikeLayers, LayerBlocks, LayerCache, alike
-from kvconvert.vllm.prompts import divide_prompts
+from kvconvert.vllm.prompts import PackedPrompts, divide_prompts
 from kvconvert.vllm.rehearsal import rehearse
 from kvconvert.vllm.step import StepPlan, plan_step
 from kvconvert.vllm.tables import DecodeTables
@@ -164,6 +164,21 @@ def test_tables_hold_the_pages_of_all_rows_one_after_another_and_nothing_of_leng
         tables.write(table, [0, 1, 2], [1024, 1024, 1024])
     assert set(tables.targets(blocks, 4)[1].tolist()) == {-1}
     assert not found.plan.items[:, 1:3].any()
+
+
+def test_prompts_are_packed_as_far_as_the_workspace_has_room_and_others_go_alone():
+    layer = Layer(SCHEMES["kivi"], kernels=False)
+    # A decoding request, prompts that fit together, one that fits alone, one that does not fit, and a last one.
+    lengths = [1, 90, 100, 250, 650, 30]
+    starts = [sum(lengths[:row]) for row in range(7)]
+    table = layer.table[:1].repeat(6, 1)
+    plan = plan_step(layer.layout, starts, [200, 90, 100, 250, 650, 30], table)
+    parts = divide_prompts(plan, layer.blocks, 300 * layer.layout.token_bytes)
+    assert [(part.start, part.stop) for part, _ in parts] == [(1, 191), (191, 441), (441, 1091), (1091, 1121)]
+    assert [isinstance(prompts, PackedPrompts) for _, prompts in parts] == [True, True, False, True]
+    assert parts[2][1] is plan.requests[4]
+    alone = divide_prompts(plan, None)
+    assert [request for _, request in alone] == list(plan.requests[1:])
 
 
 @pytest.mark.parametrize("name", ["calibrated", "static", "kitty"])
