@@ -7,6 +7,7 @@ there pages that are complete are quantized into their blocks, and the tokens th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -203,23 +204,19 @@ class PackedPrompts:
         turned = append(*(x.transpose(0, 1) for x in (queries, keys, values)), tables, f, cache.rotations)
         attend(turned, tables, f, scaling, workspace=(self.keys, self.values), output=output)
         copy_tokens(records[5], places[1], blocks.words, self.keys, self.values, to_blocks=True)
-        self._quantize(blocks, f.keys, self.keys)
-        self._quantize(blocks, f.values, self.values)
+        self._quantize(
+            blocks, f.keys, self.keys, channels=f.boosted, static=f.static_keys, feedback=f.key_feedback,
+            center=f.key_center,
+        )  # fmt: skip
+        self._quantize(blocks, f.values, self.values, static=f.static_values)
 
-    def _quantize(self, blocks: LayerBlocks, f: KeyFormat | ValueFormat, tokens: torch.Tensor) -> None:
+    def _quantize(self, blocks: LayerBlocks, f: KeyFormat | ValueFormat, tokens: torch.Tensor, **extras: Any) -> None:
         """Quantize what the pass has completed of one side, from the workspace, whose tokens may change."""
-        is_key, format = isinstance(f, KeyFormat), blocks.cache.format
         words = blocks.words if f.bits < 16 else blocks.words.view(blocks.cache.dtype)
-        table = self._settled(blocks, is_key, words.itemsize)
-        if not len(table):
-            return
-        centers = self._on_device["settled_centers"]
-        if is_key:
-            extras = format.boosted, format.static_keys, format.key_feedback, format.key_center
-        else:
-            extras = None, format.static_values, None, None
-        names = ("channels", "static", "feedback", "center")
-        quantize_listed(tokens, table, words, f, blocks.flag, centers=centers, **dict(zip(names, extras, strict=True)))
+        table = self._settled(blocks, isinstance(f, KeyFormat), words.itemsize)
+        if len(table):
+            centers = self._on_device["settled_centers"]
+            quantize_listed(tokens, table, words, f, blocks.flag, centers=centers, **extras)
 
     def _records(self, blocks: LayerBlocks) -> list[torch.Tensor]:
         """Offsets in units of 16 bytes from a layer's blocks: pages of keys and of values before the pass, those that
