@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kvconvert.kernels.device import compiles
 from kvconvert.kernels.launches import make_ready, noted
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.attention import LayerStep, quantize_pending
@@ -60,4 +61,5 @@ def prepare(device: torch.device, *rehearsals: Callable[[], None]) -> None:
     with noted() as launches:
         for rehearsal in rehearsals:
             rehearsal()
-    make_ready(launches, device)
+    if compiles(device):
+        make_ready(launches, device)

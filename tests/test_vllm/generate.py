@@ -17,6 +17,10 @@ def generate(request: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
     """The tokens of each prompt, and how many requests were interrupted and prompt tokens found in the prefix cache."""
     from vllm import LLM, SamplingParams
 
+    if request["kernels"]:
+        from kvconvert.kernels.device import interpreted
+
+        interpreted().__enter__()
     llm = LLM(request["model"], disable_log_stats=False, **request["arguments"])
     sampling = SamplingParams(temperature=0, max_tokens=request["new_tokens"], ignore_eos=True)
     found = []

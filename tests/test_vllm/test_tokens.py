@@ -35,10 +35,16 @@ def bundle_of(folder: Path, settings: str, bits: int | None = None) -> Path:
     return export(folder / "work", folder / "bundle", progress=False)
 
 
-def in_vllm(bundle: Path, batches: list[list[list[int]]], new_tokens: int = NEW, **arguments: Any) -> Any:
-    """Tokens of all prompts, batch after batch, and what `generate` counts; or what vLLM says when it fails."""
+def in_vllm(
+    bundle: Path, batches: list[list[list[int]]], new_tokens: int = NEW, *, kernels: bool = False, **arguments: Any
+) -> Any:
+    """Tokens of all prompts, batch after batch, and what `generate` counts; or what vLLM says when it fails.
+
+    With `kernels` Triton's interpreter stands in for a GPU.
+    """
     arguments = {"enforce_eager": True, "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4} | arguments
     request = {"model": str(bundle), "batches": batches, "new_tokens": new_tokens, "arguments": arguments}
+    request["kernels"] = kernels
     script = Path(__file__).with_name("generate.py")
     ended = subprocess.run(
         [PYTHON, str(script)], input=json.dumps(request), capture_output=True, text=True, timeout=600
@@ -86,6 +92,17 @@ def test_tokens_are_those_of_the_runtime(scheme, tmp_path):
     expected = in_runtime(bundle, asked)
     assert found[:3] == expected
     assert found[3:] == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scheme", ["kivi", "rotated"])
+def test_kernels_give_the_same_tokens(scheme, tmp_path):
+    """Chunks of prompts beside requests that decode, and the second time prefixes from the cache."""
+    bundle, asked, new = bundle_of(tmp_path, SCHEMES[scheme]), prompts(120, 300), 12
+    chunks = {"max_num_batched_tokens": 128, "enable_chunked_prefill": True, "enable_prefix_caching": True}
+    found, counted = in_vllm(bundle, [asked, asked], new, kernels=True, **chunks)
+    assert counted["hits"]
+    assert found == in_vllm(bundle, [asked, asked], new, **chunks)[0]
 
 
 @pytest.mark.parametrize("bits", [2, 3, 8])
