@@ -199,7 +199,8 @@ class BundleAwqWeights(AutoAWQConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """vLLM's, with our kernels beside them for few rows."""
         method = super().get_quant_method(layer, prefix)
-        if type(method) is AutoAWQMarlinLinearMethod and self._has_room:
+        # Activations that vLLM quantizes, too, are left to its kernels.
+        if type(method) is AutoAWQMarlinLinearMethod and method.input_dtype is None and self._has_room:
             return FewRowsLinearMethod(self)
         return method
 
