@@ -181,7 +181,8 @@ class BundleAwqWeights(AutoAWQConfig):
     ) -> str | None:
         """Take bundles where vLLM's kernels for such weights and ours both run, unless the user says otherwise."""
         ours = is_bundle({"quantization_config": hf_quant_cfg}) and hf_quant_cfg.get("version") == "gemm"
-        return cls.get_name() if ours and user_quant is None and current_platform.is_cuda() else None
+        asked = user_quant == cls.get_name() or (user_quant is None and current_platform.is_cuda())
+        return cls.get_name() if ours and asked else None
 
     def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
         """Where the bundle lies, and what vLLM reads there."""

@@ -22,12 +22,14 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
 NEW = 200
 
 
-def bundle_of(folder: Path, settings: str, bits: int | None = None) -> Path:
-    """A random Llama of two layers as a bundle; `settings` are lines of the recipe's [kv], `bits` those of weights."""
+def bundle_of(folder: Path, settings: str, bits: int | None = None, group: int = 16) -> Path:
+    """A random Llama of two layers as a bundle; `settings` are lines of the recipe's [kv], `bits` and `group` those of
+    weights.
+    """
     save_llama(folder / "model", tie_word_embeddings=False, max_position_embeddings=2048, **SIZES)
     recipe = RECIPE.format(method="rtn" if bits else "none", kv="kivi") + settings
     (folder / "recipe.toml").write_text(
-        recipe.replace("group_size", f"bits = {bits}\ngroup_size", 1) if bits else recipe
+        recipe.replace("group_size = 16", f"bits = {bits}\ngroup_size = {group}", 1) if bits else recipe
     )
     calibrate(
         folder / "model", folder / "work", recipe=str(folder / "recipe.toml"), samples=2, seq_len=160, progress=False
@@ -103,6 +105,19 @@ def test_kernels_give_the_same_tokens(scheme, tmp_path):
     found, counted = in_vllm(bundle, [asked, asked], new, kernels=True, **chunks)
     assert counted["hits"]
     assert found == in_vllm(bundle, [asked, asked], new, **chunks)[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_our_kernels_for_few_rows_give_the_tokens_of_vllms_kernels(eager, tmp_path):
+    bundle, asked = bundle_of(tmp_path, SCHEMES["kivi"], 4, group=32), prompts(3, 40)
+    settings = {"dtype": "bfloat16", "enforce_eager": eager}
+    found, ours = in_vllm(bundle, [asked], 6, kernels=True, quantization="kvconvert_awq", **settings)
+    # Two layers of qkv, output, gate and up, down.
+    assert ours["packed"] == 8
+    expected, theirs = in_vllm(bundle, [asked], 6, **settings)
+    assert found == expected
+    assert not theirs["packed"]
 
 
 @pytest.mark.parametrize("bits", [2, 3, 8])
