@@ -19,6 +19,9 @@ is written at once; a case that fails, or has no time left, says so, and the nex
 each contender, its start included. With --tiny a small model serves lengths divided by 8 on a CPU, which does
 everything and measures nothing.
 
+`profile` takes the same models with --layers layers, in one process with vLLM's scheduler: of each `ROWSxTOKENS` case
+milliseconds of a step that reads prompts and of one that answers, how much of them kernels take, and which ones.
+
 Compiled code stays in ~/.cache/vllm/torch_compile_cache (VLLM_CACHE_ROOT) and ~/.triton/cache: a second start on the
 same machine is faster.
 """
@@ -38,6 +41,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +51,7 @@ from runner import option_parser, save
 from vllm_process import VLLM, with_plugins
 
 NEW_TOKENS = 64
+PROFILED_STEPS, KERNELS = 32, 24
 SEGMENT_PAGES = 4
 LIKELIEST = 256
 GIB = 1 << 30
@@ -158,13 +163,14 @@ def write_bundle(folder: Path, config: dict[str, Any], token_norm: str) -> None:
     (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
 
 
-def child(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run this file again for `answers`; its last line is its report."""
+def child(arguments: dict[str, Any], **variables: str) -> dict[str, Any]:
+    """Run this file again for `answers` or `profiled`, with these variables; its last line is its report."""
     with tempfile.TemporaryDirectory() as folder:
         command = [os.environ.get("KVCONVERT_VLLM_PYTHON", sys.executable), __file__, "child"]
         ended = subprocess.run(
-            command, input=json.dumps(arguments), env=with_plugins(Path(folder)), stdout=subprocess.PIPE, text=True
-        )
+            command, input=json.dumps(arguments), env=with_plugins(Path(folder)) | variables, stdout=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
     lines = [line for line in ended.stdout.splitlines() if line.startswith("REPORT ")]
     return json.loads(lines[0].removeprefix("REPORT ")) if lines else {"failed": ended.returncode}
 
@@ -208,11 +214,10 @@ class Contender:
             self.vllm.kill()
         self.vllm = None
 
-    def _start(self, report: dict[str, Any]) -> None:
-        left = self.end - time.perf_counter()
-        if left < 1:
-            sys.exit()
-        options = {
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of vLLM's `EngineArgs`."""
+        return {
             "kv_cache_memory_bytes": int(self.memory * GIB),
             # Only a limit at the start, of all the GPU's memory; other work may have the rest.
             "gpu_memory_utilization": 0.1,
@@ -223,7 +228,21 @@ class Contender:
             "enable_prefix_caching": False,
             **CONTENDERS[self.name],
         }
-        self.vllm = VLLM("", self.model, options, left)
+
+    def profile(self, cases: list[str], layers: int) -> dict[str, Any]:
+        """Steps and their kernels, see `profiled`."""
+        with tempfile.TemporaryDirectory() as folder:
+            model = write_model(Path(folder), self.name, self.shape | {"num_hidden_layers": layers})
+            fixed = {"model": str(model), "load_format": "dummy", "skip_tokenizer_init": True}
+            sizes = [[int(part) for part in case.split("x")] for case in cases if case[0].isdigit()]
+            asked = [[rows, tokens // self.scale] for rows, tokens in sizes]
+            return child({"profile": asked, "options": fixed | self.options}, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+
+    def _start(self, report: dict[str, Any]) -> None:
+        left = self.end - time.perf_counter()
+        if left < 1:
+            sys.exit()
+        self.vllm = VLLM("", self.model, self.options, left)
         report["start_s"], report["blocks"] = round(self.vllm.ready_seconds, 1), self.vllm.blocks
         begin = time.perf_counter()
         few = [*self.mixed[::10], *requests_of(1, 9000 // self.scale)]
@@ -297,6 +316,77 @@ def answers(arguments: dict[str, Any]) -> dict[str, Any]:
         return {"tokens": [list(answer.outputs[0].token_ids) for answer in found]}
     said = [answer.prompt_logprobs[1:] for answer in found]
     return {"logprobs": [[{token: x.logprob for token, x in at.items()} for at in prompt] for prompt in said]}
+
+
+def profiled(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds of steps of an engine in this process, and microseconds and number of each kernel in a step."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+    from vllm import EngineArgs, LLMEngine, SamplingParams
+
+    begin, has_gpu = time.perf_counter(), torch.cuda.is_available()
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments["options"]))
+    report: dict[str, Any] = {"start_s": round(time.perf_counter() - begin, 1)}
+    sampling = SamplingParams(temperature=0, max_tokens=3 * PROFILED_STEPS, ignore_eos=True, detokenize=False)
+
+    def seconds(is_over: Callable[[list[Any]], bool]) -> tuple[float, int]:
+        """Of the steps until something is so after one, given its outputs, and their number."""
+        begin, count, over = time.perf_counter(), 0, False
+        while not over:
+            over = is_over(engine.step())
+            count += 1
+        if has_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin, count
+
+    def answered(rows: int) -> Callable[[list[Any]], bool]:
+        told: set[str] = set()
+
+        def is_over(outputs: list[Any]) -> bool:
+            told.update(output.request_id for output in outputs)
+            return len(told) == rows
+
+        return is_over
+
+    def after(steps: int) -> Callable[[list[Any]], bool]:
+        left = iter(range(steps - 1))
+        return lambda outputs: next(left, None) is None
+
+    for rows, tokens in arguments["profile"]:
+        found: dict[str, Any] = {}
+        # The first time compiles, the second is timed, the third told in detail.
+        for turn in range(3):
+            for number, (prompt, _) in enumerate(requests_of(rows, tokens)):
+                engine.add_request(f"{rows}x{tokens}-{turn}-{number}", {"prompt_token_ids": prompt}, sampling)
+            for part, is_over in (("prompts", answered(rows)), ("answers", after(PROFILED_STEPS))):
+                activities = [ProfilerActivity.CUDA if has_gpu else ProfilerActivity.CPU]
+                with profile(activities=activities) if turn == 2 else nullcontext() as told:
+                    took, steps = seconds(is_over)
+                if turn == 1:
+                    found[part] = {"steps": steps, "step_ms": round(took / steps * 1e3, 3)}
+                elif turn == 2:
+                    found[part] |= kernels_of(told.key_averages(), steps, has_gpu)
+            seconds(lambda outputs: not engine.has_unfinished_requests())
+        report[f"{rows}x{tokens}"] = found
+    return report
+
+
+def kernels_of(averages: Any, steps: int, has_gpu: bool) -> dict[str, Any]:
+    """What kernels, or a CPU's operators, take in a step, and which take the most."""
+    name = "self_device_time_total" if has_gpu else "self_cpu_time_total"
+    rows = sorted(((getattr(one, name) / steps, one.count / steps, one.key[:80]) for one in averages), reverse=True)
+    listed = [[round(taken, 1), round(count, 1), key] for taken, count, key in rows[:KERNELS] if taken]
+    return {"kernels_ms": round(sum(row[0] for row in rows) / 1e3, 3), "kernels": listed}
+
+
+def print_profile(name: str, report: dict[str, Any]) -> None:
+    """A table of each case."""
+    print(name, {key: value for key, value in report.items() if not isinstance(value, dict)}, flush=True)
+    for case, parts in report.items():
+        for part, told in parts.items() if isinstance(parts, dict) else ():
+            print(f"{name} {case} {part}: {told['step_ms']} ms a step, of which kernels {told['kernels_ms']} ms")
+            for taken, count, kernel in told["kernels"]:
+                print(f"{taken:12.1f} us {count:8.1f} x  {kernel}", flush=True)
 
 
 def compare(model: Path, bundle: Path, new: int, names: list[str], report_path: Path | None) -> None:
@@ -400,10 +490,11 @@ def _kl(p: Any, q: Any) -> float:
 
 def main() -> None:
     if sys.argv[1:2] == ["child"]:
-        print("REPORT " + json.dumps(answers(json.load(sys.stdin))), flush=True)
+        asked = json.load(sys.stdin)
+        print("REPORT " + json.dumps((profiled if "profile" in asked else answers)(asked)), flush=True)
         return
     parser = option_parser(__doc__)
-    parser.add_argument("what", choices=["tokens", "quality", "speed"])
+    parser.add_argument("what", choices=["tokens", "quality", "speed", "profile"])
     parser.add_argument("--model", type=Path, help="tokens and quality: the source of --bundle")
     parser.add_argument("--bundle", type=Path)
     parser.add_argument("--new-tokens", type=int, default=200)
@@ -413,6 +504,7 @@ def main() -> None:
     parser.add_argument("--only", default="bf16,bundle,awq-fp8,bundle-piecewise,bundle-eager")
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--memory", type=float, default=30, help="GiB of cache for each contender")
+    parser.add_argument("--layers", type=int, default=8, help="profile: of the model (default: 8)")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--seconds", type=float, default=240, help="of each contender (default: 240)")
     parser.add_argument("--json", type=Path)
@@ -431,6 +523,11 @@ def main() -> None:
     mixed = mixed_load(0, 8 if given.tiny else 1, TINY["vocab_size"])
     for name in given.only.split(","):
         contender = Contender(name, given.memory, given.seconds, mixed, given.tiny)
+        if given.what == "profile":
+            report[name] = contender.profile(given.cases.split(","), given.layers)
+            print_profile(name, report[name])
+            save(given.json, report)
+            continue
         try:
             contender.measure(given.cases.split(","), report.setdefault(name, {}), lambda: save(given.json, report))
         finally:

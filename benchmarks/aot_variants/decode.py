@@ -174,6 +174,12 @@ def variants(capability: int) -> Iterator[Variant]:
     for pages, head, dtype in product(OTHERS, ((64, 64), USUAL_HEAD), DTYPES):
         layer = pages.layer(head)
         yield from _decode_variants(capability, layer, head, dtype, USUAL_ROWS, softcap=False, masked=False)
+    # Full-precision tokens in vLLM's blocks.
+    for name, head, dtype in product(("kivi", "oscar-g128", "kitty"), ((64, 64), USUAL_HEAD), ("bf16", "fp16")):
+        layer = preset_layer(name, head)
+        yield from _decode_variants(
+            capability, layer, head, dtype, USUAL_ROWS, softcap=False, masked=False, placed=True
+        )
     for (_, value_dim), dtype, rows, sink_logits, most in product(
         HEAD_SIZES, DTYPES, ROWS, (False, True), (16, 64, 256)
     ):
@@ -190,6 +196,7 @@ def _decode_variants(
     rows: tuple[int, int],
     softcap: bool,
     masked: bool,
+    placed: bool = False,
 ) -> Iterator[Variant]:
     """The decode kernel's variant and, with tau, that of the launch before it."""
     shape = decode_shape(
@@ -202,6 +209,7 @@ def _decode_variants(
         masked=masked,
         softcap=softcap,
         tau=layer.tau,
+        placed=placed,
     )
     keys = layer.format.keys
     axes = {
@@ -220,11 +228,12 @@ def _decode_variants(
         "rows": f"{rows[0]}x{rows[1]}",
         "masked": masked,
         "softcap": softcap,
+        "placed": placed,
     }
     is_usual = (head, dtype, rows, softcap, masked) == (USUAL_HEAD, "bf16", USUAL_ROWS, False, False)
-    usual = layer.name if layer.name in PRESETS and is_usual else ""
+    usual = layer.name if layer.name in PRESETS and is_usual and not placed else ""
     name = f"{layer.name}{layer.details}-{head[0]}x{head[1]}-{dtype}-{rows[0]}x{rows[1]}"
-    name += "-masked" * masked + "-softcap" * softcap
+    name += "-masked" * masked + "-softcap" * softcap + "-placed" * placed
     yield page_variant("decode", decode_kernel, name, shape, dtype, axes, usual, capability)
     if layer.tau:
         yield page_variant("extremes", extremes_kernel, name, shape, dtype, axes, usual, capability)
@@ -235,7 +244,7 @@ TYPES = {
     "*fp16": "matrix",
     "*i16": "key_base value_base",
     "*i32": "items item_rows slot_rows",
-    "*i64": "key_table value_table rows shared boosted clamped_rows table centers key_rows",
+    "*i64": "key_table value_table rows places shared boosted clamped_rows table centers key_rows",
     "*u8": "mask",
     "fp32": "scaling softcap tau1 tau2",
 }

@@ -73,6 +73,7 @@ def decode_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     clamped_rows: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
     fall_back: Callable[[str, str], None] = device.fall_back,
 ) -> torch.Tensor:
     """Attention of a batch of ragged sequences, each query over its own sequence's stored tokens.
@@ -91,6 +92,8 @@ def decode_attention(
             its own; `stored` is then not asked for a mask. For kernels alone.
         softcap, sink_logits: as in `attention_reference`; sink_logits [Hq].
         clamped_rows: as in `SpanTokens`.
+        output: [B, Hq, T, E] in the queries' dtype, channels side by side, where kernels put the result; made if not
+            given.
         fall_back: called with operation and reason where a GPU's attention takes the slower path.
 
     Returns:
@@ -105,7 +108,9 @@ def decode_attention(
         return paged_attention(queries, tiles, residuals, format, scaling, softcap, sink_logits, spans)
     from kvconvert.kernels.decode.triton import launch
 
-    windows, group, parts = stored.residual_windows(), queries.shape[1] // format.keys.heads, []
+    windows, group = stored.residual_windows(), queries.shape[1] // format.keys.heads
+    if output is None:
+        output = queries.new_empty(*queries.shape[:3], format.values.head_dim)
     at_once = QUERIES_AT_ONCE
     if format.key_center is not None and queries.shape[2] > 1:
         entries = len(stored.page_tables(1).keys)
@@ -115,21 +120,20 @@ def decode_attention(
         part = queries[:, :, start : start + at_once]
         visibility = None if causal else stored.visibility(slice(start, start + at_once))
         programs = launch.programs_for(queries.device, format, span, group, part.shape[2])
-        parts.append(
-            launch.decode_attention(
-                part,
-                stored.page_tables(programs),
-                windows,
-                format,
-                scaling,
-                span=span,
-                half_quantized=half_quantized,
-                hides=hides,
-                softcap=softcap,
-                sink_logits=sink_logits,
-                visibility=visibility,
-                newest=queries.shape[2] - start if causal else None,
-                clamped_rows=clamped_rows,
-            )
+        launch.decode_attention(
+            part,
+            stored.page_tables(programs),
+            windows,
+            format,
+            scaling,
+            span=span,
+            half_quantized=half_quantized,
+            hides=hides,
+            softcap=softcap,
+            sink_logits=sink_logits,
+            visibility=visibility,
+            newest=queries.shape[2] - start if causal else None,
+            clamped_rows=clamped_rows,
+            output=output[:, :, start : start + at_once],
         )
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    return output

@@ -120,11 +120,59 @@ def plan_work(sequences: Sequence[SequencePlan], programs: int) -> WorkPlan:
         _items(sequence, row, max(1, min(most, total)))
         for row, (sequence, total) in enumerate(zip(sequences, units, strict=True))
     ]
-    items = np.concatenate(divided)
+    return _with_slots(np.concatenate(divided), [len(part) for part in divided])
+
+
+def plan_rows(starts: np.ndarray, pages: np.ndarray, residual: np.ndarray, hidden: int, programs: int) -> WorkPlan:
+    """What `plan_work` gives for sequences of whole pages alone, for many at once.
+
+    Args:
+        starts: the table entry of each sequence's first page.
+        pages: how many it has, of 128 tokens each.
+        residual: as for `SequencePlan`.
+        hidden: first tokens of a sequence's pages that are not attended to there.
+        programs: as for `plan_work`.
+    """
+    units = pages + -(-residual // RESIDUAL_TOKENS)
+    most = most_items(len(pages), programs)
+    low, high = 1, max(1, int(units.max()))
+    while low < high:
+        middle = (low + high) // 2
+        if (-(-units // middle)).sum() <= most:
+            high = middle
+        else:
+            low = middle + 1
+    counts = np.maximum(1, -(-units // low))
+    while low < units.max() and counts.sum() > most:
+        low += max(1, low // 8)
+        counts = np.maximum(1, -(-units // low))
+    row = np.repeat(np.arange(len(pages)), counts)
+    begin = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * low
+    end, own = np.minimum(begin + low, units[row]), pages[row]
+    items = np.zeros((len(row), 18), dtype=np.int32)
+    items[:, 0] = row
+    has_pages = begin < own
+    items[:, 1] = np.where(has_pages, starts[row] + begin, 0)
+    items[:, 2] = np.where(has_pages, starts[row] + np.minimum(end, own), 0)
+    items[:, 11] = np.where(has_pages, (own - begin) * PAGE_SIZE, 0)
+    items[:, 12] = np.where(has_pages, begin * PAGE_SIZE, 0)
+    items[:, 16] = np.where(has_pages & (begin == 0), hidden, 0)
+    has_rest = end > own
+    items[:, 5] = np.where(has_rest, (np.maximum(begin, own) - own) * RESIDUAL_TOKENS, 0)
+    items[:, 6] = np.where(has_rest, np.minimum((end - own) * RESIDUAL_TOKENS, residual[row]), 0)
+    last = np.cumsum(counts) - 1
+    items[last, 6] = OPEN_END
+    has_rest[last] = True
+    items[:, 14] = np.where(has_rest, own * PAGE_SIZE, 0)
+    return _with_slots(items, counts)
+
+
+def _with_slots(items: np.ndarray, counts: Sequence[int] | np.ndarray) -> WorkPlan:
+    """The plan of items, so many of each sequence."""
     present = items[:, [1, 3, 5]] < items[:, [2, 4, 6]]
     numbers = present.cumsum().reshape(present.shape)
     items[:, 7:10] = np.where(present, numbers - 1, -1)
-    item_rows = np.cumsum([0, *(len(part) for part in divided)])
+    item_rows = np.cumsum([0, *counts])
     slot_rows = np.concatenate([[0], numbers[:, 2]])[item_rows]
     return WorkPlan(
         torch.from_numpy(items),

@@ -78,10 +78,13 @@ class ResidualWindows:
             its heads, the same two of values, all in units of 8 elements; sink tokens; how much further on than in the
             residual window its other tokens lie in the key and in the value buffer, because of half-quantized pages
             between; tokens of the residual window. Sink tokens are fewer than a page's.
+        places: int64 [B, capacity], how far from there each token of a buffer lies, in units of 16 bytes, where they do
+            not lie side by side; None where they do.
     """
 
     base: torch.Tensor
     rows: torch.Tensor
+    places: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,37 @@ def quantize_at(
     launch.quantize_at(writes, like, pages, flag, channels, static, center)
 
 
+def quantize_listed(
+    tokens: torch.Tensor,
+    table: torch.Tensor,
+    records: torch.Tensor,
+    f: KeyFormat | ValueFormat,
+    flag: torch.Tensor,
+    *,
+    centers: torch.Tensor,
+    channels: torch.Tensor | None = None,
+    static: ChannelScales | None = None,
+    feedback: torch.Tensor | None = None,
+    center: KeyCenter | None = None,
+) -> None:
+    """Quantize complete pages of one layer on a GPU that a table there describes.
+
+    Args:
+        tokens: [H, W, channels] that `unsupported` accepts, from whose address the table counts tokens; those of pages
+            may be changed.
+        table: int64 [N, 5], see kernels/pages/triton/launch.py.
+        records: int16, or of 16-bit pages the tokens' dtype, from whose address the table counts records.
+        f: of the pages.
+        flag: as for `quantize_at`.
+        centers: int64 [N, 3], the position of each page's first token, and zeros.
+        channels, static, feedback: as for `quantize_keys` and `quantize_values`.
+        center: of the layer, taken away in the tokens' place before they are quantized; None for whole keys.
+    """
+    from kvconvert.kernels.pages.triton import launch
+
+    launch.quantize_listed(tokens, table, records, f, flag, centers, channels, static, feedback, center)
+
+
 def add_centers(tokens: torch.Tensor, position: int, page_size: int, center: KeyCenter, sign: int = 1) -> None:
     """Add what keys lack to their pages' tokens in place, or take it away before they are quantized.
 

@@ -13,7 +13,7 @@ import torch
 from kvconvert.kernels import prompt
 from kvconvert.kernels.pages import LayerFormat, unsupported_dequantization
 from kvconvert.kernels.pages.formats import PAGE_SIZE
-from kvconvert.kernels.ragged.tables import COPIED_TOKENS, TILE_QUERIES, RaggedTables
+from kvconvert.kernels.ragged.tables import COPIED_TOKENS, TILE_QUERIES, RaggedTables, TokensInBlocks
 from kvconvert.kernels.rotate import Rotations
 
 
@@ -68,6 +68,8 @@ def attend(
     sink_logits: torch.Tensor | None = None,
     *,
     window: int | None = None,
+    workspace: tuple[torch.Tensor, torch.Tensor] | None = None,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of each sequence's queries over its own stored tokens, the new ones included.
 
@@ -77,13 +79,18 @@ def attend(
         format: of the layer's pages.
         scaling, softcap, sink_logits: as for `prompt_attention`.
         window: tokens that a query sees, its own included, each sequence's being consecutive; None for all before it.
+        workspace: keys [H, capacity, D] and values [H, capacity, E] of a workspace that may hold some tokens already;
+            made if not given.
+        output: where the result goes, contiguous; made if not given.
 
     Returns:
         [N, Hq, E] in the queries' dtype; anything where no tile has the query.
     """
     from kvconvert.kernels.ragged.triton import launch
 
-    return launch.attend(queries, tables, format, scaling, softcap, sink_logits, window=window)
+    return launch.attend(
+        queries, tables, format, scaling, softcap, sink_logits, window=window, workspace=workspace, output=output
+    )
 
 
-__all__ = ["COPIED_TOKENS", "TILE_QUERIES", "RaggedTables", "append", "attend", "unsupported"]
+__all__ = ["COPIED_TOKENS", "TILE_QUERIES", "RaggedTables", "TokensInBlocks", "append", "attend", "unsupported"]

@@ -20,6 +20,20 @@ TILE_QUERIES = 64
 
 
 @dataclass(frozen=True)
+class TokensInBlocks:
+    """Full-precision tokens that `kernels/blocks` copies to the workspace.
+
+    Attributes:
+        words: of a layer's blocks.
+        records, places: as for `copy_tokens`.
+    """
+
+    words: torch.Tensor
+    records: torch.Tensor
+    places: torch.Tensor
+
+
+@dataclass(frozen=True)
 class RaggedTables:
     """One layer's tables of a pass over N tokens of S sequences.
 
@@ -37,7 +51,7 @@ class RaggedTables:
         center_pages, centers: [P, 5] and [P, 3], the pages of keys as `launch_centers` takes them in a workspace
             [H, capacity, D]; read where keys have a center.
         copies: [C, 5] stretches of full-precision tokens: sequence, side (0 keys, 1 values), first index in the buffer,
-            token of the workspace, number of tokens (at most `COPIED_TOKENS`).
+            token of the workspace, number of tokens (at most `COPIED_TOKENS`); or tokens that no buffer holds.
         tiles: [T, 5] stretches of `TILE_QUERIES` queries or fewer: the first one's number in the pass, where its
             sequence's queries end, the first one's column, that is its number among its sequence's keys, where these
             begin in the workspace, and how many there are; the fewest keys first.
@@ -53,6 +67,6 @@ class RaggedTables:
     value_places: torch.Tensor
     center_pages: torch.Tensor
     centers: torch.Tensor
-    copies: torch.Tensor
+    copies: torch.Tensor | TokensInBlocks
     tiles: torch.Tensor
     capacity: int

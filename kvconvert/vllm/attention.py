@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,10 @@ from kvconvert.kernels.decode.cpu import pages_per_tile
 from kvconvert.kernels.decode.stored import PageTables, PageTile, ResidualTokens, ResidualWindows, SpanTokens
 from kvconvert.kernels.history import HistoryPart, history_attention
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.kernels.rotate import hadamard_transform
+from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, unsupported_append
 from kvconvert.vllm.layer import AlikeLayers, LayerBlocks
-from kvconvert.vllm.step import Request, StepPlan, upload
+from kvconvert.vllm.prompts import PackedPrompts
+from kvconvert.vllm.step import Request, StepPlan
 from kvconvert.vllm.tables import DecodeTables
 
 
@@ -41,17 +42,15 @@ class LayerStep:
         blocks: of the layer.
         plan: of the pass.
         scaling: factor of the dot products.
+        prompts: of the pass, see `divide_prompts`.
         tables: of the requests with one new token, where kernels run.
-        softcap: logits become softcap * tanh(logits / softcap), unless None.
-        sink_logits: [Hq] logits of a virtual token with no value, or None.
     """
 
     blocks: LayerBlocks
     plan: StepPlan
     scaling: float
+    prompts: Sequence[tuple[slice, PackedPrompts | Request]]
     tables: DecodeTables | None = None
-    softcap: float | None = None
-    sink_logits: torch.Tensor | None = None
 
     def run(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
         """Store the pass's tokens and write the attention of their queries.
@@ -62,25 +61,26 @@ class LayerStep:
             queries: [n, Hq, D]; keys: [n, H, D]; values: [n, H, E], after RoPE.
             output: [n, Hq, E].
         """
+        count = self.plan.prompts[0].first if self.plan.prompts else len(queries)
+        if count:
+            self._decode(*(x[:count] for x in (queries, keys, values, output)))
+        for part, prompts in self.prompts:
+            own = [x[part] for x in (queries, keys, values)]
+            if isinstance(prompts, PackedPrompts):
+                prompts.attend(self.blocks, *own, self.scaling, output[part])
+            else:
+                attended = self._prompt(prompts, *(x.transpose(0, 1) for x in self._turned(*own)))
+                output[part] = attended.transpose(0, 1)
+        if self.blocks.cache.rotations.values:
+            output.copy_(hadamard_transform(output, inverse=True))
+
+    def _turned(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rotations = self.blocks.cache.rotations
         if rotations.keys:
             queries, keys = hadamard_transform(queries), hadamard_transform(keys)
-        if rotations.values:
-            values = hadamard_transform(values)
-        for request in self.plan.prompts:
-            part = slice(request.first, request.first + request.length)
-            attended = self._prompt(request, *(x[part].transpose(0, 1) for x in (queries, keys, values)))
-            output[part] = self._turned_back(attended.transpose(0, 1), output.dtype)
-        if not self.plan.prompts:
-            output[:] = self._turned_back(self._decode(queries, keys, values), output.dtype)
-        elif self.plan.decodes:
-            at = upload([request.first for request in self.plan.decodes], queries.device)
-            attended = self._decode(*(x[at] for x in (queries, keys, values)))
-            output[at] = self._turned_back(attended, output.dtype)
-
-    def _turned_back(self, attended: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        attended = attended.to(dtype)
-        return hadamard_transform(attended, inverse=True) if self.blocks.cache.rotations.values else attended
+        return queries, keys, hadamard_transform(values) if rotations.values else values
 
     def _prompt(
         self, request: Request, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -88,9 +88,7 @@ class LayerStep:
         """Attention [Hq, T, E] of a chunk, queries [Hq, T, D], keys [H, T, D] and values [H, T, E]."""
         plan, begin = self.plan, self._exact_from(request)
         stored = self.blocks.read(*plan.places(request, begin, request.stored))
-        attended = history_attention(
-            queries, self._history(request, *stored), keys, values, self.scaling, self.softcap, self.sink_logits
-        )
+        attended = history_attention(queries, self._history(request, *stored), keys, values, self.scaling)
         every = [torch.cat(side, 1) for side in zip(stored, (keys, values), strict=True)]
         sinks = min(self.plan.layout.sink_tokens, request.tokens)
         if sinks and not max(plan.layout.quantized(request.stored)):
@@ -135,17 +133,26 @@ class LayerStep:
         ]
         return [part for part in found if part.tokens]
 
-    def _decode(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Attention [B, Hq, E] of the requests with one token, queries [B, Hq, D], keys [B, H, D], values [B, H, E]."""
+    def _decode(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
+        """Store the tokens of the requests with one, and write their attention [B, Hq, E].
+
+        Args:
+            queries: [B, Hq, D]; keys: [B, H, D]; values: [B, H, E], as the model gives them.
+            output: for attention in the coordinates in which values are stored.
+        """
         plan, cache, tables = self.plan, self.blocks.cache, self.tables
         if tables is not None:
-            rows = len(queries)
-            self.blocks.write(tables.write_blocks[:rows], tables.write_slots[:rows], keys, values)
+            where, new = tables.targets(self.blocks, len(queries)), [x.unsqueeze(2) for x in (queries, keys, values)]
+            if unsupported_append(cache.dtype, *new) is not None:
+                new = [x.contiguous() for x in new]
+            words = self.blocks.words.view(cache.dtype)
+            queries = rotate_and_append(*new, words, *where, cache.rotations).squeeze(2)
         else:
+            queries, keys, values = self._turned(queries, keys, values)
             for number, request in enumerate(plan.decodes):
                 token = keys[number].unsqueeze(1), values[number].unsqueeze(1)
                 self._write(plan.places(request, request.stored, request.tokens), *token)
-        return decode_attention(
+        found = decode_attention(
             queries.unsqueeze(2),
             DecodeTokens(self.blocks, plan, tables, len(queries)),
             cache.format,
@@ -153,9 +160,10 @@ class LayerStep:
             self.scaling,
             half_quantized=plan.layout.half_quantized,
             hides=plan.layout.sink_tokens > 0,
-            softcap=self.softcap,
-            sink_logits=self.sink_logits,
-        ).squeeze(2)
+            output=output.unsqueeze(2),
+        )
+        if tables is None:
+            output.copy_(found.squeeze(2))
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,19 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from kvconvert.errors import BundleError
+from kvconvert.kernels import ragged
 from kvconvert.kernels.decode import unsupported
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.bundle import ServedBundle, layer_index, served_bundle
 from kvconvert.vllm.layer import AlikeLayers, LayerBlocks, alike
+from kvconvert.vllm.prompts import WORKSPACE_BYTES, PackedPrompts, divide_prompts
+from kvconvert.vllm.rehearsal import prepare, rehearse
 from kvconvert.vllm.spec import LowBitSpec
-from kvconvert.vllm.step import StepPlan, plan_step
+from kvconvert.vllm.step import Request, StepPlan, plan_step
 from kvconvert.vllm.tables import DecodeTables
+from kvconvert.vllm.weights import rehearse_products
 
 
 class LowBitBackend(AttentionBackend):
@@ -79,11 +83,13 @@ class LowBitMetadata(AttentionMetadata):
     Attributes:
         plan: of every layer.
         num_actual_tokens: without those that vLLM pads with.
+        prompts: of the pass, see `divide_prompts`.
         tables: of requests with one new token, where kernels run.
     """
 
     plan: StepPlan
     num_actual_tokens: int
+    prompts: list[tuple[slice, PackedPrompts | Request]]
     tables: DecodeTables | None
 
 
@@ -103,6 +109,9 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
         self._quantized: torch.Tensor | None = None
         self._known: list[LayerBlocks] = []
         self._alike: list[AlikeLayers] = []
+        self._like: LayerBlocks | None = None
+        # Requests with one new token come first.
+        self._init_reorder_batch_threshold(1)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -124,11 +133,10 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
         plan.note_quantized()
         tables = self._decode_tables()
         if tables is not None:
-            decodes = plan.requests if not plan.prompts else plan.decodes
-            rows = range(common.num_reqs) if not plan.prompts else [request.row for request in decodes]
-            tokens = dict.fromkeys(rows, 0) | {request.row: request.tokens for request in decodes}
+            rows = range(common.num_reqs) if not plan.prompts else [request.row for request in plan.decodes]
+            tokens = dict.fromkeys(rows, 0) | {request.row: request.tokens for request in plan.decodes}
             tables.write(common.block_table_tensor, list(tokens), list(tokens.values()))
-        return LowBitMetadata(plan, common.num_actual_tokens, tables)
+        return LowBitMetadata(plan, common.num_actual_tokens, divide_prompts(plan, self._like), tables)
 
     def _memory(self) -> torch.Tensor:
         """The blocks of the first layer."""
@@ -146,7 +154,14 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
             if not config.cache_config.enable_prefix_caching:
                 # None is another request's.
                 pages = min(pages, len(self._memory()))
-            self._tables = DecodeTables(self.layout, rows, pages, self.device)
+            self._layers()
+            self._tables = DecodeTables(self._known, rows, pages)
+            reasons = [ragged.unsupported(b.cache.format, b.cache.dtype, self.device) for b in self._known]
+            self._like = None if any(reasons) else self._known[0]
+            context = config.compilation_config.static_forward_context
+            heads = [context[name].impl.num_heads for name in self.layer_names]
+            args = self._known, heads, self._tables, self._like is not None
+            prepare(self.device, lambda: rehearse(*args), rehearse_products)
         return self._tables
 
     def _quantized_blocks(self) -> torch.Tensor | None:
@@ -237,8 +252,11 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
         """Attention [n, Hq, D] of the pass's tokens, which it stores."""
         if attn_metadata is None:
             # vLLM measures what a pass takes, before there is a cache.
+            query.new_empty(WORKSPACE_BYTES, dtype=torch.uint8)
             return output.fill_(0)
         count = attn_metadata.num_actual_tokens
-        step = LayerStep(self.blocks(layer), attn_metadata.plan, self.scale, attn_metadata.tables)
+        step = LayerStep(
+            self.blocks(layer), attn_metadata.plan, self.scale, attn_metadata.prompts, attn_metadata.tables
+        )
         step.run(query[:count], key[:count], value[:count], output[:count])
         return output

@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from kvconvert.kernels.blocks import BlockGeometry
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.history import PageReader
 from kvconvert.kernels.pages import (
@@ -75,6 +76,13 @@ class LayerBlocks:
     def block_units(self) -> int:
         """Distance from one block to the next in units of 16 bytes."""
         return self.words.stride(0) // 8
+
+    @cached_property
+    def geometry(self) -> BlockGeometry:
+        """The blocks as `kernels/blocks` knows them."""
+        layout = self.cache.layout
+        fields = layout.first_page, layout.stride, layout.tokens_per_block, layout.sink_tokens, self.block_units
+        return BlockGeometry(*fields, layout.token_bytes // 16, layout.key_bytes // 16)
 
     def tokens_of(self, words: torch.Tensor) -> torch.Tensor:
         """Full-precision tokens, a view [..., tokens of a block, numbers of a token] of such words as the layer's."""

@@ -70,14 +70,15 @@ class StepPlan:
     quantized_blocks: torch.Tensor | None = None
 
     @cached_property
-    def decodes(self) -> list[Request]:
-        """Requests with one new token."""
-        return [request for request in self.requests if request.length == 1]
+    def decodes(self) -> Sequence[Request]:
+        """Requests with one new token that come before all others, as vLLM orders them."""
+        count = next((i for i, request in enumerate(self.requests) if request.length > 1), len(self.requests))
+        return self.requests[:count]
 
-    @cached_property
-    def prompts(self) -> list[Request]:
-        """Requests with more."""
-        return [request for request in self.requests if request.length > 1]
+    @property
+    def prompts(self) -> Sequence[Request]:
+        """The others."""
+        return self.requests[len(self.decodes) :]
 
     @property
     def device(self) -> torch.device:
@@ -111,8 +112,9 @@ class StepPlan:
     def pending(self) -> tuple[PendingPages | None, PendingPages | None]:
         """Pages of keys and of values that the last token stored before this pass has completed."""
         found: list[list[tuple[int, int]]] = [[], []]
+        windows = self.layout.key_window % PAGE_SIZE, self.layout.value_window % PAGE_SIZE
         for request in self.requests:
-            if request.stored:
+            if request.stored and request.stored % PAGE_SIZE in windows:
                 before, now = map(self.layout.quantized, (request.stored - 1, request.stored))
                 for pages, begin, end in zip(found, before, now, strict=True):
                     if begin < end:
@@ -178,7 +180,12 @@ class StepPlan:
 def upload(data: torch.Tensor | list, device: torch.device) -> torch.Tensor:
     """Integers on a device, without waiting for what it is doing."""
     tensor = torch.tensor(data) if isinstance(data, list) else data
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return fill(torch.empty_like(tensor, device=device), tensor)
+
+
+def fill(target: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """`target`, which takes integers of the host's without waiting for what its device is doing."""
+    return target.copy_(data.pin_memory() if target.is_cuda else data, non_blocking=True)
 
 
 def plan_step(

@@ -1,62 +1,80 @@
 """The tables of a decoding step on a GPU, in tensors whose addresses never change, so that CUDA graphs may hold them.
 
-The host knows how many tokens each request has, and vLLM's block table, on the device, where they are. Tables are
-written before a step runs; no kernel of the step depends on a number that the host would have to wait for.
+The host knows how many tokens each request has, and vLLM's block table, on the device, where they are. Before a step,
+one copy and one launch write all that its layers read; no kernel depends on a number that the host would have to wait
+for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, most_items, plan_work
+from kvconvert.kernels.blocks import ROW, DecodePlaces, locate
+from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, most_items, plan_rows, plan_work
 from kvconvert.kernels.decode.stored import PageTables, ResidualWindows
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.vllm.blocks import BlockLayout
 from kvconvert.vllm.layer import LayerBlocks
-from kvconvert.vllm.step import upload
+from kvconvert.vllm.step import fill
 
 # Numbers of a work item, see `kernels/decode/plan.py`.
 ITEM = 18
+# Partial results of a request whose merge takes one step; it takes more of more, and longer over few if made for many.
+SLOTS = 64
+
+
+class _Rows(NamedTuple):
+    """What the host says of each request, int64, one copy for all.
+
+    Attributes:
+        about: [rows, 6], see `locate`.
+        windows: [rows, 8], see `ResidualWindows`.
+        keys: [rows, 3], `PageTables.key_rows`.
+        first: [rows], 0 for a request whose new token is stored, -1 for none.
+    """
+
+    about: torch.Tensor
+    windows: torch.Tensor
+    keys: torch.Tensor
+    first: torch.Tensor
 
 
 class DecodeTables:
     """Where the tokens of requests with one new token lie.
 
     Args:
-        layout: of every layer's blocks.
+        layers: of the cache, all of the same heads.
         rows: requests of a step at most.
         pages: of all requests together at most.
-        device: of the cache.
 
     Attributes:
-        tokens: int64 [rows], of each request once the step is over; 0 in rows that take no part.
-        write_blocks, write_slots: int64 [rows], where the new token goes; in block 0, which vLLM leaves to no request,
-            for rows that take no part.
-        gather_blocks, gather_slots: int64 [rows, capacity], where the full-precision tokens of a request lie in the
-            order in which kernels read them: sink tokens, tokens of half-quantized pages, the newest; repeated at the
-            end.
+        rows: requests of a step at most.
         capacity: full-precision tokens of a request at most.
     """
 
-    def __init__(self, layout: BlockLayout, rows: int, pages: int, device: torch.device):
-        self.layout, self.rows, self.device = layout, rows, device
-        self.capacity = layout.sink_tokens + max(layout.key_window, layout.value_window) + PAGE_SIZE
-        on_device = {"dtype": torch.int64, "device": device}
-        self.tokens = torch.zeros(rows, **on_device)
-        self.write_blocks, self.write_slots = torch.zeros(2, rows, **on_device)
-        self.gather_blocks, self.gather_slots = torch.zeros(2, rows, self.capacity, **on_device)
-        # The last entry is loaded in advance and never followed.
-        self._pages = torch.zeros(pages + 1, **on_device)
-        self._offsets: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._windows: dict[tuple[int, int, int], torch.Tensor] = {}
-        self._counts = torch.zeros(rows, 3, **on_device)
-        self._key_rows = torch.zeros(rows, 3, **on_device)
+    def __init__(self, layers: Sequence[LayerBlocks], rows: int, pages: int):
+        self.rows, self.layout, first = rows, layers[0].cache.layout, layers[0]
+        self.device, self.dtype, f = first.words.device, first.cache.dtype, first.cache.format
+        self.capacity = self.layout.sink_tokens + max(self.layout.key_window, self.layout.value_window) + PAGE_SIZE
+        self.head_sizes = f.keys.heads, f.keys.head_dim, f.values.head_dim
+        sizes = [ROW, 8, 3, 1]
+        self._flat = torch.zeros(rows * sum(sizes), dtype=torch.int64, device=self.device)
+        parts = self._flat.split([rows * size for size in sizes])
+        self._on_device = _Rows(*(part.view(rows, -1) for part in parts[:3]), parts[3])
+        self._found = {blocks.geometry: self._empty_places(pages) for blocks in layers}
+        self._pages = pages
+        # Of each request of a step its first page, pages quantized on both sides and on one, and room for the others.
+        self._divided = np.zeros((4, 0), np.int64)
         self._work: dict[int, WorkPlan] = {}
-        self._plans: list[SequencePlan] = []
-        self._order = torch.arange(self.capacity, device=device)
+        self._flat_work: dict[int, torch.Tensor] = {}
+
+    def _empty_places(self, pages: int) -> DecodePlaces:
+        # The last entry of the pages' tables is loaded in advance and never followed.
+        shapes = (self.rows, self.capacity), (self.rows, 4), (pages + 1,), (pages + 1,)
+        return DecodePlaces(*(torch.zeros(shape, dtype=torch.int64, device=self.device) for shape in shapes))
 
     def write(self, block_table: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Describe a step.
@@ -69,156 +87,98 @@ class DecodeTables:
         layout, count = self.layout, len(rows)
         if not count:
             return
-        padded = list(tokens) + [0] * (self.rows - count)
-        quantized = [layout.quantized(max(0, n - 1)) for n in padded]
-        both, pages = [min(q) for q in quantized], [max(q) for q in quantized]
-        starts = [0, *accumulate(pages)]
-        if starts[-1] >= len(self._pages):
+        lengths = np.zeros(self.rows, np.int64)
+        lengths[:count] = tokens
+        before = np.maximum(lengths - 1, 0)
+        keys, values = (np.maximum(before - n, 0) // PAGE_SIZE for n in (layout.key_window, layout.value_window))
+        both, pages = np.minimum(keys, values), np.maximum(keys, values)
+        starts = np.cumsum(pages) - pages
+        if pages.sum() > self._pages:
             # vLLM rehearses lengths that no cache holds, with one block for all; nothing reads what comes of it.
             self.write(block_table, rows, [0] * count)
             return
-        half = [p - b for p, b in zip(pages, both, strict=True)]
-        host = torch.tensor([padded, both, half, [q[0] for q in quantized], pages, starts[:-1]])
-        device = upload(host, self.device)
-        self.tokens.copy_(device[0])
-        table = block_table
-        if list(rows) != list(range(len(block_table))):
-            table = block_table[upload(torch.tensor(rows, dtype=torch.int64), self.device)]
-        exists = device[0, :count].gt(0)
-        table = table[:count].long() * exists.unsqueeze(1)
-        last = (device[0] - 1).clamp(min=0)
-        self._write_places(table, last, exists)
-        self._write_gather(table, device, last)
-        self._write_pages(table, device[4, :count, None], device[5, :count, None], max(pages))
-        for record, offsets in self._offsets.items():
-            self._write_offsets(*record, *offsets)
-        for sizes, described in self._windows.items():
-            self._write_window(sizes, described)
-        self._key_rows[:, 1] = device[3]
-        self._key_rows[:, 0] = device[5]
-        about = list(zip(starts, both, pages, strict=False))[:count]
-        plans = [self._plan(bool(n), *own) for n, own in zip(tokens, about, strict=True)]
-        if plans != self._plans:
-            self._plans = plans
+        numbers = np.zeros(self.rows, np.int64)
+        numbers[:count] = rows
+        half, (heads, dim, value_dim) = pages - both, self.head_sizes
+        # Before there is a page, sink tokens lie with the others.
+        sinks = np.minimum(pages * PAGE_SIZE, layout.sink_tokens)
+        residual = np.maximum(sinks + lengths - pages * PAGE_SIZE, 0)
+        # Of a token's record, in units of 8 numbers: keys of all heads, then values.
+        sides = (np.full_like(sinks, size) for size in (0, dim // 8, heads * dim // 8, value_dim // 8))
+        about = np.column_stack([lengths, both, half, pages, starts, numbers])
+        windows = np.column_stack([*sides, sinks, half * PAGE_SIZE, half * PAGE_SIZE, residual])
+        key_rows = np.column_stack([starts, keys, np.zeros_like(keys)])
+        first = np.where(lengths, 0, -1)
+        flat = np.concatenate([part.ravel() for part in (about, windows, key_rows, first)])
+        fill(self._flat, torch.from_numpy(flat))
+        most = int(pages.max())
+        for geometry, found in self._found.items():
+            locate(block_table, self._on_device.about, most, geometry, self.head_sizes, self.dtype, found)
+        # Work is divided anew where a request comes, goes, or has another page.
+        divided = np.stack([starts, both, half, np.where(lengths, self.capacity, 0)])[:, :count]
+        if not np.array_equal(divided, self._divided):
+            self._divided = divided
             for programs in self._work:
                 self._write_work(programs)
 
-    def _write_pages(self, table: torch.Tensor, pages: torch.Tensor, starts: torch.Tensor, most: int) -> None:
-        """The rows' pages one after another, so many of each [rows, 1], from entry `starts` [rows, 1] on."""
-        number, first = torch.arange(most, device=self.device), self.layout.first_page
-        # The last entry takes what is no page.
-        at = torch.where(number < pages, starts + number, len(self._pages) - 1)
-        self._pages[at] = table[:, first : first + most]
-
-    def _write_places(self, table: torch.Tensor, last: torch.Tensor, exists: torch.Tensor) -> None:
-        """Where new tokens, at positions `last` [rows], go."""
-        count, places = len(table), self.layout.places(last)
-        self.write_blocks.zero_()
-        self.write_slots.zero_()
-        found = table.gather(1, places.entries[:count, None].clamp(max=table.shape[1] - 1)).squeeze(1)
-        self.write_blocks[:count] = found * exists
-        self.write_slots[:count] = places.slots[:count] * exists
-
-    def _write_gather(self, table: torch.Tensor, device: torch.Tensor, last: torch.Tensor) -> None:
-        """Where full-precision tokens lie; `device` [4, rows] as in `write`."""
-        count, layout = len(table), self.layout
-        begin = device[1] * PAGE_SIZE
-        half = device[2] * PAGE_SIZE
-        # Before there is a page, sink tokens lie with the others.
-        sinks = (begin + half).clamp(max=layout.sink_tokens)
-        self._counts[:, 0] = sinks
-        self._counts[:, 1] = half
-        self._counts[:, 2] = (sinks + device[0] - begin - half).clamp(min=0)
-        position = torch.minimum(begin[:, None] + self._order - sinks[:, None], last[:, None])
-        is_sink = self._order < sinks[:, None]
-        places, first = layout.places(position.clamp(min=0)), layout.sinks(self._order)
-        entries = torch.where(is_sink, first.entries, places.entries)[:count]
-        self.gather_blocks[:count] = table.gather(1, entries.clamp(max=table.shape[1] - 1))
-        self.gather_blocks[count:] = 0
-        self.gather_slots.copy_(torch.where(is_sink, first.slots, places.slots))
-
-    def _plan(self, exists: bool, first: int, both: int, pages: int) -> SequencePlan:
-        hidden = self.layout.sink_tokens
-        segments = (Segment(first, first + both, both * PAGE_SIZE, hidden=hidden),) if both else ()
-        # The same whatever the newest page holds, so that plans last: of tokens still to come an item finds none.
-        residual = self.capacity if exists else 0
-        begin = both * PAGE_SIZE
-        return SequencePlan(
-            segments, residual, pages - both, first + both, begin, pages * PAGE_SIZE, 0 if both else hidden
-        )
+    def targets(self, blocks: LayerBlocks, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a layer's new keys and values of the first rows go, as `rotate_and_append` takes it."""
+        return self._found[blocks.geometry].targets[:rows], self._on_device.first[:rows]
 
     def page_tables(self, blocks: LayerBlocks, programs: int, rows: int) -> PageTables:
         """A layer's pages, for the first rows' kernels."""
-        format, record = blocks.cache.format, (blocks.block_units, blocks.cache.layout.key_bytes // 16)
-        if record not in self._offsets:
-            self._offsets[record] = torch.zeros_like(self._pages), torch.zeros_like(self._pages)
-            self._write_offsets(*record, *self._offsets[record])
+        format, found = blocks.cache.format, self._found[blocks.geometry]
         if programs not in self._work:
             self._work[programs] = self._empty_work(programs)
             self._write_work(programs)
         work = self._work[programs]
         most = most_items(rows, programs)
-        # As many as rows of one length have; the merge takes more of fewer rows as well.
-        slots = 2 * most // rows + 2
-        work = WorkPlan(work.items[:most], work.item_rows, work.slot_rows, most + 2 * rows, slots)
+        work = WorkPlan(work.items[:most], work.item_rows, work.slot_rows, most + 2 * rows, SLOTS)
         center = format.key_center
         return PageTables(
             blocks.words,
             blocks.words,
-            *self._offsets[record],
+            found.key_pages,
+            found.value_pages,
             work,
             blocks.static_scales,
             format.boosted,
             center,
-            None if center is None else self._key_rows[:rows],
+            None if center is None else self._on_device.keys[:rows],
         )
 
-    def _write_offsets(self, block: int, key_record: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        torch.mul(self._pages, block, out=keys)
-        torch.add(keys, key_record, out=values)
-
     def residual_windows(self, blocks: LayerBlocks, rows: int) -> ResidualWindows:
-        """A layer's full-precision tokens of the first rows, gathered."""
-        f = blocks.cache.format
-        shapes = [(side.heads, side.head_dim) for side in (f.keys, f.values)]
-        sizes = [heads * self.capacity * dim for heads, dim in shapes]
-        memory = torch.empty(rows, sum(sizes), dtype=blocks.cache.dtype, device=self.device)
-        found = blocks.tokens[self.gather_blocks[:rows], self.gather_slots[:rows]]
-        sides = found.split([heads * dim for heads, dim in shapes], 2)
-        for part, side, (heads, dim) in zip(memory.split(sizes, 1), sides, shapes, strict=True):
-            part.view(rows, heads, self.capacity, dim).copy_(side.unflatten(2, (heads, dim)).transpose(1, 2))
-        sizes = f.keys.heads, f.keys.head_dim, f.values.head_dim
-        if sizes not in self._windows:
-            self._windows[sizes] = torch.zeros(self.rows, 8, dtype=torch.int64, device=self.device)
-            self._write_window(sizes, self._windows[sizes])
-        return ResidualWindows(memory, self._windows[sizes][:rows])
-
-    def _write_window(self, sizes: tuple[int, int, int], described: torch.Tensor) -> None:
-        """The rows of `ResidualWindows`: keys and values of one row after another, of so many heads and channels."""
-        heads, *dims = sizes
-        key_head, value_head = (self.capacity * dim // 8 for dim in dims)
-        described[:, 0] = torch.arange(self.rows, device=self.device) * (heads * (key_head + value_head))
-        described[:, 1] = key_head
-        described[:, 2] = described[:, 0] + heads * key_head
-        described[:, 3] = value_head
-        described[:, 4] = self._counts[:, 0]
-        described[:, 5:7] = self._counts[:, 1:2]
-        described[:, 7] = self._counts[:, 2]
+        """A layer's full-precision tokens of the first rows, in their blocks."""
+        places = self._found[blocks.geometry].places
+        return ResidualWindows(blocks.words.view(self.dtype), self._on_device.windows[:rows], places[:rows])
 
     def _empty_work(self, programs: int) -> WorkPlan:
-        items = torch.zeros(most_items(self.rows, programs), ITEM, dtype=torch.int32, device=self.device)
-        ends = [torch.zeros(self.rows + 1, dtype=torch.int32, device=self.device) for _ in range(2)]
-        return WorkPlan(items, *ends, 0, 0)
+        items, ends = most_items(self.rows, programs) * ITEM, self.rows + 1
+        flat = torch.zeros(items + 2 * ends, dtype=torch.int32, device=self.device)
+        parts = flat.split([items, ends, ends])
+        self._flat_work[programs] = flat
+        return WorkPlan(parts[0].view(-1, ITEM), parts[1], parts[2], 0, 0)
 
     def _write_work(self, programs: int) -> None:
         """Divide a step's work anew, into the tensors that kernels know."""
-        target = self._work[programs]
-        plan = plan_work(self._plans, programs)
-        items = plan.items.new_zeros(target.items.shape)
-        items[: len(plan.items)] = plan.items
-        target.items.copy_(upload(items, self.device))
-        for tensor, ends in ((target.item_rows, plan.item_rows), (target.slot_rows, plan.slot_rows)):
+        starts, both, half, residual = self._divided
+        hidden, flat = self.layout.sink_tokens, self._flat_work[programs]
+        if half.any():
+            plan = plan_work([self._plan(*row) for row in self._divided.T.tolist()], programs)
+        else:
+            # The same whatever the newest page holds, so that plans last: of tokens still to come an item finds none.
+            plan = plan_rows(starts, both, residual, hidden, programs)
+        whole = np.zeros(flat.shape[0], np.int32)
+        whole[: plan.items.numel()] = plan.items.numpy().ravel()
+        for place, ends in zip((-2, -1), (plan.item_rows.numpy(), plan.slot_rows.numpy()), strict=True):
             # Rows that take no part are empty.
-            whole = ends[-1].repeat(self.rows + 1)
-            whole[: len(ends)] = ends
-            tensor.copy_(upload(whole, self.device))
+            first = len(whole) + place * (self.rows + 1)
+            whole[first : first + self.rows + 1] = ends[-1]
+            whole[first : first + len(ends)] = ends
+        fill(flat, torch.from_numpy(whole))
+
+    def _plan(self, first: int, both: int, half: int, residual: int) -> SequencePlan:
+        """A request some of whose pages are quantized on one side alone."""
+        hidden, begin, pages = self.layout.sink_tokens, both * PAGE_SIZE, both + half
+        segments = (Segment(first, first + both, begin, hidden=hidden),) if both else ()
+        return SequencePlan(segments, residual, half, first + both, begin, pages * PAGE_SIZE, 0 if both else hidden)

@@ -1,4 +1,4 @@
-"""Weights of bundles that are no AWQ checkpoint, unquantized or of 2, 3 or 8 bits, as a method of vLLM's."""
+"""Weights of bundles as methods of vLLM's: those of 4 bits through its own kernels and ours, others through ours."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig, AutoAWQMarlinLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import direct_register_custom_op
 
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.errors import BundleError
-from kvconvert.kernels.linear import QuantizedLinear
+from kvconvert.kernels.linear import QuantizedLinear, packed_product, unsupported
+from kvconvert.kernels.linear.awq_format import AwqWeight
+from kvconvert.kernels.linear.packed_layout import PackedWeight, pack_weight
 from kvconvert.vllm.bundle import is_bundle, served_bundle
+
+# Up to so many rows kvconvert's kernels are faster than vLLM's; benchmarks/KERNELS.md.
+FEW_ROWS = 16
+# Weights are kept in a second layout for them if they take no larger share of a GPU's memory.
+LARGEST_SHARE = 1 / 8
 
 
 @register_quantization_config("kvconvert")
@@ -146,4 +157,99 @@ class BundleLinearMethod(LinearMethodBase):
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[..., in] to [..., out]."""
         y = quantized_linears(x, self.prefix, sum(m.out_features for m in self.parts))
+        return y if bias is None else y + bias
+
+
+@register_quantization_config("kvconvert_awq")
+class BundleAwqWeights(AutoAWQConfig):
+    """The weights of a bundle that is an AWQ checkpoint, on a GPU.
+
+    Attributes:
+        directory: of the bundle, once vLLM has told it.
+    """
+
+    directory = ""
+
+    @classmethod
+    def get_name(cls) -> str:
+        """As registered."""
+        return "kvconvert_awq"
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Take bundles where vLLM's kernels for such weights and ours both run, unless the user says otherwise."""
+        ours = is_bundle({"quantization_config": hf_quant_cfg}) and hf_quant_cfg.get("version") == "gemm"
+        asked = user_quant == cls.get_name() or (user_quant is None and current_platform.is_cuda())
+        return cls.get_name() if ours and asked else None
+
+    def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
+        """Where the bundle lies, and what vLLM reads there."""
+        super().maybe_update_config(model_name, *args, **kwargs)
+        self.directory = model_name
+
+    @cached_property
+    def _has_room(self) -> bool:
+        """Whether a second layout of all weights is a small part of the GPU's memory."""
+        modules = served_bundle(self.directory).bundle.manifest.modules
+        weights = sum(m.in_features * m.out_features for m in modules if m.method != "kept")
+        each = weights * self.weight_bits // 8 // get_tensor_model_parallel_world_size()
+        return each <= LARGEST_SHARE * current_platform.get_device_total_memory()
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """vLLM's, with our kernels beside them for few rows."""
+        method = super().get_quant_method(layer, prefix)
+        # Activations that vLLM quantizes, too, are left to its kernels.
+        if type(method) is AutoAWQMarlinLinearMethod and method.input_dtype is None and self._has_room:
+            return FewRowsLinearMethod(self)
+        return method
+
+
+# Weights in our layout, and the methods and modules that they are of, by the address of their lanes: an operator's
+# argument by which layers are told apart without making torch.compile compile each of them.
+_packed: dict[int, tuple[PackedWeight, FewRowsLinearMethod, torch.nn.Module]] = {}
+
+
+def _awq_linear(x: Tensor, lanes: Tensor, outputs: int) -> Tensor:
+    weight, method, layer = _packed[lanes.data_ptr()]
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows) > FEW_ROWS:
+        return method.kernel.apply_weights(layer, x)
+    return packed_product(rows, weight).view(*x.shape[:-1], outputs)
+
+
+def _awq_linear_shape(x: Tensor, lanes: Tensor, outputs: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], outputs)
+
+
+direct_register_custom_op("kvconvert_awq_linear", _awq_linear, fake_impl=_awq_linear_shape)
+
+
+def rehearse_products() -> None:
+    """Launch our kernels for every number of rows that they serve, once for all weights of the same shape."""
+    found = {(w.inputs, w.outputs, w.group_size): (w, method.dtype) for w, method, _ in _packed.values()}
+    for weight, dtype in found.values():
+        for rows in range(1, FEW_ROWS + 1):
+            packed_product(torch.zeros(rows, weight.inputs, dtype=dtype, device=weight.lanes.device), weight)
+
+
+class FewRowsLinearMethod(AutoAWQMarlinLinearMethod):
+    """vLLM's way with 4-bit weights, and for up to `FEW_ROWS` rows ours, with a copy of the weights."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Make both layouts."""
+        stored = AwqWeight(layer.qweight.data, layer.qzeros.data, layer.scales.data.half())
+        self.dtype, layer.few_rows = layer.scales.dtype, None
+        if unsupported(stored.scales.device, self.dtype, len(stored.qweight) // len(stored.scales)) is None:
+            weight = pack_weight(stored)
+            layer.few_rows, layer.few_rows_outputs = Parameter(weight.lanes, requires_grad=False), weight.outputs
+            _packed[layer.few_rows.data_ptr()] = weight, self, layer
+        super().process_weights_after_loading(layer)
+
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[..., in] to [..., out]."""
+        if layer.few_rows is None:
+            return super().apply(layer, x, bias)
+        y = torch.ops.vllm.kvconvert_awq_linear(x, layer.few_rows, layer.few_rows_outputs)
         return y if bias is None else y + bias

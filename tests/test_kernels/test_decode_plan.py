@@ -1,6 +1,8 @@
 """Work items cover every page, half-quantized page and residual token once, in items of nearly equal cost."""
 
+import numpy as np
 import pytest
+import torch
 
 from kvconvert.kernels.decode.plan import (
     HALF_QUANTIZED_COST,
@@ -9,6 +11,7 @@ from kvconvert.kernels.decode.plan import (
     Segment,
     SequencePlan,
     most_items,
+    plan_rows,
     plan_work,
 )
 
@@ -103,3 +106,21 @@ def test_no_more_items_than_are_announced(programs, sequences, half_quantized):
         programs,
     )
     assert len(plan.items) <= most_items(sequences, programs)
+
+
+@pytest.mark.parametrize("programs", [1, 7, 198])
+def test_rows_of_whole_pages_are_divided_as_one_by_one(programs):
+    dice = np.random.default_rng(0)
+    for count in (1, 3, 40, 200):
+        pages, exists = dice.integers(0, 60, count) * dice.integers(0, 2, count), dice.integers(0, 4, count) > 0
+        pages, residual = pages * exists, exists * 132
+        starts = np.cumsum(pages) - pages
+        together = plan_rows(starts, pages, residual, 4, programs)
+        sequences = [
+            SequencePlan((Segment(first, first + n, 128 * n, hidden=4),) if n else (), rest, 0, first, 0, 128 * n)
+            for first, n, rest in zip(starts.tolist(), pages.tolist(), residual.tolist(), strict=True)
+        ]
+        alone = plan_work(sequences, programs)
+        for name in ("items", "item_rows", "slot_rows"):
+            torch.testing.assert_close(getattr(together, name), getattr(alone, name), rtol=0, atol=0)
+        assert (together.slots, together.most_slots) == (alone.slots, alone.most_slots)

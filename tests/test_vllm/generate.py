@@ -8,14 +8,21 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext
 from typing import Any
+
+from kvconvert.kernels.device import interpreted
 
 MARKER = "TOKENS "
 
 
 def generate(request: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
-    """The tokens of each prompt, and how many requests were interrupted and prompt tokens found in the prefix cache."""
+    """The tokens of each prompt, and how many requests were interrupted, prompt tokens found in the prefix cache, and
+    4-bit weights kept in our layout.
+    """
     from vllm import LLM, SamplingParams
+
+    from kvconvert.vllm import weights
 
     llm = LLM(request["model"], disable_log_stats=False, **request["arguments"])
     sampling = SamplingParams(temperature=0, max_tokens=request["new_tokens"], ignore_eos=True)
@@ -25,7 +32,8 @@ def generate(request: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
         found += [list(answer.outputs[0].token_ids) for answer in llm.generate(prompts, sampling, use_tqdm=False)]
     counted = {"interrupted": "vllm:num_preemptions", "hits": "vllm:prefix_cache_hits"}
     metrics = llm.get_metrics()
-    return found, {key: int(sum(m.value for m in metrics if m.name == name)) for key, name in counted.items()}
+    told = {key: int(sum(m.value for m in metrics if m.name == name)) for key, name in counted.items()}
+    return found, told | {"packed": len(weights._packed)}
 
 
 if __name__ == "__main__":
@@ -33,7 +41,9 @@ if __name__ == "__main__":
     # Two ranks may share processors.
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     try:
-        print(MARKER + json.dumps(generate(json.load(sys.stdin))), flush=True)
+        asked = json.load(sys.stdin)
+        with interpreted() if asked["kernels"] else nullcontext():
+            print(MARKER + json.dumps(generate(asked)), flush=True)
     except Exception as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)

@@ -11,12 +11,15 @@ import torch
 from kvconvert.cache.format import CacheFormat, with_plan
 from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.device import interpreted
+from kvconvert.kernels.launches import noted
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, page_centers, quantize_keys, quantize_values
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
 from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.blocks import BlockLayout
 from kvconvert.vllm.layer import AlikeLayers, LayerBlocks, LayerCache, alike
+from kvconvert.vllm.prompts import PackedPrompts, divide_prompts
+from kvconvert.vllm.rehearsal import rehearse
 from kvconvert.vllm.step import StepPlan, plan_step
 from kvconvert.vllm.tables import DecodeTables
 
@@ -53,7 +56,7 @@ class Layer:
         self.table = torch.zeros(REQUESTS, each + 3, dtype=torch.int32)
         self.table[:, :each] = (torch.randperm(each * REQUESTS) + 1).view(REQUESTS, each)
         self.table = self.table.to(self.device)
-        self.tables = DecodeTables(self.layout, REQUESTS + 2, 6 * REQUESTS, self.device) if kernels else None
+        self.tables = DecodeTables([self.blocks], REQUESTS + 2, 6 * REQUESTS) if kernels else None
         self.keys, self.values = ([torch.zeros(HEADS, 0, DIM) for _ in range(REQUESTS)] for _ in range(2))
 
     def run(self, lengths: list[int]) -> float:
@@ -87,7 +90,8 @@ class Layer:
         """The attention of queries, keys and values [n, heads, D] in one pass."""
         queries, keys, values = (x.to(self.device) for x in tokens)
         output = torch.full_like(queries, float("nan"))
-        LayerStep(self.blocks, plan, DIM**-0.5, self.tables).run(queries, keys, values, output)
+        prompts = divide_prompts(plan, self.blocks if self.kernels else None)
+        LayerStep(self.blocks, plan, DIM**-0.5, prompts, self.tables).run(queries, keys, values, output)
         return output
 
     def _attention(self, row: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -145,17 +149,36 @@ PASSES = [[127, 0, 0], [1, 40, 0], [1, 100, 1], [200, 128, 1], [1, 1, 1], [0, 1,
 
 
 def test_tables_hold_the_pages_of_all_rows_one_after_another_and_nothing_of_lengths_that_no_cache_holds():
-    layout = Layer(SCHEMES["kivi"], kernels=False).layout
-    tables = DecodeTables(layout, 4, 9, torch.device("cpu"))
+    blocks = Layer(SCHEMES["kivi"], kernels=False).blocks
+    tables = DecodeTables([blocks], 4, 9)
     table = torch.arange(1, 91, dtype=torch.int32).view(3, 30)
-    first = layout.first_page
-    tables.write(table, [0, 1, 2], [385, 0, 140])
-    pages = [*table[0, first : first + 3], table[2, first]]
-    assert tables._pages[:4].tolist() == [int(page) for page in pages]
-    assert [[s.begin, s.end] for plan in tables._plans for s in plan.segments] == [[0, 3], [3, 4]]
-    tables.write(table, [0, 1, 2], [1024, 1024, 1024])
-    assert not tables.tokens.any()
-    assert not any(plan.segments or plan.residual for plan in tables._plans)
+    first = blocks.cache.layout.first_page
+    pages = torch.stack([*table[0, first : first + 3], table[2, first]])
+    with interpreted():
+        tables.write(table, [0, 1, 2], [385, 0, 140])
+        found = tables.page_tables(blocks, 8, 3)
+        assert found.keys[:4].tolist() == (pages * blocks.block_units).tolist()
+        assert (found.values - found.keys)[:4].tolist() == [blocks.geometry.key_units] * 4
+        assert [pages for pages in found.plan.items[:, 1:3].tolist() if pages[1]] == [[0, 2], [2, 3], [3, 4]]
+        assert tables.targets(blocks, 4)[1].tolist() == [0, -1, 0, -1]
+        tables.write(table, [0, 1, 2], [1024, 1024, 1024])
+    assert set(tables.targets(blocks, 4)[1].tolist()) == {-1}
+    assert not found.plan.items[:, 1:3].any()
+
+
+def test_prompts_are_packed_as_far_as_the_workspace_has_room_and_others_go_alone():
+    layer = Layer(SCHEMES["kivi"], kernels=False)
+    # A decoding request, prompts that fit together, one that fits alone, one that does not fit, and a last one.
+    lengths = [1, 90, 100, 250, 650, 30]
+    starts = [sum(lengths[:row]) for row in range(7)]
+    table = layer.table[:1].repeat(6, 1)
+    plan = plan_step(layer.layout, starts, [200, 90, 100, 250, 650, 30], table)
+    parts = divide_prompts(plan, layer.blocks, 300 * layer.layout.token_bytes)
+    assert [(part.start, part.stop) for part, _ in parts] == [(1, 191), (191, 441), (441, 1091), (1091, 1121)]
+    assert [isinstance(prompts, PackedPrompts) for _, prompts in parts] == [True, True, False, True]
+    assert parts[2][1] is plan.requests[4]
+    alone = divide_prompts(plan, None)
+    assert [request for _, request in alone] == list(plan.requests[1:])
 
 
 @pytest.mark.parametrize("name", ["calibrated", "static", "kitty"])
@@ -201,9 +224,14 @@ FULL = pytest.mark.full
 def test_kernels_with_tables_in_fixed_places_do_the_same(name):
     torch.manual_seed(0)
     layer = Layer(SCHEMES[name], kernels=True)
-    # Products of two 16-bit parts of each float32 number.
-    for lengths in [[127, 0, 0], [1, 40, 0], [1, 1, 1], [130, 0, 129], [1, 1, 1]]:
-        assert layer.run(lengths) < 1e-3, lengths
+    with interpreted(), noted() as rehearsed:
+        rehearse([layer.blocks], [HEADS * GROUP], layer.tables, packs=True)
+    with noted(makes=True) as launched:
+        # Products of two 16-bit parts of each float32 number.
+        for lengths in [[127, 0, 0], [1, 40, 0], [1, 1, 1], [130, 0, 129], [1, 1, 1]]:
+            assert layer.run(lengths) < 1e-3, lengths
+    # No kernel is compiled while requests wait.
+    assert not launched.keys() - rehearsed.keys()
 
 
 def test_a_request_that_begins_anew_in_other_blocks_is_as_the_first_time():

@@ -22,12 +22,14 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
 NEW = 200
 
 
-def bundle_of(folder: Path, settings: str, bits: int | None = None) -> Path:
-    """A random Llama of two layers as a bundle; `settings` are lines of the recipe's [kv], `bits` those of weights."""
+def bundle_of(folder: Path, settings: str, bits: int | None = None, group: int = 16) -> Path:
+    """A random Llama of two layers as a bundle; `settings` are lines of the recipe's [kv], `bits` and `group` those of
+    weights.
+    """
     save_llama(folder / "model", tie_word_embeddings=False, max_position_embeddings=2048, **SIZES)
     recipe = RECIPE.format(method="rtn" if bits else "none", kv="kivi") + settings
     (folder / "recipe.toml").write_text(
-        recipe.replace("group_size", f"bits = {bits}\ngroup_size", 1) if bits else recipe
+        recipe.replace("group_size = 16", f"bits = {bits}\ngroup_size = {group}", 1) if bits else recipe
     )
     calibrate(
         folder / "model", folder / "work", recipe=str(folder / "recipe.toml"), samples=2, seq_len=160, progress=False
@@ -35,10 +37,16 @@ def bundle_of(folder: Path, settings: str, bits: int | None = None) -> Path:
     return export(folder / "work", folder / "bundle", progress=False)
 
 
-def in_vllm(bundle: Path, batches: list[list[list[int]]], new_tokens: int = NEW, **arguments: Any) -> Any:
-    """Tokens of all prompts, batch after batch, and what `generate` counts; or what vLLM says when it fails."""
+def in_vllm(
+    bundle: Path, batches: list[list[list[int]]], new_tokens: int = NEW, *, kernels: bool = False, **arguments: Any
+) -> Any:
+    """Tokens of all prompts, batch after batch, and what `generate` counts; or what vLLM says when it fails.
+
+    With `kernels` Triton's interpreter stands in for a GPU.
+    """
     arguments = {"enforce_eager": True, "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4} | arguments
     request = {"model": str(bundle), "batches": batches, "new_tokens": new_tokens, "arguments": arguments}
+    request["kernels"] = kernels
     script = Path(__file__).with_name("generate.py")
     ended = subprocess.run(
         [PYTHON, str(script)], input=json.dumps(request), capture_output=True, text=True, timeout=600
@@ -86,6 +94,30 @@ def test_tokens_are_those_of_the_runtime(scheme, tmp_path):
     expected = in_runtime(bundle, asked)
     assert found[:3] == expected
     assert found[3:] == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scheme", ["kivi", "rotated"])
+def test_kernels_give_the_same_tokens(scheme, tmp_path):
+    """Chunks of prompts beside requests that decode, and the second time prefixes from the cache."""
+    bundle, asked, new = bundle_of(tmp_path, SCHEMES[scheme]), prompts(120, 300), 12
+    chunks = {"max_num_batched_tokens": 128, "enable_chunked_prefill": True, "enable_prefix_caching": True}
+    found, counted = in_vllm(bundle, [asked, asked], new, kernels=True, **chunks)
+    assert counted["hits"]
+    assert found == in_vllm(bundle, [asked, asked], new, **chunks)[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_our_kernels_for_few_rows_give_the_tokens_of_vllms_kernels(eager, tmp_path):
+    bundle, asked = bundle_of(tmp_path, SCHEMES["kivi"], 4, group=32), prompts(3, 40)
+    settings = {"dtype": "bfloat16", "enforce_eager": eager}
+    found, ours = in_vllm(bundle, [asked], 6, kernels=True, quantization="kvconvert_awq", **settings)
+    # Two layers of qkv, output, gate and up, down.
+    assert ours["packed"] == 8
+    expected, theirs = in_vllm(bundle, [asked], 6, **settings)
+    assert found == expected
+    assert not theirs["packed"]
 
 
 @pytest.mark.parametrize("bits", [2, 3, 8])
@@ -136,6 +168,24 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path):
     bundle, asked = bundle_of(tmp_path, SCHEMES["calibrated"] + 'token_norm = "per_head"\n'), prompts(130, 300)
     found, _ = in_vllm(bundle, [asked], tensor_parallel_size=2, distributed_executor_backend="mp")
     assert found == in_runtime(bundle, asked)
+
+
+def test_our_kernels_join_those_of_awq_on_gpus_alone_and_only_unasked():
+    script = """
+from kvconvert.vllm import weights
+known = {"quant_method": "awq", "version": "gemm", "kvconvert": {}}
+asked = (known, None), (known, "awq"), (known | {"version": "kvconvert"}, None), ({"version": "gemm"}, None)
+methods = weights.BundleWeights, weights.BundleAwqWeights
+for is_gpu in (False, True):
+    weights.current_platform.is_cuda = lambda: is_gpu
+    for config, user in asked:
+        print("SAID", [method.override_quantization_method(config, user) for method in methods])
+"""
+    ended = subprocess.run([PYTHON, "-c", script], capture_output=True, text=True, timeout=300)
+    said = [line.removeprefix("SAID ") for line in ended.stdout.splitlines() if line.startswith("SAID")]
+    neither, other = "[None, None]", "['kvconvert', None]"
+    on_gpus = "[None, 'kvconvert_awq']"
+    assert said == [neither, neither, other, neither, on_gpus, neither, other, neither], ended.stderr
 
 
 def test_attention_that_is_not_served_is_refused():

@@ -44,6 +44,7 @@ from kvconvert.kernels.decode.triton.tiles import (
     page_scores,
     page_tokens,
     residual_scores,
+    token_places,
 )
 from kvconvert.kernels.launches.triton import kernel
 
@@ -89,7 +90,7 @@ def key_products(
     if F.key_bits == 16:
         token = tl.arange(0, PAGE)
         page = (key_base + unit * 8).to(tl.pointer_type(DTYPE)) + head * PAGE * F.key_dim
-        return residual_scores(page, F.key_dim, token, token < PAGE, page_query, F)
+        return residual_scores(page, token * F.key_dim, token < PAGE, page_query, F)
     else:
         page, norms, scales, zero_points = page_parts(key_base, shared, unit, scale_row, head, F)
         return page_scores(page, norms, scales, zero_points, operands, boost, boost_channel, F)
@@ -153,7 +154,18 @@ def extremes_kernel(
     tl.store(where + 1, tl.max(high, 0))
 
 
-@kernel(do_not_specialize=["clamped_rows", "newest", "query_row", "mask_row", "mask_head", "mask_query", "count"])
+@kernel(
+    do_not_specialize=[
+        "clamped_rows",
+        "newest",
+        "query_row",
+        "mask_row",
+        "mask_head",
+        "mask_query",
+        "place_row",
+        "count",
+    ]
+)
 def decode_kernel(
     queries,
     out,
@@ -165,6 +177,7 @@ def decode_kernel(
     items,
     rows,
     residual,
+    places,
     shared,
     boosted,
     mask,
@@ -180,6 +193,7 @@ def decode_kernel(
     mask_row,
     mask_head,
     mask_query,
+    place_row,
     count,
     scaling,
     softcap,
@@ -207,6 +221,7 @@ def decode_kernel(
     first = column_queries(row, head, block, query_row, query_head, query_token, count, F)
     mask_here = mask + row.to(tl.int64) * mask_row + head * mask_head + block * F.queries * mask_query
     described = rows + row * ROW
+    places += row.to(tl.int64) * place_row
 
     # The residual window comes first: nothing that it needs has to stay in registers while pages are read.
     begin = tl.load(item + 5)
@@ -228,7 +243,9 @@ def decode_kernel(
         for start in tl.range(begin, stop, F.tile, num_stages=STAGES):
             token = start + tl.arange(0, F.tile)
             known = token < stop
-            x = residual_scores(keys, F.key_dim, buffer_token(token, sink_tokens, key_skip), known, residual_query, F)
+            index = buffer_token(token, sink_tokens, key_skip)
+            place = token_places(index, known, places, F.key_dim, DTYPE, F)
+            x = residual_scores(keys, place, known, residual_query, F)
             # Full-precision tokens are no part of a span, so that nothing shifts their scores.
             x = residual_finish(x, residual_factor, softcap, F)
             x = tl.where(known[:, None, None], x, float("-inf"))
@@ -239,9 +256,9 @@ def decode_kernel(
             p, maximum, alpha = softmax_step(x, maximum, F)
             p = tl.reshape(p, [F.tile, R])
             weight = weight * alpha + tl.sum(p, 0)
-            total = add_residual_values(
-                values, F.value_dim, buffer_token(token, sink_tokens, value_skip), known, p, alpha, total, F
-            )
+            index = buffer_token(token, sink_tokens, value_skip)
+            place = token_places(index, known, places, F.value_dim, DTYPE, F)
+            total = add_residual_values(values, place, known, p, alpha, total, F)
         store_stats(stats, residual_slot, head, heads, maximum, weight, F)
         value_channel = tl.arange(0, block_of(F.value_dim))
         store_partial(out, residual_slot, head, heads, value_channel, value_channel < F.value_dim, total, F)
@@ -312,7 +329,7 @@ def decode_kernel(
                     p, maximum, alpha = softmax_step(x, maximum, F)
                     weight = weight * alpha[None, :] + tl.sum(p, 2)
                     token = value_begin + page * PAGE
-                    total = add_residual_page(values, F.value_dim, token, in_token_order(p), alpha, total, F)
+                    total = add_residual_page(values, places, token, in_token_order(p), alpha, total, DTYPE, F)
                 store_stats(stats, half_quantized_slot, head, heads, maximum, tl.sum(weight, 0), F)
                 value_channel = tl.arange(0, block_of(F.value_dim))
                 store_partial(
@@ -325,7 +342,8 @@ def decode_kernel(
                 half_quantized_query = plain_queries(queries, first, F, DTYPE)
                 for page in tl.range(begin, tl.load(item + 4), num_stages=STAGES):
                     token = key_begin + page * PAGE + in_page
-                    x = residual_scores(keys, F.key_dim, token, in_page < PAGE, half_quantized_query, F)
+                    place = token_places(token, in_page < PAGE, places, F.key_dim, DTYPE, F)
+                    x = residual_scores(keys, place, in_page < PAGE, half_quantized_query, F)
                     x = finish_scores(x, product_factor(one, scaling, F), softcap, slope, shift, F)
                     token = (page - begin) * PAGE + in_page[:, None]
                     x = hide(x, token, hidden, 1 << 30, half_quantized_mask, mask_query, F)
@@ -365,14 +383,14 @@ def decode_kernel(
                 token, entry = step % CHUNKS * CHUNK + in_chunk, begin + step // CHUNKS
                 keys = (key_base + tl.load(key_table + entry) * 8).to(tl.pointer_type(DTYPE))
                 values = (value_base + tl.load(value_table + entry) * 8).to(tl.pointer_type(DTYPE))
-                x = residual_scores(keys + head * PAGE * F.key_dim, F.key_dim, token, known, page_query, F)
+                x = residual_scores(keys + head * PAGE * F.key_dim, token * F.key_dim, known, page_query, F)
                 x = finish_scores(x, factor, softcap, slope, shift, F)
                 x = hide(x, (step * CHUNK + in_chunk)[:, None], hidden, limit, page_mask, mask_query, F)
                 p, maximum, alpha = softmax_step(x, maximum, F)
                 p = tl.reshape(p, [CHUNK, R])
                 weight = weight * alpha + tl.sum(p, 0)
                 values += head * PAGE * F.value_dim
-                total = add_residual_values(values, F.value_dim, token, known, p, alpha, total, F)
+                total = add_residual_values(values, token * F.value_dim, known, p, alpha, total, F)
             store_stats(stats, slot, head, heads, maximum, weight, F)
             value_channel = tl.arange(0, block_of(F.value_dim))
             store_partial(out, slot, head, heads, value_channel, value_channel < F.value_dim, total, F)

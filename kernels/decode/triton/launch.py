@@ -83,6 +83,7 @@ def decode_shape(
     causal: bool = False,
     softcap: bool = False,
     tau: bool = False,
+    placed: bool = False,
     inline_asm: bool = True,
 ) -> DecodeShape:
     """The specialisation for a layer."""
@@ -111,6 +112,7 @@ def decode_shape(
         softcap=softcap,
         tau=tau,
         centered=format.key_center is not None,
+        placed=placed,
         tile=TILE,
         inline_asm=inline_asm,
         **fields,
@@ -167,6 +169,7 @@ def decode_attention(
     visibility: Visibility | None = None,
     newest: int | None = None,
     clamped_rows: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of queries over pages or spans and residual windows: one launch for parts, one to merge
     them.
@@ -186,6 +189,7 @@ def decode_attention(
         newest: tokens of the residual windows from the first query's own on, where each query sees the tokens up to its
             own; None where all see all.
         clamped_rows: as in `SpanTokens`.
+        output: where the result goes; made if not given.
 
     Returns:
         [B, Hq, T, E] in the queries' dtype; zeros where a query sees nothing.
@@ -208,6 +212,7 @@ def decode_attention(
         causal=newest is not None,
         softcap=bool(softcap),
         tau=shift,
+        placed=windows.places is not None,
         inline_asm=compiles(queries.device),
     )
     plan, rows, value_dim = tables.plan, query_rows(shape), format.values.head_dim
@@ -254,6 +259,7 @@ def decode_attention(
         value_table=tables.values,
         rows=windows.rows,
         residual=windows.base,
+        places=unused if windows.places is None else windows.places,
         boosted=unused if tables.boosted is None else tables.boosted,
         mask=mask,
         extremes=extremes,
@@ -265,13 +271,14 @@ def decode_attention(
         mask_row=mask_row,
         mask_head=mask_head,
         mask_query=mask_query,
+        place_row=0 if windows.places is None else windows.places.stride(0),
         tau1=span.tau1 if shift else 0.0,
         tau2=span.tau2 if shift else 0.0,
         STAGES=STAGES,
         DEPENDENT=dependent,
         **(overlapped if shape.centered else {}),
     )
-    out = torch.empty(batch, query_heads, count, value_dim, dtype=dtype, device=device)
+    out = queries.new_empty(batch, query_heads, count, value_dim) if output is None else output
     # Which form it is depends on lengths, of which a rehearsal has few.
     for most_slots in MOST_SLOTS if skips_launches() else (plan.most_slots,):
         slots, channels = combine_block(most_slots, value_dim)

@@ -28,6 +28,7 @@ class DecodeShape:
         masked, causal, ragged, softcap, tau, centered: which of these apply; causal: queries are of the newest tokens,
             each of which sees the residual window up to its own; ragged: the last page of an item may be incomplete, or
             first tokens of its first one hidden; centered: pages of keys lack a constant part, whose scores are added.
+        placed: whether a table says where each full-precision token is, instead of one beside the other.
         tile: full-precision tokens per step.
         key_scale to key_channels, value_scale, value_zero_point: offsets within a head's part of a page's record, which
             begins with the codes; key_head, value_head: from one head's part to the next; joint_norm: within the
@@ -55,6 +56,7 @@ class DecodeShape:
     softcap: bool
     tau: bool
     centered: bool
+    placed: bool
     tile: int
     key_high: int
     key_scale: int

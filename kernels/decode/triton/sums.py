@@ -84,7 +84,7 @@ def add_values(value_base, unit, head, p, alpha, totals, offsets, F: tl.constexp
     if F.value_bits == 16:
         token = tl.arange(0, PAGE)
         page = (value_base + unit * 8).to(tl.pointer_type(DTYPE)) + head * PAGE * F.value_dim
-        total = add_residual_values(page, F.value_dim, token, token < PAGE, in_token_order(p), alpha, totals[0], F)
+        total = add_residual_values(page, token * F.value_dim, token < PAGE, in_token_order(p), alpha, totals[0], F)
         return (total,), offsets
     else:
         page = value_base + unit * 8 + head * F.value_head

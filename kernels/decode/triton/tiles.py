@@ -326,15 +326,23 @@ def page_tokens(LANES: tl.constexpr):
 
 
 @triton.jit
-def residual_scores(keys, stride, token, known, query, F: tl.constexpr):
+def token_places(token, known, places, DIM: tl.constexpr, DTYPE: tl.constexpr, F: tl.constexpr):
+    """Where full-precision tokens of these numbers begin, in elements: side by side, or where `places` say."""
+    if F.placed:
+        return tl.load(places + token, mask=known, other=0) * (128 // DTYPE.primitive_bitwidth)
+    else:
+        return token * DIM
+
+
+@triton.jit
+def residual_scores(keys, place, known, query, F: tl.constexpr):
     """Products of queries [D, N] with full-precision keys, fp32 [tokens, rows, 1].
 
-    `keys` points to the first of these keys, `stride` leads from one to the next; `token` [tokens] are their numbers,
-    and where `known` is False there is none.
+    `place` [tokens] leads from `keys` to each of these keys, in elements; where `known` is False there is none.
     """
     channel = tl.arange(0, block_of(F.key_dim))
     mask = known[:, None] & (channel < F.key_dim)[None, :]
-    tile = tl.load(keys + token[:, None] * stride + channel[None, :], mask=mask, other=0.0)
+    tile = tl.load(keys + place[:, None] + channel[None, :], mask=mask, other=0.0)
     if F.inline_asm:
         x = tl.dot(tile, query, input_precision="ieee")
     else:
@@ -364,11 +372,11 @@ def spread_columns(p, F: tl.constexpr):
 
 
 @triton.jit
-def add_residual_values(values, stride, token, known, p, alpha, total, F: tl.constexpr):
+def add_residual_values(values, place, known, p, alpha, total, F: tl.constexpr):
     """`total` [E, N] times alpha [rows] plus full-precision values weighted by p [tokens, rows]."""
     channel = tl.arange(0, block_of(F.value_dim))
     mask = known[:, None] & (channel < F.value_dim)[None, :]
-    tile = tl.load(values + token[:, None] * stride + channel[None, :], mask=mask, other=0.0)
+    tile = tl.load(values + place[:, None] + channel[None, :], mask=mask, other=0.0)
     total = total * spread_columns(alpha[None, :], F)
     weights = spread_columns(p.to(tile.dtype), F)
     if F.inline_asm:
@@ -384,20 +392,22 @@ def token_halves(x):
 
 
 @triton.jit
-def add_residual_page(values, stride, token, p, alpha, total, F: tl.constexpr):
+def add_residual_page(values, places, token, p, alpha, total, DTYPE: tl.constexpr, F: tl.constexpr):
     """`add_residual_values` of 128 tokens from number `token` on, 32 at a time, which keeps to a warp's registers."""
     QUARTER: tl.constexpr = PAGE // 4
-    place = tl.arange(0, QUARTER)
+    known = tl.arange(0, QUARTER) < QUARTER
     first, second = token_halves(p)
     for half in tl.static_range(2):
         if half == 0:
             low, high = token_halves(first)
         else:
             low, high = token_halves(second)
-        start = token + half * 2 * QUARTER
-        total = add_residual_values(values, stride, start + place, place < QUARTER, low, alpha, total, F)
+        here = token + half * 2 * QUARTER + tl.arange(0, QUARTER)
+        place = token_places(here, known, places, F.value_dim, DTYPE, F)
+        total = add_residual_values(values, place, known, low, alpha, total, F)
         alpha = tl.full(alpha.shape, 1.0, tl.float32)
-        total = add_residual_values(values, stride, start + QUARTER + place, place < QUARTER, high, alpha, total, F)
+        place = token_places(here + QUARTER, known, places, F.value_dim, DTYPE, F)
+        total = add_residual_values(values, place, known, high, alpha, total, F)
     return total
 
 

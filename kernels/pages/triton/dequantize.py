@@ -7,6 +7,8 @@ outputs are in units of 8 elements.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -296,6 +298,7 @@ def dequantize_addressed(pages: PageAddresses, output: torch.Tensor, places: tor
         )  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
 def key_constants(f: KeyFormat) -> dict[str, int | bool]:
     """Compile-time arguments of `dequantize_keys_kernel`."""
     layout = KeyLayout.of(f)
@@ -324,6 +327,7 @@ def key_constants(f: KeyFormat) -> dict[str, int | bool]:
     }
 
 
+@lru_cache(maxsize=1024)
 def value_constants(f: ValueFormat) -> dict[str, int | bool]:
     """Compile-time arguments of `dequantize_values_kernel`."""
     layout = ValueLayout.of(f)

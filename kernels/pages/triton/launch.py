@@ -12,6 +12,7 @@ device, which `raise_if_flagged` reads once per flush.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,6 +102,29 @@ def quantize_at(
     quantize_key_pages(launch, f, channels, static)
 
 
+def quantize_listed(
+    tokens: torch.Tensor,
+    table: torch.Tensor,
+    records: torch.Tensor,
+    f: KeyFormat | ValueFormat,
+    flag: torch.Tensor,
+    centers: torch.Tensor,
+    channels: torch.Tensor | None,
+    static: ChannelScales | None,
+    feedback: torch.Tensor | None,
+    center: KeyCenter | None,
+) -> None:
+    """`quantize_listed` of kernels/pages/__init__.py."""
+    matrices = None if feedback is None else PageFeedback(feedback, torch.zeros_like(table[:, 0]))
+    launch = PageLaunch(tokens, tokens.stride(1), table, records, flag, matrices)
+    if isinstance(f, ValueFormat):
+        quantize_value_pages(launch, f, static)
+        return
+    if center is not None:
+        launch_centers(tokens, launch.token_stride, table, centers, center, f.page_size, sign=-1)
+    quantize_key_pages(launch, f, channels, static)
+
+
 def quantize_key_pages(
     launch: PageLaunch, f: KeyFormat, channels: torch.Tensor | None = None, static: ChannelScales | None = None
 ) -> None:
@@ -166,6 +190,7 @@ def launch_keys(
         launch_feedback(launch.feedback, table.shape[0], shared, constants)
 
 
+@lru_cache(maxsize=1024)
 def key_constants(f: KeyFormat, partial: bool) -> dict[str, Any]:
     """Compile-time arguments of `key_page_kernel`."""
     layout, tile = KeyLayout.of(f), tile_of(f.head_dim, f.bits)
@@ -226,6 +251,7 @@ def launch_values(launch: PageLaunch, f: ValueFormat, static: ChannelScales | No
     )
 
 
+@lru_cache(maxsize=1024)
 def value_constants(f: ValueFormat, partial: bool) -> dict[str, Any]:
     """Compile-time arguments of `value_page_kernel`."""
     layout = ValueLayout.of(f)
@@ -252,6 +278,7 @@ def shrinkage(factor: float) -> tuple[float, float]:
     return factor, (1 - factor) / 2
 
 
+@lru_cache(maxsize=1024)
 def tile_of(dim: int, bits: int) -> int:
     """Channels of a tile: a power of two, of which matrix instructions want 16 in each half of `halves_of`."""
     return max(16 * halves_of(bits), triton.next_power_of_2(dim))

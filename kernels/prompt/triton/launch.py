@@ -10,6 +10,7 @@ weight is never stored, memory is linear in n, and the sums depend on no order o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -231,6 +232,7 @@ def _checked(
     return heads, length, size, tokens, window if hides else 0, first_query
 
 
+@lru_cache(maxsize=1024)
 def tile_of(size: int) -> int:
     """A head size padded to the power of two that a tile has, at least 16."""
     return max(16, triton.next_power_of_2(size))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 import triton
 
+from kvconvert.kernels.blocks import copy_tokens
 from kvconvert.kernels.device import capability, compiles
 from kvconvert.kernels.pages.formats import LayerFormat
 from kvconvert.kernels.pages.triton.center import launch_centers
 from kvconvert.kernels.pages.triton.dequantize import dequantize_addressed
 from kvconvert.kernels.prompt.triton.launch import tile_of as head_tile_of
-from kvconvert.kernels.ragged.tables import COPIED_TOKENS, TILE_QUERIES, RaggedTables
+from kvconvert.kernels.ragged.tables import COPIED_TOKENS, TILE_QUERIES, RaggedTables, TokensInBlocks
 from kvconvert.kernels.ragged.triton.kernels import append_kernel, copy_kernel, ragged_attention_kernel
 from kvconvert.kernels.rotate import Rotations
 from kvconvert.kernels.rotate.matrices import hadamard_signs
@@ -55,13 +56,19 @@ def attend(
     sink_logits: torch.Tensor | None,
     *,
     window: int | None,
+    workspace: tuple[torch.Tensor, torch.Tensor] | None,
+    output: torch.Tensor | None,
 ) -> torch.Tensor:
     """`attend` of kernels/ragged/__init__.py."""
     queries = _aligned(queries)
     (query_heads, count, _), f = queries.shape, format
-    keys, values = (queries.new_empty(side.heads, tables.capacity, side.head_dim) for side in (f.keys, f.values))
+    if workspace is None:
+        sides = f.keys, f.values
+        workspace = tuple(queries.new_empty(side.heads, tables.capacity, side.head_dim) for side in sides)
+    keys, values = workspace
     fill_workspace(tables, f, keys, values)
-    output = queries.new_empty(count, query_heads, f.values.head_dim)
+    if output is None:
+        output = queries.new_empty(count, query_heads, f.values.head_dim)
     group, windowed = query_heads // f.keys.heads, window is not None
     constants, options = attention_constants(f, capability(queries.device))
     ragged_attention_kernel[(len(tables.tiles) * query_heads,)](
@@ -87,8 +94,12 @@ def fill_workspace(tables: RaggedTables, format: LayerFormat, keys: torch.Tensor
             launch_centers(keys, keys.stride(1), tables.center_pages, tables.centers, f.key_center, size, sign=1)
     if len(tables.value_pages):
         dequantize_addressed(tables.value_pages, values, tables.value_places)
-    copy_kernel[(len(tables.copies) * f.keys.heads,)](
-        tables.base, tables.buffers, tables.copies, keys, values, keys.stride(0) // 8, values.stride(0) // 8,
+    copies = tables.copies
+    if isinstance(copies, TokensInBlocks):
+        copy_tokens(copies.records, copies.places, copies.words, keys, values, to_blocks=False)
+        return
+    copy_kernel[(len(copies) * f.keys.heads,)](
+        tables.base, tables.buffers, copies, keys, values, keys.stride(0) // 8, values.stride(0) // 8,
         **copy_constants(f), num_warps=copy_warps(f),
     )  # fmt: skip
 

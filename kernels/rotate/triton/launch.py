@@ -6,6 +6,8 @@ A decode step rotates queries, keys and values of a few rows, and stores keys an
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 
@@ -96,17 +98,20 @@ def rotate_and_append(
     return rotated
 
 
+@lru_cache(maxsize=1024)
 def tile_of(dim: int) -> int:
     """Channels of a tile: a power of two, of which matrix instructions want 16."""
     return max(16, triton.next_power_of_2(dim))
 
 
+@lru_cache(maxsize=1024)
 def columns_for(dim: int, dtype: torch.dtype) -> int:
     """Columns of the matrix held at once, which must fit shared memory."""
     widest = 128 if dim <= 128 else 64
     return min(tile_of(dim), widest // 2 if dtype == torch.float32 else widest)
 
 
+@lru_cache(maxsize=1024)
 def inner_for(dim: int, dtype: torch.dtype) -> int:
     """Channels of a step of the product: all, but for float32 numbers, three of which stand for one."""
     return min(tile_of(dim), 32) if dtype == torch.float32 else tile_of(dim)

@@ -1,0 +1,49 @@
+"""How blocks are divided, and the tables that kernels write about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# Columns of the rows that `locate` is given.
+ROW = 6
+
+
+@dataclass(frozen=True)
+class BlockGeometry:
+    """How blocks are divided; sizes are in units of 16 bytes.
+
+    Attributes:
+        first_page: entry of a sequence's page 0 in its row of the block table.
+        stride: distance between the entries of a page's tokens while it is in full precision.
+        tokens_per_block: full-precision tokens that a block holds.
+        sink_tokens: of a sequence, which have blocks of their own.
+        block_units, token_units: of a block and of a token.
+        key_units: of a page's keys, behind which its values lie.
+    """
+
+    first_page: int
+    stride: int
+    tokens_per_block: int
+    sink_tokens: int
+    block_units: int
+    token_units: int
+    key_units: int
+
+
+@dataclass(frozen=True)
+class DecodePlaces:
+    """What `locate` writes.
+
+    Attributes:
+        places: [B, capacity] the full-precision tokens of each sequence in the order in which decode kernels read them:
+            sink tokens, tokens of half-quantized pages, the newest; repeated at the end.
+        targets: [B, 4] for `rotate_and_append`: the new token's keys and, behind those of all heads, its values.
+        key_pages, value_pages: the pages of all sequences, one sequence after another.
+    """
+
+    places: torch.Tensor
+    targets: torch.Tensor
+    key_pages: torch.Tensor
+    value_pages: torch.Tensor

@@ -1,0 +1,193 @@
+"""The kernels over blocks, and their launches."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kvconvert.kernels.blocks import tables
+from kvconvert.kernels.blocks.tables import BlockGeometry, DecodePlaces
+from kvconvert.kernels.launches.triton import kernel
+from kvconvert.kernels.pages.formats import PAGE_SIZE
+
+ROW = tl.constexpr(tables.ROW)
+PAGE = tl.constexpr(PAGE_SIZE)
+# Pages of one program of `locate_kernel`, and tokens of one of `copy_tokens_kernel`.
+PAGES = 256
+TOKENS = 16
+
+
+@kernel(do_not_specialize=["row_stride", "entries"])
+def locate_kernel(
+    block_table,
+    rows,
+    places,
+    targets,
+    key_pages,
+    value_pages,
+    row_stride,
+    entries,
+    FIRST_PAGE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK_UNITS: tl.constexpr,
+    TOKEN_UNITS: tl.constexpr,
+    KEY_UNITS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    CAPACITY_TILE: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    """One sequence: its full-precision tokens, or PAGES of its pages."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    about = rows + row * ROW
+    tokens, both, half = tl.load(about), tl.load(about + 1), tl.load(about + 2)
+    table = block_table + tl.load(about + 5) * row_stride
+    if part == 0:
+        exists = (tokens > 0).to(tl.int64)
+        last = tl.maximum(tokens - 1, 0)
+        # Before there is a page, sink tokens lie with the others.
+        sinks = tl.minimum((both + half) * PAGE, SINKS)
+        place = tl.arange(0, CAPACITY_TILE)
+        position = tl.maximum(tl.minimum(both * PAGE + place - sinks, last), 0)
+        is_sink = place < sinks
+        within = tl.where(is_sink, place, position % PAGE)
+        ahead = FIRST_PAGE + position // PAGE + STRIDE * (within // PER_BLOCK + 1)
+        # A rehearsed length may need more entries than there are.
+        entry = tl.minimum(tl.where(is_sink, place // PER_BLOCK, ahead), entries - 1)
+        block = tl.load(table + entry, mask=place < CAPACITY, other=0).to(tl.int64)
+        unit = block * BLOCK_UNITS + within % PER_BLOCK * TOKEN_UNITS
+        tl.store(places + row * CAPACITY + place, unit * exists, mask=place < CAPACITY)
+        entry = FIRST_PAGE + last // PAGE + STRIDE * (last % PAGE // PER_BLOCK + 1)
+        block = tl.load(table + tl.minimum(entry, entries - 1)).to(tl.int64)
+        target = (block * BLOCK_UNITS + last % PAGE % PER_BLOCK * TOKEN_UNITS) * UNIT * exists
+        tl.store(targets + row * 4, target)
+        tl.store(targets + row * 4 + 1, SIZE)
+        tl.store(targets + row * 4 + 2, target + HEADS * SIZE)
+        tl.store(targets + row * 4 + 3, VALUE_SIZE)
+    else:
+        number = (part - 1) * PAGES + tl.arange(0, PAGES)
+        there = number < tl.minimum(tl.load(about + 3), entries - FIRST_PAGE)
+        page = tl.load(table + FIRST_PAGE + number, mask=there, other=0).to(tl.int64) * BLOCK_UNITS
+        line = tl.load(about + 4) + number
+        tl.store(key_pages + line, page, mask=there)
+        tl.store(value_pages + line, page + KEY_UNITS, mask=there)
+
+
+def locate(
+    block_table: torch.Tensor,
+    rows: torch.Tensor,
+    most_pages: int,
+    geometry: BlockGeometry,
+    head_sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    found: DecodePlaces,
+) -> None:
+    """`locate` of kernels/blocks/__init__.py."""
+    locate_kernel[(len(rows), 1 + triton.cdiv(most_pages, PAGES))](
+        block_table, rows, found.places, found.targets, found.key_pages, found.value_pages, block_table.stride(0),
+        block_table.shape[1], **locate_constants(geometry, head_sizes, dtype, found.places.shape[1]), num_warps=4,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def locate_constants(
+    geometry: BlockGeometry, head_sizes: tuple[int, int, int], dtype: torch.dtype, capacity: int
+) -> dict[str, int]:
+    """Compile-time arguments of `locate_kernel`."""
+    heads, size, value_size = head_sizes
+    return {
+        "FIRST_PAGE": geometry.first_page,
+        "STRIDE": geometry.stride,
+        "PER_BLOCK": geometry.tokens_per_block,
+        "SINKS": geometry.sink_tokens,
+        "BLOCK_UNITS": geometry.block_units,
+        "TOKEN_UNITS": geometry.token_units,
+        "KEY_UNITS": geometry.key_units,
+        "HEADS": heads,
+        "SIZE": size,
+        "VALUE_SIZE": value_size,
+        "UNIT": 16 // dtype.itemsize,
+        "CAPACITY": capacity,
+        "CAPACITY_TILE": triton.next_power_of_2(capacity),
+        "PAGES": PAGES,
+    }
+
+
+@kernel(do_not_specialize=["count"])
+def copy_tokens_kernel(
+    records,
+    places,
+    words,
+    keys,
+    values,
+    count,
+    key_head_stride,
+    key_stride,
+    value_head_stride,
+    value_stride,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_TILE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TO_BLOCKS: tl.constexpr,
+):
+    """TOKENS tokens of one head of one side. Strides are in elements."""
+    head, side = (tl.program_id(1) % HEADS).to(tl.int64), tl.program_id(1) // HEADS
+    number = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    there = ((tl.load(places + number * 2 + 1, mask=number < count, other=0) >> side) & 1) > 0
+    record = tl.load(records + number, mask=there, other=0) * UNIT
+    place = tl.load(places + number * 2, mask=there, other=0)
+    if side == 0:
+        channel = tl.arange(0, SIZE_TILE)[None, :]
+        mask = there[:, None] & (channel < SIZE)
+        stored = words + record[:, None] + head * SIZE + channel
+        laid = keys + head * key_head_stride + place[:, None] * key_stride + channel
+        if TO_BLOCKS:
+            tl.store(stored, tl.load(laid, mask=mask), mask=mask)
+        else:
+            tl.store(laid, tl.load(stored, mask=mask), mask=mask)
+    else:
+        value_channel = tl.arange(0, VALUE_TILE)[None, :]
+        value_mask = there[:, None] & (value_channel < VALUE_SIZE)
+        value_stored = words + record[:, None] + HEADS * SIZE + head * VALUE_SIZE + value_channel
+        value_laid = values + head * value_head_stride + place[:, None] * value_stride + value_channel
+        if TO_BLOCKS:
+            tl.store(value_stored, tl.load(value_laid, mask=value_mask), mask=value_mask)
+        else:
+            tl.store(value_laid, tl.load(value_stored, mask=value_mask), mask=value_mask)
+
+
+def copy_tokens(
+    records: torch.Tensor,
+    places: torch.Tensor,
+    words: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    to_blocks: bool,
+) -> None:
+    """`copy_tokens` of kernels/blocks/__init__.py."""
+    (heads, _, size), value_size = keys.shape, values.shape[2]
+    copy_tokens_kernel[(triton.cdiv(len(records), TOKENS), 2 * heads)](
+        records, places, words.view(keys.dtype), keys, values, len(records), *keys.stride()[:2], *values.stride()[:2],
+        **copy_constants((heads, size, value_size), keys.dtype, to_blocks), num_warps=4,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def copy_constants(head_sizes: tuple[int, int, int], dtype: torch.dtype, to_blocks: bool) -> dict[str, int]:
+    """Compile-time arguments of `copy_tokens_kernel`."""
+    heads, size, value_size = head_sizes
+    sizes = {"SIZE": size, "SIZE_TILE": triton.next_power_of_2(size)}
+    sizes |= {"VALUE_SIZE": value_size, "VALUE_TILE": triton.next_power_of_2(value_size)}
+    return {"HEADS": heads, **sizes, "UNIT": 16 // dtype.itemsize, "TOKENS": TOKENS, "TO_BLOCKS": to_blocks}

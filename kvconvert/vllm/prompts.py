@@ -1,0 +1,257 @@
+"""Chunks of several prompts in one pass on a GPU: planned once for all layers, few launches in each.
+
+Everything that the prompts have stored comes to lie in a workspace, their new tokens behind it (`kernels/ragged`). From
+there pages that are complete are quantized into their blocks, and the tokens that stay in full precision are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvconvert.kernels.blocks import BlockGeometry, copy_tokens
+from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, PageAddresses, ValueFormat, quantize_listed
+from kvconvert.kernels.ragged import TILE_QUERIES, RaggedTables, TokensInBlocks, append, attend
+from kvconvert.vllm.layer import LayerBlocks
+from kvconvert.vllm.step import Request, StepPlan, upload
+
+# Room for the keys and values of the prompts of a pass in one layer: 65,536 tokens of 8 KV heads of 128 channels.
+WORKSPACE_BYTES = 256 << 20
+# Sequences of the workspace begin at multiples of so many tokens.
+ALIGNMENT = 8
+BOTH_SIDES = 3
+
+
+def divide_prompts(
+    plan: StepPlan, like: LayerBlocks | None, workspace_bytes: int = WORKSPACE_BYTES
+) -> list[tuple[slice, PackedPrompts | Request]]:
+    """A pass's prompts, packed where kernels run; those for which the workspace has no room one by one.
+
+    Args:
+        plan: of the pass.
+        like: a layer's blocks, where `kernels/ragged` serves all layers; None where it does not.
+        workspace_bytes: for the keys and values of one layer.
+
+    Returns:
+        of each part its tokens in the pass.
+    """
+    parts: list[list[Request]] = []
+    most = room = 0 if like is None else workspace_bytes // like.cache.layout.token_bytes
+    for request in plan.prompts:
+        own = request.tokens + ALIGNMENT
+        if not parts or own > room:
+            parts.append([])
+            room = most
+        parts[-1].append(request)
+        room -= own
+    found: list[tuple[slice, PackedPrompts | Request]] = []
+    for part in parts:
+        tokens = slice(part[0].first, part[-1].first + part[-1].length)
+        fits = like is not None and sum(request.tokens + ALIGNMENT for request in part) <= most
+        found.append((tokens, PackedPrompts(plan, part, like) if fits else part[0]))
+    return found
+
+
+class PackedPrompts:
+    """Consecutive prompts of a pass.
+
+    Args:
+        plan: of the pass.
+        requests: which of its prompts.
+        like: a layer's blocks; all layers have its heads and dtype.
+    """
+
+    def __init__(self, plan: StepPlan, requests: Sequence[Request], like: LayerBlocks):
+        self.layout, f = plan.layout, like.cache.format
+        self.rows, self.stored, self.lengths = (
+            np.array([getattr(request, name) for request in requests]) for name in ("row", "stored", "length")
+        )
+        self.totals = self.stored + self.lengths
+        room = -(-self.totals // ALIGNMENT) * ALIGNMENT
+        self.begins = np.cumsum(room) - room
+        # Whole pages, so that no size of a pass gives kernels a number of another kind.
+        self.capacity = -(-int(room.sum()) // PAGE_SIZE) * PAGE_SIZE
+        sides = (f.keys.heads, f.keys.head_dim), (f.values.heads, f.values.head_dim)
+        sizes = [heads * self.capacity * dim for heads, dim in sides]
+        self.memory = torch.empty(sum(sizes), dtype=like.cache.dtype, device=plan.device)
+        parts = zip(self.memory.split(sizes), sides, strict=True)
+        self.keys, self.values = (part.view(heads, self.capacity, dim) for part, (heads, dim) in parts)
+        self._write(plan, sides[0][1], sides[1][1], sizes[0])
+        self._of_geometry: dict[BlockGeometry, list[torch.Tensor]] = {}
+        self._listed: dict[tuple[BlockGeometry, bool, int], torch.Tensor] = {}
+
+    def _write(self, plan: StepPlan, dim: int, value_dim: int, keys_size: int) -> None:
+        """Upload what does not depend on the layer."""
+        layout, page = self.layout, PAGE_SIZE
+        keys, values = (np.maximum(self.stored - n, 0) // page for n in (layout.key_window, layout.value_window))
+        any_page = np.maximum(keys, values) > 0
+        nothing = np.zeros_like(keys)
+        # Of keys and of values: pages before the pass, full-precision tokens before it, and what comes to be stored.
+        history = [_ranges(nothing, count) for count in (keys, values)]
+        sinks = _ranges(nothing, np.where(any_page, layout.sink_tokens, 0))
+        owner, position = _ranges(np.minimum(keys, values) * page, self.stored)
+        side = (position >= keys[owner] * page) + 2 * (position >= values[owner] * page)
+        settled_until = [np.maximum(self.totals - 1 - n, 0) // page for n in (layout.key_window, layout.value_window)]
+        settled = [_ranges(*ends) for ends in zip((keys, values), settled_until, strict=True)]
+        new_sinks = _ranges(nothing, np.where(any_page, 0, np.minimum(layout.sink_tokens, self.totals)))
+        kept = _ranges(np.maximum(np.minimum(*settled_until) * page, self.stored), self.totals)
+
+        tokens_in, tokens_out = [(*sinks, True), (owner, position, False)], [(*new_sinks, True), (*kept, False)]
+        listed = [self._pages(*pages) for pages in (*history, *settled)]
+        listed += [np.concatenate([self._tokens(*some) for some in part], 1) for part in (tokens_in, tokens_out)]
+        self._counts = [part.shape[1] for part in listed]
+        # What a kernel is given begins at a multiple of 16 bytes, on which it is specialized.
+        found = np.concatenate([np.pad(part, ((0, 0), (0, part.shape[1] % 2))) for part in listed], 1)
+        # A rehearsed length may need more entries than there are.
+        found[1] = np.minimum(found[1], plan.block_table.shape[1] - 1)
+        full = [np.full(len(part[0]), BOTH_SIDES) for part in (sinks, new_sinks, kept)]
+        places = [self.begins[who] + where for who, where, _ in (*tokens_in, *tokens_out)]
+        lines = {
+            "found": found,
+            "places": np.column_stack([np.concatenate(places), np.concatenate([full[0], side, *full[1:]])]),
+            "key_places": self._places(history[0]),
+            "value_places": self._places(history[1]),
+            "center_pages": self._table(history[0], dim),
+            "centers": _centers(history[0]),
+            "settled_keys": self._table(settled[0], dim),
+            "settled_values": self._table(settled[1], value_dim),
+            "settled_centers": _centers(settled[0]),
+            "buffers": np.array([[0, self.capacity * dim, keys_size, self.capacity * value_dim]]),
+            "tokens": self._new_tokens(),
+            "tiles": self._tiles(),
+        }
+        flat = np.concatenate([np.resize(line, line.size + line.size % 2) for line in lines.values()])
+        device, at = upload(torch.from_numpy(flat.astype(np.int64)), plan.device), 0
+        self._on_device: dict[str, torch.Tensor] = {}
+        for name, line in lines.items():
+            self._on_device[name] = device[at : at + line.size].view(line.shape)
+            at += line.size + line.size % 2
+        rows, entries, _ = self._on_device["found"]
+        self._blocks = plan.block_table[rows, entries].long()
+
+    def _pages(self, owner: np.ndarray, number: np.ndarray) -> np.ndarray:
+        """Of pages their rows of the block table, entries there, and 0: [3, n]."""
+        return np.stack([self.rows[owner], self.layout.first_page + number, np.zeros_like(number)])
+
+    def _tokens(self, owner: np.ndarray, position: np.ndarray, sinks: bool) -> np.ndarray:
+        """Of full-precision tokens rows, entries, and slots within their blocks: [3, n]."""
+        places = (self.layout.sinks if sinks else self.layout.places)(torch.from_numpy(position))
+        return np.stack([self.rows[owner], *(part.numpy() for part in places)])
+
+    def _places(self, pages: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        """The token of the workspace that each page begins at."""
+        owner, number = pages
+        return self.begins[owner] + number * PAGE_SIZE
+
+    def _table(self, pages: tuple[np.ndarray, np.ndarray], dim: int) -> np.ndarray:
+        """Pages in the workspace as kernels/pages/triton/launch.py lists them, without their records."""
+        table = np.zeros((len(pages[0]), 5), np.int64)
+        table[:, 0], table[:, 1], table[:, 3] = self._places(pages) * dim, self.capacity * dim, PAGE_SIZE
+        table[:, 4] = np.where(pages[1], 0, self.layout.sink_tokens)
+        return table
+
+    def _new_tokens(self) -> np.ndarray:
+        owner, number = _ranges(np.zeros_like(self.lengths), self.lengths)
+        place = self.begins[owner] + self.stored[owner] + number
+        return np.column_stack([np.zeros_like(place), place, place])
+
+    def _tiles(self) -> np.ndarray:
+        owner, number = _ranges(np.zeros_like(self.lengths), -(-self.lengths // TILE_QUERIES))
+        first, start = (np.cumsum(self.lengths) - self.lengths)[owner], number * TILE_QUERIES
+        column = self.stored[owner] + start
+        parts = first + start, first + self.lengths[owner], column, self.begins[owner], self.totals[owner]
+        return np.column_stack(parts)[np.argsort(column, kind="stable")]
+
+    def attend(
+        self,
+        blocks: LayerBlocks,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float,
+        output: torch.Tensor,
+    ) -> None:
+        """Store a layer's new tokens, with what they complete, and attend.
+
+        Args:
+            blocks: of the layer.
+            queries: [N, Hq, D]; keys: [N, H, D]; values: [N, H, E], of the prompts alone, as the model gives them.
+            scaling: factor of the dot products.
+            output: [N, Hq, E], for attention in the coordinates in which values are stored.
+        """
+        cache, device = blocks.cache, self._on_device
+        f, records = cache.format, self._records(blocks)
+        shared = blocks.static_scales
+        scales = (None, None) if shared is None else (shared[0, :2], shared[0, 2:])
+        places = device["places"].split([len(records[4]), len(records[5])])
+        tables = RaggedTables(
+            self.memory,
+            device["buffers"],
+            device["tokens"],
+            PageAddresses(f.keys, blocks.words, records[0], scales[0], f.boosted),
+            PageAddresses(f.values, blocks.words, records[1], scales[1]),
+            device["key_places"],
+            device["value_places"],
+            device["center_pages"],
+            device["centers"],
+            TokensInBlocks(blocks.words, records[4], places[0]),
+            device["tiles"],
+            self.capacity,
+        )
+        turned = append(*(x.transpose(0, 1) for x in (queries, keys, values)), tables, f, cache.rotations)
+        attend(turned, tables, f, scaling, workspace=(self.keys, self.values), output=output)
+        copy_tokens(records[5], places[1], blocks.words, self.keys, self.values, to_blocks=True)
+        self._quantize(
+            blocks, f.keys, self.keys, channels=f.boosted, static=f.static_keys, feedback=f.key_feedback,
+            center=f.key_center,
+        )  # fmt: skip
+        self._quantize(blocks, f.values, self.values, static=f.static_values)
+
+    def _quantize(self, blocks: LayerBlocks, f: KeyFormat | ValueFormat, tokens: torch.Tensor, **extras: Any) -> None:
+        """Quantize what the pass has completed of one side, from the workspace, whose tokens may change."""
+        words = blocks.words if f.bits < 16 else blocks.words.view(blocks.cache.dtype)
+        table = self._settled(blocks, isinstance(f, KeyFormat), words.itemsize)
+        if len(table):
+            centers = self._on_device["settled_centers"]
+            quantize_listed(tokens, table, words, f, blocks.flag, centers=centers, **extras)
+
+    def _records(self, blocks: LayerBlocks) -> list[torch.Tensor]:
+        """Offsets in units of 16 bytes from a layer's blocks: pages of keys and of values before the pass, those that
+        it completes, full-precision tokens before it, and those after it.
+        """
+        known = self._of_geometry.get(blocks.geometry)
+        if known is None:
+            g = blocks.geometry
+            every = torch.add(self._blocks * g.block_units, self._on_device["found"][2], alpha=g.token_units)
+            parts = every.split([count + count % 2 for count in self._counts])
+            # Values lie behind keys.
+            parts[1].add_(g.key_units)
+            parts[3].add_(g.key_units)
+            known = [part[:count] for part, count in zip(parts, self._counts, strict=True)]
+            self._of_geometry[g] = known
+        return known
+
+    def _settled(self, blocks: LayerBlocks, is_key: bool, itemsize: int) -> torch.Tensor:
+        """The pages of one side that the pass completes, as `quantize_listed` takes them."""
+        key = blocks.geometry, is_key, itemsize
+        if key not in self._listed:
+            table = self._on_device["settled_keys" if is_key else "settled_values"].clone()
+            table[:, 2] = self._records(blocks)[2 if is_key else 3] * (16 // itemsize)
+            self._listed[key] = table
+        return self._listed[key]
+
+
+def _centers(pages: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Positions of pages' first tokens, as `launch_centers` takes them."""
+    return np.column_stack([pages[1] * PAGE_SIZE, np.zeros((len(pages[1]), 2), np.int64)])
+
+
+def _ranges(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The integers of several ranges, one range after another: which range each is of, and the integers."""
+    counts = np.maximum(end - begin, 0)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    first = np.cumsum(counts) - counts
+    return owner, np.arange(len(owner)) - first[owner] + begin[owner]

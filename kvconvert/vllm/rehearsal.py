@@ -1,0 +1,65 @@
+"""Kernels are compiled before the first pass, side by side instead of one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvconvert.kernels.device import compiles
+from kvconvert.kernels.launches import make_ready, noted
+from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.vllm.attention import LayerStep, quantize_pending
+from kvconvert.vllm.layer import LayerBlocks, alike
+from kvconvert.vllm.prompts import divide_prompts
+from kvconvert.vllm.step import plan_step
+from kvconvert.vllm.tables import DecodeTables
+
+
+def rehearse(layers: Sequence[LayerBlocks], heads: Sequence[int], tables: DecodeTables, packs: bool) -> None:
+    """Launch what passes launch: single tokens, prompts after others and without, and pages of both.
+
+    Nothing but what kernels would write is computed, and only block 0, which vLLM leaves to no request, may change.
+
+    Args:
+        layers: of the cache.
+        heads: query heads of each.
+        tables: of decoding steps, written anew before each of these.
+        packs: whether prompts are packed.
+    """
+    first = layers[0]
+    layout, device, dtype = first.cache.layout, first.words.device, first.cache.dtype
+    windows = layout.key_window, layout.value_window
+    long = 2 * PAGE_SIZE + max(windows)
+    block_table = torch.zeros(2, layout.blocks_for(4 * long), dtype=torch.int32, device=device)
+    # Layers that are alike launch the same.
+    kinds = {}
+    for blocks, count in zip(layers, heads, strict=True):
+        f = blocks.cache.format
+        kinds[f.keys, f.values, blocks.geometry, f.key_center is None, f.key_feedback is None, count] = blocks, count
+    singles = [([0, 1, 2], [PAGE_SIZE + window + 1 for window in windows], 2)]
+    if any(blocks.cache.format.key_center is not None for blocks in layers):
+        # What centers add to the scores is computed for a power of two of requests.
+        singles += [(*singles[0][:2], 1 << power) for power in range(tables.rows.bit_length() + 1)]
+    prompts = [0, long, 2 * long], [2 * long + PAGE_SIZE // 2, long], 2 * long
+    for starts, lengths, count in (*singles, prompts):
+        plan = plan_step(layout, starts, lengths, block_table)
+        quantize_pending(alike(layers), plan)
+        decodes = plan.decodes
+        tables.write(block_table, [r.row for r in decodes], [r.tokens for r in decodes])
+        parts = divide_prompts(plan, first if packs else None)
+        for blocks, query_heads in kinds.values():
+            f = blocks.cache.format
+            sizes = (query_heads, f.keys.head_dim), (f.keys.heads, f.keys.head_dim), (f.values.heads, f.values.head_dim)
+            tokens = [torch.zeros(count, *size, dtype=dtype, device=device) for size in sizes]
+            output = tokens[0].new_empty(count, query_heads, f.values.head_dim)
+            LayerStep(blocks, plan, 1.0, parts, tables).run(*tokens, output)
+
+
+def prepare(device: torch.device, *rehearsals: Callable[[], None]) -> None:
+    """Compile what these launch, and bring it to the device; nothing is launched."""
+    with noted() as launches:
+        for rehearsal in rehearsals:
+            rehearsal()
+    if compiles(device):
+        make_ready(launches, device)
