@@ -34,7 +34,7 @@ from kvconvert.kernels.decode.triton.tiles import PAGE, exp2, half_pointer, plan
 from kvconvert.kernels.device import compiles, multiprocessors, overlaps_launches
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.launches.triton import kernel
-from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat
+from kvconvert.kernels.pages.formats import LayerFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 
 # Query heads of one program: the rows of a matrix instruction.
@@ -43,8 +43,9 @@ HEADS = tl.constexpr(16)
 CHUNKS = 4
 WARPS = 8
 STAGES = 2
+PREFETCH = True
 # Full-precision tokens of a step: of a residual window, and of pages of 16 bits; of float32.
-TILE, PAGE_TILE = 32, 64
+TILE, PAGE_TILE = 32, 32
 FLOAT32_TILE = 16
 # Channels of a chunk's RoPE part at least: the depth of a matrix instruction.
 FEWEST_CHANNELS = tl.constexpr(16)
@@ -61,6 +62,7 @@ class LatentShape:
         rank, rope: channels of a latent and of a RoPE part.
         heads: query heads.
         chunks: of channels.
+        record, rope_record: sizes of records.
         scale, zero_point: of latents; rope_scale, rope_zero_point: of RoPE parts.
         exact_query: whether what rounding queries and weights to fp16 leaves is multiplied too, for float32.
         compiled: False under the interpreter.
@@ -71,6 +73,8 @@ class LatentShape:
     rope: int
     heads: int
     chunks: int
+    record: int
+    rope_record: int
     scale: int
     zero_point: int
     rope_scale: int
@@ -89,6 +93,12 @@ def chunk_channels(shape):
 def rope_channels(shape):
     """Channels of a chunk's RoPE part, rounded up."""
     return max(FEWEST_CHANNELS.value, block_of(-(-shape.rope // shape.chunks)))
+
+
+@triton.constexpr_function
+def power_of_two(size):
+    """The power of two that is no less than a size."""
+    return triton.next_power_of_2(size)
 
 
 @triton.jit
@@ -159,6 +169,19 @@ def planes_of(pointers, mask, BITS: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
+def prefetch(begin, UNITS: tl.constexpr, F: tl.constexpr):
+    """Ask for a record of so many 2-byte units, which is aligned to 16 bytes, to be in the L2 cache soon."""
+    if F.compiled:
+        LINE: tl.constexpr = 64
+        line = tl.arange(0, power_of_two(UNITS // LINE + 1))
+        # The last line may begin before the record's end and end behind it.
+        address = (begin + tl.minimum(line * LINE, UNITS - 1)).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def weight_powers(token, BITS: tl.constexpr):
     """What weights of a page's tokens are multiplied with for `product` with codes in their fields."""
     LANES: tl.constexpr = PAGE * BITS // 16
@@ -183,9 +206,7 @@ def sum_of_rope(queries, inverse, real, F: tl.constexpr):
 
 
 @triton.jit
-def exact_step(
-    latents, rope, token, known, query, rope_query, factor, maximum, weight, total, hidden, F: tl.constexpr
-):
+def exact_step(latents, rope, token, known, query, rope_query, factor, maximum, weight, total, hidden, F: tl.constexpr):
     """Full-precision tokens `token` [T]: weights of those that are `known` and not before `hidden`, and their sums."""
     C: tl.constexpr = chunk_channels(F)
     K: tl.constexpr = rope_channels(F)
@@ -243,6 +264,7 @@ def latent_decode_kernel(
     F: tl.constexpr,
     TILE: tl.constexpr,
     PAGE_TILE: tl.constexpr,
+    PREFETCH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Partial attention of one work item for a block of heads; see `latent_decode`."""
@@ -326,9 +348,7 @@ def latent_decode_kernel(
             rope_place = lane * PAGE + token[None, None, :]
             powers = weight_powers(token, F.bits)
 
-            largest = tl.maximum(
-                tl.max(tl.abs(query.to(tl.float32))), tl.max(tl.abs(rope_query.to(tl.float32)))
-            )
+            largest = tl.maximum(tl.max(tl.abs(query.to(tl.float32))), tl.max(tl.abs(rope_query.to(tl.float32))))
             unit = power_above(largest)
             factor = unit * (scaling * LOG2_E)
             inverse = 1.0 / unit
@@ -344,9 +364,14 @@ def latent_decode_kernel(
             rope_fields = halves(rope_query.to(tl.float32) * inverse, F)
             rope_sum = sum_of_rope(rope_rows, inverse, (member < F.heads)[:, None], F)
 
-            for page in tl.range(begin, end):
+            # Loads in advance into shared memory would take more registers than the L2 cache's latency is worth.
+            for page in tl.range(begin, end, num_stages=1):
                 record = key_base + tl.load(key_table + page) * 8
                 rope_record = value_base + tl.load(value_table + page) * 8
+                if PREFETCH:
+                    following = tl.minimum(page + 1, end - 1)
+                    prefetch(key_base + tl.load(key_table + following) * 8, F.record, F)
+                    prefetch(value_base + tl.load(value_table + following) * 8, F.rope_record, F)
                 mask = tl.broadcast_to(channel < F.rank, code_place.shape)
                 planes = planes_of(record + code_place, mask, F.bits, F)
                 rope_mask = tl.broadcast_to(lane < F.rope // 2, rope_place.shape)
@@ -388,9 +413,7 @@ def latent_decode_kernel(
                 raised = p * powers[None, :]
                 weights = ()
                 for part in tl.static_range(2):
-                    weights = weights + (
-                        tl.broadcast_to(halves(raised, F)[part][None, :, :], [F.chunks, HEADS, PAGE]),
-                    )
+                    weights = weights + (tl.broadcast_to(halves(raised, F)[part][None, :, :], [F.chunks, HEADS, PAGE]),)
                 none = tl.zeros([F.chunks, HEADS, C], tl.float32)
                 sums = code_product(weights, one_after_another(planes, PLANES), none, F)
                 sums = sums * (scale.to(tl.float32) * 2.0 ** (24 - WEIGHT_POWER))
@@ -401,10 +424,11 @@ def latent_decode_kernel(
 def latent_shape(format: LayerFormat, heads: int, dtype: torch.dtype, compiled: bool = True) -> LatentShape:
     """The specialisation for a layer whose keys are latents and whose values are RoPE parts."""
     key, value = format.keys, format.values
-    offsets = dict.fromkeys(("scale", "zero_point", "rope_scale", "rope_zero_point"), -1)
+    offsets = dict.fromkeys(("record", "rope_record", "scale", "zero_point", "rope_scale", "rope_zero_point"), -1)
     if key.bits < 16:
         latents, rope = KeyLayout.of(key), ValueLayout.of(value)
-        offsets = {"scale": latents.scale, "zero_point": latents.zero_point}
+        offsets = {"record": latents.record, "rope_record": rope.record}
+        offsets |= {"scale": latents.scale, "zero_point": latents.zero_point}
         offsets |= {"rope_scale": rope.scale, "rope_zero_point": rope.zero_point}
     chunks = CHUNKS
     while chunks > 1 and key.head_dim <= 32 * (chunks // 2):
@@ -475,6 +499,7 @@ def latent_decode(
         scaling,
         F=shape,
         **steps_of(queries.dtype),
+        PREFETCH=PREFETCH,
         DEPENDENT=dependent,
         num_warps=WARPS,
     )

@@ -56,9 +56,7 @@ REFERENCE_PAGES = 32
 _HALF_RANGE = (torch.finfo(torch.float16).min, torch.finfo(torch.float16).max)
 
 
-def unsupported(
-    tokens: torch.Tensor, page_size: int = PAGE_SIZE, plain_keys: KeyFormat | None = None
-) -> str | None:
+def unsupported(tokens: torch.Tensor, page_size: int = PAGE_SIZE, plain_keys: KeyFormat | None = None) -> str | None:
     """Why the Triton kernels cannot quantize pages, or a span, of such tokens [..., channels]; None if they can.
 
     Args:

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
-from tiny.models import ARCHITECTURES, random_ids
+from tiny.models import ARCHITECTURES, GREEDY, random_ids
 
 from kvconvert import KVCache
+from kvconvert.kernels.launches import noted
 from kvconvert.methods import KVScheme
+from kvconvert.runtime.hf.generation import adopt
+from kvconvert.runtime.hf.rehearsal import rehearse
 
 
 def read(model, ids, cache):
@@ -49,3 +52,29 @@ def test_windows_that_differ_fall_back_with_the_reason(device, caplog):
     assert (found - read_on_a_cpu(model, ids, scheme, device)).abs().mean() < 2e-3 * found.std()
     assert cache.stats().fallbacks == 6
     assert "for different numbers of tokens" in caplog.text
+
+
+def test_generate_reads_prompts_as_the_model_does_and_decodes_by_kernels(device):
+    # Without experts, of which PyTorch's own code would be compared as well.
+    model = ARCHITECTURES["deepseek_v3"].build("kvconvert", first_k_dense_replace=2).requires_grad_(False)
+    model = model.to(device, torch.bfloat16)
+    adopt(model, [KVScheme.preset("latent-4bit")] * 2, {})
+    ids = random_ids(2, 140).to(device)
+    arguments = {"max_new_tokens": 4, "disable_compile": True, **GREEDY}
+    first = model.generate(ids, **arguments)
+    # Of a second prompt the shape is known, so that others would be packed.
+    cache = model.new_kv_cache()
+    assert torch.equal(model.generate(ids, past_key_values=cache, **arguments), first)
+    assert (model.prompts.packed, cache.stats().fallbacks, cache.stats().pages) == (0, 0, 4)
+
+
+def test_generate_launches_what_was_rehearsed(device):
+    model = ARCHITECTURES["deepseek_v3"].build("kvconvert", first_k_dense_replace=2).requires_grad_(False)
+    model = model.to(device, torch.bfloat16)
+    adopt(model, [KVScheme.preset("latent-2bit")] * 2, {})
+    with noted() as listed:
+        rehearse(model)
+    with noted(makes=True) as launched:
+        model.generate(random_ids(2, 140).to(device), max_new_tokens=3, **GREEDY)
+    assert any(launch.name == "latent_decode_kernel" for launch in launched)
+    assert not [launch for launch in launched if launch not in listed]
