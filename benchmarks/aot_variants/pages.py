@@ -26,6 +26,9 @@ from kvconvert.kernels.spans.triton import RANGE_TOKENS, SPAN_PARTS, channel_ran
 
 def variants(capability: int) -> Iterator[Variant]:
     """Specialisations that the dispatch chooses for the usual models: 8 KV heads, pages of the usual size."""
+    for bits in (2, 3, 4, 8):
+        # Latents, which are wider than other heads.
+        yield _key_variant("bf16", KeyFormat(1, 512, PAGE_SIZE, bits, PAGE_SIZE))
     for dtype, dim in (*product(("bf16",), (64, 80, 128, 256)), ("fp16", 128), ("fp32", 128)):
         for bits, group in product((1, 2, 3, 4, 8), (16, 32, 128)):
             yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, group))
