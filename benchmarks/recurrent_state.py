@@ -102,8 +102,8 @@ def log_probabilities(model: PreTrainedModel, ids: Tensor, case: Case | None) ->
             StoredState(case) if is_linear else layer for is_linear, layer in zip(linear, cache.layers, strict=True)
         ]
     model(ids[:, :PROMPT], past_key_values=cache, logits_to_keep=1)
-    tokens = [model(token, past_key_values=cache).logits.double().log_softmax(-1) for token in ids[:, PROMPT:].split(1, 1)]
-    return torch.cat(tokens, 1)
+    tokens = [model(token, past_key_values=cache).logits for token in ids[:, PROMPT:].split(1, 1)]
+    return torch.cat(tokens, 1).double().log_softmax(-1)
 
 
 def measure(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
