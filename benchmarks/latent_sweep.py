@@ -25,9 +25,19 @@ class Form(NamedTuple):
     per: int = 1
     prefetch: bool = True
     tile: int = 32
+    reload: bool = False
 
 
-CODES = (Form(), Form(prefetch=False), Form(16), Form(16, 8), Form(8, 8), Form(registers=128, per=2), Form(per=2))
+CODES = (
+    Form(),
+    Form(prefetch=False),
+    Form(16),
+    Form(16, 8),
+    Form(registers=128, per=2),
+    Form(registers=128, per=2, reload=True),
+    Form(16, 8, reload=True),
+    Form(per=2),
+)
 PLAIN = (Form(), Form(tile=64), Form(per=2), Form(per=2, tile=64))
 FORMS = {(16, 4): CODES, (16, 2): CODES, (16, 16): PLAIN, (128, 4): (Form(), Form(per=2)), (128, 2): (Form(),)}
 
@@ -52,7 +62,7 @@ def main() -> None:
     for (heads, bits), forms in FORMS.items():
         for form in forms:
             kernels.WARPS, kernels.CHUNKS, kernels.PREFETCH = form.warps, form.chunks, form.prefetch
-            kernels.PAGE_TILE = form.tile
+            kernels.PAGE_TILE, kernels.RELOAD = form.tile, form.reload
             gpu_latent.programs_for = lambda device, n, per=form.per: per * programs(device, n)
             options = {"maxnreg": form.registers} if form.registers else {}
             kernels.latent_decode_kernel = Launched(decode, **options)

@@ -44,6 +44,7 @@ CHUNKS = 4
 WARPS = 8
 STAGES = 2
 PREFETCH = True
+RELOAD = False
 # Full-precision tokens of a step: of a residual window, and of pages of 16 bits; of float32.
 TILE, PAGE_TILE = 32, 32
 FLOAT32_TILE = 16
@@ -265,6 +266,7 @@ def latent_decode_kernel(
     TILE: tl.constexpr,
     PAGE_TILE: tl.constexpr,
     PREFETCH: tl.constexpr,
+    RELOAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Partial attention of one work item for a block of heads; see `latent_decode`."""
@@ -415,6 +417,10 @@ def latent_decode_kernel(
                 for part in tl.static_range(2):
                     weights = weights + (tl.broadcast_to(halves(raised, F)[part][None, :, :], [F.chunks, HEADS, PAGE]),)
                 none = tl.zeros([F.chunks, HEADS, C], tl.float32)
+                if RELOAD:
+                    # Held from the first product on, they would take registers in between.
+                    tl.debug_barrier()
+                    planes = planes_of(record + code_place, mask, F.bits, F)
                 sums = code_product(weights, one_after_another(planes, PLANES), none, F)
                 sums = sums * (scale.to(tl.float32) * 2.0 ** (24 - WEIGHT_POWER))
                 total = total * alpha[None, :, None] + sums + added[None, :, None] * zero_point.to(tl.float32)
@@ -500,6 +506,7 @@ def latent_decode(
         F=shape,
         **steps_of(queries.dtype),
         PREFETCH=PREFETCH,
+        RELOAD=RELOAD,
         DEPENDENT=dependent,
         num_warps=WARPS,
     )
