@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from aot_variants.variant import DTYPES, Variant
 from kvconvert.kernels.latent import MOST_FLOAT32_CHANNELS
-from kvconvert.kernels.latent.triton import PREFETCH, RELOAD, WARPS, latent_decode_kernel, latent_shape, steps_of
+from kvconvert.kernels.latent.triton import WARPS, latent_decode_kernel, latent_shape, steps_of
 from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat
 
 USUAL = (512, 64)
@@ -28,7 +28,7 @@ def variants(capability: int) -> Iterator[Variant]:
                 steps = steps_of(dtype)
                 stages = steps.pop("num_stages")
                 shape = latent_shape(LayerFormat(latents, parts), 16, dtype)
-                constants = steps | {"F": shape, "PREFETCH": PREFETCH, "RELOAD": RELOAD, "DEPENDENT": capability >= 90}
+                constants = steps | {"F": shape, "DEPENDENT": capability >= 90}
                 axes = {"dtype": name, "rank": rank, "bits": bits}
                 if name == "bf16" and (rank, rope) == USUAL:
                     axes["usual"] = bits

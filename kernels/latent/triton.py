@@ -42,12 +42,9 @@ HEADS = tl.constexpr(16)
 # Chunks of a latent's channels, at most; warps of a program.
 CHUNKS = 4
 WARPS = 8
-STAGES = 2
-PREFETCH = True
-RELOAD = False
-# Full-precision tokens of a step: of a residual window, and of pages of 16 bits; of float32.
-TILE, PAGE_TILE = 32, 32
-FLOAT32_TILE = 16
+# Full-precision tokens of a step, and steps whose loads are on their way: fewer of float32, whose numbers are larger.
+TILE, STAGES = 32, 2
+FLOAT32_TILE, FLOAT32_STAGES = 16, 1
 # Channels of a chunk's RoPE part at least: the depth of a matrix instruction.
 FEWEST_CHANNELS = tl.constexpr(16)
 # Weights are raised by this power of two, less the position of their codes, so that fp16 holds small ones.
@@ -111,8 +108,8 @@ def sum_chunks(x, CHUNKS: tl.constexpr):
     if CHUNKS == 1:
         return tl.reshape(x, [x.shape[1], x.shape[2]])
     else:
-        halves = tl.reshape(x, [2, CHUNKS // 2, x.shape[1], x.shape[2]])
-        first, second = tl.split(tl.permute(halves, (1, 2, 3, 0)))
+        pairs = tl.reshape(x, [2, CHUNKS // 2, x.shape[1], x.shape[2]])
+        first, second = tl.split(tl.permute(pairs, (1, 2, 3, 0)))
         return sum_chunks(first + second, CHUNKS // 2)
 
 
@@ -264,9 +261,6 @@ def latent_decode_kernel(
     scaling,
     F: tl.constexpr,
     TILE: tl.constexpr,
-    PAGE_TILE: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    RELOAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Partial attention of one work item for a block of heads; see `latent_decode`."""
@@ -327,12 +321,12 @@ def latent_decode_kernel(
         query = tl.load(queries + channel, mask=real & (channel < F.rank), other=0.0)
         rope_query = tl.load(rope_queries + rope_channel, mask=real & (rope_channel < F.rope), other=0.0)
         if F.bits == 16:
-            STEPS: tl.constexpr = PAGE // PAGE_TILE
+            STEPS: tl.constexpr = PAGE // TILE
             factor = tl.full([HEADS], scaling * LOG2_E, tl.float32)
             for step in tl.range(begin * STEPS, end * STEPS):
                 step -= begin * STEPS
                 page = begin + step // STEPS
-                token = step % STEPS * PAGE_TILE + tl.arange(0, PAGE_TILE)
+                token = step % STEPS * TILE + tl.arange(0, TILE)
                 latents = (key_base + tl.load(key_table + page) * 8).to(tl.pointer_type(DTYPE))
                 rope = (value_base + tl.load(value_table + page) * 8).to(tl.pointer_type(DTYPE))
                 maximum, weight, total = exact_step(
@@ -370,10 +364,9 @@ def latent_decode_kernel(
             for page in tl.range(begin, end, num_stages=1):
                 record = key_base + tl.load(key_table + page) * 8
                 rope_record = value_base + tl.load(value_table + page) * 8
-                if PREFETCH:
-                    following = tl.minimum(page + 1, end - 1)
-                    prefetch(key_base + tl.load(key_table + following) * 8, F.record, F)
-                    prefetch(value_base + tl.load(value_table + following) * 8, F.rope_record, F)
+                following = tl.minimum(page + 1, end - 1)
+                prefetch(key_base + tl.load(key_table + following) * 8, F.record, F)
+                prefetch(value_base + tl.load(value_table + following) * 8, F.rope_record, F)
                 mask = tl.broadcast_to(channel < F.rank, code_place.shape)
                 planes = planes_of(record + code_place, mask, F.bits, F)
                 rope_mask = tl.broadcast_to(lane < F.rope // 2, rope_place.shape)
@@ -417,10 +410,6 @@ def latent_decode_kernel(
                 for part in tl.static_range(2):
                     weights = weights + (tl.broadcast_to(halves(raised, F)[part][None, :, :], [F.chunks, HEADS, PAGE]),)
                 none = tl.zeros([F.chunks, HEADS, C], tl.float32)
-                if RELOAD:
-                    # Held from the first product on, they would take registers in between.
-                    tl.debug_barrier()
-                    planes = planes_of(record + code_place, mask, F.bits, F)
                 sums = code_product(weights, one_after_another(planes, PLANES), none, F)
                 sums = sums * (scale.to(tl.float32) * 2.0 ** (24 - WEIGHT_POWER))
                 total = total * alpha[None, :, None] + sums + added[None, :, None] * zero_point.to(tl.float32)
@@ -452,10 +441,9 @@ def latent_shape(format: LayerFormat, heads: int, dtype: torch.dtype, compiled: 
 
 
 def steps_of(dtype: torch.dtype) -> dict[str, int]:
-    """Tokens of a step, and stages of loads: fewer of float32, which takes more shared memory."""
-    if dtype == torch.float32:
-        return {"TILE": FLOAT32_TILE, "PAGE_TILE": FLOAT32_TILE, "num_stages": 1}
-    return {"TILE": TILE, "PAGE_TILE": PAGE_TILE, "num_stages": STAGES}
+    """Arguments of a launch: full-precision tokens of a step, and stages of loads."""
+    tile, stages = (FLOAT32_TILE, FLOAT32_STAGES) if dtype == torch.float32 else (TILE, STAGES)
+    return {"TILE": tile, "num_stages": stages}
 
 
 def programs_for(device: torch.device, heads: int) -> int:
@@ -505,8 +493,6 @@ def latent_decode(
         scaling,
         F=shape,
         **steps_of(queries.dtype),
-        PREFETCH=PREFETCH,
-        RELOAD=RELOAD,
         DEPENDENT=dependent,
         num_warps=WARPS,
     )
