@@ -26,7 +26,7 @@ from tables import table
 from kvconvert.kernels.decode import PageTables, ResidualWindows
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
 from kvconvert.kernels.latent import latent_decode
-from kvconvert.kernels.latent.triton import programs_for
+from kvconvert.kernels.latent.triton.launch import programs_for
 from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat, empty_keys, empty_values
 
 RANK, ROPE, RESIDUAL = 512, 64, 100

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from aot_variants.variant import DTYPES, Variant
 from kvconvert.kernels.latent import MOST_FLOAT32_CHANNELS
-from kvconvert.kernels.latent.triton import WARPS, latent_decode_kernel, latent_shape, steps_of
+from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel
+from kvconvert.kernels.latent.triton.launch import WARPS, latent_shape, steps_of
 from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat
 
 USUAL = (512, 64)

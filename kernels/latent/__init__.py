@@ -80,11 +80,11 @@ def latent_decode(
     Returns:
         float32 [B, Hq, R], sums of latents in the same coordinates; zeros for sequences without tokens.
     """
-    from kvconvert.kernels.latent import triton
+    from kvconvert.kernels.latent.triton import launch
 
-    programs = triton.programs_for(latent_queries.device, latent_queries.shape[1])
+    programs = launch.programs_for(latent_queries.device, latent_queries.shape[1])
     tables, windows = stored.page_tables(programs), stored.residual_windows()
-    return triton.latent_decode(latent_queries, rope_queries, tables, windows, format, scaling)
+    return launch.latent_decode(latent_queries, rope_queries, tables, windows, format, scaling)
 
 
 def latent_attention(

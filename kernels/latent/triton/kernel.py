@@ -17,86 +17,21 @@ Scores are kept times log2(e), so that exponentials are powers of two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 
-from kvconvert.kernels.decode.stored import PageTables, ResidualWindows
 from kvconvert.kernels.decode.triton.kernel import ITEM, LOWEST, ROW, buffer_token
-from kvconvert.kernels.decode.triton.launch import MOST_SLOTS, combine_block, combine_warps
 from kvconvert.kernels.decode.triton.queries import power_above
 from kvconvert.kernels.decode.triton.scores import LOG2_E
 from kvconvert.kernels.decode.triton.shape import block_of, plane_position, plane_weight, shift_count
-from kvconvert.kernels.decode.triton.sums import combine_kernel
 from kvconvert.kernels.decode.triton.tiles import PAGE, exp2, half_pointer, plane, shift_lanes
-from kvconvert.kernels.device import compiles, multiprocessors, overlaps_launches
-from kvconvert.kernels.launches import skips_launches
+from kvconvert.kernels.latent.triton.shape import chunk_channels, power_of_two, rope_channels
 from kvconvert.kernels.launches.triton import kernel
-from kvconvert.kernels.pages.formats import LayerFormat
-from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 
 # Query heads of one program: the rows of a matrix instruction.
 HEADS = tl.constexpr(16)
-# Chunks of a latent's channels, at most; warps of a program.
-CHUNKS = 4
-WARPS = 8
-# Full-precision tokens of a step, and steps whose loads are on their way: fewer of float32, whose numbers are larger.
-TILE, STAGES = 32, 2
-FLOAT32_TILE, FLOAT32_STAGES = 16, 1
-# Channels of a chunk's RoPE part at least: the depth of a matrix instruction.
-FEWEST_CHANNELS = tl.constexpr(16)
 # Weights are raised by this power of two, less the position of their codes, so that fp16 holds small ones.
 WEIGHT_POWER = tl.constexpr(14)
-
-
-@dataclass(frozen=True)
-class LatentShape:
-    """The constants of one specialisation. Offsets are in units of 2 bytes within a page's record.
-
-    Attributes:
-        bits: of a latent's codes; 16 for latents and RoPE parts of the model's dtype.
-        rank, rope: channels of a latent and of a RoPE part.
-        heads: query heads.
-        chunks: of channels.
-        record, rope_record: sizes of records.
-        scale, zero_point: of latents; rope_scale, rope_zero_point: of RoPE parts.
-        exact_query: whether what rounding queries and weights to fp16 leaves is multiplied too, for float32.
-        compiled: False under the interpreter.
-    """
-
-    bits: int
-    rank: int
-    rope: int
-    heads: int
-    chunks: int
-    record: int
-    rope_record: int
-    scale: int
-    zero_point: int
-    rope_scale: int
-    rope_zero_point: int
-    exact_query: bool
-    compiled: bool
-
-
-@triton.constexpr_function
-def chunk_channels(shape):
-    """Channels of a chunk, rounded up to a power of two."""
-    return block_of(-(-shape.rank // shape.chunks))
-
-
-@triton.constexpr_function
-def rope_channels(shape):
-    """Channels of a chunk's RoPE part, rounded up."""
-    return max(FEWEST_CHANNELS.value, block_of(-(-shape.rope // shape.chunks)))
-
-
-@triton.constexpr_function
-def power_of_two(size):
-    """The power of two that is no less than a size."""
-    return triton.next_power_of_2(size)
 
 
 @triton.jit
@@ -292,8 +227,8 @@ def latent_decode_kernel(
         sink_tokens = tl.load(described + 4)
         latents = residual + tl.load(described) * 8
         rope = residual + tl.load(described + 2) * 8
-        key_skip = tl.load(described + 5)
-        value_skip = tl.load(described + 6)
+        # Both sides are quantized together, so that they lack the same tokens.
+        skip = tl.load(described + 5)
         query = tl.load(queries + channel, mask=real & (channel < F.rank), other=0.0)
         rope_query = tl.load(rope_queries + rope_channel, mask=real & (rope_channel < F.rope), other=0.0)
         factor = tl.full([HEADS], scaling * LOG2_E, tl.float32)
@@ -302,12 +237,10 @@ def latent_decode_kernel(
         total = tl.zeros([F.chunks, HEADS, C], tl.float32)
         for start in tl.range(begin, stop, TILE):
             token = start + tl.arange(0, TILE)
-            # Both sides are quantized together, so that they lack the same tokens.
-            place = buffer_token(token, sink_tokens, key_skip)
+            place = buffer_token(token, sink_tokens, skip)
             maximum, weight, total = exact_step(
-                latents, rope + (value_skip - key_skip) * F.rope, place, token < stop, query, rope_query, factor,
-                maximum, weight, total, 0, F,
-            )  # fmt: skip
+                latents, rope, place, token < stop, query, rope_query, factor, maximum, weight, total, 0, F
+            )
         store_part(out, stats, tl.load(item + 9), block, blocks, maximum, weight, total, F)
 
     begin = tl.load(item + 1)
@@ -414,112 +347,3 @@ def latent_decode_kernel(
                 sums = sums * (scale.to(tl.float32) * 2.0 ** (24 - WEIGHT_POWER))
                 total = total * alpha[None, :, None] + sums + added[None, :, None] * zero_point.to(tl.float32)
         store_part(out, stats, tl.load(item + 7), block, blocks, maximum, weight, total, F)
-
-
-def latent_shape(format: LayerFormat, heads: int, dtype: torch.dtype, compiled: bool = True) -> LatentShape:
-    """The specialisation for a layer whose keys are latents and whose values are RoPE parts."""
-    key, value = format.keys, format.values
-    offsets = dict.fromkeys(("record", "rope_record", "scale", "zero_point", "rope_scale", "rope_zero_point"), -1)
-    if key.bits < 16:
-        latents, rope = KeyLayout.of(key), ValueLayout.of(value)
-        offsets = {"record": latents.record, "rope_record": rope.record}
-        offsets |= {"scale": latents.scale, "zero_point": latents.zero_point}
-        offsets |= {"rope_scale": rope.scale, "rope_zero_point": rope.zero_point}
-    chunks = CHUNKS
-    while chunks > 1 and key.head_dim <= 32 * (chunks // 2):
-        chunks //= 2
-    return LatentShape(
-        bits=key.bits,
-        rank=key.head_dim,
-        rope=value.head_dim,
-        heads=heads,
-        chunks=chunks,
-        **offsets,
-        exact_query=dtype == torch.float32,
-        compiled=compiled,
-    )
-
-
-def steps_of(dtype: torch.dtype) -> dict[str, int]:
-    """Arguments of a launch: full-precision tokens of a step, and stages of loads."""
-    tile, stages = (FLOAT32_TILE, FLOAT32_STAGES) if dtype == torch.float32 else (TILE, STAGES)
-    return {"TILE": tile, "num_stages": stages}
-
-
-def programs_for(device: torch.device, heads: int) -> int:
-    """How many work items run side by side for a block of heads."""
-    return max(1, multiprocessors(device) // -(-heads // HEADS.value))
-
-
-def latent_decode(
-    queries: torch.Tensor,
-    rope_queries: torch.Tensor,
-    tables: PageTables,
-    windows: ResidualWindows,
-    format: LayerFormat,
-    scaling: float,
-) -> torch.Tensor:
-    """One launch for parts of every sequence and block of heads, one to merge them.
-
-    Args:
-        queries: [B, Hq, R] in the coordinates of stored latents; rope_queries: [B, Hq, r], of the same dtype.
-        tables, windows, format: of latents as keys and RoPE parts as values.
-        scaling: factor of the scores.
-
-    Returns:
-        float32 [B, Hq, R], sums of latents; zeros for sequences without tokens.
-    """
-    batch, heads, rank = queries.shape
-    device, plan = queries.device, tables.plan
-    shape = latent_shape(format, heads, queries.dtype, compiles(device))
-    blocks, rows = -(-heads // HEADS.value), HEADS.value
-    partial = torch.empty(plan.slots * blocks, rows, rank, dtype=torch.float32, device=device)
-    stats = torch.empty(plan.slots * blocks, rows, 2, dtype=torch.float32, device=device)
-    dependent = overlaps_launches(device)
-    latent_decode_kernel[(plan.items.shape[0], blocks)](
-        queries,
-        rope_queries,
-        partial,
-        stats,
-        tables.key_base.view(torch.int16),
-        tables.value_base.view(torch.int16),
-        tables.keys,
-        tables.values,
-        plan.items,
-        windows.rows,
-        windows.base,
-        *queries.stride()[:2],
-        *rope_queries.stride()[:2],
-        scaling,
-        F=shape,
-        **steps_of(queries.dtype),
-        DEPENDENT=dependent,
-        num_warps=WARPS,
-    )
-    out = torch.empty(batch, heads, rank, dtype=torch.float32, device=device)
-    # Which form it is depends on lengths, of which a rehearsal has few.
-    for most_slots in MOST_SLOTS if skips_launches() else (plan.most_slots,):
-        slots, channels = combine_block(most_slots, rank)
-        combine_kernel[(batch * -(-rank // channels), heads, 1)](
-            partial,
-            stats,
-            plan.slot_rows,
-            plan.item_rows,
-            out,
-            out.stride(0),
-            out.stride(1),
-            0,
-            1,
-            GROUP=rows,
-            QUERIES=1,
-            ROWS=rows,
-            VALUE_DIM=rank,
-            BLOCK_DIM=channels,
-            BLOCK_SLOTS=slots,
-            SINK_LOGITS=False,
-            HEADS=blocks,
-            DEPENDENT=dependent,
-            num_warps=combine_warps(slots, channels),
-            **({"launch_pdl": True} if dependent else {}),
-        )
-    return out
