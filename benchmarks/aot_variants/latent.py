@@ -1,9 +1,10 @@
-"""Specialisations of the decode kernel over latents."""
+"""Specialisations of the decode kernel over latents, and of the one that writes their pages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from aot_variants.pages import key_variant
 from aot_variants.variant import DTYPES, Variant
 from kvconvert.kernels.latent import MOST_FLOAT32_CHANNELS
 from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel
@@ -19,6 +20,8 @@ TYPES |= dict.fromkeys(("key_base", "value_base"), "*i16")
 
 def variants(capability: int) -> Iterator[Variant]:
     """Every width, dtype and size."""
+    for bits in (2, 4):
+        yield key_variant("bf16", KeyFormat(1, USUAL[0], PAGE_SIZE, bits, PAGE_SIZE))
     for dtype, name in DTYPES.items():
         for rank, rope in SHAPES:
             for bits in (2, 4, 16):
