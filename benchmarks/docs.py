@@ -22,6 +22,7 @@ import papers
 import papers_docs
 import readme_docs
 import real_model_docs
+import recurrent_state
 import weights_docs
 from runner import RESULTS, ROOT, read
 from tables import put, table
@@ -96,6 +97,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "fidelity": of(fidelity.tables, "fidelity"),
         "images": of(multimodal.tables, "multimodal"),
         "latents": of(latent.report, "latent"),
+        "states": of(recurrent_state.report, "recurrent_state"),
         "memory": of(memory, "memory"),
         "other programs": of(interop.tables, "interop"),
     },

@@ -28,20 +28,20 @@ def variants(capability: int) -> Iterator[Variant]:
     """Specialisations that the dispatch chooses for the usual models: 8 KV heads, pages of the usual size."""
     for dtype, dim in (*product(("bf16",), (64, 80, 128, 256)), ("fp16", 128), ("fp32", 128)):
         for bits, group in product((1, 2, 3, 4, 8), (16, 32, 128)):
-            yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, group))
+            yield key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, group))
         for bits, group in product((1, 2, 3, 4, 8), sorted({g for g in (16, 32, 128) if dim % g == 0} | {dim})):
             yield _value_variant(dtype, ValueFormat(8, dim, PAGE_SIZE, bits, group))
         for bits in (1, 2, 3, 4):
-            yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, scale_bits=8))
+            yield key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, scale_bits=8))
             yield _value_variant(dtype, ValueFormat(8, dim, PAGE_SIZE, bits, dim, scale_bits=8))
         for group, norm in product((32, 128), ("joint", "per_head")):
-            yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, 2, group, token_norm=norm))
+            yield key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, 2, group, token_norm=norm))
         for bits, boosted, select in product((1, 2), (dim // 8, dim // 4), ("dynamic", "calibrated")):
-            yield _key_variant(
+            yield key_variant(
                 dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, boosted=boosted, fixed_channels=select == "calibrated")
             )
         for bits, partial in product((1, 2, 3, 4, 8), (False, True)):
-            yield _key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, static=True), partial)
+            yield key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, static=True), partial)
             yield _value_variant(dtype, ValueFormat(8, dim, PAGE_SIZE, bits, dim, static=True), partial)
         yield from _feedback_variants(dtype, dim)
         tile, name = tile_of(dim, 2), f"{dtype}-{dim}"
@@ -59,7 +59,8 @@ def variants(capability: int) -> Iterator[Variant]:
             yield _variant(f"scale-{name}-{bits}", channel_scale_kernel, dtype, constants, 4)
 
 
-def _key_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Variant:
+def key_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Variant:
+    """Key pages of a format; `partial` ones may have fewer tokens."""
     constants = key_constants(f, partial)
     select = f"{'calibrated' if f.fixed_channels else 'dynamic'}{f.boosted}" if f.boosted else ""
     name = f"keys-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{_kind(f)}"

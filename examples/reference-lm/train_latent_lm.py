@@ -1,10 +1,11 @@
-"""Train a small DeepSeek-V3-style language model on a CPU: latent attention (MLA), dense MLPs, 2.3 million parameters.
+"""Train a small language model on a CPU whose attention stores no keys and values per head.
 
 The text, the drills of recall, and the phases are those of `train_reference_lm.py` with shorter rows; what differs is
-the attention, which stores a latent vector of 128 channels and a shared RoPE part of 32 per token and layer, for 4
-heads of 64 channels.
+the attention. By default it is DeepSeek-V3's (MLA), which stores a latent vector of 128 channels and a shared RoPE part
+of 32 per token and layer, for 4 heads of 64 channels. With `--hybrid` it is Qwen3.5's: three layers of linear attention,
+whose state has 4 heads of 64 x 64 numbers, and one of softmax attention.
 
-    python train_latent_lm.py TRAIN.txt VAL.txt OUT_DIR [--minutes 32]
+    python train_latent_lm.py TRAIN.txt VAL.txt OUT_DIR [--minutes 32] [--hybrid]
 """
 
 import argparse
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 from train_reference_lm import PHASES, Rows, build_tokenizer, evaluate, train
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedConfig, Qwen3_5TextConfig
 
 LAYERS = 3
 CONTEXT, ROWS = {"prose": 256, "lookup": 96, "long recall": 640}, {"prose": 12, "lookup": 32, "long recall": 4}
@@ -22,12 +23,32 @@ CONTEXT, ROWS = {"prose": 256, "lookup": 96, "long recall": 640}, {"prose": 12, 
 SHARES = {"prose": 0.2, "lookup": 0.4, "long recall": 0.4}
 
 
-def config(vocabulary: int, end: int) -> DeepseekV3Config:
+def config(vocabulary: int, end: int, hybrid: bool) -> PreTrainedConfig:
     """The model's shape; every layer has a dense MLP."""
+    shared = {
+        "vocab_size": vocabulary,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 2048,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "pad_token_id": end,
+    }
+    if hybrid:
+        return Qwen3_5TextConfig(
+            num_hidden_layers=4,
+            layer_types=["linear_attention"] * 3 + ["full_attention"],
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            linear_num_key_heads=4,
+            linear_num_value_heads=4,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
+            **shared,
+        )
     return DeepseekV3Config(
-        vocab_size=vocabulary,
-        hidden_size=256,
-        intermediate_size=512,
         num_hidden_layers=LAYERS,
         first_k_dense_replace=LAYERS,
         num_nextn_predict_layers=0,
@@ -38,11 +59,7 @@ def config(vocabulary: int, end: int) -> DeepseekV3Config:
         qk_nope_head_dim=64,
         qk_rope_head_dim=32,
         v_head_dim=64,
-        tie_word_embeddings=True,
-        max_position_embeddings=2048,
-        bos_token_id=end,
-        eos_token_id=end,
-        pad_token_id=end,
+        **shared,
     )
 
 
@@ -53,14 +70,18 @@ def main() -> None:
     parser.add_argument("val", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=32)
+    parser.add_argument("--hybrid", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
+    if args.hybrid:
+        # Its steps from chunk to chunk cannot be compiled for rows of several lengths.
+        torch._dynamo.config.disable = True
     text = args.train.read_text(encoding="utf-8")
     tokenizer = build_tokenizer(text, 1024)
     rows = Rows(tokenizer, tokenizer(text)["input_ids"], args.seed)
     held_out = Rows(tokenizer, tokenizer(args.val.read_text(encoding="utf-8")[:400_000])["input_ids"], args.seed + 1)
-    model = DeepseekV3ForCausalLM(config(len(tokenizer), tokenizer.eos_token_id))
+    model = AutoModelForCausalLM.from_config(config(len(tokenizer), tokenizer.eos_token_id, args.hybrid))
     print(f"{model.num_parameters():,} parameters, {len(rows.ids):,} tokens of text", flush=True)
     seen = 0
     for phase in PHASES:

@@ -15,7 +15,76 @@ from collections.abc import Sequence
 
 import torch
 
+from kvconvert.kernels import device
+from kvconvert.kernels.decode.stored import StoredTokens
 from kvconvert.kernels.history.parts import HistoryPart, Workspace
+from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat, TokenNorm
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+KERNEL_BITS = (2, 4)
+MOST_CHANNELS, MOST_ROPE_CHANNELS = 512, 128
+# Of float32, for which shared memory would not suffice everywhere.
+MOST_FLOAT32_CHANNELS = 256
+
+
+def unsupported(format: LayerFormat, dtype: torch.dtype, on: torch.device) -> str | None:
+    """Why no kernel decodes over latents stored so; None if one does.
+
+    Args:
+        format: of pages with latents as keys and RoPE parts as values.
+        dtype: of queries and of stored full-precision tokens.
+        on: where they are.
+    """
+    reason = device.unsupported(on)
+    if reason is not None:
+        return reason
+    latents, rope = format.keys, format.values
+    if dtype not in KERNEL_DTYPES:
+        return f"there is no kernel for {dtype}"
+    most = MOST_FLOAT32_CHANNELS if dtype == torch.float32 else MOST_CHANNELS
+    sizes = ((latents.head_dim, most), (rope.head_dim, MOST_ROPE_CHANNELS))
+    if any(size % 8 or size > limit for size, limit in sizes):
+        return (
+            f"{dtype} latents of {latents.head_dim} channels with RoPE parts of {rope.head_dim} are not multiples of 8 "
+            f"up to {most} and {MOST_ROPE_CHANNELS}"
+        )
+    if latents.page_size != PAGE_SIZE:
+        return f"pages of {latents.page_size} tokens have no kernel"
+    if latents.bits == rope.bits == 16:
+        return None
+    if latents.bits not in KERNEL_BITS or rope.bits != 8:
+        return f"latents of {latents.bits} bits with RoPE parts of {rope.bits} have no kernel"
+    if latents.group_size != PAGE_SIZE or rope.group_size != rope.head_dim:
+        return "several groups of a channel, or of a RoPE part, have no kernel"
+    if latents.scale_bits != 16 or rope.scale_bits != 16 or latents.token_norm is not TokenNorm.NONE:
+        return "scales of 8 bits and token norms have no kernel"
+    return None
+
+
+def latent_decode(
+    latent_queries: torch.Tensor,
+    rope_queries: torch.Tensor,
+    stored: StoredTokens,
+    format: LayerFormat,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention of each sequence's newest token over all that is stored, by the kernel; for what `unsupported` accepts.
+
+    Args:
+        latent_queries: [B, Hq, R], q_nope W_UK in the coordinates in which latents are stored, channels contiguous.
+        rope_queries: [B, Hq, r], of the same dtype.
+        stored: latents as keys and RoPE parts as values.
+        format: of the pages.
+        scaling: factor of the scores.
+
+    Returns:
+        float32 [B, Hq, R], sums of latents in the same coordinates; zeros for sequences without tokens.
+    """
+    from kvconvert.kernels.latent.triton import launch
+
+    programs = launch.programs_for(latent_queries.device, latent_queries.shape[1])
+    tables, windows = stored.page_tables(programs), stored.residual_windows()
+    return launch.latent_decode(latent_queries, rope_queries, tables, windows, format, scaling)
 
 
 def latent_attention(

@@ -49,22 +49,32 @@ from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
+LARGEST_PLAIN_KEY = 512
 KERNEL_PAGE_SIZES = (16, 32, 64, 128, 256)
 # Pages that the reference quantizes at a time: bounds the float32 copies that a long prompt's pages need.
 REFERENCE_PAGES = 32
 _HALF_RANGE = (torch.finfo(torch.float16).min, torch.finfo(torch.float16).max)
 
 
-def unsupported(tokens: torch.Tensor, page_size: int = PAGE_SIZE) -> str | None:
-    """Why the Triton kernels cannot quantize pages, or a span, of such tokens [..., channels]; None if they can."""
+def unsupported(tokens: torch.Tensor, page_size: int = PAGE_SIZE, plain_keys: KeyFormat | None = None) -> str | None:
+    """Why the Triton kernels cannot quantize pages, or a span, of such tokens [..., channels]; None if they can.
+
+    Args:
+        tokens: some of them.
+        page_size: tokens of a page.
+        plain_keys: the format of keys that are rounded to nearest and whole; None for other tokens.
+    """
     reason = device.unsupported(tokens.device)
     if reason is not None:
         return reason
-    dim = tokens.shape[-1]
+    dim, largest = tokens.shape[-1], LARGEST_HEAD
+    if plain_keys is not None and plain_keys.bits < 16 and plain_keys.token_norm is TokenNorm.NONE:
+        # A program then takes some of the channels.
+        largest = LARGEST_HEAD if plain_keys.boosted else LARGEST_PLAIN_KEY
     if tokens.dtype not in KERNEL_DTYPES:
         return f"the page kernels do not take {tokens.dtype}"
-    if dim % ALIGNMENT or dim > LARGEST_HEAD:
-        return f"the page kernels take head sizes that are multiples of {ALIGNMENT} up to {LARGEST_HEAD}, not {dim}"
+    if dim % ALIGNMENT or dim > largest:
+        return f"the page kernels take head sizes that are multiples of {ALIGNMENT} up to {largest}, not {dim}"
     if page_size not in KERNEL_PAGE_SIZES:
         return f"the page kernels take pages of {KERNEL_PAGE_SIZES} tokens, not {page_size}"
     if tokens.stride(-1) != 1 or any(s % ALIGNMENT for s in tokens.stride()[:-1]) or tokens.data_ptr() % 16:

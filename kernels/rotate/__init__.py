@@ -22,6 +22,18 @@ from kvconvert.kernels.rotate.matrices import (
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
+# Channels that are stored as they are: a latent's.
+LARGEST_COPIED = 512
+
+
+class Rotations(NamedTuple):
+    """What is rotated at run time: queries with keys, and values with attention outputs."""
+
+    keys: bool = False
+    values: bool = False
+
+
+NO_ROTATION = Rotations()
 
 
 def hadamard_reference(x: Tensor, inverse: bool = False) -> Tensor:
@@ -58,27 +70,34 @@ def factor_orders(d: int) -> tuple[int, int] | None:
     return (d // right, right) if d >= 128 and right >= 16 else None
 
 
-def unsupported(x: Tensor) -> str | None:
-    """Why the Triton kernels cannot rotate the last axis of `x`; None if they can."""
+def unsupported(x: Tensor, rotated: bool = True) -> str | None:
+    """Why the Triton kernels cannot rotate the last axis of `x`, or store it as it is; None if they can."""
     reason = device.unsupported(x.device)
     if reason is not None:
         return reason
     if x.dtype not in KERNEL_DTYPES:
         return f"the rotation kernels do not take {x.dtype}"
-    if x.shape[-1] > LARGEST_HEAD:
-        return f"the rotation kernels take head sizes up to {LARGEST_HEAD}, not {x.shape[-1]}"
+    if x.shape[-1] > largest_appended(rotated):
+        return f"the rotation kernels take head sizes up to {largest_appended(rotated)}, not {x.shape[-1]}"
     if x.requires_grad and torch.is_grad_enabled():
         return "the rotation kernels record no gradients"
     return None
 
 
-def unsupported_append(dtype: torch.dtype, *tensors: Tensor) -> str | None:
+def largest_appended(rotated: bool) -> int:
+    """Channels of a token at most that the append kernel stores, rotated or as it is."""
+    return LARGEST_HEAD if rotated else LARGEST_COPIED
+
+
+def unsupported_append(
+    dtype: torch.dtype, queries: Tensor, keys: Tensor, values: Tensor, rotations: Rotations
+) -> str | None:
     """Why `rotate_and_append` cannot take these queries, keys and values [B, heads, T, channels]; None if it can.
 
     `dtype` is that of the buffers.
     """
-    for x in tensors:
-        reason = unsupported(x)
+    for x, rotated in ((queries, rotations.keys), (keys, rotations.keys), (values, rotations.values)):
+        reason = unsupported(x, rotated)
         if reason is not None:
             return reason
         if x.dtype != dtype:
@@ -110,16 +129,6 @@ def hadamard_transform(x: Tensor, inverse: bool = False) -> Tensor:
         device.fall_back("A Hadamard rotation", reason)
     factors = factor_orders(x.shape[-1]) if x.device.type == "cpu" else None
     return factored_transform(x, factors, inverse) if factors else hadamard_reference(x, inverse)
-
-
-class Rotations(NamedTuple):
-    """What is rotated at run time: queries with keys, and values with attention outputs."""
-
-    keys: bool = False
-    values: bool = False
-
-
-NO_ROTATION = Rotations()
 
 
 def rotate_and_append(

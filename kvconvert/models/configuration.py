@@ -52,6 +52,8 @@ ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attenti
 HYBRID_LAYER_TYPES = ("hybrid", "hybrid_sliding")
 # Models with latent attention (MLA) over all tokens; others choose tokens, or have layers of several kinds.
 LATENT_MODELS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+# Models that refuse every cache but their own class, in which linear attention has its states.
+OWN_CACHES = ("minimax",)
 
 
 def model_class(config: PretrainedConfig) -> Any:
@@ -122,13 +124,15 @@ def pages_unsupported(config: PretrainedConfig, layer_type: str, scheme: KVSchem
     """Why a layer of this type keeps transformers' own cache instead of this scheme's; None where it can have pages."""
     text = config.get_text_config(decoder=True)
     if is_latent(config):
+        if text.model_type not in LATENT_MODELS:
+            return f"the latent attention of {text.model_type} is unknown; its cache is left to transformers"
         if scheme is not None and not scheme.fits_latents:
             return (
                 "latent attention (MLA) stores latents instead of keys and values per head, for which there is the "
                 "preset latent-4bit; its cache is left to transformers"
             )
-        if text.model_type not in LATENT_MODELS:
-            return f"the latent attention of {text.model_type} is unknown; its cache is left to transformers"
+    if text.model_type in OWN_CACHES:
+        return f"{text.model_type} takes no cache but its own class of transformers, which holds its linear attention"
     if not _uses_attention_interface(text):
         return (
             f"{text.model_type} computes attention by itself instead of through transformers' attention interface; its "

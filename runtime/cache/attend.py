@@ -34,7 +34,8 @@ def commit(store: LayerStore, chunk: Chunk, queries: torch.Tensor | None = None)
     Args:
         store: where tokens are parked.
         chunk: of the forward pass.
-        queries: [B, Hq, T, D] of the same pass, to be rotated along with the keys where one kernel does both.
+        queries: [B, Hq, T, D] of the same pass, to be rotated along with the keys where one kernel does both. Those of
+            latents come later, and are None.
 
     Returns:
         The rotated queries if they were, for `attend(..., rotated=True)`; else None.
@@ -51,7 +52,9 @@ def commit(store: LayerStore, chunk: Chunk, queries: torch.Tensor | None = None)
         seal(group)
     group.append(latest, chunk)
     n, in_one_launch = latest.length, False
-    if queries is not None and unsupported_append(store.dtype, queries, keys, values) is None:
+    if store.is_latent:
+        queries = keys
+    if queries is not None and unsupported_append(store.dtype, queries, keys, values, store.rotations) is None:
         in_one_launch = all(destination.runs == [(0, n)] for destination in latest.destinations)
     tables = group.registry.step_tables(store) if in_one_launch else None
     if tables is not None:

@@ -253,7 +253,8 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
     channels, static = (f.boosted, f.static_keys) if is_key else (None, f.static_values)
     storages = [store.key_pages if is_key else store.value_pages for store in stores]
     sample = _tokens(first.buffer(pending[0].row, is_key), pending[0], size)
-    reason = unsupported(sample, size)
+    plain = f.keys if is_key and f.key_feedback is None and f.key_center is None else None
+    reason = unsupported(sample, size, plain)
     if reason is not None:
         for store, storage in zip(stores, storages, strict=True):
             tokens = [_tokens(store.buffer(part.row, is_key), part, size) for part in pending]

@@ -6,8 +6,9 @@ import torch
 
 from kvconvert.errors import CacheError
 from kvconvert.kernels.device import runs_triton
-from kvconvert.kernels.latent import latent_attention
+from kvconvert.kernels.latent import latent_attention, latent_decode
 from kvconvert.kernels.rotate import hadamard_transform
+from kvconvert.runtime.cache.attend import StoredRows
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.history import AttentionCall, RowHistory
 from kvconvert.runtime.cache.store import LayerStore
@@ -47,9 +48,28 @@ def attend_latents(
         latent = hadamard_transform(latent)
     if store.rotations.values:
         rope = hadamard_transform(rope)
-    length = queries.shape[2]
-    if runs_triton(store.device):
-        store.fall_back("attention over latents", "no kernel reads their pages")
+    reason = store.latents_unsupported
+    if reason is None and queries.dtype != store.dtype:
+        reason = f"queries are {queries.dtype} and stored tokens {store.dtype}"
+    if reason is None and queries.shape[2] > 1:
+        reason = "the kernel of their pages takes one query of each sequence"
+    if reason is None:
+        rows = StoredRows(store, list(range(len(queries))), chunk, 1, store.group.registry.step_tables(store))
+        attended = latent_decode(latent[:, :, 0], rope[:, :, 0], rows, store.format, scaling).unsqueeze(2)
+    else:
+        if runs_triton(store.device):
+            store.fall_back("attention over latents", reason)
+        attended = _over_dequantized(store, latent, rope, chunk, scaling)
+    if store.rotations.keys:
+        attended = hadamard_transform(attended, inverse=True)
+    return attended.to(queries.dtype) @ up_values.mT
+
+
+def _over_dequantized(
+    store: LayerStore, latent: torch.Tensor, rope: torch.Tensor, chunk: Chunk, scaling: float
+) -> torch.Tensor:
+    """Sums of latents, float32 [B, Hq, T, R], for queries of latents of that shape and of RoPE parts [B, Hq, T, r]."""
+    length = latent.shape[2]
     attended = torch.zeros(latent.shape, dtype=torch.float32, device=latent.device)
     first = store.logical - length
     for row, sequence in enumerate(store.sequences):
@@ -59,9 +79,7 @@ def attend_latents(
             continue
         at = slice(None)
         if own < length:
-            at = positions.slice(len(positions) - own, len(positions), queries.device) - first
+            at = positions.slice(len(positions) - own, len(positions), latent.device) - first
         parts = RowHistory(AttentionCall(store, chunk, scaling), row).parts(0, addressed=False)
         attended[row, :, at] = latent_attention(latent[row][:, at], rope[row][:, at], parts, scaling)
-    if store.rotations.keys:
-        attended = hadamard_transform(attended, inverse=True)
-    return attended.to(queries.dtype) @ up_values.mT
+    return attended

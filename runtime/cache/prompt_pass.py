@@ -47,6 +47,8 @@ def unplanned(groups: Sequence_[Group], length: int) -> str | None:
             return "its tokens are compressed by their attention mass or by their modality"
         if any(sequence.spans or sequence.kept or sequence.evicted for sequence in group.sequences):
             return "a prompt before it was compressed as a whole"
+        if any(store.is_latent for store in group.stores):
+            return "the model expands the latents of a prompt"
         if len({_sizes(store) for store in group.stores}) > 1:
             return "its layers differ in heads"
         for store in group.stores:

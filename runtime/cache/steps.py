@@ -45,7 +45,7 @@ class TableRegistry:
     def kept(self, key: Hashable, numbers: torch.Tensor) -> torch.Tensor:
         """Numbers on a device at the address where those of this key were before."""
         if key not in self._kept:
-            self._kept[key] = torch.empty_like(numbers)
+            self._kept[key] = torch.empty_like(numbers, memory_format=torch.contiguous_format)
         return self._kept[key].copy_(numbers)
 
     def boosted(self, store: LayerStore) -> torch.Tensor | None:
@@ -144,7 +144,8 @@ class TableRegistry:
 
 def follows_tables(store: LayerStore) -> bool:
     """Whether kernels can follow tables of a layer that is allocated."""
-    return store.page_size == PAGE_SIZE and runs_triton(store.device) and store.appends_in_one_launch
+    served = store.page_size == PAGE_SIZE and runs_triton(store.device) and store.appends_in_one_launch
+    return served and not (store.is_latent and store.latents_unsupported)
 
 
 def runs_steps(group: Group) -> bool:

@@ -10,8 +10,9 @@ import torch
 from kvconvert.cache.format import CacheFormat, rotations, with_plan
 from kvconvert.errors import CacheError
 from kvconvert.kernels.device import fall_back
+from kvconvert.kernels.latent import unsupported as latents_unsupported
 from kvconvert.kernels.pages import KeyPages, ValuePages, empty_keys, empty_values, page_bytes
-from kvconvert.kernels.rotate import KERNEL_DTYPES, LARGEST_HEAD
+from kvconvert.kernels.rotate import KERNEL_DTYPES, largest_appended
 from kvconvert.kernels.select import select_tokens
 from kvconvert.kernels.spans import Span, quantize_span
 from kvconvert.methods import KVScheme
@@ -286,13 +287,20 @@ class LayerStore:
 
     @property
     def appends_in_one_launch(self) -> bool:
-        """Whether the append kernel takes tokens of this shape and dtype; that of latents has no kernel."""
-        sizes = (self.format.keys.head_dim, self.format.values.head_dim)
-        return (
-            not self.is_latent
-            and self.dtype in KERNEL_DTYPES
-            and all(size % 8 == 0 and size <= LARGEST_HEAD for size in sizes)
+        """Whether the append kernel takes tokens of this shape and dtype, and a kernel attends to heads so large."""
+        sides = zip((self.format.keys, self.format.values), self.rotations, strict=True)
+        return self.dtype in KERNEL_DTYPES and all(
+            side.head_dim % 8 == 0 and side.head_dim <= largest_appended(rotated or not self.is_latent)
+            for side, rotated in sides
         )
+
+    @property
+    def latents_unsupported(self) -> str | None:
+        """Why no kernel attends to this layer's latents; None if one does."""
+        key_window, value_window = (side.recent_tokens for side in self.scheme.sides)
+        if key_window != value_window:
+            return "latents and RoPE parts stay in full precision for different numbers of tokens"
+        return latents_unsupported(self.format, self.dtype, self.device)
 
     def reserve(self, row: int, after: Sequence) -> bool:
         """Make room for a row's tokens as they will be; whether its buffers have moved."""

@@ -173,14 +173,14 @@ def _over_latents(
 ) -> torch.Tensor:
     """Latent attention [B, T, Hq, E]: of a prompt as the model computes it, later of stored latents."""
     commit(store, chunk)
+    if store.up_projections is None:
+        store.up_projections = _up_projections(module, store, query)
     if store.logical == query.shape[2]:
         expanded = (states.as_subclass(torch.Tensor) for states in (key, value))
         output = _without_cache(
             module, query, *expanded, mask, scaling=scaling, dropout=0.0, softcap=None, sink_logits=None
         )
     else:
-        if store.up_projections is None:
-            store.up_projections = _up_projections(module, store, query)
         output = attend_latents(store, query, *store.up_projections, chunk, scaling).transpose(1, 2).contiguous()
     end_forward(store)
     return output
@@ -189,11 +189,15 @@ def _over_latents(
 def _up_projections(
     module: torch.nn.Module, store: LayerStore, query: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """W_UK [Hq, D, R] and W_UV [Hq, E, R] of a module, whose Linear may be quantized, in the query's dtype."""
+    """W_UK [Hq, D, R] and W_UV [Hq, E, R] of a module, whose Linear may be quantized, in the query's dtype.
+
+    Caches of one model have them in the same place, of which recordings of its steps know.
+    """
     rank, heads = store.format.keys.head_dim, query.shape[1]
     plain = query.shape[3] - store.format.values.head_dim
     every = module.kv_b_proj(torch.eye(rank, dtype=query.dtype, device=query.device)).T.unflatten(0, (heads, -1))
-    return tuple(part.contiguous() for part in every.tensor_split([plain], 1))
+    parts, kept = every.tensor_split([plain], 1), store.group.registry.kept
+    return tuple(kept((store.index, side, every.dtype, every.device), part) for side, part in enumerate(parts))
 
 
 def _without_cache(

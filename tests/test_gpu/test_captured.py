@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny.key_centers import center_plan
-from tiny.models import GREEDY, random_ids, tiny_model
+from tiny.models import ARCHITECTURES, GREEDY, random_ids, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.methods import KVScheme
@@ -78,6 +78,23 @@ def test_architectures_generate_the_same_with_padding(name):
     mask = torch.ones_like(ids)
     mask[0, :70] = mask[2, :199] = 0
     both(bundle_like(name, "oscar-g128", **MODELS[name]), ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("scheme", ["latent-4bit", "latent-2bit"])
+@pytest.mark.parametrize("rank", [128, 512])
+def test_latents_generate_the_same(scheme, rank):
+    # Without experts, whose sizes transformers' own code reads on the host.
+    model = ARCHITECTURES["deepseek_v3"].build("kvconvert", kv_lora_rank=rank, first_k_dense_replace=2)
+    model = model.to("cuda", torch.bfloat16).requires_grad_(False)
+    adopt(model, [KVScheme.preset(scheme)] * 2, {})
+    ids = random_ids(3, 200).cuda()
+    mask = torch.ones_like(ids)
+    mask[0, :70] = 0
+    both(model, ids, attention_mask=mask)
+    # Another cache with tensors of its own follows the same recordings.
+    recorded, cache = model.captured.recorded, model.new_kv_cache()
+    model.generate(ids, past_key_values=cache, max_new_tokens=20, **GREEDY)
+    assert (model.captured.recorded, cache.stats().fallbacks) == (recorded, 0)
 
 
 TRAINED = {

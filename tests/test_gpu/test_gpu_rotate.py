@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from kvconvert.kernels.rotate import hadamard_matrix, hadamard_transform, unsupported, unsupported_append
+from kvconvert.kernels.rotate import (
+    Rotations,
+    hadamard_matrix,
+    hadamard_transform,
+    unsupported,
+    unsupported_append,
+)
 from kvconvert.kernels.rotate.triton import launch as gpu
 
 # Half a unit in the last place of the result, and the rounding of float32 sums.
@@ -113,8 +119,10 @@ def test_what_the_kernels_do_not_serve_has_a_reason(device):
     assert "head sizes up to 256" in unsupported(torch.zeros(2, 512, device=device))
     assert "gradients" in unsupported(torch.zeros(2, 64, device=device, requires_grad=True))
     assert "no kernels for meta" in unsupported(x.to("meta"))
-    assert unsupported_append(torch.float16, x, x, x) is None
-    assert "stored ones torch.bfloat16" in unsupported_append(torch.bfloat16, x, x, x)
-    assert "head sizes" in unsupported_append(torch.float16, x, torch.zeros(1, 2, 3, 512, device=device).half(), x)
+    none, wide = Rotations(), torch.zeros(1, 2, 3, 512, device=device).half()
+    assert unsupported_append(torch.float16, x, x, x, none) is None
+    assert "stored ones torch.bfloat16" in unsupported_append(torch.bfloat16, x, x, x, none)
+    assert "up to 256" in unsupported_append(torch.float16, x, wide, x, Rotations(keys=True))
+    assert unsupported_append(torch.float16, wide, wide, x, Rotations(values=True)) is None
     for askew in (x[..., 1:57], x.transpose(2, 3)[..., :3, :].transpose(2, 3), x[..., :60]):
-        assert "16 bytes" in unsupported_append(torch.float16, x, x, askew)
+        assert "16 bytes" in unsupported_append(torch.float16, x, x, askew, none)

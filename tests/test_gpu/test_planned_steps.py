@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tiny.key_centers import center_plan
-from tiny.models import GREEDY, random_ids, tiny_model
+from tiny.models import ARCHITECTURES, GREEDY, random_ids, tiny_model
 
 from kvconvert.kernels import device as dispatch
 from kvconvert.methods import KVScheme
@@ -68,13 +68,23 @@ def steps_of(model, plan: bool):
 def test_planned_steps_give_the_same_tokens_and_store_the_same(device, name, window):
     shape = SHAPE | ({"sliding_window": window} if window else {})
     model = tiny_model("mistral" if window else "llama", "kvconvert", **shape).to(device)
+    check_planned_steps(model, SCHEMES[name], center_plan(2, 1, 16))
+
+
+def test_planned_steps_over_latents_give_the_same(device):
+    model = ARCHITECTURES["deepseek_v3"].build("kvconvert").to(device)
+    check_planned_steps(model, KVScheme.preset("latent-4bit"), {})
+
+
+def check_planned_steps(model, scheme, plan):
+    """Generate with and without planned steps; tokens and what is stored have to agree."""
+    device = model.device
     # The second row's page is complete after its second step.
-    scheme = SCHEMES[name]
     tokens = 128 + scheme.sink_tokens + min(scheme.key_recent_tokens, scheme.value_recent_tokens) - 2
     ids = random_ids(2, tokens + 4).to(device)
     mask = torch.ones_like(ids)
     mask[0, :29] = mask[1, :4] = 0
-    caches = [KVCache(model.config, scheme, plan=center_plan(2, 1, 16)) for _ in range(2)]
+    caches = [KVCache(model.config, scheme, plan=plan) for _ in range(2)]
     arguments = {"attention_mask": mask, "max_new_tokens": 4, **GREEDY}
     with torch.no_grad():
         with steps_of(model, plan=False):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny.models import ARCHITECTURES, GREEDY, random_ids
+from transformers import AutoConfig
 from transformers.cache_utils import DynamicCache
 
 from kvconvert.errors import CacheError, UnsupportedModelError
@@ -68,6 +69,12 @@ def test_a_model_without_keys_and_values_is_refused_by_name():
 
     with pytest.raises(UnsupportedModelError, match="No layer of this mamba model"):
         KVCache(MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64), "kivi")
+
+
+def test_a_model_that_takes_no_cache_but_its_own_is_refused_by_name():
+    config = AutoConfig.for_model("minimax", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    with pytest.raises(UnsupportedModelError, match="minimax takes no cache but its own class"):
+        KVCache(config, "kivi")
 
 
 def test_padding_reaches_neither_pages_nor_states(model):

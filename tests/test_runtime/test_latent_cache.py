@@ -145,10 +145,11 @@ def test_schemes_of_keys_and_values_per_head_are_refused(fields):
         KVCache(config, [SCHEME, KVScheme.preset("kivi")])
 
 
-def test_other_latent_attention_is_refused_by_name():
+@pytest.mark.parametrize("scheme", [SCHEME, KVScheme.preset("kivi")], ids=["of latents", "per head"])
+def test_other_latent_attention_is_refused_by_name(scheme):
     config = AutoConfig.for_model("deepseek_v32", num_hidden_layers=2)
     with pytest.raises(UnsupportedModelError, match="the latent attention of deepseek_v32 is unknown"):
-        KVCache(config, SCHEME)
+        KVCache(config, scheme)
 
 
 def test_another_attention_is_refused():
